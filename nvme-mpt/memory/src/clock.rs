@@ -1,8 +1,11 @@
 //! Source of all time and sleep. The data path takes time once per pass, in ticks of the cheapest clock there is; the
 //! control path takes it from the system's clock.
-#![expect(
-    clippy::disallowed_methods,
-    reason = "the one source of time and sleep"
+#![cfg_attr(
+    not(simulation),
+    expect(
+        clippy::disallowed_methods,
+        reason = "the one source of time and sleep"
+    )
 )]
 #![cfg_attr(
     all(target_arch = "x86_64", not(simulation)),

@@ -73,9 +73,12 @@ pub fn is_trusted(user: u32) -> bool {
 
 /// Returns a random number, for names that two processes must not share. It is no secret.
 #[must_use]
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the one source of random numbers"
+#[cfg_attr(
+    not(simulation),
+    expect(
+        clippy::disallowed_methods,
+        reason = "the one source of random numbers"
+    )
 )]
 pub fn random() -> u64 {
     #[cfg(simulation)]

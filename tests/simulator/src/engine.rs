@@ -13,6 +13,8 @@ use generator::{Generator, Gn};
 use nvme_mpt::memory::simulation::{self, Event, Simulator, Work, stores};
 use nvme_mpt_tests::rng::Rng;
 
+use crate::runs::Less;
+
 /// Words of an actor's stack.
 const STACK: usize = 64 << 10;
 
@@ -90,7 +92,7 @@ impl Habits {
 
 /// Returns a number below `bound`, which is less than 65,536, made of the lowest 16 random bits.
 const fn share(random: u64, bound: u64) -> u64 {
-    (random & 0xFFFF) * bound >> 16
+    ((random & 0xFFFF) * bound) >> 16
 }
 
 /// All of a simulation but its actors' stacks.
@@ -156,8 +158,20 @@ impl Engine {
     ///
     /// # Panics
     /// If an actor panics, if all wait for each other, or if there is no end.
-    pub(crate) fn run(&self, seed: u64, main: impl FnOnce() + Send + 'static) -> Outcome {
-        *self.core.borrow_mut() = Core::new(seed);
+    pub(crate) fn run(
+        &self,
+        seed: u64,
+        less: Less,
+        main: impl FnOnce() + Send + 'static,
+    ) -> Outcome {
+        let mut core = Core::new(seed);
+        if less.no_preemption {
+            core.habits.desched = 0;
+        }
+        if less.no_late_stores {
+            core.habits.late = 0;
+        }
+        *self.core.borrow_mut() = core;
         stores::clear();
         self.start("main", Box::new(main));
         let mut stacks: Vec<Stack> = Vec::new();

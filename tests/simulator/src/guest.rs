@@ -103,6 +103,10 @@ pub(crate) struct Shared {
     pub(crate) rude: AtomicUsize,
     /// Commands that do.
     pub(crate) users: AtomicUsize,
+    /// True while the guest's processors are to stand still.
+    pub(crate) frozen: AtomicBool,
+    /// True while they do.
+    pub(crate) stands_still: AtomicBool,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
 }
@@ -113,6 +117,18 @@ pub(crate) struct Buffers {
     pub(crate) low: DmaBuffer,
     /// Memory that comes and goes.
     pub(crate) high: DmaBuffer,
+}
+
+/// What a guest has beside its driver.
+pub(crate) struct Machine {
+    /// Its memory.
+    pub(crate) memory: GuestMemory,
+    /// Vectors of its function.
+    pub(crate) interrupts: Vec<Arc<Interrupt>>,
+    /// State that it shares with its VMM.
+    pub(crate) shared: Arc<Shared>,
+    /// Memory of its commands.
+    pub(crate) buffers: Buffers,
 }
 
 /// A command in flight.
@@ -167,11 +183,14 @@ impl Guest {
         persona: Persona,
         conditions: Conditions,
         rng: Rng,
-        memory: GuestMemory,
-        interrupts: Vec<Arc<Interrupt>>,
-        shared: Arc<Shared>,
-        buffers: Buffers,
+        machine: Machine,
     ) -> Self {
+        let Machine {
+            memory,
+            interrupts,
+            shared,
+            buffers,
+        } = machine;
         Self {
             persona,
             conditions,
@@ -253,6 +272,11 @@ impl Guest {
 
     /// Submits commands to a queue, which it returns, and takes completions.
     fn submit_round(&mut self) -> usize {
+        while self.shared.frozen.load(Ordering::Relaxed) {
+            self.shared.stands_still.store(true, Ordering::Relaxed);
+            clock::sleep(Duration::from_micros(50));
+        }
+        self.shared.stands_still.store(false, Ordering::Relaxed);
         let depth = match self.persona {
             Persona::Edk2 => 1,
             _ => 1 + self.rng.below(16),

@@ -8,7 +8,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use clap::Parser;
+use clap::{Args, Parser};
 use nvme_mpt_tests::rng::mix;
 
 use crate::engine::{Engine, Outcome};
@@ -17,6 +17,9 @@ use crate::scenario::{self, Scenario};
 
 /// Seeds of a process.
 const BATCH: u64 = 25;
+
+/// Failures that are shown.
+const SHOWN: usize = 10;
 
 /// First word of a child's line about a seed that went well.
 const OK: &str = "ok";
@@ -45,12 +48,95 @@ pub(crate) struct Options {
     /// Ends with the first seed that fails.
     #[arg(long)]
     first: bool,
+    /// Simulates less than the seed asks for.
+    #[command(flatten)]
+    less: Less,
+    /// Looks for the least that still fails with the seed.
+    #[arg(long)]
+    shrink: bool,
     /// Makes each deliberate defect whose name has this text in it, and counts the seeds that find it.
     #[arg(long, num_args = 0..=1, default_missing_value = "", value_name = "NAME")]
     mutations: Option<String>,
     /// Runs these seeds in this process, for a parent.
     #[arg(long, hide = true, num_args = 2)]
     batch: Option<Vec<u64>>,
+}
+
+/// Parts of a simulation that are left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Args)]
+pub(crate) struct Less {
+    /// Most guests.
+    #[arg(long)]
+    pub(crate) guests: Option<u64>,
+    /// Most rounds of commands of a guest.
+    #[arg(long)]
+    pub(crate) rounds: Option<u64>,
+    /// Nobody loses the processor for longer.
+    #[arg(long)]
+    pub(crate) no_preemption: bool,
+    /// Stores are seen at once.
+    #[arg(long)]
+    pub(crate) no_late_stores: bool,
+    /// Drives do not fail.
+    #[arg(long)]
+    pub(crate) no_trouble: bool,
+}
+
+impl Less {
+    fn arguments(self) -> Vec<String> {
+        let mut arguments = Vec::new();
+        for (name, most) in [("--guests", self.guests), ("--rounds", self.rounds)] {
+            if let Some(most) = most {
+                arguments.extend([name.to_owned(), most.to_string()]);
+            }
+        }
+        let flags = [
+            ("--no-preemption", self.no_preemption),
+            ("--no-late-stores", self.no_late_stores),
+            ("--no-trouble", self.no_trouble),
+        ];
+        let set = flags.into_iter().filter(|(_, is_set)| *is_set);
+        arguments.extend(set.map(|(name, _)| name.to_owned()));
+        arguments
+    }
+
+    /// Smaller ones, the smallest first.
+    fn smaller(self) -> Vec<Self> {
+        let rounds = self.rounds.unwrap_or(64);
+        let guests = self.guests.unwrap_or(3);
+        let mut smaller: Vec<_> = (1..guests)
+            .map(|guests| Self {
+                guests: Some(guests),
+                ..self
+            })
+            .collect();
+        smaller.extend([
+            Self {
+                no_trouble: true,
+                ..self
+            },
+            Self {
+                no_preemption: true,
+                ..self
+            },
+            Self {
+                no_late_stores: true,
+                ..self
+            },
+        ]);
+        let shares = [rounds / 8, rounds / 2, rounds * 7 / 8];
+        smaller.extend(
+            shares
+                .into_iter()
+                .filter(|share| *share > 0)
+                .map(|rounds| Self {
+                    rounds: Some(rounds),
+                    ..self
+                }),
+        );
+        smaller.retain(|less| *less != self);
+        smaller
+    }
 }
 
 fn named(name: &str) -> Result<Scenario, String> {
@@ -75,6 +161,7 @@ pub(crate) fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         },
+        (None, None) if options.shrink => shrink(&options),
         (None, None) => parent(&options),
     }
 }
@@ -102,7 +189,9 @@ fn children(options: &Options, seeds: Range<u64>) -> ExitCode {
     for seed in seeds {
         *running.lock().unwrap_or_else(PoisonError::into_inner) = seed;
         let scenario = options.scenario.unwrap_or_else(|| Scenario::of(seed));
-        let Outcome { steps, time } = engine.run(seed, move || scenario::run(scenario, mix(seed)));
+        let less = options.less;
+        let main = move || scenario::run(scenario, mix(seed), less);
+        let Outcome { steps, time } = engine.run(seed, less, main);
         println!("{OK} {seed} {steps} {}", time.as_nanos());
     }
     ExitCode::SUCCESS
@@ -131,6 +220,7 @@ impl Batch {
         if let Some(scenario) = options.scenario {
             command.args(["--scenario", scenario.name()]);
         }
+        command.args(options.less.arguments());
         if let Some(trace) = &options.trace {
             command.arg("--trace").arg(trace);
         }
@@ -181,6 +271,43 @@ impl Batch {
         }
         self.rest
     }
+}
+
+/// Leaves out one part after the other, as long as the seed still fails.
+fn shrink(options: &Options) -> ExitCode {
+    let seed = options.seed;
+    let failure = |less: Less| {
+        let results = Mutex::default();
+        let options = Options {
+            less,
+            ..options.clone()
+        };
+        let batch = Batch::start(&options, seed..seed + 1);
+        batch.ok()?.finish(&results);
+        let results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+        results.failures.into_iter().next()
+    };
+    let mut less = options.less;
+    let Some((_, mut reason)) = failure(less) else {
+        println!("seed {seed} does not fail");
+        return ExitCode::FAILURE;
+    };
+    while let Some((smaller, why)) = less
+        .smaller()
+        .into_iter()
+        .find_map(|less| Some((less, failure(less)?.1)))
+    {
+        (less, reason) = (smaller, why);
+    }
+    let scenario = options
+        .scenario
+        .unwrap_or_else(|| Scenario::of(seed))
+        .name();
+    println!(
+        "{scenario}: {reason}\n    cargo simulate --seed {seed} --seeds 1 --scenario {scenario} {}",
+        less.arguments().join(" ")
+    );
+    ExitCode::SUCCESS
 }
 
 fn parent(options: &Options) -> ExitCode {
@@ -235,7 +362,8 @@ fn parent(options: &Options) -> ExitCode {
 fn report(options: &Options, results: &Results, elapsed: Duration) -> ExitCode {
     let mut failures: Vec<_> = results.failures.iter().collect();
     failures.sort();
-    for (seed, reason) in &failures {
+    let shown = failures.iter().take(SHOWN);
+    for (seed, reason) in shown {
         let scenario = options
             .scenario
             .unwrap_or_else(|| Scenario::of(*seed))

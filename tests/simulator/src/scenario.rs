@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nvme_mpt::drive::HostController;
 use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
-use nvme_mpt::limit::RateLimits;
+use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::memory::clock;
 use nvme_mpt::poller::{Threads, start_thread};
 use nvme_mpt::range::ByteRange;
@@ -24,9 +24,10 @@ use nvme_software::model::Profile;
 use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use crate::guest::{BLOCKS, Buffers, Conditions, Guest, Persona, Shared};
+use crate::guest::{BLOCKS, Buffers, Conditions, Guest, Machine, Persona, Shared};
 use crate::history::BLOCK;
 use crate::lives::World;
+use crate::runs::Less;
 
 /// Bytes of a lease: as many as its guest uses, so that leases of others lie just beside.
 const LEASE: u64 = (BLOCKS * BLOCK) as u64;
@@ -60,13 +61,19 @@ pub(crate) enum Scenario {
     Resets,
     /// The same on a physical drive.
     PhysicalResets,
+    /// Functions that are paused and resumed, on a drive in memory whose commands take time.
+    Pauses,
+    /// The same on a physical drive.
+    PhysicalPauses,
+    /// Leases with limits, on a drive in memory.
+    Limits,
     /// A server that dies at any step, and the next one that takes its queues up.
     Lives,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 9] = [
+    pub(crate) const ALL: [(&str, Self); 12] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -75,6 +82,9 @@ impl Scenario {
         ("physical-maps", Self::PhysicalMaps),
         ("resets", Self::Resets),
         ("physical-resets", Self::PhysicalResets),
+        ("pauses", Self::Pauses),
+        ("physical-pauses", Self::PhysicalPauses),
+        ("limits", Self::Limits),
         ("lives", Self::Lives),
     ];
 
@@ -92,7 +102,11 @@ impl Scenario {
     const fn is_physical(self) -> bool {
         matches!(
             self,
-            Self::Physical | Self::Failing | Self::PhysicalMaps | Self::PhysicalResets
+            Self::Physical
+                | Self::Failing
+                | Self::PhysicalMaps
+                | Self::PhysicalResets
+                | Self::PhysicalPauses
         )
     }
 
@@ -100,15 +114,19 @@ impl Scenario {
         matches!(self, Self::Maps | Self::PhysicalMaps)
     }
 
+    const fn has_pauses(self) -> bool {
+        matches!(self, Self::Pauses | Self::PhysicalPauses)
+    }
+
     const fn has_resets(self) -> bool {
         matches!(self, Self::Resets | Self::PhysicalResets | Self::Failing)
     }
 
-    fn conditions(self, rng: &mut Rng) -> Conditions {
+    fn conditions(self, less: Less, rng: &mut Rng) -> Conditions {
         let errors = self == Self::Failing;
         let resets = self.has_resets();
         Conditions {
-            rounds: 16 + rng.below(48),
+            rounds: (16 + rng.below(48)).min(less.rounds.unwrap_or(u64::MAX)),
             patience: Duration::from_secs(if errors { 180 } else { 30 }),
             errors,
             resets: if resets { 12 } else { 0 },
@@ -154,7 +172,10 @@ impl Host {
         } else {
             let software = SoftwareController::memory(bytes, 9)
                 .unwrap_or_else(|error| panic!("no memory for a drive: {error}"));
-            let is_timed = matches!(scenario, Scenario::Timed | Scenario::Resets);
+            let is_timed = matches!(
+                scenario,
+                Scenario::Timed | Scenario::Resets | Scenario::Pauses
+            );
             Arc::new(match is_timed {
                 true => software.timed(&profile(rng)),
                 false => software,
@@ -170,7 +191,13 @@ impl Host {
         }
     }
 
-    fn function(&self, number: u64, doorbells: DoorbellMode, rng: &mut Rng) -> NvmeFunction {
+    fn function(
+        &self,
+        scenario: Scenario,
+        number: u64,
+        doorbells: DoorbellMode,
+        rng: &mut Rng,
+    ) -> NvmeFunction {
         let id = format!("guest-{number}");
         let range = ByteRange::new(number * LEASE, LEASE).expect("a range");
         let lease = self.ledger.acquire(&LeaseRequest {
@@ -198,12 +225,25 @@ impl Host {
             learning: Learning::default(),
             pollers: self.pollers.clone(),
             memory: MemoryKinds::default(),
-            rates: RateLimits::default(),
+            rates: match scenario {
+                Scenario::Limits => limits(rng),
+                _ => RateLimits::default(),
+            },
             serial: None,
         };
         let attachment = Attachment::with_parts(config, FunctionParts::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
         NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
+    }
+}
+
+fn limits(rng: &mut Rng) -> RateLimits {
+    let iops = ["200", "20000", "3000+1"][rng.below(3) as usize];
+    let bandwidth = ["1M", "50M", "10M+4K"][rng.below(3) as usize];
+    RateLimits {
+        iops: (rng.below(2) == 0).then(|| RateLimit::of_commands(iops).expect("a limit")),
+        bandwidth: Some(RateLimit::of_bytes(bandwidth).expect("a limit")),
+        weight: None,
     }
 }
 
@@ -219,21 +259,22 @@ fn profile(rng: &mut Rng) -> Profile {
 }
 
 /// Runs a world from its beginning to its end.
-pub(crate) fn run(scenario: Scenario, seed: u64) {
+pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
     let mut rng = Rng::new(seed);
     if scenario == Scenario::Lives {
-        return run_lives(scenario, &mut rng);
+        return run_lives(scenario, less, &mut rng);
     }
-    let count = 1 + rng.below(3);
+    let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     let host = Host::new(scenario, count, &mut rng);
     let guests: Vec<_> = (0..count)
         .map(|number| {
             let personas = Persona::ALL;
             let persona = personas[rng.below(personas.len() as u64) as usize];
-            start_guest(&host, scenario, number, persona, &mut rng)
+            start_guest(&host, (scenario, less), number, persona, &mut rng)
         })
         .collect();
-    let trouble = (scenario == Scenario::Failing).then(|| {
+    let is_troubled = scenario == Scenario::Failing && !less.no_trouble;
+    let trouble = is_troubled.then(|| {
         let model = host.model.clone().expect("a physical drive");
         let rng = Rng::new(rng.next_u64());
         start_thread("trouble", move || trouble(&model, rng)).expect("an actor")
@@ -264,25 +305,22 @@ pub(crate) fn run(scenario: Scenario, seed: u64) {
 }
 
 /// One guest, whose server dies some times.
-fn run_lives(scenario: Scenario, rng: &mut Rng) {
+fn run_lives(scenario: Scenario, less: Less, rng: &mut Rng) {
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
     let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
     let profile = (rng.below(2) == 0).then(|| profile(rng));
     let (world, pairs) = World::new(&memory, profile, rng);
     let buffers = buffers(&memory);
     let shared = Arc::new(Shared::default());
-    let (persona, conditions) = (Persona::FreeBsd, scenario.conditions(rng));
+    let (persona, conditions) = (Persona::FreeBsd, scenario.conditions(less, rng));
     let seed = Rng::new(rng.next_u64());
-    let guest = Guest::new(
-        0,
-        persona,
-        conditions,
-        seed,
+    let machine = Machine {
         memory,
-        Vec::new(),
+        interrupts: Vec::new(),
         shared,
         buffers,
-    );
+    };
+    let guest = Guest::new(0, persona, conditions, seed, machine);
     world.run(guest, pairs, Rng::new(rng.next_u64()));
 }
 
@@ -301,12 +339,12 @@ type Started = nvme_mpt::memory::sync::JoinHandle<()>;
 
 fn start_guest(
     host: &Host,
-    scenario: Scenario,
+    (scenario, less): (Scenario, Less),
     number: u64,
     persona: Persona,
     rng: &mut Rng,
 ) -> Started {
-    let function = host.function(number, persona.doorbells(), rng);
+    let function = host.function(scenario, number, persona.doorbells(), rng);
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
     let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
     for region in memory.regions() {
@@ -326,24 +364,26 @@ fn start_guest(
     let shared = Arc::new(Shared::default());
     shared.plugged.store(true, Ordering::Relaxed);
     let buffers = buffers(&memory);
-    let conditions = scenario.conditions(rng);
-    let guest = Guest::new(
-        number,
-        persona,
-        conditions,
-        Rng::new(rng.next_u64()),
-        memory.clone(),
+    let conditions = scenario.conditions(less, rng);
+    let machine = Machine {
+        memory: memory.clone(),
         interrupts,
-        shared.clone(),
+        shared: shared.clone(),
         buffers,
-    );
+    };
+    let guest_rng = Rng::new(rng.next_u64());
+    let guest = Guest::new(number, persona, conditions, guest_rng, machine);
     let vmm_rng = Rng::new(rng.next_u64());
-    let has_maps = scenario.has_maps();
+    let vmm = match scenario {
+        _ if scenario.has_maps() => Some(take_and_give as Vmm),
+        _ if scenario.has_pauses() => Some(pause_and_resume as Vmm),
+        _ => None,
+    };
     let name = format!("guest-{number}");
     let work = move || {
-        let vmm = has_maps.then(|| {
+        let vmm = vmm.map(|vmm| {
             let (bar, memory, shared) = (bar.clone(), memory.clone(), shared.clone());
-            let work = move || take_and_give(&bar, &memory, &shared, vmm_rng);
+            let work = move || vmm(&bar, &memory, &shared, vmm_rng);
             start_thread("vmm", work).expect("an actor")
         });
         guest.run(bar.clone());
@@ -355,6 +395,53 @@ fn start_guest(
     start_thread(&name, work).expect("an actor")
 }
 
+/// Work of a VMM until its guest has ended.
+type Vmm = fn(&InProcess, &GuestMemory, &Shared, Rng);
+
+/// Longest pause of a VMM's work, in bits of nanoseconds.
+fn rest(rng: &mut Rng) {
+    let bits = 10 + rng.below(14);
+    clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
+}
+
+/// A VMM that pauses the function and resumes it, until the guest has ended.
+fn pause_and_resume(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng: Rng) {
+    while !shared.ended.load(Ordering::Relaxed) {
+        rest(&mut rng);
+        shared.frozen.store(true, Ordering::Relaxed);
+        let stands_still =
+            || shared.stands_still.load(Ordering::Relaxed) || shared.ended.load(Ordering::Relaxed);
+        // The guest's processors stand still before the device does, or after it.
+        let is_first = rng.below(2) == 0;
+        while is_first && !stands_still() {
+            clock::sleep(Duration::from_micros(50));
+        }
+        let paused = bar.function().pause();
+        paused.unwrap_or_else(|error| panic!("the function is not paused: {error}"));
+        if is_first {
+            let look = || {
+                let mut bytes = vec![0; LOW_LEN as usize];
+                memory.read(LOW, &mut bytes).expect("memory");
+                bytes
+            };
+            let before = look();
+            rest(&mut rng);
+            let written = look()
+                .iter()
+                .zip(&before)
+                .position(|(now, before)| now != before);
+            assert_eq!(
+                written, None,
+                "memory was written while the function was paused"
+            );
+        }
+        rest(&mut rng);
+        bar.function().resume();
+        shared.frozen.store(false, Ordering::Relaxed);
+        shared.stands_still.store(false, Ordering::Relaxed);
+    }
+}
+
 /// A VMM that takes a region of the guest's memory away and gives it back, until the guest has ended.
 fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng: Rng) {
     let region = memory
@@ -362,12 +449,8 @@ fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng
         .into_iter()
         .find(|region| region.gpa == HIGH)
         .expect("the region");
-    let pause = |rng: &mut Rng| {
-        let bits = 10 + rng.below(14);
-        clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
-    };
     while !shared.ended.load(Ordering::Relaxed) {
-        pause(&mut rng);
+        rest(&mut rng);
         let is_polite = rng.below(2) == 0;
         if !is_polite {
             shared.rude.fetch_add(1, Ordering::Relaxed);
@@ -383,7 +466,7 @@ fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng
         if shared.users.load(Ordering::Relaxed) == 0 {
             let bytes = vec![TAKEN; HIGH_LEN as usize];
             memory.write(HIGH, &bytes).expect("memory");
-            pause(&mut rng);
+            rest(&mut rng);
             let mut bytes = vec![0; HIGH_LEN as usize];
             memory.read(HIGH, &mut bytes).expect("memory");
             let written = bytes.iter().position(|byte| *byte != TAKEN);

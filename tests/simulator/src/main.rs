@@ -13,6 +13,8 @@ mod guest;
 #[cfg(simulation)]
 mod history;
 #[cfg(simulation)]
+mod hostile;
+#[cfg(simulation)]
 mod lives;
 #[cfg(simulation)]
 mod mutations;

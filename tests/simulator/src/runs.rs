@@ -77,7 +77,7 @@ pub(crate) struct Less {
     /// Stores are seen at once.
     #[arg(long)]
     pub(crate) no_late_stores: bool,
-    /// Drives do not fail.
+    /// Drives do not fail, and no guest lies.
     #[arg(long)]
     pub(crate) no_trouble: bool,
 }

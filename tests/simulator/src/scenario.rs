@@ -13,6 +13,7 @@ use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
     Attachment, AttachmentConfig, Drive, FunctionParts, Gpa, Learning, MemoryKinds, Pollers,
 };
+use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_tests::function::{InProcess, map};
@@ -26,6 +27,7 @@ use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::guest::{BLOCKS, Buffers, Conditions, Guest, Machine, Persona, Shared};
 use crate::history::BLOCK;
+use crate::hostile;
 use crate::lives::World;
 use crate::runs::Less;
 
@@ -265,7 +267,9 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         return run_lives(scenario, less, &mut rng);
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
-    let host = Host::new(scenario, count, &mut rng);
+    // The last lease is that of a guest that lies, if there is one.
+    let host = Host::new(scenario, count + 1, &mut rng);
+    let is_hostile = !less.no_trouble && rng.below(3) == 0;
     let guests: Vec<_> = (0..count)
         .map(|number| {
             let personas = Persona::ALL;
@@ -273,6 +277,7 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
             start_guest(&host, (scenario, less), number, persona, &mut rng)
         })
         .collect();
+    let liar = is_hostile.then(|| start_liar(&host, scenario, count, &mut rng));
     let is_troubled = scenario == Scenario::Failing && !less.no_trouble;
     let trouble = is_troubled.then(|| {
         let model = host.model.clone().expect("a physical drive");
@@ -281,6 +286,9 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
     });
     for guest in guests {
         let _ended = guest.join();
+    }
+    if let Some(liar) = liar {
+        let _ended = liar.join();
     }
     if let Some(trouble) = trouble {
         let _ended = trouble.join();
@@ -393,6 +401,20 @@ fn start_guest(
         drop(bar);
     };
     start_thread(&name, work).expect("an actor")
+}
+
+fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> Started {
+    let modes = [DoorbellMode::Shadow, DoorbellMode::Trap];
+    let doorbells = modes[rng.below(2) as usize];
+    let function = host.function(scenario, number, doorbells, rng);
+    let memory = GuestMemory::new(&[(LOW, LOW_LEN)]).unwrap_or_else(|error| panic!("{error}"));
+    for region in memory.regions() {
+        map(&function, &memory, &region);
+    }
+    let bar: Arc<dyn Bar> = Arc::new(InProcess::new(function));
+    let rng = Rng::new(rng.next_u64());
+    let work = move || hostile::run(&bar, &memory, doorbells, rng);
+    start_thread("liar", work).expect("an actor")
 }
 
 /// Work of a VMM until its guest has ended.

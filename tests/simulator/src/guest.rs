@@ -534,6 +534,8 @@ impl Guest {
             "queue {id}: opcode {:#x} failed: {cqe:?}",
             flight.opcode
         );
+        // No command of these has a result.
+        assert_eq!(cqe.result, 0, "queue {id}: {cqe:?}");
         self.land(&flight, succeeded, true);
     }
 

@@ -70,12 +70,12 @@ impl SlotRecords {
     /// Stores a command, and then its mark. All that follows in the program follows in memory.
     #[inline(always)]
     pub fn record(&self, slot: u16, command: &Sqe, mark: u64) {
+        let record = self.at(slot);
         #[cfg(simulation)]
         crate::simulation::turn(
             crate::simulation::Step::Record,
             [slot.into(), command.cid().0.into()],
         );
-        let record = self.at(slot);
         // SAFETY: the record lies inside the mapping by the constructor's check and `at`. The stores are volatile, as
         // another process reads it.
         #[cfg(target_arch = "x86_64")]

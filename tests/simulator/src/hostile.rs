@@ -18,7 +18,16 @@ use crate::guest::BLOCKS;
 const ENTRIES: u32 = 16;
 
 /// Attaches again and again, and does what no driver does.
-pub(crate) fn run(bar: &Arc<dyn Bar>, memory: &GuestMemory, doorbells: DoorbellMode, mut rng: Rng) {
+///
+/// # Panics
+/// If its controller does not come up, unless the drive may fail.
+pub(crate) fn run(
+    bar: &Arc<dyn Bar>,
+    memory: &GuestMemory,
+    doorbells: DoorbellMode,
+    may_fail: bool,
+    mut rng: Rng,
+) {
     for _ in 0..1 + rng.below(4) {
         let config = Config {
             doorbells,
@@ -27,8 +36,11 @@ pub(crate) fn run(bar: &Arc<dyn Bar>, memory: &GuestMemory, doorbells: DoorbellM
         };
         // What it did before may have failed its controller, which a reset cures.
         let controller = Controller::attach(bar.clone(), memory.clone(), config, 2);
-        let mut controller =
-            controller.unwrap_or_else(|error| panic!("a hostile guest does not attach: {error}"));
+        let mut controller = match controller {
+            Ok(controller) => controller,
+            Err(_) if may_fail => continue,
+            Err(error) => panic!("a hostile guest does not attach: {error}"),
+        };
         let options = QueueOptions::polled(ENTRIES);
         let Ok(mut queue) = controller.create_queue_pair(1, &options) else {
             continue;

@@ -413,7 +413,8 @@ fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> St
     }
     let bar: Arc<dyn Bar> = Arc::new(InProcess::new(function));
     let rng = Rng::new(rng.next_u64());
-    let work = move || hostile::run(&bar, &memory, doorbells, rng);
+    let may_fail = scenario == Scenario::Failing;
+    let work = move || hostile::run(&bar, &memory, doorbells, may_fail, rng);
     start_thread("liar", work).expect("an actor")
 }
 

@@ -12,11 +12,12 @@ use integration::lab::{LabDrive, inside};
 use integration::progress::{say, seconds};
 use integration::server::{FunctionOptions, Server};
 use integration::vmm::counters::KvmCounters;
-use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
-use integration::vmms::{Outcome, Reference, Root, Setup, Vmm, VmmsError};
+use integration::vmms::cloud_hypervisor::CloudHypervisor;
+use integration::vmms::{Outcome, Reference, Root, Setup, Vmm};
 
 use crate::elsewhere::expect_refused;
 use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, on_processor, sh};
+use crate::vmms::is_patched_cloud_hypervisor_named;
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -68,17 +69,9 @@ enum Beside {
 }
 
 fn share_among_cloud_hypervisors(bench: &Bench, beside: Beside) -> Result<(), Failure> {
-    match cloud_hypervisor::has_own_functions() {
-        Ok(true) => share::<CloudHypervisor>(bench, beside),
-        Ok(false) => {
-            say("        NOT CHECKED: it has no functions in its own process, as it has no patch");
-            Ok(())
-        }
-        Err(error @ VmmsError::NotNamed) => {
-            say(&format!("        NOT CHECKED: {error}"));
-            Ok(())
-        }
-        Err(error) => Err(error.into()),
+    match is_patched_cloud_hypervisor_named()? {
+        true => share::<CloudHypervisor>(bench, beside),
+        false => Ok(()),
     }
 }
 

@@ -93,18 +93,24 @@ fn over_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
 
 /// With functions in its own process, whose drives a server has.
 fn over_leased_cloud_hypervisor(bench: &Bench) -> Result<(), Failure> {
+    match is_patched_cloud_hypervisor_named()? {
+        true => over::<CloudHypervisor>(bench, Owner::Server),
+        false => Ok(()),
+    }
+}
+
+/// Returns whether a Cloud Hypervisor is named that has functions in its own process. If not, it says that this is not
+/// checked.
+pub(crate) fn is_patched_cloud_hypervisor_named() -> Result<bool, Failure> {
     match cloud_hypervisor::has_own_functions() {
-        Ok(true) => over::<CloudHypervisor>(bench, Owner::Server),
+        Ok(true) => return Ok(true),
         Ok(false) => {
             say("        NOT CHECKED: it has no functions in its own process, as it has no patch");
-            Ok(())
         }
-        Err(error @ VmmsError::NotNamed) => {
-            say(&format!("        NOT CHECKED: {error}"));
-            Ok(())
-        }
-        Err(error) => Err(error.into()),
+        Err(error @ VmmsError::NotNamed) => say(&format!("        NOT CHECKED: {error}")),
+        Err(error) => return Err(error.into()),
     }
+    Ok(false)
 }
 
 /// Runs the list on a VMM. `owner` has the drives.

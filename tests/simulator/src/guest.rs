@@ -29,6 +29,9 @@ const BUFFER: usize = 16 << 10;
 /// Resets after failures of a drive, after which it is taken for lost.
 const FAILURES_MAX: u32 = 20;
 
+/// Asynchronous Event Requests of a driver that gives them at once.
+const EVENT_REQUESTS: usize = 4;
+
 /// Byte of memory that no command may write.
 const CANARY: u8 = 0xCA;
 
@@ -99,13 +102,13 @@ pub(crate) struct Conditions {
 pub(crate) struct Shared {
     /// True while commands may use the memory that comes and goes.
     pub(crate) plugged: AtomicBool,
-    /// Number of times that it was taken away without regard to commands.
+    /// Number of times that this memory was taken away without regard to commands.
     pub(crate) rude: AtomicUsize,
-    /// Commands that do.
+    /// Commands in flight that use this memory.
     pub(crate) users: AtomicUsize,
     /// True while the guest's processors are to stand still.
     pub(crate) frozen: AtomicBool,
-    /// True while they do.
+    /// True while the guest's processors stand still.
     pub(crate) stands_still: AtomicBool,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
@@ -119,7 +122,7 @@ pub(crate) struct Buffers {
     pub(crate) high: DmaBuffer,
 }
 
-/// What a guest has beside its driver.
+/// Machine of a guest: all that it has beside its driver.
 pub(crate) struct Machine {
     /// Its memory.
     pub(crate) memory: GuestMemory,
@@ -212,7 +215,7 @@ impl Guest {
             doorbells: self.persona.doorbells(),
             admin_timeout: self.conditions.patience,
             admin_in_buffer: self.persona == Persona::Libvfn,
-            admin_entries: 2 + self.rng.below(30) as u16,
+            admin_entries: 8 + self.rng.below(24) as u16,
             ..Config::default()
         };
         let count = match self.persona {
@@ -222,6 +225,7 @@ impl Guest {
         let memory = self.memory.clone();
         let mut controller = Controller::attach(bar, memory, config, count)
             .unwrap_or_else(|error| panic!("the controller does not attach: {error}"));
+        self.request_events(&mut controller);
         self.create_queues(&mut controller, count);
         for _ in 0..self.conditions.rounds {
             self.round(&mut controller, count);
@@ -302,6 +306,16 @@ impl Guest {
             self.collect(index, 1);
         }
         index
+    }
+
+    /// Gives the Asynchronous Event Requests that a driver gives at once.
+    fn request_events(&self, controller: &mut Controller) {
+        if self.persona == Persona::StorNvme {
+            for _ in 0..EVENT_REQUESTS {
+                let given = controller.request_async_event();
+                given.unwrap_or_else(|error| panic!("a request for events is not given: {error}"));
+            }
+        }
     }
 
     fn create_queues(&mut self, controller: &mut Controller, count: u16) {
@@ -536,11 +550,11 @@ impl Guest {
         );
         // No command of these has a result.
         assert_eq!(cqe.result, 0, "queue {id}: {cqe:?}");
-        self.land(&flight, succeeded, true);
+        self.land(&flight, succeeded);
     }
 
     /// A command has ended, or its queue has.
-    fn land(&mut self, flight: &Flight, succeeded: bool, whole: bool) {
+    fn land(&mut self, flight: &Flight, succeeded: bool) {
         let now = clock::monotonic();
         let (buffer, start) = self.buffer(flight.slot);
         let bytes = buffer.to_vec(start, BUFFER);
@@ -571,18 +585,33 @@ impl Guest {
         for (block, _) in (flight.slba..).zip(&flight.values) {
             self.history.end(block, flight.began, now, sure);
         }
-        if whole {
-            self.free(flight.slot);
-        }
+        self.free(flight.slot);
     }
 
-    /// The queues are gone: what was in flight took effect before this, or never will.
-    fn lose(&mut self, queue: Queue) {
-        for flight in queue.flights.into_values() {
-            self.land(&flight, false, true);
-            // Its memory is somebody else's now.
+    /// Ends the commands of queues that are gone: each took effect before this, or never will. Nobody writes to their
+    /// memory from now on.
+    fn lose(&mut self, queues: Vec<Queue>) {
+        let mut slots = Vec::new();
+        for flight in queues
+            .into_iter()
+            .flat_map(|queue| queue.flights.into_values())
+        {
+            self.land(&flight, false);
             let (buffer, start) = self.buffer(flight.slot);
             buffer.write(start, &[CANARY; BUFFER]);
+            slots.push(flight.slot);
+        }
+        let bits = self.rng.below(20);
+        clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
+        for slot in slots {
+            let (buffer, start) = self.buffer(slot);
+            let bytes = buffer.to_vec(start, BUFFER);
+            let written = bytes.iter().position(|byte| *byte != CANARY);
+            assert_eq!(
+                written, None,
+                "{:?}: memory of a command was written after its queue was gone",
+                self.persona
+            );
         }
     }
 
@@ -590,10 +619,8 @@ impl Guest {
         controller
             .disable()
             .unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
-        for queue in std::mem::take(&mut self.queues) {
-            self.lose(queue);
-        }
-        self.untouched();
+        let queues = std::mem::take(&mut self.queues);
+        self.lose(queues);
         controller
             .enable()
             .and_then(|()| match self.persona.doorbells() {
@@ -601,6 +628,7 @@ impl Guest {
                 _ => Ok(()),
             })
             .unwrap_or_else(|error| panic!("the controller is not enabled: {error}"));
+        self.request_events(controller);
         self.create_queues(controller, count);
     }
 
@@ -624,9 +652,8 @@ impl Guest {
         while let Some(cqe) = self.queues[last].pair.poll() {
             self.complete(last, cqe);
         }
-        if let Some(queue) = self.queues.pop() {
-            self.lose(queue);
-        }
+        let queue = self.queues.pop();
+        self.lose(queue.into_iter().collect());
         match self.create_queue(controller, id) {
             Ok(queue) => self.queues.push(queue),
             Err(error) => self.start_again(controller, count, &error),
@@ -646,22 +673,6 @@ impl Guest {
             aborted.is_ok() || self.conditions.errors,
             "an Abort did not complete: {aborted:?}"
         );
-    }
-
-    /// Waits a little, and checks that nobody writes to memory that no command has.
-    fn untouched(&mut self) {
-        let bits = self.rng.below(20);
-        clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
-        let low = &self.buffers.low;
-        let slots = low.len() / BUFFER;
-        let free = (0..slots).map(|index| Slot { high: false, index });
-        for slot in free.filter(|slot| !self.busy.contains(slot)) {
-            let (buffer, start) = self.buffer(slot);
-            let bytes = buffer.to_vec(start, BUFFER);
-            let canaries = bytes.iter().filter(|byte| **byte == CANARY).count();
-            // A buffer that was never used has zeroes; others have what a command left, which was checked then.
-            let _ = canaries;
-        }
     }
 
     /// Reads all blocks once nothing else is in flight.

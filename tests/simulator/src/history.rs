@@ -88,7 +88,7 @@ impl History {
     /// Judges what a read that began at a moment has returned for a block.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// A description of the mistake.
     pub(crate) fn judge(&self, block: u64, value: u64, began: Duration) -> Result<(), String> {
         let writes = &self.blocks[block as usize];
         let over = |write: &Write| {

@@ -17,7 +17,7 @@ use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::{RawBytes, clock, eventfd};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::seam::{DoorbellWaker, LeaseFacts};
+use nvme_mpt::seam::DoorbellWaker;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::nvm::ReadWrite;
@@ -110,7 +110,7 @@ impl LeasedMedium for Blocks {
     }
 }
 
-/// What a VMM has of its function, whichever server there is.
+/// Parts of a function that its VMM has, and that outlive each server.
 #[derive(Debug)]
 struct Kept {
     memory: GuestMemory,
@@ -247,12 +247,10 @@ impl World {
             blocks,
             profile,
         } = self;
-        let has_ended = Arc::new(AtomicBool::new(false));
         let serve = |life: u64| {
             let (kept, blocks, profile) = (kept.clone(), blocks.clone(), profile.clone());
-            let has_ended = has_ended.clone();
             engine.start_process("server", move || {
-                serve(&kept, blocks, profile.as_ref(), life, &has_ended);
+                serve(&kept, blocks, profile.as_ref(), life);
             })
         };
         let mut server = serve(0);
@@ -270,19 +268,12 @@ impl World {
             server = serve(life);
         }
         let _ended = guest.join();
-        has_ended.store(true, Ordering::Relaxed);
         engine.kill(server);
     }
 }
 
 /// A server's life.
-fn serve(
-    kept: &Arc<Kept>,
-    blocks: Blocks,
-    profile: Option<&Profile>,
-    life: u64,
-    has_ended: &AtomicBool,
-) {
+fn serve(kept: &Arc<Kept>, blocks: Blocks, profile: Option<&Profile>, life: u64) {
     let controller = SoftwareController::over(blocks, 9);
     let controller = match profile {
         Some(profile) => controller.timed(profile),
@@ -321,7 +312,6 @@ fn serve(
     };
     let attachment = Attachment::with_parts(config, parts)
         .unwrap_or_else(|error| panic!("no attachment: {error}"));
-    let _: LeaseFacts = HostSide::facts(&attachment);
     for region in kept.memory.regions() {
         for piece in region.pieces() {
             let mapped = attachment.map(MemoryRegion {
@@ -351,16 +341,14 @@ fn serve(
             .unwrap_or_else(|error| panic!("life {life} takes nothing up: {error}"));
     }
     let wakers = HostSide::io_doorbells(&attachment).wakers;
-    for (_, waker) in &wakers {
-        let _full = eventfd::signal(waker.eventfd());
-    }
     *kept.wakers() = wakers;
     kept.is_served.store(true, Ordering::Relaxed);
     // A doorbell that was stored before its waker was known.
     for (_, waker) in kept.wakers().iter() {
         let _full = eventfd::signal(waker.eventfd());
     }
-    while !has_ended.load(Ordering::Relaxed) {
-        clock::sleep(Duration::from_secs(1));
+    // Its VMM ends it.
+    loop {
+        clock::sleep(Duration::from_secs(3600));
     }
 }

@@ -1,8 +1,8 @@
 //! `cargo simulate`: functions, attachments, pollers and drives under one scheduler, with one clock and one seed.
 //!
 //! The code that runs is that of the product. Built with `cfg(simulation)`, it lets the scheduler choose who goes on at
-//! each access to memory that several use (`nvme_mpt_memory::simulation`). Guests judge what they see
-//! ([`guest`](crate)), and the model of a drive judges its host.
+//! each access to memory that several use (`nvme_mpt_memory::simulation`). Guests judge what they see, and the model of
+//! a drive judges its host.
 //!
 //! A failure is a seed: the same seed takes the same steps on each machine.
 

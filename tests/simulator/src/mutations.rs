@@ -10,13 +10,13 @@ use std::process::Command;
 
 use serde::Deserialize;
 
-/// Time of a mutation's simulation, in seeds.
+/// Seeds of a mutation's simulation.
 const SEEDS: u64 = 1000;
 
 /// Defects that may stay unfound.
 const UNFOUND_MAX: usize = 1;
 
-/// Why mutations cannot be tried.
+/// Reason for which mutations cannot be tried.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MutationError {
     /// The list of mutations is no such list.

@@ -31,8 +31,8 @@ const FAILED: &str = "failed";
 #[command(name = "cargo simulate")]
 pub(crate) struct Options {
     /// First seed.
-    #[arg(long, default_value_t = 0)]
-    seed: u64,
+    #[arg(long)]
+    seed: Option<u64>,
     /// Number of seeds; 1 if a first one is given, else 1000.
     #[arg(long)]
     seeds: Option<u64>,
@@ -152,7 +152,7 @@ fn named(name: &str) -> Result<Scenario, String> {
 pub(crate) fn main() -> ExitCode {
     let options = Options::parse();
     match (&options.batch, &options.mutations) {
-        (Some(batch), _) => children(&options, batch[0]..batch[1]),
+        (Some(batch), _) => run_batch(&options, batch[0]..batch[1]),
         (None, Some(filter)) => match mutations::run(filter, options.first) {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
@@ -167,7 +167,7 @@ pub(crate) fn main() -> ExitCode {
 }
 
 /// Runs seeds in this process. The first that fails ends it.
-fn children(options: &Options, seeds: Range<u64>) -> ExitCode {
+fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
     let engine = Engine::install();
     let trace = options.trace.clone();
     let running: &'static Mutex<u64> = Box::leak(Box::new(Mutex::new(seeds.start)));
@@ -275,7 +275,7 @@ impl Batch {
 
 /// Leaves out one part after the other, as long as the seed still fails.
 fn shrink(options: &Options) -> ExitCode {
-    let seed = options.seed;
+    let seed = options.seed.unwrap_or(0);
     let failure = |less: Less| {
         let results = Mutex::default();
         let options = Options {
@@ -303,21 +303,28 @@ fn shrink(options: &Options) -> ExitCode {
         .scenario
         .unwrap_or_else(|| Scenario::of(seed))
         .name();
-    println!(
-        "{scenario}: {reason}\n    cargo simulate --seed {seed} --seeds 1 --scenario {scenario} {}",
-        less.arguments().join(" ")
-    );
+    show(scenario, &reason, seed, less);
     ExitCode::SUCCESS
 }
 
+/// Shows a failure, and the command that repeats it.
+fn show(scenario: &str, reason: &str, seed: u64, less: Less) {
+    let seed = seed.to_string();
+    let mut command = vec!["cargo simulate", "--seed", &seed, "--scenario", scenario];
+    let less = less.arguments();
+    command.extend(less.iter().map(String::as_str));
+    println!("{scenario}: {reason}\n    {}", command.join(" "));
+}
+
 fn parent(options: &Options) -> ExitCode {
-    let one = options.seed != 0 && options.hours.is_none();
+    let one = options.seed.is_some() && options.hours.is_none();
     let count = options.seeds.unwrap_or(match (one, options.hours) {
         (true, _) => 1,
         (false, Some(_)) => u64::MAX / 2,
         (false, None) => 1000,
     });
-    let seeds = options.seed..options.seed.saturating_add(count);
+    let first = options.seed.unwrap_or(0);
+    let seeds = first..first.saturating_add(count);
     let limit = options
         .hours
         .map(|hours| Duration::from_secs_f64(hours * 3600.0));
@@ -368,9 +375,7 @@ fn report(options: &Options, results: &Results, elapsed: Duration) -> ExitCode {
             .scenario
             .unwrap_or_else(|| Scenario::of(*seed))
             .name();
-        println!(
-            "{scenario}: {reason}\n    cargo simulate --seed {seed} --seeds 1 --scenario {scenario}"
-        );
+        show(scenario, reason, *seed, options.less);
     }
     let seconds = elapsed.as_secs_f64();
     println!(

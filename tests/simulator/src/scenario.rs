@@ -274,7 +274,7 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         .map(|number| {
             let personas = Persona::ALL;
             let persona = personas[rng.below(personas.len() as u64) as usize];
-            start_guest(&host, (scenario, less), number, persona, &mut rng)
+            start_guest(&host, scenario, less, number, persona, &mut rng)
         })
         .collect();
     let liar = is_hostile.then(|| start_liar(&host, scenario, count, &mut rng));
@@ -347,7 +347,8 @@ type Started = nvme_mpt::memory::sync::JoinHandle<()>;
 
 fn start_guest(
     host: &Host,
-    (scenario, less): (Scenario, Less),
+    scenario: Scenario,
+    less: Less,
     number: u64,
     persona: Persona,
     rng: &mut Rng,
@@ -421,7 +422,7 @@ fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> St
 /// Work of a VMM until its guest has ended.
 type Vmm = fn(&InProcess, &GuestMemory, &Shared, Rng);
 
-/// Longest pause of a VMM's work, in bits of nanoseconds.
+/// Lets some time pass, 17 ms at most.
 fn rest(rng: &mut Rng) {
     let bits = 10 + rng.below(14);
     clock::sleep(Duration::from_nanos(rng.below(2 << bits)));

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::mpsc;
-pub use std::sync::mpsc::{RecvError, RecvTimeoutError, SendError, TryRecvError, TrySendError};
+pub use std::sync::mpsc::{RecvError, RecvTimeoutError, SendError, TryRecvError};
 use std::time::Duration;
 
 use super::{Step, acted, turn, wait_for};
@@ -51,22 +51,6 @@ macro_rules! sender {
 
 sender!(Sender);
 sender!(SyncSender);
-
-impl<T> SyncSender<T> {
-    /// Sends a value, if there is room.
-    ///
-    /// # Errors
-    /// As [`std::sync::mpsc::SyncSender::try_send`].
-    pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
-        turn(Step::Send, [0; 2]);
-        let sent = match &self.0 {
-            Some(sender) => sender.try_send(value),
-            None => Err(TrySendError::Disconnected(value)),
-        };
-        acted();
-        sent
-    }
-}
 
 /// As [`std::sync::mpsc::Receiver`].
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{self, LockResult, PoisonError, TryLockError, TryLockResult};
 use std::time::Duration;
 
-use super::{Step, acted, now, stores, turn, wait, wait_for};
+use super::{Step, acted, now, stores, turn, wait};
 
 /// Time after which a lock for readers is looked at again.
 const LOOK: Duration = Duration::from_micros(1);
@@ -117,7 +117,7 @@ impl<T: ?Sized> Drop for MutexGuard<'_, T> {
     }
 }
 
-/// As [`std::sync::Condvar`]. Whoever waits looks again whenever others did something.
+/// As [`std::sync::Condvar`]. An actor that waits looks again after others did something.
 #[derive(Debug, Default)]
 pub struct Condvar(());
 
@@ -154,45 +154,11 @@ impl Condvar {
         Ok(guard)
     }
 
-    /// Lets others go on with the lock while `condition` holds, for `time` at most. Returns whether it still holds.
-    ///
-    /// # Errors
-    /// As [`std::sync::Condvar::wait_timeout_while`].
-    pub fn wait_timeout_while<'a, T>(
-        &self,
-        guard: MutexGuard<'a, T>,
-        time: Duration,
-        mut condition: impl FnMut(&mut T) -> bool,
-    ) -> LockResult<(MutexGuard<'a, T>, WaitTimeoutResult)> {
-        let mutex = guard.mutex;
-        drop(guard);
-        let held = wait_for(Some(time), || {
-            let mut guard = mutex.lock().unwrap_or_else(PoisonError::into_inner);
-            (!condition(&mut guard)).then_some(guard)
-        });
-        let timed_out = held.is_none();
-        let guard = held.map_or_else(|| mutex.lock(), Ok);
-        let guard = guard.unwrap_or_else(PoisonError::into_inner);
-        Ok((guard, WaitTimeoutResult(timed_out)))
-    }
-
     /// Tells nobody: see [`Condvar`].
     pub const fn notify_one(&self) {}
 
     /// Tells nobody: see [`Condvar`].
     pub const fn notify_all(&self) {}
-}
-
-/// As [`std::sync::WaitTimeoutResult`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WaitTimeoutResult(bool);
-
-impl WaitTimeoutResult {
-    /// Returns whether the time was over.
-    #[must_use]
-    pub const fn timed_out(self) -> bool {
-        self.0
-    }
 }
 
 /// As [`std::sync::RwLock`].

@@ -23,7 +23,7 @@ use nvme_spec::sqe::Sqe;
 /// Work of an actor.
 pub type Work = Box<dyn FnOnce() + Send>;
 
-/// What the data path asks of a simulator.
+/// Requests of the data path to a simulator.
 pub trait Simulator {
     /// Returns the time since the simulation began.
     fn now(&self) -> Duration;
@@ -123,7 +123,7 @@ impl Step {
 pub struct Event {
     /// Kind of the step.
     pub step: Step,
-    /// What it concerns, in the order that its kind has: a queue, a Command Identifier, a value.
+    /// Its numbers, in the order that its kind has: a queue, a Command Identifier, a value.
     pub numbers: [u64; 2],
 }
 
@@ -176,7 +176,7 @@ pub(crate) fn submits(entry: &Sqe, cid: CommandId) {
 /// # Panics
 /// Without a simulator, as nobody else could do anything.
 pub fn wait(until: Option<Duration>) {
-    let simulator = SIMULATOR.get().expect("a simulator runs whoever waits");
+    let simulator = SIMULATOR.get().expect("a wait needs a simulator");
     stores::drain(simulator.actor());
     simulator.wait(until);
 }

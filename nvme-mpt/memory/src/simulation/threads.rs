@@ -19,7 +19,7 @@ impl<T> JoinHandle<T> {
     /// Lets others go on until the actor has ended.
     ///
     /// # Errors
-    /// What the actor panicked with.
+    /// The actor's panic.
     pub fn join(self) -> Ended<T> {
         let result = wait_for(None, || {
             let mut result = self.result.lock().unwrap_or_else(PoisonError::into_inner);

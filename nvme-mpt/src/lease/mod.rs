@@ -11,6 +11,7 @@
 //! * `allocate`: the choice among free extents.
 //! * `store`: the file that holds the ledger, changed so that a crash at any point leaves
 //!   either the old or the new state.
+//! * `kept`: the ledger of private drives in a memory file, for the process after this one.
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * `tenants`: which id last held a range, and what becomes of its data.
 //! * `terms`: the owner and the limits of an id.
@@ -24,6 +25,7 @@ mod error;
 pub mod extents;
 mod holder;
 pub mod identity;
+mod kept;
 pub mod ledger;
 mod private;
 mod store;

@@ -1,7 +1,8 @@
 //! The ledger: who holds which parts of which drive.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
 
 use super::admit::{Admitted, admit};
@@ -11,6 +12,7 @@ use super::error::{ID_MAX, LeaseError};
 use super::extents::Extents;
 use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
+use super::kept::KeptRecords;
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
 use super::terms::{Claim, LeaseTerms};
@@ -95,6 +97,8 @@ enum Book {
         records: Mutex<Records>,
         /// Tells such a drive from one of the same name in another process.
         salt: u64,
+        /// Memory file that the next process finds them in. Its lock is taken under that of the records.
+        kept: Option<Mutex<KeptRecords>>,
     },
 }
 
@@ -112,7 +116,30 @@ impl Ledger {
         Self(Arc::new(Book::Process {
             records: Mutex::default(),
             salt: random(),
+            kept: None,
         }))
+    }
+
+    /// A ledger of this process and of those after it, one at a time, in a memory file that is empty at first. All
+    /// leases of the process before have ended; which id left data where is known.
+    ///
+    /// # Errors
+    /// The file cannot be read or written, or has no such ledger.
+    pub fn kept(file: File) -> Result<Self, LeaseError> {
+        let damaged = |source| StoreError::Io {
+            action: "read the ledger that is kept in",
+            path: PathBuf::from("a memory file"),
+            source,
+        };
+        let (mut kept, before) = KeptRecords::open(file).map_err(damaged)?;
+        let (salt, mut records) = before.unwrap_or_else(|| (random(), Records::default()));
+        records.leases.clear();
+        kept.store(salt, &records)?;
+        Ok(Self(Arc::new(Book::Process {
+            records: Mutex::new(records),
+            salt,
+            kept: Some(Mutex::new(kept)),
+        })))
     }
 
     /// Gives out what `request` asks for, unless someone has part of it. A lease with the same id,
@@ -154,17 +181,16 @@ impl Ledger {
                 exclusive.write(&records)?;
                 (slot, Some(holder), parts)
             }
-            Book::Process { records, .. } => {
-                let mut records = lock(records);
-                claim.check_owner(&records, request.id)?;
-                let admitted = admit(&records, request, |_| Ok(true))
+            Book::Process { .. } => self.update(|records| {
+                claim.check_owner(records, request.id)?;
+                let admitted = admit(records, request, |_| Ok(true))
                     .map_err(|refusal| refusal.into_error(&request.area(), Path::new("")))?;
-                claim.check_extents(&records, &request.area(), &admitted.extents)?;
+                claim.check_extents(records, &request.area(), &admitted.extents)?;
                 let slot = Slot(records.next_slot);
                 records.next_slot += 1;
-                let parts = enter(&mut records, request, admitted, slot, claim);
-                (slot, None, parts)
-            }
+                let parts = enter(records, request, admitted, slot, claim);
+                Ok((slot, None, parts))
+            })?,
         };
         Ok(Lease {
             ledger: self.clone(),
@@ -293,11 +319,10 @@ impl Ledger {
                 exclusive.write(&records)?;
                 Ok(entry)
             }
-            Book::Process { records, .. } => {
-                let mut records = lock(records);
-                let record = find(&records)?;
-                remove(&mut records, &record, true)
-            }
+            Book::Process { .. } => self.update(|records| {
+                let record = find(records)?;
+                remove(records, &record, true)
+            }),
         }
     }
 
@@ -329,7 +354,7 @@ impl Ledger {
                 exclusive.write(&records)?;
                 Ok(ranges)
             }
-            Book::Process { records, .. } => decided(&mut lock(records)),
+            Book::Process { .. } => self.update(decided),
         }
     }
 
@@ -354,10 +379,17 @@ impl Ledger {
                 exclusive.write(&records)?;
                 Ok(value)
             }
-            Book::Process { records, .. } => {
+            Book::Process {
+                records,
+                salt,
+                kept,
+            } => {
                 let mut records = lock(records);
                 let mut changed = records.clone();
                 let value = change(&mut changed)?;
+                if let Some(kept) = kept {
+                    lock(kept).store(*salt, &changed)?;
+                }
                 *records = changed;
                 Ok(value)
             }
@@ -380,8 +412,17 @@ impl Ledger {
                     exclusive.write(&records)?;
                 }
             }
-            Book::Process { records, .. } => {
-                change(&mut lock(records));
+            Book::Process {
+                records,
+                salt,
+                kept,
+            } => {
+                let mut records = lock(records);
+                if change(&mut records)
+                    && let Some(kept) = kept
+                {
+                    lock(kept).store(*salt, &records)?;
+                }
             }
         }
         Ok(())

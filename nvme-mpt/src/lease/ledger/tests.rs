@@ -524,3 +524,39 @@ fn a_wipe_that_does_not_end_leaves_its_range_marked() {
         ledger.acquire(&strict("a", "1G+1G")).unwrap_err();
     }
 }
+
+#[test]
+fn a_kept_ledger_knows_names_and_former_data_in_the_next_process() {
+    let file = tempfile::tempfile().unwrap();
+    let kept = || Ledger::kept(file.try_clone().unwrap()).unwrap();
+    let ledger = kept();
+    let sized = LeaseRequest {
+        wanted: Wanted::Size {
+            bytes: 2 << 30,
+            unit: 1 << 30,
+            whole: false,
+        },
+        ..request("sized", "0+1G")
+    };
+    let a = ledger.acquire(&request("a", "0+1G")).unwrap();
+    let b = ledger.acquire(&sized).unwrap();
+    let (names, extents) = (a.identity(), b.extents());
+    // The process ends without a word.
+    std::mem::forget((a, b));
+
+    let next = kept();
+    assert_eq!(next.list().unwrap(), []);
+    // In another order.
+    let b = next.acquire(&sized).unwrap();
+    let a = next.acquire(&request("a", "0+1G")).unwrap();
+    assert_eq!((a.identity(), b.extents()), (names, extents));
+    assert_eq!(b.unwiped(), []);
+    drop(b);
+    let other = next
+        .acquire(&LeaseRequest {
+            former_data: FormerData::Wiped,
+            ..request("other", "2G+1G")
+        })
+        .unwrap();
+    assert_eq!(other.unwiped(), ["2G+1G".parse().unwrap()]);
+}

@@ -1,0 +1,115 @@
+//! Records of a ledger in a memory file, for the process after this one.
+//!
+//! The first word has the offset of the records that count. A change writes the new records elsewhere, and then that
+//! word. So the end of the process at any instruction leaves the records before the change, or after it.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::store::{Records, StoreError};
+
+/// Places of the records: one has those that count, the other is written next.
+const PLACES: [u64; 2] = [4096, 4096 + BYTES_MAX as u64];
+
+/// Most bytes of records, with their length. A lease takes some hundred bytes.
+const BYTES_MAX: usize = 16 << 20;
+
+/// A memory file that outlives the process.
+#[derive(Debug)]
+pub(super) struct KeptRecords {
+    file: File,
+    next: usize,
+}
+
+/// Content of the file.
+#[derive(Serialize, Deserialize)]
+struct Kept<R> {
+    salt: u64,
+    records: R,
+}
+
+impl KeptRecords {
+    /// Takes a file. Returns the salt and the records of the process before; `None` for a file that is new.
+    pub(super) fn open(file: File) -> io::Result<(Self, Option<(u64, Records)>)> {
+        if file.metadata()?.len() < 8 {
+            return Ok((Self { file, next: 0 }, None));
+        }
+        let place = word(&file, 0)?;
+        let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text);
+        let place = PLACES.iter().position(|other| *other == place);
+        let place = place.ok_or_else(|| invalid("the kept ledger has another layout"))?;
+        let len = usize::try_from(word(&file, PLACES[place])?).ok();
+        let len = len.filter(|len| *len <= BYTES_MAX - 8);
+        let mut bytes = vec![0; len.ok_or_else(|| invalid("the kept ledger is too long"))?];
+        file.read_exact_at(&mut bytes, PLACES[place] + 8)?;
+        let Kept { salt, records } = serde_json::from_slice(&bytes)?;
+        let next = 1 - place;
+        Ok((Self { file, next }, Some((salt, records))))
+    }
+
+    /// Stores records in place of those before.
+    pub(super) fn store(&mut self, salt: u64, records: &Records) -> Result<(), StoreError> {
+        self.write(salt, records).map_err(|source| StoreError::Io {
+            action: "keep the ledger in",
+            path: PathBuf::from("a memory file"),
+            source,
+        })
+    }
+
+    fn write(&mut self, salt: u64, records: &Records) -> io::Result<()> {
+        let bytes = serde_json::to_vec(&Kept { salt, records })?;
+        if bytes.len() > BYTES_MAX - 8 {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        let place = PLACES[self.next];
+        self.file.write_all_at(&bytes, place + 8)?;
+        let len = bytes.len() as u64;
+        self.file.write_all_at(&len.to_ne_bytes(), place)?;
+        // One word is written whole or not at all.
+        self.file.write_all_at(&place.to_ne_bytes(), 0)?;
+        self.next = 1 - self.next;
+        Ok(())
+    }
+}
+
+fn word(file: &File, at: u64) -> io::Result<u64> {
+    let mut word = [0; 8];
+    file.read_exact_at(&mut word, at)?;
+    Ok(u64::from_ne_bytes(word))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_are_those_of_the_last_change_that_was_complete() {
+        let file = tempfile::tempfile().expect("a file");
+        let share = || file.try_clone().expect("a descriptor");
+        let (mut kept, before) = KeptRecords::open(share()).expect("new");
+        assert!(before.is_none());
+        let records = |next_slot| {
+            let mut records = Records::default();
+            records.next_slot = next_slot;
+            records
+        };
+        for slot in 1..4 {
+            kept.store(7, &records(slot)).expect("stored");
+            let (_, found) = KeptRecords::open(share()).expect("kept");
+            assert_eq!(found, Some((7, records(slot))));
+        }
+        // The process ends before the last word of a change.
+        let place = PLACES[kept.next];
+        file.write_all_at(b"\xFF\xFF\xFF{\"", place)
+            .expect("written");
+        let (_, found) = KeptRecords::open(share()).expect("kept");
+        assert_eq!(found, Some((7, records(3))));
+        // Nothing of a file is trusted.
+        file.write_all_at(&5_u64.to_ne_bytes(), 0).expect("written");
+        assert!(KeptRecords::open(share()).is_err());
+    }
+}

@@ -221,6 +221,20 @@ impl Mapping {
         Ok(())
     }
 
+    /// Gives the memory of a range of a shared memory file back; it reads as zeroes from now on, in each mapping.
+    ///
+    /// # Errors
+    /// Returns the error of `madvise`; `InvalidInput` outside the mapping, or of a mapping of anything else.
+    pub fn discard_file(&self, offset: usize, len: usize) -> io::Result<()> {
+        let bytes = self.bytes(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: the range lies in this mapping. The kernel refuses what is not shared memory. Other users of the file
+        // see zeroes, as after a write of them.
+        if unsafe { libc::madvise(bytes.as_ptr().cast(), len, libc::MADV_REMOVE) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
     #[inline]
     pub(super) fn start(&self) -> NonNull<u8> {
         self.start
@@ -353,6 +367,27 @@ mod tests {
         let mut read = [9; 4];
         bytes.copy_to(&mut read);
         assert_eq!(read, [0; 4]);
+    }
+
+    #[test]
+    fn discarded_parts_of_a_memory_file_read_as_zeroes_in_each_mapping() {
+        let fd = memfd(8192);
+        let map = || Mapping::shared(fd.as_fd(), 0, 8192, Access::ReadWrite).expect("map");
+        let (mapping, other) = (map(), map());
+        for at in [0, 4096] {
+            mapping
+                .bytes(at, 4)
+                .expect("inside")
+                .copy_from(&[1, 2, 3, 4]);
+        }
+        mapping.discard_file(4096, 4096).expect("discard");
+        for (at, content) in [(0, [1, 2, 3, 4]), (4096, [0; 4])] {
+            let mut read = [9; 4];
+            other.bytes(at, 4).expect("inside").copy_to(&mut read);
+            assert_eq!(read, content);
+        }
+        let private = Mapping::anonymous(4096).expect("map");
+        private.discard_file(0, 4096).expect_err("no file");
     }
 
     #[test]

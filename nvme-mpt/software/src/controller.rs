@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -103,6 +104,15 @@ impl SoftwareController {
     /// Returns the kernel's error when there is no room in the address space.
     pub fn memory(bytes: u64, lba_shift: u8) -> io::Result<Self> {
         Ok(Self::over(MemoryMedium::new(bytes, lba_shift)?, lba_shift))
+    }
+
+    /// A drive in a memory file, which other processes may have after this one.
+    ///
+    /// # Errors
+    /// Returns the kernel's error when the file cannot be mapped; [`io::ErrorKind::InvalidInput`] if it has fewer bytes.
+    pub fn memory_file(file: &OwnedFd, bytes: u64, lba_shift: u8) -> io::Result<Self> {
+        let medium = MemoryMedium::of_file(file, bytes, lba_shift)?;
+        Ok(Self::over(medium, lba_shift))
     }
 
     /// A drive in a file or a block device.

@@ -1,11 +1,13 @@
-//! `memory:SIZE`, a drive in this process's memory. Its content ends with the process.
+//! `memory:SIZE`, a drive in memory. Its content ends with the process, or is in a memory file that outlives it.
 
 use std::io;
+use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory, Limits};
-use nvme_mpt::memory::{Mapping, RawBytes};
+use nvme_mpt::memory::{Access, Mapping, RawBytes};
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
@@ -36,6 +38,14 @@ impl MemoryMedium {
     pub(crate) fn new(bytes: u64, lba_shift: u8) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         let store = MemoryStore::new(len, lba_shift, Arc::default())?;
+        Ok(Self { bytes, store })
+    }
+
+    /// A medium in a memory file of so many bytes.
+    pub(crate) fn of_file(file: &OwnedFd, bytes: u64, lba_shift: u8) -> io::Result<Self> {
+        let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let blocks = Mapping::shared_unreserved(file.as_fd(), 0, len, Access::ReadWrite)?;
+        let store = MemoryStore::over(blocks, true, lba_shift, Arc::default());
         Ok(Self { bytes, store })
     }
 }
@@ -92,6 +102,8 @@ impl LeasedMedium for MemoryLease {
 #[derive(Clone, Debug)]
 pub(crate) struct MemoryStore {
     blocks: Arc<Mapping>,
+    /// The blocks are in a memory file.
+    is_file: bool,
     lba_shift: u8,
     uncorrectable: Arc<UncorrectableBlocks>,
 }
@@ -103,12 +115,31 @@ impl MemoryStore {
         uncorrectable: Arc<UncorrectableBlocks>,
     ) -> io::Result<Self> {
         let blocks = Mapping::anonymous(bytes)?;
+        Ok(Self::over(blocks, false, lba_shift, uncorrectable))
+    }
+
+    fn over(
+        blocks: Mapping,
+        is_file: bool,
+        lba_shift: u8,
+        uncorrectable: Arc<UncorrectableBlocks>,
+    ) -> Self {
         blocks.advise_huge_pages();
-        Ok(Self {
+        Self {
             blocks: Arc::new(blocks),
+            is_file,
             lba_shift,
             uncorrectable,
-        })
+        }
+    }
+
+    /// Gives the memory of a range back.
+    fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        let (offset, len) = (offset as usize, len as usize);
+        match self.is_file {
+            true => self.blocks.discard_file(offset, len),
+            false => self.blocks.discard(offset, len),
+        }
     }
 
     /// The bytes of `count` blocks from `slba`.
@@ -216,12 +247,7 @@ impl MemoryStore {
         let start = slba.0 << self.lba_shift;
         let end = start + bytes.len() as u64;
         let (first, last) = (start.next_multiple_of(PAGE), end / PAGE * PAGE);
-        if first >= last
-            || self
-                .blocks
-                .discard(first as usize, (last - first) as usize)
-                .is_err()
-        {
+        if first >= last || self.discard(first, last - first).is_err() {
             bytes.zero();
             return Ok(());
         }

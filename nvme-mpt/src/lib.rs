@@ -71,7 +71,9 @@ pub use nvme_mpt_memory::clock;
 pub use nvme_spec as spec;
 
 pub use address::{Gpa, Iova};
-pub use attachment::{AttachError, Attachment, AttachmentConfig, FunctionParts, KeptParts};
+pub use attachment::{
+    AttachError, Attachment, AttachmentConfig, FunctionParts, KeptFiles, KeptParts,
+};
 pub use dma::{DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
 pub use drive::{Drive, DriveError};

@@ -88,6 +88,12 @@ impl Ledgers {
         }
     }
 
+    /// The same, whose ledger of private drives is `private`: that of the process before, and of the next one.
+    #[must_use]
+    pub fn with_private(self, private: Ledger) -> Self {
+        Self { private, ..self }
+    }
+
     /// Returns the same ledgers, which are asked for leases by the right of `claim`.
     #[must_use]
     pub fn claiming(&self, claim: Claim) -> Self {
@@ -239,7 +245,11 @@ pub fn attach(
     attach_with(options, drive, ledgers, pollers, parts, stop)
 }
 
-fn attach_with(
+/// The same, for a function that may outlive this process, or has parts of the process before.
+///
+/// # Errors
+/// As [`attach`].
+pub fn attach_with(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
     ledgers: &Ledgers,

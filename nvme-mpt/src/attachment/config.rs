@@ -62,6 +62,18 @@ pub enum FunctionParts {
     Outliving,
     /// The function has them from a process that ended. They are untrusted.
     Kept(KeptParts),
+    /// The function is in this process, and goes on in the next one. Its queues have live state. The files are those of
+    /// the process before this one, if there was one, and are untrusted.
+    Continued(Option<KeptFiles>),
+}
+
+/// Files of a function that goes on in the next process.
+#[derive(Debug)]
+pub struct KeptFiles {
+    /// File of the doorbells, as [`DoorbellPage::fd`](crate::doorbell::DoorbellPage::fd) gives it.
+    pub doorbells: OwnedFd,
+    /// File of the live state, as [`LiveState::fd`](crate::live::LiveState::fd) gives it.
+    pub live: OwnedFd,
 }
 
 impl KeptParts {

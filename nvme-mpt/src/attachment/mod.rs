@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 use log::{error, warn};
 
-pub use config::{AttachmentConfig, FunctionParts, KeptParts};
+pub use config::{AttachmentConfig, FunctionParts, KeptFiles, KeptParts};
 pub use error::AttachError;
 pub use growth::GrowError;
 pub(crate) use holding::Holding;
@@ -195,6 +195,16 @@ impl Attachment {
                 };
                 (page, events, live)
             }
+            FunctionParts::Continued(None) => {
+                let page = DoorbellPage::new(doorbells, queue_pairs)?;
+                let live = LiveState::new(queue_pairs)?;
+                (page, EventQueue::new()?, Some(live))
+            }
+            FunctionParts::Continued(Some(files)) => (
+                DoorbellPage::kept(files.doorbells, doorbells, queue_pairs)?,
+                EventQueue::new()?,
+                Some(LiveState::kept(files.live, queue_pairs)?),
+            ),
             FunctionParts::Kept(KeptParts {
                 doorbells: file,
                 live,

@@ -5,7 +5,9 @@
 mod opened;
 
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -156,6 +158,26 @@ pub struct DriveOptions {
     pub profile: Option<Arc<Profile>>,
     /// Faults of a software drive; `None` for a drive that never fails.
     pub faults: Option<Arc<FaultPlan>>,
+    /// Memory file with the content of a `memory:` drive; `None` for memory that ends with the process.
+    pub memory: Option<MemoryFile>,
+}
+
+/// Memory file of a `memory:` drive.
+#[derive(Clone, Debug)]
+pub struct MemoryFile(pub Arc<OwnedFd>);
+
+impl PartialEq for MemoryFile {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for MemoryFile {}
+
+impl Hash for MemoryFile {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        Arc::as_ptr(&self.0).hash(state);
+    }
 }
 
 /// Default time that a physical drive may take for a command: far longer than a healthy one needs, and less
@@ -171,6 +193,7 @@ impl Default for DriveOptions {
             learning: Learning::default(),
             profile: None,
             faults: None,
+            memory: None,
         }
     }
 }
@@ -187,6 +210,7 @@ impl DriveOptions {
             learning,
             profile,
             faults,
+            memory: _,
         } = self;
         let physical = matches!(path, DrivePath::Pci(_));
         let differ = [
@@ -286,7 +310,11 @@ fn open_controller(
     Ok(match path {
         DrivePath::Null(bytes) => software(SoftwareController::null(*bytes, lba_shift))?,
         DrivePath::Memory(bytes) => {
-            software(SoftwareController::memory(*bytes, lba_shift).map_err(failed)?)?
+            let drive = match &options.memory {
+                Some(MemoryFile(file)) => SoftwareController::memory_file(file, *bytes, lba_shift),
+                None => SoftwareController::memory(*bytes, lba_shift),
+            };
+            software(drive.map_err(failed)?)?
         }
         DrivePath::File(file) => {
             software(SoftwareController::file(file, lba_shift).map_err(failed)?)?

@@ -124,6 +124,7 @@ impl FunctionOptions {
             namespace: self.namespace,
             profile: self.profile.clone(),
             faults: self.faults.clone(),
+            memory: default.memory,
         }
     }
 

@@ -17,8 +17,8 @@ use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Drive, Gpa, Learning, LeasedNamespace, Limits,
-    MemoryRegion, PollPolicy, Pollers,
+    Attachment, AttachmentConfig, DoorbellMode, Drive, FunctionParts, Gpa, Learning,
+    LeasedNamespace, Limits, MemoryRegion, PollPolicy, Pollers,
 };
 use nvme_software::SoftwareController;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -113,10 +113,24 @@ pub(crate) fn still_clock() -> Arc<dyn WaitClock> {
     Arc::<StillClock>::default()
 }
 
+/// A drive of 64 MiB in memory.
+pub(crate) fn drive() -> Arc<Drive> {
+    let controller = SoftwareController::memory(64 << 20, 9).expect("memory");
+    Drive::new("memory:64M", Arc::new(controller), None).expect("a namespace")
+}
+
 /// An attachment to a drive of 64 MiB in memory, leased as a whole.
 pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
-    let controller = SoftwareController::memory(64 << 20, 9).expect("memory");
-    let drive = Drive::new("memory:64M", Arc::new(controller), None).expect("a namespace");
+    attachment_with(mode, drive(), &Ledger::in_process(), FunctionParts::Own)
+}
+
+/// An attachment to a drive that is leased as a whole.
+pub(crate) fn attachment_with(
+    mode: DoorbellMode,
+    drive: Arc<Drive>,
+    ledger: &Ledger,
+    parts: FunctionParts,
+) -> Attachment {
     let (blocks, lba_shift) = (drive.blocks(), drive.lba_shift());
     let request = LeaseRequest {
         id: "test",
@@ -127,8 +141,8 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         blocks,
         former_data: nvme_mpt::lease::FormerData::Kept,
     };
-    let lease = Ledger::in_process().acquire(&request).expect("a lease");
-    Attachment::new(AttachmentConfig {
+    let lease = ledger.acquire(&request).expect("a lease");
+    let config = AttachmentConfig {
         drive,
         lease,
         queue_pairs: QUEUE_PAIRS,
@@ -140,14 +154,35 @@ pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
         memory: nvme_mpt::MemoryKinds::default(),
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
-    })
-    .expect("an attachment")
-    .with_clock(still_clock())
+    };
+    Attachment::with_parts(config, parts)
+        .expect("an attachment")
+        .with_clock(still_clock())
 }
 
 /// A function on such an attachment.
 pub(crate) fn function(mode: DoorbellMode, masking: MsixMasking) -> NvmeFunction {
     NvmeFunction::new(Arc::new(attachment(mode)), masking).with_clock(still_clock())
+}
+
+/// Returns a file for the guest's memory.
+pub(crate) fn guest_memory() -> OwnedFd {
+    let memory = tempfile::tempfile_in("/dev/shm").expect("memory");
+    memory.set_len(MEMORY.end - MEMORY.start).expect("room");
+    memory.into()
+}
+
+/// Maps the guest's memory.
+pub(crate) fn map_memory(function: &NvmeFunction, memory: OwnedFd) {
+    let region = MemoryRegion {
+        gpa: Gpa(MEMORY.start),
+        len: MEMORY.end - MEMORY.start,
+        fd: memory,
+        offset: 0,
+        readable: true,
+        writable: true,
+    };
+    function.host().map(region).expect("mapped");
 }
 
 /// A guest's driver, as far as the admin queue goes.
@@ -163,18 +198,12 @@ pub(crate) struct Guest {
 impl Guest {
     /// A guest that has not touched its controller yet.
     pub(crate) fn new(mode: DoorbellMode) -> Self {
-        let function = function(mode, MsixMasking::Client);
-        let memory = tempfile::tempfile_in("/dev/shm").expect("memory");
-        memory.set_len(MEMORY.end - MEMORY.start).expect("room");
-        let region = MemoryRegion {
-            gpa: Gpa(MEMORY.start),
-            len: MEMORY.end - MEMORY.start,
-            fd: OwnedFd::from(memory),
-            offset: 0,
-            readable: true,
-            writable: true,
-        };
-        function.host().map(region).expect("mapped");
+        Self::on(function(mode, MsixMasking::Client), guest_memory())
+    }
+
+    /// A guest of this function and with this memory.
+    pub(crate) fn on(function: NvmeFunction, memory: OwnedFd) -> Self {
+        map_memory(&function, memory);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
         function.vectors()[0].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
         Self {

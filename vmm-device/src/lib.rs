@@ -32,7 +32,10 @@ mod registers;
 pub mod state;
 
 pub use crate::{
-    function::{AdminStats, DoorbellRegion, EndError, NvmeFunction},
+    function::{
+        AdminStats, ControlKeeper, ControlState, DoorbellRegion, EndError, NvmeFunction,
+        TakeUpError,
+    },
     pci::{
         config_space::{Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, VENDOR_ID},
         msix::{MSIX_VECTORS_MAX, MsixMasking, MsixMessage},

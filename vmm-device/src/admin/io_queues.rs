@@ -29,7 +29,7 @@ pub(super) struct Allocated {
 }
 
 impl IoQueues<'_> {
-    pub(super) fn create_cq(&self, command: CreateIoCq, base: Gpa) -> Result<(), Failure> {
+    pub(super) fn create_cq(&self, command: CreateIoCq, base: Gpa) -> Result<CqConfig, Failure> {
         require_id(command.qid, self.allocated.completion)?;
         // CAP.CQR: queues are physically contiguous.
         require(command.pc, Status::INVALID_FIELD)?;
@@ -38,18 +38,17 @@ impl IoQueues<'_> {
             self.controller.cc.iocqes() == IOCQES,
             Status::INVALID_QUEUE_SIZE,
         )?;
-        self.controller
-            .host
-            .create_cq(CqConfig {
-                qid: command.qid,
-                base,
-                entries: entries(command.qsize_z),
-                vector: command.ien.then_some(command.iv),
-            })
-            .map_err(Failure::from)
+        let config = CqConfig {
+            qid: command.qid,
+            base,
+            entries: entries(command.qsize_z),
+            vector: command.ien.then_some(command.iv),
+        };
+        self.controller.host.create_cq(config)?;
+        Ok(config)
     }
 
-    pub(super) fn create_sq(&self, command: CreateIoSq, base: Gpa) -> Result<(), Failure> {
+    pub(super) fn create_sq(&self, command: CreateIoSq, base: Gpa) -> Result<SqConfig, Failure> {
         require_id(command.qid, self.allocated.submission)?;
         // An identifier that no completion queue can have is invalid; one that none has yet names a
         // completion queue that is.
@@ -69,9 +68,10 @@ impl IoQueues<'_> {
             .host
             .create_sq_within(config, self.controller.deadline.left())
             .map_err(|error| match error {
-                QueueError::NoSuchQueue { .. } => Status::COMPLETION_QUEUE_INVALID.into(),
+                QueueError::NoSuchQueue { .. } => Failure::from(Status::COMPLETION_QUEUE_INVALID),
                 error => error.into(),
-            })
+            })?;
+        Ok(config)
     }
 
     pub(super) fn delete_sq(&self, command: DeleteQueue) -> Result<(), Failure> {

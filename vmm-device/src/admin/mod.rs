@@ -27,8 +27,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use nvme_mpt::{
-    DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, LeaseFacts, QueueError,
-    SharedParts,
+    DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, KeptQueues, LeaseFacts,
+    QueueError, SharedParts,
     deadline::{Deadline, WaitClock},
     spec::{
         event::{AsyncEvent, SmartEvent},
@@ -56,7 +56,10 @@ use self::{
     ring::{AdminRings, Completion},
     subject::Subject,
 };
-use crate::registers::AdminQueues;
+use crate::{registers::AdminQueues, state::parts::AdminState};
+
+/// Store of the state of the admin queue, with the I/O queues that there are.
+pub(crate) type Keep<'a> = &'a dyn Fn(AdminState, &KeptQueues);
 
 /// Parts that admin commands act upon, apart from the state that they keep here.
 #[derive(Clone, Copy)]
@@ -67,6 +70,8 @@ pub(crate) struct Controller<'a> {
     pub(crate) cc: Cc,
     /// End of all waits for commands in flight.
     pub(crate) deadline: &'a Deadline,
+    /// Stores the state before each completion is posted, for the process after this one.
+    pub(crate) keep: Option<Keep<'a>>,
 }
 
 /// The admin queue and the state that admin commands read and change.
@@ -86,8 +91,8 @@ pub(crate) struct Admin {
     warned: CriticalWarning,
     /// The namespace is in the Changed Namespace List.
     namespace_changed: bool,
-    /// I/O Completion Queues that there are. Submission queues need one each.
-    io_completion_queues: u32,
+    /// I/O queues that the guest has created.
+    queues: KeptQueues,
     commands: u64,
     /// Doorbell Buffer that the command which is carried out has set up.
     new_buffer: Option<DoorbellBuffer>,
@@ -116,7 +121,7 @@ impl Admin {
             health: Health::new(facts.thresholds, clock.clone()),
             warned: CriticalWarning::default(),
             namespace_changed: false,
-            io_completion_queues: 0,
+            queues: KeptQueues::default(),
             commands: 0,
             new_buffer: None,
             clock,
@@ -148,7 +153,17 @@ impl Admin {
         self.events = AsyncEvents::default();
         self.warned = CriticalWarning::default();
         self.namespace_changed = false;
-        self.io_completion_queues = 0;
+        self.queues = KeptQueues::default();
+    }
+
+    /// I/O queues that the guest has created.
+    pub(crate) fn queues(&self) -> &KeptQueues {
+        &self.queues
+    }
+
+    /// Every I/O command fails until the next reset.
+    pub(crate) fn note_revoked(&mut self) {
+        self.queues.revoked = true;
     }
 
     /// Commands taken so far.
@@ -311,7 +326,15 @@ impl Admin {
         while self.postponed.is_none()
             && let Some(room) = rings.reserve()
         {
-            if let Some(completion) = self.unposted.pop_front().or_else(|| self.events.report()) {
+            let event = self.unposted.is_empty().then(|| self.events.report());
+            self.unposted.extend(event.flatten());
+            if let Some(completion) = self.unposted.front().copied() {
+                if let Some(keep) = controller.keep {
+                    // The guest acts on a completion as soon as it sees it. So the next process has to know by then
+                    // that the command was carried out. It posts the same entry once more, which changes nothing.
+                    keep(self.save_with(Some(rings)), &self.queues);
+                }
+                self.unposted.pop_front();
                 rings.post(room, completion, memory)?;
                 posted = true;
             } else if self.lost_queue.is_some() {
@@ -407,19 +430,23 @@ impl Admin {
                 self.feature_changed(command.fid, controller);
             }
             AdminCommand::CreateIoCq(command) => {
-                self.io_queues(controller)
-                    .create_cq(command, Gpa(sqe.prp1()))?;
-                self.io_completion_queues += 1;
+                let base = Gpa(sqe.prp1());
+                let created = self.io_queues(controller).create_cq(command, base)?;
+                self.queues.cqs.push(created);
             }
             AdminCommand::CreateIoSq(command) => {
-                self.io_queues(controller)
-                    .create_sq(command, Gpa(sqe.prp1()))?;
+                let base = Gpa(sqe.prp1());
+                let created = self.io_queues(controller).create_sq(command, base)?;
+                self.queues.sqs.push(created);
             }
             AdminCommand::DeleteIoCq(command) => {
                 self.io_queues(controller).delete_cq(command)?;
-                self.io_completion_queues = self.io_completion_queues.saturating_sub(1);
+                self.queues.delete_cq(command.qid);
             }
-            AdminCommand::DeleteIoSq(command) => self.io_queues(controller).delete_sq(command)?,
+            AdminCommand::DeleteIoSq(command) => {
+                self.io_queues(controller).delete_sq(command)?;
+                self.queues.delete_sq(command.qid);
+            }
             AdminCommand::Abort(command) => {
                 let (aborted, not_aborted) = abort::abort(command, &mut self.events);
                 self.unposted.extend(aborted);
@@ -432,6 +459,7 @@ impl Admin {
             AdminCommand::DoorbellBufferConfig => {
                 let buffer = doorbell_buffer::configure(controller, sqe)?;
                 self.new_buffer = Some(buffer);
+                self.queues.doorbell_buffer = Some(buffer);
             }
         }
         Ok(Outcome::Done(dw0))
@@ -514,7 +542,7 @@ impl Admin {
             queue_pairs_max: facts.queue_pairs,
             default_threshold: self.health.default_threshold(),
             vectors: controller.shared.vectors.len(),
-            io_queues_exist: self.io_completion_queues > 0,
+            io_queues_exist: !self.queues.cqs.is_empty(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The admin queue and what admin commands left behind, saved and restored.
 
 use nvme_mpt::{
-    AttachmentState, DoorbellBuffer, Gpa, HostSide, LeaseFacts, StateError,
+    HostSide, KeptQueues, LeaseFacts, StateError,
     spec::{ids::CommandId, log::CriticalWarning, status::Status},
 };
 use zerocopy::transmute;
@@ -14,8 +14,13 @@ const UNPOSTED_MAX: usize = async_events::LIMIT_Z as usize + 2;
 
 impl Admin {
     pub(crate) fn save(&self) -> AdminState {
+        self.save_with(self.rings.as_ref())
+    }
+
+    /// Saves the state while the rings are elsewhere.
+    pub(super) fn save_with(&self, rings: Option<&AdminRings>) -> AdminState {
         let Self {
-            rings,
+            rings: _,
             unposted,
             postponed,
             features,
@@ -25,8 +30,8 @@ impl Admin {
             health: _,
             warned,
             namespace_changed,
-            // As many as the host side has.
-            io_completion_queues: _,
+            // The host side has them, and the state of its queues.
+            queues: _,
             commands,
             // Set within a command alone.
             new_buffer: _,
@@ -35,7 +40,7 @@ impl Admin {
             lost_queue: _,
         } = self;
         AdminState {
-            rings: rings.as_ref().map(AdminRings::save),
+            rings: rings.map(AdminRings::save),
             unposted: unposted.iter().map(save_completion).collect(),
             postponed: postponed.map(|sqe| transmute!(sqe)),
             features: features.save(),
@@ -81,13 +86,8 @@ impl Admin {
         ErrorLog::check(errors)
     }
 
-    /// Restores the saved state, which has been checked, beside the queues of `attachment`.
-    pub(crate) fn restore(
-        &mut self,
-        state: &AdminState,
-        attachment: &AttachmentState,
-        host: &dyn HostSide,
-    ) {
+    /// Restores the saved state, which has been checked, beside these queues of the host side.
+    pub(crate) fn restore(&mut self, state: &AdminState, queues: KeptQueues, host: &dyn HostSide) {
         let AdminState {
             rings,
             unposted,
@@ -99,13 +99,10 @@ impl Admin {
             namespace_changed,
             commands,
         } = state;
-        self.rings = rings.as_ref().and_then(|rings| {
-            let buffer = attachment.doorbell_buffer.map(|buffer| DoorbellBuffer {
-                shadow: Gpa(buffer.shadow),
-                event_idx: Gpa(buffer.event_idx),
-            });
-            AdminRings::restored(rings, buffer)
-        });
+        let buffer = queues.doorbell_buffer;
+        self.rings = rings
+            .as_ref()
+            .and_then(|rings| AdminRings::restored(rings, buffer));
         self.unposted = unposted.iter().map(restored_completion).collect();
         self.postponed = postponed.map(|words| transmute!(words));
         self.features = Features::restored(features, &self.clock);
@@ -113,8 +110,7 @@ impl Admin {
         self.errors = ErrorLog::restored(errors);
         self.warned = CriticalWarning(*warned);
         self.namespace_changed = *namespace_changed;
-        // At most 64.
-        self.io_completion_queues = attachment.queues.len() as u32;
+        self.queues = queues;
         self.commands = *commands;
         host.set_coalescing(self.features.coalescing());
     }

@@ -1,5 +1,6 @@
 //! The NVMe PCI function: what a VMM holds of a guest controller.
 
+mod kept;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -8,7 +9,7 @@ use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 
 use nvme_mpt::{
     DmaError, DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, HostSideEvent,
-    InterruptVector, LeaseFacts, QueueError, SharedParts,
+    InterruptVector, KeptQueues, LeaseFacts, QueueError, SharedParts,
     deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
     memory::eventfd,
     spec::{
@@ -30,6 +31,9 @@ use crate::{
     },
     registers::{AdminQueues, Capabilities, Registers, Transition},
 };
+
+use kept::ControlParts;
+pub use kept::{ControlKeeper, ControlState, TakeUpError};
 
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
@@ -98,6 +102,11 @@ pub struct NvmeFunction {
     away: bool,
     /// The guest has enabled the controller meanwhile: `CSTS.RDY` waits.
     enabling: Option<AdminQueues>,
+    keeper: Option<Box<dyn ControlKeeper>>,
+    /// Registers before the access that is carried out now. The next process carries it out again, so for it these count.
+    before_access: Option<Registers>,
+    /// True if the control state may differ from what was last asked for.
+    is_touched: bool,
 }
 
 impl NvmeFunction {
@@ -127,6 +136,9 @@ impl NvmeFunction {
             rests: false,
             away: false,
             enabling: None,
+            keeper: None,
+            before_access: None,
+            is_touched: true,
         }
     }
 
@@ -147,6 +159,7 @@ impl NvmeFunction {
     /// trap and whose doorbells it is to map.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
+        self.is_touched = true;
         let write = self.config.write(offset, data);
         if write.function_level_reset {
             let deadline = self.deadline();
@@ -182,11 +195,18 @@ impl NvmeFunction {
         match bar {
             Bar::Registers if offset >= DOORBELLS => self.write_doorbell(offset, data),
             Bar::Registers => {
+                self.is_touched = true;
+                let before = self.registers.clone();
                 if let Some(transition) = self.registers.write(offset, data) {
+                    self.before_access = Some(before);
                     self.carry_out(transition);
+                    self.before_access = None;
                 }
             }
-            Bar::Msix => self.msix.write(offset, data, self.msix_control()),
+            Bar::Msix => {
+                self.is_touched = true;
+                self.msix.write(offset, data, self.msix_control());
+            }
         }
     }
 
@@ -331,6 +351,7 @@ impl NvmeFunction {
 
     /// As [`Self::reset`], until `deadline`.
     fn reset_by(&mut self, deadline: &Deadline) -> Vec<BarMove> {
+        self.is_touched = true;
         let moves = self.config.reset();
         // CSTS.CFS reports a failure.
         let _ = self.reset_controller(deadline);
@@ -367,6 +388,7 @@ impl NvmeFunction {
     /// Carries out admin commands, and tells the guest of what happened on its I/O queues and to its
     /// drive. The commands wait 30 seconds at most in all for I/O commands in flight. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
     pub fn process_events(&mut self) {
+        self.is_touched = true;
         self.take_events();
         if !self.away {
             self.run_admin();
@@ -381,12 +403,23 @@ impl NvmeFunction {
         // A guest that has the doorbells mapped just stores to them.
         self.ring_admin();
         let deadline = self.deadline();
+        let parts = ControlParts {
+            facts: &self.facts,
+            config: &self.config,
+            msix: &self.msix,
+            registers: &self.registers,
+        };
+        let keeper = self.keeper.as_deref();
+        let keep = keeper.map(|keeper| {
+            move |admin, queues: &KeptQueues| keeper.store(parts.with(admin, queues.clone()))
+        });
         let controller = Controller {
             host: &*self.host,
             facts: &self.facts,
             shared: &self.shared,
             cc: self.registers.cc(),
             deadline: &deadline,
+            keep: keep.as_ref().map(|keep| keep as _),
         };
         self.admin.watch_health(controller);
         match self.admin.run(controller) {
@@ -443,6 +476,7 @@ impl NvmeFunction {
     /// they would do.
     fn revoke(&mut self) {
         log::error!("The namespace of the guest's lease is gone, or has other blocks");
+        self.admin.note_revoked();
         if let Err(error) = self.host.revoke() {
             self.fail(&format!("its lease cannot be revoked: {error}"));
         }
@@ -542,6 +576,8 @@ impl NvmeFunction {
     fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.enabling = None;
         self.admin.reset();
+        // From here on, doorbells are no longer what they were. The next process must not take queues up by them.
+        self.store();
         let stopped = self.host.reset_within(deadline.left());
         // Errors of commands of the queues that went stay in the log. Events of the drive are dropped: later requests
         // find its state out anew.
@@ -577,6 +613,7 @@ impl NvmeFunction {
             Some(doorbell) if self.host.ring(doorbell, value) => return,
             _ => self.admin.report_unknown_doorbell(),
         }
+        self.is_touched = true;
         // Commands are carried out when the VMM gets to it, not while a vCPU waits for this write.
         // A counter that is full wakes as well as one that is not.
         let _ = eventfd::signal(self.events_fd());

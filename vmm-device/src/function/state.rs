@@ -2,7 +2,7 @@
 
 use std::io;
 
-use nvme_mpt::{QueueError, StateError};
+use nvme_mpt::{KeptQueues, QueueError, StateError};
 
 use super::{ADMIN_VECTOR, NvmeFunction};
 use crate::{
@@ -122,7 +122,8 @@ impl NvmeFunction {
         } = state;
         self.host.restore(attachment)?;
         self.registers.restore(registers);
-        self.admin.restore(admin, attachment, &*self.host);
+        let queues = KeptQueues::of(attachment);
+        self.admin.restore(admin, queues, &*self.host);
         if self.registers.is_running()
             && let Err(error) = self.host.watch_admin_doorbells()
         {

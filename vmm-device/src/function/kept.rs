@@ -1,0 +1,484 @@
+//! Control state of a function whose process may end at any instruction, and its take-up by the next process.
+//!
+//! A snapshot is taken of a function that is paused. This state is stored while the function runs, and the live state of
+//! its queues ([`nvme_mpt::live`]) says the rest. The owner of the function stores it after each access and each turn
+//! ([`NvmeFunction::take_control_state`]). In between, the function stores it by itself through its [`ControlKeeper`]:
+//!
+//! 1. Before an admin completion is posted. From then on the guest may act on the command, so the next process must not
+//!    carry the command out again. It posts the same entry once more.
+//! 2. Before queues are reset: without the queues, and with the registers as they were before the access. A reset sets doorbells to zero, and a queue that is taken up with such
+//!    a doorbell would carry out entries that were complete long ago.
+//!
+//! All else may happen twice: an access or an admin command that was not complete is carried out again, from the state
+//! before it.
+
+use std::fmt;
+
+use nvme_mpt::{KeptQueues, LeaseFacts, StateError};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::NvmeFunction;
+use crate::{
+    pci::{config_space::ConfigSpace, msix::Msix},
+    registers::Registers,
+    state::parts::{AdminState, MsixState, RegistersState},
+};
+
+/// Version of the control state that is stored, and the only one that is taken up.
+const VERSION: u32 = 1;
+
+/// Store of a function's control state, which outlives the process.
+pub trait ControlKeeper: fmt::Debug + Send {
+    /// Stores the state, in place of the one before. When this returns, the end of the process does not lose it.
+    fn store(&self, state: ControlState);
+}
+
+/// Why a control state cannot be taken up.
+#[derive(Debug, Error)]
+pub enum TakeUpError {
+    /// Another release stored it.
+    #[error(
+        "The function's state has version {found}, but this program takes up version {VERSION}; detach the drive and \
+         attach it again"
+    )]
+    Version {
+        /// Its version.
+        found: u32,
+    },
+    /// The drive or the options are others than before.
+    #[error(
+        "The function has not what its guest was promised; detach the drive and attach it again"
+    )]
+    Promise,
+    /// Its values cannot be.
+    #[error(transparent)]
+    State(#[from] StateError),
+}
+
+/// Control state of a function: all that its guest was told and the live state of its queues does not have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ControlState {
+    version: u32,
+    facts: LeaseFacts,
+    /// The first 256 bytes of configuration space.
+    config_space: Vec<u8>,
+    msix: MsixState,
+    registers: RegistersState,
+    admin: AdminState,
+    queues: KeptQueues,
+}
+
+impl ControlState {
+    /// Returns whether a function with `facts` is what the guest of this one was promised. A lease by size may have
+    /// grown.
+    #[must_use]
+    pub fn is_kept_by(&self, facts: &LeaseFacts) -> bool {
+        let mut same = facts.clone();
+        if facts.unit_blocks.is_some() {
+            let blocks = &mut same.namespace.blocks;
+            *blocks = self.facts.namespace.blocks.min(*blocks);
+        }
+        // The choices for all that learns are no promise, nor is the sleep of pollers.
+        same.learning = self.facts.learning;
+        same.parks = self.facts.parks;
+        same == self.facts
+    }
+}
+
+/// Parts of a function that its control state has, beside the admin queue.
+#[derive(Clone, Copy)]
+pub(super) struct ControlParts<'a> {
+    pub(super) facts: &'a LeaseFacts,
+    pub(super) config: &'a ConfigSpace,
+    pub(super) msix: &'a Msix,
+    pub(super) registers: &'a Registers,
+}
+
+impl ControlParts<'_> {
+    pub(super) fn with(&self, admin: AdminState, queues: KeptQueues) -> ControlState {
+        ControlState {
+            version: VERSION,
+            facts: self.facts.clone(),
+            config_space: self.config.save(),
+            msix: self.msix.save(),
+            registers: self.registers.save(),
+            admin,
+            queues,
+        }
+    }
+}
+
+impl NvmeFunction {
+    /// Has the function store its control state in `keeper` where no access and no turn has ended.
+    pub fn keep_with(&mut self, keeper: Box<dyn ControlKeeper>) {
+        self.keeper = Some(keeper);
+    }
+
+    /// Returns the control state, unless it is as at the last call.
+    pub fn take_control_state(&mut self) -> Option<ControlState> {
+        std::mem::take(&mut self.is_touched).then(|| self.control_state())
+    }
+
+    fn control_state(&self) -> ControlState {
+        let parts = ControlParts {
+            facts: &self.facts,
+            config: &self.config,
+            msix: &self.msix,
+            registers: self.before_access.as_ref().unwrap_or(&self.registers),
+        };
+        parts.with(self.admin.save(), self.admin.queues().clone())
+    }
+
+    /// Stores the control state, if the function has a keeper.
+    pub(super) fn store(&self) {
+        if let Some(keeper) = &self.keeper {
+            keeper.store(self.control_state());
+        }
+    }
+
+    /// Becomes the function of a process that ended. This function is as after power-on, has the files of that process,
+    /// and its guest's memory is mapped. The state is untrusted.
+    ///
+    /// Commands in flight are carried out again, or end with Command Interrupted. If the queues cannot be taken up, the
+    /// controller has failed (`CSTS.CFS`), and the guest's driver resets it. Each vector is raised once, since the
+    /// process before may have ended before it raised it.
+    ///
+    /// # Errors
+    /// See [`TakeUpError`]; then the function is as before.
+    pub fn take_up(&mut self, state: &ControlState) -> Result<(), TakeUpError> {
+        let ControlState {
+            version,
+            facts: _,
+            config_space,
+            msix,
+            registers,
+            admin,
+            queues,
+        } = state;
+        if *version != VERSION {
+            return Err(TakeUpError::Version { found: *version });
+        }
+        if !state.is_kept_by(&self.facts) {
+            return Err(TakeUpError::Promise);
+        }
+        self.config.check(config_space)?;
+        self.msix.check(msix)?;
+        self.registers.check(registers)?;
+        self.admin
+            .check(admin, self.msix.vectors().len(), &self.facts)?;
+        let existing = queues.cqs.len() + usize::from(admin.rings.is_some());
+        if existing > 0 && !registers.is_enabled() {
+            let valid = "0, as the controller is disabled";
+            return Err(StateError::invalid("queues", existing, valid).into());
+        }
+
+        self.is_touched = true;
+        self.registers.restore(registers);
+        self.admin.restore(admin, queues.clone(), &*self.host);
+        // The BARs are where the client has them.
+        drop(self.config.restore(config_space));
+        self.msix.restore(msix, self.msix_control());
+        // Without Bus Master Enable the queues rest, before they exist.
+        self.follow_bus_master();
+        if self.registers.is_running()
+            && let Err(error) = self.host.watch_admin_doorbells()
+        {
+            self.fail(&format!("its admin doorbells cannot be watched: {error}"));
+        }
+        if let Err(error) = self.host.take_up(queues) {
+            log::error!("The queues of the process before cannot be taken up: {error}");
+            self.admin.report_lost_queues();
+            self.run_admin();
+            self.fail("the process that had its queues ended");
+        }
+        for vector in self.msix.vectors() {
+            vector.signal();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::File,
+        os::fd::{AsFd, OwnedFd},
+        sync::{Arc, Mutex},
+    };
+
+    use nvme_mpt::{
+        DoorbellMode, Drive, FunctionParts, KeptFiles,
+        lease::Ledger,
+        spec::{ids::QueueId, registers::Doorbell, sqe::Sqe, status::Status},
+    };
+
+    use super::*;
+    use crate::{
+        MsixMasking,
+        fixtures::{self, DATA, Guest},
+    };
+
+    const IO_CQ: u64 = DATA + 0x10_0000;
+    const IO_SQ: u64 = DATA + 0x11_0000;
+
+    /// What outlives the processes of a function.
+    struct Survivors {
+        drive: Arc<Drive>,
+        ledger: File,
+        memory: OwnedFd,
+        doorbells: OwnedFd,
+        live: OwnedFd,
+    }
+
+    /// Keeps all states, the oldest first.
+    #[derive(Clone, Debug, Default)]
+    struct Recorder(Arc<Mutex<Vec<ControlState>>>);
+
+    impl ControlKeeper for Recorder {
+        fn store(&self, state: ControlState) {
+            self.0.lock().unwrap().push(state);
+        }
+    }
+
+    impl Recorder {
+        fn take(&self) -> Vec<ControlState> {
+            std::mem::take(&mut self.0.lock().unwrap())
+        }
+    }
+
+    fn clone(fd: impl AsFd) -> OwnedFd {
+        fd.as_fd().try_clone_to_owned().unwrap()
+    }
+
+    fn function_on(drive: &Arc<Drive>, ledger: &File, files: Option<KeptFiles>) -> NvmeFunction {
+        let ledger = Ledger::kept(ledger.try_clone().unwrap()).unwrap();
+        let parts = FunctionParts::Continued(files);
+        let mode = DoorbellMode::Trap;
+        let attachment = fixtures::attachment_with(mode, drive.clone(), &ledger, parts);
+        NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
+            .with_clock(fixtures::still_clock())
+    }
+
+    /// A guest whose function goes on in other processes.
+    fn guest() -> (Guest, Survivors, Recorder) {
+        let (drive, ledger) = (fixtures::drive(), tempfile::tempfile().unwrap());
+        let memory = fixtures::guest_memory();
+        let mut function = function_on(&drive, &ledger, None);
+        let shared = function.host().shared();
+        let survivors = Survivors {
+            drive,
+            ledger,
+            doorbells: clone(shared.doorbells.fd()),
+            live: clone(shared.live.unwrap().fd()),
+            memory: clone(&memory),
+        };
+        let recorder = Recorder::default();
+        function.keep_with(Box::new(recorder.clone()));
+        let mut guest = Guest::on(function, memory);
+        guest.enable();
+        (guest, survivors, recorder)
+    }
+
+    impl Survivors {
+        /// Returns a function with what survived, as after power-on.
+        fn next_function(&self) -> NvmeFunction {
+            let files = KeptFiles {
+                doorbells: clone(&self.doorbells),
+                live: clone(&self.live),
+            };
+            let function = function_on(&self.drive, &self.ledger, Some(files));
+            fixtures::map_memory(&function, clone(&self.memory));
+            function
+        }
+
+        /// Ends the function, and has the next one take its place.
+        fn replace(&self, guest: &mut Guest, state: &ControlState) {
+            // Its lease goes first. Its queues leave the doorbells as they are.
+            let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
+            drop(std::mem::replace(&mut guest.function, unused));
+            let mut next = self.next_function();
+            next.take_up(state).unwrap();
+            guest.function = next;
+        }
+    }
+
+    fn create_cq() -> Sqe {
+        Sqe {
+            dptr: [IO_CQ, 0],
+            cdw10: 0x000F_0001,
+            cdw11: 0x0001_0003,
+            ..Sqe::new(0x05)
+        }
+    }
+
+    fn create_sq() -> Sqe {
+        Sqe {
+            dptr: [IO_SQ, 0],
+            cdw10: 0x000F_0001,
+            cdw11: 0x0001_0001,
+            ..Sqe::new(0x01)
+        }
+    }
+
+    fn delete_cq() -> Sqe {
+        Sqe {
+            cdw10: 1,
+            ..Sqe::new(0x04)
+        }
+    }
+
+    fn pass_on(state: &ControlState) -> ControlState {
+        serde_json::from_slice(&serde_json::to_vec(state).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn the_next_process_goes_on_where_the_guest_is() {
+        let (mut guest, survivors, _) = guest();
+        guest.write_memory(IO_CQ, &[0; 4096]);
+        for sqe in [create_cq(), create_sq()] {
+            assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
+        }
+        let event = guest.submit(Sqe::new(0x0C));
+        for (tail, status) in [(1, [1, 0]), (2, [1, 0])] {
+            let state = guest.function.take_control_state().unwrap();
+            assert_eq!(guest.function.take_control_state(), None, "nothing changed");
+            survivors.replace(&mut guest, &pass_on(&state));
+            assert_eq!(guest.csts(), 1);
+            let mut flush = Sqe::new(0x00);
+            flush.nsid.0 = 1;
+            let at = IO_SQ + 64 * u64::from(tail - 1);
+            guest.write_memory(at, zerocopy::IntoBytes::as_bytes(&flush));
+            guest.doorbell(Doorbell::SqTail(QueueId(1)), tail);
+            let at = IO_CQ + 16 * u64::from(tail - 1) + 14;
+            while guest.read_memory(at, 2) != status {
+                std::thread::yield_now();
+            }
+        }
+        // The request for an event is there as well.
+        guest.doorbell(Doorbell::SqTail(QueueId(3)), 1);
+        guest.function.process_events();
+        let cqe = guest.completion();
+        assert_eq!((cqe.cid(), cqe.status()), (event, Status::SUCCESS));
+    }
+
+    #[test]
+    fn an_admin_command_counts_once_wherever_its_process_ends() {
+        let (mut guest, survivors, recorder) = guest();
+        let before = guest.function.take_control_state().unwrap();
+        recorder.take();
+        let cid = guest.submit(create_cq());
+        let mut states = vec![before];
+        states.extend(recorder.take());
+        states.extend(guest.function.take_control_state());
+        assert_eq!(
+            states.len(),
+            3,
+            "before, as it is about to complete, and after"
+        );
+        let posted = guest.peek().unwrap();
+        assert_eq!((posted.cid(), posted.status()), (cid, Status::SUCCESS));
+        for state in &states {
+            survivors.replace(&mut guest, &pass_on(state));
+            guest.function.process_events();
+            let after = guest.function.take_control_state().unwrap();
+            assert_eq!(after.queues.cqs.len(), 1);
+            assert_eq!(after.admin.commands, 1);
+            assert_eq!(after.admin.unposted, []);
+            let rings = after.admin.rings.unwrap();
+            assert_eq!((rings.sq_head, rings.cq_tail), (1, 1));
+        }
+        guest.consume();
+        assert_eq!(guest.admin(delete_cq()).status(), Status::SUCCESS);
+        assert_ne!(
+            guest.admin(delete_cq()).status(),
+            Status::SUCCESS,
+            "it is gone"
+        );
+    }
+
+    #[test]
+    fn an_event_is_told_once_wherever_its_process_ends() {
+        let (mut guest, survivors, recorder) = guest();
+        let cid = guest.submit(Sqe::new(0x0C));
+        recorder.take();
+        guest.doorbell(Doorbell::SqTail(QueueId(3)), 1);
+        guest.function.process_events();
+        let posted = guest.peek().unwrap();
+        assert_eq!(posted.cid(), cid);
+        for state in recorder.take() {
+            survivors.replace(&mut guest, &pass_on(&state));
+            guest.function.process_events();
+            let after = guest.function.take_control_state().unwrap();
+            assert!(after.admin.events.requests.is_empty());
+            assert_eq!(after.admin.rings.unwrap().cq_tail, 1);
+        }
+        assert!(guest.peek().is_none());
+    }
+
+    #[test]
+    fn a_reset_that_has_begun_leaves_no_queue_to_take_up() {
+        let (mut guest, survivors, recorder) = guest();
+        for sqe in [create_cq(), create_sq()] {
+            assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
+        }
+        recorder.take();
+        guest.write_register(0x14, 0x0046_0000);
+        let [begun] = &recorder.take()[..] else {
+            panic!("stored once, before the queues go");
+        };
+        assert_eq!(begun.queues, KeptQueues::default());
+        assert!(begun.registers.is_enabled());
+        survivors.replace(&mut guest, &pass_on(begun));
+        // The access is carried out again.
+        guest.write_register(0x14, 0x0046_0000);
+        assert_eq!(guest.csts(), 0);
+        guest.enable();
+        for sqe in [create_cq(), create_sq()] {
+            assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
+        }
+    }
+
+    #[test]
+    fn queues_that_are_lost_fail_the_controller_and_a_reset_goes_on() {
+        let (mut guest, survivors, _) = guest();
+        for sqe in [create_cq(), create_sq()] {
+            assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
+        }
+        let mut state = guest.function.take_control_state().unwrap();
+        state.queues.sqs[0].base.0 = fixtures::NOWHERE;
+        survivors.replace(&mut guest, &state);
+        assert_eq!(guest.csts(), 3, "CFS");
+        guest.write_register(0x14, 0x0046_0000);
+        assert_eq!(guest.csts(), 0);
+        guest.enable();
+        assert_eq!(guest.admin(create_cq()).status(), Status::SUCCESS);
+    }
+
+    #[test]
+    fn other_versions_promises_and_values_are_refused() {
+        let (mut guest, survivors, _) = guest();
+        let state = guest.function.take_control_state().unwrap();
+        drop(guest);
+        let mut function = survivors.next_function();
+        let mut refused = |state: &ControlState| function.take_up(state).unwrap_err();
+        let mut other = state.clone();
+        other.version = 2;
+        assert!(matches!(refused(&other), TakeUpError::Version { found: 2 }));
+        let mut other = state.clone();
+        other.facts.namespace.serial = "another".into();
+        assert!(matches!(refused(&other), TakeUpError::Promise));
+        let mut other = state.clone();
+        other.registers.csts = 0xFFFF;
+        assert!(matches!(refused(&other), TakeUpError::State(_)));
+        let mut other = state.clone();
+        other.admin.rings.as_mut().unwrap().sq_head = 4096;
+        assert!(matches!(refused(&other), TakeUpError::State(_)));
+        let mut other = state.clone();
+        other.registers.cc = 0;
+        other.registers.csts = 0;
+        assert!(matches!(refused(&other), TakeUpError::State(_)));
+        function.take_up(&state).unwrap();
+    }
+}

@@ -9,9 +9,12 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 use zerocopy::IntoBytes;
 
 use crate::error::Refusal;
+use crate::journal::{JournalError, MAX_REQUEST, step};
 use crate::message::{Header, MAX_FDS_ACCEPTED};
 use crate::socket;
 
@@ -41,6 +44,16 @@ pub(crate) enum Ended {
     Failed(io::Error),
     /// The bytes are no message, and the start of the next one is unknown.
     OutOfStep { header: Header, refusal: Refusal },
+    /// The last message was refused, and the connection ends with its reply.
+    Refused,
+    /// The journal failed.
+    Journal(JournalError),
+}
+
+impl From<JournalError> for Ended {
+    fn from(error: JournalError) -> Self {
+        Self::Journal(error)
+    }
 }
 
 /// Reads messages.
@@ -74,8 +87,8 @@ impl Reader {
         }
 
         let header = self.header();
-        let size =
-            Refusal::check_size(&header).map_err(|refusal| Ended::OutOfStep { header, refusal })?;
+        let size = Refusal::check_size(&header, usize::MAX)
+            .map_err(|refusal| Ended::OutOfStep { header, refusal })?;
         let payload_size = size - Header::SIZE;
         while self.payload.len() < payload_size {
             let have = self.payload.len();
@@ -97,6 +110,71 @@ impl Reader {
         Ok(Some(Message {
             header,
             payload: &self.payload,
+            fds: std::mem::take(&mut self.fds),
+            fds_lost: self.fds_lost,
+        }))
+    }
+
+    /// Returns whether a message has come in part.
+    pub(crate) fn is_amid(&self) -> bool {
+        self.filled > 0 && !self.handed_out
+    }
+
+    /// Looks at the next message, which stays in the socket, or returns `None` when it has not come in whole yet. When it has, the socket's
+    /// peek offset is its size.
+    pub(crate) fn peek(&mut self, stream: &UnixStream) -> Result<Option<Message<'_>>, Ended> {
+        if self.handed_out {
+            self.begin();
+        }
+        while self.filled < Header::SIZE {
+            // Without a control message, no file descriptors are opened.
+            let room = &mut self.header[self.filled..];
+            let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+            match rustix::net::recv(stream, room, flags) {
+                Ok((0, _)) => return Err(self.closed()),
+                Ok((bytes, _)) => {
+                    step();
+                    self.filled += bytes;
+                }
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(Ended::Failed(error.into())),
+            }
+            // The header again, with the payload: descriptors come with every look at any of the bytes that they were
+            // sent with. A message that is a header alone has no use for them.
+            if self.filled == Header::SIZE && self.header().message_size != Header::SIZE as u32 {
+                socket::set_peek_offset(stream, 0).map_err(Ended::Failed)?;
+                step();
+            }
+        }
+
+        let header = self.header();
+        let size = Refusal::check_size(&header, MAX_REQUEST)
+            .map_err(|refusal| Ended::OutOfStep { header, refusal })?;
+        // Room for all of it, so that each look ends where a sendmsg(2) of the client's ends, or with the message.
+        while size > Header::SIZE && self.payload.len() < size {
+            let have = self.payload.len();
+            self.payload.resize(size, 0);
+            let room = &mut self.payload[have..];
+            let received = socket::peek(stream, room, &mut self.fds);
+            let bytes = received.as_ref().map_or(0, |received| received.bytes);
+            self.payload.truncate(have + bytes);
+            match received {
+                Ok(received) if received.bytes == 0 => return Err(self.closed()),
+                Ok(received) => {
+                    step();
+                    self.fds_lost |= received.fds_lost;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(Ended::Failed(error)),
+            }
+            self.check_fds()?;
+        }
+
+        self.handed_out = true;
+        Ok(Some(Message {
+            header,
+            payload: self.payload.get(Header::SIZE..).unwrap_or_default(),
             fds: std::mem::take(&mut self.fds),
             fds_lost: self.fds_lost,
         }))
@@ -187,6 +265,11 @@ impl Writer {
         self.discard();
         let header = command.error_reply(errno);
         self.bytes.extend_from_slice(header.as_bytes());
+    }
+
+    /// The reply, header first; empty when there is none.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes
     }
 
     /// There is no reply.

@@ -1,7 +1,7 @@
 //! The PCI function that the server offers.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use crate::message::{NUM_IRQS, NUM_REGIONS};
@@ -73,6 +73,26 @@ pub trait Device {
 
     /// A client is here: nothing was asked yet. `user` is that of its process, if the kernel tells.
     fn connected(&mut self, _user: Option<u32>) {}
+
+    /// Keeps the socket of a client where it outlives the process. Called by a server with a
+    /// [`Journal`](crate::Journal) for each client that it accepts, before it reads anything. The device lets go of the socket
+    /// when the client is [gone](Device::disconnected).
+    ///
+    /// # Errors
+    ///
+    /// The client is refused.
+    fn keep_client(&mut self, _stream: BorrowedFd<'_>) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Returns the state for the process after this one, if it changed since the last call. Called by a server with a
+    /// [`Journal`](crate::Journal) after each request. At most [`MAX_DEVICE_STATE`](crate::MAX_DEVICE_STATE) bytes.
+    ///
+    /// The next process makes the device of these bytes. It carries out again what was carried out after the
+    /// call: effects of a request that are not in the state must bear to be repeated.
+    fn save(&mut self) -> Option<Vec<u8>> {
+        None
+    }
 
     /// The client is gone. All DMA regions are to be removed as by [`dma_unmap`](Device::dma_unmap)
     /// and all eventfds closed; the rest of the state is retained (section Client Disconnection).

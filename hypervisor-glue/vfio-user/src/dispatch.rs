@@ -11,11 +11,11 @@ use crate::connection::Message;
 use crate::device::{Device, IrqCommand, IrqIndex, MappableArea, Region, RegionIndex};
 use crate::error::{Error, Refusal};
 use crate::message::{
-    DeviceInfo, DmaUnmap, IrqInfo, NUM_IRQS, NUM_REGIONS, RegionAccess, RegionInfo, RegionIoFds,
-    SparseMmap, Version,
+    DeviceInfo, DmaUnmap, IrqInfo, MAX_DATA_XFER_SIZE, NUM_IRQS, NUM_REGIONS, RegionAccess,
+    RegionInfo, RegionIoFds, SparseMmap, Version,
 };
 use crate::request::{RegionWrite, Request};
-use crate::version::{Proposal, VersionReply};
+use crate::version::{Agreed, VersionReply};
 
 /// Smallest unit of a mappable area: the smallest page there is.
 const PAGE: u64 = 4096;
@@ -71,28 +71,50 @@ fn end(start: u64, size: u64) -> Option<u64> {
 #[derive(Debug)]
 pub(crate) struct Dispatch {
     regions: Arc<Regions>,
-    /// The client's proposal; `None` before `VERSION`.
-    agreed: Option<Proposal>,
+    /// Result of `VERSION`; `None` before it.
+    agreed: Option<Agreed>,
+    /// Announced to the client.
+    max_data_xfer_size: u32,
     pub(crate) complaints: Complaints,
 }
 
 impl Dispatch {
     pub(crate) fn new(regions: Arc<Regions>) -> Self {
+        Self::resume(regions, None, MAX_DATA_XFER_SIZE)
+    }
+
+    /// Goes on with a client that this much is agreed with.
+    pub(crate) fn resume(
+        regions: Arc<Regions>,
+        agreed: Option<Agreed>,
+        max_data_xfer_size: u32,
+    ) -> Self {
         Self {
             regions,
-            agreed: None,
+            agreed,
+            max_data_xfer_size,
             complaints: Complaints::default(),
         }
     }
 
-    /// Does what a message asks for, and appends the reply's payload to `reply`. Returns the file
-    /// descriptor that goes with the reply.
+    pub(crate) fn agreed(&self) -> Option<Agreed> {
+        self.agreed
+    }
+
+    /// The memory of a region's mappable area.
+    pub(crate) fn memory(&self, index: RegionIndex) -> Option<Arc<OwnedFd>> {
+        let area = self.regions.get(index).mappable.as_ref()?;
+        Some(area.memory.clone())
+    }
+
+    /// Does what a message asks for, and appends the reply's payload to `reply`. Returns the
+    /// region whose [memory](Self::memory) goes with the reply.
     pub(crate) fn answer<D: Device>(
         &mut self,
         device: &mut D,
         message: Message<'_>,
         reply: &mut Vec<u8>,
-    ) -> Result<Option<Arc<OwnedFd>>, Refusal> {
+    ) -> Result<Option<RegionIndex>, Refusal> {
         let command = message.header.command();
         if message.fds_lost {
             return Err(Refusal::FdsLost { command });
@@ -107,14 +129,15 @@ impl Dispatch {
         match request {
             Request::Version(_) if self.agreed.is_some() => return Err(Refusal::NegotiatedTwice),
             Request::Version(proposal) => {
-                let VersionReply { major, minor, data } = proposal.answer(device.max_dma_maps());
+                let VersionReply { major, minor, data } =
+                    proposal.answer(device.max_dma_maps(), self.max_data_xfer_size);
                 let version = Version {
                     major: major.into(),
                     minor: minor.into(),
                 };
                 reply.extend_from_slice(version.as_bytes());
                 reply.extend_from_slice(&data);
-                self.agreed = Some(proposal);
+                self.agreed = Some(proposal.agreed());
             }
             Request::DmaMap(region) => device.dma_map(region).map_err(refused)?,
             Request::DmaUnmap { payload, range } => {
@@ -190,12 +213,12 @@ impl Dispatch {
         index: RegionIndex,
         argsz: u32,
         reply: &mut Vec<u8>,
-    ) -> Option<Arc<OwnedFd>> {
+    ) -> Option<RegionIndex> {
         const FIXED: u32 = size_of::<RegionInfo>() as u32;
         const FULL: u32 = FIXED + size_of::<SparseMmap>() as u32;
 
         let region = self.regions.get(index);
-        let takes_fds = self.agreed.as_ref().is_some_and(Proposal::takes_fds);
+        let takes_fds = self.agreed.is_some_and(|agreed| agreed.takes_fds);
         let area = region.mappable.as_ref().filter(|_| takes_fds);
         let told: Option<&MappableArea> = area.filter(|_| argsz >= FULL);
 
@@ -230,7 +253,7 @@ impl Dispatch {
             size: area.size.into(),
         };
         reply.extend_from_slice(sparse.as_bytes());
-        Some(area.memory.clone())
+        Some(index)
     }
 
     fn read<D: Device>(

@@ -1,4 +1,4 @@
-//! Errors: [`Error`] for the operator of a server, [`Refusal`] for a client.
+//! Errors: [`enum@Error`] for the operator of a server, [`Refusal`] for a client.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use thiserror::Error;
 
 use crate::device::{IrqIndex, RegionIndex};
+use crate::journal::JournalError;
 use crate::message::{Command, Header};
 
 /// A server cannot be started.
@@ -39,6 +40,15 @@ pub enum Error {
         /// Why it failed.
         source: io::Error,
     },
+    /// The descriptor that was kept is no listening socket.
+    #[error("The kept descriptor for socket {path} is no listening UNIX stream socket")]
+    NotListening {
+        /// The socket file.
+        path: PathBuf,
+    },
+    /// The journal of a server cannot be used.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
     /// The device's mappable area cannot be mapped by a client.
     #[error(
         "Mappable area {offset:#x}+{size:#x} of region {region:?} is empty, not made of pages, \
@@ -54,6 +64,14 @@ pub enum Error {
         /// The area's size.
         size: u64,
     },
+}
+
+/// Returns an error with its reasons, for a line of the log.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let reasons = std::iter::successors(error.source(), |reason| reason.source());
+    reasons.fold(error.to_string(), |text, reason| {
+        format!("{text}: {reason}")
+    })
 }
 
 /// A command that a client gets an error reply for.
@@ -244,11 +262,11 @@ impl Refusal {
         )
     }
 
-    /// The message size of this header, unless no message of this command has it.
-    pub(crate) fn check_size(header: &Header) -> Result<usize, Self> {
+    /// The message size of this header, unless no message of this command has it or it is more than `limit`.
+    pub(crate) fn check_size(header: &Header, limit: usize) -> Result<usize, Self> {
         let command = header.command();
         let size = header.message_size.get();
-        let maximum = Header::SIZE + command.max_payload();
+        let maximum = limit.min(Header::SIZE + command.max_payload());
         if (Header::SIZE..=maximum).contains(&(size as usize)) {
             Ok(size as usize)
         } else {

@@ -91,6 +91,8 @@
 //! | `connection.rs` | turns a byte stream into messages and replies into bytes, both bounded |
 //! | `dispatch.rs` | turns a request into device calls and a reply |
 //! | `session.rs` | serves one client, from its first byte to its last |
+//! | `journal.rs` | notes what was done, in a file that outlives the process |
+//! | `kept.rs` | serves one client so that another process can go on with it |
 //! | `listener.rs` | makes and removes the socket file |
 //! | `server.rs` | joins listener, session and device |
 //! | `watcher.rs` | joins a server to an event loop |
@@ -102,17 +104,25 @@
 //! connection. A session holds at most one request and one reply in memory. While a reply cannot be sent, the session
 //! reads nothing more: a client that sends and never reads stops itself alone.
 //!
+//! The journal that a process takes up is not trusted either: a client may have ended the process before. Every length and number in
+//! it is checked.
+//!
 //! # Not implemented
 //!
 //! - Messages from the server to the client (`DMA_READ`, `DMA_WRITE`, the `twin_socket` capability). The device gets a DMA
 //!   region without a file descriptor as one without memory, and can refuse commands that point into it.
 //! - Migration (`DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`) and dirty page logging: answered with `ENOTSUP`.
 //! - File descriptors in `DEVICE_GET_REGION_IO_FDS`: answered with none.
+//! - With a [`Journal`], requests of more than 64 KiB: the connection ends. The client is told a `max_data_xfer_size` of 32 KiB.
+//! - With a [`Journal`], an end to the last doubt about a reply with a descriptor: a client that has read such a reply and not asked again gets it
+//!   twice if the process ends between two particular system calls.
 
 mod connection;
 mod device;
 mod dispatch;
 mod error;
+mod journal;
+mod kept;
 mod listener;
 pub mod message;
 mod request;
@@ -131,6 +141,7 @@ pub use device::{
     Region, RegionIndex,
 };
 pub use error::{Error, Refusal};
+pub use journal::{Journal, JournalError, MAX_DEVICE_STATE, Record};
 pub use listener::{Listener, SocketAccess};
 pub use request::{RegionWrite, Request};
 pub use server::Server;

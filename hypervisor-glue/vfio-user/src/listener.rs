@@ -3,14 +3,17 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::fs::{self as unix, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use log::warn;
+
 use crate::error::Error;
+use crate::socket;
 
 /// Permissions of a socket file. A client needs the permission to write the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,6 +71,72 @@ impl Listener {
             file,
             reserve: reserve().ok(),
         })
+    }
+
+    /// Goes on with the listening socket of the process before this one, which has its file at `path`.
+    ///
+    /// The listener leaves the file alone when it is dropped, until it [adopts](Self::adopt) it. A file that is missing or another
+    /// socket's is logged: clients cannot connect then.
+    ///
+    /// # Errors
+    ///
+    /// The descriptor is no listening UNIX stream socket, or the file's directory cannot be opened.
+    pub fn from_kept(path: &Path, socket: OwnedFd) -> Result<Self, Error> {
+        use rustix::net::{AddressFamily, SocketType, sockopt};
+        let listens = sockopt::socket_domain(&socket) == Ok(AddressFamily::UNIX)
+            && sockopt::socket_type(&socket) == Ok(SocketType::STREAM)
+            && sockopt::socket_acceptconn(&socket) == Ok(true);
+        if !listens {
+            return Err(Error::NotListening { path: path.into() });
+        }
+        let socket = UnixListener::from(socket);
+        let failed = |action| {
+            move |source| Error::Socket {
+                path: path.into(),
+                action,
+                source,
+            }
+        };
+        socket
+            .set_nonblocking(true)
+            .map_err(failed("set the mode"))?;
+        let (directory, name) = SocketFile::place(path)?;
+        let entry = directory.entry(name);
+        // Not every process may ask for the file. Any socket that lives is taken for it then: a server does
+        // not replace one that lives.
+        let bound = socket::bound_file(&socket).ok();
+        let bound = bound.and_then(|file| File::from(file).metadata().ok());
+        let ours = identity(&entry).ok().filter(|&found| match &bound {
+            Some(bound) => found == (bound.dev(), bound.ino()),
+            None => look(&entry).is_ok_and(|found| found == Found::Live),
+        });
+        if ours.is_none() {
+            warn!(
+                "Socket {} has lost its file: no client can connect until it is started anew",
+                path.display()
+            );
+        }
+        Ok(Self {
+            socket,
+            file: SocketFile {
+                path: path.into(),
+                name: name.into(),
+                directory,
+                identity: ours,
+                adopted: false,
+            },
+            reserve: reserve().ok(),
+        })
+    }
+
+    /// Removes the file when the listener is dropped.
+    pub fn adopt(&mut self) {
+        self.file.adopted = true;
+    }
+
+    /// Leaves the file where it is when the listener is dropped: another process goes on with the socket.
+    pub fn leave(&mut self) {
+        self.file.adopted = false;
     }
 
     /// Returns the path that was given to [`Self::bind`].
@@ -144,7 +213,10 @@ struct SocketFile {
     path: PathBuf,
     directory: Directory,
     name: OsString,
-    identity: (u64, u64),
+    /// `None` if the file is not this socket's.
+    identity: Option<(u64, u64)>,
+    /// The file is removed with this.
+    adopted: bool,
 }
 
 impl SocketFile {
@@ -156,14 +228,7 @@ impl SocketFile {
                 source,
             }
         };
-        let name = path
-            .file_name()
-            .ok_or_else(|| Error::NoFileName { path: path.into() })?;
-        let directory = match path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        let directory = Directory::open(directory).map_err(failed("open the directory"))?;
+        let (directory, name) = Self::place(path)?;
 
         // Under a name of its own until it has its permissions: from bind(2) on, the socket takes
         // connections from whoever may write the file.
@@ -204,16 +269,37 @@ impl SocketFile {
             path: path.into(),
             name: name.into(),
             directory,
-            identity,
+            identity: Some(identity),
+            adopted: true,
         };
         Ok((file, socket))
+    }
+
+    /// Returns the directory of a socket file, and the file's name there.
+    fn place(path: &Path) -> Result<(Directory, &OsStr), Error> {
+        let name = path
+            .file_name()
+            .ok_or_else(|| Error::NoFileName { path: path.into() })?;
+        let directory = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        let directory = Directory::open(directory).map_err(|source| Error::Socket {
+            path: path.into(),
+            action: "open the directory",
+            source,
+        })?;
+        Ok((directory, name))
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
+        if !self.adopted {
+            return;
+        }
         let entry = self.directory.entry(&self.name);
-        if identity(&entry).is_ok_and(|found| found == self.identity) {
+        if identity(&entry).is_ok_and(|found| Some(found) == self.identity) {
             // Whoever comes next finds a stale socket, and knows what to do.
             let _ = fs::remove_file(entry);
         }

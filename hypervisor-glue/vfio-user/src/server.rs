@@ -1,8 +1,9 @@
 //! The event loop's side: a listening socket and at most one client.
 
 use std::io;
+use std::net::Shutdown;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -12,7 +13,8 @@ use log::{debug, error, info, warn};
 
 use crate::device::Device;
 use crate::dispatch::Regions;
-use crate::error::Error;
+use crate::error::{Error, chain};
+use crate::journal::{Connected, Journal, JournalError, step};
 use crate::listener::{Listener, SocketAccess};
 use crate::session::{Progress, Session};
 use crate::socket::{self, Peer};
@@ -37,12 +39,24 @@ const LAST_TURNS: usize = 1024;
 ///
 /// A connection belongs to the process that made it. When that process has ended, the next client replaces it, even if
 /// the socket is still open: requests of an io_uring can hold it a little longer.
+///
+/// # A connection that outlives the process
+///
+/// A server with a [`Journal`] ([`Self::bind_kept`]) notes what it has done. If descriptors of the listening socket, the
+/// client's socket and the journal are kept open elsewhere, another process goes on with them ([`Self::resume`]). Each request
+/// is then carried out and answered once, at whatever instruction the first process ended. The client does not notice.
+///
+/// Signal SIGPIPE has to be ignored in such a process, as Rust programs do.
 #[derive(Debug)]
 pub struct Server<D: Device> {
     listener: Listener,
     device: D,
     regions: Arc<Regions>,
     client: Option<Client>,
+    /// Notes of what was done, for the process after this one.
+    journal: Option<Journal>,
+    /// Another process goes on with the sockets.
+    left: bool,
 }
 
 #[derive(Debug)]
@@ -51,7 +65,7 @@ struct Client {
     /// The process that connected, if the kernel names it.
     peer: Option<Peer>,
     /// Readiness of the socket that the event manager watches for.
-    waits_for: Progress,
+    waits_for: EventSet,
     /// Others that were refused meanwhile.
     refused: u64,
 }
@@ -60,6 +74,22 @@ impl Client {
     /// Returns whether the client closed the connection or its process has ended.
     fn is_gone(&self) -> bool {
         self.session.hung_up() || self.peer.as_ref().is_some_and(Peer::is_dead)
+    }
+
+    /// Answers what the client has sent. Returns what its socket has to be ready for, or `None` when the connection has ended.
+    fn run<D: Device>(
+        &mut self,
+        device: &mut D,
+        journal: Option<&mut Journal>,
+    ) -> Option<EventSet> {
+        if let Some(journal) = journal {
+            return self.session.run_kept(device, journal);
+        }
+        match self.session.run(device) {
+            Progress::Reading => Some(EventSet::IN),
+            Progress::Writing => Some(EventSet::OUT),
+            Progress::Ended => None,
+        }
     }
 }
 
@@ -88,13 +118,155 @@ impl<D: Device> Server<D> {
         access: SocketAccess,
         device: D,
     ) -> Result<Self, Error> {
+        Self::bind_any(path.as_ref(), access, device, None)
+    }
+
+    /// [Offers](Self::bind_with) `device` at `path`, and keeps its state and that of the connection in `journal`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::bind_with`], or the journal cannot be written.
+    pub fn bind_kept(
+        path: impl AsRef<Path>,
+        access: SocketAccess,
+        mut device: D,
+        mut journal: Journal,
+    ) -> Result<Self, Error> {
+        let head = journal.head().with_client(None);
+        journal.commit(head, device.save())?;
+        Self::bind_any(path.as_ref(), access, device, Some(journal))
+    }
+
+    fn bind_any(
+        path: &Path,
+        access: SocketAccess,
+        device: D,
+        journal: Option<Journal>,
+    ) -> Result<Self, Error> {
         let regions = Arc::new(Regions::of(&device)?);
         Ok(Self {
-            listener: Listener::bind_with(path.as_ref(), access)?,
+            listener: Listener::bind_with(path, access)?,
             device,
             regions,
             client: None,
+            journal,
+            left: false,
         })
+    }
+
+    /// Goes on where another process has ended or has [left](Self::leave).
+    ///
+    /// `device` is made of the [record](crate::Record::device) that came with the journal. `stream` is the client's socket, if the device
+    /// [kept](Device::keep_client) one. The rest of the request that was being answered is done in the event loop.
+    ///
+    /// - A client that was connected and has no socket is gone: the device is [told](Device::disconnected).
+    /// - A socket that the journal has no client for is a new client's, unless it is closed.
+    ///   [`Self::is_connected`] says whether it is in use.
+    ///
+    /// On success, the socket file is removed with the server.
+    ///
+    /// # Errors
+    ///
+    /// The journal cannot be accessed, or the device has other mappable areas. The sockets and the file stay as they are then.
+    pub fn resume(
+        listener: Listener,
+        journal: Journal,
+        stream: Option<UnixStream>,
+        device: D,
+    ) -> Result<Self, Error> {
+        let mut this = Self {
+            regions: Arc::new(Regions::of(&device)?),
+            listener,
+            device,
+            client: None,
+            journal: Some(journal),
+            left: true,
+        };
+        this.take_up(stream)?;
+        this.left = false;
+        this.listener.adopt();
+        Ok(this)
+    }
+
+    fn take_up(&mut self, stream: Option<UnixStream>) -> Result<(), Error> {
+        let Some(journal) = &mut self.journal else {
+            return Ok(());
+        };
+        let path = self.listener.path().display();
+        let regions = self.regions.clone();
+        let head = *journal.head();
+        let Some(stream) = stream else {
+            if head.client.is_some() {
+                info!("The client of {path} has gone with the process before this one");
+                self.device.disconnected();
+                let none = head.with_client(None);
+                journal.commit(none, self.device.save())?;
+            }
+            return Ok(());
+        };
+        let failed = |source| Error::Socket {
+            path: path.to_string().into(),
+            action: "set the client's mode",
+            source,
+        };
+        stream.set_nonblocking(true).map_err(failed)?;
+        let user = socket::user(&stream).ok();
+        let peer = Peer::of(&stream).ok();
+        let session = match head.client {
+            Some(connected) => Session::resume_kept(stream, regions, connected, journal)?,
+            // The process before this one ended its connection, or it has gone by itself.
+            None if socket::hung_up(&stream).unwrap_or(true) => return Ok(()),
+            None => {
+                let session = Session::begin_kept(stream, regions, journal)?;
+                self.device.connected(user);
+                let head = head.with_client(Some(Connected::default()));
+                journal.commit(head, self.device.save())?;
+                session
+            }
+        };
+        info!("The client of {path} goes on");
+        self.client = Some(Client {
+            waits_for: session.first_wait(journal),
+            session,
+            peer,
+            refused: 0,
+        });
+        Ok(())
+    }
+
+    /// Commits the device's state to the journal, if there is one and the state has changed. To be called when it has changed other than by a
+    /// request.
+    ///
+    /// # Errors
+    ///
+    /// The journal cannot be written, or the state is too large.
+    pub fn commit(&mut self) -> Result<(), JournalError> {
+        let Some(journal) = self.journal.as_mut().filter(|_| !self.left) else {
+            return Ok(());
+        };
+        match self.device.save() {
+            Some(state) => journal.commit(*journal.head(), Some(state)),
+            None => Ok(()),
+        }
+    }
+
+    /// Leaves the sockets to another process. From now on this server handles no event and commits nothing. When it is dropped, the socket
+    /// file stays and the device is not told that the client is gone.
+    ///
+    /// To be called before the other process [resumes](Self::resume), between two events.
+    pub fn leave(&mut self) {
+        self.left = true;
+        self.listener.leave();
+    }
+
+    /// The listening socket.
+    pub fn listener(&self) -> &Listener {
+        &self.listener
+    }
+
+    /// The journal, if the server has one.
+    pub fn journal(&self) -> Option<&Journal> {
+        self.journal.as_ref()
     }
 
     /// The socket file, as it was given.
@@ -117,7 +289,7 @@ impl<D: Device> Server<D> {
         self.client.as_ref().is_some_and(|client| !client.is_gone())
     }
 
-    /// Has `watcher` watch the listening socket. The server has it watch its client as well, once there is one.
+    /// Has `watcher` watch the listening socket, and the client's if there is one. The server has it watch its later clients as well.
     ///
     /// A server in an event manager does so by itself.
     ///
@@ -125,12 +297,17 @@ impl<D: Device> Server<D> {
     ///
     /// Returns the watcher's error.
     pub fn watch(&self, watcher: &mut impl Watcher) -> io::Result<()> {
-        watcher.add(self.listener.as_raw_fd(), LISTENER, EventSet::IN)
+        watcher.add(self.listener.as_raw_fd(), LISTENER, EventSet::IN)?;
+        match &self.client {
+            Some(client) => watcher.add(client.session.as_raw_fd(), CLIENT, client.waits_for),
+            None => Ok(()),
+        }
     }
 
     /// Handles an event that the watcher reports with `token`, one of [`Self::TOKENS`].
     pub fn handle(&mut self, token: u32, watcher: &mut impl Watcher) {
         match token {
+            _ if self.left => {}
             LISTENER => self.accept(watcher),
             _ => self.serve(watcher),
         }
@@ -167,22 +344,37 @@ impl<D: Device> Server<D> {
             return;
         }
 
+        if self.journal.is_some()
+            && let Err(error) = self.device.keep_client(stream.as_fd())
+        {
+            return error!("Cannot keep a client of {path}, which is refused: {error}");
+        }
+        step();
         let peer = Peer::of(&stream)
             .inspect_err(|error| debug!("A client on {path} is of no known process: {error}"));
         let user = socket::user(&stream).ok();
-        let session = Session::with_regions(stream, self.regions.clone());
-        match watcher.add(session.as_raw_fd(), CLIENT, EventSet::IN) {
-            Ok(()) => {
+        let regions = self.regions.clone();
+        match begin(stream, regions, self.journal.as_mut(), watcher) {
+            Ok(session) => {
                 info!("A client has connected to {path}");
                 self.client = Some(Client {
                     session,
                     peer: peer.ok(),
-                    waits_for: Progress::Reading,
+                    waits_for: EventSet::IN,
                     refused: 0,
                 });
                 self.device.connected(user);
+                if !self.note_client(Some(Connected::default())) {
+                    self.disconnect(watcher);
+                }
             }
-            Err(error) => error!("Cannot serve a client on {path}: {error}"),
+            Err(error) => {
+                error!("Cannot serve a client on {path}: {}", chain(&*error));
+                if self.journal.is_some() {
+                    // It lets go of the socket.
+                    self.device.disconnected();
+                }
+            }
         }
     }
 
@@ -190,14 +382,13 @@ impl<D: Device> Server<D> {
         let Some(client) = &mut self.client else {
             return;
         };
-        let progress = client.session.run(&mut self.device);
-        let wanted = match progress {
-            Progress::Ended => return self.disconnect(watcher),
-            waits_for if waits_for == client.waits_for => return,
-            Progress::Reading => EventSet::IN,
-            Progress::Writing => EventSet::OUT,
+        let Some(wanted) = client.run(&mut self.device, self.journal.as_mut()) else {
+            return self.disconnect(watcher);
         };
-        client.waits_for = progress;
+        if wanted == client.waits_for {
+            return;
+        }
+        client.waits_for = wanted;
         if let Err(error) = watcher.modify(client.session.as_raw_fd(), CLIENT, wanted) {
             error!(
                 "Cannot serve the client on {}: {error}",
@@ -211,7 +402,7 @@ impl<D: Device> Server<D> {
     fn finish(&mut self, watcher: &mut impl Watcher) {
         if let Some(client) = &mut self.client {
             for _ in 0..LAST_TURNS {
-                if client.session.run(&mut self.device) != Progress::Reading {
+                if client.run(&mut self.device, self.journal.as_mut()) != Some(EventSet::IN) {
                     break;
                 }
             }
@@ -224,11 +415,55 @@ impl<D: Device> Server<D> {
             return;
         };
         // Before the socket is closed: the event manager must not see its number again.
-        if let Err(error) = watcher.remove(client.session.as_raw_fd()) {
-            error!("Cannot stop watching a client's socket: {error}");
+        unwatch(&client.session, watcher);
+        self.end(client);
+    }
+
+    fn end(&mut self, client: Client) {
+        if self.journal.is_some() {
+            // The socket may be kept open elsewhere. The client has to see its end, and so has the next process.
+            let _ = client.session.stream.shutdown(Shutdown::Both);
+            step();
         }
         drop(client);
         self.device.disconnected();
+        self.note_client(None);
+    }
+
+    /// Commits that there is this client, or none. Returns whether that went well.
+    fn note_client(&mut self, client: Option<Connected>) -> bool {
+        let Some(journal) = &mut self.journal else {
+            return true;
+        };
+        step();
+        let head = journal.head().with_client(client);
+        journal
+            .commit(head, self.device.save())
+            .inspect_err(|error| {
+                let path = self.listener.path().display();
+                error!("Cannot note a client of {path}: {}", chain(error));
+            })
+            .is_ok()
+    }
+}
+
+fn begin(
+    stream: UnixStream,
+    regions: Arc<Regions>,
+    journal: Option<&mut Journal>,
+    watcher: &mut impl Watcher,
+) -> Result<Session, Box<dyn std::error::Error>> {
+    let session = match journal {
+        Some(journal) => Session::begin_kept(stream, regions, journal)?,
+        None => Session::with_regions(stream, regions),
+    };
+    watcher.add(session.as_raw_fd(), CLIENT, EventSet::IN)?;
+    Ok(session)
+}
+
+fn unwatch(session: &Session, watcher: &mut impl Watcher) {
+    if let Err(error) = watcher.remove(session.as_raw_fd()) {
+        error!("Cannot stop watching a client's socket: {error}");
     }
 }
 
@@ -246,8 +481,8 @@ impl<D: Device> MutEventSubscriber for Server<D> {
 
 impl<D: Device> Drop for Server<D> {
     fn drop(&mut self) {
-        if self.client.take().is_some() {
-            self.device.disconnected();
+        if let Some(client) = self.client.take().filter(|_| !self.left) {
+            self.end(client);
         }
     }
 }

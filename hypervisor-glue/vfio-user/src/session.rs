@@ -5,18 +5,19 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use log::{info, warn};
+use log::{error, info, warn};
 
 use crate::connection::{Ended, Reader, Writer};
 use crate::device::Device;
 use crate::dispatch::{Dispatch, Regions};
-use crate::error::Error;
+use crate::error::{Error, chain};
+use crate::kept::Pending;
 use crate::message::Header;
 use crate::socket;
 
 /// Messages that are answered before others on the thread get their turn. Remaining messages make the
 /// socket readable again.
-const MESSAGES_PER_TURN: usize = 32;
+pub(crate) const MESSAGES_PER_TURN: usize = 32;
 
 /// Readiness that a [`Session`] waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,10 +33,12 @@ pub enum Progress {
 /// The connection with one client.
 #[derive(Debug)]
 pub struct Session {
-    stream: UnixStream,
-    reader: Reader,
-    writer: Writer,
-    dispatch: Dispatch,
+    pub(crate) stream: UnixStream,
+    pub(crate) reader: Reader,
+    pub(crate) writer: Writer,
+    pub(crate) dispatch: Dispatch,
+    /// With a journal: the remainder of the last request.
+    pub(crate) pending: Option<Pending>,
 }
 
 impl Session {
@@ -54,6 +57,7 @@ impl Session {
             reader: Reader::default(),
             writer: Writer::default(),
             dispatch: Dispatch::new(regions),
+            pending: None,
         }
     }
 
@@ -95,7 +99,10 @@ impl Session {
         let header = message.header;
         let answer = self.dispatch.answer(device, message, self.writer.payload());
         match answer {
-            Ok(fd) => self.writer.reply(&header, fd),
+            Ok(region) => {
+                let memory = region.and_then(|index| self.dispatch.memory(index));
+                self.writer.reply(&header, memory);
+            }
             Err(refusal) => {
                 if refusal.ends_connection() {
                     return Err(Ended::OutOfStep { header, refusal });
@@ -113,7 +120,7 @@ impl Session {
         }
     }
 
-    fn end(&mut self, ended: Ended) {
+    pub(crate) fn end(&mut self, ended: Ended) {
         match ended {
             Ended::Closed { cut_short: false } => info!("vfio-user: the client has disconnected"),
             Ended::Closed { cut_short: true } => {
@@ -128,6 +135,10 @@ impl Session {
                 self.dispatch.complaints.log_refusal(&refusal);
                 warn!("vfio-user: the connection is closed");
                 self.say(&header, refusal.errno());
+            }
+            Ended::Refused => warn!("vfio-user: the connection is closed"),
+            Ended::Journal(error) => {
+                error!("vfio-user: the connection is closed: {}", chain(&error))
             }
         }
     }

@@ -6,7 +6,7 @@
 
 #![expect(
     unsafe_code,
-    reason = "recvmsg(2), its control messages and pidfds have no safe interface"
+    reason = "recvmsg(2) that peeks, its control messages, pidfds and some socket options have no safe interface"
 )]
 
 use std::io;
@@ -44,6 +44,25 @@ pub(crate) fn receive(
     buffer: &mut [u8],
     fds: &mut Vec<OwnedFd>,
 ) -> io::Result<Received> {
+    receive_with(stream, buffer, fds, 0)
+}
+
+/// Looks at the bytes from [`peek_offset`] on, which moves past them. They stay in the socket. `fds` gets duplicates of
+/// the file descriptors that come with them, each time that any byte of the client's sendmsg(2) is looked at.
+pub(crate) fn peek(
+    stream: &UnixStream,
+    buffer: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+) -> io::Result<Received> {
+    receive_with(stream, buffer, fds, libc::MSG_PEEK)
+}
+
+fn receive_with(
+    stream: &UnixStream,
+    buffer: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+    flags: libc::c_int,
+) -> io::Result<Received> {
     let mut control = [const { MaybeUninit::<u64>::uninit() }; CONTROL_WORDS];
     let mut iovec = libc::iovec {
         iov_base: buffer.as_mut_ptr().cast(),
@@ -56,7 +75,7 @@ pub(crate) fn receive(
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = mem::size_of_val(&control) as _;
 
-    let flags = libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT;
+    let flags = flags | libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT;
     let bytes = loop {
         // SAFETY: the message points to one iovec, that of `buffer`, and to `control`, with their
         // sizes; all of them outlive the call.
@@ -116,6 +135,55 @@ pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> i
             Err(error) if error.errno() == libc::EINTR => {}
             Err(error) => return Err(error.into()),
         }
+    }
+}
+
+/// Returns the bytes of the socket that [`peek`] has passed and that are still there.
+pub(crate) fn peek_offset(stream: &UnixStream) -> io::Result<u32> {
+    let offset: libc::c_int = option(stream, libc::SO_PEEK_OFF, 0)?;
+    // Negative: it was never set.
+    Ok(offset.try_into().unwrap_or(0))
+}
+
+/// Has the next [`peek`] begin `offset` bytes after the first byte that is there.
+pub(crate) fn set_peek_offset(stream: &UnixStream, offset: libc::c_int) -> io::Result<()> {
+    // SAFETY: the call reads one integer, which outlives it.
+    let result = unsafe {
+        libc::setsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEEK_OFF,
+            (&raw const offset).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    match result < 0 {
+        true => Err(io::Error::last_os_error()),
+        false => Ok(()),
+    }
+}
+
+/// Returns the memory that the kernel holds for what the other side has not read, in bytes.
+pub(crate) fn unread(stream: &UnixStream) -> io::Result<u32> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the call writes one integer, which outlives it.
+    let result = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    match result < 0 {
+        true => Err(io::Error::last_os_error()),
+        false => Ok(bytes.try_into().unwrap_or(0)),
+    }
+}
+
+/// Returns the file that a listening socket is bound to. Only a process with `CAP_NET_ADMIN` may ask.
+pub(crate) fn bound_file(socket: &impl AsRawFd) -> io::Result<OwnedFd> {
+    // Linux 4.13 (linux/un.h).
+    const SIOCUNIXFILE: libc::Ioctl = 0x89e0;
+    // SAFETY: the call takes no argument.
+    let fd = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCUNIXFILE) };
+    match fd < 0 {
+        true => Err(io::Error::last_os_error()),
+        // SAFETY: the kernel opened the file descriptor for this process, and nothing else knows of it yet.
+        false => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
     }
 }
 

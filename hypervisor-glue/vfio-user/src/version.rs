@@ -4,7 +4,7 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Refusal;
-use crate::message::{MAX_DATA_XFER_SIZE, MAX_MSG_FDS};
+use crate::message::MAX_MSG_FDS;
 
 /// The protocol's major version. Another one is another protocol.
 const MAJOR: u16 = 0;
@@ -71,17 +71,24 @@ impl Proposal {
         self.capabilities.max_msg_fds != Some(0)
     }
 
+    /// Returns what later requests depend on.
+    pub(crate) fn agreed(&self) -> Agreed {
+        Agreed {
+            takes_fds: self.takes_fds(),
+        }
+    }
+
     /// Returns the reply.
     ///
     /// The two limits of what may be sent here are always told. Of the rest only what the client
     /// proposed, as the protocol demands; that also keeps the reply within the size of the request,
     /// which is the room that QEMU has for it.
-    pub(crate) fn answer(&self, max_dma_maps: u32) -> VersionReply {
+    pub(crate) fn answer(&self, max_dma_maps: u32, max_data_xfer_size: u32) -> VersionReply {
         let proposed = &self.capabilities;
         let data = Answer {
             capabilities: AnsweredCapabilities {
                 max_msg_fds: MAX_MSG_FDS,
-                max_data_xfer_size: MAX_DATA_XFER_SIZE,
+                max_data_xfer_size,
                 max_dma_maps: proposed
                     .max_dma_maps
                     .map(|theirs| theirs.min(max_dma_maps.min(MAX_DMA_MAPS).into())),
@@ -101,6 +108,13 @@ impl Proposal {
             data: json,
         }
     }
+}
+
+/// Result of `VERSION`, as far as later requests depend on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Agreed {
+    /// The client takes a file descriptor with a reply.
+    pub(crate) takes_fds: bool,
 }
 
 /// Reply to a client's version.
@@ -131,6 +145,7 @@ struct AnsweredCapabilities {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::MAX_DATA_XFER_SIZE;
 
     /// As QEMU 10.1 sends it.
     const QEMU: &[u8] = b"{\"capabilities\": {\"max_dma_maps\": 65535, \"max_msg_fds\": 16, \
@@ -138,7 +153,10 @@ mod tests {
         268435456}, \"pgsizes\": 4096, \"write_multiple\": true}}\0";
 
     fn answer(data: &[u8]) -> serde_json::Value {
-        let mut json = Proposal::parse(0, 1, data).unwrap().answer(1000).data;
+        let mut json = Proposal::parse(0, 1, data)
+            .unwrap()
+            .answer(1000, MAX_DATA_XFER_SIZE)
+            .data;
         assert_eq!(json.pop(), Some(0), "terminating NUL");
         serde_json::from_slice(&json).unwrap()
     }
@@ -152,7 +170,10 @@ mod tests {
                 "pgsizes": 4096, "write_multiple": true,
             }})
         );
-        let reply = Proposal::parse(0, 0, QEMU).unwrap().answer(65_535).data;
+        let reply = Proposal::parse(0, 0, QEMU)
+            .unwrap()
+            .answer(65_535, MAX_DATA_XFER_SIZE)
+            .data;
         assert!(reply.len() <= QEMU.len());
     }
 
@@ -184,7 +205,7 @@ mod tests {
     fn minor_version_is_at_most_the_proposed_one() {
         for (theirs, agreed) in [(0, 0), (1, 1), (2, 1), (u16::MAX, 1)] {
             let proposal = Proposal::parse(0, theirs, b"").unwrap();
-            assert_eq!(proposal.answer(1).minor, agreed);
+            assert_eq!(proposal.answer(1, MAX_DATA_XFER_SIZE).minor, agreed);
         }
         let refused = Proposal::parse(1, 0, b"").unwrap_err();
         assert!(refused.ends_connection());

@@ -2,6 +2,7 @@
 
 mod dma;
 mod irqs;
+mod kept;
 mod regions;
 
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};

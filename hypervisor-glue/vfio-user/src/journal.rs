@@ -1,0 +1,601 @@
+//! What a server has done, in a file that outlives its process.
+//!
+//! | offset | content |
+//! |---|---|
+//! | 0 | magic, layout, *commit word* |
+//! | 4 KiB, 8 KiB | two heads: the last request, the connection, the place of the device's state |
+//! | 2 MiB, 18 MiB | two states of the device, at most 16 MiB each |
+//! | 34 MiB | replies, each at a multiple of 2 MiB |
+//!
+//! A commit writes the head that is not valid, then the commit word, which makes it valid. The commit word is written
+//! at once, so that a process which ends at any moment leaves one valid head. The device's state has a
+//! head point to it in the same way.
+//!
+//! The file's *position* is kept by the kernel, in the open file that every process shares through the kept descriptor.
+//! [`Journal::send`] moves it by what the socket takes. So the position says how much of a reply was sent.
+//!
+//! # 2 MiB for each reply
+//!
+//! sendfile(2) lends the file's pages to the socket. A client that has not read a reply yet must not see it change.
+//! So each reply has pages of its own, and these are removed from the file, never overwritten. Memory files can have huge pages
+//! (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Removing a part of a huge page would clear it in place, and
+//! 2 MiB is a whole one. On a host whose pages are 16 or 64 KiB, huge pages are larger: `shmem_enabled` must be `never` there.
+
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+
+use rustix::fs::{FallocateFlags, MemfdFlags};
+use thiserror::Error;
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::device::RegionIndex;
+use crate::message::{Header, MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE, RegionAccess};
+use crate::version::Agreed;
+
+const MAGIC: [u8; 8] = *b"vfiousrJ";
+const LAYOUT: u32 = 1;
+
+const COMMIT_WORD: u64 = 16;
+const HEADS: u64 = 0x1000;
+const HEAD_STRIDE: u64 = 0x1000;
+const DEVICES: u64 = SLOT;
+const REPLIES: u64 = DEVICES + 2 * MAX_DEVICE_STATE as u64;
+/// Bytes of file for each reply.
+const SLOT: u64 = 2 << 20;
+/// Replies whose places differ. A reply's pages are removed long before its place is used again.
+const SLOTS: u64 = 1024;
+const FILE_SIZE: u64 = REPLIES + SLOTS * SLOT;
+
+/// Largest state of a device in a journal, in bytes.
+pub const MAX_DEVICE_STATE: usize = 16 << 20;
+
+/// Largest request. All of it stays in the socket until it is answered, so that it must fit there.
+pub(crate) const MAX_REQUEST: usize = Header::SIZE + MAX_CONTROL_PAYLOAD;
+
+const MAX_REPLY: usize = Header::SIZE + size_of::<RegionAccess>() + MAX_DATA_XFER_SIZE as usize;
+const _: () = assert!((MAX_REPLY as u64) < SLOT);
+const _: () = assert!(DEVICES.is_multiple_of(SLOT) && REPLIES.is_multiple_of(SLOT));
+
+/// A journal cannot be made, read or written.
+#[derive(Debug, Error)]
+pub enum JournalError {
+    /// The file is no journal.
+    #[error(
+        "The kept file is no vfio-user journal: it is {found}. Start without it, and connect the VMM again"
+    )]
+    NotAJournal {
+        /// Kind of file.
+        found: &'static str,
+    },
+    /// The journal is an older or a newer server's.
+    #[error(
+        "The vfio-user journal has layout {found}, and this program reads layout {LAYOUT}: start the program that wrote it"
+    )]
+    Layout {
+        /// Layout of the file.
+        found: u32,
+    },
+    /// Nothing was committed to the journal: its process ended before the device's first state.
+    #[error("The vfio-user journal is empty: start without it")]
+    Empty,
+    /// A value of the journal cannot be.
+    #[error(
+        "The vfio-user journal is damaged: {field} is {value}. Start without it, and connect the VMM again"
+    )]
+    Damaged {
+        /// Name of the value.
+        field: &'static str,
+        /// The value.
+        value: u64,
+    },
+    /// A reply is unsent whose descriptor the device does not have.
+    #[error("A kept reply goes with the memory of region {region:?}, which the device has none of")]
+    NoMemory {
+        /// The region.
+        region: RegionIndex,
+    },
+    /// The device's state does not fit.
+    #[error(
+        "The device's state has {size} bytes: a vfio-user journal has room for {MAX_DEVICE_STATE}"
+    )]
+    DeviceState {
+        /// Bytes of state.
+        size: usize,
+    },
+    /// The file cannot be accessed.
+    #[error("Cannot {action} the vfio-user journal")]
+    File {
+        /// Action that failed.
+        action: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+fn failed(action: &'static str) -> impl FnOnce(io::Error) -> JournalError {
+    move |source| JournalError::File { action, source }
+}
+
+/// First bytes of the file.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct Title {
+    magic: [u8; 8],
+    layout: U32,
+    reserved: U32,
+    commit_word: U64,
+}
+
+const _: () = assert!(std::mem::offset_of!(Title, commit_word) as u64 == COMMIT_WORD);
+
+/// A head as it lies in the file.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RawHead {
+    /// Equal to the commit word that makes the head valid.
+    generation: U64,
+    sequence: U64,
+    request: U32,
+    reply: U32,
+    flags: U32,
+    /// A region's number, or [`NO_REGION`].
+    memory_of: U32,
+    unread: U32,
+    unanswered: U32,
+    device_slot: U32,
+    device_size: U32,
+}
+
+const CONNECTED: u32 = 1 << 0;
+const AGREED: u32 = 1 << 1;
+const TAKES_FDS: u32 = 1 << 2;
+const ENDS: u32 = 1 << 3;
+const FLAGS: u32 = CONNECTED | AGREED | TAKES_FDS | ENDS;
+const NO_REGION: u32 = u32::MAX;
+
+/// What is known of a connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Connected {
+    /// Result of `VERSION`; `None` before it.
+    pub(crate) agreed: Option<Agreed>,
+    /// The connection ends with the last reply.
+    pub(crate) ends: bool,
+}
+
+/// The last request and the connection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Head {
+    /// Number of the request. It says where the reply lies.
+    pub(crate) sequence: u64,
+    /// Bytes of the request, 0 if it is not to be taken out of the socket.
+    pub(crate) request: u32,
+    /// Bytes of the reply, 0 if there is none.
+    pub(crate) reply: u32,
+    /// Region whose memory goes with the reply.
+    pub(crate) memory_of: Option<RegionIndex>,
+    /// State of the socket before a reply with a descriptor.
+    pub(crate) traffic: Traffic,
+    pub(crate) client: Option<Connected>,
+}
+
+/// Contents of both directions of a socket.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Traffic {
+    /// Memory of what the client has not read.
+    pub(crate) unread: u32,
+    /// Bytes of what the server has not taken.
+    pub(crate) unanswered: u32,
+}
+
+impl Head {
+    fn start(&self) -> u64 {
+        start(self.sequence)
+    }
+
+    fn end(&self) -> u64 {
+        start(self.sequence.wrapping_add(1))
+    }
+
+    /// The head for the request after this one.
+    pub(crate) fn next(&self, client: Connected) -> Self {
+        Self {
+            sequence: self.sequence.wrapping_add(1),
+            client: Some(client),
+            ..Self::default()
+        }
+    }
+
+    /// This head for another connection, or for none, without a request.
+    pub(crate) fn with_client(&self, client: Option<Connected>) -> Self {
+        Self {
+            sequence: self.sequence,
+            client,
+            ..Self::default()
+        }
+    }
+}
+
+/// Place of a reply. Numbers wrap around at a multiple of [`SLOTS`].
+fn start(sequence: u64) -> u64 {
+    REPLIES + sequence % SLOTS * SLOT
+}
+
+/// Place and size of the device's state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct DeviceState {
+    slot: u32,
+    size: u32,
+}
+
+impl DeviceState {
+    fn offset(self) -> u64 {
+        DEVICES + u64::from(self.slot) * MAX_DEVICE_STATE as u64
+    }
+}
+
+/// File in which a server keeps what it has done, for the process after it.
+///
+/// The caller keeps the file's descriptor ([`AsFd`]) where it outlives the process, and opens the journal from it again.
+/// A journal belongs to one server at a time. A process that has handed its journal over must not use it any more.
+#[derive(Debug)]
+pub struct Journal {
+    file: File,
+    generation: u64,
+    head: Head,
+    device: DeviceState,
+    /// State of the device that a commit failed with.
+    unwritten: Option<Vec<u8>>,
+}
+
+/// Contents of a kept journal.
+#[derive(Debug)]
+pub struct Record {
+    device: Vec<u8>,
+    connected: bool,
+}
+
+impl Record {
+    /// The device's last state, as [`Device::save`](crate::Device::save) returned it.
+    pub fn device(&self) -> &[u8] {
+        &self.device
+    }
+
+    /// Returns whether a client was connected.
+    pub fn is_connected(&self) -> bool {
+        self.connected
+    }
+}
+
+impl Journal {
+    /// Makes an empty journal.
+    ///
+    /// # Errors
+    ///
+    /// Returns the kernel's error.
+    pub fn new() -> Result<Self, JournalError> {
+        let file = rustix::fs::memfd_create("vfio-user-journal", MemfdFlags::CLOEXEC)
+            .map(File::from)
+            .map_err(|error| failed("make")(error.into()))?;
+        file.set_len(FILE_SIZE).map_err(failed("make"))?;
+        let title = Title {
+            magic: MAGIC,
+            layout: LAYOUT.into(),
+            reserved: 0.into(),
+            commit_word: 0.into(),
+        };
+        file.write_all_at(title.as_bytes(), 0)
+            .map_err(failed("write"))?;
+        let mut this = Self {
+            file,
+            generation: 0,
+            head: Head::default(),
+            device: DeviceState::default(),
+            unwritten: None,
+        };
+        this.close()?;
+        Ok(this)
+    }
+
+    /// Opens the journal of the process before this one.
+    ///
+    /// # Errors
+    ///
+    /// The file is no journal, has another layout, is empty or is damaged.
+    pub fn from_kept(file: OwnedFd) -> Result<(Self, Record), JournalError> {
+        let mut file = File::from(file);
+        let metadata = file.metadata().map_err(failed("look at"))?;
+        if !metadata.is_file() {
+            return Err(JournalError::NotAJournal {
+                found: "no regular file",
+            });
+        }
+        let damaged = |field, value| JournalError::Damaged { field, value };
+        let mut title = Title::new_zeroed();
+        match file.read_exact_at(title.as_mut_bytes(), 0) {
+            Ok(()) if title.magic == MAGIC => {}
+            Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
+                return Err(failed("read")(error));
+            }
+            _ => {
+                return Err(JournalError::NotAJournal {
+                    found: "a file of other bytes",
+                });
+            }
+        }
+        let layout = title.layout.get();
+        if layout != LAYOUT {
+            return Err(JournalError::Layout { found: layout });
+        }
+        if metadata.len() != FILE_SIZE {
+            return Err(damaged("the file's size", metadata.len()));
+        }
+        let generation = title.commit_word.get();
+        if generation == 0 {
+            return Err(JournalError::Empty);
+        }
+
+        let mut raw = RawHead::new_zeroed();
+        file.read_exact_at(raw.as_mut_bytes(), head_offset(generation))
+            .map_err(failed("read"))?;
+        let (head, device) = raw.check(generation)?;
+        let position = file.stream_position().map_err(failed("look at"))?;
+        let sent = position.wrapping_sub(head.start());
+        if head.client.is_some() && sent > head.reply.into() && position != head.end() {
+            return Err(damaged("the file's position", position));
+        }
+
+        let mut bytes = vec![0; device.size as usize];
+        file.read_exact_at(&mut bytes, device.offset())
+            .map_err(failed("read"))?;
+        let record = Record {
+            device: bytes,
+            connected: head.client.is_some(),
+        };
+        let this = Self {
+            file,
+            generation,
+            head,
+            device,
+            unwritten: None,
+        };
+        Ok((this, record))
+    }
+
+    pub(crate) fn head(&self) -> &Head {
+        &self.head
+    }
+
+    /// Makes `head` the valid one, and `device` the device's state if it is given. What cannot be written is tried again
+    /// with the next commit.
+    pub(crate) fn commit(
+        &mut self,
+        head: Head,
+        device: Option<Vec<u8>>,
+    ) -> Result<(), JournalError> {
+        let device = device.or_else(|| self.unwritten.take());
+        let result = self.try_commit(head, device.as_deref());
+        self.unwritten = device.filter(|_| result.is_err());
+        result
+    }
+
+    fn try_commit(&mut self, head: Head, device: Option<&[u8]>) -> Result<(), JournalError> {
+        let mut state = self.device;
+        if let Some(bytes) = device {
+            let size = bytes.len();
+            if size > MAX_DEVICE_STATE {
+                return Err(JournalError::DeviceState { size });
+            }
+            state = DeviceState {
+                slot: 1 - state.slot,
+                // At most 16 MiB.
+                size: size as u32,
+            };
+            self.write(bytes, state.offset())?;
+            step();
+        }
+        // 0 stands for a journal that nothing was committed to.
+        let generation = self.generation.wrapping_add(1).max(1);
+        let raw = RawHead::new(generation, &head, state);
+        self.write(raw.as_bytes(), head_offset(generation))?;
+        step();
+        self.write(&generation.to_le_bytes(), COMMIT_WORD)?;
+        step();
+        self.generation = generation;
+        self.head = head;
+        self.device = state;
+        Ok(())
+    }
+
+    /// Writes the reply to request `sequence`. Its head is not valid yet.
+    pub(crate) fn write_reply(&self, sequence: u64, reply: &[u8]) -> Result<(), JournalError> {
+        self.write(reply, start(sequence))?;
+        step();
+        Ok(())
+    }
+
+    /// Reads the reply to the last request.
+    pub(crate) fn reply(&self) -> Result<Vec<u8>, JournalError> {
+        let mut reply = vec![0; self.head.reply as usize];
+        self.file
+            .read_exact_at(&mut reply, self.head.start())
+            .map_err(failed("read"))?;
+        Ok(reply)
+    }
+
+    /// Returns how many bytes of the reply to the last request were sent, or `None` if the request is finished.
+    pub(crate) fn sent(&mut self) -> Result<Option<u32>, JournalError> {
+        let position = self.file.stream_position().map_err(failed("look at"))?;
+        let sent = position.wrapping_sub(self.head.start());
+        // Larger values are the next request's place: others were refused when the journal was opened.
+        Ok(u32::try_from(sent)
+            .ok()
+            .filter(|&sent| sent <= self.head.reply))
+    }
+
+    /// Notes that `sent` bytes of the reply to the last request were sent.
+    pub(crate) fn set_sent(&mut self, sent: u32) -> Result<(), JournalError> {
+        self.seek(self.head.start() + u64::from(sent))
+    }
+
+    /// Sends `count` more bytes of the reply to the last request. Returns how many the socket took.
+    pub(crate) fn send(&self, stream: &UnixStream, count: u32) -> io::Result<u32> {
+        loop {
+            match rustix::fs::sendfile(stream, &self.file, None, count as usize) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                // At most `count`.
+                Ok(sent) => return Ok(sent as u32),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// The last request is finished. Its reply's pages are removed from the file.
+    pub(crate) fn close(&mut self) -> Result<(), JournalError> {
+        self.seek(self.head.end())?;
+        step();
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        loop {
+            match rustix::fs::fallocate(&self.file, mode, self.head.start(), SLOT) {
+                Ok(()) => break,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(failed("free a reply in")(error.into())),
+            }
+        }
+        step();
+        Ok(())
+    }
+
+    fn seek(&mut self, position: u64) -> Result<(), JournalError> {
+        self.file
+            .seek(SeekFrom::Start(position))
+            .map_err(failed("seek in"))?;
+        Ok(())
+    }
+
+    fn write(&self, bytes: &[u8], offset: u64) -> Result<(), JournalError> {
+        self.file
+            .write_all_at(bytes, offset)
+            .map_err(failed("write"))
+    }
+}
+
+impl AsFd for Journal {
+    /// The file to keep.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+fn head_offset(generation: u64) -> u64 {
+    HEADS + generation % 2 * HEAD_STRIDE
+}
+
+impl RawHead {
+    fn new(generation: u64, head: &Head, device: DeviceState) -> Self {
+        let agreed = head.client.and_then(|client| client.agreed);
+        let flags = [
+            (head.client.is_some(), CONNECTED),
+            (agreed.is_some(), AGREED),
+            (agreed.is_some_and(|agreed| agreed.takes_fds), TAKES_FDS),
+            (head.client.is_some_and(|client| client.ends), ENDS),
+        ];
+        let flags = flags.iter().filter(|(set, _)| *set);
+        Self {
+            generation: generation.into(),
+            sequence: head.sequence.into(),
+            request: head.request.into(),
+            reply: head.reply.into(),
+            flags: flags.fold(0, |flags, (_, flag)| flags | flag).into(),
+            memory_of: head
+                .memory_of
+                .map_or(NO_REGION, |index| index as u32)
+                .into(),
+            unread: head.traffic.unread.into(),
+            unanswered: head.traffic.unanswered.into(),
+            device_slot: device.slot.into(),
+            device_size: device.size.into(),
+        }
+    }
+
+    /// Makes a head of bytes that anything may have written.
+    fn check(&self, commit_word: u64) -> Result<(Head, DeviceState), JournalError> {
+        let Self {
+            generation,
+            sequence,
+            request,
+            reply,
+            flags,
+            memory_of,
+            unread,
+            unanswered,
+            device_slot,
+            device_size,
+        } = *self;
+        let damaged = |field, value: u32| JournalError::Damaged {
+            field,
+            value: value.into(),
+        };
+        if generation.get() != commit_word {
+            return Err(JournalError::Damaged {
+                field: "a head's generation",
+                value: generation.get(),
+            });
+        }
+        let (request, reply, flags) = (request.get(), reply.get(), flags.get());
+        if request as usize > MAX_REQUEST {
+            return Err(damaged("the request's size", request));
+        }
+        if reply as usize > MAX_REPLY {
+            return Err(damaged("the reply's size", reply));
+        }
+        if flags & !FLAGS != 0 {
+            return Err(damaged("a word of flags", flags));
+        }
+        let memory_of = match memory_of.get() {
+            NO_REGION => None,
+            index => {
+                Some(RegionIndex::new(index).ok_or(damaged("a reply's region number", index))?)
+            }
+        };
+        let device = DeviceState {
+            slot: device_slot.get(),
+            size: device_size.get(),
+        };
+        if device.slot > 1 {
+            return Err(damaged("the number of the device's state", device.slot));
+        }
+        if device.size as usize > MAX_DEVICE_STATE {
+            return Err(damaged("the size of the device's state", device.size));
+        }
+        let agreed = Agreed {
+            takes_fds: flags & TAKES_FDS != 0,
+        };
+        let client = Connected {
+            agreed: (flags & AGREED != 0).then_some(agreed),
+            ends: flags & ENDS != 0,
+        };
+        let head = Head {
+            sequence: sequence.get(),
+            request,
+            reply,
+            memory_of,
+            traffic: Traffic {
+                unread: unread.get(),
+                unanswered: unanswered.get(),
+            },
+            client: (flags & CONNECTED != 0).then_some(client),
+        };
+        Ok((head, device))
+    }
+}
+
+/// A moment between two effects that outlive the process. Tests end the process here.
+pub(crate) fn step() {
+    #[cfg(test)]
+    crate::testing::step();
+}

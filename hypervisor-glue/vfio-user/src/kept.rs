@@ -1,0 +1,324 @@
+//! A client that does not notice when the server's process ends.
+//!
+//! A request is carried out and answered in steps. After SIGKILL between any two instructions, the next process sees which
+//! step comes next, from what outlives a process: the [`Journal`], its file position and the socket.
+//!
+//! 1. The request is looked at and stays in the socket (`MSG_PEEK`). Descriptors that come with it are duplicates.
+//! 2. It is carried out. Another process would carry it out again, from the device's state before it.
+//! 3. The reply is written, then request, reply and the device's new state are committed. From here on the request has
+//!    been carried out.
+//! 4. The reply is sent from the journal. The file's position says how much was sent.
+//! 5. The request is taken out of the socket. `SO_PEEK_OFF` says how much is left: the kernel raised it when the
+//!    request was looked at, and lowers it by what is taken.
+//! 6. The position moves to the next reply's place, and the reply's memory is freed.
+//!
+//! # A reply with a descriptor
+//!
+//! A file cannot send descriptors. Such a reply is sent from memory, and the position is moved afterwards. A
+//! process that ends between the two leaves a doubt. The next one compares both directions of the socket with
+//! those at the commit: a client that has not read the reply, or has sent another request meanwhile, was sent the reply. One doubt remains:
+//! the client has read the reply and not asked again. Then it gets the reply twice. This takes a process that ends between two successive system
+//! calls while the client runs faster than it.
+//!
+//! # Limits
+//!
+//! A request lies in the socket as a whole. So it is at most [`MAX_REQUEST`] bytes, and the client is told so. A client that
+//! cuts a message into hundreds of pieces, or has made its socket's buffer small, fills the socket before the
+//! message is whole, and stops itself.
+//!
+//! A process that ends between accept(2) and [`Device::keep_client`] takes the connection with it. The client has not been
+//! answered then, and finds the connection closed.
+
+use std::io::{self, Read};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use event_manager::EventSet;
+
+use crate::connection::{Ended, Reader};
+use crate::device::Device;
+use crate::dispatch::{Dispatch, Regions};
+use crate::error::Refusal;
+use crate::journal::{Connected, Head, Journal, JournalError, Traffic, step};
+use crate::message::Header;
+use crate::session::{MESSAGES_PER_TURN, Session};
+use crate::socket;
+
+#[cfg(doc)]
+use crate::journal::MAX_REQUEST;
+
+/// `max_data_xfer_size` for a client whose requests have to fit into its socket.
+const MAX_DATA: u32 = 32 * 1024;
+
+/// Remainder of the last request that was carried out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pending {
+    /// Bytes of the reply that were sent.
+    sent: u32,
+    /// Bytes of the request that are in the socket.
+    left: u32,
+}
+
+/// Result of one step.
+enum Turn {
+    /// A request was answered.
+    Answered,
+    /// The socket has to become ready first.
+    Waits(EventSet),
+}
+
+impl Session {
+    /// A session with a client that has not said anything yet.
+    ///
+    /// Nothing of it is committed.
+    pub(crate) fn begin_kept(
+        stream: UnixStream,
+        regions: Arc<Regions>,
+        journal: &mut Journal,
+    ) -> Result<Self, JournalError> {
+        journal.close()?;
+        look_again(&stream)?;
+        Ok(Self::kept(stream, regions, Connected::default(), None))
+    }
+
+    /// Goes on with the session of the process before this one.
+    pub(crate) fn resume_kept(
+        stream: UnixStream,
+        regions: Arc<Regions>,
+        connected: Connected,
+        journal: &mut Journal,
+    ) -> Result<Self, JournalError> {
+        let Head {
+            request, memory_of, ..
+        } = *journal.head();
+        let pending = match journal.sent()? {
+            None => {
+                // In case that the process before this one did not come to free the reply.
+                journal.close()?;
+                look_again(&stream)?;
+                None
+            }
+            Some(sent) => {
+                let left = socket::peek_offset(&stream).map_err(looking)?;
+                let left = left.min(request);
+                Some(Pending { sent, left })
+            }
+        };
+        let mut this = Self::kept(stream, regions, connected, pending);
+        if let (Some(Pending { sent: 0, .. }), Some(region)) = (this.pending, memory_of) {
+            if this.dispatch.memory(region).is_none() {
+                return Err(JournalError::NoMemory { region });
+            }
+            let (before, now) = (journal.head().traffic, this.traffic().map_err(looking)?);
+            if now.unread > before.unread || now.unanswered > before.unanswered {
+                let all = journal.head().reply;
+                journal.set_sent(all)?;
+                this.pending = this.pending.map(|rest| Pending { sent: all, ..rest });
+            }
+        }
+        Ok(this)
+    }
+
+    fn kept(
+        stream: UnixStream,
+        regions: Arc<Regions>,
+        connected: Connected,
+        pending: Option<Pending>,
+    ) -> Self {
+        Self {
+            stream,
+            reader: Reader::default(),
+            writer: Default::default(),
+            dispatch: Dispatch::resume(regions, connected.agreed, MAX_DATA),
+            pending,
+        }
+    }
+
+    /// The readiness that a session begins with.
+    pub(crate) fn first_wait(&self, journal: &Journal) -> EventSet {
+        match self.pending {
+            Some(pending) if pending.sent < journal.head().reply => EventSet::OUT,
+            // What is left of a request makes the socket readable.
+            _ => EventSet::IN,
+        }
+    }
+
+    /// Answers what the client has sent, as far as that goes without waiting. Returns what the socket has to be ready for, or `None`
+    /// when the connection has ended.
+    pub(crate) fn run_kept<D: Device>(
+        &mut self,
+        device: &mut D,
+        journal: &mut Journal,
+    ) -> Option<EventSet> {
+        for _ in 0..MESSAGES_PER_TURN {
+            match self.turn_kept(device, journal) {
+                Ok(Turn::Answered) => {}
+                Ok(Turn::Waits(events)) => return Some(events),
+                Err(ended) => {
+                    self.end(ended);
+                    return None;
+                }
+            }
+        }
+        Some(EventSet::IN)
+    }
+
+    fn turn_kept<D: Device>(
+        &mut self,
+        device: &mut D,
+        journal: &mut Journal,
+    ) -> Result<Turn, Ended> {
+        if self.pending.is_some() && !self.finish(journal)? {
+            return Ok(Turn::Waits(EventSet::OUT));
+        }
+        let mut connected = Connected::default();
+        let mut request = 0;
+        let mut memory_of = None;
+        let (header, refusal) = match self.reader.peek(&self.stream) {
+            Ok(Some(message)) => {
+                step();
+                let header = message.header;
+                // Checked against `MAX_REQUEST`.
+                request = (Header::SIZE + message.payload.len()) as u32;
+                let reply = self.writer.payload();
+                match self.dispatch.answer(device, message, reply) {
+                    Ok(region) => {
+                        memory_of = region;
+                        (header, None)
+                    }
+                    Err(refusal) => {
+                        connected.ends = refusal.ends_connection();
+                        (header, Some(refusal))
+                    }
+                }
+            }
+            Ok(None) => {
+                let mut events = EventSet::IN;
+                // A message that has come in part leaves the socket readable: only more bytes are news.
+                events.set(EventSet::EDGE_TRIGGERED, self.reader.is_amid());
+                return Ok(Turn::Waits(events));
+            }
+            Err(Ended::OutOfStep { header, refusal }) => {
+                connected.ends = true;
+                (header, Some(refusal))
+            }
+            Err(ended) => return Err(ended),
+        };
+        step();
+
+        self.write_reply(&header, refusal.as_ref(), connected.ends);
+        connected.agreed = self.dispatch.agreed();
+        let mut head = journal.head().next(connected);
+        head.request = request;
+        let reply = self.writer.bytes();
+        // At most `max_data_xfer_size` and two headers.
+        head.reply = reply.len() as u32;
+        if !reply.is_empty() {
+            journal.write_reply(head.sequence, reply)?;
+            head.memory_of = memory_of;
+        }
+        if head.memory_of.is_some() {
+            head.traffic = self.traffic().map_err(Ended::Failed)?;
+        }
+        journal.commit(head, device.save())?;
+        self.pending = Some(Pending {
+            sent: 0,
+            left: request,
+        });
+        match self.finish(journal)? {
+            true => Ok(Turn::Answered),
+            false => Ok(Turn::Waits(EventSet::OUT)),
+        }
+    }
+
+    /// Has the writer hold the reply to a message.
+    fn write_reply(&mut self, header: &Header, refusal: Option<&Refusal>, ends: bool) {
+        match refusal {
+            None => self.writer.reply(header, None),
+            Some(refusal) => {
+                self.dispatch.complaints.log_refusal(refusal);
+                self.writer.error_reply(header, refusal.errno());
+            }
+        }
+        let stray = ends && header.message_type() != Header::TYPE_COMMAND;
+        if header.no_reply() || stray {
+            self.writer.discard();
+        }
+    }
+
+    /// Sends the rest of the reply and takes the rest of the request. Returns whether nothing is left.
+    fn finish(&mut self, journal: &mut Journal) -> Result<bool, Ended> {
+        let Some(pending) = &mut self.pending else {
+            return Ok(true);
+        };
+        let head = *journal.head();
+        let ends = head.client.is_some_and(|client| client.ends);
+        while pending.sent < head.reply {
+            let memory = head.memory_of.filter(|_| pending.sent == 0);
+            let sent = match memory {
+                Some(region) => {
+                    let memory = self.dispatch.memory(region);
+                    let reply = journal.reply()?;
+                    // At most the reply's size.
+                    socket::send(&self.stream, &reply, memory.as_deref()).map(|sent| sent as u32)
+                }
+                None => journal.send(&self.stream, head.reply - pending.sent),
+            };
+            match sent {
+                Ok(sent) => {
+                    step();
+                    pending.sent += sent;
+                    if memory.is_some() {
+                        journal.set_sent(pending.sent)?;
+                        step();
+                    }
+                }
+                Err(error) if error.kind() != io::ErrorKind::WouldBlock => {
+                    return Err(Ended::Failed(error));
+                }
+                Err(_) if ends => break,
+                Err(_) => return Ok(false),
+            }
+        }
+        if ends {
+            return Err(Ended::Refused);
+        }
+
+        let mut scrap = [0; 4096];
+        while pending.left > 0 {
+            let room = scrap.len().min(pending.left as usize);
+            match (&self.stream).read(&mut scrap[..room]) {
+                Ok(0) => return Err(Ended::Failed(io::ErrorKind::UnexpectedEof.into())),
+                // At most `left`.
+                Ok(taken) => pending.left -= taken as u32,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(Ended::Failed(error)),
+            }
+            step();
+        }
+        journal.close()?;
+        self.writer.discard();
+        self.pending = None;
+        Ok(true)
+    }
+
+    fn traffic(&self) -> io::Result<Traffic> {
+        let unanswered = rustix::io::ioctl_fionread(&self.stream)?;
+        Ok(Traffic {
+            unread: socket::unread(&self.stream)?,
+            unanswered: u32::try_from(unanswered).unwrap_or(u32::MAX),
+        })
+    }
+}
+
+/// Has the next look at the socket begin with the first byte there.
+fn look_again(stream: &UnixStream) -> Result<(), JournalError> {
+    socket::set_peek_offset(stream, 0).map_err(looking)
+}
+
+fn looking(source: io::Error) -> JournalError {
+    JournalError::File {
+        action: "compare the client's socket with",
+        source,
+    }
+}

@@ -208,6 +208,7 @@ fn no_modules_import_each_other() {
         "vmm-device",
         "hypervisor-glue/vfio-user",
         "hypervisor-glue/lease-protocol",
+        "hypervisor-glue/keep",
         "hypervisor-glue/vmm",
         "hypervisor-glue/cli",
         "tests",

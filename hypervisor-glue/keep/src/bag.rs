@@ -1,0 +1,493 @@
+//! Many descriptors in two: the queue of a socket pair.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use nix::setsockopt_impl;
+use nix::sys::socket::setsockopt;
+use nix::sys::socket::sockopt::SetStruct;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair, sockopt,
+};
+
+use crate::error::KeepError;
+use crate::message::{self, DESCRIPTORS_MAX, Received};
+
+/// Bytes of the queue that a bag asks for; the kernel counts about 1 KiB for each message.
+const QUEUE: usize = 1 << 20;
+
+/// Bytes of the queue that only [`Bag::retain`] uses, for the copy of one message.
+const RESERVE: usize = 4 << 10;
+
+/// Bound of the messages that are read.
+const MESSAGES_MAX: usize = 1 << 16;
+
+/// Bytes of a message: its number.
+const NUMBER: usize = 8;
+
+/// Socket option of the byte at which the next peek begins.
+#[derive(Clone, Copy)]
+struct PeekOffset;
+
+setsockopt_impl!(
+    PeekOffset,
+    libc::SOL_SOCKET,
+    libc::SO_PEEK_OFF,
+    i32,
+    SetStruct<i32>
+);
+
+/// Descriptors that outlive the process in the queue of a socket pair, in numbered messages.
+///
+/// The keeper stores both [`ends`](Self::ends) under one name. So a bag costs the keeper two descriptors, whatever the
+/// number of its messages. The last message of a number counts. One process uses a bag at a time.
+///
+/// A process may die between any two system calls of a method. Then a message was put or it was not, and
+/// [`retain`](Self::retain) has lost none that it retains.
+#[derive(Debug)]
+pub struct Bag {
+    writer: OwnedFd,
+    reader: OwnedFd,
+}
+
+impl Bag {
+    /// Makes an empty bag.
+    ///
+    /// # Errors
+    ///
+    /// The kernel makes no socket pair.
+    pub fn new() -> Result<Self, KeepError> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+        let (writer, reader) =
+            pair.map_err(|error| KeepError::system("make a bag's sockets", error))?;
+        let bag = Self { writer, reader };
+        bag.set_room(false)?;
+        Ok(bag)
+    }
+
+    /// Takes up a bag whose ends a keeper stored, in any order.
+    ///
+    /// The end with messages in its queue is the reader. If neither end has messages, either may be the reader.
+    ///
+    /// # Errors
+    ///
+    /// The descriptors are no ends of a bag.
+    pub fn from_kept(ends: Vec<OwnedFd>) -> Result<Self, KeepError> {
+        let no_bag = |reason| KeepError::NoBag { reason };
+        let Ok([first, second]) = <[OwnedFd; 2]>::try_from(ends) else {
+            return Err(no_bag("a bag has two ends"));
+        };
+        let mut empty = [true; 2];
+        for (end, empty) in [&first, &second].into_iter().zip(&mut empty) {
+            let is_end = sockopt::socket_domain(end) == Ok(AddressFamily::UNIX)
+                && sockopt::socket_type(end) == Ok(SocketType::SEQPACKET);
+            if !is_end {
+                return Err(no_bag("one of them is no SOCK_SEQPACKET socket"));
+            }
+            *empty = rustix::io::ioctl_fionread(end)
+                .map_err(|error| KeepError::system("look into a bag", error))?
+                == 0;
+        }
+        let (reader, writer) = match empty {
+            [false, false] => return Err(no_bag("both ends have messages")),
+            [false, true] => (first, second),
+            [true, _] => (second, first),
+        };
+        let bag = Self { writer, reader };
+        bag.set_room(false)?;
+        bag.peek_from(-1)?;
+        Ok(bag)
+    }
+
+    /// Returns both ends, for the keeper.
+    #[must_use]
+    pub fn ends(&self) -> [BorrowedFd<'_>; 2] {
+        [self.writer.as_fd(), self.reader.as_fd()]
+    }
+
+    /// Puts a message with at most 253 descriptors. It replaces earlier messages of its number.
+    ///
+    /// # Errors
+    ///
+    /// The bag is full, or the user has too many descriptors in queues. The bag is unchanged then.
+    pub fn put(&self, number: u64, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
+        let count = descriptors.len();
+        if count > DESCRIPTORS_MAX {
+            return Err(KeepError::TooMany { count });
+        }
+        let bytes = number.to_le_bytes();
+        message::send(&self.writer, &bytes, descriptors, SendFlags::DONTWAIT).map_err(|error| {
+            match error {
+                Errno::AGAIN => KeepError::Full,
+                Errno::TOOMANYREFS => KeepError::TooManyInQueues,
+                error => KeepError::system("put a message into a bag", error),
+            }
+        })
+    }
+
+    /// Reads the last message of each number, sorted by number, and leaves all messages in the bag.
+    ///
+    /// # Errors
+    ///
+    /// The process has too few descriptors left, or the bag has more messages than any bag of this kind.
+    pub fn contents(&mut self) -> Result<Vec<(u64, Vec<OwnedFd>)>, KeepError> {
+        let mut last = BTreeMap::new();
+        self.read_all(|number, descriptors| {
+            last.insert(number, descriptors);
+        })?;
+        Ok(last.into_iter().collect())
+    }
+
+    /// Removes messages whose number is not retained, and messages that later ones replaced.
+    ///
+    /// # Errors
+    ///
+    /// As [`put`](Self::put) and [`contents`](Self::contents). No retained message is lost then.
+    pub fn retain(&mut self, keep: impl Fn(u64) -> bool) -> Result<(), KeepError> {
+        self.retain_until(keep, || false)
+    }
+
+    /// Retains, or stops before the first change of the queue for which `stops` returns true.
+    ///
+    /// A retained message is copied to the back before it is taken from the front. So a stop leaves it in the queue
+    /// once or twice.
+    fn retain_until(
+        &mut self,
+        keep: impl Fn(u64) -> bool,
+        mut stops: impl FnMut() -> bool,
+    ) -> Result<(), KeepError> {
+        let (mut count, mut last) = (0, BTreeMap::new());
+        self.read_all(|number, _| {
+            last.insert(number, count);
+            count += 1;
+        })?;
+        self.set_room(true)?;
+        let mut move_all = || {
+            for at in 0..count {
+                let Some((number, descriptors)) = self.next(RecvFlags::PEEK)? else {
+                    break;
+                };
+                if keep(number) && last.get(&number) == Some(&at) {
+                    if stops() {
+                        return Ok(());
+                    }
+                    let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+                    self.put(number, &descriptors)?;
+                }
+                drop(descriptors);
+                if stops() {
+                    return Ok(());
+                }
+                self.next(RecvFlags::empty())?;
+            }
+            Ok(())
+        };
+        let moved = move_all();
+        self.set_room(false)?;
+        moved
+    }
+
+    /// Passes all messages from front to back to `take`, and leaves them in the queue.
+    fn read_all(&mut self, mut take: impl FnMut(u64, Vec<OwnedFd>)) -> Result<(), KeepError> {
+        self.peek_from(0)?;
+        let read = (0..=MESSAGES_MAX).try_fold(false, |ended, _| match ended {
+            true => Ok(true),
+            false => self.next(RecvFlags::PEEK).map(|message| match message {
+                None => true,
+                Some((number, descriptors)) => {
+                    take(number, descriptors);
+                    false
+                }
+            }),
+        });
+        self.peek_from(-1)?;
+        match read? {
+            true => Ok(()),
+            false => Err(KeepError::TooManyMessages {
+                limit: MESSAGES_MAX,
+            }),
+        }
+    }
+
+    /// Receives or peeks the next message; `None` at the end of the queue.
+    fn next(&self, flags: RecvFlags) -> Result<Option<(u64, Vec<OwnedFd>)>, KeepError> {
+        let mut number = [0; NUMBER];
+        match message::receive(&self.reader, &mut number, flags | RecvFlags::DONTWAIT) {
+            Ok(Received {
+                bytes: NUMBER,
+                descriptors,
+                is_cut,
+            }) => match is_cut && flags.contains(RecvFlags::PEEK) {
+                true => Err(KeepError::Cut),
+                false => Ok(Some((u64::from_le_bytes(number), descriptors))),
+            },
+            Ok(_) => Err(KeepError::NoBag {
+                reason: "a message has no number",
+            }),
+            Err(Errno::AGAIN) => Ok(None),
+            Err(error) => Err(KeepError::system("read a bag", error)),
+        }
+    }
+
+    /// Sets the message that the next peek begins at, in bytes; -1 is the front for every peek.
+    fn peek_from(&self, offset: i32) -> Result<(), KeepError> {
+        setsockopt(&self.reader, PeekOffset, &offset)
+            .map_err(|error| KeepError::system("set the place to read a bag from", error))
+    }
+
+    /// Sets the queue's room to the most that the process may use, less [`RESERVE`] unless `all` is set.
+    fn set_room(&self, all: bool) -> Result<(), KeepError> {
+        let set = |size| {
+            sockopt::set_socket_send_buffer_size_force(&self.writer, size)
+                .or_else(|_| sockopt::set_socket_send_buffer_size(&self.writer, size))
+        };
+        let most = || {
+            set(QUEUE)?;
+            // The kernel doubles what it is given.
+            let size = sockopt::socket_send_buffer_size(&self.writer)? / 2;
+            match all {
+                true => Ok(()),
+                false => set(size.saturating_sub(RESERVE)),
+            }
+        };
+        most().map_err(|error| KeepError::system("set the room of a bag", error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    use proptest::prelude::*;
+    use rustix::fs::{MemfdFlags, fstat, memfd_create};
+
+    use super::*;
+
+    fn file() -> OwnedFd {
+        memfd_create("bag", MemfdFlags::CLOEXEC).unwrap()
+    }
+
+    fn identity(descriptor: &OwnedFd) -> u64 {
+        fstat(descriptor).unwrap().st_ino
+    }
+
+    /// Numbers, and the identities of their descriptors.
+    type Model = BTreeMap<u64, Vec<u64>>;
+
+    fn put(bag: &Bag, model: &mut Model, number: u64, count: usize) {
+        let files: Vec<_> = (0..count).map(|_| file()).collect();
+        let borrowed: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        bag.put(number, &borrowed).unwrap();
+        model.insert(number, files.iter().map(identity).collect());
+    }
+
+    fn read(bag: &mut Bag) -> Model {
+        let identities = |(number, files): (u64, Vec<OwnedFd>)| {
+            let files = files.iter().map(identity).collect();
+            (number, files)
+        };
+        bag.contents()
+            .unwrap()
+            .into_iter()
+            .map(identities)
+            .collect()
+    }
+
+    /// Closes the bag but for copies of its ends, and takes it up again.
+    fn reopen(bag: Bag, swap: bool) -> Bag {
+        let mut ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
+        drop(bag);
+        if swap {
+            ends.reverse();
+        }
+        Bag::from_kept(ends.into()).unwrap()
+    }
+
+    fn messages(bag: &mut Bag) -> usize {
+        let mut count = 0;
+        bag.read_all(|_, _| count += 1).unwrap();
+        count
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Put(u64, usize),
+        Retain(BTreeSet<u64>),
+        /// Stops before that many changes of the queue; then another process takes the bag up.
+        Die(BTreeSet<u64>, usize),
+        Reopen(bool),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let numbers = || proptest::collection::btree_set(0..6_u64, 0..6);
+        prop_oneof![
+            4 => (0..6_u64, 0..4_usize).prop_map(|(number, count)| Step::Put(number, count)),
+            1 => numbers().prop_map(Step::Retain),
+            1 => (numbers(), 0..12_usize).prop_map(|(numbers, at)| Step::Die(numbers, at)),
+            1 => any::<bool>().prop_map(Step::Reopen),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn a_bag_is_a_map(steps in proptest::collection::vec(step(), 0..40)) {
+            let mut bag = Bag::new().unwrap();
+            let mut model = Model::new();
+            for step in steps {
+                match step {
+                    Step::Put(number, count) => put(&bag, &mut model, number, count),
+                    Step::Retain(numbers) => {
+                        bag.retain(|number| numbers.contains(&number)).unwrap();
+                        model.retain(|number, _| numbers.contains(number));
+                        prop_assert_eq!(messages(&mut bag), model.len());
+                    }
+                    Step::Die(numbers, at) => {
+                        let mut left = at;
+                        let stops = || { let stop = left == 0; left = left.saturating_sub(1); stop };
+                        bag.retain_until(|number| numbers.contains(&number), stops).unwrap();
+                        bag = reopen(bag, at % 2 == 0);
+                        let all = read(&mut bag);
+                        for (number, files) in &model {
+                            let found = all.get(number);
+                            prop_assert!(found == Some(files) || found.is_none() || !numbers.contains(number));
+                            prop_assert!(found.is_some() || !numbers.contains(number));
+                        }
+                        // What is not retained may be there still, in an older version too.
+                        bag.retain(|number| numbers.contains(&number)).unwrap();
+                        model.retain(|number, _| numbers.contains(number));
+                    }
+                    Step::Reopen(swap) => bag = reopen(bag, swap),
+                }
+                prop_assert_eq!(&read(&mut bag), &model);
+            }
+        }
+    }
+
+    #[test]
+    fn retaining_loses_nothing_wherever_it_stops() {
+        let keep = |number| number % 2 == 0;
+        for at in 0.. {
+            let (mut bag, mut model) = (Bag::new().unwrap(), Model::new());
+            for number in [0, 1, 2, 0, 3, 4, 2] {
+                put(&bag, &mut model, number, 2);
+            }
+            let (mut changes, mut stopped) = (0, false);
+            let stops = || {
+                stopped = changes == at;
+                changes += 1;
+                stopped
+            };
+            bag.retain_until(keep, stops).unwrap();
+            let mut bag = reopen(bag, false);
+            model.retain(|number, _| keep(*number));
+            let mut found = read(&mut bag);
+            found.retain(|number, _| keep(*number));
+            assert_eq!(found, model, "stopped before change {at}");
+            bag.retain(keep).unwrap();
+            assert_eq!(read(&mut bag), model, "stopped before change {at}");
+            assert_eq!(messages(&mut bag), 3);
+            if !stopped {
+                // Seven messages were taken, three of them copied before.
+                assert_eq!(changes, 10);
+                break;
+            }
+        }
+    }
+
+    #[test]
+    fn a_full_bag_says_so_and_still_retains() {
+        let mut bag = Bag::new().unwrap();
+        // A small queue fills at once.
+        sockopt::set_socket_send_buffer_size(&bag.writer, 4096).unwrap();
+        let mut model = Model::new();
+        let shared = file();
+        let mut number = 0;
+        let full = loop {
+            match bag.put(number, &[shared.as_fd()]) {
+                Ok(()) => model.insert(number, vec![identity(&shared)]),
+                Err(error) => break error,
+            };
+            number += 1;
+        };
+        assert!(matches!(full, KeepError::Full), "{full}");
+        assert!(number > 1);
+        assert_eq!(read(&mut bag), model);
+        bag.retain(|_| true).unwrap();
+        assert_eq!(read(&mut bag), model);
+    }
+
+    #[test]
+    fn the_reserve_has_room_for_a_copy_of_the_largest_message() {
+        let mut bag = Bag::new().unwrap();
+        let shared = file();
+        let most = [shared.as_fd(); DESCRIPTORS_MAX];
+        // Descriptors take no room in the queue, so a few large messages among many small ones do.
+        bag.put(0, &most).unwrap();
+        let mut number = 1;
+        while bag.put(number, &[]).is_ok() {
+            number += 1;
+        }
+        assert!(matches!(bag.put(number, &most), Err(KeepError::Full)));
+        bag.retain(|_| true).unwrap();
+        assert_eq!(bag.contents().unwrap().len() as u64, number);
+        // The reserve is not for `put`.
+        assert!(matches!(bag.put(number, &[]), Err(KeepError::Full)));
+        bag.retain(|number| number % 2 == 0).unwrap();
+        bag.put(number, &most).unwrap();
+    }
+
+    #[test]
+    fn a_socket_in_a_bag_stays_connected() {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let bag = Bag::new().unwrap();
+        bag.put(0, &[theirs.as_fd()]).unwrap();
+        drop(theirs);
+        let mut bag = reopen(bag, true);
+        ours.write_all(b"kept").unwrap();
+        bag.retain(|_| true).unwrap();
+        let (_, mut sockets) = bag.contents().unwrap().pop().unwrap();
+        let mut bytes = [0; 4];
+        let mut theirs = UnixStream::from(sockets.pop().unwrap());
+        theirs.read_exact(&mut bytes).unwrap();
+        assert_eq!(&bytes, b"kept");
+    }
+
+    #[test]
+    fn a_message_has_at_most_253_descriptors() {
+        let bag = Bag::new().unwrap();
+        let shared = file();
+        let refused = bag.put(0, &vec![shared.as_fd(); 254]);
+        assert!(matches!(refused, Err(KeepError::TooMany { count: 254 })));
+    }
+
+    #[test]
+    fn other_descriptors_are_no_bag() {
+        let refused = |ends: Vec<OwnedFd>| match Bag::from_kept(ends) {
+            Err(KeepError::NoBag { reason }) => reason,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(refused(vec![]), "a bag has two ends");
+        assert_eq!(refused(vec![file(), file(), file()]), "a bag has two ends");
+        let sockets = "one of them is no SOCK_SEQPACKET socket";
+        assert_eq!(refused(vec![file(), file()]), sockets);
+        let flags = SocketFlags::CLOEXEC;
+        let (one, other) =
+            socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+        assert_eq!(refused(vec![one, other]), sockets);
+        let bag = Bag::new().unwrap();
+        bag.put(0, &[]).unwrap();
+        let backwards = Bag {
+            writer: bag.reader,
+            reader: bag.writer,
+        };
+        backwards.put(0, &[]).unwrap();
+        let Bag { writer, reader } = backwards;
+        assert_eq!(refused(vec![writer, reader]), "both ends have messages");
+    }
+}

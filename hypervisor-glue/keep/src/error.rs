@@ -1,0 +1,163 @@
+//! Errors of the server's side and of the keeper.
+
+use std::ffi::OsString;
+use std::io;
+use std::process::ExitStatus;
+
+use thiserror::Error;
+
+/// Error of the server's side.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum KeepError {
+    /// A variable of the keeper's protocol has another form.
+    #[error(
+        "{name} is {value:?}, which no keeper sets: start the server by its keeper, or unset {name}"
+    )]
+    Variable {
+        /// The variable's name.
+        name: &'static str,
+        /// Its value.
+        value: OsString,
+    },
+    /// No socket is at the address in `NOTIFY_SOCKET`.
+    #[error("Cannot connect to the keeper at {address:?}, which NOTIFY_SOCKET names")]
+    Connect {
+        /// The address.
+        address: OsString,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The keeper's protocol has no such name.
+    #[error(
+        "Descriptors cannot be kept as {name:?}: a name has 1 to 255 printable ASCII characters and no colon"
+    )]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// A message did not reach the keeper.
+    #[error("Cannot send {message:?} to the keeper")]
+    Send {
+        /// The message.
+        message: String,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The keeper did not process a barrier.
+    #[error("The keeper has not processed all messages within {milliseconds} ms")]
+    Barrier {
+        /// The time waited.
+        milliseconds: u128,
+    },
+    /// The inherited descriptors were taken before.
+    #[error("The inherited descriptors were taken before: take them once, at the start")]
+    TakenBefore,
+    /// A descriptor that `LISTEN_FDS` counts is closed.
+    #[error("Descriptor {number} is closed, though LISTEN_FDS counts it")]
+    Closed {
+        /// The descriptor.
+        number: i32,
+    },
+    /// Kept descriptors that are no bag.
+    #[error("The kept descriptors are no bag: {reason}")]
+    NoBag {
+        /// The reason.
+        reason: &'static str,
+    },
+    /// A message for a bag has more descriptors than the kernel passes at once.
+    #[error("{count} descriptors are too many for one message of a bag, which has at most 253")]
+    TooMany {
+        /// The number of descriptors.
+        count: usize,
+    },
+    /// A bag is full.
+    #[error("The bag is full: remove messages from it, or raise net.core.wmem_max")]
+    Full,
+    /// The user has too many descriptors in queues of sockets.
+    #[error("The user has too many descriptors in queues of sockets: raise RLIMIT_NOFILE")]
+    TooManyInQueues,
+    /// A bag has more messages than are read.
+    #[error("The bag has more than {limit} messages")]
+    TooManyMessages {
+        /// The bound.
+        limit: usize,
+    },
+    /// Descriptors of a message exceed the limit of this process.
+    #[error("The process has too few descriptors left to read a bag: raise RLIMIT_NOFILE")]
+    Cut,
+    /// The kernel refused an operation.
+    #[error("Cannot {action}")]
+    System {
+        /// The operation.
+        action: &'static str,
+        /// The kernel's error.
+        source: io::Error,
+    },
+}
+
+/// Error of the keeper.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum KeeperError {
+    /// No command was given.
+    #[error("No command to start: name it after --")]
+    NoCommand,
+    /// The kernel refused an operation.
+    #[error("The keeper cannot {action}")]
+    System {
+        /// The operation.
+        action: &'static str,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The command died too often.
+    #[error(
+        "{command:?} ended {deaths} times within a minute, at last with {status}: \
+         the keeper gives up, and all that it kept is closed"
+    )]
+    GaveUp {
+        /// The command.
+        command: OsString,
+        /// Number of deaths within a minute.
+        deaths: usize,
+        /// The last process's status.
+        status: ExitStatus,
+    },
+    /// A first stage without a keeper.
+    #[error(
+        "The first stage of a command is for the keeper alone: standard input is no socket of a keeper"
+    )]
+    NoKeeper(#[source] io::Error),
+    /// The keeper passed fewer descriptors than it stores.
+    #[error("The keeper could not pass all descriptors: raise RLIMIT_NOFILE")]
+    Cut,
+    /// A stored descriptor's place is taken.
+    #[error("Descriptor {number} is open already in the first stage of a command")]
+    Occupied {
+        /// The descriptor.
+        number: i32,
+    },
+    /// The command cannot be executed.
+    #[error("Cannot execute {command:?}")]
+    Execute {
+        /// The command.
+        command: OsString,
+        /// The kernel's error.
+        source: io::Error,
+    },
+}
+
+impl KeepError {
+    pub(crate) fn system(action: &'static str, error: impl Into<io::Error>) -> Self {
+        let source = error.into();
+        Self::System { action, source }
+    }
+}
+
+impl KeeperError {
+    pub(crate) fn system(action: &'static str, error: impl Into<io::Error>) -> Self {
+        let source = error.into();
+        Self::System { action, source }
+    }
+}

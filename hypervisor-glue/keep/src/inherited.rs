@@ -1,0 +1,194 @@
+//! Descriptors that a keeper passed at the process's start.
+#![expect(unsafe_code, reason = "descriptors are owned by their numbers")]
+
+use std::collections::BTreeMap;
+use std::env;
+use std::ffi::OsString;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::process::{self, Command};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::io::{FdFlags, fcntl_setfd};
+
+use crate::error::KeepError;
+
+/// Number of the first descriptor that a keeper passes (`SD_LISTEN_FDS_START`).
+pub(crate) const FIRST: RawFd = 3;
+
+/// Variables of the keeper's protocol.
+const VARIABLES: [&str; 9] = [
+    "NOTIFY_SOCKET",
+    "FDSTORE",
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+    "LISTEN_PID",
+    "LISTEN_PIDFDID",
+    "MAINPID",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
+];
+
+static TAKEN: AtomicBool = AtomicBool::new(false);
+
+/// Descriptors that a keeper passed, by name. Those that are not taken are closed on drop.
+///
+/// The environment stays unchanged, since other threads may read it. Use [`clear`] for each command that the process
+/// starts.
+#[derive(Debug, Default)]
+pub struct Inherited(BTreeMap<String, Vec<OwnedFd>>);
+
+impl Inherited {
+    /// Takes the descriptors that the environment names, and sets close-on-exec.
+    ///
+    /// Call this once, at the start of `main`, before the process opens or closes descriptors. Without `LISTEN_FDS`, or
+    /// with the `LISTEN_PID` of another process, nothing is inherited.
+    ///
+    /// # Errors
+    ///
+    /// A variable is malformed, a descriptor is closed, or the descriptors were taken before.
+    pub fn from_env() -> Result<Self, KeepError> {
+        if TAKEN.swap(true, Ordering::Relaxed) {
+            return Err(KeepError::TakenBefore);
+        }
+        let [count, pid, names] = ["LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"].map(env::var_os);
+        let mut inherited = Self::default();
+        for (number, name) in listed(count, pid, names, process::id())? {
+            // SAFETY: the call takes numbers alone.
+            if unsafe { libc::fcntl(number, libc::F_GETFD) } < 0 {
+                return Err(KeepError::Closed { number });
+            }
+            // SAFETY: the descriptor is open. The parent opened it for this process, which takes each number once
+            // (`TAKEN`), before anything else knows of it.
+            let descriptor = unsafe { OwnedFd::from_raw_fd(number) };
+            let marked = fcntl_setfd(&descriptor, FdFlags::CLOEXEC);
+            marked.map_err(|error| KeepError::system("mark an inherited descriptor", error))?;
+            inherited.0.entry(name).or_default().push(descriptor);
+        }
+        Ok(inherited)
+    }
+
+    /// Takes the descriptors of a name, in the order in which they were kept.
+    pub fn take(&mut self, name: &str) -> Vec<OwnedFd> {
+        self.0.remove(name).unwrap_or_default()
+    }
+
+    /// Returns the names of descriptors that are not taken, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+}
+
+/// Removes the keeper's variables from a command's environment.
+pub fn clear(command: &mut Command) {
+    for variable in VARIABLES {
+        command.env_remove(variable);
+    }
+}
+
+/// Returns numbers and names of the descriptors that the variables name.
+fn listed(
+    count: Option<OsString>,
+    pid: Option<OsString>,
+    names: Option<OsString>,
+    own: u32,
+) -> Result<Vec<(RawFd, String)>, KeepError> {
+    let (Some(count), Some(pid)) = (count, pid) else {
+        return Ok(Vec::new());
+    };
+    let malformed = |name, value| KeepError::Variable { name, value };
+    match pid.to_str().and_then(|pid| pid.parse::<u32>().ok()) {
+        None => return Err(malformed("LISTEN_PID", pid)),
+        Some(pid) if pid != own => return Ok(Vec::new()),
+        Some(_) => {}
+    }
+    // The next number has to exist too.
+    let parsed = count.to_str().and_then(|count| count.parse::<u16>().ok());
+    let Some(number) = parsed.map(RawFd::from) else {
+        return Err(malformed("LISTEN_FDS", count));
+    };
+    let names = names.unwrap_or_default();
+    let Some(text) = names.to_str() else {
+        return Err(malformed("LISTEN_FDNAMES", names));
+    };
+    let given = (!text.is_empty()).then(|| text.split(':'));
+    let names = given
+        .into_iter()
+        .flatten()
+        .chain(std::iter::repeat("unknown"));
+    Ok((FIRST..FIRST + number)
+        .zip(names.map(str::to_owned))
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn list(
+        count: &str,
+        pid: &str,
+        names: Option<&str>,
+    ) -> Result<Vec<(RawFd, String)>, KeepError> {
+        listed(
+            Some(count.into()),
+            Some(pid.into()),
+            names.map(Into::into),
+            7,
+        )
+    }
+
+    #[test]
+    fn names_go_with_numbers_and_missing_ones_are_unknown() {
+        let named = |names: &[(RawFd, &str)]| -> Vec<(RawFd, String)> {
+            names
+                .iter()
+                .map(|(at, name)| (*at, (*name).to_owned()))
+                .collect()
+        };
+        let two = list("2", "7", Some("a:b c")).unwrap();
+        assert_eq!(two, named(&[(3, "a"), (4, "b c")]));
+        let unknown = list("2", "7", None).unwrap();
+        assert_eq!(unknown, named(&[(3, "unknown"), (4, "unknown")]));
+        let fewer = list("2", "7", Some("a")).unwrap();
+        assert_eq!(fewer, named(&[(3, "a"), (4, "unknown")]));
+    }
+
+    #[test]
+    fn another_process_inherits_nothing() {
+        assert_eq!(list("2", "8", Some("a:b")).unwrap(), []);
+        assert_eq!(listed(None, Some("7".into()), None, 7).unwrap(), []);
+        assert_eq!(listed(Some("1".into()), None, None, 7).unwrap(), []);
+    }
+
+    #[test]
+    fn malformed_variables_are_named() {
+        for (count, pid, variable) in [
+            ("-1", "7", "LISTEN_FDS"),
+            ("70000", "7", "LISTEN_FDS"),
+            ("", "7", "LISTEN_FDS"),
+            ("1", "x", "LISTEN_PID"),
+        ] {
+            let refused = list(count, pid, None);
+            assert!(
+                matches!(refused, Err(KeepError::Variable { name, .. }) if name == variable),
+                "{count} {pid}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_cleared_command_has_none_of_the_variables() {
+        let mut command = Command::new("env");
+        command.env("KEPT", "1");
+        for variable in VARIABLES {
+            command.env(variable, "1");
+        }
+        clear(&mut command);
+        let output = command.output().unwrap().stdout;
+        let output = String::from_utf8(output).unwrap();
+        assert!(output.lines().any(|line| line == "KEPT=1"));
+        for variable in VARIABLES {
+            assert!(!output.contains(&format!("{variable}=")), "{variable}");
+        }
+    }
+}

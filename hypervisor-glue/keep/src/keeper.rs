@@ -1,0 +1,560 @@
+//! The keeper's process.
+#![expect(unsafe_code, reason = "close_range has no safe interface")]
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::fs::Permissions;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, ExitStatus};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
+use rustix::process::{Pid, Resource, WaitOptions, getrlimit, setrlimit, wait, waitpid};
+use tempfile::TempDir;
+
+use crate::error::KeeperError;
+use crate::first_stage;
+use crate::inherited::clear;
+use crate::message::{self, Received};
+use crate::process::{Process, descends};
+use crate::store::is_name;
+use crate::stored::{Refusal, Stored};
+
+/// Largest message (systemd's `NOTIFY_BUFFER_MAX`).
+const MESSAGE_MAX: usize = 4096;
+
+/// Name of descriptors that came without one, as in systemd.
+const UNNAMED: &str = "stored";
+
+/// Exit code of a command whose arguments are wrong. Another start ends as this one.
+const USAGE: i32 = 2;
+
+/// Signals that the keeper passes on.
+const PASSED_ON: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+
+/// Options of a keeper.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct KeepOptions {
+    /// Arguments with which [`Self::program`] calls [`first_stage`](crate::first_stage) on the arguments after them.
+    pub first_stage: Vec<OsString>,
+    /// Program of the first stage: this process's own.
+    pub program: PathBuf,
+    /// Largest number of stored descriptors (`FDSTORE`).
+    pub store_max: u16,
+    /// Number of deaths within a minute after which the keeper gives up.
+    pub deaths: usize,
+}
+
+impl KeepOptions {
+    /// Returns the defaults: 4096 descriptors, 10 deaths.
+    #[must_use]
+    pub fn new(first_stage: Vec<OsString>) -> Self {
+        Self {
+            first_stage,
+            program: "/proc/self/exe".into(),
+            store_max: 4096,
+            deaths: 10,
+        }
+    }
+}
+
+/// Returns a process's exit code: of a signal, 128 and its number.
+#[must_use]
+pub fn exit_code(status: ExitStatus) -> ExitCode {
+    let signal = status.signal().map(|signal| 128 + signal);
+    let code = status.code().or(signal).unwrap_or(1);
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
+}
+
+/// Runs a command and stores descriptors for it; starts it again if it dies.
+///
+/// The keeper passes SIGTERM, SIGINT and SIGHUP on to the command's main process. It returns that process's status if
+///
+/// - the keeper was asked to end by SIGTERM or SIGINT,
+/// - the process ended with 0, or with 2 (wrong arguments), or
+/// - no process of the command was ever ready (`READY=1`).
+///
+/// Otherwise, the command is started again: at once after its first death within a minute, then after 100 ms, and after
+/// twice the time for each further death, up to 5 s. A main process names its successor by `MAINPID=`. Before another
+/// start, the keeper ends former main processes by SIGKILL: two never run at the same time.
+///
+/// Call this in a process with one thread, before it starts any other process. The keeper blocks signals, adopts
+/// orphans, collects all children, sets close-on-exec for all descriptors, and raises `RLIMIT_NOFILE` as far as it may.
+///
+/// # Errors
+///
+/// The command died too often, or cannot be started, or the kernel refuses what a keeper needs.
+pub fn keep(options: &KeepOptions, command: &[OsString]) -> Result<ExitStatus, KeeperError> {
+    Keeper::new(options, command)?.run()
+}
+
+struct Keeper<'a> {
+    options: &'a KeepOptions,
+    command: &'a [OsString],
+    /// Folder that this user alone may enter. So messages come from this user's processes.
+    folder: TempDir,
+    socket: UnixDatagram,
+    signals: SignalFd,
+    stored: Stored,
+    main: Option<Process>,
+    /// The process that was the main process, and had ended when that was looked at last.
+    ended: Option<Pid>,
+    /// Former main processes that have not ended.
+    former: Vec<Process>,
+    deaths: Deaths,
+    /// Time of the next start, if there is no main process.
+    start_at: Option<Instant>,
+    /// A process of the command was ready.
+    was_ready: bool,
+    /// The keeper was asked to end.
+    ends: bool,
+    /// The last status of a main process.
+    status: ExitStatus,
+}
+
+impl<'a> Keeper<'a> {
+    fn new(options: &'a KeepOptions, command: &'a [OsString]) -> Result<Self, KeeperError> {
+        if command.is_empty() {
+            return Err(KeeperError::NoCommand);
+        }
+        prepare_process()?;
+        let mut mask: SigSet = PASSED_ON.into_iter().collect();
+        mask.add(Signal::SIGCHLD);
+        let blocked = mask.thread_block();
+        blocked.map_err(|error| KeeperError::system("block signals", error))?;
+        let signals = SignalFd::with_flags(&mask, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+            .map_err(|error| KeeperError::system("receive signals", error))?;
+        let folder = tempfile::Builder::new()
+            .prefix("nvme-mpt-keep-")
+            .permissions(Permissions::from_mode(0o700))
+            .tempdir()
+            .map_err(|error| KeeperError::system("make a folder for its socket", error))?;
+        let socket = UnixDatagram::bind(address(&folder))
+            .map_err(|error| KeeperError::system("make its socket", error))?;
+        Ok(Self {
+            options,
+            command,
+            folder,
+            socket,
+            signals,
+            stored: Stored::new(options.store_max.into()),
+            main: None,
+            ended: None,
+            former: Vec::new(),
+            deaths: Deaths::new(options.deaths),
+            start_at: Some(now()),
+            was_ready: false,
+            ends: false,
+            status: ExitStatus::default(),
+        })
+    }
+
+    fn run(mut self) -> Result<ExitStatus, KeeperError> {
+        loop {
+            if self.start_at.is_some_and(|at| at <= now()) {
+                self.start()?;
+            }
+            self.wait()?;
+            // All that a process sent before its end is read after its end was seen.
+            let main = self.main.as_ref();
+            self.ended = main.filter(|main| main.has_ended()).map(|main| main.pid);
+            self.read_messages();
+            self.pass_signals_on()?;
+            self.former.retain(|process| !process.has_ended());
+            self.collect();
+            if self.main_ended() {
+                // Their orphans, with the main process perhaps, are the keeper's children afterwards.
+                for former in &self.former {
+                    former.signal(rustix::process::Signal::KILL);
+                }
+                if self.former.is_empty()
+                    && let Some(status) = self.bury()?
+                {
+                    return Ok(status);
+                }
+            }
+            if self.ends && self.main.is_none() {
+                return Ok(self.status);
+            }
+        }
+    }
+
+    /// Returns whether the end of the main process was seen.
+    fn main_ended(&self) -> bool {
+        let main = self.main.as_ref().map(|main| main.pid);
+        main.is_some() && main == self.ended
+    }
+
+    /// Waits for a message, a signal, the end of a process, or the time to start.
+    fn wait(&self) -> Result<(), KeeperError> {
+        let mut events = vec![
+            PollFd::new(&self.socket, PollFlags::IN),
+            PollFd::new(&self.signals, PollFlags::IN),
+        ];
+        // A main process whose end was seen waits for the former ones alone.
+        let main = self.main.iter().filter(|_| !self.main_ended());
+        let processes = self.former.iter().chain(main);
+        events.extend(processes.map(|process| PollFd::new(process, PollFlags::IN)));
+        let time = self.start_at.map(|at| {
+            let left = at.saturating_duration_since(now());
+            // At most a minute.
+            let (tv_sec, tv_nsec) = (left.as_secs() as i64, left.subsec_nanos().into());
+            Timespec { tv_sec, tv_nsec }
+        });
+        let waited = retry_on_intr(|| poll(&mut events, time.as_ref()));
+        waited
+            .map(drop)
+            .map_err(|error| KeeperError::system("wait", error))
+    }
+
+    fn start(&mut self) -> Result<(), KeeperError> {
+        let (ours, theirs) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .map_err(|error| KeeperError::system("make a socket for the first stage", error))?;
+        let started = self.spawn(theirs);
+        let process = started.map_err(|error| KeeperError::system("start the command", error))?;
+        log::info!(
+            "Started {:?} as process {}, with {} stored descriptors",
+            self.command[0],
+            process.pid.as_raw_pid(),
+            self.stored.descriptors().len()
+        );
+        self.start_at = None;
+        self.main = Some(process);
+        let stored = self.stored.descriptors();
+        if let Err(error) = first_stage::pass(&ours, stored, io::stdin().as_fd()) {
+            // The first stage ends without all of them, which is a death.
+            log::error!("Cannot pass stored descriptors on: {error}");
+        }
+        Ok(())
+    }
+
+    /// Starts the first stage.
+    fn spawn(&self, socket: OwnedFd) -> io::Result<Process> {
+        let mut command = Command::new(&self.options.program);
+        clear(&mut command);
+        command
+            .args(&self.options.first_stage)
+            .args(self.command)
+            .env("NOTIFY_SOCKET", address(&self.folder))
+            .env("FDSTORE", self.stored.max().to_string())
+            .stdin(socket)
+            // A terminal's SIGINT reaches the keeper alone, which passes it on once.
+            .process_group(0);
+        let count = self.stored.descriptors().len();
+        if count > 0 {
+            command.env("LISTEN_FDS", count.to_string());
+            command.env("LISTEN_FDNAMES", self.stored.names());
+        }
+        let child = command.spawn()?;
+        Ok(Process::open(Pid::from_child(&child))?)
+    }
+
+    /// Notes the end of the main process. Returns its status if it is the keeper's end too.
+    fn bury(&mut self) -> Result<Option<ExitStatus>, KeeperError> {
+        let Some(main) = self.main.take() else {
+            return Ok(None);
+        };
+        // Its parent has collected a process that is no child of the keeper.
+        let unknown = ExitStatus::from_raw(1 << 8);
+        self.status = main.status.unwrap_or(unknown);
+        let (status, pid) = (self.status, main.pid.as_raw_pid());
+        if self.ends || status.success() {
+            log::info!("Process {pid} ended with {status}");
+            return Ok(Some(status));
+        }
+        if !self.was_ready || status.code() == Some(USAGE) {
+            let reason = match self.was_ready {
+                true => "Its arguments are wrong",
+                false => "It was never ready",
+            };
+            log::error!("Process {pid} ended with {status}. {reason}: it is not started again");
+            return Ok(Some(status));
+        }
+        let now = now();
+        let Some(delay) = self.deaths.note(now) else {
+            return Err(KeeperError::GaveUp {
+                command: self.command[0].clone(),
+                deaths: self.options.deaths,
+                status,
+            });
+        };
+        log::warn!("Process {pid} ended with {status}, and is started again after {delay:?}");
+        self.start_at = Some(now + delay);
+        Ok(None)
+    }
+
+    fn pass_signals_on(&mut self) -> Result<(), KeeperError> {
+        loop {
+            let read = self.signals.read_signal();
+            let Some(came) = read.map_err(|error| KeeperError::system("read a signal", error))?
+            else {
+                return Ok(());
+            };
+            let signal = match came.ssi_signo as i32 {
+                libc::SIGTERM => rustix::process::Signal::TERM,
+                libc::SIGINT => rustix::process::Signal::INT,
+                libc::SIGHUP => rustix::process::Signal::HUP,
+                _ => continue,
+            };
+            self.ends |= signal != rustix::process::Signal::HUP;
+            if let Some(main) = &self.main {
+                log::info!("Passing {signal:?} on to process {}", main.pid.as_raw_pid());
+                main.signal(signal);
+            }
+        }
+    }
+
+    /// Collects children that have ended: main processes and orphans.
+    ///
+    /// Before a process is collected, the keeper reads the messages that may name it. Its former parent sent them before
+    /// it ended and left the process to the keeper.
+    fn collect(&mut self) {
+        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        loop {
+            let ended = match waitid(Id::All, flags) {
+                Ok(WaitStatus::StillAlive) | Err(nix::errno::Errno::ECHILD) => return,
+                Ok(status) => status.pid(),
+                // nix knows no real-time signals, which may end a process too.
+                Err(_) => None,
+            };
+            self.read_messages();
+            let collected = match ended.and_then(|pid| Pid::from_raw(pid.as_raw())) {
+                Some(pid) => waitpid(Some(pid), WaitOptions::NOHANG),
+                None => wait(WaitOptions::NOHANG),
+            };
+            let Ok(Some((pid, status))) = collected else {
+                return;
+            };
+            if let Some(main) = self.main.as_mut().filter(|main| main.pid == pid) {
+                main.status = Some(ExitStatus::from_raw(status.as_raw()));
+            }
+        }
+    }
+
+    fn read_messages(&mut self) {
+        let mut buffer = [0; MESSAGE_MAX];
+        loop {
+            match message::receive(&self.socket, &mut buffer, RecvFlags::DONTWAIT) {
+                Ok(Received { is_cut: true, .. }) => {
+                    log::warn!("A message lost bytes or descriptors, and is ignored");
+                }
+                Ok(Received {
+                    bytes, descriptors, ..
+                }) => match str::from_utf8(&buffer[..bytes]) {
+                    Ok(text) => self.process(text, descriptors),
+                    Err(_) => log::warn!("A message is no text, and is ignored"),
+                },
+                Err(Errno::AGAIN) => return,
+                Err(error) => {
+                    log::error!("Cannot read messages: {error}");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Processes a message. It closes descriptors that it does not store. That answers `BARRIER=1`, as all earlier
+    /// messages are processed.
+    fn process(&mut self, text: &str, descriptors: Vec<OwnedFd>) {
+        let value = |name| {
+            let mut lines = text.lines().filter_map(|line| line.split_once('='));
+            lines
+                .find(|(found, _)| *found == name)
+                .map(|(_, value)| value)
+        };
+        let is_set = |name| value(name) == Some("1");
+        if is_set("FDSTOREREMOVE") {
+            match value("FDNAME") {
+                Some(name) => self.stored.remove(name),
+                None => log::warn!("FDSTOREREMOVE=1 came without FDNAME, and is ignored"),
+            }
+        } else if is_set("FDSTORE") {
+            let name = value("FDNAME")
+                .filter(|name| is_name(name))
+                .unwrap_or(UNNAMED);
+            for descriptor in descriptors {
+                self.store(name, descriptor);
+            }
+        }
+        if let Some(pid) = value("MAINPID") {
+            self.change_main(pid);
+        }
+        if is_set("READY") {
+            self.was_ready = true;
+            log::info!("{:?} is ready", self.command[0]);
+        }
+        if is_set("STOPPING") {
+            log::info!("{:?} is stopping", self.command[0]);
+        }
+        if let Some(status) = value("STATUS") {
+            log::info!("{:?}: {}", self.command[0], status.escape_debug());
+        }
+    }
+
+    fn store(&mut self, name: &str, descriptor: OwnedFd) {
+        let reason = match self.stored.add(name, descriptor) {
+            Ok(()) => return,
+            Err(Refusal::Same) => {
+                log::debug!("A descriptor named {name:?} is stored already");
+                return;
+            }
+            Err(Refusal::Full) => "the store is full",
+            Err(Refusal::Names) => "the names of all descriptors are too long",
+        };
+        let max = self.stored.max();
+        log::error!(
+            "A descriptor named {name:?} is not stored: {reason} (at most {max} descriptors)"
+        );
+    }
+
+    fn change_main(&mut self, value: &str) {
+        let pid = value
+            .parse()
+            .ok()
+            .filter(|pid| *pid > 0)
+            .and_then(Pid::from_raw);
+        if pid.is_some() && pid == self.main.as_ref().map(|main| main.pid) {
+            return;
+        }
+        let process = pid.and_then(|pid| Process::open(pid).ok());
+        // A successor that has ended is a main process that died: the keeper must not end with its predecessor.
+        let process = process.filter(|process| descends(process.pid));
+        let Some(process) = process else {
+            log::warn!(
+                "MAINPID={value:?} names no process that descends from the keeper, and is ignored"
+            );
+            return;
+        };
+        log::info!(
+            "Process {} is the main process now",
+            process.pid.as_raw_pid()
+        );
+        self.former.retain(|former| former.pid != process.pid);
+        self.former.extend(self.main.replace(process));
+        self.start_at = None;
+    }
+}
+
+fn address(folder: &TempDir) -> PathBuf {
+    Path::new(folder.path()).join("notify")
+}
+
+/// Prepares the process for children.
+fn prepare_process() -> Result<(), KeeperError> {
+    nix::sys::prctl::set_child_subreaper(true)
+        .map_err(|error| KeeperError::system("adopt orphans", error))?;
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    setrlimit(Resource::Nofile, limit)
+        .map_err(|error| KeeperError::system("raise RLIMIT_NOFILE", error))?;
+    let (first, last) = (crate::inherited::FIRST as libc::c_uint, libc::c_uint::MAX);
+    let flags = libc::CLOSE_RANGE_CLOEXEC;
+    // SAFETY: the call takes numbers alone, and closes nothing in this process.
+    match unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) } {
+        0 => Ok(()),
+        _ => {
+            let error = io::Error::last_os_error();
+            Err(KeeperError::system(
+                "set close-on-exec for its descriptors",
+                error,
+            ))
+        }
+    }
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the keeper is a process of its own, which no simulator runs"
+)]
+fn now() -> Instant {
+    Instant::now()
+}
+
+/// Deaths within the last minute.
+struct Deaths {
+    max: usize,
+    times: VecDeque<Instant>,
+}
+
+impl Deaths {
+    const WINDOW: Duration = Duration::from_secs(60);
+    const FIRST_DELAY: Duration = Duration::from_millis(100);
+    const LAST_DELAY: Duration = Duration::from_secs(5);
+
+    fn new(max: usize) -> Self {
+        let times = VecDeque::new();
+        Self { max, times }
+    }
+
+    /// Notes a death. Returns the time to wait before a start; `None` after too many deaths.
+    fn note(&mut self, now: Instant) -> Option<Duration> {
+        self.times
+            .retain(|time| now.duration_since(*time) < Self::WINDOW);
+        self.times.push_back(now);
+        match self.times.len() {
+            count if count >= self.max => None,
+            1 => Some(Duration::ZERO),
+            count => {
+                let doubled = u32::try_from(count - 2)
+                    .ok()
+                    .and_then(|by| 1_u32.checked_shl(by));
+                let delay = doubled.and_then(|factor| Self::FIRST_DELAY.checked_mul(factor));
+                Some(delay.map_or(Self::LAST_DELAY, |delay| delay.min(Self::LAST_DELAY)))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn delays_grow_up_to_five_seconds_and_the_tenth_death_is_the_last() {
+        let mut deaths = Deaths::new(10);
+        let start = now();
+        let delays: Vec<_> = (0..10).map(|_| deaths.note(start)).collect();
+        let expected = [0, 100, 200, 400, 800, 1600, 3200, 5000, 5000];
+        let expected = expected.map(|delay| Some(Duration::from_millis(delay)));
+        assert_eq!(delays[..9], expected);
+        assert_eq!(delays[9], None);
+    }
+
+    #[test]
+    fn a_death_counts_for_a_minute() {
+        let mut deaths = Deaths::new(3);
+        let start = now();
+        let seconds = |seconds| start + Duration::from_secs(seconds);
+        assert_eq!(deaths.note(seconds(0)), Some(Duration::ZERO));
+        assert_eq!(deaths.note(seconds(59)), Some(Duration::from_millis(100)));
+        assert_eq!(deaths.note(seconds(60)), Some(Duration::from_millis(100)));
+        assert_eq!(deaths.note(seconds(61)), None);
+        assert_eq!(deaths.note(seconds(600)), Some(Duration::ZERO));
+        let mut patient = Deaths::new(usize::MAX);
+        let delays: Vec<_> = (0..70).filter_map(|_| patient.note(start)).collect();
+        assert_eq!(delays[69], Duration::from_secs(5));
+    }
+
+    #[test]
+    fn an_exit_code_is_of_the_status_or_the_signal() {
+        let code = |raw| format!("{:?}", exit_code(ExitStatus::from_raw(raw)));
+        assert_eq!(code(7 << 8), format!("{:?}", ExitCode::from(7)));
+        assert_eq!(code(15), format!("{:?}", ExitCode::from(143)));
+    }
+}

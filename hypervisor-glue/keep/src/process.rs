@@ -1,0 +1,109 @@
+//! The keeper's view of a process.
+
+use std::fs;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::ExitStatus;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Result, retry_on_intr};
+use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
+
+/// A process by its pidfd.
+#[derive(Debug)]
+pub(crate) struct Process {
+    pub(crate) pid: Pid,
+    descriptor: OwnedFd,
+    /// Status, once it was collected.
+    pub(crate) status: Option<ExitStatus>,
+}
+
+impl Process {
+    pub(crate) fn open(pid: Pid) -> Result<Self> {
+        let descriptor = pidfd_open(pid, PidfdFlags::empty())?;
+        let status = None;
+        Ok(Self {
+            pid,
+            descriptor,
+            status,
+        })
+    }
+
+    /// Returns whether the process has ended, collected or not.
+    pub(crate) fn has_ended(&self) -> bool {
+        let mut ends = [PollFd::new(&self.descriptor, PollFlags::IN)];
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        retry_on_intr(|| poll(&mut ends, Some(&now))).is_ok_and(|ended| ended > 0)
+    }
+
+    /// Sends a signal. A process that has ended ignores it.
+    pub(crate) fn signal(&self, signal: Signal) {
+        if let Err(error) = pidfd_send_signal(&self.descriptor, signal) {
+            log::debug!("Process {} has ended: {error}", self.pid.as_raw_pid());
+        }
+    }
+}
+
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
+/// Returns whether a process descends from this one.
+pub(crate) fn descends(pid: Pid) -> bool {
+    let own = getpid().as_raw_pid();
+    let mut pid = pid.as_raw_pid();
+    while pid > 1 {
+        match parent(pid) {
+            Some(parent) if parent == own => return true,
+            Some(parent) => pid = parent,
+            None => return false,
+        }
+    }
+    false
+}
+
+/// Returns the number of a process's parent (`proc(5)`: the second field after the name in parentheses).
+fn parent(pid: i32) -> Option<i32> {
+    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    let end = stat.iter().rposition(|byte| *byte == b')')?;
+    let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;
+    rest.split_whitespace().nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn children_descend_and_parents_do_not() {
+        // The name has what a parser may stumble over.
+        let folder = tempfile::tempdir().unwrap();
+        let link = folder.path().join("a) R 1 (b");
+        std::os::unix::fs::symlink("/bin/cat", &link).unwrap();
+        let mut command = Command::new(&link);
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = child.unwrap();
+        assert!(descends(Pid::from_child(&child)));
+        let process = Process::open(Pid::from_child(&child)).unwrap();
+        assert!(!process.has_ended());
+        drop(child.stdin.take());
+        child
+            .stdout
+            .take()
+            .unwrap()
+            .read_to_end(&mut Vec::new())
+            .unwrap();
+        child.wait().unwrap();
+        assert!(process.has_ended());
+        let parent = rustix::process::getppid().unwrap();
+        assert!(!descends(parent));
+        assert!(!descends(getpid()));
+    }
+}

@@ -1,0 +1,255 @@
+//! The server's messages to its keeper.
+
+use std::env;
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
+use rustix::net::SendFlags;
+use rustix::pipe::{PipeFlags, pipe_with};
+
+use crate::error::KeepError;
+use crate::message::{self, DESCRIPTORS_MAX};
+
+/// Bound of the time that a message waits for room in the keeper's queue.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Connection to the process's keeper.
+#[derive(Debug)]
+pub struct Store {
+    socket: UnixDatagram,
+    keeps: bool,
+}
+
+impl Store {
+    /// Connects to the keeper that the environment names; `None` if it names none.
+    ///
+    /// # Errors
+    ///
+    /// `NOTIFY_SOCKET` is malformed, or nothing listens at its address.
+    pub fn from_env() -> Result<Option<Self>, KeepError> {
+        let Some(address) = env::var_os("NOTIFY_SOCKET") else {
+            return Ok(None);
+        };
+        let limit = env::var_os("FDSTORE").unwrap_or_else(|| "0".into());
+        let number = limit.to_str().and_then(|limit| limit.parse::<u64>().ok());
+        let Some(number) = number else {
+            let (name, value) = ("FDSTORE", limit);
+            return Err(KeepError::Variable { name, value });
+        };
+        Self::connect(&address, number > 0).map(Some)
+    }
+
+    /// Connects to the keeper at an address: a path, or `@` and an abstract name.
+    ///
+    /// # Errors
+    ///
+    /// The address has another form, or nothing listens there.
+    pub fn connect(address: &OsStr, keeps: bool) -> Result<Self, KeepError> {
+        let place = match address.as_bytes() {
+            [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
+            [b'/', ..] => SocketAddr::from_pathname(address),
+            _ => {
+                let (name, value) = ("NOTIFY_SOCKET", address.to_owned());
+                return Err(KeepError::Variable { name, value });
+            }
+        };
+        let connected = place.and_then(|place| {
+            let socket = UnixDatagram::unbound()?;
+            socket.connect_addr(&place)?;
+            socket.set_write_timeout(Some(PATIENCE))?;
+            Ok(socket)
+        });
+        match connected {
+            Ok(socket) => Ok(Self { socket, keeps }),
+            Err(source) => Err(KeepError::Connect {
+                address: address.to_owned(),
+                source,
+            }),
+        }
+    }
+
+    /// Returns whether the keeper stores descriptors (`FDSTORE`, which systemd sets from version 254 on).
+    #[must_use]
+    pub fn keeps(&self) -> bool {
+        self.keeps
+    }
+
+    /// Adds descriptors to the keeper's store, and keeps other descriptors of that name.
+    ///
+    /// At most [`DESCRIPTORS_MAX`] descriptors are stored at once, so that a crash leaves all or none of them.
+    /// A descriptor that the keeper stores already stays there once, with its former name.
+    ///
+    /// # Errors
+    ///
+    /// The name cannot be used, or the keeper is gone or stuck.
+    pub fn keep(&self, name: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
+        check(name)?;
+        let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
+        for some in descriptors.chunks(DESCRIPTORS_MAX) {
+            self.send(&text, some)?;
+        }
+        Ok(())
+    }
+
+    /// Removes all descriptors of a name from the keeper's store.
+    ///
+    /// # Errors
+    ///
+    /// The name cannot be used, or the keeper is gone or stuck.
+    pub fn forget(&self, name: &str) -> Result<(), KeepError> {
+        check(name)?;
+        self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])
+    }
+
+    /// Sends assignments of `sd_notify(3)`, one a line, for example `READY=1`; at most 4096 bytes.
+    ///
+    /// # Errors
+    ///
+    /// The keeper is gone or stuck.
+    pub fn notify(&self, assignments: &str) -> Result<(), KeepError> {
+        self.send(assignments, &[])
+    }
+
+    /// Waits until the keeper has processed all earlier messages. A signal begins the timeout anew.
+    ///
+    /// # Errors
+    ///
+    /// The keeper is gone, or has not processed them within the timeout.
+    pub fn barrier(&self, timeout: Duration) -> Result<(), KeepError> {
+        let pipe = pipe_with(PipeFlags::CLOEXEC);
+        let (ours, theirs) =
+            pipe.map_err(|error| KeepError::system("make a pipe for a barrier", error))?;
+        self.send("BARRIER=1", &[theirs.as_fd()])?;
+        drop(theirs);
+        let time = Timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        // The end of the last writer is reported without being asked for.
+        let mut ends = [PollFd::new(&ours, PollFlags::empty())];
+        let ended = retry_on_intr(|| poll(&mut ends, Some(&time)));
+        match ended.map_err(|error| KeepError::system("wait for a barrier", error))? {
+            0 => Err(KeepError::Barrier {
+                milliseconds: timeout.as_millis(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn send(&self, text: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
+        let flags = SendFlags::empty();
+        let sent = message::send(&self.socket, text.as_bytes(), descriptors, flags);
+        sent.map_err(|error| KeepError::Send {
+            message: text.to_owned(),
+            source: error.into(),
+        })
+    }
+}
+
+/// Returns whether descriptors can be kept by a name.
+pub(crate) fn is_name(name: &str) -> bool {
+    let printable = |byte: u8| matches!(byte, b' '..=b'~') && byte != b':';
+    (1..=255).contains(&name.len()) && name.bytes().all(printable)
+}
+
+fn check(name: &str) -> Result<(), KeepError> {
+    match is_name(name) {
+        true => Ok(()),
+        false => Err(KeepError::Name {
+            name: name.to_owned(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixDatagram;
+
+    use rustix::net::RecvFlags;
+
+    use super::*;
+
+    #[test]
+    fn a_name_is_printable_has_no_colon_and_fits() {
+        for name in ["a", "bag 7", "~", &"n".repeat(255)] {
+            assert!(is_name(name), "{name}");
+        }
+        for name in ["", "a:b", "a\nb", "\u{7f}", "ä", &"n".repeat(256)] {
+            assert!(!is_name(name), "{name}");
+        }
+    }
+
+    fn keeper() -> (tempfile::TempDir, UnixDatagram, Store) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let socket = UnixDatagram::bind(&path).unwrap();
+        let store = Store::connect(path.as_os_str(), true).unwrap();
+        (folder, socket, store)
+    }
+
+    fn next(socket: &UnixDatagram) -> (String, usize) {
+        let mut buffer = [0; 512];
+        let came = message::receive(socket, &mut buffer, RecvFlags::DONTWAIT).unwrap();
+        assert!(!came.is_cut);
+        let text = String::from_utf8(buffer[..came.bytes].to_vec()).unwrap();
+        (text, came.descriptors.len())
+    }
+
+    #[test]
+    fn messages_have_the_form_of_sd_notify() {
+        let (_folder, socket, store) = keeper();
+        let descriptor = socket.as_fd();
+        store.keep("drive 0", &[descriptor; 254]).unwrap();
+        let stored = "FDSTORE=1\nFDPOLL=0\nFDNAME=drive 0".to_owned();
+        assert_eq!(next(&socket), (stored.clone(), 253));
+        assert_eq!(next(&socket), (stored, 1));
+        store.forget("drive 0").unwrap();
+        let removed = "FDSTOREREMOVE=1\nFDNAME=drive 0".to_owned();
+        assert_eq!(next(&socket), (removed, 0));
+        assert!(matches!(
+            store.forget("a:b"),
+            Err(KeepError::Name { name }) if name == "a:b"
+        ));
+    }
+
+    #[test]
+    fn a_barrier_ends_when_the_keeper_closes_its_end() {
+        let (_folder, socket, store) = keeper();
+        let passed = store.barrier(Duration::ZERO);
+        assert!(matches!(
+            passed,
+            Err(KeepError::Barrier { milliseconds: 0 })
+        ));
+        assert_eq!(next(&socket), ("BARRIER=1".to_owned(), 1));
+        // A keeper that is gone closes what is in its queue.
+        let clone = store.socket.try_clone().unwrap();
+        drop(socket);
+        let store = Store {
+            socket: clone,
+            keeps: true,
+        };
+        assert!(matches!(
+            store.barrier(Duration::MAX),
+            Err(KeepError::Send { .. })
+        ));
+    }
+
+    #[test]
+    fn an_address_is_a_path_or_an_abstract_name() {
+        for address in ["", "vsock:2:1", "relative"] {
+            let refused = Store::connect(OsStr::new(address), true);
+            assert!(
+                matches!(refused, Err(KeepError::Variable { .. })),
+                "{address}"
+            );
+        }
+        let nowhere = Store::connect(OsStr::new("@nvme-mpt-keep/nobody-listens"), true);
+        assert!(matches!(nowhere, Err(KeepError::Connect { .. })));
+    }
+}

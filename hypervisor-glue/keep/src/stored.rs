@@ -1,0 +1,140 @@
+//! The keeper's descriptors and their names.
+#![expect(
+    unsafe_code,
+    reason = "descriptors are compared by calls without a safe interface"
+)]
+
+use std::ffi::OsString;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+/// Largest length of one variable (`MAX_ARG_STRLEN` less the variable's name).
+const NAMES_MAX: usize = (128 << 10) - 64;
+
+/// Descriptors in the order in which they were kept.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    max: usize,
+    descriptors: Vec<(String, OwnedFd)>,
+}
+
+/// Reason why a descriptor is not stored.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// The store has as many descriptors as it may have.
+    Full,
+    /// `LISTEN_FDNAMES` would be longer than a variable may be.
+    Names,
+    /// The descriptor is stored already.
+    Same,
+}
+
+impl Stored {
+    pub(crate) fn new(max: usize) -> Self {
+        let descriptors = Vec::new();
+        Self { max, descriptors }
+    }
+
+    pub(crate) fn max(&self) -> usize {
+        self.max
+    }
+
+    pub(crate) fn add(&mut self, name: &str, descriptor: OwnedFd) -> Result<(), Refusal> {
+        if self
+            .descriptors
+            .iter()
+            .any(|(_, other)| is_same(other, &descriptor))
+        {
+            return Err(Refusal::Same);
+        }
+        if self.descriptors.len() >= self.max {
+            return Err(Refusal::Full);
+        }
+        let names: usize = self
+            .descriptors
+            .iter()
+            .map(|(name, _)| name.len() + 1)
+            .sum();
+        if names + name.len() > NAMES_MAX {
+            return Err(Refusal::Names);
+        }
+        self.descriptors.push((name.to_owned(), descriptor));
+        Ok(())
+    }
+
+    pub(crate) fn remove(&mut self, name: &str) {
+        self.descriptors.retain(|(other, _)| other != name);
+    }
+
+    /// Returns the value of `LISTEN_FDNAMES`.
+    pub(crate) fn names(&self) -> OsString {
+        let names: Vec<_> = self
+            .descriptors
+            .iter()
+            .map(|(name, _)| name.as_str())
+            .collect();
+        names.join(":").into()
+    }
+
+    pub(crate) fn descriptors(&self) -> impl ExactSizeIterator<Item = &OwnedFd> {
+        self.descriptors.iter().map(|(_, descriptor)| descriptor)
+    }
+}
+
+/// Returns whether two descriptors share one open file. A kernel that reports neither counts them as different.
+fn is_same(one: &OwnedFd, other: &OwnedFd) -> bool {
+    // Linux 6.10 (linux/fcntl.h).
+    const F_DUPFD_QUERY: libc::c_int = 1027;
+    const KCMP_FILE: libc::c_int = 0;
+    let (one, other) = (one.as_raw_fd(), other.as_raw_fd());
+    // SAFETY: the call takes numbers alone.
+    match unsafe { libc::fcntl(one, F_DUPFD_QUERY, other) } {
+        0 => false,
+        1 => true,
+        _ => {
+            let own = std::process::id();
+            // SAFETY: the call takes numbers alone.
+            let order = unsafe { libc::syscall(libc::SYS_kcmp, own, own, KCMP_FILE, one, other) };
+            order == 0
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    fn open() -> OwnedFd {
+        File::open("/dev/null").unwrap().into()
+    }
+
+    #[test]
+    fn one_open_file_is_stored_once_and_two_of_one_path_are_two() {
+        let mut stored = Stored::new(8);
+        let null = open();
+        assert_eq!(stored.add("a", null.try_clone().unwrap()), Ok(()));
+        assert_eq!(stored.add("b", null), Err(Refusal::Same));
+        assert_eq!(stored.add("b", open()), Ok(()));
+        assert_eq!(stored.names(), "a:b");
+        stored.remove("a");
+        assert_eq!(stored.names(), "b");
+    }
+
+    #[test]
+    fn number_and_names_are_bounded() {
+        let mut stored = Stored::new(2);
+        assert_eq!(stored.add("a", open()), Ok(()));
+        assert_eq!(stored.add("a", open()), Ok(()));
+        assert_eq!(stored.add("a", open()), Err(Refusal::Full));
+        let mut stored = Stored::new(4096);
+        let name = "n".repeat(255);
+        let mut count = 0;
+        while stored.add(&name, open()).is_ok() {
+            count += 1;
+        }
+        assert_eq!(stored.add(&name, open()), Err(Refusal::Names));
+        assert_eq!(stored.names().len(), count * 256 - 1);
+        assert!(stored.names().len() <= NAMES_MAX && count > 500);
+    }
+}

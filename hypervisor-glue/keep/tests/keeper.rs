@@ -1,0 +1,684 @@
+//! The keeper and its server as processes: what is kept, what starts again, and what ends.
+//!
+//! The executable has four roles: the tests, the keeper, the first stage, and a server that does what a test tells it
+//! over a socket. A test waits for messages and ends of processes, never for time.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use libtest_mimic::{Arguments, Trial};
+use nvme_mpt_keep::{Bag, Inherited, KeepOptions, Store, exit_code, first_stage, keep};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+const BARRIER: Duration = Duration::from_secs(60);
+
+fn main() -> ExitCode {
+    let mut words = std::env::args_os().skip(1);
+    let role = words.next().unwrap_or_default();
+    match role.to_str() {
+        Some("role-keep") => run_keeper(words.collect()),
+        Some("role-first-stage") => {
+            eprintln!("{}", first_stage(words));
+            ExitCode::FAILURE
+        }
+        Some("role-serve") => serve(&words.next().unwrap()),
+        _ => run_tests(),
+    }
+}
+
+// The keeper's role.
+
+struct Lines;
+
+impl log::Log for Lines {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        eprintln!("{}", record.args());
+    }
+
+    fn flush(&self) {}
+}
+
+fn run_keeper(words: Vec<OsString>) -> ExitCode {
+    log::set_logger(&Lines).unwrap();
+    log::set_max_level(log::LevelFilter::Debug);
+    let [deaths, store_max] = [0, 1].map(|at| words[at].to_str().unwrap().parse::<u16>().unwrap());
+    let mut options = KeepOptions::new(vec!["role-first-stage".into()]);
+    (options.deaths, options.store_max) = (deaths.into(), store_max);
+    match keep(&options, &words[2..]) {
+        Ok(status) => exit_code(status),
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+// The server's role.
+
+fn file(content: &str) -> OwnedFd {
+    let file = File::from(memfd_create("content", MemfdFlags::CLOEXEC).unwrap());
+    file.write_all_at(content.as_bytes(), 0).unwrap();
+    file.into()
+}
+
+fn content(file: OwnedFd) -> String {
+    let mut bytes = [0; 64];
+    let length = File::from(file).read_at(&mut bytes, 0).unwrap();
+    String::from_utf8(bytes[..length].to_vec()).unwrap()
+}
+
+fn serve(path: &OsStr) -> ExitCode {
+    let mut inherited = Inherited::from_env().unwrap();
+    let store = Store::from_env().unwrap();
+    let names: Vec<_> = inherited.names().collect();
+    let mut test = UnixStream::connect(path).unwrap();
+    writeln!(test, "{} {}", std::process::id(), names.join(",")).unwrap();
+    let store = || store.as_ref().unwrap();
+    let mut bags = Vec::new();
+    for line in BufReader::new(test.try_clone().unwrap()).lines() {
+        let line = line.unwrap();
+        let (order, rest) = line.split_once(' ').unwrap_or((&line, ""));
+        let (name, more) = rest.split_once(' ').unwrap_or((rest, ""));
+        let answer = match order {
+            "keep" => store()
+                .keep(name, &[file(more).as_fd()])
+                .map(|()| String::new()),
+            "bag" => {
+                let bag = Bag::new().unwrap();
+                bag.put(7, &[file(more).as_fd()]).unwrap();
+                let kept = store().keep(name, &bag.ends()).map(|()| String::new());
+                bags.push(bag);
+                kept
+            }
+            "forget" => store().forget(name).map(|()| String::new()),
+            "send" => store()
+                .notify(&rest.replace('|', "\n"))
+                .map(|()| String::new()),
+            "barrier" => store().barrier(BARRIER).map(|()| String::new()),
+            "keeps" => Ok(store().keeps().to_string()),
+            "read" => {
+                let contents: Vec<_> = inherited.take(name).into_iter().map(content).collect();
+                Ok(contents.join(","))
+            }
+            "read-bag" => {
+                let mut bag = Bag::from_kept(inherited.take(name)).unwrap();
+                let (number, files) = bag.contents().unwrap().pop().unwrap();
+                let files: Vec<_> = files.into_iter().map(content).collect();
+                Ok(format!("{number}:{}", files.join(",")))
+            }
+            "read-file" => Ok(fs::read_to_string(name).unwrap().replace('\n', "|")),
+            "descriptors" => {
+                let numbers = fs::read_dir("/proc/self/fd").unwrap();
+                let mut numbers: Vec<u32> = numbers
+                    .filter(|entry| {
+                        let target = fs::read_link(entry.as_ref().unwrap().path());
+                        target.is_ok_and(|target| !target.starts_with("/proc"))
+                    })
+                    .map(|entry| {
+                        entry
+                            .unwrap()
+                            .file_name()
+                            .to_str()
+                            .unwrap()
+                            .parse()
+                            .unwrap()
+                    })
+                    .collect();
+                numbers.sort_unstable();
+                Ok(format!("{numbers:?}"))
+            }
+            "variable" => Ok(std::env::var(name).unwrap_or_default()),
+            "successor" => {
+                let own = std::env::current_exe().unwrap();
+                let child = Command::new(own).arg("role-serve").arg(path).spawn();
+                Ok(child.unwrap().id().to_string())
+            }
+            "run" => {
+                let words: Vec<_> = rest.split(' ').collect();
+                let ended = Command::new(words[0]).args(&words[1..]).status();
+                Ok(ended.unwrap().to_string())
+            }
+            "exit" => return ExitCode::from(name.parse::<u8>().unwrap()),
+            other => panic!("{other}"),
+        };
+        match answer {
+            Ok(answer) => writeln!(test, "{answer}").unwrap(),
+            Err(error) => writeln!(test, "Error: {error}").unwrap(),
+        }
+    }
+    ExitCode::FAILURE
+}
+
+// The tests' role.
+
+/// A server as its test sees it.
+struct Server {
+    pid: Pid,
+    names: String,
+    stream: BufReader<UnixStream>,
+    process: OwnedFd,
+}
+
+impl Server {
+    fn accept(listener: &UnixListener, parent: &Child) -> Self {
+        let parent = pidfd_open(Pid::from_child(parent), PidfdFlags::empty()).unwrap();
+        let mut events = [
+            PollFd::new(listener, PollFlags::IN),
+            PollFd::new(&parent, PollFlags::IN),
+        ];
+        poll(&mut events, None).unwrap();
+        assert!(events[1].revents().is_empty(), "the keeper ended");
+        let mut stream = BufReader::new(listener.accept().unwrap().0);
+        let mut line = String::new();
+        stream.read_line(&mut line).unwrap();
+        let (pid, names) = line.trim_end_matches('\n').split_once(' ').unwrap();
+        let pid = Pid::from_raw(pid.parse().unwrap()).unwrap();
+        let names = names.to_owned();
+        let process = pidfd_open(pid, PidfdFlags::empty()).unwrap();
+        Self {
+            pid,
+            names,
+            stream,
+            process,
+        }
+    }
+
+    #[track_caller]
+    fn ask(&mut self, order: &str) -> String {
+        writeln!(self.stream.get_mut(), "{order}").unwrap();
+        let mut line = String::new();
+        let came = self.stream.read_line(&mut line).unwrap();
+        assert!(came > 0, "the server ended at {order:?}");
+        line.trim_end_matches('\n').to_owned()
+    }
+
+    #[track_caller]
+    fn order(&mut self, order: &str) {
+        assert_eq!(self.ask(order), "", "{order}");
+    }
+
+    fn exit(mut self, code: u8) {
+        writeln!(self.stream.get_mut(), "exit {code}").unwrap();
+        self.wait();
+    }
+
+    fn kill(self) {
+        kill_process(self.pid, Signal::KILL).unwrap();
+        self.wait();
+    }
+
+    /// Waits for the end of the process, whose parent need not have collected it.
+    fn wait(self) {
+        poll(&mut [PollFd::new(&self.process, PollFlags::IN)], None).unwrap();
+    }
+}
+
+struct Kept {
+    folder: tempfile::TempDir,
+    listener: UnixListener,
+    keeper: Child,
+}
+
+impl Kept {
+    fn start(deaths: u16, store_max: u16) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("test");
+        let listener = UnixListener::bind(&path).unwrap();
+        let own = std::env::current_exe().unwrap();
+        // The keeper inherits descriptors that are not its own, and a variable of another keeper.
+        let mut command = Command::new("/bin/sh");
+        command
+            .args(["-c", "exec 3</dev/null 9</dev/null; exec \"$0\" \"$@\""])
+            .arg(&own)
+            .args(["role-keep", &deaths.to_string(), &store_max.to_string()])
+            .args([own.as_os_str(), "role-serve".as_ref(), path.as_os_str()])
+            .env("LISTEN_FDS", "1")
+            .env("LISTEN_FDNAMES", "foreign")
+            .env("TMPDIR", folder.path())
+            .stdin(Stdio::piped())
+            .stderr(File::create(folder.path().join("log")).unwrap());
+        let keeper = command.spawn().unwrap();
+        Self {
+            folder,
+            listener,
+            keeper,
+        }
+    }
+
+    fn server(&self) -> Server {
+        Server::accept(&self.listener, &self.keeper)
+    }
+
+    /// Waits for the keeper's end. Returns its exit code, and what it reported.
+    fn end(mut self) -> (Option<i32>, String) {
+        let code = self.keeper.wait().unwrap().code();
+        let log = fs::read_to_string(self.folder.path().join("log")).unwrap();
+        let left = fs::read_dir(self.folder.path()).unwrap();
+        let left = left.map(|entry| entry.unwrap().file_name());
+        assert!(left.into_iter().all(|name| name == "log" || name == "test"));
+        (code, log)
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.keeper), signal).unwrap();
+    }
+}
+
+fn descriptors_survive_sigkill() {
+    let kept = Kept::start(10, 4096);
+    let mut server = kept.server();
+    assert_eq!(server.names, "");
+    assert_eq!(server.ask("keeps"), "true");
+    for order in [
+        "keep a one",
+        "keep a two",
+        "keep b three",
+        "bag bag four",
+        "send READY=1",
+    ] {
+        server.order(order);
+    }
+    server.kill();
+    let mut server = kept.server();
+    assert_eq!(server.names, "a,b,bag");
+    assert_eq!(server.ask("variable LISTEN_FDNAMES"), "a:a:b:bag:bag");
+    assert_eq!(server.ask("read a"), "one,two");
+    assert_eq!(server.ask("read b"), "three");
+    assert_eq!(server.ask("read-bag bag"), "7:four");
+    server.order("forget a");
+    server.order("keep c five");
+    server.kill();
+    let mut server = kept.server();
+    assert_eq!(server.names, "b,bag,c");
+    assert_eq!(server.ask("read b"), "three");
+    assert_eq!(server.ask("read-bag bag"), "7:four");
+    assert_eq!(server.ask("read c"), "five");
+    server.exit(0);
+    assert_eq!(kept.end().0, Some(0));
+}
+
+fn more_descriptors_than_one_message_has_arrive_in_order() {
+    let kept = Kept::start(10, 4096);
+    let mut server = kept.server();
+    server.order("send READY=1");
+    let contents: Vec<_> = (0..300).map(|number| number.to_string()).collect();
+    for content in &contents {
+        server.order(&format!("keep many {content}"));
+    }
+    server.kill();
+    let mut server = kept.server();
+    assert_eq!(server.ask("read many"), contents.join(","));
+    server.exit(0);
+    assert_eq!(kept.end().0, Some(0));
+}
+
+fn a_command_gets_what_it_expects() {
+    let mut kept = Kept::start(10, 4096);
+    let mut server = kept.server();
+    assert_eq!(server.ask("variable LISTEN_FDS"), "");
+    assert_eq!(server.ask("variable FDSTORE"), "4096");
+    let status = server.ask("read-file /proc/self/status");
+    let field = |name: &str| {
+        let mut lines = status.split('|');
+        let line = lines.find_map(|line| line.strip_prefix(name)).unwrap();
+        u64::from_str_radix(line.trim(), 16).unwrap()
+    };
+    assert_eq!(field("SigBlk:"), 0);
+    // SIGHUP, SIGINT and SIGTERM.
+    let signals = [1, 2, 15]
+        .map(|signal| 1 << (signal - 1))
+        .iter()
+        .sum::<u64>();
+    assert_eq!(field("SigIgn:") & signals, 0);
+    // Standard streams, the connection to the keeper, and the connection to the test with its copy.
+    assert_eq!(server.ask("descriptors"), "[0, 1, 2, 3, 4, 5]");
+    kept.keeper
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(b"typed")
+        .unwrap();
+    assert_eq!(server.ask("read-file /dev/stdin"), "typed");
+    server.exit(0);
+    assert_eq!(kept.end().0, Some(0));
+}
+
+fn the_keeper_gives_up_after_deaths() {
+    let kept = Kept::start(3, 4096);
+    for _ in 0..3 {
+        let mut server = kept.server();
+        server.order("send READY=1");
+        server.kill();
+    }
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(1));
+    let message = "role-serve";
+    assert!(!log.contains(message), "arguments may have secrets: {log}");
+    assert!(
+        log.contains("ended 3 times within a minute, at last with signal: 9"),
+        "{log}"
+    );
+    assert!(log.contains("keeper-"), "the command's name: {log}");
+}
+
+fn a_command_that_was_never_ready_is_not_started_again() {
+    let kept = Kept::start(10, 4096);
+    kept.server().exit(7);
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(7));
+    assert!(log.contains("It was never ready"), "{log}");
+}
+
+fn a_command_with_wrong_arguments_is_not_started_again() {
+    let kept = Kept::start(10, 4096);
+    let mut server = kept.server();
+    server.order("send READY=1");
+    server.kill();
+    kept.server().exit(2);
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(2));
+    assert!(log.contains("Its arguments are wrong"), "{log}");
+}
+
+fn sigterm_and_sigint_end_the_command_and_the_keeper() {
+    for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
+        let kept = Kept::start(10, 4096);
+        let mut server = kept.server();
+        server.order("send READY=1");
+        kept.signal(signal);
+        server.wait();
+        assert_eq!(kept.end().0, Some(code));
+    }
+}
+
+fn sighup_is_passed_on_and_does_not_end_the_keeper() {
+    let kept = Kept::start(10, 4096);
+    let mut server = kept.server();
+    server.order("send READY=1");
+    server.order("barrier");
+    kept.signal(Signal::HUP);
+    server.wait();
+    kept.server().exit(0);
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(0));
+    assert!(log.contains("ended with signal: 1"), "{log}");
+}
+
+fn a_successor_becomes_the_main_process() {
+    let kept = Kept::start(10, 4096);
+    let mut old = kept.server();
+    old.order("keep a one");
+    let pid = old.ask("successor");
+    let mut new = kept.server();
+    assert_eq!(new.pid.as_raw_pid().to_string(), pid);
+    // The descriptors are for the process that the keeper started.
+    assert_eq!(new.names, "");
+    old.order(&format!("send MAINPID={pid}|READY=1"));
+    old.exit(0);
+    new.order("keep b two");
+    new.order("barrier");
+    new.kill();
+    let mut server = kept.server();
+    assert_eq!(server.names, "a,b");
+    assert_eq!(server.ask("read a"), "one");
+    // The message of a process that dies at once counts.
+    let pid = server.ask("successor");
+    let new = kept.server();
+    server.order(&format!("send MAINPID={pid}"));
+    server.kill();
+    new.exit(5);
+    kept.server().exit(0);
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(0));
+    assert!(log.contains("ended with exit status: 5"), "{log}");
+}
+
+fn a_successor_that_has_ended_already_counts() {
+    let kept = Kept::start(10, 4096);
+    let mut old = kept.server();
+    let pid = old.ask("successor");
+    // Its parent does not collect it.
+    kept.server().exit(5);
+    // Both at once, as the keeper may end it after the first.
+    write!(old.stream.get_mut(), "send MAINPID={pid}|READY=1\nexit 0\n").unwrap();
+    old.wait();
+    kept.server().exit(0);
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(0));
+    assert!(log.contains("ended with exit status: 5"), "{log}");
+}
+
+fn a_former_main_process_ends_before_another_starts() {
+    let kept = Kept::start(10, 4096);
+    let mut old = kept.server();
+    let pid = old.ask("successor");
+    let new = kept.server();
+    old.order(&format!("send MAINPID={pid}|READY=1"));
+    old.order("barrier");
+    new.kill();
+    let server = kept.server();
+    let former = fs::read_dir(format!("/proc/{}", old.pid.as_raw_pid()));
+    assert!(former.is_err(), "the former main process lives on");
+    old.wait();
+    server.exit(0);
+    assert_eq!(kept.end().0, Some(0));
+}
+
+fn sigterm_after_a_hand_over_goes_to_the_successor() {
+    let kept = Kept::start(10, 4096);
+    let mut old = kept.server();
+    let pid = old.ask("successor");
+    let new = kept.server();
+    old.order(&format!("send MAINPID={pid}|READY=1"));
+    old.exit(0);
+    kept.signal(Signal::TERM);
+    new.wait();
+    assert_eq!(kept.end().0, Some(143));
+}
+
+fn other_messages_are_ignored() {
+    let kept = Kept::start(10, 4096);
+    let mut server = kept.server();
+    let own = std::process::id();
+    for message in [
+        "MAINPID=1",
+        &format!("MAINPID={own}"),
+        "MAINPID=-1",
+        "MAINPID=0",
+        "MAINPID=x",
+        "FDSTOREREMOVE=1",
+        "FDSTORE=1",
+        "WATCHDOG=1",
+        "READY=0",
+        "no assignment",
+        &"x".repeat(5000),
+    ] {
+        server.order(&format!("send {message}"));
+    }
+    server.order("barrier");
+    let address = server.ask("variable NOTIFY_SOCKET");
+    let folder = Path::new(&address).parent().unwrap();
+    let mode = fs::metadata(folder).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o700, "another user reaches the keeper");
+    server.exit(7);
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(7));
+    let ignored = log.lines().filter(|line| line.contains("MAINPID="));
+    assert_eq!(ignored.count(), 5, "{log}");
+    assert!(log.contains("lost bytes or descriptors"), "{log}");
+    assert!(log.contains("It was never ready"), "{log}");
+}
+
+fn a_full_store_refuses_more() {
+    let kept = Kept::start(10, 2);
+    let mut server = kept.server();
+    assert_eq!(server.ask("variable FDSTORE"), "2");
+    for order in ["send READY=1", "keep a one", "keep b two", "keep c three"] {
+        server.order(order);
+    }
+    server.kill();
+    let server = kept.server();
+    assert_eq!(server.names, "a,b");
+    server.exit(0);
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(0));
+    assert!(
+        log.contains("\"c\" is not stored: the store is full (at most 2 descriptors)"),
+        "{log}"
+    );
+}
+
+fn a_command_that_does_not_exist_is_named() {
+    let own = std::env::current_exe().unwrap();
+    let mut command = Command::new(own);
+    let output = command
+        .args(["role-keep", "10", "4096", "/nowhere/server"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let log = String::from_utf8(output.stderr).unwrap();
+    assert!(log.contains("Cannot execute \"/nowhere/server\""), "{log}");
+}
+
+fn systemd_notify_reaches_the_keeper() {
+    let Some(program) = found("systemd-notify") else {
+        return;
+    };
+    let kept = Kept::start(10, 4096);
+    let mut server = kept.server();
+    let run = format!("run {} --ready --status=hello", program.display());
+    assert_eq!(server.ask(&run), "exit status: 0");
+    server.kill();
+    kept.server().exit(0);
+    let (code, log) = kept.end();
+    assert_eq!(code, Some(0));
+    assert!(log.contains(": hello"), "{log}");
+}
+
+fn systemd_socket_activate_is_a_keeper_too() {
+    let Some(program) = found("systemd-socket-activate") else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let [path, activation] = ["test", "activation"].map(|name| folder.path().join(name));
+    let listener = UnixListener::bind(&path).unwrap();
+    let log = folder.path().join("log");
+    let mut command = Command::new(program);
+    command
+        .arg(format!("--listen={}", activation.display()))
+        .arg("--fdname=drive 0")
+        .arg(std::env::current_exe().unwrap())
+        .arg("role-serve")
+        .arg(&path)
+        .stderr(Stdio::piped());
+    let mut activator = command.spawn().unwrap();
+    // It reports that it listens.
+    let mut reports = BufReader::new(activator.stderr.take().unwrap());
+    let mut report = String::new();
+    reports.read_line(&mut report).unwrap();
+    assert!(report.starts_with("Listening on"), "{report}");
+    let _client = UnixStream::connect(&activation).unwrap();
+    let server = Server::accept(&listener, &activator);
+    assert_eq!(server.names, "drive 0");
+    server.exit(0);
+    assert_eq!(activator.wait().unwrap().code(), Some(0), "{log:?}");
+}
+
+/// Returns the path of a program of systemd's.
+fn found(program: &str) -> Option<PathBuf> {
+    let path = Path::new("/usr/bin").join(program);
+    if path.exists() {
+        return Some(path);
+    }
+    println!(
+        "NOT CHECKED: {} does not exist: install systemd",
+        path.display()
+    );
+    None
+}
+
+fn run_tests() -> ExitCode {
+    let tests: &[(&str, fn())] = &[
+        ("descriptors_survive_sigkill", descriptors_survive_sigkill),
+        (
+            "more_descriptors_than_one_message_has_arrive_in_order",
+            more_descriptors_than_one_message_has_arrive_in_order,
+        ),
+        (
+            "a_command_gets_what_it_expects",
+            a_command_gets_what_it_expects,
+        ),
+        (
+            "the_keeper_gives_up_after_deaths",
+            the_keeper_gives_up_after_deaths,
+        ),
+        (
+            "a_command_that_was_never_ready_is_not_started_again",
+            a_command_that_was_never_ready_is_not_started_again,
+        ),
+        (
+            "a_command_with_wrong_arguments_is_not_started_again",
+            a_command_with_wrong_arguments_is_not_started_again,
+        ),
+        (
+            "sigterm_and_sigint_end_the_command_and_the_keeper",
+            sigterm_and_sigint_end_the_command_and_the_keeper,
+        ),
+        (
+            "sighup_is_passed_on_and_does_not_end_the_keeper",
+            sighup_is_passed_on_and_does_not_end_the_keeper,
+        ),
+        (
+            "a_successor_becomes_the_main_process",
+            a_successor_becomes_the_main_process,
+        ),
+        (
+            "a_successor_that_has_ended_already_counts",
+            a_successor_that_has_ended_already_counts,
+        ),
+        (
+            "a_former_main_process_ends_before_another_starts",
+            a_former_main_process_ends_before_another_starts,
+        ),
+        (
+            "sigterm_after_a_hand_over_goes_to_the_successor",
+            sigterm_after_a_hand_over_goes_to_the_successor,
+        ),
+        ("other_messages_are_ignored", other_messages_are_ignored),
+        ("a_full_store_refuses_more", a_full_store_refuses_more),
+        (
+            "a_command_that_does_not_exist_is_named",
+            a_command_that_does_not_exist_is_named,
+        ),
+        (
+            "systemd_notify_reaches_the_keeper",
+            systemd_notify_reaches_the_keeper,
+        ),
+        (
+            "systemd_socket_activate_is_a_keeper_too",
+            systemd_socket_activate_is_a_keeper_too,
+        ),
+    ];
+    let trial = |(name, test): &(&'static str, fn())| {
+        let test = *test;
+        Trial::test(*name, move || {
+            test();
+            Ok(())
+        })
+    };
+    let trials = tests.iter().map(trial).collect();
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}

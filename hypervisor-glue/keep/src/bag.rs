@@ -97,7 +97,6 @@ impl Bag {
         };
         let bag = Self { writer, reader };
         bag.set_room(false)?;
-        bag.peek_from(-1)?;
         Ok(bag)
     }
 

@@ -54,10 +54,15 @@ pub struct KeepOptions {
     pub store_max: u16,
     /// Number of deaths within a minute after which the keeper gives up.
     pub deaths: usize,
+    /// Delay before the start after the second death within a minute.
+    pub first_delay: Duration,
 }
 
+/// Default of [`KeepOptions::first_delay`].
+const FIRST_DELAY: Duration = Duration::from_millis(100);
+
 impl KeepOptions {
-    /// Returns the defaults: 4096 descriptors, 10 deaths.
+    /// Returns the defaults: 4096 descriptors, 10 deaths, 100 ms.
     #[must_use]
     pub fn new(first_stage: Vec<OsString>) -> Self {
         Self {
@@ -65,6 +70,7 @@ impl KeepOptions {
             program: "/proc/self/exe".into(),
             store_max: 4096,
             deaths: 10,
+            first_delay: FIRST_DELAY,
         }
     }
 }
@@ -85,8 +91,8 @@ pub fn exit_code(status: ExitStatus) -> ExitCode {
 /// - the process ended with 0, or with 2 (wrong arguments), or
 /// - no process of the command was ever ready (`READY=1`).
 ///
-/// Otherwise, the command is started again: at once after its first death within a minute, then after 100 ms, and after
-/// twice the time for each further death, up to 5 s. A main process names its successor by `MAINPID=`. Before another
+/// Otherwise, the command is started again: at once after its first death within a minute, then after
+/// [`KeepOptions::first_delay`], and after twice the time for each further death, up to 5 s. A main process names its successor by `MAINPID=`. Before another
 /// start, the keeper ends former main processes by SIGKILL: two never run at the same time.
 ///
 /// Call this in a process with one thread, before it starts any other process. The keeper blocks signals, adopts
@@ -152,7 +158,7 @@ impl<'a> Keeper<'a> {
             main: None,
             ended: None,
             former: Vec::new(),
-            deaths: Deaths::new(options.deaths),
+            deaths: Deaths::new(options.deaths, options.first_delay),
             start_at: Some(now()),
             was_ready: false,
             ends: false,
@@ -489,17 +495,21 @@ fn now() -> Instant {
 /// Deaths within the last minute.
 struct Deaths {
     max: usize,
+    first_delay: Duration,
     times: VecDeque<Instant>,
 }
 
 impl Deaths {
     const WINDOW: Duration = Duration::from_secs(60);
-    const FIRST_DELAY: Duration = Duration::from_millis(100);
     const LAST_DELAY: Duration = Duration::from_secs(5);
 
-    fn new(max: usize) -> Self {
+    fn new(max: usize, first_delay: Duration) -> Self {
         let times = VecDeque::new();
-        Self { max, times }
+        Self {
+            max,
+            first_delay,
+            times,
+        }
     }
 
     /// Notes a death. Returns the time to wait before a start; `None` after too many deaths.
@@ -511,11 +521,13 @@ impl Deaths {
             count if count >= self.max => None,
             1 => Some(Duration::ZERO),
             count => {
-                let doubled = u32::try_from(count - 2)
-                    .ok()
-                    .and_then(|by| 1_u32.checked_shl(by));
-                let delay = doubled.and_then(|factor| Self::FIRST_DELAY.checked_mul(factor));
-                Some(delay.map_or(Self::LAST_DELAY, |delay| delay.min(Self::LAST_DELAY)))
+                let by = u32::try_from(count - 2).unwrap_or(u32::MAX);
+                let factor = 1_u32.checked_shl(by).unwrap_or(u32::MAX);
+                Some(
+                    self.first_delay
+                        .saturating_mul(factor)
+                        .min(Self::LAST_DELAY),
+                )
             }
         }
     }
@@ -527,7 +539,7 @@ mod tests {
 
     #[test]
     fn delays_grow_up_to_five_seconds_and_the_tenth_death_is_the_last() {
-        let mut deaths = Deaths::new(10);
+        let mut deaths = Deaths::new(10, FIRST_DELAY);
         let start = now();
         let delays: Vec<_> = (0..10).map(|_| deaths.note(start)).collect();
         let expected = [0, 100, 200, 400, 800, 1600, 3200, 5000, 5000];
@@ -538,7 +550,7 @@ mod tests {
 
     #[test]
     fn a_death_counts_for_a_minute() {
-        let mut deaths = Deaths::new(3);
+        let mut deaths = Deaths::new(3, FIRST_DELAY);
         let start = now();
         let seconds = |seconds| start + Duration::from_secs(seconds);
         assert_eq!(deaths.note(seconds(0)), Some(Duration::ZERO));
@@ -546,9 +558,12 @@ mod tests {
         assert_eq!(deaths.note(seconds(60)), Some(Duration::from_millis(100)));
         assert_eq!(deaths.note(seconds(61)), None);
         assert_eq!(deaths.note(seconds(600)), Some(Duration::ZERO));
-        let mut patient = Deaths::new(usize::MAX);
+        let mut patient = Deaths::new(usize::MAX, FIRST_DELAY);
         let delays: Vec<_> = (0..70).filter_map(|_| patient.note(start)).collect();
         assert_eq!(delays[69], Duration::from_secs(5));
+        let mut eager = Deaths::new(usize::MAX, Duration::ZERO);
+        let delays: Vec<_> = (0..70).filter_map(|_| eager.note(start)).collect();
+        assert_eq!(delays[69], Duration::ZERO);
     }
 
     #[test]

@@ -26,6 +26,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{FallocateFlags, MemfdFlags};
 use thiserror::Error;
@@ -154,7 +155,8 @@ const CONNECTED: u32 = 1 << 0;
 const AGREED: u32 = 1 << 1;
 const TAKES_FDS: u32 = 1 << 2;
 const ENDS: u32 = 1 << 3;
-const FLAGS: u32 = CONNECTED | AGREED | TAKES_FDS | ENDS;
+const SENDING: u32 = 1 << 4;
+const FLAGS: u32 = CONNECTED | AGREED | TAKES_FDS | ENDS | SENDING;
 const NO_REGION: u32 = u32::MAX;
 
 /// What is known of a connection.
@@ -177,8 +179,8 @@ pub(crate) struct Head {
     pub(crate) reply: u32,
     /// Region whose memory goes with the reply.
     pub(crate) memory_of: Option<RegionIndex>,
-    /// State of the socket before a reply with a descriptor.
-    pub(crate) traffic: Traffic,
+    /// Contents of the socket right before a reply with a descriptor was sent. `None`: it was not sent.
+    pub(crate) before_sending: Option<Traffic>,
     pub(crate) client: Option<Connected>,
 }
 
@@ -189,6 +191,12 @@ pub(crate) struct Traffic {
     pub(crate) unread: u32,
     /// Bytes of what the server has not taken.
     pub(crate) unanswered: u32,
+}
+
+impl Traffic {
+    pub(crate) fn has_more_than(self, before: Self) -> bool {
+        self.unread > before.unread || self.unanswered > before.unanswered
+    }
 }
 
 impl Head {
@@ -243,12 +251,47 @@ impl DeviceState {
 /// A journal belongs to one server at a time. A process that has handed its journal over must not use it any more.
 #[derive(Debug)]
 pub struct Journal {
+    shared: Arc<Shared>,
+}
+
+/// Parts that a journal and its [`StateStore`]s share.
+#[derive(Debug)]
+struct Shared {
     file: File,
+    committed: Mutex<Committed>,
+}
+
+/// The last commit.
+#[derive(Debug)]
+struct Committed {
     generation: u64,
     head: Head,
     device: DeviceState,
     /// State of the device that a commit failed with.
     unwritten: Option<Vec<u8>>,
+}
+
+/// A place for the device's state in the middle of a request.
+///
+/// A device that must not do something twice stores its state before it does that. The request is not finished then: the next
+/// process carries it out again, from the state that was stored.
+#[derive(Clone, Debug)]
+pub struct StateStore {
+    shared: Arc<Shared>,
+}
+
+impl StateStore {
+    /// Stores the device's state, as [`Device::save`](crate::Device::save) returns it.
+    ///
+    /// # Errors
+    ///
+    /// The state is too large, or the journal cannot be written. It is tried again with the next commit.
+    pub fn store(&self, device: &[u8]) -> Result<(), JournalError> {
+        let mut committed = self.shared.committed();
+        let head = committed.head;
+        self.shared
+            .commit(&mut committed, head, Some(device.to_owned()))
+    }
 }
 
 /// Contents of a kept journal.
@@ -289,13 +332,7 @@ impl Journal {
         };
         file.write_all_at(title.as_bytes(), 0)
             .map_err(failed("write"))?;
-        let mut this = Self {
-            file,
-            generation: 0,
-            head: Head::default(),
-            device: DeviceState::default(),
-            unwritten: None,
-        };
+        let this = Self::of(file, 0, Head::default(), DeviceState::default());
         this.close()?;
         Ok(this)
     }
@@ -355,18 +392,30 @@ impl Journal {
             device: bytes,
             connected: head.client.is_some(),
         };
-        let this = Self {
-            file,
+        Ok((Self::of(file, generation, head, device), record))
+    }
+
+    fn of(file: File, generation: u64, head: Head, device: DeviceState) -> Self {
+        let committed = Mutex::new(Committed {
             generation,
             head,
             device,
             unwritten: None,
-        };
-        Ok((this, record))
+        });
+        Self {
+            shared: Arc::new(Shared { file, committed }),
+        }
     }
 
-    pub(crate) fn head(&self) -> &Head {
-        &self.head
+    /// Returns a place where the device can store its state in the middle of a request.
+    pub fn state_store(&self) -> StateStore {
+        StateStore {
+            shared: self.shared.clone(),
+        }
+    }
+
+    pub(crate) fn head(&self) -> Head {
+        self.shared.committed().head
     }
 
     /// Makes `head` the valid one, and `device` the device's state if it is given. What cannot be written is tried again
@@ -376,14 +425,108 @@ impl Journal {
         head: Head,
         device: Option<Vec<u8>>,
     ) -> Result<(), JournalError> {
-        let device = device.or_else(|| self.unwritten.take());
-        let result = self.try_commit(head, device.as_deref());
-        self.unwritten = device.filter(|_| result.is_err());
+        let mut committed = self.shared.committed();
+        self.shared.commit(&mut committed, head, device)
+    }
+
+    /// Writes the reply to request `sequence`. Its head is not valid yet.
+    pub(crate) fn write_reply(&self, sequence: u64, reply: &[u8]) -> Result<(), JournalError> {
+        self.shared.write(reply, start(sequence))?;
+        step();
+        Ok(())
+    }
+
+    /// Reads the reply to the last request.
+    pub(crate) fn reply(&self) -> Result<Vec<u8>, JournalError> {
+        let head = self.head();
+        let mut reply = vec![0; head.reply as usize];
+        self.shared
+            .file
+            .read_exact_at(&mut reply, head.start())
+            .map_err(failed("read"))?;
+        Ok(reply)
+    }
+
+    /// Returns how many bytes of the reply to the last request were sent, or `None` if the request is finished.
+    pub(crate) fn sent(&self) -> Result<Option<u32>, JournalError> {
+        let head = self.head();
+        let position = (&self.shared.file).stream_position();
+        let position = position.map_err(failed("look at"))?;
+        let sent = position.wrapping_sub(head.start());
+        // Larger values are the next request's place: others were refused when the journal was opened.
+        Ok(u32::try_from(sent).ok().filter(|&sent| sent <= head.reply))
+    }
+
+    /// Notes that `sent` bytes of the reply to the last request were sent.
+    pub(crate) fn set_sent(&self, sent: u32) -> Result<(), JournalError> {
+        self.seek(self.head().start() + u64::from(sent))
+    }
+
+    /// Sends `count` more bytes of the reply to the last request. Returns how many the socket took.
+    pub(crate) fn send(&self, stream: &UnixStream, count: u32) -> io::Result<u32> {
+        loop {
+            match rustix::fs::sendfile(stream, &self.shared.file, None, count as usize) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                // At most `count`.
+                Ok(sent) => return Ok(sent as u32),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// The last request is finished. Its reply's pages are removed from the file.
+    pub(crate) fn close(&self) -> Result<(), JournalError> {
+        let head = self.head();
+        self.seek(head.end())?;
+        step();
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        loop {
+            match rustix::fs::fallocate(&self.shared.file, mode, head.start(), SLOT) {
+                Ok(()) => break,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(failed("free a reply in")(error.into())),
+            }
+        }
+        step();
+        Ok(())
+    }
+
+    fn seek(&self, position: u64) -> Result<(), JournalError> {
+        (&self.shared.file)
+            .seek(SeekFrom::Start(position))
+            .map_err(failed("seek in"))?;
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn committed(&self) -> MutexGuard<'_, Committed> {
+        // Each change is complete before anything can panic.
+        self.committed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn commit(
+        &self,
+        committed: &mut Committed,
+        head: Head,
+        device: Option<Vec<u8>>,
+    ) -> Result<(), JournalError> {
+        let device = device.or_else(|| committed.unwritten.take());
+        let result = self.try_commit(committed, head, device.as_deref());
+        committed.unwritten = device.filter(|_| result.is_err());
         result
     }
 
-    fn try_commit(&mut self, head: Head, device: Option<&[u8]>) -> Result<(), JournalError> {
-        let mut state = self.device;
+    fn try_commit(
+        &self,
+        committed: &mut Committed,
+        head: Head,
+        device: Option<&[u8]>,
+    ) -> Result<(), JournalError> {
+        let mut state = committed.device;
         if let Some(bytes) = device {
             let size = bytes.len();
             if size > MAX_DEVICE_STATE {
@@ -398,82 +541,15 @@ impl Journal {
             step();
         }
         // 0 stands for a journal that nothing was committed to.
-        let generation = self.generation.wrapping_add(1).max(1);
+        let generation = committed.generation.wrapping_add(1).max(1);
         let raw = RawHead::new(generation, &head, state);
         self.write(raw.as_bytes(), head_offset(generation))?;
         step();
         self.write(&generation.to_le_bytes(), COMMIT_WORD)?;
         step();
-        self.generation = generation;
-        self.head = head;
-        self.device = state;
-        Ok(())
-    }
-
-    /// Writes the reply to request `sequence`. Its head is not valid yet.
-    pub(crate) fn write_reply(&self, sequence: u64, reply: &[u8]) -> Result<(), JournalError> {
-        self.write(reply, start(sequence))?;
-        step();
-        Ok(())
-    }
-
-    /// Reads the reply to the last request.
-    pub(crate) fn reply(&self) -> Result<Vec<u8>, JournalError> {
-        let mut reply = vec![0; self.head.reply as usize];
-        self.file
-            .read_exact_at(&mut reply, self.head.start())
-            .map_err(failed("read"))?;
-        Ok(reply)
-    }
-
-    /// Returns how many bytes of the reply to the last request were sent, or `None` if the request is finished.
-    pub(crate) fn sent(&mut self) -> Result<Option<u32>, JournalError> {
-        let position = self.file.stream_position().map_err(failed("look at"))?;
-        let sent = position.wrapping_sub(self.head.start());
-        // Larger values are the next request's place: others were refused when the journal was opened.
-        Ok(u32::try_from(sent)
-            .ok()
-            .filter(|&sent| sent <= self.head.reply))
-    }
-
-    /// Notes that `sent` bytes of the reply to the last request were sent.
-    pub(crate) fn set_sent(&mut self, sent: u32) -> Result<(), JournalError> {
-        self.seek(self.head.start() + u64::from(sent))
-    }
-
-    /// Sends `count` more bytes of the reply to the last request. Returns how many the socket took.
-    pub(crate) fn send(&self, stream: &UnixStream, count: u32) -> io::Result<u32> {
-        loop {
-            match rustix::fs::sendfile(stream, &self.file, None, count as usize) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                // At most `count`.
-                Ok(sent) => return Ok(sent as u32),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-    }
-
-    /// The last request is finished. Its reply's pages are removed from the file.
-    pub(crate) fn close(&mut self) -> Result<(), JournalError> {
-        self.seek(self.head.end())?;
-        step();
-        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        loop {
-            match rustix::fs::fallocate(&self.file, mode, self.head.start(), SLOT) {
-                Ok(()) => break,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(failed("free a reply in")(error.into())),
-            }
-        }
-        step();
-        Ok(())
-    }
-
-    fn seek(&mut self, position: u64) -> Result<(), JournalError> {
-        self.file
-            .seek(SeekFrom::Start(position))
-            .map_err(failed("seek in"))?;
+        committed.generation = generation;
+        committed.head = head;
+        committed.device = state;
         Ok(())
     }
 
@@ -487,7 +563,7 @@ impl Journal {
 impl AsFd for Journal {
     /// The file to keep.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+        self.shared.file.as_fd()
     }
 }
 
@@ -503,8 +579,10 @@ impl RawHead {
             (agreed.is_some(), AGREED),
             (agreed.is_some_and(|agreed| agreed.takes_fds), TAKES_FDS),
             (head.client.is_some_and(|client| client.ends), ENDS),
+            (head.before_sending.is_some(), SENDING),
         ];
         let flags = flags.iter().filter(|(set, _)| *set);
+        let traffic = head.before_sending.unwrap_or_default();
         Self {
             generation: generation.into(),
             sequence: head.sequence.into(),
@@ -515,8 +593,8 @@ impl RawHead {
                 .memory_of
                 .map_or(NO_REGION, |index| index as u32)
                 .into(),
-            unread: head.traffic.unread.into(),
-            unanswered: head.traffic.unanswered.into(),
+            unread: traffic.unread.into(),
+            unanswered: traffic.unanswered.into(),
             device_slot: device.slot.into(),
             device_size: device.size.into(),
         }
@@ -579,15 +657,16 @@ impl RawHead {
             agreed: (flags & AGREED != 0).then_some(agreed),
             ends: flags & ENDS != 0,
         };
+        let traffic = Traffic {
+            unread: unread.get(),
+            unanswered: unanswered.get(),
+        };
         let head = Head {
             sequence: sequence.get(),
             request,
             reply,
             memory_of,
-            traffic: Traffic {
-                unread: unread.get(),
-                unanswered: unanswered.get(),
-            },
+            before_sending: (flags & SENDING != 0).then_some(traffic),
             client: (flags & CONNECTED != 0).then_some(client),
         };
         Ok((head, device))

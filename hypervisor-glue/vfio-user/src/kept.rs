@@ -14,11 +14,14 @@
 //!
 //! # A reply with a descriptor
 //!
-//! A file cannot send descriptors. Such a reply is sent from memory, and the position is moved afterwards. A
-//! process that ends between the two leaves a doubt. The next one compares both directions of the socket with
-//! those at the commit: a client that has not read the reply, or has sent another request meanwhile, was sent the reply. One doubt remains:
-//! the client has read the reply and not asked again. Then it gets the reply twice. This takes a process that ends between two successive system
-//! calls while the client runs faster than it.
+//! A file cannot send descriptors. Such a reply is sent from memory, and the position is moved afterwards. What lies in both directions of
+//! the socket is committed before. A process that ends between this commit and the move leaves a doubt. The next
+//! process looks at the socket. If it has more in either direction, the reply was sent: the client has not read it yet, or has read it and asked again.
+//! Otherwise the reply is sent.
+//!
+//! One doubt remains. The client has read the reply and not asked again: it gets the reply twice. Or it has sent a
+//! request without waiting for the reply: it does not get the reply. Both take a process that ends within three
+//! successive system calls, and a client that does so meanwhile.
 //!
 //! # Limits
 //!
@@ -89,31 +92,30 @@ impl Session {
         journal: &mut Journal,
     ) -> Result<Self, JournalError> {
         let Head {
-            request, memory_of, ..
-        } = *journal.head();
-        let pending = match journal.sent()? {
-            None => {
-                // In case that the process before this one did not come to free the reply.
-                journal.close()?;
-                look_again(&stream)?;
-                None
-            }
-            Some(sent) => {
-                let left = socket::peek_offset(&stream).map_err(looking)?;
-                let left = left.min(request);
-                Some(Pending { sent, left })
-            }
-        };
+            request,
+            reply,
+            memory_of,
+            ..
+        } = journal.head();
+        let left = socket::peek_offset(&stream).map_err(looking)?.min(request);
+        let pending = journal.sent()?.map(|sent| Pending { sent, left });
+        // Of a connection that ends, this is still to be done.
+        let pending = pending.filter(|rest| connected.ends || rest.sent < reply || rest.left > 0);
+        if pending.is_none() {
+            // In case that the process before this one did not come to free the reply.
+            journal.close()?;
+            look_again(&stream)?;
+        }
         let mut this = Self::kept(stream, regions, connected, pending);
         if let (Some(Pending { sent: 0, .. }), Some(region)) = (this.pending, memory_of) {
             if this.dispatch.memory(region).is_none() {
                 return Err(JournalError::NoMemory { region });
             }
-            let (before, now) = (journal.head().traffic, this.traffic().map_err(looking)?);
-            if now.unread > before.unread || now.unanswered > before.unanswered {
-                let all = journal.head().reply;
-                journal.set_sent(all)?;
-                this.pending = this.pending.map(|rest| Pending { sent: all, ..rest });
+            let now = traffic(&this.stream).map_err(looking)?;
+            let before = journal.head().before_sending;
+            if before.is_some_and(|before| now.has_more_than(before)) {
+                journal.set_sent(reply)?;
+                this.pending = Some(Pending { sent: reply, left });
             }
         }
         Ok(this)
@@ -217,9 +219,6 @@ impl Session {
             journal.write_reply(head.sequence, reply)?;
             head.memory_of = memory_of;
         }
-        if head.memory_of.is_some() {
-            head.traffic = self.traffic().map_err(Ended::Failed)?;
-        }
         journal.commit(head, device.save())?;
         self.pending = Some(Pending {
             sent: 0,
@@ -251,7 +250,7 @@ impl Session {
         let Some(pending) = &mut self.pending else {
             return Ok(true);
         };
-        let head = *journal.head();
+        let mut head = journal.head();
         let ends = head.client.is_some_and(|client| client.ends);
         while pending.sent < head.reply {
             let memory = head.memory_of.filter(|_| pending.sent == 0);
@@ -259,8 +258,15 @@ impl Session {
                 Some(region) => {
                     let memory = self.dispatch.memory(region);
                     let reply = journal.reply()?;
+                    head.before_sending = Some(traffic(&self.stream).map_err(Ended::Failed)?);
+                    journal.commit(head, None)?;
+                    let sent = socket::send(&self.stream, &reply, memory.as_deref());
+                    if sent.is_err() {
+                        head.before_sending = None;
+                        journal.commit(head, None)?;
+                    }
                     // At most the reply's size.
-                    socket::send(&self.stream, &reply, memory.as_deref()).map(|sent| sent as u32)
+                    sent.map(|sent| sent as u32)
                 }
                 None => journal.send(&self.stream, head.reply - pending.sent),
             };
@@ -301,14 +307,14 @@ impl Session {
         self.pending = None;
         Ok(true)
     }
+}
 
-    fn traffic(&self) -> io::Result<Traffic> {
-        let unanswered = rustix::io::ioctl_fionread(&self.stream)?;
-        Ok(Traffic {
-            unread: socket::unread(&self.stream)?,
-            unanswered: u32::try_from(unanswered).unwrap_or(u32::MAX),
-        })
-    }
+fn traffic(stream: &UnixStream) -> io::Result<Traffic> {
+    let unanswered = rustix::io::ioctl_fionread(stream)?;
+    Ok(Traffic {
+        unread: socket::unread(stream)?,
+        unanswered: u32::try_from(unanswered).unwrap_or(u32::MAX),
+    })
 }
 
 /// Has the next look at the socket begin with the first byte there.

@@ -114,8 +114,8 @@
 //! - Migration (`DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`) and dirty page logging: answered with `ENOTSUP`.
 //! - File descriptors in `DEVICE_GET_REGION_IO_FDS`: answered with none.
 //! - With a [`Journal`], requests of more than 64 KiB: the connection ends. The client is told a `max_data_xfer_size` of 32 KiB.
-//! - With a [`Journal`], an end to the last doubt about a reply with a descriptor: a client that has read such a reply and not asked again gets it
-//!   twice if the process ends between two particular system calls.
+//! - With a [`Journal`], certainty about a reply with a descriptor if the process ends within three particular system calls
+//!   and the client reads or sends meanwhile: it may get that reply twice or not at all.
 
 mod connection;
 mod device;
@@ -141,7 +141,7 @@ pub use device::{
     Region, RegionIndex,
 };
 pub use error::{Error, Refusal};
-pub use journal::{Journal, JournalError, MAX_DEVICE_STATE, Record};
+pub use journal::{Journal, JournalError, MAX_DEVICE_STATE, Record, StateStore};
 pub use listener::{Listener, SocketAccess};
 pub use request::{RegionWrite, Request};
 pub use server::Server;

@@ -194,7 +194,7 @@ impl<D: Device> Server<D> {
         };
         let path = self.listener.path().display();
         let regions = self.regions.clone();
-        let head = *journal.head();
+        let head = journal.head();
         let Some(stream) = stream else {
             if head.client.is_some() {
                 info!("The client of {path} has gone with the process before this one");
@@ -202,6 +202,8 @@ impl<D: Device> Server<D> {
                 let none = head.with_client(None);
                 journal.commit(none, self.device.save())?;
             }
+            // Memory of the reply that the client has not taken.
+            journal.close()?;
             return Ok(());
         };
         let failed = |source| Error::Socket {
@@ -245,7 +247,7 @@ impl<D: Device> Server<D> {
             return Ok(());
         };
         match self.device.save() {
-            Some(state) => journal.commit(*journal.head(), Some(state)),
+            Some(state) => journal.commit(journal.head(), Some(state)),
             None => Ok(()),
         }
     }
@@ -437,8 +439,13 @@ impl<D: Device> Server<D> {
         };
         step();
         let head = journal.head().with_client(client);
-        journal
-            .commit(head, self.device.save())
+        let noted = journal.commit(head, self.device.save());
+        let freed = noted.and_then(|()| match client {
+            Some(_) => Ok(()),
+            // Memory of the reply that the client has not taken.
+            None => journal.close(),
+        });
+        freed
             .inspect_err(|error| {
                 let path = self.listener.path().display();
                 error!("Cannot note a client of {path}: {}", chain(error));

@@ -6,16 +6,18 @@
 use std::env;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use event_manager::{EventManager, SubscriberOps};
 use vfio_user_server::{
-    Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Progress, Region, RegionIndex, Server,
-    Session,
+    Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Journal, Listener, Progress, Region,
+    RegionIndex, Server, Session, SocketAccess, Watcher,
 };
+use vmm_sys_util::epoll::{Epoll, EpollEvent, EventSet};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 const ALONE: &str = "VFIO_USER_FD_LIMIT_ALONE";
@@ -197,4 +199,199 @@ fn client_whose_process_has_ended_is_replaced_although_its_socket_is_open() {
     manager.run().unwrap();
     assert_eq!(hear(&third), 0);
     assert_eq!((&first).read(&mut byte).unwrap(), 0);
+}
+
+/// Path of the socket on which a server in a process of its own gets its descriptors. The path that it serves lies beside it.
+const KEEPER: &str = "VFIO_USER_KEEPER_OF_A_PROCESS";
+
+/// Counts writes. A read returns their number.
+struct Counter {
+    writes: u64,
+    saved: Option<u64>,
+    kept: Option<OwnedFd>,
+}
+
+impl Device for Counter {
+    fn region(&self, _: RegionIndex) -> Region {
+        Region {
+            size: 4096,
+            readable: true,
+            writable: true,
+            mappable: None,
+        }
+    }
+    fn read(&mut self, _: RegionIndex, _: u64, data: &mut [u8]) {
+        data.copy_from_slice(&self.writes.to_le_bytes());
+    }
+    fn write(&mut self, _: RegionIndex, _: u64, _: &[u8]) {
+        self.writes += 1;
+    }
+    fn dma_map(&mut self, _: DmaRegion) -> io::Result<()> {
+        Ok(())
+    }
+    fn dma_unmap(&mut self, _: Option<(u64, u64)>) -> io::Result<u64> {
+        Ok(0)
+    }
+    fn irq(&self, _: IrqIndex) -> IrqInfo {
+        IrqInfo::default()
+    }
+    fn set_irqs(&mut self, _: IrqCommand) -> io::Result<()> {
+        Ok(())
+    }
+    fn reset(&mut self) {}
+    fn disconnected(&mut self) {}
+    fn keep_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
+        self.kept = Some(stream.try_clone_to_owned()?);
+        Ok(())
+    }
+    fn save(&mut self) -> Option<Vec<u8>> {
+        let changed = self.saved.replace(self.writes) != Some(self.writes);
+        changed.then(|| self.writes.to_le_bytes().to_vec())
+    }
+}
+
+/// The life of a server in a process of its own: it goes on until it is killed, or ends with the test.
+fn server_of_a_process(keeper: &Path) {
+    let keeper = UnixStream::connect(keeper).unwrap();
+    let mut fds = (0..3).map(|_| {
+        let (_, file) = keeper.recv_with_fd(&mut [0]).unwrap();
+        OwnedFd::from(file.unwrap())
+    });
+    let listener = Listener::from_kept(Path::new("kept.sock"), fds.next().unwrap()).unwrap();
+    let (journal, record) = Journal::from_kept(fds.next().unwrap()).unwrap();
+    let client = fds.next().map(UnixStream::from);
+    let device = Counter {
+        writes: u64::from_le_bytes(record.device().try_into().unwrap()),
+        saved: None,
+        kept: None,
+    };
+    let mut server = Server::resume(listener, journal, client, device).unwrap();
+    let epoll = Epoll::new().unwrap();
+    server.watch(&mut &epoll).unwrap();
+    let end = Server::<Counter>::TOKENS.end;
+    Watcher::add(&mut &epoll, keeper.as_raw_fd(), end, EventSet::IN).unwrap();
+    let mut events = [EpollEvent::default(); 4];
+    loop {
+        let ready = epoll.wait(-1, &mut events).unwrap();
+        for event in &events[..ready] {
+            match event.data() as u32 {
+                token if token == end => return server.leave(),
+                token => server.handle(token, &mut &epoll),
+            }
+        }
+    }
+}
+
+/// A server in a process of its own, and the connection that it ends with.
+struct Process(Child, #[expect(dead_code, reason = "held open")] UnixStream);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A write of 8 bytes, then a read of 8 bytes.
+fn write_and_read(id: u16) -> Vec<u8> {
+    let [low, high] = id.to_le_bytes();
+    let write = [
+        &[low, high, 10, 0, 40, 0, 0, 0][..],
+        &[0; 16],
+        &[0, 0, 0, 0, 8, 0, 0, 0],
+        &[7; 8],
+    ];
+    let read = [
+        &[low, high, 9, 0, 32, 0, 0, 0][..],
+        &[0; 16],
+        &[0, 0, 0, 0, 8, 0, 0, 0],
+    ];
+    [write.concat(), read.concat()].concat()
+}
+
+#[test]
+fn client_of_servers_that_are_killed_sees_each_request_done_once() {
+    const KILLS: u64 = 40;
+    const BURST: u64 = 100;
+    let name = "client_of_servers_that_are_killed_sees_each_request_done_once";
+    if let Some(path) = env::var_os(KEEPER) {
+        return server_of_a_process(Path::new(&path));
+    }
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("kept.sock");
+    let keeper_path = directory.path().join("keeper.sock");
+    let keeper = UnixListener::bind(&keeper_path).unwrap();
+
+    // The first process: this one.
+    let device = Counter {
+        writes: 0,
+        saved: None,
+        kept: None,
+    };
+    let journal = Journal::new().unwrap();
+    let mut first = Server::bind_kept(&path, SocketAccess::default(), device, journal).unwrap();
+    let epoll = Epoll::new().unwrap();
+    let mut client = UnixStream::connect(&path).unwrap();
+    first.handle(Server::<Counter>::TOKENS.start, &mut &epoll);
+    // A server that answers nothing more fails the test.
+    let patience = Some(Duration::from_secs(60));
+    client.set_read_timeout(patience).unwrap();
+    client.write_all(&VERSION).unwrap();
+    let kept: [OwnedFd; 3] = [
+        first.listener().as_fd().try_clone_to_owned().unwrap(),
+        first
+            .journal()
+            .unwrap()
+            .as_fd()
+            .try_clone_to_owned()
+            .unwrap(),
+        first.device_mut().kept.take().unwrap(),
+    ];
+    first.leave();
+    drop((first, epoll));
+
+    let start = || {
+        let child = Command::new(env::current_exe().unwrap())
+            .args(["--exact", name])
+            .env(KEEPER, &keeper_path)
+            .current_dir(directory.path())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let (stream, _) = keeper.accept().unwrap();
+        for fd in &kept {
+            stream.send_with_fd(&b"x"[..], fd.as_raw_fd()).unwrap();
+        }
+        Process(child, stream)
+    };
+    let mut process = start();
+    assert_eq!(hear(&client), 0);
+    for kill in 0..KILLS {
+        let burst: Vec<u8> = (0..BURST)
+            .flat_map(|id| write_and_read(id as u16))
+            .collect();
+        // It fits into the socket: the server need not live meanwhile.
+        client.write_all(&burst).unwrap();
+        // The server runs on while it is killed, to another point each time.
+        let early = kill * 37 % BURST;
+        for id in 0..BURST {
+            if id == early {
+                drop(process);
+                process = start();
+            }
+            let mut written = [0; 32];
+            client.read_exact(&mut written).unwrap();
+            let mut read = [0; 40];
+            client.read_exact(&mut read).unwrap();
+            for (reply, command) in [(&written[..], 10), (&read[..], 9)] {
+                assert_eq!(reply[..4], [id as u8, 0, command, 0]);
+                assert_eq!(reply[8..16], [1, 0, 0, 0, 0, 0, 0, 0]);
+            }
+            let writes = u64::from_le_bytes(read[32..].try_into().unwrap());
+            assert_eq!(writes, kill * BURST + id + 1);
+        }
+    }
+    drop(process);
+    assert!(path.exists());
 }

@@ -48,10 +48,15 @@ struct Ledger {
     memory: Arc<OwnedFd>,
 }
 
+/// The state as it is saved: each of its bytes lies elsewhere in the next state.
+fn reversed(bytes: &[u8]) -> Vec<u8> {
+    bytes.iter().rev().copied().collect()
+}
+
 impl Ledger {
-    fn new(entries: &[u8], keeper: &Arc<Mutex<Keeper>>) -> Self {
+    fn new(saved: &[u8], keeper: &Arc<Mutex<Keeper>>) -> Self {
         Self {
-            entries: entries.to_vec(),
+            entries: reversed(saved),
             saved: None,
             keeper: keeper.clone(),
             memory: Arc::new(File::open("/dev/null").unwrap().into()),
@@ -141,7 +146,7 @@ impl Device for Ledger {
 
     fn save(&mut self) -> Option<Vec<u8>> {
         let changed = self.saved.replace(self.entries.len()) != Some(self.entries.len());
-        changed.then(|| self.entries.clone())
+        changed.then(|| reversed(&self.entries))
     }
 
     fn disconnected(&mut self) {
@@ -255,10 +260,25 @@ impl World {
         while self.run_to_death() {}
     }
 
+    /// Returns whether the journal has memory for a reply.
+    fn holds_a_reply(&self) -> bool {
+        let file = copy(&self.keeper.lock().unwrap().journal);
+        // Opened anew, so that it has a position of its own.
+        let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+        let replies = rustix::fs::SeekFrom::Data(34 << 20);
+        match rustix::fs::seek(&file, replies) {
+            Ok(_) => true,
+            Err(error) => {
+                assert_eq!(error, rustix::io::Errno::NXIO);
+                false
+            }
+        }
+    }
+
     fn entries(&self) -> String {
         let file = copy(&self.keeper.lock().unwrap().journal);
         let (_, record) = Journal::from_kept(file).unwrap();
-        String::from_utf8(record.device().to_vec()).unwrap()
+        String::from_utf8(reversed(record.device())).unwrap()
     }
 }
 
@@ -451,6 +471,7 @@ fn play(acts: &[Act], send_buffer: Option<usize>, kills: &[u32]) -> (Vec<Heard>,
     world.run();
     heard.last_mut().unwrap().hear(&client);
     let entries = world.entries();
+    assert!(!world.holds_a_reply(), "each has been sent");
     (heard, entries, world.deaths)
 }
 
@@ -534,6 +555,14 @@ fn replies_larger_than_the_socket_are_sent_once() {
     ];
     let steps = at_every_step(&acts, Some(20_000));
     assert!(steps > 50, "{steps} steps");
+}
+
+#[test]
+fn reply_with_a_descriptor_behind_a_large_one_is_sent_once() {
+    let acts = [version(1), read(2, 30_000), region_info(3), Wait, Hear];
+    let (heard, ..) = play(&acts, Some(5000), &[]);
+    assert_eq!((heard[0].ids(), heard[0].fds), (vec![1, 2, 3], 1));
+    assert!(at_every_step(&acts, Some(5000)) > 40);
 }
 
 #[test]

@@ -1,13 +1,16 @@
 //! An NVMe function as the vfio-user server wants a PCI function to be.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
 use nvme_mpt::{Gpa, InterruptVector};
-use vmm_device::{Bar, CONFIG_SPACE_SIZE, NvmeFunction};
+use thiserror::Error;
+use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlState, NvmeFunction, TakeUpError};
+use vmm_sys_util::eventfd::EventFd;
 
+use crate::kept::function::{KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError};
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt_vmm::report;
@@ -16,6 +19,43 @@ use vfio_user_server::{
     Region, RegionIndex,
 };
 
+/// A function of the process before does not go on.
+#[derive(Debug, Error)]
+pub(crate) enum ResumeError {
+    /// Its client's memory cannot be mapped.
+    #[error(transparent)]
+    Memory(#[from] DmaError),
+    /// Its vectors are more than the function has now.
+    #[error("The client has {had} vectors, and the function has {has}")]
+    Vectors {
+        /// Vectors of the client.
+        had: usize,
+        /// Vectors of the function.
+        has: usize,
+    },
+    /// Its state is not taken up.
+    #[error(transparent)]
+    State(#[from] TakeUpError),
+    /// What was kept of it is no good.
+    #[error(transparent)]
+    Survivor(#[from] SurvivorError),
+    /// Its connection does not go on.
+    #[error(transparent)]
+    Server(#[from] vfio_user_server::Error),
+    /// The kernel's error.
+    #[error("Its descriptors cannot be used")]
+    Io(#[from] io::Error),
+}
+
+/// Parts of a client that the process before had.
+#[derive(Debug)]
+pub(crate) struct Client {
+    /// User of its process.
+    pub(crate) user: Option<u32>,
+    pub(crate) regions: Vec<MemoryRegion>,
+    pub(crate) vectors: Vec<KeptVector>,
+}
+
 /// An NVMe function behind a vfio-user server.
 #[derive(Debug)]
 pub struct NvmeDevice {
@@ -23,6 +63,8 @@ pub struct NvmeDevice {
     registers: Region,
     /// True if the client can do to this process what it likes.
     is_trusted: bool,
+    /// Descriptors and state for the next process, if there is one.
+    kept: Option<Arc<KeptFunction>>,
 }
 
 impl NvmeDevice {
@@ -50,7 +92,61 @@ impl NvmeDevice {
             function,
             registers,
             is_trusted: false,
+            kept: None,
         })
+    }
+
+    /// Offers a function whose descriptors and state are kept for the next process.
+    pub(crate) fn kept(mut self, kept: Arc<KeptFunction>) -> Self {
+        let keeper = StoreBetween(kept.clone());
+        self.function.keep_with(Box::new(keeper));
+        self.kept = Some(kept);
+        self
+    }
+
+    /// Goes on with the client and the guest of the process before. The function is as after power-on, and has the files
+    /// of that process.
+    ///
+    /// # Errors
+    /// The function promises something else, or the client's memory or vectors are no good. Then nothing was carried out
+    /// for the guest.
+    pub(crate) fn take_up(
+        &mut self,
+        client: Client,
+        control: &ControlState,
+    ) -> Result<(), ResumeError> {
+        let Client {
+            user,
+            regions,
+            vectors,
+        } = client;
+        self.is_trusted = user.is_some_and(system::is_trusted);
+        for region in regions {
+            self.function.host().map(region)?;
+        }
+        let known = self.function.vectors();
+        if vectors.len() > known.len() {
+            let (had, has) = (vectors.len(), known.len());
+            return Err(ResumeError::Vectors { had, has });
+        }
+        let notifier = match self.is_trusted {
+            true => None,
+            false => Some(Notifier::shared()?),
+        };
+        for (vector, KeptVector { masked, eventfd }) in known.iter().zip(vectors) {
+            vector.set_masked(masked);
+            if let Some(eventfd) = eventfd {
+                wire(vector, eventfd, notifier.as_ref());
+            }
+        }
+        Ok(self.function.take_up(control)?)
+    }
+
+    /// Has the keeper let go of the function, which has ended.
+    pub(crate) fn forget(&self) {
+        if let Some(kept) = &self.kept {
+            kept.forget();
+        }
     }
 
     /// The function.
@@ -77,14 +173,38 @@ impl NvmeDevice {
         };
         let mut eventfds = eventfds.into_iter();
         for vector in vectors {
-            match (eventfds.next(), &notifier) {
-                (Some(eventfd), Some(notifier)) => {
-                    vector.set_foreign(ForeignEventFd::new(eventfd, notifier.clone()));
-                }
-                (eventfd, _) => vector.set_eventfd(eventfd),
+            match eventfds.next() {
+                Some(eventfd) => wire(vector, eventfd, notifier.as_ref()),
+                None => vector.set_eventfd(None),
             }
         }
         Ok(())
+    }
+
+    /// Connects vectors from number `start` on, for the next process too.
+    fn connect_kept(
+        &self,
+        start: usize,
+        vectors: &[Arc<InterruptVector>],
+        fds: Vec<OwnedFd>,
+    ) -> io::Result<()> {
+        if let Some(kept) = &self.kept {
+            kept.connect(start, vectors.len(), &fds)?;
+        }
+        self.connect(vectors, fds)
+    }
+
+    /// Carries out an action on a vector, for the next process too.
+    fn act(&self, number: usize, vector: &InterruptVector, action: IrqAction) {
+        let masked = match action {
+            IrqAction::Mask => true,
+            IrqAction::Unmask => false,
+            IrqAction::Trigger => return vector.signal(),
+        };
+        vector.set_masked(masked);
+        if let Some(kept) = &self.kept {
+            kept.set_masked(number, masked);
+        }
     }
 
     /// Forgets the client: the next one to attach finds the function as after power-on, and nothing of the
@@ -100,6 +220,9 @@ impl NvmeDevice {
         }
         for vector in self.function.vectors() {
             vector.clear_pending();
+        }
+        if let Some(kept) = &self.kept {
+            kept.forget_client();
         }
     }
 }
@@ -162,26 +285,45 @@ impl Device for NvmeDevice {
         let Some(DmaMemory { fd, offset }) = memory else {
             return Ok(());
         };
-        self.function
-            .host()
-            .map(MemoryRegion {
-                gpa: Gpa(iova),
+        let gpa = Gpa(iova);
+        let kept = self.kept.as_ref().map(|kept| -> io::Result<_> {
+            let region = KeptRegion {
+                gpa,
                 len: size,
-                fd,
+                file: kept.keep_file(&fd)?,
                 offset,
                 readable,
                 writable,
-            })
-            .map_err(refused)
+            };
+            Ok((kept, region))
+        });
+        let kept = kept.transpose()?;
+        let region = MemoryRegion {
+            gpa,
+            len: size,
+            fd,
+            offset,
+            readable,
+            writable,
+        };
+        self.function.host().map(region).map_err(refused)?;
+        if let Some((kept, region)) = kept {
+            kept.add_region(region);
+        }
+        Ok(())
     }
 
     fn dma_unmap(&mut self, range: Option<(u64, u64)>) -> io::Result<u64> {
         let host = self.function.host();
-        match range {
+        let unmapped = match range {
             Some((iova, size)) => host.unmap(Gpa(iova), size),
             None => host.unmap_all(),
+        };
+        // Commands in flight keep the memory of a region that is busy, which is gone for all others.
+        if let (Some(kept), Ok(_) | Err(DmaError::Busy { .. })) = (&self.kept, &unmapped) {
+            kept.remove_regions(range);
         }
-        .map_err(refused)
+        unmapped.map_err(refused)
     }
 
     fn irq(&self, index: IrqIndex) -> IrqInfo {
@@ -216,16 +358,23 @@ impl Device for NvmeDevice {
             .and_then(|vectors| vectors.get(..count as usize))
             .ok_or_else(invalid)?;
         match (action, data) {
-            (IrqAction::Trigger, IrqData::None) if count == 0 => self.connect(vectors, Vec::new()),
-            (IrqAction::Trigger, IrqData::Connect(fds)) => self.connect(chosen, fds),
-            (IrqAction::Trigger, IrqData::Disconnect) => self.connect(chosen, Vec::new()),
+            (IrqAction::Trigger, IrqData::None) if count == 0 => {
+                self.connect_kept(0, vectors, Vec::new())
+            }
+            (IrqAction::Trigger, IrqData::Connect(fds)) => self.connect_kept(start, chosen, fds),
+            (IrqAction::Trigger, IrqData::Disconnect) => {
+                self.connect_kept(start, chosen, Vec::new())
+            }
             (_, IrqData::None) => {
-                chosen.iter().for_each(|vector| act(vector, action));
+                let chosen = (start..).zip(chosen);
+                chosen.for_each(|(number, vector)| self.act(number, vector, action));
                 Ok(())
             }
             (_, IrqData::Bools(wanted)) => {
-                let wanted = chosen.iter().zip(wanted).filter(|(_, wanted)| *wanted);
-                wanted.for_each(|(vector, _)| act(vector, action));
+                let wanted = (start..).zip(chosen).zip(wanted);
+                for ((number, vector), _) in wanted.filter(|(_, wanted)| *wanted) {
+                    self.act(number, vector, action);
+                }
                 Ok(())
             }
             // To be told when the guest masks a vector is for interrupts that mask themselves.
@@ -243,18 +392,33 @@ impl Device for NvmeDevice {
     fn connected(&mut self, user: Option<u32>) {
         self.is_trusted = user.is_some_and(system::is_trusted);
         self.function.host().begin_anew();
+        if let Some(kept) = &self.kept {
+            kept.set_user(user);
+        }
     }
 
     fn disconnected(&mut self) {
         self.forget_client();
     }
+
+    fn keep_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
+        self.kept
+            .as_ref()
+            .map_or(Ok(()), |kept| kept.keep_stream(stream))
+    }
+
+    fn save(&mut self) -> Option<Vec<u8>> {
+        let kept = self.kept.as_ref()?;
+        let is_changed = self.function.take_change();
+        kept.state(|| self.function.control_state(), is_changed)
+    }
 }
 
-fn act(vector: &InterruptVector, action: IrqAction) {
-    match action {
-        IrqAction::Mask => vector.set_masked(true),
-        IrqAction::Unmask => vector.set_masked(false),
-        IrqAction::Trigger => vector.signal(),
+/// Connects a vector with an eventfd of the client, which is signalled by the notifier if the client is not trusted.
+fn wire(vector: &InterruptVector, eventfd: EventFd, notifier: Option<&Arc<Notifier>>) {
+    match notifier {
+        Some(notifier) => vector.set_foreign(ForeignEventFd::new(eventfd, notifier.clone())),
+        None => vector.set_eventfd(Some(eventfd)),
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread::JoinHandle;
@@ -22,7 +22,7 @@ use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::control::{ControlLoop, Controlled};
 use nvme_mpt_vmm::report;
-use vfio_user_server::{Server, SocketAccess};
+use vfio_user_server::Server;
 
 /// Time that a function has to report its figures. It needs microseconds, unless it waits for commands in
 /// flight.
@@ -31,9 +31,6 @@ const STATS_PATIENCE: Duration = Duration::from_secs(1);
 /// Error serving a function.
 #[derive(Debug, Error)]
 pub enum FunctionThreadError {
-    /// The server cannot be made.
-    #[error(transparent)]
-    Server(#[from] vfio_user_server::Error),
     /// The thread or what it waits with cannot be made.
     #[error("Cannot start the control thread of {id}")]
     Thread {
@@ -129,29 +126,23 @@ pub struct FunctionThread {
 }
 
 impl FunctionThread {
-    /// Serves `device`, the function `id`, on a socket at `path`.
+    /// Serves the function `id` on the socket of `server`.
     ///
     /// # Errors
-    /// The socket or the thread cannot be made.
-    pub fn start(
-        id: &str,
-        path: &Path,
-        access: SocketAccess,
-        device: NvmeDevice,
-    ) -> Result<Self, FunctionThreadError> {
+    /// The thread cannot be made.
+    pub fn start(id: &str, server: Server<NvmeDevice>) -> Result<Self, FunctionThreadError> {
         let thread_error = |source| FunctionThreadError::Thread {
             id: id.to_owned(),
             source,
         };
         let (requests, inbox) = mpsc::channel();
         let control = Arc::new(ControlLoop::new().map_err(thread_error)?);
-        let server = Server::bind_with(path, access, device)?;
         server.watch(&mut control.epoll()).map_err(thread_error)?;
         let events = server.device().function().events_fd().as_raw_fd();
         control.watch(events, EVENTS).map_err(thread_error)?;
         let mut function = Function {
             id: id.to_owned(),
-            socket: path.to_owned(),
+            socket: server.path().to_owned(),
             server,
             inbox,
             control: control.clone(),
@@ -232,7 +223,9 @@ struct Function {
 impl Function {
     /// Leaves the drive as the guest may expect to find it again. The lease goes last.
     fn end(mut self) -> Result<(), EndError> {
-        self.server.device_mut().function_mut().end()
+        let ended = self.server.device_mut().function_mut().end();
+        self.server.device().forget();
+        ended
     }
 
     /// Returns the time that is left until the function looks at its drive again.
@@ -306,6 +299,9 @@ impl Controlled for Function {
         if self.left().is_some_and(|left| left.is_zero()) {
             self.server.device_mut().function_mut().process_events();
             self.looked = clock::monotonic();
+        }
+        if let Err(error) = self.server.commit() {
+            log::error!("{}: {}", self.id, report::chain(&error));
         }
         self.answer_requests();
     }

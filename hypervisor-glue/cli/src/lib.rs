@@ -6,6 +6,8 @@
 //! functions ([`change`]) and the faults of its drives ([`faults`]). The rest find the host's physical drives
 //! ([`drives`]), take them from the host's own driver ([`mod@bind`]), and make profiles of drives ([`profile`]).
 //!
+//! `kept` has what outlives a server in its keeper ([`nvme_mpt_keep`]), with which its successor goes on.
+//!
 //! [`logging`] is what a program of ours logs with.
 //!
 //! # Not implemented
@@ -22,6 +24,7 @@ pub mod control;
 pub mod drives;
 pub mod faults;
 pub mod function_thread;
+pub mod kept;
 mod list;
 pub mod logging;
 pub mod profile;

@@ -3,7 +3,9 @@
 mod functions;
 mod leases;
 
+use std::env;
 use std::error::Error;
+use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -14,6 +16,7 @@ use clap::{Args, Parser, Subcommand};
 
 use nvme_mpt::clock;
 use nvme_mpt::lease::{CONTROL_SOCKET, FormerData};
+use nvme_mpt_keep::KeepOptions;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
@@ -42,6 +45,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Serve(Serve),
+    Keep(Keep),
     Add(Add),
     Reserve(Reserve),
     Remove(Remove),
@@ -105,6 +109,29 @@ struct Serve {
     state: State,
     #[command(flatten)]
     control: Control,
+}
+
+/// Keep the drives of VMs on vfio-user while their server is replaced
+///
+/// Starts COMMAND, `nvme-mpt serve` with its options, and starts it again after it died. Connections, memory and state of
+/// the functions outlive it, so VMs notice a pause alone. SIGTERM and SIGINT are passed on; the keeper ends with the
+/// server. systemd does the same with resources/nvme-mpt.service.
+#[derive(Args, Debug)]
+struct Keep {
+    /// Deaths of the server within a minute after which it is not started again
+    #[arg(long, value_name = "COUNT", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    deaths: u32,
+    /// Milliseconds before the start after the second death within a minute; each further death doubles them, up to 5 s
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = 100)]
+    delay: u32,
+    /// Command of the server, as in: nvme-mpt keep -- nvme-mpt serve --config /etc/nvme-mpt.toml
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "COMMAND"
+    )]
+    command: Vec<OsString>,
 }
 
 /// Show figures of the functions, queues, pollers and drives of a running server
@@ -268,10 +295,15 @@ fn parse_interval(text: &str) -> Result<Duration, &'static str> {
 /// Runs the command that the process was started as.
 #[must_use]
 pub fn run() -> ExitCode {
+    let mut arguments = env::args_os();
+    if arguments.nth(1).is_some_and(|first| first == FIRST_STAGE) {
+        return failure(&nvme_mpt_keep::first_stage(arguments));
+    }
     let Cli { command } = Cli::parse();
     logging::start();
     let result = match command {
         Command::Serve(options) => run_serve(options),
+        Command::Keep(options) => return run_keep(&options),
         Command::Add(options) => options.run(),
         Command::Reserve(options) => options.run(),
         Command::Remove(options) => options.run(),
@@ -291,11 +323,27 @@ pub fn run() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has seen enough.
         Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
-        Err(error) => {
-            // If standard error is closed, the error has no reader.
-            let _ = writeln!(io::stderr(), "nvme-mpt: {}", report::chain(&*error));
-            ExitCode::FAILURE
-        }
+        Err(error) => failure(&*error),
+    }
+}
+
+/// Reports why a command failed.
+fn failure(error: &dyn Error) -> ExitCode {
+    // If standard error is closed, the error has no reader.
+    let _ = writeln!(io::stderr(), "nvme-mpt: {}", report::chain(error));
+    ExitCode::FAILURE
+}
+
+/// First argument of the step between a keeper and its command, which people have no use for.
+const FIRST_STAGE: &str = "keep-first-stage";
+
+fn run_keep(options: &Keep) -> ExitCode {
+    let mut keep = KeepOptions::new(vec![FIRST_STAGE.into()]);
+    keep.deaths = options.deaths as usize;
+    keep.first_delay = Duration::from_millis(options.delay.into());
+    match nvme_mpt_keep::keep(&keep, &options.command) {
+        Ok(status) => nvme_mpt_keep::exit_code(status),
+        Err(error) => failure(&error),
     }
 }
 

@@ -7,6 +7,9 @@ use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::options::FunctionOptions;
 use thiserror::Error;
 
+use super::offer::outlives_process;
+use crate::kept::{Keeping, KeepingError};
+
 /// A drive cannot be opened for a function.
 #[derive(Debug, Error)]
 pub enum DriveError {
@@ -23,6 +26,9 @@ pub enum DriveError {
     /// It cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenDriveError),
+    /// Its content cannot be kept for the next process.
+    #[error(transparent)]
+    Keeping(#[from] KeepingError),
 }
 
 #[derive(Debug)]
@@ -43,6 +49,7 @@ impl OpenDrives {
         &mut self,
         function: &FunctionOptions,
         sharing: impl Iterator<Item = &'a FunctionOptions> + Clone,
+        keeping: Option<&Keeping>,
     ) -> Result<Arc<Drive>, DriveError> {
         let path = &function.path;
         let differ = |key| DriveError::Differ {
@@ -62,8 +69,15 @@ impl OpenDrives {
             None => {
                 let sharing = sharing.filter(|other| other.path == *path);
                 let shared = common_options(sharing).map_err(|Differ(key)| differ(key))?;
+                let memory = match (path, keeping) {
+                    (DrivePath::Memory(bytes), Some(keeping)) if outlives_process(function) => {
+                        Some(keeping.memory(*bytes)?)
+                    }
+                    _ => None,
+                };
                 let options = DriveOptions {
                     namespace: function.namespace,
+                    memory,
                     ..shared
                 };
                 (drives::open(path, options.clone())?, options)
@@ -82,9 +96,14 @@ impl OpenDrives {
         Ok(drive)
     }
 
-    /// Closes all drives but those that `used` reports.
-    pub(super) fn close_unused(&mut self, used: impl Fn(&Arc<Drive>) -> bool) {
-        self.0.retain(|open| used(&open.drive));
+    /// Closes all drives but those that `used` reports. Returns the paths of those that are open no more.
+    pub(super) fn close_unused(&mut self, used: impl Fn(&Arc<Drive>) -> bool) -> Vec<DrivePath> {
+        let all = std::mem::take(&mut self.0);
+        let (open, closed): (Vec<_>, Vec<_>) = all.into_iter().partition(|open| used(&open.drive));
+        self.0 = open;
+        let mut paths: Vec<_> = closed.into_iter().map(|closed| closed.path).collect();
+        paths.retain(|path| self.0.iter().all(|open| open.path != *path));
+        paths
     }
 
     /// Returns one drive of each host controller.

@@ -3,11 +3,15 @@
 use std::io;
 use std::path::PathBuf;
 
+use nvme_mpt::AttachError;
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::lease::LeaseError;
-use nvme_mpt_vmm::drives::DrivePath;
+use nvme_mpt_keep::KeepError;
+use nvme_mpt_vmm::drives::{DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::OpenError;
 use nvme_mpt_vmm::options::OptionError;
+use nvme_software::key_value::KeyValueError;
+use nvme_vfio::VfioError;
 use thiserror::Error;
 
 use super::declared::FileError;
@@ -36,9 +40,45 @@ pub enum OfferError {
     /// Its doorbells cannot be offered.
     #[error("Cannot share the doorbells; raise the limit on open files")]
     Doorbells(#[source] io::Error),
+    /// The server is about to end.
+    #[error("The server ends")]
+    Ending,
+    /// Its socket cannot be offered.
+    #[error(transparent)]
+    Server(#[from] vfio_user_server::Error),
+    /// It cannot be kept for the next process.
+    #[error("The keeper cannot keep the function")]
+    Keeper(#[from] KeepError),
     /// Error serving a function.
     #[error(transparent)]
     Thread(#[from] FunctionThreadError),
+}
+
+impl OfferError {
+    /// Returns whether another user of the drive or of its range is the cause. A server that was killed is one for a
+    /// moment: its io_uring ends after it.
+    pub(super) fn is_of_another_user(&self) -> bool {
+        match self {
+            Self::Drive(DriveError::Open(error)) => match error {
+                OpenDriveError::InUse { .. }
+                | OpenDriveError::Function(VfioError::InUse { .. })
+                | OpenDriveError::KeyValue(KeyValueError::InUse { .. }) => true,
+                OpenDriveError::Open { source, .. } => matches!(
+                    source.kind(),
+                    io::ErrorKind::ResourceBusy | io::ErrorKind::WouldBlock
+                ),
+                _ => false,
+            },
+            Self::Open(OpenError::Lease(error)) => {
+                matches!(
+                    error,
+                    LeaseError::Overlap { .. } | LeaseError::IdTaken { .. }
+                )
+            }
+            Self::Open(OpenError::Attach(error)) => matches!(error, AttachError::InUse { .. }),
+            _ => false,
+        }
+    }
 }
 
 /// Limits of a lease that a VMM has cannot be recorded, or the recorded ones cannot be read.

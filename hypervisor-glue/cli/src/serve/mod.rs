@@ -41,6 +41,7 @@ use crate::change::{Change, FunctionEntry};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::{FunctionHandle, FunctionThreadError};
+use crate::kept::{Keeping, KeepingError};
 use crate::signals::EndSignals;
 use crate::stats::{DriveStats, ServerStats};
 
@@ -103,6 +104,9 @@ pub enum ServeError {
     /// The owner of the socket for VMMs is not known.
     #[error(transparent)]
     Owner(#[from] UnknownOwner),
+    /// What the server before has kept cannot be had.
+    #[error(transparent)]
+    Keeping(#[from] KeepingError),
     /// The thread of changes cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
@@ -143,17 +147,28 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let stop = Arc::new(AtomicBool::new(false));
     // A wait at the start, as for a range that is wiped, ends with a signal as well.
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
-    let (listener, roster) = start(options, stop)?;
+    let keeping = Keeping::find()?;
+    let (listener, roster) = start(options, keeping.clone(), stop)?;
     announce(&roster, out).map_err(ServeError::Print)?;
+    if keeping.is_none() {
+        let lost = "Without a keeper: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help keep`";
+        writeln!(out, "{lost}").map_err(ServeError::Print)?;
+    }
     let server = Server::run(listener, roster)?;
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;
+    if let Some(keeping) = &keeping {
+        keeping.notify("READY=1");
+    }
     let signal = signal
         .recv()
         .unwrap_or_else(|error| Err(io::Error::other(error)));
     let signal = signal.map_err(ServeError::Signals)?;
     log::info!("{signal}: no more clients are taken, and the functions are reset");
+    if let Some(keeping) = &keeping {
+        keeping.notify("STOPPING=1");
+    }
     server.end()
 }
 
@@ -179,6 +194,7 @@ fn await_signal(
 /// Offers the functions that the server begins with. Its control socket is bound, and not served yet.
 fn start(
     options: ServeOptions,
+    keeping: Option<Arc<Keeping>>,
     stop: Arc<AtomicBool>,
 ) -> Result<(ControlListener, Roster), ServeError> {
     let ServeOptions {
@@ -203,7 +219,11 @@ fn start(
     }
     // The socket keeps a second server from the file with the functions that were added.
     let listener = ControlListener::bind(&control)?;
-    let (ledgers, pollers) = (Arc::new(Ledgers::open(&state_dir)), Pollers::new());
+    let mut ledgers = Ledgers::open(&state_dir);
+    if let Some(keeping) = &keeping {
+        ledgers = ledgers.with_private(keeping.private_ledger());
+    }
+    let (ledgers, pollers) = (Arc::new(ledgers), Pollers::new());
     let mut roster = Roster::new(Terms {
         leases: LeaseTable::new(&state_dir, access, ledgers.clone(), pollers.clone()),
         ledgers,
@@ -211,6 +231,7 @@ fn start(
         data,
         file,
         added: AddedFile::beside(&control),
+        keeping,
         stop,
     });
     roster.start(functions, drives)?;

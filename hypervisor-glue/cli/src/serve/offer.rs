@@ -1,5 +1,7 @@
 //! One function that is offered: its lease, its socket and its thread.
 
+use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
@@ -8,20 +10,24 @@ use nvme_mpt::host::Contents;
 use nvme_mpt::lease::Claim;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::range::Bytes;
-use nvme_mpt::{Attachment, Drive};
+use nvme_mpt::{Attachment, Drive, FunctionParts, HostSide};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open;
 use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction};
 use nvme_mpt_vmm::report;
+use nvme_software::model::Profile;
+use vfio_user_server::{Error, Journal, Listener, Server, SocketAccess};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use super::declared::DeclaredFunction;
 use super::error::OfferError;
 use super::owner::socket_access;
 use super::roster::Terms;
-use crate::adaptor::NvmeDevice;
+use crate::adaptor::{NvmeDevice, ResumeError};
 use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionThread;
+use crate::kept::Keeping;
+use crate::kept::function::{KeptFunction, SurvivingFunction, Survivors};
 
 /// A function that is offered.
 #[derive(Debug)]
@@ -37,36 +43,63 @@ pub(super) struct Offer {
 }
 
 impl Offer {
-    /// Leases what the function asks for of its drive, and serves it on its socket.
+    /// Leases what the function asks for of its drive, and serves it on its socket. If the server before had it, it goes on
+    /// with its VMM.
     pub(super) fn new(
         declared: &DeclaredFunction,
         drive: Arc<Drive>,
         terms: &Terms,
     ) -> Result<Self, OfferError> {
         let ServedFunction {
-            socket,
-            mode,
-            owner,
-            function,
+            socket, function, ..
         } = &declared.function;
-        let access = socket_access(*mode, owner.as_ref())?;
-        let claim = access.user.map_or(Claim::Operator, Claim::For);
-        let Terms {
-            ledgers,
-            pollers,
-            stop,
-            ..
-        } = terms;
-        let attachment = open::attach(function, &drive, &ledgers.claiming(claim), pollers, stop)?;
+        let keeping = terms.keeping.as_ref();
+        let Some(keeping) = keeping.filter(|_| outlives_process(function)) else {
+            let attachment = attach(declared, &drive, terms, FunctionParts::Own)?;
+            let device = NvmeFunction::new(attachment.clone(), MsixMasking::Client);
+            let device = NvmeDevice::new(device).map_err(OfferError::Doorbells)?;
+            let server = Server::bind_with(socket, access(declared)?, device)?;
+            return Self::start(declared, drive, &attachment, server);
+        };
+        if let Some(before) = keeping.take(socket) {
+            let attachment = match attach(declared, &drive, terms, before.parts()) {
+                Ok(attachment) => attachment,
+                Err(error) => {
+                    keeping.give_back(before);
+                    return Err(error);
+                }
+            };
+            let shelf = before.shelf();
+            match resume(before, socket, attachment.clone()) {
+                Ok(server) => return Self::start(declared, drive, &attachment, server),
+                Err(error) => {
+                    log::error!(
+                        "The function on {} does not go on, and a VMM that has it loses its drive: {}",
+                        socket.display(),
+                        report::chain(&error)
+                    );
+                    shelf.forget();
+                }
+            }
+        }
+        let attachment = attach(declared, &drive, terms, FunctionParts::Continued(None))?;
+        let server = offer_kept(declared, keeping, attachment.clone())?;
+        Self::start(declared, drive, &attachment, server)
+    }
+
+    /// Serves a function that is ready.
+    fn start(
+        declared: &DeclaredFunction,
+        drive: Arc<Drive>,
+        attachment: &Arc<Attachment>,
+        server: Server<NvmeDevice>,
+    ) -> Result<Self, OfferError> {
+        let ServedFunction {
+            socket, function, ..
+        } = &declared.function;
         let id = attachment.lease().id().to_owned();
         let extents = attachment.lease().extents();
-        let queues = attachment.max_queue_pairs();
-        let summary = summary(function, &drive, &attachment);
-        let attachment = Arc::new(attachment);
-        let weak = Arc::downgrade(&attachment);
-        let device = NvmeFunction::new(attachment, MsixMasking::Client);
-        let device = NvmeDevice::new(device).map_err(OfferError::Doorbells)?;
-        let thread = FunctionThread::start(&id, socket, access, device)?;
+        let thread = FunctionThread::start(&id, server)?;
         Ok(Self {
             declared: declared.clone(),
             entry: FunctionEntry {
@@ -78,11 +111,11 @@ impl Offer {
                 origin: declared.origin,
                 limits: function.rates.to_string(),
                 state: FunctionState::Waiting,
-                summary,
+                summary: summary(function, &drive, attachment),
             },
-            queues,
+            queues: attachment.max_queue_pairs(),
             drive,
-            attachment: weak,
+            attachment: Arc::downgrade(attachment),
             thread,
         })
     }
@@ -130,6 +163,90 @@ impl Offer {
             attachment.set_rates(rates);
         }
     }
+}
+
+/// Returns whether a function with these options goes on in the next process of its server. Zones, keys and values of a
+/// `memory:` drive are in the memory of one process.
+pub(super) fn outlives_process(options: &FunctionOptions) -> bool {
+    let in_process = matches!(
+        options.profile.as_deref(),
+        Some(Profile::Zns(_) | Profile::Kv(_))
+    );
+    !(in_process && matches!(options.path, DrivePath::Memory(_)))
+}
+
+fn access(declared: &DeclaredFunction) -> Result<SocketAccess, OfferError> {
+    let ServedFunction { mode, owner, .. } = &declared.function;
+    Ok(socket_access(*mode, owner.as_ref())?)
+}
+
+/// Attaches to the lease of a function.
+fn attach(
+    declared: &DeclaredFunction,
+    drive: &Arc<Drive>,
+    terms: &Terms,
+    parts: FunctionParts,
+) -> Result<Arc<Attachment>, OfferError> {
+    let claim = access(declared)?.user.map_or(Claim::Operator, Claim::For);
+    let Terms {
+        ledgers,
+        pollers,
+        stop,
+        ..
+    } = terms;
+    let function = &declared.function.function;
+    let ledgers = ledgers.claiming(claim);
+    let attachment = open::attach_with(function, drive, &ledgers, pollers, parts, stop)?;
+    Ok(Arc::new(attachment))
+}
+
+/// Goes on with a function of the server before, and with its VMM.
+fn resume(
+    before: SurvivingFunction,
+    socket: &Path,
+    attachment: Arc<Attachment>,
+) -> Result<Server<NvmeDevice>, ResumeError> {
+    let Survivors {
+        control,
+        listener,
+        stream,
+        client,
+        journal,
+        kept,
+    } = before.take_apart()?;
+    let function = NvmeFunction::new(attachment, MsixMasking::Client);
+    let mut device = NvmeDevice::new(function)?;
+    device.take_up(client, &control)?;
+    let listener = Listener::from_kept(socket, listener)?;
+    Ok(Server::resume(
+        listener,
+        journal,
+        stream,
+        device.kept(kept),
+    )?)
+}
+
+/// Offers a new function, with all in the keeper that the next process needs.
+fn offer_kept(
+    declared: &DeclaredFunction,
+    keeping: &Keeping,
+    attachment: Arc<Attachment>,
+) -> Result<Server<NvmeDevice>, OfferError> {
+    let socket = &declared.function.socket;
+    let shared = attachment.shared();
+    let function = NvmeFunction::new(attachment, MsixMasking::Client);
+    let device = NvmeDevice::new(function).map_err(OfferError::Doorbells)?;
+    let journal = Journal::new().map_err(Error::from)?;
+    let kept = Arc::new(KeptFunction::new(
+        keeping.shelf(),
+        socket,
+        &journal,
+        &shared,
+    )?);
+    let device = device.kept(kept.clone());
+    let server = Server::bind_kept(socket, access(declared)?, device, journal)?;
+    kept.begin(server.listener().as_fd())?;
+    Ok(server)
 }
 
 /// Returns the facts of a function for a person.

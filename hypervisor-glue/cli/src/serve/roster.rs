@@ -6,11 +6,12 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::lease::{Claim, Extents, FormerData, LeaseError};
 use nvme_mpt::range::Bytes;
-use nvme_mpt::{Drive, Pollers};
+use nvme_mpt::{Drive, Pollers, clock};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
 use nvme_mpt_vmm::options::{
@@ -27,6 +28,13 @@ use super::owner::user_number;
 use super::view::View;
 use crate::change::{FunctionEntry, FunctionState, Origin, Reserved};
 use crate::function_thread::{FunctionThreadError, Leave};
+use crate::kept::Keeping;
+
+/// Longest wait for a drive or range that the server before still has in the kernel.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
+
+/// Pause between two tries.
+const RELEASE_PAUSE: Duration = Duration::from_millis(1);
 
 /// A function of an earlier run that could not be offered again.
 #[derive(Debug)]
@@ -54,6 +62,8 @@ pub(super) struct Terms {
     /// The file of `--config`, by an absolute path.
     pub(super) file: Option<PathBuf>,
     pub(super) added: AddedFile,
+    /// What outlives this process, if it has a keeper.
+    pub(super) keeping: Option<Arc<Keeping>>,
     /// Set when the server is to end: long waits end early.
     pub(super) stop: Arc<AtomicBool>,
 }
@@ -102,6 +112,11 @@ impl Roster {
         for text in earlier {
             self.offer_again(text);
         }
+        if let Some(keeping) = &self.terms.keeping {
+            let failed = self.failed.iter().map(|failed| &failed.entry.socket);
+            let failed: Vec<_> = failed.collect();
+            keeping.forget_all_but(|socket| failed.iter().any(|other| *other == socket));
+        }
         self.publish();
         Ok(())
     }
@@ -144,6 +159,9 @@ impl Roster {
             if let Err(error) = self.store_added() {
                 self.failed.insert(place, failed);
                 return Err(error);
+            }
+            if let Some(keeping) = &self.terms.keeping {
+                keeping.forget_all_but(|socket| socket != failed.entry.socket);
             }
             self.publish();
             return Ok((failed.entry, None));
@@ -205,7 +223,10 @@ impl Roster {
         limits: Option<&OptionText>,
     ) -> Result<Reserved, OfferError> {
         let owner = user_number(owner)?;
-        let drive = self.drives.open(function, std::iter::once(function))?;
+        let keeping = self.terms.keeping.as_deref();
+        let drive = self
+            .drives
+            .open(function, std::iter::once(function), keeping)?;
         let Terms { ledgers, stop, .. } = &self.terms;
         let ledgers = ledgers.claiming(Claim::For(owner));
         let limits = limits.map(ToString::to_string);
@@ -482,9 +503,7 @@ impl Roster {
         {
             return Err(OfferError::SocketTaken(socket.clone()));
         }
-        let sharing = batch.iter().map(|other| &other.function.function);
-        let drive = self.drives.open(&declared.function.function, sharing)?;
-        let offer = Offer::new(declared, drive, &self.terms)?;
+        let offer = self.open_and_offer(declared, batch)?;
         if self
             .offers
             .iter()
@@ -494,6 +513,37 @@ impl Roster {
         }
         self.offers.push(offer);
         Ok(())
+    }
+
+    /// Opens the drive of a function, and offers the function. A function of the server before waits for the end of what
+    /// that server has left in the kernel.
+    fn open_and_offer(
+        &mut self,
+        declared: &DeclaredFunction,
+        batch: &[DeclaredFunction],
+    ) -> Result<Offer, OfferError> {
+        let ServedFunction {
+            socket, function, ..
+        } = &declared.function;
+        let deadline = clock::monotonic() + RELEASE_PATIENCE;
+        loop {
+            let sharing = batch.iter().map(|other| &other.function.function);
+            let keeping = self.terms.keeping.as_deref();
+            let offered = self.drives.open(function, sharing, keeping);
+            let offered = offered.map_err(OfferError::from);
+            let offered = offered.and_then(|drive| Offer::new(declared, drive, &self.terms));
+            let waits = |error: &OfferError| {
+                let keeping = self.terms.keeping.as_ref();
+                error.is_of_another_user() && keeping.is_some_and(|keeping| keeping.has(socket))
+            };
+            match &offered {
+                Err(error) if waits(error) && clock::monotonic() < deadline => {
+                    self.check_runs().map_err(|_| OfferError::Ending)?;
+                    clock::sleep(RELEASE_PAUSE);
+                }
+                _ => return offered,
+            }
+        }
     }
 
     /// Offers a function of an earlier run, or lists it as failed: the others are not to wait for it.
@@ -533,7 +583,10 @@ impl Roster {
         for mut declared in drives {
             declared.drive.path = resolved(&declared.drive.path);
             let function = &declared.drive;
-            let drive = self.drives.open(function, std::iter::once(function));
+            let keeping = self.terms.keeping.as_deref();
+            let drive = self
+                .drives
+                .open(function, std::iter::once(function), keeping);
             let drive = drive.map_err(|source| ChangeError::Drive {
                 path: function.path.clone(),
                 source,
@@ -571,15 +624,21 @@ impl Roster {
 
     pub(super) fn close_unused(&mut self) {
         let Self {
+            terms,
             offers,
             held,
             drives,
             ..
         } = self;
-        drives.close_unused(|drive| {
+        let closed = drives.close_unused(|drive| {
             let is_used = offers.iter().any(|offer| Arc::ptr_eq(&offer.drive, drive));
             is_used || held.iter().any(|held| Arc::ptr_eq(&held.drive, drive))
         });
+        for path in closed {
+            if let (DrivePath::Memory(bytes), Some(keeping)) = (path, &terms.keeping) {
+                keeping.forget_memory(bytes);
+            }
+        }
     }
 
     pub(super) fn publish(&self) {

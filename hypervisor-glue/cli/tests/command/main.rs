@@ -8,6 +8,7 @@
 mod changes;
 mod churn;
 mod documents;
+mod kept;
 mod leases;
 mod limits;
 mod owners;

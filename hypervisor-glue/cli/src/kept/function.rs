@@ -1,0 +1,642 @@
+//! A function whose VM outlives the server's process: its descriptors, and its state beside them.
+//!
+//! All descriptors of a function lie in its bag, by numbers:
+//!
+//! | number | descriptor |
+//! |---|---|
+//! | 0 | the journal: the connection with the client, and the [state](DeviceState) |
+//! | 1 | the listening socket |
+//! | 2, 3 | doorbells, live state |
+//! | 4 and up | of the client: its socket, its memory's files, its vectors' eventfds; a number is used once |
+//!
+//! A descriptor is put into the bag before the journal has a state that names it. It is removed after a state without it
+//! was committed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nvme_mpt::dma::MemoryRegion;
+use nvme_mpt::memory::eventfd;
+use nvme_mpt::{FunctionParts, Gpa, KeptFiles, SharedParts};
+use nvme_mpt_keep::{Bag, KeepError, Store};
+use nvme_mpt_vmm::report;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+use vfio_user_server::{Journal, JournalError, StateStore};
+use vmm_device::{ControlKeeper, ControlState};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::adaptor::Client;
+
+/// Version of [`DeviceState`], and the only one that is read.
+const VERSION: u32 = 1;
+
+const JOURNAL: u64 = 0;
+const LISTENER: u64 = 1;
+const DOORBELLS: u64 = 2;
+const LIVE: u64 = 3;
+const FIRST_OF_CLIENT: u64 = 4;
+
+/// Messages in a bag that nothing names, until they are removed.
+const WASTE: usize = 64;
+
+/// Error reading what the process before has kept of a function.
+#[derive(Debug, Error)]
+pub(crate) enum SurvivorError {
+    /// The descriptors are no bag, or cannot be read.
+    #[error(transparent)]
+    Bag(#[from] KeepError),
+    /// The bag has no such descriptor.
+    #[error("descriptor {0} is missing")]
+    Missing(u64),
+    /// The journal is none.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The state is none.
+    #[error("its state cannot be read")]
+    State(#[from] serde_json::Error),
+    /// Another release wrote the state.
+    #[error("its state has version {0}, which this program does not know")]
+    Version(u32),
+    /// The kernel's error.
+    #[error("a descriptor cannot be used")]
+    Io(#[from] io::Error),
+}
+
+/// Place of a function in the keeper.
+#[derive(Clone, Debug)]
+pub(crate) struct Shelf {
+    pub(super) name: String,
+    pub(super) store: Arc<Store>,
+}
+
+impl Shelf {
+    /// Has the keeper let go of the function.
+    pub(crate) fn forget(&self) {
+        if let Err(error) = self.store.forget(&self.name) {
+            log::error!(
+                "{} stays with the keeper: {}",
+                self.name,
+                report::chain(&error)
+            );
+        }
+    }
+}
+
+/// State of a function for the next process, all that is not in its files.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DeviceState {
+    version: u32,
+    socket: PathBuf,
+    control: ControlState,
+    client: ClientState,
+}
+
+/// State of a client.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ClientState {
+    /// Number of its socket.
+    stream: Option<u64>,
+    /// User of its process.
+    pub(crate) user: Option<u32>,
+    regions: Vec<RegionState>,
+    pub(crate) vectors: Vec<VectorState>,
+}
+
+/// A region of the client's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RegionState {
+    gpa: u64,
+    len: u64,
+    /// Number of the file.
+    file: u64,
+    offset: u64,
+    readable: bool,
+    writable: bool,
+}
+
+/// A vector of the client.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct VectorState {
+    /// Number of the eventfds that came with it, and its place among them.
+    eventfd: Option<(u64, usize)>,
+    pub(crate) masked: bool,
+}
+
+impl ClientState {
+    fn numbers(&self) -> BTreeSet<u64> {
+        let files = self.regions.iter().map(|region| region.file);
+        let eventfds = self.vectors.iter().filter_map(|vector| vector.eventfd);
+        let eventfds = eventfds.map(|(number, _)| number);
+        self.stream
+            .into_iter()
+            .chain(files)
+            .chain(eventfds)
+            .collect()
+    }
+}
+
+/// A file of the client's memory, by the rights that its descriptor gives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct FileKey {
+    device: u64,
+    inode: u64,
+    access: i32,
+}
+
+impl FileKey {
+    fn of(file: &OwnedFd) -> io::Result<Self> {
+        let flags = OFlag::from_bits_retain(fcntl(file, FcntlArg::F_GETFL)?);
+        let metadata = File::from(file.try_clone()?).metadata()?;
+        Ok(Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            access: (flags & OFlag::O_ACCMODE).bits(),
+        })
+    }
+}
+
+/// A vector of a client that the process before had.
+#[derive(Debug)]
+pub(crate) struct KeptVector {
+    pub(crate) masked: bool,
+    pub(crate) eventfd: Option<EventFd>,
+}
+
+/// A function of the process before.
+#[derive(Debug)]
+pub(crate) struct SurvivingFunction {
+    shelf: Shelf,
+    bag: Bag,
+    state: DeviceState,
+    contents: BTreeMap<u64, Vec<OwnedFd>>,
+    journal: Journal,
+}
+
+/// Parts of a surviving function that its successor is made of.
+#[derive(Debug)]
+pub(crate) struct Survivors {
+    pub(crate) control: ControlState,
+    pub(crate) listener: OwnedFd,
+    pub(crate) stream: Option<UnixStream>,
+    pub(crate) client: Client,
+    pub(crate) journal: Journal,
+    pub(crate) kept: Arc<KeptFunction>,
+}
+
+impl SurvivingFunction {
+    /// Reads what a keeper has of a function.
+    pub(super) fn read(shelf: Shelf, descriptors: Vec<OwnedFd>) -> Result<Self, SurvivorError> {
+        let mut bag = Bag::from_kept(descriptors)?;
+        let mut contents: BTreeMap<_, _> = bag.contents()?.into_iter().collect();
+        let journal = only(&mut contents, JOURNAL)?;
+        let (journal, record) = Journal::from_kept(journal)?;
+        let state: DeviceState = serde_json::from_slice(record.device())?;
+        if state.version != VERSION {
+            return Err(SurvivorError::Version(state.version));
+        }
+        Ok(Self {
+            shelf,
+            bag,
+            state,
+            contents,
+            journal,
+        })
+    }
+
+    /// The socket's path.
+    pub(crate) fn socket(&self) -> &Path {
+        &self.state.socket
+    }
+
+    /// Returns its files, for the attachment of its successor. Without them, the successor has new ones, and cannot take
+    /// queues up.
+    pub(crate) fn parts(&self) -> FunctionParts {
+        let clone = |number| clone_of(&self.contents, number, 0).ok();
+        let files = clone(DOORBELLS).zip(clone(LIVE));
+        FunctionParts::Continued(files.map(|(doorbells, live)| KeptFiles { doorbells, live }))
+    }
+
+    /// Returns its place in the keeper.
+    pub(crate) fn shelf(&self) -> Shelf {
+        self.shelf.clone()
+    }
+
+    /// Closes it for good: a VMM that has it loses its drive.
+    pub(crate) fn give_up(self) {
+        self.shelf.forget();
+    }
+
+    /// Takes it apart, for its successor.
+    pub(crate) fn take_apart(self) -> Result<Survivors, SurvivorError> {
+        let Self {
+            shelf,
+            bag,
+            state,
+            mut contents,
+            journal,
+        } = self;
+        let DeviceState {
+            version: _,
+            socket,
+            control,
+            client,
+        } = state;
+        let listener = only(&mut contents, LISTENER)?;
+        let stream = client.stream.map(|number| clone_of(&contents, number, 0));
+        let mut regions = Vec::new();
+        let mut files = BTreeMap::new();
+        for region in &client.regions {
+            let fd = clone_of(&contents, region.file, 0)?;
+            files.insert(FileKey::of(&fd)?, region.file);
+            regions.push(MemoryRegion {
+                gpa: Gpa(region.gpa),
+                len: region.len,
+                fd,
+                offset: region.offset,
+                readable: region.readable,
+                writable: region.writable,
+            });
+        }
+        let mut vectors = Vec::new();
+        for VectorState { eventfd, masked } in &client.vectors {
+            let eventfd = eventfd.map(|(number, place)| -> Result<EventFd, SurvivorError> {
+                Ok(eventfd::take(clone_of(&contents, number, place)?)?)
+            });
+            vectors.push(KeptVector {
+                masked: *masked,
+                eventfd: eventfd.transpose()?,
+            });
+        }
+        let user = client.user;
+        let next = contents.keys().next_back().map_or(0, |last| last + 1);
+        let named = client.numbers();
+        let messages = contents.len();
+        let kept = KeptFunction {
+            shelf,
+            socket,
+            store: journal.state_store(),
+            inner: Mutex::new(Inner {
+                bag,
+                next: next.max(FIRST_OF_CLIENT),
+                messages,
+                files,
+                client,
+                committed: named,
+                is_changed: false,
+                last: Vec::new(),
+            }),
+        };
+        Ok(Survivors {
+            control,
+            listener,
+            stream: stream.transpose()?.map(UnixStream::from),
+            client: Client {
+                user,
+                regions,
+                vectors,
+            },
+            journal,
+            kept: Arc::new(kept),
+        })
+    }
+}
+
+fn only(contents: &mut BTreeMap<u64, Vec<OwnedFd>>, number: u64) -> Result<OwnedFd, SurvivorError> {
+    let descriptors = contents.remove(&number).unwrap_or_default();
+    let first = descriptors.into_iter().next();
+    first.ok_or(SurvivorError::Missing(number))
+}
+
+fn clone_of(
+    contents: &BTreeMap<u64, Vec<OwnedFd>>,
+    number: u64,
+    place: usize,
+) -> Result<OwnedFd, SurvivorError> {
+    let descriptors = contents.get(&number).map_or(&[][..], Vec::as_slice);
+    let descriptor = descriptors.get(place);
+    Ok(descriptor
+        .ok_or(SurvivorError::Missing(number))?
+        .try_clone()?)
+}
+
+/// A function of this process for which the keeper has all that the next one needs.
+///
+/// Its control thread alone uses it. The lock is there because the function's keeper shares it.
+#[derive(Debug)]
+pub(crate) struct KeptFunction {
+    shelf: Shelf,
+    socket: PathBuf,
+    store: StateStore,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    bag: Bag,
+    /// Number of the next message.
+    next: u64,
+    /// Messages in the bag.
+    messages: usize,
+    files: BTreeMap<FileKey, u64>,
+    client: ClientState,
+    /// Numbers that the last committed state names.
+    committed: BTreeSet<u64>,
+    is_changed: bool,
+    /// Bytes of the last state.
+    last: Vec<u8>,
+}
+
+impl KeptFunction {
+    /// Puts the parts of a new function into a bag, and the bag into the keeper.
+    ///
+    /// # Errors
+    /// The kernel's or the keeper's.
+    pub(crate) fn new(
+        shelf: Shelf,
+        socket: &Path,
+        journal: &Journal,
+        shared: &SharedParts,
+    ) -> Result<Self, KeepError> {
+        let bag = Bag::new()?;
+        bag.put(JOURNAL, &[journal.as_fd()])?;
+        bag.put(DOORBELLS, &[shared.doorbells.fd()])?;
+        if let Some(live) = &shared.live {
+            bag.put(LIVE, &[live.fd()])?;
+        }
+        Ok(Self {
+            shelf,
+            socket: socket.to_owned(),
+            store: journal.state_store(),
+            inner: Mutex::new(Inner {
+                bag,
+                next: FIRST_OF_CLIENT,
+                messages: 3,
+                files: BTreeMap::new(),
+                client: ClientState::default(),
+                committed: BTreeSet::new(),
+                is_changed: true,
+                last: Vec::new(),
+            }),
+        })
+    }
+
+    /// Keeps the function from now on, as its listening socket is there.
+    pub(crate) fn begin(&self, listener: BorrowedFd<'_>) -> Result<(), KeepError> {
+        let mut inner = self.inner();
+        inner.bag.put(LISTENER, &[listener])?;
+        inner.messages += 1;
+        self.shelf.store.keep(&self.shelf.name, &inner.bag.ends())
+    }
+
+    /// Lets go of all: the function has ended.
+    pub(crate) fn forget(&self) {
+        self.shelf.forget();
+    }
+
+    /// Keeps the socket of a new client.
+    pub(crate) fn keep_stream(&self, stream: BorrowedFd<'_>) -> io::Result<()> {
+        let mut inner = self.inner();
+        let number = inner.put(&[stream])?;
+        inner.client = ClientState {
+            stream: Some(number),
+            ..ClientState::default()
+        };
+        inner.is_changed = true;
+        Ok(())
+    }
+
+    /// Notes the user of a new client.
+    pub(crate) fn set_user(&self, user: Option<u32>) {
+        let mut inner = self.inner();
+        inner.client.user = user;
+        inner.is_changed = true;
+    }
+
+    /// Forgets the client.
+    pub(crate) fn forget_client(&self) {
+        let mut inner = self.inner();
+        inner.client = ClientState::default();
+        inner.files.clear();
+        inner.is_changed = true;
+    }
+
+    /// Keeps the file of a region that is about to be mapped, and returns its number.
+    pub(crate) fn keep_file(&self, file: &OwnedFd) -> io::Result<u64> {
+        let key = FileKey::of(file)?;
+        let mut inner = self.inner();
+        if let Some(number) = inner.files.get(&key) {
+            return Ok(*number);
+        }
+        let number = inner.put(&[file.as_fd()])?;
+        inner.files.insert(key, number);
+        Ok(number)
+    }
+
+    /// Notes a region that is mapped.
+    pub(crate) fn add_region(&self, region: KeptRegion) {
+        let KeptRegion {
+            gpa,
+            len,
+            file,
+            offset,
+            readable,
+            writable,
+        } = region;
+        let mut inner = self.inner();
+        inner.client.regions.push(RegionState {
+            gpa: gpa.0,
+            len,
+            file,
+            offset,
+            readable,
+            writable,
+        });
+        inner.is_changed = true;
+    }
+
+    /// Notes that the regions in a range are unmapped.
+    pub(crate) fn remove_regions(&self, range: Option<(u64, u64)>) {
+        let mut inner = self.inner();
+        let inner = &mut *inner;
+        let is_within = |region: &RegionState| match range {
+            None => true,
+            Some((start, len)) => {
+                let last = start.saturating_add(len - 1);
+                region.gpa >= start && region.gpa.saturating_add(region.len - 1) <= last
+            }
+        };
+        inner.client.regions.retain(|region| !is_within(region));
+        // A file that is mapped again gets another number, since the bag may lose this one by then.
+        let used: BTreeSet<u64> = inner
+            .client
+            .regions
+            .iter()
+            .map(|region| region.file)
+            .collect();
+        inner.files.retain(|_, number| used.contains(number));
+        inner.is_changed = true;
+    }
+
+    /// Keeps eventfds of vectors from `start` on, or notes that these `count` vectors have none.
+    pub(crate) fn connect(
+        &self,
+        start: usize,
+        count: usize,
+        eventfds: &[OwnedFd],
+    ) -> io::Result<()> {
+        let mut inner = self.inner();
+        let number = match eventfds {
+            [] => None,
+            some => Some(inner.put(&some.iter().map(AsFd::as_fd).collect::<Vec<_>>())?),
+        };
+        for place in 0..count {
+            let eventfd = number.filter(|_| place < eventfds.len());
+            inner.vector(start + place).eventfd = eventfd.map(|number| (number, place));
+        }
+        inner.is_changed = true;
+        Ok(())
+    }
+
+    /// Notes that a vector is masked or not.
+    pub(crate) fn set_masked(&self, vector: usize, masked: bool) {
+        let mut inner = self.inner();
+        inner.vector(vector).masked = masked;
+        inner.is_changed = true;
+    }
+
+    /// Returns the state for the next process, unless it is as it was.
+    pub(crate) fn state(
+        &self,
+        control: impl FnOnce() -> ControlState,
+        is_changed: bool,
+    ) -> Option<Vec<u8>> {
+        let mut inner = self.inner();
+        if !(std::mem::take(&mut inner.is_changed) | is_changed) {
+            return None;
+        }
+        let bytes = self.encode(&inner, control())?;
+        if bytes == inner.last {
+            return None;
+        }
+        inner.committed = inner.client.numbers();
+        inner.last.clone_from(&bytes);
+        Some(bytes)
+    }
+
+    fn encode(&self, inner: &Inner, control: ControlState) -> Option<Vec<u8>> {
+        let state = DeviceState {
+            version: VERSION,
+            socket: self.socket.clone(),
+            control,
+            client: inner.client.clone(),
+        };
+        match serde_json::to_vec(&state) {
+            Ok(bytes) => Some(bytes),
+            Err(error) => {
+                log::error!(
+                    "The state of {} cannot be kept: {error}",
+                    self.socket.display()
+                );
+                None
+            }
+        }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        // Each change is complete before anything can panic.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A region that is mapped, whose file has a number.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KeptRegion {
+    pub(crate) gpa: Gpa,
+    pub(crate) len: u64,
+    pub(crate) file: u64,
+    pub(crate) offset: u64,
+    pub(crate) readable: bool,
+    pub(crate) writable: bool,
+}
+
+impl Inner {
+    fn vector(&mut self, number: usize) -> &mut VectorState {
+        let vectors = &mut self.client.vectors;
+        if number >= vectors.len() {
+            vectors.resize(number + 1, VectorState::default());
+        }
+        &mut vectors[number]
+    }
+
+    /// Puts descriptors into the bag, and returns their number.
+    fn put(&mut self, descriptors: &[BorrowedFd<'_>]) -> io::Result<u64> {
+        let named = self.client.numbers();
+        if self.messages > 2 * (named.len() + self.files.len()) + WASTE {
+            self.remove_waste(&named)?;
+        }
+        let number = self.next;
+        let put = self.bag.put(number, descriptors);
+        if let Err(KeepError::Full) = put {
+            self.remove_waste(&named)?;
+            self.bag
+                .put(number, descriptors)
+                .map_err(io::Error::other)?;
+        } else {
+            put.map_err(io::Error::other)?;
+        }
+        self.next += 1;
+        self.messages += 1;
+        Ok(number)
+    }
+
+    /// Removes what neither the last committed state nor this one names.
+    fn remove_waste(&mut self, named: &BTreeSet<u64>) -> io::Result<()> {
+        let files: BTreeSet<u64> = self.files.values().copied().collect();
+        let used = |number: u64| {
+            number < FIRST_OF_CLIENT
+                || named.contains(&number)
+                || files.contains(&number)
+                || self.committed.contains(&number)
+        };
+        self.bag.retain(used).map_err(io::Error::other)?;
+        self.messages = self.bag.contents().map_err(io::Error::other)?.len();
+        Ok(())
+    }
+}
+
+/// Stores the control state of a function while one of its accesses or turns is under way.
+#[derive(Debug)]
+pub(crate) struct StoreBetween(pub(crate) Arc<KeptFunction>);
+
+impl ControlKeeper for StoreBetween {
+    fn store(&self, control: ControlState) {
+        let KeptFunction { store, socket, .. } = &*self.0;
+        let mut inner = self.0.inner();
+        let Some(bytes) = self.0.encode(&inner, control) else {
+            return;
+        };
+        match store.store(&bytes) {
+            Ok(()) => {
+                inner.committed = inner.client.numbers();
+                inner.last = bytes;
+            }
+            Err(error) => log::error!(
+                "The state of {} is not kept: {}",
+                socket.display(),
+                report::chain(&error)
+            ),
+        }
+    }
+}

@@ -1,0 +1,435 @@
+//! Servers that die or are replaced under clients, which notice nothing but a pause.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::rng::{Rng, fill_blocks};
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+
+use crate::support::{Bench, PATIENCE, exists};
+
+/// Bytes of an I/O.
+const PIECE: usize = 4096;
+const BLOCKS: u32 = (PIECE / 512) as u32;
+/// Places that I/Os go to: few, so that each is written often.
+const PLACES: u64 = 64;
+/// Commands in flight.
+const DEPTH: usize = 16;
+/// I/Os between two admin commands.
+const PER_ADMIN: u64 = 200;
+
+/// A keeper with its server. Both are ended when it is dropped.
+struct Kept {
+    keeper: Child,
+    ready: Receiver<()>,
+    log: PathBuf,
+}
+
+impl Kept {
+    fn start(bench: &Bench, functions: &[&str]) -> Self {
+        Self::start_as(bench, &["--deaths", "100000", "--delay", "0"], functions)
+    }
+
+    fn start_as(bench: &Bench, options: &[&str], functions: &[&str]) -> Self {
+        let serve = bench.serve_command("one", functions);
+        let log = bench.path("log");
+        let mut keeper = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"))
+            .arg("keep")
+            .args(options)
+            .arg("--")
+            .arg(serve.get_program())
+            .args(serve.get_args())
+            .current_dir(bench.path("."))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(fs::File::create(&log).unwrap())
+            .spawn()
+            .unwrap();
+        let stdout = BufReader::new(keeper.stdout.take().unwrap());
+        let (sender, ready) = mpsc::channel();
+        thread::spawn(move || {
+            let lines = stdout.lines().map_while(Result::ok);
+            for _ in lines.filter(|line| line == "ready") {
+                if sender.send(()).is_err() {
+                    return;
+                }
+            }
+        });
+        let kept = Self { keeper, ready, log };
+        kept.await_ready();
+        kept
+    }
+
+    fn await_ready(&self) {
+        if let Err(error) = self.ready.recv_timeout(PATIENCE) {
+            panic!("no server: {error}; {}", self.log());
+        }
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(&self.log).unwrap()
+    }
+
+    /// Returns the server's process, which is the keeper's only child.
+    fn server(&self) -> Option<String> {
+        let keeper = self.keeper.id();
+        let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
+        let first = children.split(' ').next().filter(|pid| !pid.is_empty());
+        first.map(str::to_owned)
+    }
+
+    fn send(signal: &str, pid: &str) {
+        // It may have ended meanwhile.
+        let sent = Command::new("kill").args(["-s", signal, pid]).status();
+        sent.unwrap();
+    }
+
+    /// Kills the server, and waits for the next one.
+    fn kill_server(&self) {
+        let server = self.server().expect("a server");
+        Self::send("KILL", &server);
+        self.await_ready();
+    }
+
+    /// Ends both in order.
+    fn stop(mut self) {
+        Self::send("TERM", &self.keeper.id().to_string());
+        let status = self.keeper.wait().unwrap();
+        assert!(status.success(), "{status}: {}", self.log());
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        // The keeper first, which would start the next server.
+        let server = self.server();
+        let _ = self.keeper.kill();
+        let _ = self.keeper.wait();
+        if let Some(server) = server {
+            Self::send("KILL", &server);
+        }
+    }
+}
+
+/// A command in flight.
+struct Flight {
+    slot: usize,
+    place: u64,
+    generation: u64,
+    reads: bool,
+}
+
+/// A guest's driver on one function, with verified I/O.
+struct Guest {
+    controller: Controller,
+    queue: QueuePair,
+    buffers: Vec<DmaBuffer>,
+    flights: BTreeMap<u16, Flight>,
+    /// By place, the generation that was written last. A place has one command at a time.
+    generations: Vec<u64>,
+    /// False for a drive that keeps nothing.
+    keeps: bool,
+    rng: Rng,
+    done: u64,
+    last: Instant,
+    longest: Duration,
+}
+
+impl Guest {
+    fn connect(socket: &Path, doorbells: DoorbellMode, keeps: bool) -> Self {
+        let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+        let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(socket, &memory).unwrap());
+        let config = Config {
+            doorbells,
+            ..Config::default()
+        };
+        let mut controller = Controller::attach(bar, memory.clone(), config, 4).unwrap();
+        let options = QueueOptions::polled(64);
+        let queue = controller.create_queue_pair(1, &options).unwrap();
+        Self {
+            buffers: (0..DEPTH).map(|_| memory.alloc(PIECE).unwrap()).collect(),
+            controller,
+            queue,
+            flights: BTreeMap::new(),
+            generations: vec![0; PLACES as usize],
+            keeps,
+            rng: Rng::new(11),
+            done: 0,
+            last: Instant::now(),
+            longest: Duration::ZERO,
+        }
+    }
+
+    fn content(place: u64, generation: u64) -> Vec<u8> {
+        let mut bytes = vec![0; PIECE];
+        if generation > 0 {
+            fill_blocks(&mut bytes, generation, place * u64::from(BLOCKS), 512);
+        }
+        bytes
+    }
+
+    /// Fills the queue with reads and writes.
+    fn submit(&mut self) {
+        let busy = |slot: &usize| self.flights.values().any(|flight| flight.slot == *slot);
+        let free: Vec<usize> = (0..DEPTH).filter(|slot| !busy(slot)).collect();
+        for slot in free {
+            let place = self.rng.below(PLACES);
+            if self.flights.values().any(|flight| flight.place == place) {
+                continue;
+            }
+            let reads = self.rng.below(2) == 0;
+            let buffer = &self.buffers[slot];
+            let mut generation = self.generations[place as usize];
+            let slba = place * u64::from(BLOCKS);
+            let sqe = if reads {
+                buffer.fill(0xEE);
+                Sqe::read(1, slba, BLOCKS)
+            } else {
+                generation += 1;
+                buffer.write(0, &Self::content(place, generation));
+                Sqe::write(1, slba, BLOCKS)
+            };
+            let data = prp::buffer(buffer, 0, PIECE).unwrap();
+            let cid = self.queue.submit(sqe.with_data(data.pointer)).unwrap();
+            let flight = Flight {
+                slot,
+                place,
+                generation,
+                reads,
+            };
+            assert!(self.flights.insert(cid, flight).is_none());
+        }
+        self.queue.ring();
+    }
+
+    /// Takes completions. Each is that of a command in flight.
+    fn take(&mut self) {
+        while let Some(cqe) = self.queue.poll() {
+            let flight = self.flights.remove(&cqe.cid());
+            let flight = flight.unwrap_or_else(|| panic!("completed twice: {cqe:?}"));
+            assert!(cqe.status().is_success(), "{cqe:?}");
+            let Flight {
+                slot,
+                place,
+                generation,
+                reads,
+            } = flight;
+            if !reads {
+                self.generations[place as usize] = generation;
+            } else if self.keeps {
+                let read = self.buffers[slot].to_vec(0, PIECE);
+                assert_eq!(read, Self::content(place, generation), "place {place}");
+            }
+            self.done += 1;
+            let now = Instant::now();
+            self.longest = self.longest.max(now - self.last);
+            self.last = now;
+        }
+        self.queue.ring();
+    }
+
+    /// Creates a queue pair, uses it, and deletes it.
+    fn administer(&mut self) {
+        let queue = self
+            .controller
+            .create_queue_pair(2, &QueueOptions::polled(8))
+            .unwrap();
+        let mut disk = Disk::new(&mut self.controller, queue, 1).unwrap();
+        disk.flush().unwrap();
+        self.controller.delete_queue_pair(disk.queue).unwrap();
+    }
+
+    /// Runs until `ends`, and waits for all commands. Returns the longest time without a completion.
+    fn run(mut self, ends: &AtomicBool) -> (u64, Duration) {
+        let mut administered = 0;
+        self.last = Instant::now();
+        while !ends.load(Ordering::Relaxed) || !self.flights.is_empty() {
+            if !ends.load(Ordering::Relaxed) {
+                self.submit();
+            }
+            self.take();
+            if self.done / PER_ADMIN > administered {
+                administered = self.done / PER_ADMIN;
+                self.administer();
+            }
+            assert!(
+                self.last.elapsed() < PATIENCE,
+                "lost: {} commands",
+                self.flights.len()
+            );
+        }
+        (self.done, self.longest)
+    }
+}
+
+/// Has guests run while `disturb` is called so many times, at random moments.
+fn run_beside(guests: Vec<Guest>, times: usize, mut disturb: impl FnMut()) -> Vec<(u64, Duration)> {
+    let ends = Arc::new(AtomicBool::new(false));
+    let guests: Vec<_> = guests
+        .into_iter()
+        .map(|guest| {
+            let ends = ends.clone();
+            thread::spawn(move || guest.run(&ends))
+        })
+        .collect();
+    let mut rng = Rng::new(5);
+    for _ in 0..times {
+        thread::sleep(Duration::from_micros(rng.below(20_000)));
+        disturb();
+        assert!(
+            guests.iter().all(|guest| !guest.is_finished()),
+            "a guest failed"
+        );
+    }
+    ends.store(true, Ordering::Relaxed);
+    guests
+        .into_iter()
+        .map(|guest| guest.join().unwrap())
+        .collect()
+}
+
+fn survives_kills(drive: &str, doorbells: DoorbellMode, keeps: bool, kills: usize) {
+    let bench = Bench::new();
+    let mode = match doorbells {
+        DoorbellMode::Mapped => "mapped",
+        DoorbellMode::Trap => "trap",
+        _ => "shadow",
+    };
+    let function = format!("path={drive},socket=a.sock,doorbells={mode}");
+    let kept = Kept::start(&bench, &[&function]);
+    let guest = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
+    let figures = run_beside(vec![guest], kills, || kept.kill_server());
+    for (done, longest) in figures {
+        assert!(done > kills as u64);
+        println!("{drive}, {mode}: {done} I/Os, {longest:?} without one at most");
+    }
+    // The next client finds a function as after power-on, with its data.
+    let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
+    kept.stop();
+    assert!(!exists(&bench.path("a.sock")));
+}
+
+#[test]
+fn a_client_on_memory_survives_200_kills() {
+    survives_kills("memory:64M", DoorbellMode::Shadow, true, 200);
+}
+
+#[test]
+fn a_client_on_null_survives_200_kills() {
+    survives_kills("null:64M", DoorbellMode::Mapped, false, 200);
+}
+
+#[test]
+fn a_client_on_a_file_survives_200_kills() {
+    for doorbells in [
+        DoorbellMode::Shadow,
+        DoorbellMode::Mapped,
+        DoorbellMode::Trap,
+    ] {
+        survives_kills("drive.img", doorbells, true, 67);
+    }
+}
+
+#[test]
+fn a_server_that_is_killed_while_it_starts_loses_nothing() {
+    let bench = Bench::new();
+    let functions = [
+        "path=drive.img,range=0+32M,socket=a.sock,id=a",
+        "path=drive.img,range=32M+32M,socket=b.sock,id=b",
+        "path=memory:64M,size=32M,unit=1M,socket=c.sock,id=c",
+    ];
+    let kept = Kept::start(&bench, &functions);
+    let guests = ["a.sock", "b.sock", "c.sock"]
+        .map(|socket| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true));
+    let mut rng = Rng::new(3);
+    run_beside(guests.into(), 60, || {
+        // Whatever it is doing by now.
+        if let Some(server) = kept.server() {
+            Kept::send("KILL", &server);
+        }
+        if rng.below(3) == 0 {
+            kept.await_ready();
+        }
+    });
+    kept.stop();
+}
+
+#[test]
+fn memory_keeps_its_content_for_clients_that_come_later() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
+    let written = vec![0x5A; 512];
+    let attach = || {
+        let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+        let bar = VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap();
+        let mut controller =
+            Controller::attach(Arc::new(bar), memory, Config::default(), 1).unwrap();
+        (Disk::open(&mut controller, 1).unwrap(), controller)
+    };
+    let (mut disk, controller) = attach();
+    disk.write(7, &written).unwrap();
+    let serial = controller.identity().unwrap().serial.clone();
+    drop((disk, controller));
+    kept.kill_server();
+    let (mut disk, controller) = attach();
+    assert_eq!(disk.read(7, 1).unwrap(), written);
+    assert_eq!(controller.identity().unwrap().serial, serial);
+    kept.stop();
+}
+
+#[test]
+fn a_server_that_always_dies_is_given_up() {
+    let bench = Bench::new();
+    let mut kept = Kept::start_as(
+        &bench,
+        &["--deaths", "3"],
+        &["path=drive.img,socket=a.sock"],
+    );
+    for _ in 0..2 {
+        kept.kill_server();
+    }
+    Kept::send("KILL", &kept.server().unwrap());
+    let status = kept.keeper.wait().unwrap();
+    assert!(!status.success());
+    let log = kept.log();
+    assert!(log.contains("gives up"), "{log}");
+    assert_eq!(kept.ready.recv(), Err(RecvError));
+}
+
+#[test]
+fn added_functions_survive_and_removed_ones_are_let_go() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=drive.img,range=0+1M,socket=a.sock,id=a"]);
+    bench
+        .ask("add", &["path=drive.img,range=1M+1M,socket=b.sock,id=b"])
+        .unwrap();
+    let guest = Guest::connect(&bench.path("b.sock"), DoorbellMode::Shadow, true);
+    run_beside(vec![guest], 3, || kept.kill_server());
+    bench.ask("remove", &["b"]).unwrap();
+    kept.kill_server();
+    let listed = bench.ask("list", &[]).unwrap();
+    assert!(
+        listed.contains("a.sock") && !listed.contains("b.sock"),
+        "{listed}"
+    );
+    assert!(!exists(&bench.path("b.sock")));
+    let log = kept.log();
+    assert!(!log.contains("no longer served"), "{log}");
+    kept.stop();
+}

@@ -464,7 +464,7 @@ mod tests {
 
     #[test]
     fn other_versions_promises_and_values_are_refused() {
-        let (mut guest, survivors, _) = guest();
+        let (guest, survivors, _) = guest();
         let state = guest.function.control_state();
         drop(guest);
         let mut function = survivors.next_function();

@@ -28,7 +28,13 @@ pub enum DriveError {
     Open(#[from] OpenDriveError),
     /// Its content cannot be kept for the next process.
     #[error(transparent)]
-    Keeping(#[from] KeepingError),
+    Keeping(Box<KeepingError>),
+}
+
+impl From<KeepingError> for DriveError {
+    fn from(error: KeepingError) -> Self {
+        Self::Keeping(Box::new(error))
+    }
 }
 
 #[derive(Debug)]

@@ -48,10 +48,16 @@ pub enum OfferError {
     Server(#[from] vfio_user_server::Error),
     /// It cannot be kept for the next process.
     #[error("The keeper cannot keep the function")]
-    Keeper(#[from] KeepError),
+    Keeper(#[source] Box<KeepError>),
     /// Error serving a function.
     #[error(transparent)]
     Thread(#[from] FunctionThreadError),
+}
+
+impl From<KeepError> for OfferError {
+    fn from(error: KeepError) -> Self {
+        Self::Keeper(Box::new(error))
+    }
 }
 
 impl OfferError {

@@ -150,7 +150,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let keeping = Keeping::find()?;
     let (listener, roster) = start(options, keeping.clone(), stop)?;
     announce(&roster, out).map_err(ServeError::Print)?;
-    if keeping.is_none() {
+    if keeping.is_none() && roster.entries().next().is_some() {
         let lost = "Without a keeper: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help keep`";
         writeln!(out, "{lost}").map_err(ServeError::Print)?;
     }

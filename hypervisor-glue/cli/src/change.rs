@@ -43,6 +43,11 @@ pub enum Change {
         /// Its option string, with absolute paths.
         options: String,
     },
+    /// Has another process take the server's place, without its VMs noticing.
+    Upgrade {
+        /// Program of the next server; `None` for the server's own.
+        binary: Option<PathBuf>,
+    },
     /// Makes the functions those of the server's file.
     Reload {
         /// Also if a VMM is connected to a function that changes or goes.
@@ -71,6 +76,11 @@ pub enum Changed {
     Reserved(Reserved),
     /// Of [`Change::Reload`].
     Reloaded(Reloaded),
+    /// Of [`Change::Upgrade`]: the process that takes over.
+    Upgraded {
+        /// Its number.
+        process: u32,
+    },
 }
 
 /// Result of a reload.

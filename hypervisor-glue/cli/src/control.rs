@@ -15,6 +15,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
+use nvme_mpt::clock;
 use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::poller::start_thread;
 use serde::{Deserialize, Serialize};
@@ -31,6 +34,12 @@ const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 2 })
 
 /// Time that a client waits for its answer: several other clients may be served before it.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
+
+/// Longest wait for a server that takes over.
+const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(30);
+
+/// Pause between two looks at it.
+const TAKE_OVER_PAUSE: Duration = Duration::from_millis(2);
 
 /// Longest request in bytes: a fault plan, and what JSON writes for its line ends and quotes.
 const REQUEST_MAX: usize = 128 << 10;
@@ -75,6 +84,18 @@ pub enum ControlError {
         path: PathBuf,
         /// Cause.
         source: serde_json::Error,
+    },
+    /// The next server does not take over.
+    #[error(
+        "Process {process} was to take over, and does not answer on {}: the log of the server has the reason; its keeper \
+         starts it again",
+        path.display()
+    )]
+    NotTakenOver {
+        /// The socket.
+        path: PathBuf,
+        /// The process.
+        process: u32,
     },
     /// The server refused.
     #[error("The server on {} refused: {reason}", path.display())]
@@ -298,6 +319,28 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
     match ask(path, &Request::Stats {})? {
         Answer::Stats(stats) => Ok(stats),
         other => Err(other.unexpected(path)),
+    }
+}
+
+/// Waits until a process answers on the control socket at `path`.
+///
+/// # Errors
+/// [`ControlError::NotTakenOver`] if another process answers, or none, for 30 seconds.
+pub fn await_server(path: &Path, process: u32) -> Result<(), ControlError> {
+    let deadline = Deadline::after(&SystemClock::shared(), TAKE_OVER_PATIENCE);
+    loop {
+        let stream = UnixStream::connect(path);
+        let peer = stream.and_then(|stream| Ok(getsockopt(&stream, PeerCredentials)?));
+        if peer.is_ok_and(|peer| u32::try_from(peer.pid()) == Ok(process)) {
+            return Ok(());
+        }
+        if deadline.left().is_zero() {
+            return Err(ControlError::NotTakenOver {
+                path: path.to_owned(),
+                process,
+            });
+        }
+        clock::sleep(TAKE_OVER_PAUSE);
     }
 }
 

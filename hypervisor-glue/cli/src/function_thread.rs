@@ -60,6 +60,14 @@ enum Request {
         force: bool,
         answer: SyncSender<Leave>,
     },
+    /// To rest for the next server: where the result goes.
+    Rest(SyncSender<Result<Resting, String>>),
+}
+
+/// A function that does nothing, and whose state is that for the next server. It goes on when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Resting {
+    _goes_on: Sender<()>,
 }
 
 /// Answer of a function that is asked to end.
@@ -96,6 +104,40 @@ impl FunctionHandle {
         self.requests.send(Request::Stats(answer)).ok()?;
         self.control.wake();
         Some(figures)
+    }
+
+    /// Has all these functions rest, at the same time.
+    ///
+    /// # Errors
+    /// The place of the first one that does not rest, and why. Then all go on.
+    pub(crate) fn rest(handles: &[Self]) -> Result<Vec<Resting>, (usize, String)> {
+        let asked: Vec<_> = handles
+            .iter()
+            .map(|handle| {
+                let (answer, result) = mpsc::sync_channel(1);
+                let sent = handle.requests.send(Request::Rest(answer));
+                handle.control.wake();
+                sent.map(|()| result).map_err(|_| ())
+            })
+            .collect();
+        let gone = || "its thread has ended".to_owned();
+        let late = || "it is busy with commands in flight".to_owned();
+        let wait =
+            |result: Receiver<Result<Resting, String>>| match result.recv_timeout(LEAVE_PATIENCE) {
+                Ok(result) => result,
+                Err(RecvTimeoutError::Timeout) => Err(late()),
+                Err(RecvTimeoutError::Disconnected) => Err(gone()),
+            };
+        let results = asked
+            .into_iter()
+            .map(|asked| asked.map_err(|()| gone()).and_then(wait));
+        // All are waited for, so that none rests later on.
+        let results: Vec<_> = results.collect();
+        let mut resting = Vec::new();
+        for (place, result) in results.into_iter().enumerate() {
+            resting.push(result.map_err(|reason| (place, reason))?);
+        }
+        Ok(resting)
     }
 
     fn ask_to_leave(&self, force: bool) -> Leave {
@@ -235,9 +277,10 @@ impl Function {
         Some(interval.saturating_sub(elapsed))
     }
 
-    fn answer_requests(&self) {
-        for request in self.inbox.try_iter() {
+    fn answer_requests(&mut self) {
+        while let Ok(request) = self.inbox.try_recv() {
             match request {
+                Request::Rest(answer) => self.rest(&answer),
                 Request::Stats(answer) => {
                     // The thread that asked may have stopped waiting.
                     let _ = answer.try_send(self.stats());
@@ -245,6 +288,26 @@ impl Function {
                 Request::Leave { force, answer } => self.decide(force, &answer),
             }
         }
+    }
+
+    /// Has the function rest, until the thread that asked lets it go on, or the process ends.
+    fn rest(&mut self, answer: &SyncSender<Result<Resting, String>>) {
+        let function = self.server.device_mut().function_mut();
+        if let Err(error) = function.pause() {
+            // The thread that asked may have stopped waiting.
+            let _ = answer.send(Err(report::chain(&error)));
+            return;
+        }
+        let committed = self.server.commit();
+        let (goes_on, end) = mpsc::channel();
+        let result = match committed {
+            Ok(()) => Ok(Resting { _goes_on: goes_on }),
+            Err(error) => Err(report::chain(&error)),
+        };
+        // Its buffer has room. If nobody waits any more, the function goes on at once.
+        let _ = answer.send(result);
+        let _: Result<(), _> = end.recv();
+        self.server.device_mut().function_mut().resume();
     }
 
     /// Ends, unless a VMM is connected. The decision holds only if the thread that asked takes it.

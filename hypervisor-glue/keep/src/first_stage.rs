@@ -8,11 +8,11 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
-use std::process::{self, Command};
+use std::process::{self, Child, Command, Stdio};
 
 use nix::sys::signal::{SigHandler, SigSet, Signal, signal};
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
-use rustix::net::{RecvFlags, SendFlags};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
 
 use crate::error::KeeperError;
 use crate::inherited::FIRST;
@@ -24,22 +24,74 @@ const STORED: u8 = 1;
 /// Last message, with the command's standard input.
 const STANDARD_INPUT: u8 = 0;
 
+/// A first stage that was started.
+#[derive(Debug)]
+pub(crate) struct Started {
+    pub(crate) child: Child,
+    /// An error if it does not get all descriptors. Then it ends by itself.
+    pub(crate) passed: rustix::io::Result<()>,
+}
+
+/// Starts a command by its first stage, which puts the descriptors with these names in place.
+pub(crate) fn start(
+    command: &mut Command,
+    names: OsString,
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<Started, KeeperError> {
+    let (ours, theirs) = socketpair(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .map_err(|error| KeeperError::system("make a socket for the first stage", error))?;
+    command.stdin(theirs);
+    if !descriptors.is_empty() {
+        command.env("LISTEN_FDS", descriptors.len().to_string());
+        command.env("LISTEN_FDNAMES", names);
+    }
+    let child = command.spawn();
+    let child = child.map_err(|error| KeeperError::system("start the command", error))?;
+    // The first stage's end of the socket: without it, the end of that process is seen.
+    command.stdin(Stdio::null());
+    let passed = pass(&ours, descriptors);
+    Ok(Started { child, passed })
+}
+
 /// Passes all that the first stage waits for.
-pub(crate) fn pass<'a>(
-    socket: &OwnedFd,
-    stored: impl Iterator<Item = &'a OwnedFd>,
-    standard_input: BorrowedFd<'_>,
-) -> rustix::io::Result<()> {
-    let stored: Vec<_> = stored.map(AsFd::as_fd).collect();
-    for some in stored.chunks(DESCRIPTORS_MAX) {
+fn pass(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
+    for some in descriptors.chunks(DESCRIPTORS_MAX) {
         message::send(socket, &[STORED], some, SendFlags::empty())?;
     }
-    message::send(
-        socket,
-        &[STANDARD_INPUT],
-        &[standard_input],
-        SendFlags::empty(),
-    )
+    let standard_input = io::stdin();
+    let last = [standard_input.as_fd()];
+    message::send(socket, &[STANDARD_INPUT], &last, SendFlags::empty())
+}
+
+/// Starts a command beside this process, which is to take its place: with these descriptors by their names, and with this
+/// process's keeper. `first_stage` are the arguments with which this program calls [`first_stage`].
+///
+/// This process names its successor to the keeper by `MAINPID=`, once the successor may take over.
+///
+/// # Errors
+///
+/// The command cannot be started, or does not get the descriptors.
+pub fn start_successor(
+    first_stage: &[OsString],
+    command: &[OsString],
+    descriptors: &[(&str, BorrowedFd<'_>)],
+) -> Result<Child, KeeperError> {
+    let names: Vec<_> = descriptors.iter().map(|(name, _)| *name).collect();
+    let descriptors: Vec<_> = descriptors.iter().map(|(_, fd)| *fd).collect();
+    let mut first = Command::new("/proc/self/exe");
+    first.args(first_stage).args(command);
+    let Started { mut child, passed } = start(&mut first, names.join(":").into(), &descriptors)?;
+    if let Err(error) = passed {
+        // It ends by itself.
+        let _ = child.wait();
+        return Err(KeeperError::system("pass descriptors on", error));
+    }
+    Ok(child)
 }
 
 /// Executes a command of the keeper: puts the descriptors in their places, and sets `LISTEN_PID`.

@@ -18,7 +18,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
-use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socketpair};
+use rustix::net::RecvFlags;
 use rustix::process::{Pid, Resource, WaitOptions, getrlimit, setrlimit, wait, waitpid};
 use tempfile::TempDir;
 
@@ -225,50 +225,37 @@ impl<'a> Keeper<'a> {
     }
 
     fn start(&mut self) -> Result<(), KeeperError> {
-        let (ours, theirs) = socketpair(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )
-        .map_err(|error| KeeperError::system("make a socket for the first stage", error))?;
-        let started = self.spawn(theirs);
-        let process = started.map_err(|error| KeeperError::system("start the command", error))?;
+        let KeepOptions {
+            first_stage,
+            program,
+            ..
+        } = self.options;
+        let mut command = Command::new(program);
+        clear(&mut command);
+        command
+            .args(first_stage)
+            .args(self.command)
+            .env("NOTIFY_SOCKET", address(&self.folder))
+            .env("FDSTORE", self.stored.max().to_string())
+            // A terminal's SIGINT reaches the keeper alone, which passes it on once.
+            .process_group(0);
+        let stored: Vec<_> = self.stored.descriptors().map(AsFd::as_fd).collect();
+        let started = first_stage::start(&mut command, self.stored.names(), &stored)?;
+        let process = Process::open(Pid::from_child(&started.child));
+        let process = process.map_err(|error| KeeperError::system("start the command", error))?;
         log::info!(
             "Started {:?} as process {}, with {} stored descriptors",
             self.command[0],
             process.pid.as_raw_pid(),
-            self.stored.descriptors().len()
+            stored.len()
         );
         self.start_at = None;
         self.main = Some(process);
-        let stored = self.stored.descriptors();
-        if let Err(error) = first_stage::pass(&ours, stored, io::stdin().as_fd()) {
+        if let Err(error) = started.passed {
             // The first stage ends without all of them, which is a death.
             log::error!("Cannot pass stored descriptors on: {error}");
         }
         Ok(())
-    }
-
-    /// Starts the first stage.
-    fn spawn(&self, socket: OwnedFd) -> io::Result<Process> {
-        let mut command = Command::new(&self.options.program);
-        clear(&mut command);
-        command
-            .args(&self.options.first_stage)
-            .args(self.command)
-            .env("NOTIFY_SOCKET", address(&self.folder))
-            .env("FDSTORE", self.stored.max().to_string())
-            .stdin(socket)
-            // A terminal's SIGINT reaches the keeper alone, which passes it on once.
-            .process_group(0);
-        let count = self.stored.descriptors().len();
-        if count > 0 {
-            command.env("LISTEN_FDS", count.to_string());
-            command.env("LISTEN_FDNAMES", self.stored.names());
-        }
-        let child = command.spawn()?;
-        Ok(Process::open(Pid::from_child(&child))?)
     }
 
     /// Notes the end of the main process. Returns its status if it is the keeper's end too.
@@ -452,6 +439,10 @@ impl<'a> Keeper<'a> {
             process.pid.as_raw_pid()
         );
         self.former.retain(|former| former.pid != process.pid);
+        if self.ends {
+            // The signal reached the process before it alone.
+            process.signal(rustix::process::Signal::TERM);
+        }
         self.former.extend(self.main.replace(process));
         self.start_at = None;
     }

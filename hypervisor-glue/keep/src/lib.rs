@@ -41,7 +41,7 @@ mod stored;
 
 pub use bag::Bag;
 pub use error::{KeepError, KeeperError};
-pub use first_stage::first_stage;
+pub use first_stage::{first_stage, start_successor};
 pub use inherited::{Inherited, clear};
 pub use keeper::{KeepOptions, exit_code, keep};
 pub use message::DESCRIPTORS_MAX;

@@ -1,8 +1,10 @@
-//! `nvme-mpt add`, `reserve`, `remove`, `limit`, `resize`, `list` and `reload`: functions of a running server.
+//! `nvme-mpt add`, `reserve`, `remove`, `limit`, `resize`, `list`, `reload` and `upgrade`: functions of a running server.
 
 use std::env;
 use std::error::Error;
+use std::fs;
 use std::io::{self, Write};
+use std::path::PathBuf;
 
 use clap::Args;
 use nvme_mpt::range::Bytes;
@@ -115,6 +117,35 @@ pub(super) struct Reload {
     force: bool,
     #[command(flatten)]
     server: RunningServer,
+}
+
+/// Replace a running server by a new process, without its VMs noticing more than a pause
+///
+/// The server needs a keeper: `nvme-mpt keep`, or systemd with resources/nvme-mpt.service. The new process has the same
+/// arguments. If it cannot read its configuration or the state of a function, the server goes on.
+#[derive(Args, Debug)]
+pub(super) struct Upgrade {
+    /// Program of the new process [default: the server's own path, where an update has put its new version]
+    #[arg(long, value_name = "PATH")]
+    binary: Option<PathBuf>,
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+impl Upgrade {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let binary = self.binary.as_ref().map(fs::canonicalize).transpose()?;
+        let Changed::Upgraded { process } = self.server.change(Change::Upgrade { binary })? else {
+            return Err(UNEXPECTED.into());
+        };
+        control::await_server(&self.server.control(), process)?;
+        let mut out = io::stdout().lock();
+        match self.server.json {
+            true => writeln!(out, "{}", serde_json::json!({ "process": process }))?,
+            false => writeln!(out, "Process {process} is the server now")?,
+        }
+        Ok(())
+    }
 }
 
 impl Add {

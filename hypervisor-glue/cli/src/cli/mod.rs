@@ -22,7 +22,7 @@ use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
 use self::functions::{
-    Add, Limit, List, Reload, Remove, Reserve, Resize, function_help, function_synopsis,
+    Add, Limit, List, Reload, Remove, Reserve, Resize, Upgrade, function_help, function_synopsis,
 };
 use self::leases::{Leases, run_leases};
 use crate::change::{Change, Changed};
@@ -46,6 +46,7 @@ struct Cli {
 enum Command {
     Serve(Serve),
     Keep(Keep),
+    Upgrade(Upgrade),
     Add(Add),
     Reserve(Reserve),
     Remove(Remove),
@@ -304,6 +305,7 @@ pub fn run() -> ExitCode {
     let result = match command {
         Command::Serve(options) => run_serve(options),
         Command::Keep(options) => return run_keep(&options),
+        Command::Upgrade(options) => options.run(),
         Command::Add(options) => options.run(),
         Command::Reserve(options) => options.run(),
         Command::Remove(options) => options.run(),
@@ -335,7 +337,7 @@ fn failure(error: &dyn Error) -> ExitCode {
 }
 
 /// First argument of the step between a keeper and its command, which people have no use for.
-const FIRST_STAGE: &str = "keep-first-stage";
+pub(crate) const FIRST_STAGE: &str = "keep-first-stage";
 
 fn run_keep(options: &Keep) -> ExitCode {
     let mut keep = KeepOptions::new(vec![FIRST_STAGE.into()]);

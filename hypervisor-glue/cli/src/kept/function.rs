@@ -25,7 +25,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::{FunctionParts, Gpa, KeptFiles, SharedParts};
-use nvme_mpt_keep::{Bag, KeepError, Store};
+use nvme_mpt_keep::{Bag, KeepError};
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -33,6 +33,7 @@ use vfio_user_server::{Journal, JournalError, StateStore};
 use vmm_device::{ControlKeeper, ControlState};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::registry::Registry;
 use crate::adaptor::Client;
 
 /// Version of [`DeviceState`], and the only one that is read.
@@ -74,13 +75,13 @@ pub(crate) enum SurvivorError {
 #[derive(Clone, Debug)]
 pub(crate) struct Shelf {
     pub(super) name: String,
-    pub(super) store: Arc<Store>,
+    pub(super) registry: Arc<Registry>,
 }
 
 impl Shelf {
     /// Has the keeper let go of the function.
     pub(crate) fn forget(&self) {
-        if let Err(error) = self.store.forget(&self.name) {
+        if let Err(error) = self.registry.forget(&self.name) {
             log::error!(
                 "{} stays with the keeper: {}",
                 self.name,
@@ -195,6 +196,20 @@ pub(crate) struct Survivors {
     pub(crate) kept: Arc<KeptFunction>,
 }
 
+/// Checks whether this program can read the state in a journal that another process has, and may change meanwhile.
+pub(super) fn check_state(journal: OwnedFd) -> Result<(), SurvivorError> {
+    let (_, record) = Journal::from_kept(journal)?;
+    read_state(record.device()).map(drop)
+}
+
+fn read_state(bytes: &[u8]) -> Result<DeviceState, SurvivorError> {
+    let state: DeviceState = serde_json::from_slice(bytes)?;
+    match state.version {
+        VERSION => Ok(state),
+        other => Err(SurvivorError::Version(other)),
+    }
+}
+
 impl SurvivingFunction {
     /// Reads what a keeper has of a function.
     pub(super) fn read(shelf: Shelf, descriptors: Vec<OwnedFd>) -> Result<Self, SurvivorError> {
@@ -202,10 +217,7 @@ impl SurvivingFunction {
         let mut contents: BTreeMap<_, _> = bag.contents()?.into_iter().collect();
         let journal = only(&mut contents, JOURNAL)?;
         let (journal, record) = Journal::from_kept(journal)?;
-        let state: DeviceState = serde_json::from_slice(record.device())?;
-        if state.version != VERSION {
-            return Err(SurvivorError::Version(state.version));
-        }
+        let state = read_state(record.device())?;
         Ok(Self {
             shelf,
             bag,
@@ -280,6 +292,8 @@ impl SurvivingFunction {
             });
         }
         let user = client.user;
+        let shown = shelf.registry.show(&shelf.name, journal.as_fd());
+        shown?;
         let next = contents.keys().next_back().map_or(0, |last| last + 1);
         let named = client.numbers();
         let messages = contents.len();
@@ -393,11 +407,18 @@ impl KeptFunction {
     }
 
     /// Keeps the function from now on, as its listening socket is there.
-    pub(crate) fn begin(&self, listener: BorrowedFd<'_>) -> Result<(), KeepError> {
+    pub(crate) fn begin(
+        &self,
+        listener: BorrowedFd<'_>,
+        journal: BorrowedFd<'_>,
+    ) -> Result<(), KeepError> {
         let mut inner = self.inner();
         inner.bag.put(LISTENER, &[listener])?;
         inner.messages += 1;
-        self.shelf.store.keep(&self.shelf.name, &inner.bag.ends())
+        self.shelf
+            .registry
+            .keep(&self.shelf.name, &inner.bag.ends())?;
+        self.shelf.registry.show(&self.shelf.name, journal)
     }
 
     /// Lets go of all: the function has ended.

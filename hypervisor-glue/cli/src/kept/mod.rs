@@ -10,6 +10,8 @@
 //! between leaves a descriptor that nothing names, which the next one closes.
 
 pub(crate) mod function;
+pub(crate) mod predecessor;
+mod registry;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -25,9 +27,14 @@ use nvme_mpt_vmm::report;
 use thiserror::Error;
 
 use function::{Shelf, SurvivingFunction};
+use predecessor::{Predecessor, PredecessorError};
+use registry::Registry;
 
 /// Prefix of the names of functions.
 const FUNCTION: &str = "function-";
+
+/// Prefix of the names of contents of `memory:` drives.
+const MEMORY: &str = "memory-";
 
 /// Name of the ledger of private drives.
 const LEASES: &str = "leases";
@@ -41,6 +48,9 @@ pub enum KeepingError {
     /// The kernel has no memory file.
     #[error("Cannot make a memory file that outlives this server")]
     Memory(#[source] std::io::Error),
+    /// The server before goes on, or its successor cannot.
+    #[error(transparent)]
+    Predecessor(#[from] PredecessorError),
     /// The ledger of private drives cannot be read.
     #[error("Cannot read the ledger of memory: and null: drives that the server before has kept")]
     Ledger(#[from] LeaseError),
@@ -49,7 +59,7 @@ pub enum KeepingError {
 /// A server's descriptors in its keeper.
 #[derive(Debug)]
 pub(crate) struct Keeping {
-    store: Arc<Store>,
+    registry: Arc<Registry>,
     state: Mutex<State>,
 }
 
@@ -67,53 +77,78 @@ struct State {
 impl Keeping {
     /// Finds the keeper of this process, and what it has kept; `None` without a keeper.
     ///
+    /// If a server is to be replaced by this one, `check` has to succeed. Then this waits for the end of that server.
+    ///
     /// # Errors
-    /// See [`KeepingError`].
-    pub(crate) fn find() -> Result<Option<Arc<Self>>, KeepingError> {
-        let mut inherited = Inherited::from_env()?;
-        let Some(store) = Store::from_env()?.filter(Store::keeps) else {
+    /// See [`KeepingError`]; the error of `check`.
+    pub(crate) fn find<E: From<KeepingError>>(
+        check: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Option<Arc<Self>>, E> {
+        let mut inherited = Inherited::from_env().map_err(KeepingError::from)?;
+        let store = Store::from_env().map_err(KeepingError::from)?;
+        let Some(store) = store.filter(Store::keeps) else {
             return Ok(None);
         };
-        let store = Arc::new(store);
+        if let Some(predecessor) = Predecessor::find(&mut inherited).map_err(KeepingError::from)? {
+            check()?;
+            predecessor.await_end().map_err(KeepingError::from)?;
+        }
+        Ok(Some(Arc::new(Self::read(store, inherited)?)))
+    }
+
+    fn read(store: Store, mut inherited: Inherited) -> Result<Self, KeepingError> {
+        let registry = Arc::new(Registry::new(store));
         let names: Vec<String> = inherited.names().map(str::to_owned).collect();
+        let mut kept: BTreeMap<String, Vec<OwnedFd>> = BTreeMap::new();
+        for name in names {
+            let descriptors = inherited.take(&name);
+            registry.know(&name, &descriptors)?;
+            kept.insert(name, descriptors);
+        }
         let mut state = State {
             surviving: BTreeMap::new(),
-            private: private_ledger(&store, inherited.take(LEASES))?,
+            private: private_ledger(&registry, kept.remove(LEASES).unwrap_or_default())?,
             memory: BTreeMap::new(),
             next_function: 0,
         };
-        for name in names {
-            let descriptors = inherited.take(&name);
-            if let Some(number) = name.strip_prefix(FUNCTION).and_then(|n| n.parse().ok()) {
-                state.next_function = state.next_function.max(number) + 1;
+        for (name, descriptors) in kept {
+            if let Some(number) = number_after(FUNCTION, &name) {
+                state.next_function = state.next_function.max(number + 1);
                 let shelf = Shelf {
                     name: name.clone(),
-                    store: store.clone(),
+                    registry: registry.clone(),
                 };
-                match SurvivingFunction::read(shelf, descriptors) {
+                match SurvivingFunction::read(shelf.clone(), descriptors) {
                     Ok(function) => {
-                        state
-                            .surviving
-                            .insert(function.socket().to_owned(), function);
+                        let socket = function.socket().to_owned();
+                        state.surviving.insert(socket, function);
                     }
                     Err(error) => {
-                        log::error!(
-                            "{name} of the process before is lost: {}",
-                            report::chain(&error)
-                        );
-                        store.forget(&name)?;
+                        let error = report::chain(&error);
+                        log::error!("{name} of the process before is lost: {error}");
+                        shelf.forget();
                     }
                 }
-            } else if let Some(bytes) = name.strip_prefix("memory-").and_then(|n| n.parse().ok()) {
+            } else if let Some(bytes) = number_after(MEMORY, &name) {
                 let file = descriptors.into_iter().next();
                 let file = file.map(|file| MemoryFile(Arc::new(file)));
                 state.memory.extend(file.map(|file| (bytes, file)));
-            } else if name != LEASES {
+            } else {
                 log::warn!("The keeper has \"{name}\", which this server does not know");
             }
         }
         let state = Mutex::new(state);
-        Ok(Some(Arc::new(Self { store, state })))
+        Ok(Self { registry, state })
+    }
+
+    /// Returns whether functions of the process before are to go on.
+    pub(crate) fn goes_on(&self) -> bool {
+        !self.state().surviving.is_empty()
+    }
+
+    /// Returns all that is in the keeper, for a process that takes this one's place.
+    pub(crate) fn registry(&self) -> &Registry {
+        &self.registry
     }
 
     /// Returns the function of the process before that had this socket.
@@ -155,7 +190,7 @@ impl Keeping {
         state.next_function += 1;
         Shelf {
             name: format!("{FUNCTION}{number}"),
-            store: self.store.clone(),
+            registry: self.registry.clone(),
         }
     }
 
@@ -174,7 +209,7 @@ impl Keeping {
             return Ok(file.clone());
         }
         let file = memfd(c"nvme-mpt-drive", bytes).map_err(KeepingError::Memory)?;
-        self.store.keep(&memory_name(bytes), &[file.as_fd()])?;
+        self.registry.keep(&memory_name(bytes), &[file.as_fd()])?;
         let file = MemoryFile(Arc::new(file));
         state.memory.insert(bytes, file.clone());
         Ok(file)
@@ -183,7 +218,7 @@ impl Keeping {
     /// Forgets the content of a drive that is closed.
     pub(crate) fn forget_memory(&self, bytes: u64) {
         if self.state().memory.remove(&bytes).is_some()
-            && let Err(error) = self.store.forget(&memory_name(bytes))
+            && let Err(error) = self.registry.forget(&memory_name(bytes))
         {
             log::error!(
                 "The keeper is not asked to let go of memory: {}",
@@ -194,7 +229,7 @@ impl Keeping {
 
     /// Tells the keeper of the server's state, as sd_notify(3) has it.
     pub(crate) fn notify(&self, assignments: &str) {
-        if let Err(error) = self.store.notify(assignments) {
+        if let Err(error) = self.registry.store().notify(assignments) {
             log::error!(
                 "The keeper is not told {assignments}: {}",
                 report::chain(&error)
@@ -208,17 +243,22 @@ impl Keeping {
     }
 }
 
+/// Returns the number of a name that is a prefix and a number.
+fn number_after(prefix: &str, name: &str) -> Option<u64> {
+    name.strip_prefix(prefix)?.parse().ok()
+}
+
 fn memory_name(bytes: u64) -> String {
-    format!("memory-{bytes}")
+    format!("{MEMORY}{bytes}")
 }
 
 /// Opens the ledger of private drives, or makes it.
-fn private_ledger(store: &Store, kept: Vec<OwnedFd>) -> Result<Ledger, KeepingError> {
+fn private_ledger(registry: &Registry, kept: Vec<OwnedFd>) -> Result<Ledger, KeepingError> {
     let file = match kept.into_iter().next() {
         Some(file) => file,
         None => {
             let file = memfd(c"nvme-mpt-leases", 0).map_err(KeepingError::Memory)?;
-            store.keep(LEASES, &[file.as_fd()])?;
+            registry.keep(LEASES, &[file.as_fd()])?;
             file
         }
     };

@@ -1,5 +1,6 @@
 //! Changes of a running server's functions, one after the other, on a thread of their own.
 
+use std::path::Path;
 use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::thread::JoinHandle;
 
@@ -11,6 +12,7 @@ use super::error::ChangeError;
 use super::roster::Roster;
 use crate::change::{Change, Changed, Reloaded, Reserved};
 use crate::control::Reply;
+use crate::kept::predecessor::UpgradeError;
 
 /// Changes that wait while another one is made.
 const QUEUE: usize = 64;
@@ -61,10 +63,32 @@ impl ChangeThread {
 
 fn run(mut roster: Roster, requests: &Receiver<Request>) -> Roster {
     for (change, reply) in requests {
+        if let Change::Upgrade { binary } = change {
+            upgrade(&roster, binary.as_deref(), reply);
+            continue;
+        }
         let made = make(&mut roster, change);
         reply.send(made.map_err(|error| report::chain(&error)));
     }
     roster
+}
+
+/// Has another process take this one's place, which ends then.
+fn upgrade(roster: &Roster, binary: Option<&Path>, reply: Reply) {
+    match roster.upgrade(binary) {
+        Ok(process) => {
+            reply.send(Ok(Changed::Upgraded { process }));
+            // At once: whatever this process did now would be done to what its successor has.
+            std::process::exit(0);
+        }
+        Err(error) => {
+            let reason = report::chain(&error);
+            if !matches!(error, UpgradeError::NoKeeper) {
+                log::error!("This server is not replaced, and goes on: {reason}");
+            }
+            reply.send(Err(reason));
+        }
+    }
 }
 
 fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
@@ -103,6 +127,8 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
             log::info!("Lease {id} is reserved for user {owner}");
             Changed::Reserved(reserved)
         }
+        // It ends the process: see `upgrade`.
+        Change::Upgrade { .. } => return Err(ChangeError::Ending),
         Change::Reload { force } => {
             let reloaded = roster.reload(force)?;
             let Reloaded {

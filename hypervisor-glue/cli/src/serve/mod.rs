@@ -2,7 +2,7 @@
 //! signal asks for the end. Functions come and go meanwhile.
 //!
 //! `declared` has functions as they are declared, `drives` the drives that are open, `offer` one function that is
-//! offered, `owner` users by their names, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `changes` the thread that changes them, `view`
+//! offered, `owner` users by their names, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
 //! their report to other threads.
 
 mod changes;
@@ -14,6 +14,7 @@ mod offer;
 mod owner;
 mod reload;
 mod roster;
+mod upgrade;
 mod view;
 
 use std::fs;
@@ -31,7 +32,7 @@ use nvme_mpt_vmm::options::{ServedDrive, ServedFunction, VmmSocket};
 use thiserror::Error;
 
 use self::changes::{ChangeQueue, ChangeThread};
-use self::declared::AddedFile;
+use self::declared::{AddedFile, Declarations};
 use self::leases::{LeaseServer, LeaseTable};
 use self::owner::socket_access;
 use self::roster::{Roster, Terms};
@@ -147,7 +148,8 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let stop = Arc::new(AtomicBool::new(false));
     // A wait at the start, as for a range that is wiped, ends with a signal as well.
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
-    let keeping = Keeping::find()?;
+    // All that can be wrong with the arguments is found before the server that this one replaces ends.
+    let keeping = Keeping::find(|| check(&options))?;
     let (listener, roster) = start(options, keeping.clone(), stop)?;
     announce(&roster, out).map_err(ServeError::Print)?;
     if keeping.is_none() && roster.entries().next().is_some() {
@@ -236,6 +238,19 @@ fn start(
     });
     roster.start(functions, drives)?;
     Ok((listener, roster))
+}
+
+/// Checks what is known of the options without opening a drive.
+fn check(options: &ServeOptions) -> Result<(), ServeError> {
+    let VmmSocket { mode, owner } = &options.vmm_socket;
+    socket_access(*mode, owner.as_ref())?;
+    if let Some(file) = options.file.clone().map(absolute).transpose()? {
+        Declarations::read(&file).map_err(ChangeError::from)?;
+    }
+    AddedFile::beside(&options.control)
+        .read()
+        .map_err(ChangeError::from)?;
+    Ok(())
 }
 
 fn absolute(path: PathBuf) -> Result<PathBuf, ServeError> {

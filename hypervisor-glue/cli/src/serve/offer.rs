@@ -245,7 +245,9 @@ fn offer_kept(
     )?);
     let device = device.kept(kept.clone());
     let server = Server::bind_kept(socket, access(declared)?, device, journal)?;
-    kept.begin(server.listener().as_fd())?;
+    if let Some(journal) = server.journal() {
+        kept.begin(server.listener().as_fd(), journal.as_fd())?;
+    }
     Ok(server)
 }
 

@@ -72,16 +72,19 @@ impl Roster {
             .map(|declared| declared.function.socket.clone())
             .collect();
         let held = self.release_held(Origin::File);
+        let failed = self.take_failed(Origin::File);
         let kept = self.offers.len();
         let made = self
             .hold(Origin::File, drives)
             .and_then(|()| self.offer_all(wanted));
         if let Err(error) = made {
             let error = self.restore(error, held, functions);
+            self.give_failed_back(failed);
             self.publish();
             return Err(error);
         }
         drop(held);
+        self.forget_unlisted();
         self.close_unused();
         for function in limited {
             let same = |offer: &&mut Offer| offer.entry.socket == function.socket;

@@ -3,6 +3,7 @@
 //! One thread owns the roster: the main thread while the server starts and ends, the thread of changes in between. Other
 //! threads see a [`View`] that is replaced after each change.
 
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -36,11 +37,20 @@ const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
 /// Pause between two tries.
 const RELEASE_PAUSE: Duration = Duration::from_millis(1);
 
-/// A function of an earlier run that could not be offered again.
+/// A function that could not be offered beside others that are.
 #[derive(Debug)]
-struct Failed {
-    text: OptionText,
+pub(super) struct Failed {
+    /// Its declaration, if it was added in an earlier run.
+    text: Option<OptionText>,
     entry: FunctionEntry,
+}
+
+/// Declaration of a function that failed.
+struct FailedFunction {
+    id: String,
+    socket: PathBuf,
+    drive: String,
+    text: Option<OptionText>,
 }
 
 /// A drive that is kept open, whether functions use it or not.
@@ -94,7 +104,8 @@ impl Roster {
     /// Offers the functions of the command line, of the file, and those that were added in an earlier run.
     ///
     /// # Errors
-    /// A function of the command line or of the file cannot be offered. One of an earlier run is listed as failed.
+    /// A function of the command line or of the file cannot be offered. One of an earlier run is listed as failed, and each
+    /// one if VMs of the server before go on.
     pub(super) fn start(
         &mut self,
         functions: Vec<ServedFunction>,
@@ -105,18 +116,30 @@ impl Roster {
             None => Declarations::default(),
         };
         let earlier = self.terms.added.read()?;
-        self.hold(Origin::CommandLine, drives)?;
-        self.hold(Origin::File, file.drives)?;
+        let goes_on = self
+            .terms
+            .keeping
+            .as_ref()
+            .is_some_and(|kept| kept.goes_on());
         let arguments = functions.into_iter().map(DeclaredFunction::argument);
-        self.offer_all(arguments.chain(file.functions).collect())?;
+        let functions = arguments.chain(file.functions).collect();
+        if goes_on {
+            // VMs of the server before are not to lose their drives for another function or drive.
+            for (origin, drives) in [(Origin::CommandLine, drives), (Origin::File, file.drives)] {
+                if let Err(error) = self.hold(origin, drives) {
+                    log::error!("{}", report::chain(&error));
+                }
+            }
+            self.offer_each(functions);
+        } else {
+            self.hold(Origin::CommandLine, drives)?;
+            self.hold(Origin::File, file.drives)?;
+            self.offer_all(functions)?;
+        }
         for text in earlier {
             self.offer_again(text);
         }
-        if let Some(keeping) = &self.terms.keeping {
-            let failed = self.failed.iter().map(|failed| &failed.entry.socket);
-            let failed: Vec<_> = failed.collect();
-            keeping.forget_all_but(|socket| failed.iter().any(|other| *other == socket));
-        }
+        self.forget_unlisted();
         self.publish();
         Ok(())
     }
@@ -160,9 +183,7 @@ impl Roster {
                 self.failed.insert(place, failed);
                 return Err(error);
             }
-            if let Some(keeping) = &self.terms.keeping {
-                keeping.forget_all_but(|socket| socket != failed.entry.socket);
-            }
+            self.forget_unlisted();
             self.publish();
             return Ok((failed.entry, None));
         }
@@ -546,6 +567,32 @@ impl Roster {
         }
     }
 
+    /// Offers functions beside each other. Those that cannot be offered are listed as failed.
+    fn offer_each(&mut self, functions: Vec<DeclaredFunction>) {
+        let functions: Vec<DeclaredFunction> = functions
+            .into_iter()
+            .map(|declared| self.resolved(declared))
+            .collect();
+        for declared in &functions {
+            if let Err(source) = self.offer(declared, &functions) {
+                let ServedFunction {
+                    socket, function, ..
+                } = &declared.function;
+                let id = function.id.clone();
+                self.fail(
+                    declared.origin,
+                    FailedFunction {
+                        id: id.unwrap_or_else(|| socket.to_string_lossy().into_owned()),
+                        socket: socket.clone(),
+                        drive: function.path.to_string(),
+                        text: None,
+                    },
+                    &source,
+                );
+            }
+        }
+    }
+
     /// Offers a function of an earlier run, or lists it as failed: the others are not to wait for it.
     fn offer_again(&mut self, text: OptionText) {
         let declared = DeclaredFunction::read(Origin::Added, text.clone());
@@ -554,24 +601,66 @@ impl Roster {
         let Err(error) = offered else {
             return;
         };
-        let reason = report::chain(&error);
         let socket = text.get("socket").unwrap_or_default();
-        let id = text.get("id").unwrap_or(socket).to_owned();
+        let function = FailedFunction {
+            id: text.get("id").unwrap_or(socket).to_owned(),
+            socket: socket.into(),
+            drive: text.get("path").unwrap_or_default().to_owned(),
+            text: Some(text),
+        };
+        self.fail(Origin::Added, function, &error);
+    }
+
+    /// Lists a function as failed.
+    fn fail(&mut self, origin: Origin, function: FailedFunction, error: &dyn Error) {
+        let FailedFunction {
+            id,
+            socket,
+            drive,
+            text,
+        } = function;
+        let reason = report::chain(error);
         log::error!(
-            "Function {id}, which was added in an earlier run, cannot be offered: {reason}"
+            "Function {id}, which there was before this server, cannot be offered: {reason}"
         );
         let entry = FunctionEntry {
             id,
-            socket: socket.into(),
-            drive: text.get("path").unwrap_or_default().to_owned(),
+            socket,
+            drive,
             range: None,
             extents: None,
-            origin: Origin::Added,
+            origin,
             limits: String::new(),
             summary: format!("not offered: {reason}"),
             state: FunctionState::Failed { reason },
         };
         self.failed.push(Failed { text, entry });
+    }
+
+    /// Takes out the functions of an origin that failed.
+    pub(super) fn take_failed(&mut self, origin: Origin) -> Vec<Failed> {
+        let all = std::mem::take(&mut self.failed);
+        let (taken, left) = all
+            .into_iter()
+            .partition(|failed| failed.entry.origin == origin);
+        self.failed = left;
+        taken
+    }
+
+    /// Gives back functions that [`Self::take_failed`] took.
+    pub(super) fn give_failed_back(&mut self, failed: Vec<Failed>) {
+        self.failed.extend(failed);
+    }
+
+    /// Has the keeper let go of functions of the server before that this one has not, not even as failed.
+    pub(super) fn forget_unlisted(&self) {
+        if let Some(keeping) = &self.terms.keeping {
+            let listed = |socket: &Path| {
+                let mut failed = self.failed.iter();
+                failed.any(|failed| failed.entry.socket == socket)
+            };
+            keeping.forget_all_but(listed);
+        }
     }
 
     /// Keeps drives open.
@@ -618,7 +707,7 @@ impl Roster {
         let offers = self.offers.iter().map(|offer| &offer.declared);
         let added = offers.filter(|declared| declared.origin == Origin::Added);
         let added = added.filter_map(|declared| declared.text.as_ref());
-        let failed = self.failed.iter().map(|failed| &failed.text);
+        let failed = self.failed.iter().filter_map(|failed| failed.text.as_ref());
         Ok(self.terms.added.write(added.chain(failed))?)
     }
 

@@ -47,7 +47,10 @@ impl Kept {
     }
 
     fn start_as(bench: &Bench, options: &[&str], functions: &[&str]) -> Self {
-        let serve = bench.serve_command("one", functions);
+        Self::start_command(bench, options, &bench.serve_command("one", functions))
+    }
+
+    fn start_command(bench: &Bench, options: &[&str], serve: &Command) -> Self {
         let log = bench.path("log");
         let mut keeper = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"))
             .arg("keep")
@@ -105,6 +108,17 @@ impl Kept {
         let server = self.server().expect("a server");
         Self::send("KILL", &server);
         self.await_ready();
+    }
+
+    /// Replaces the server, and waits for the next one.
+    fn upgrade(&self, bench: &Bench) {
+        let before = self.server().expect("a server");
+        let printed = bench
+            .ask("upgrade", &[])
+            .unwrap_or_else(|error| panic!("{error}; {}", self.log()));
+        assert!(printed.contains("is the server now"), "{printed}");
+        self.await_ready();
+        assert!(!printed.contains(&format!("Process {before} ")));
     }
 
     /// Ends both in order.
@@ -304,7 +318,14 @@ fn run_beside(guests: Vec<Guest>, times: usize, mut disturb: impl FnMut()) -> Ve
         .collect()
 }
 
-fn survives_kills(drive: &str, doorbells: DoorbellMode, keeps: bool, kills: usize) {
+/// End of a server.
+#[derive(Clone, Copy, Debug)]
+enum End {
+    Kill,
+    Upgrade,
+}
+
+fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: usize) {
     let bench = Bench::new();
     let mode = match doorbells {
         DoorbellMode::Mapped => "mapped",
@@ -314,10 +335,13 @@ fn survives_kills(drive: &str, doorbells: DoorbellMode, keeps: bool, kills: usiz
     let function = format!("path={drive},socket=a.sock,doorbells={mode}");
     let kept = Kept::start(&bench, &[&function]);
     let guest = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
-    let figures = run_beside(vec![guest], kills, || kept.kill_server());
+    let figures = run_beside(vec![guest], times, || match end {
+        End::Kill => kept.kill_server(),
+        End::Upgrade => kept.upgrade(&bench),
+    });
     for (done, longest) in figures {
-        assert!(done > kills as u64);
-        println!("{drive}, {mode}: {done} I/Os, {longest:?} without one at most");
+        assert!(done > times as u64);
+        println!("{end:?}, {drive}, {mode}: {done} I/Os, {longest:?} without one at most");
     }
     // The next client finds a function as after power-on, with its data.
     let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
@@ -327,12 +351,12 @@ fn survives_kills(drive: &str, doorbells: DoorbellMode, keeps: bool, kills: usiz
 
 #[test]
 fn a_client_on_memory_survives_200_kills() {
-    survives_kills("memory:64M", DoorbellMode::Shadow, true, 200);
+    survives(End::Kill, "memory:64M", DoorbellMode::Shadow, true, 200);
 }
 
 #[test]
 fn a_client_on_null_survives_200_kills() {
-    survives_kills("null:64M", DoorbellMode::Mapped, false, 200);
+    survives(End::Kill, "null:64M", DoorbellMode::Mapped, false, 200);
 }
 
 #[test]
@@ -342,8 +366,100 @@ fn a_client_on_a_file_survives_200_kills() {
         DoorbellMode::Mapped,
         DoorbellMode::Trap,
     ] {
-        survives_kills("drive.img", doorbells, true, 67);
+        survives(End::Kill, "drive.img", doorbells, true, 67);
     }
+}
+
+#[test]
+fn a_client_on_memory_survives_200_upgrades() {
+    survives(End::Upgrade, "memory:64M", DoorbellMode::Shadow, true, 200);
+}
+
+#[test]
+fn a_client_on_null_survives_200_upgrades() {
+    survives(End::Upgrade, "null:64M", DoorbellMode::Mapped, false, 200);
+}
+
+#[test]
+fn a_client_on_a_file_survives_200_upgrades() {
+    for doorbells in [
+        DoorbellMode::Shadow,
+        DoorbellMode::Mapped,
+        DoorbellMode::Trap,
+    ] {
+        survives(End::Upgrade, "drive.img", doorbells, true, 67);
+    }
+}
+
+#[test]
+fn a_server_goes_on_if_its_successor_cannot_take_over() {
+    let bench = Bench::new();
+    let file = bench.path("serve.toml");
+    let good = "[[function]]\npath = \"drive.img\"\nsocket = \"a.sock\"\nid = \"a\"\n";
+    fs::write(&file, good).unwrap();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    let kept = Kept::start_command(&bench, &[], &serve);
+    let server = kept.server();
+    let guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+    let refused = |arguments: &[&str]| bench.ask("upgrade", arguments).unwrap_err();
+    run_beside(vec![guest], 1, || {
+        fs::write(&file, "[[function]]\npath = 7").unwrap();
+        let error = refused(&[]);
+        assert!(error.contains("before it could take over"), "{error}");
+        fs::write(&file, good).unwrap();
+        let error = refused(&["--binary", "/bin/true"]);
+        assert!(error.contains("exit status: 0"), "{error}");
+        let error = refused(&["--binary", "drive.img"]);
+        assert!(error.contains("before it could take over"), "{error}");
+    });
+    assert_eq!(kept.server(), server);
+    kept.upgrade(&bench);
+    assert_ne!(kept.server(), server);
+    kept.stop();
+}
+
+#[test]
+fn without_a_keeper_there_is_no_upgrade() {
+    let bench = Bench::new();
+    let server = bench
+        .serve("one", &["path=drive.img,socket=a.sock"])
+        .unwrap();
+    assert!(
+        server.printed.contains("Without a keeper"),
+        "{}",
+        server.printed
+    );
+    let error = bench.ask("upgrade", &[]).unwrap_err();
+    assert!(error.contains("nvme-mpt keep"), "{error}");
+    server.stop();
+}
+
+#[test]
+fn a_function_that_cannot_be_offered_again_takes_no_other_with_it() {
+    let bench = Bench::new();
+    let functions = [
+        "path=drive.img,socket=a.sock,id=a",
+        "path=other.img,socket=b.sock,id=b",
+    ];
+    fs::File::create(bench.path("other.img"))
+        .unwrap()
+        .set_len(1 << 20)
+        .unwrap();
+    let kept = Kept::start(&bench, &functions);
+    let guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+    run_beside(vec![guest], 1, || {
+        fs::rename(bench.path("other.img"), bench.path("hidden.img")).unwrap();
+        kept.kill_server();
+        let listed = bench.ask("list", &[]).unwrap();
+        assert!(listed.contains("does not exist"), "{listed}");
+        // It is there again once its drive is.
+        fs::rename(bench.path("hidden.img"), bench.path("other.img")).unwrap();
+        kept.kill_server();
+        let listed = bench.ask("list", &[]).unwrap();
+        assert!(!listed.contains("does not exist"), "{listed}");
+    });
+    kept.stop();
 }
 
 #[test]

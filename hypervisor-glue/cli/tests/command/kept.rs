@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -162,7 +162,16 @@ struct Guest {
     rng: Rng,
     done: u64,
     last: Instant,
-    longest: Duration,
+    /// Longest time without a completion, for each server that ended.
+    longest: Vec<Duration>,
+}
+
+/// What guests are told while they run.
+#[derive(Debug, Default)]
+struct Course {
+    /// Servers that have ended, or are about to.
+    ended: AtomicUsize,
+    is_over: AtomicBool,
 }
 
 impl Guest {
@@ -186,7 +195,7 @@ impl Guest {
             rng: Rng::new(11),
             done: 0,
             last: Instant::now(),
-            longest: Duration::ZERO,
+            longest: Vec::new(),
         }
     }
 
@@ -233,7 +242,7 @@ impl Guest {
     }
 
     /// Takes completions. Each is that of a command in flight.
-    fn take(&mut self) {
+    fn take(&mut self, course: &Course) {
         while let Some(cqe) = self.queue.poll() {
             let flight = self.flights.remove(&cqe.cid());
             let flight = flight.unwrap_or_else(|| panic!("completed twice: {cqe:?}"));
@@ -252,7 +261,11 @@ impl Guest {
             }
             self.done += 1;
             let now = Instant::now();
-            self.longest = self.longest.max(now - self.last);
+            self.longest
+                .resize(course.ended.load(Ordering::Relaxed) + 1, Duration::ZERO);
+            if let Some(longest) = self.longest.last_mut() {
+                *longest = (*longest).max(now - self.last);
+            }
             self.last = now;
         }
         self.queue.ring();
@@ -269,53 +282,53 @@ impl Guest {
         self.controller.delete_queue_pair(disk.queue).unwrap();
     }
 
-    /// Runs until `ends`, and waits for all commands. Returns the longest time without a completion.
-    fn run(mut self, ends: &AtomicBool) -> (u64, Duration) {
+    /// Runs until the course is over, and waits for all commands. Returns the longest time without a completion for each
+    /// server that ended.
+    fn run(mut self, course: &Course) -> (u64, Vec<Duration>) {
         let mut administered = 0;
         self.last = Instant::now();
-        while !ends.load(Ordering::Relaxed) || !self.flights.is_empty() {
-            if !ends.load(Ordering::Relaxed) {
+        let is_over = || course.is_over.load(Ordering::Relaxed);
+        while !is_over() || !self.flights.is_empty() {
+            if !is_over() {
                 self.submit();
             }
-            self.take();
+            self.take(course);
             if self.done / PER_ADMIN > administered {
                 administered = self.done / PER_ADMIN;
                 self.administer();
             }
-            assert!(
-                self.last.elapsed() < PATIENCE,
-                "lost: {} commands",
-                self.flights.len()
-            );
+            let lost = self.flights.len();
+            assert!(self.last.elapsed() < PATIENCE, "lost: {lost} commands");
         }
         (self.done, self.longest)
     }
 }
 
-/// Has guests run while `disturb` is called so many times, at random moments.
-fn run_beside(guests: Vec<Guest>, times: usize, mut disturb: impl FnMut()) -> Vec<(u64, Duration)> {
-    let ends = Arc::new(AtomicBool::new(false));
+/// Has guests run while servers end so many times, at random moments.
+fn run_beside(
+    guests: Vec<Guest>,
+    times: usize,
+    mut end: impl FnMut(),
+) -> Vec<(u64, Vec<Duration>)> {
+    let course = Arc::new(Course::default());
     let guests: Vec<_> = guests
         .into_iter()
         .map(|guest| {
-            let ends = ends.clone();
-            thread::spawn(move || guest.run(&ends))
+            let course = course.clone();
+            thread::spawn(move || guest.run(&course))
         })
         .collect();
     let mut rng = Rng::new(5);
     for _ in 0..times {
         thread::sleep(Duration::from_micros(rng.below(20_000)));
-        disturb();
-        assert!(
-            guests.iter().all(|guest| !guest.is_finished()),
-            "a guest failed"
-        );
+        course.ended.fetch_add(1, Ordering::Relaxed);
+        end();
+        let failed = guests.iter().any(|guest| guest.is_finished());
+        assert!(!failed, "a guest failed");
     }
-    ends.store(true, Ordering::Relaxed);
-    guests
-        .into_iter()
-        .map(|guest| guest.join().unwrap())
-        .collect()
+    course.is_over.store(true, Ordering::Relaxed);
+    let guests = guests.into_iter();
+    guests.map(|guest| guest.join().unwrap()).collect()
 }
 
 /// End of a server.
@@ -339,9 +352,13 @@ fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: 
         End::Kill => kept.kill_server(),
         End::Upgrade => kept.upgrade(&bench),
     });
-    for (done, longest) in figures {
+    for (done, mut longest) in figures {
         assert!(done > times as u64);
-        println!("{end:?}, {drive}, {mode}: {done} I/Os, {longest:?} without one at most");
+        longest.sort();
+        let (median, last) = (longest[longest.len() / 2], longest[longest.len() - 1]);
+        println!(
+            "{end:?}, {drive}, {mode}: {done} I/Os; without one for {median:.1?} (median), {last:.1?} at most"
+        );
     }
     // The next client finds a function as after power-on, with its data.
     let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);

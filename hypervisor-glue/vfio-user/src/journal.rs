@@ -678,3 +678,30 @@ pub(crate) fn step() {
     #[cfg(test)]
     crate::testing::step();
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_that_is_stored_in_the_middle_of_a_request_is_the_next_one_s() {
+        let mut journal = Journal::new().unwrap();
+        let stored = |journal: &Journal| {
+            let file = journal.as_fd().try_clone_to_owned().unwrap();
+            let (again, record) = Journal::from_kept(file).unwrap();
+            (again.head().sequence, record.device().to_owned())
+        };
+        let head = journal.head().next(Connected::default());
+        journal.commit(head, Some(b"before".to_vec())).unwrap();
+        journal.set_sent(0).unwrap();
+        let store = journal.state_store();
+        store.store(b"amid").unwrap();
+        assert_eq!(stored(&journal), (head.sequence, b"amid".to_vec()));
+        store.store(b"later").unwrap();
+        // The request ends, and its device has nothing new.
+        let next = journal.head().next(Connected::default());
+        journal.commit(next, None).unwrap();
+        journal.set_sent(0).unwrap();
+        assert_eq!(stored(&journal), (next.sequence, b"later".to_vec()));
+    }
+}

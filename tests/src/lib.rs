@@ -47,6 +47,7 @@ pub mod key_value;
 mod mapping;
 pub mod memory;
 pub mod model;
+pub mod not_checked;
 pub mod prp;
 pub mod queue;
 pub mod registers;

@@ -84,7 +84,13 @@ impl Context<'_> {
             status,
             count,
             failures,
+            not_checked,
         } = ran;
+        for what in not_checked {
+            if !self.not_checked.contains(&what) {
+                self.not_checked.push(what);
+            }
+        }
         match worth {
             Worth::One => {
                 self.count.built += count.built;
@@ -140,6 +146,7 @@ impl Context<'_> {
 
         let mut count = Count::default();
         let mut failures = Failures::default();
+        let mut not_checked = Vec::new();
         let mut lines = BufReader::new(output);
         let mut said = Vec::new();
         while lines.read_until(b'\n', &mut said).map_err(at)? > 0 {
@@ -149,6 +156,7 @@ impl Context<'_> {
                 count.add(more);
             }
             failures.read(text.trim_end());
+            not_checked.extend(not_checked_in(text.trim_end()));
             if shown {
                 say(&format!("    {}", text.trim_end()));
             }
@@ -159,6 +167,7 @@ impl Context<'_> {
             status,
             count,
             failures,
+            not_checked,
         })
     }
 }
@@ -168,6 +177,7 @@ struct Ran {
     status: ExitStatus,
     count: Count,
     failures: Failures,
+    not_checked: Vec<String>,
 }
 
 /// Messages of the tests that failed, out of the output of test programs.
@@ -227,6 +237,12 @@ fn describe(command: &Command) -> String {
     words.join(" ")
 }
 
+/// Returns what a check or test did not check, by a line of its output. The harness may have begun the line.
+fn not_checked_in(line: &str) -> Option<String> {
+    let (_, what) = line.split_once("NOT CHECKED: ")?;
+    Some(what.to_owned())
+}
+
 /// Counts in a line of cargo or of a test program: `test result: ok. 3 passed; 0 failed; …`, a crate that is built,
 /// or a guest that is lost.
 fn results_in(line: &str) -> Option<Count> {
@@ -281,6 +297,19 @@ mod tests {
         assert!(!told.contains("error: 1 target failed"), "{told}");
         let (_, passed) = failed.split_once("running 1 test").unwrap();
         assert_eq!(read(passed), None);
+    }
+
+    #[test]
+    fn what_is_not_checked_is_read_from_lines() {
+        for line in [
+            "NOT CHECKED: a::b: it needs root",
+            "test a::b ... NOT CHECKED: a::b: it needs root",
+            "        NOT CHECKED: a::b: it needs root",
+        ] {
+            let what = not_checked_in(line).unwrap();
+            assert_eq!(what, "a::b: it needs root");
+        }
+        assert_eq!(not_checked_in("test a::b ... ok"), None);
     }
 
     #[test]

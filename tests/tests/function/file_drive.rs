@@ -14,6 +14,7 @@ use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::disk::{Disk, Transfer};
+use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::rng;
 use nvme_mpt_tests::sgl;
 use nvme_mpt_tests::status::{
@@ -113,9 +114,7 @@ fn write_through_cache(scene: &mut Scene, flags: u32) {
 #[test]
 fn flush_and_force_unit_access_reach_the_device() {
     if !dirt_shows() {
-        eprintln!(
-            "not tested: the kernel or the file system does not tell what is in its cache only"
-        );
+        not_checked("the kernel or the file system does not tell what is in its cache only");
         return;
     }
     // A file with such an end cannot be written past the page cache.
@@ -127,7 +126,7 @@ fn flush_and_force_unit_access_reach_the_device() {
         unwritten(&file) > Some(0)
     });
     if !dirty {
-        eprintln!("not tested: the kernel writes what is in its cache at once");
+        not_checked("the kernel writes what is in its cache at once");
         return;
     }
     scene.disk.flush().unwrap();
@@ -147,7 +146,7 @@ fn write_zeroes_keeps_blocks_and_deallocates_where_it_may() {
     for lba_size in [512, 4096] {
         let mut scene = scene(lba_size);
         if scene.disk.namespace().dlfeat & 0b111 != 1 {
-            eprintln!("not tested: the file system has no holes");
+            not_checked("the file system has no holes");
             return;
         }
         let per_mib = (MIB / scene.disk.block_size()) as u32;
@@ -285,7 +284,7 @@ fn is_direct() -> bool {
 #[test]
 fn no_buffer_brings_data_into_the_page_cache() {
     if !is_direct() {
-        eprintln!("not tested: the file system has nothing but its page cache, or does not tell");
+        not_checked("the file system has nothing but its page cache, or does not tell");
         return;
     }
     let mut scene = scene(512);
@@ -354,7 +353,7 @@ fn two_writes_in_one_page_are_both_there() {
 fn deallocated_blocks_read_zeroes_wherever_a_range_begins() {
     let mut scene = scene(512);
     if scene.disk.namespace().dlfeat & 0b111 != 1 {
-        eprintln!("not tested: the file system has no holes");
+        not_checked("the file system has no holes");
         return;
     }
     let data = pattern(9, 128 * 512);

@@ -12,6 +12,7 @@ use nvme_mpt_tests::controller::{Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::{Doorbell, DoorbellMode, Side};
 use nvme_mpt_tests::huge_pages::{HUGE_PAGE, HugePages};
 use nvme_mpt_tests::memory::{DmaBuffer, Region};
+use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::rng;
 use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, SUCCESS};
@@ -354,7 +355,7 @@ fn data_truncated_under_io() {
 fn data_in_huge_pages_truncated_under_io() {
     match HugePages::set_aside(REGION / HUGE_PAGE) {
         Some(pages) => data_is_cut_off(|| pages.file().unwrap()),
-        None => eprintln!("NOT TESTED: no huge pages can be had here"),
+        None => not_checked("no huge pages can be had here"),
     }
 }
 

@@ -6,6 +6,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 
+use nvme_mpt_tests::not_checked::not_checked;
+
 use crate::support::{Bench, Server};
 use crate::vmms::{TestVmm, await_leases};
 
@@ -18,7 +20,7 @@ const FIRST: &str = "path=drive.img,range=0+16M,id=first";
 fn is_root() -> bool {
     let root = nix::unistd::getuid().is_root();
     if !root {
-        eprintln!("left out: root alone can be several users");
+        not_checked("root alone can be several users");
     }
     root
 }

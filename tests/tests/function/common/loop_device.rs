@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use nvme_mpt_tests::not_checked::not_checked;
 use tempfile::TempDir;
 
 use super::children;
@@ -37,7 +38,10 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        run(&["umount", "--lazy", self.path().to_str().unwrap()]);
+        let path = self.path().to_str().unwrap();
+        if let Err(failure) = attempt(&["umount", "--lazy", path]) {
+            eprintln!("{path} stays mounted: {failure}");
+        }
     }
 }
 
@@ -134,19 +138,24 @@ impl Drop for LoopDevice {
     }
 }
 
-/// Runs a command, and returns what it prints; `None` if it fails, which it says.
+/// Runs a command, and returns what it prints; `None` if it fails, which is reported as not checked.
 pub(crate) fn run(command: &[&str]) -> Option<String> {
+    attempt(command)
+        .inspect_err(|failure| {
+            let command = command.join(" ");
+            let failure = failure.trim_end().replace('\n', "; ");
+            not_checked(&format!("`{command}` cannot be run here: {failure}"));
+        })
+        .ok()
+}
+
+fn attempt(command: &[&str]) -> Result<String, String> {
     let ran = children::run(Command::new(command[0]).args(&command[1..]));
-    let failure = match ran {
+    match ran {
         Ok(output) if output.status.success() => {
-            return Some(String::from_utf8_lossy(&output.stdout).into_owned());
+            Ok(String::from_utf8_lossy(&output.stdout).into_owned())
         }
-        Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
-        Err(error) => error.to_string(),
-    };
-    eprintln!(
-        "NOT TESTED, loop devices need root: {}: {failure}",
-        command.join(" ")
-    );
-    None
+        Ok(output) => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+        Err(error) => Err(error.to_string()),
+    }
 }

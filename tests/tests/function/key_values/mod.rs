@@ -13,6 +13,7 @@ use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::identify::cns;
 use nvme_mpt_tests::key_value::{CSI, KeyValues, Namespace, option};
+use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::registers::{CC_CSS_ALL, CC_CSS_NVM};
 use nvme_mpt_tests::status::{
     CAPACITY_EXCEEDED, DATA_TRANSFER_ERROR, INVALID_COMMAND_SET, INVALID_FIELD, INVALID_KEY_SIZE,
@@ -487,8 +488,8 @@ fn a_file_that_is_opened_again_is_read_from_its_disk() {
     }
     let cached = || file_drive::cached(file.as_file()).map(|[pages, ..]| pages);
     if !file_drive::dirt_shows() {
-        eprintln!(
-            "NOT CHECKED: temporary files lie in memory, or the kernel does not tell what it has of them"
+        not_checked(
+            "temporary files lie in memory, or the kernel does not tell what it has of them",
         );
         return;
     }

@@ -75,8 +75,7 @@ fn a_request_that_the_kernel_keeps_is_reported_with_its_place() {
     reports(&drive, &ring, "sync of the companion file");
     assert_ne!(ring.succeed().fd, first.fd);
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
-    if !drive.store.shared.punches_holes() {
-        eprintln!("not tested: the file system has no holes");
+    if drive.lacks_holes() {
         return;
     }
     let command = drive.deallocate(0, 8, 16);
@@ -144,8 +143,7 @@ fn requests_that_the_kernel_did_not_take_are_offered_again() {
 #[test]
 fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
     let (mut drive, ring, _) = Drive::fake();
-    if !drive.store.shared.punches_holes() {
-        eprintln!("not tested: the file system has no holes");
+    if drive.lacks_holes() {
         return;
     }
     let commands = [0, 1].map(|slot| drive.deallocate(slot, 0, 2 << 20));
@@ -182,8 +180,7 @@ fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
 #[test]
 fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
     let (mut drive, ring, clock) = Drive::fake();
-    if !drive.store.shared.punches_holes() {
-        eprintln!("not tested: the file system has no holes");
+    if drive.lacks_holes() {
         return;
     }
     let command = drive.deallocate(0, 0, 8);

@@ -10,8 +10,7 @@ use crate::SoftwareController;
 fn deallocation_that_the_file_system_refuses_is_no_error() {
     for errno in [libc::EOPNOTSUPP, libc::EINVAL, libc::ENOSPC] {
         let (mut drive, ring, _) = Drive::fake();
-        if !drive.store.shared.punches_holes() {
-            eprintln!("not tested: the file system has no holes");
+        if drive.lacks_holes() {
             return;
         }
         let command = drive.deallocate(0, 8, 64);
@@ -37,8 +36,7 @@ fn deallocation_that_the_file_system_refuses_is_no_error() {
 #[test]
 fn a_long_range_is_deallocated_in_turn_with_others() {
     let (mut drive, ring, clock) = Drive::fake();
-    if !drive.store.shared.punches_holes() {
-        eprintln!("not tested: the file system has no holes");
+    if drive.lacks_holes() {
         return;
     }
     clock.0.set(1 << 40);
@@ -113,8 +111,7 @@ fn one_range_is_deallocated_in_a_fifth_of_the_time_that_drivers_wait() {
 fn a_deallocate_that_leaves_data_leaves_its_marks() {
     let unreadable = |refusal: Option<i32>, late: bool| {
         let (mut drive, ring, clock) = Drive::fake();
-        if !drive.store.shared.punches_holes() {
-            eprintln!("not tested: the file system has no holes");
+        if drive.lacks_holes() {
             return late || refusal.is_some();
         }
         clock.0.set(1 << 40);
@@ -152,8 +149,7 @@ fn end_after(ring: &FakeRing, clock: &TestClock, time: Duration) -> Given {
 #[test]
 fn a_deallocate_ends_in_time_however_slow_the_file_system_is() {
     let (mut drive, ring, clock) = Drive::fake();
-    if !drive.store.shared.punches_holes() {
-        eprintln!("not tested: the file system has no holes");
+    if drive.lacks_holes() {
         return;
     }
     clock.0.set(1 << 40);
@@ -196,8 +192,7 @@ fn zeroes_that_wait_too_long_for_a_turn_are_written() {
 #[test]
 fn a_deallocate_waits_for_no_memory() {
     let (mut drive, ring, _) = Drive::fake();
-    if !drive.store.shared.punches_holes() {
-        eprintln!("not tested: the file system has no holes");
+    if drive.lacks_holes() {
         return;
     }
     let mut taken = Vec::new();

@@ -360,11 +360,12 @@ fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) 
         return put_ones(address - address % page);
     }
     let lost = lost_part(&range, entry.page.load(Ordering::Relaxed), address, cause);
+    // Before its pages, as in `give_up_device`: who copied to zeroes must find it lost.
+    entry.lost.store(true, Ordering::Release);
     // If the kernel has no room for one more mapping, the whole range is replaced, which needs none.
     if !put_zeroes(lost) && !put_zeroes(range) {
         return false;
     }
-    entry.lost.store(true, Ordering::Release);
     EPOCH.fetch_add(1, Ordering::Relaxed);
     true
 }

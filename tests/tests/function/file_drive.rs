@@ -18,10 +18,11 @@ use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::rng;
 use nvme_mpt_tests::sgl;
 use nvme_mpt_tests::status::{
-    COMPARE_FAILURE, SUCCESS, StatusCode, UNRECOVERED_READ_ERROR, WRITE_FAULT,
+    CAPACITY_EXCEEDED, COMPARE_FAILURE, SUCCESS, StatusCode, UNRECOVERED_READ_ERROR, WRITE_FAULT,
 };
 use tempfile::NamedTempFile;
 
+use crate::common::loop_device::Mounted;
 use crate::common::{HANG, Host, LEASE, Machine, Setup, status};
 
 /// A file, the drive in it, and a guest that has all of it.
@@ -483,4 +484,68 @@ fn a_guest_is_warned_of_a_file_that_is_cut_short_or_replaced() {
         first.flush().unwrap();
         assert_eq!(second.write(0, &pattern(1, 4096)).is_ok(), replace);
     }
+}
+
+/// Writes to a full tmpfs fail where there is no page yet, be it one that the server takes for there.
+#[test]
+fn a_full_tmpfs() {
+    const ROOM: u64 = 1 << 20;
+    let Some(tmpfs) = Mounted::tmpfs(ROOM) else {
+        return;
+    };
+    let path = tmpfs.path().join("drive.img");
+    let file = File::options()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(&path)
+        .unwrap();
+    file.set_len(LEASE).unwrap();
+    let machine = Host::of_file(&path, 4096).machine(&Setup::nth(0));
+    let (_controller, mut disk) = machine.disk();
+    let full = |result: nvme_mpt_tests::Result<()>| {
+        assert_eq!(error_status(&result.unwrap_err()), Some(CAPACITY_EXCEEDED));
+    };
+    let rest = |name| {
+        let mut rest = File::create_new(tmpfs.path().join(name)).unwrap();
+        std::io::copy(&mut std::io::repeat(1), &mut rest).unwrap_err();
+    };
+    let blocks = 16;
+    for block in 0..blocks {
+        disk.write(block, &pattern(block, 4096)).unwrap();
+    }
+    rest("rest");
+    full(disk.write(blocks, &pattern(1, 4096)));
+    full(disk.write(blocks - 1, &pattern(blocks - 1, 2 * 4096)));
+    let zeroes = vec![0; 4096];
+    assert!(disk.read(blocks, 1).unwrap() == zeroes);
+    let mut written = vec![0; 4096];
+    for block in 0..blocks {
+        disk.write(block, &pattern(100 + block, 4096)).unwrap();
+        file.read_exact_at(&mut written, block * 4096).unwrap();
+        assert!(written == pattern(100 + block, 4096));
+    }
+
+    // Another program takes two pages away, and the memory.
+    punch(&file, 0, 2 * 4096);
+    rest("more");
+    for _ in 0..2 {
+        full(disk.write(0, &pattern(1, 4096)));
+    }
+    assert!(disk.read(1, 1).unwrap() == zeroes);
+    assert!(disk.read(2, 1).unwrap() == pattern(102, 4096));
+    disk.write(3, &pattern(3, 4096)).unwrap();
+    std::fs::remove_file(tmpfs.path().join("more")).unwrap();
+    disk.write(0, &pattern(1, 4096)).unwrap();
+    for (block, tag) in [(0, 1), (3, 3), (4, 104)] {
+        file.read_exact_at(&mut written, block * 4096).unwrap();
+        assert!(written == pattern(tag, 4096), "block {block}");
+    }
+}
+
+fn punch(file: &File, offset: i64, len: i64) {
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: the call takes numbers alone.
+    let result = unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) };
+    assert_eq!(result, 0);
 }

@@ -1,11 +1,12 @@
 //! Guest memory that goes away under I/O: unmapped by the VMM, or cut short by whoever made it.
 
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
+use nvme_mpt::memory::file_system::is_memory;
 use nvme_mpt::{Gpa, MemoryRegion};
 use nvme_mpt_tests::command::{DataPointer, Sqe, io};
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
@@ -348,29 +349,44 @@ fn region_of(machine: &Machine, file: File) -> File {
 
 #[test]
 fn data_truncated_under_io() {
-    data_is_cut_off(|| tempfile::tempfile_in("/dev/shm").unwrap());
+    let host = Host::new("memory:32M", 512);
+    data_is_cut_off(&host, || tempfile::tempfile_in("/dev/shm").unwrap());
+}
+
+/// The device copies between the guest's memory and the file's pages itself.
+#[test]
+fn data_of_a_file_on_tmpfs_truncated_under_io() {
+    let drive = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
+    drive.as_file().set_len(2 * LEASE).unwrap();
+    let host = Host::of_file(drive.path(), 512);
+    data_is_cut_off(&host, || tempfile::tempfile_in("/dev/shm").unwrap());
 }
 
 #[test]
 fn data_in_huge_pages_truncated_under_io() {
     match HugePages::set_aside(REGION / HUGE_PAGE) {
-        Some(pages) => data_is_cut_off(|| pages.file().unwrap()),
+        Some(pages) => {
+            let host = Host::new("memory:32M", 512);
+            data_is_cut_off(&host, || pages.file().unwrap());
+        }
         None => not_checked("no huge pages can be had here"),
     }
 }
 
 /// Cuts memory of a guest off, but for a huge page, while there is I/O to it.
-fn data_is_cut_off(memory: impl Fn() -> File) {
-    let host = Host::new("memory:32M", 512);
-    let bystander = Bystander::start(&host, &Setup::nth(1));
+fn data_is_cut_off(host: &Host, memory: impl Fn() -> File) {
+    let bystander = Bystander::start(host, &Setup::nth(1));
     for mode in MODES {
         let machine = host.machine(&Setup::nth(0).doorbells(mode));
         let file = region_of(&machine, memory());
         let mut controller = machine.attach();
         let mut queue = queue_pair(&mut controller, 1, 64);
         let pointer = DataPointer::prp(NOWHERE + (8 << 20), 0);
+        for opcode in [io::WRITE, io::READ] {
+            let sqe = Sqe::range(opcode, 1, 0, 8).with_data(pointer);
+            assert_eq!(status(&mut queue, sqe), SUCCESS);
+        }
         let sqe = Sqe::read(1, 0, 8).with_data(pointer);
-        assert_eq!(status(&mut queue, sqe), SUCCESS);
         for _ in 0..63 {
             queue.submit(sqe).unwrap();
         }
@@ -402,6 +418,10 @@ fn data_is_cut_off(memory: impl Fn() -> File) {
 #[test]
 fn data_of_a_file_drive_truncated_under_io() {
     let file = tempfile::NamedTempFile::new().unwrap();
+    if is_memory(file.as_fd()) {
+        not_checked("temporary files are in memory here");
+        return;
+    }
     file.as_file().set_len(2 * LEASE).unwrap();
     let host = Host::of_file(file.path(), 512);
     let bystander = Bystander::start(&host, &Setup::nth(1));

@@ -7,7 +7,8 @@
 //! (tmpfs, no `O_DIRECT`) through it. Buffered writes on ext4 complete sooner, but fill the host's memory, and both
 //! ways at once lose data. Past the cache, memory that the device cannot take is copied through a stage (`bounces`). A
 //! write of a part of a 4 KiB block reads the block and writes all of it. Meanwhile it excludes other changes of the
-//! block (`claims`). Leases begin and end at 4 KiB, so no other process writes the rest of a block.
+//! block (`claims`). Leases begin and end at 4 KiB, so no other process writes the rest of a block. A file on tmpfs is
+//! mapped: commands copy from and to pages that are there, and the kernel does the rest (`pages`).
 //!
 //! The file system zeroes ranges and punches holes where it can, in slices (`slices`). Parts of blocks at both ends
 //! are zeroed by hand (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.
@@ -22,6 +23,7 @@ mod deadline;
 mod lease;
 mod locks;
 mod operation;
+mod pages;
 mod queue;
 mod slices;
 mod steps;
@@ -35,6 +37,7 @@ mod zeroes;
 
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,6 +51,7 @@ pub(crate) use queue::FileQueue;
 use claims::Claims;
 use locks::Locks;
 use operation::{Means, Next, Operation, Zeroing};
+use pages::Pages;
 use slices::Turns;
 use watch::Watched;
 use way::{Direction, Plan, Way};
@@ -56,6 +60,7 @@ use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::live::LossRecord;
+use nvme_mpt::memory::file_system::is_memory;
 use nvme_mpt::origin::Origin;
 use nvme_mpt::range::{ByteRange, LbaRange};
 use nvme_mpt::shadow::HostQueuePair;
@@ -79,6 +84,10 @@ pub(super) struct SharedFile {
     /// descriptions of its own.
     opened: File,
     way: Way,
+    /// True for a file of tmpfs or hugetlbfs, which has nothing but the page cache.
+    in_memory: bool,
+    /// Its pages, if it has nothing but them.
+    pages: Option<Pages>,
     /// True if it can deallocate, after which a range reads as zeroes.
     punches_holes: AtomicBool,
     /// True if it can zero a range and keep its room.
@@ -114,14 +123,22 @@ impl FileStore {
         };
         let mut opened = options.custom_flags(exclusive).open(&path)?;
         let bytes = opened.seek(SeekFrom::End(0))?;
-        let direct = options.custom_flags(libc::O_DIRECT).open(&path).ok();
+        let in_memory = is_memory(opened.as_fd());
+        let direct = match in_memory {
+            true => None,
+            false => options.custom_flags(libc::O_DIRECT).open(&path).ok(),
+        };
         let way = Way::of(bytes, direct.as_ref().and_then(uring::direct_alignment));
-        if way == Way::Cached {
+        if way == Way::Cached && !in_memory {
             info!(
                 "{} is not read and written past the page cache, which costs a copy",
                 path.display()
             );
         }
+        let pages = match in_memory {
+            true => Pages::map(&opened, bytes),
+            false => None,
+        };
         let punches_holes = AtomicBool::new(deallocates(&opened, kind, bytes)?);
         // Said now, not when a guest creates its first queue.
         uring::Uring::new(1).map_err(|error| {
@@ -135,6 +152,8 @@ impl FileStore {
             lba_shift,
             opened,
             way,
+            in_memory,
+            pages,
             punches_holes,
             zeroes_ranges: AtomicBool::new(true),
             claims: Claims::default(),

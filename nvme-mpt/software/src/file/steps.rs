@@ -165,7 +165,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     operation.next = Next::Done;
                 }
                 Next::Read | Next::Write | Next::Sync | Next::SyncCompanion | Next::Slice => {
-                    if !self.skips_lost_range(slot) {
+                    if !self.copies_pages(slot)? && !self.skips_lost_range(slot) {
                         return self.request(slot);
                     }
                 }
@@ -420,6 +420,67 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         true
     }
 
+    /// Makes a transfer by a copy, if the file has its pages at hand. Returns whether it did.
+    #[inline]
+    fn copies_pages(&mut self, slot: CommandId) -> Result<bool, Status> {
+        let next = self.operations[usize::from(slot.0)].next;
+        if self.file.pages.is_none() || !matches!(next, Next::Read | Next::Write) {
+            return Ok(false);
+        }
+        // Behind the end of a file, its last page reads as zeroes and takes writes that get lost.
+        self.look_at_size();
+        let Self {
+            operations,
+            file,
+            lane,
+            ..
+        } = self;
+        let operation = &operations[usize::from(slot.0)];
+        let Some(pages) = &file.pages else {
+            return Ok(false);
+        };
+        // Zeroes by hand may be many times as long as a transfer, and give others a turn between their pieces.
+        if operation.then == Next::Zero || !file.watched.has(operation.reach()) {
+            return Ok(false);
+        }
+        let vectors = match operation.staged {
+            Some(_) => &operation.stage,
+            None => &operation.vectors,
+        };
+        let len = vectors.len();
+        let Some(bytes) = pages.bytes(operation.offset, len) else {
+            return Ok(false);
+        };
+        // SAFETY: a shadow queue keeps the memory that the vectors name mapped while the command is in flight, and one
+        // that reads may write to it; or it is the operation's own, or zeroes of the process, which are only read.
+        unsafe {
+            match next {
+                Next::Write => vectors.copy_to(bytes),
+                _ => vectors.copy_from(bytes),
+            }
+        }
+        if pages.is_lost() {
+            pages.report(&file.path);
+            return Ok(false);
+        }
+        lane.note_transfer();
+        self.transferred(slot, len)
+    }
+
+    /// Learns from a transfer of the kernel's which pages of the file are there.
+    fn learn_pages(&mut self, slot: CommandId, done: usize) {
+        let Some(pages) = &self.file.pages else {
+            return;
+        };
+        let operation = &self.operations[usize::from(slot.0)];
+        let (offset, len) = (operation.offset, done as u64);
+        if operation.next == Next::Write {
+            pages.note(offset, len);
+        } else if !self.looked_in_vain {
+            self.looked_in_vain = !pages.look(&self.file.opened, offset, len);
+        }
+    }
+
     /// Asks the kernel for what a command's step is.
     fn request(&mut self, slot: CommandId) -> Result<Step, Status> {
         if self.cut_short {
@@ -477,6 +538,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             Next::Slice => {
                 let zeroing = &operation.zeroing;
                 let (offset, len) = (zeroing.at, zeroing.slice);
+                if let Some(pages) = &file.pages {
+                    pages.forget(offset, len);
+                }
                 match zeroing.means {
                     Means::Punch => Request::Punch {
                         fd: sync,
@@ -577,6 +641,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 return Err(failure(errno, next));
             }
             (Next::Read | Next::Fill | Next::Write, Ok(done)) => {
+                self.learn_pages(slot, done);
                 if !self.transferred(slot, done)? {
                     return self.request(slot);
                 }

@@ -355,12 +355,6 @@ fn fallocate(fd: RawFd, offset: u64, len: u64, mode: i32) -> squeue::Entry {
 
 /// Returns what transfers past the page cache have to keep to; `None` for files that have no such transfers.
 pub(super) fn direct_alignment(file: &File) -> Option<DirectAlignment> {
-    // SAFETY: the call only reads the file's seals, which files of tmpfs and hugetlbfs alone have.
-    let in_memory = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) } >= 0;
-    if in_memory {
-        // There is nothing but the page cache.
-        return None;
-    }
     // SAFETY: statx is a plain structure that the call fills, and the path is a C string.
     let stat = unsafe {
         let mut stat = std::mem::zeroed::<libc::statx>();
@@ -400,6 +394,14 @@ pub(super) fn write_back_error(file: &File) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     Ok(())
+}
+
+/// Returns the offset of the first data from `offset` on; `None` if only a hole follows.
+pub(super) fn next_data(file: &File, offset: u64) -> Option<u64> {
+    let offset = libc::off_t::try_from(offset).ok()?;
+    // SAFETY: the call takes numbers alone. It moves the position of the description, which nothing uses.
+    let data = unsafe { libc::lseek(file.as_raw_fd(), offset, libc::SEEK_DATA) };
+    u64::try_from(data).ok()
 }
 
 /// Returns whether ranges of the file can be deallocated. It tries behind the file's end, where there is nothing.

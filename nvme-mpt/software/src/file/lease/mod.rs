@@ -66,8 +66,8 @@ pub(crate) struct LeasedFile {
     /// The first byte of the drive behind all of the lease's.
     end: AtomicU64,
     buffered: File,
-    /// The same file without the page cache, if that is its [`Way`].
-    direct: Option<File>,
+    /// The same file in another manner, if its data is transferred in that.
+    data: Option<File>,
     /// The drive's companion file, in a description of this lease.
     companion: Option<File>,
     /// Knows of errors from before a queue's own witness. What it reports is noted under the lock.
@@ -93,10 +93,7 @@ impl LeasedFile {
             name: name.to_owned(),
             end: AtomicU64::new(end),
             buffered: reopen(&shared.opened, Some(path), 0)?,
-            direct: match shared.way {
-                Way::Direct(_) => Some(reopen(&shared.opened, Some(path), libc::O_DIRECT)?),
-                Way::Cached => None,
-            },
+            data: open_data(&shared)?,
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
             witness: Mutex::new(Witness::open(&shared)?),
             lost: AtomicBool::new(false),
@@ -202,7 +199,7 @@ impl LeasedFile {
     pub(crate) fn forget_lost_writes(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
         // The next errors that these files report are from before.
-        for file in files.into_iter().chain([self.direct.as_ref()]).flatten() {
+        for file in files.into_iter().chain([self.data.as_ref()]).flatten() {
             let _ = uring::write_back_error(file);
         }
         self.ask_own();
@@ -304,7 +301,7 @@ impl LeasedFile {
 
     /// The descriptor for all data.
     pub(super) fn data_fd(&self) -> RawFd {
-        self.direct.as_ref().unwrap_or(&self.buffered).as_raw_fd()
+        self.data.as_ref().unwrap_or(&self.buffered).as_raw_fd()
     }
 
     /// The descriptor for all that is no data.
@@ -315,6 +312,22 @@ impl LeasedFile {
     /// The descriptor of the file that is to be as durable, if there is one.
     pub(super) fn companion_fd(&self) -> Option<RawFd> {
         self.companion.as_ref().map(AsRawFd::as_raw_fd)
+    }
+}
+
+/// Opens a file for its data; `None` if that needs no description of its own.
+///
+/// io_uring gives each request on a file in memory to a thread of the kernel, as tmpfs does not promise never to wait. A
+/// description that is not to wait has reads carried out at once. Writes need `O_DIRECT` too, which tmpfs takes since
+/// Linux 6.6 and does nothing else for.
+fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
+    let open = |flags| reopen(&shared.opened, Some(&shared.path), flags);
+    match shared.way {
+        Way::Direct(_) => open(libc::O_DIRECT).map(Some),
+        Way::Cached if shared.in_memory => open(libc::O_NONBLOCK | libc::O_DIRECT)
+            .or_else(|_| open(libc::O_NONBLOCK))
+            .map(Some),
+        Way::Cached => Ok(None),
     }
 }
 

@@ -60,6 +60,8 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     pub(super) lane: Arc<Lane>,
     /// The file's size was looked at since the last batch.
     pub(super) looked: bool,
+    /// A look at its pages found none since then.
+    pub(super) looked_in_vain: bool,
     /// Commands that were submitted and not started, or wait for memory.
     waiting: VecDeque<Sqe>,
     /// Those of them, at the end, that were submitted and not rung in.
@@ -126,6 +128,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 .collect(),
             lane: file.claims.open_lane(),
             looked: false,
+            looked_in_vain: false,
             file,
             waiting: VecDeque::with_capacity(room),
             arriving: 0,
@@ -406,6 +409,7 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
         let mut ended = false;
         self.looked = false;
+        self.looked_in_vain = false;
         while let Some(Ended { tag, result }) = self.ring.take() {
             ended = true;
             let Some(slot) = self.slot_of(tag, result) else {

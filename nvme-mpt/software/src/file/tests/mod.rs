@@ -6,6 +6,7 @@
 
 mod deadlines;
 mod flushes;
+mod pages;
 mod ranges;
 mod transfers;
 
@@ -24,10 +25,13 @@ use zerocopy::IntoBytes;
 
 use super::bounces::{Bounces, Need};
 use super::claims::Change;
+use super::operation::Means;
+use super::pages::Pages;
 use super::queue::FileQueue;
 use super::slices::Waiter;
 use super::uring::{Ended, Manner, Request, Ring, Uring};
 use super::way::{DirectAlignment, UNIT, Way};
+use super::zeroes;
 use super::{FileStore, LeasedFile};
 use crate::looks::{LOST, OVERDUE};
 use crate::model::Clock;
@@ -197,7 +201,9 @@ fn store(file: &File, path: &std::path::Path) -> FileStore {
         memory: 512,
         offset: 512,
     };
-    Arc::get_mut(&mut store.shared).expect("no other user").way = Way::Direct(alignment);
+    let shared = Arc::get_mut(&mut store.shared).expect("no other user");
+    shared.way = Way::Direct(alignment);
+    shared.pages = None;
     store
 }
 

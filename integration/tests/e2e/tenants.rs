@@ -2,7 +2,7 @@
 //! Deallocate, Write Zeroes, Flush, writes of odd lengths from odd addresses, and memory that comes and goes.
 //!
 //! The loud ones are native clients: at the speed of a guest in software a storm is a breeze. So is the quiet one, but
-//! for one check, in which two tenants are functions of a guest that runs fio.
+//! for the checks of guests: there, two quiet tenants are functions of a guest that runs fio.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,14 +34,19 @@ pub(crate) const GROUP: Group = Group::Alone {
         ("on_a_file", |bench| {
             storm(bench, &bench.drive("shared.img", SHARED_MIB)?)
         }),
-        ("on_tmpfs", on_tmpfs),
-        ("on_ext4", |bench| {
-            on_a_file_system(bench, "mkfs.ext4", storm)
+        ("on_tmpfs", |bench| on_tmpfs(bench, storm)),
+        ("on_ext4", |bench| on_ext4(bench, storm)),
+        ("on_xfs", |bench| on_xfs(bench, storm)),
+        ("on_a_loop_device", |bench| on_a_loop_device(bench, storm)),
+        ("guest_on_tmpfs", |bench| {
+            on_tmpfs(bench, storm_beside_a_guest)
         }),
-        ("on_xfs", on_xfs),
-        ("on_a_loop_device", on_a_loop_device),
         ("guest_on_ext4", |bench| {
-            on_a_file_system(bench, "mkfs.ext4", storm_beside_a_guest)
+            on_ext4(bench, storm_beside_a_guest)
+        }),
+        ("guest_on_xfs", |bench| on_xfs(bench, storm_beside_a_guest)),
+        ("guest_on_a_loop_device", |bench| {
+            on_a_loop_device(bench, storm_beside_a_guest)
         }),
     ],
 };
@@ -61,37 +66,40 @@ const COMING: (u64, u64) = (1 << 33, 1 << 20);
 const WRITE_BLOCKS: u64 = 300;
 const RANGE_BLOCKS: u64 = 2048;
 
-fn on_tmpfs(bench: &Bench) -> Result<(), Failure> {
+/// What happens on a drive.
+type Scene = fn(&Bench, &Path) -> Result<(), Failure>;
+
+fn on_tmpfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-e2e-")
         .tempdir_in("/dev/shm")
         .map_err(at("/dev/shm"))?;
-    storm(bench, &image(folder.path())?)
+    scene(bench, &image(folder.path())?)
 }
 
-fn on_xfs(bench: &Bench) -> Result<(), Failure> {
+fn on_ext4(bench: &Bench, scene: Scene) -> Result<(), Failure> {
+    on_a_file_system(bench, "mkfs.ext4", scene)
+}
+
+fn on_xfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {
     host::ensure(&[Tool {
         program: "mkfs.xfs",
         package: "xfsprogs",
     }])?;
-    on_a_file_system(bench, "mkfs.xfs", storm)
+    on_a_file_system(bench, "mkfs.xfs", scene)
 }
 
-/// Makes a file system on a loop device, and runs `storm` on an image in it.
-fn on_a_file_system(
-    bench: &Bench,
-    mkfs: &str,
-    storm: fn(&Bench, &Path) -> Result<(), Failure>,
-) -> Result<(), Failure> {
+/// Makes a file system on a loop device, and runs `scene` on an image in it.
+fn on_a_file_system(bench: &Bench, mkfs: &str, scene: Scene) -> Result<(), Failure> {
     let disk = LoopDevice::of(&bench.drive("disk.img", 2 * SHARED_MIB)?)?;
     run(mkfs, &[Path::new("-q"), &disk.path])?;
     let mounted = Mounted::at(&disk.path, bench.folder().join("mounted"))?;
-    storm(bench, &image(&mounted.folder)?)
+    scene(bench, &image(&mounted.folder)?)
 }
 
-fn on_a_loop_device(bench: &Bench) -> Result<(), Failure> {
+fn on_a_loop_device(bench: &Bench, scene: Scene) -> Result<(), Failure> {
     let disk = LoopDevice::of(&bench.drive("loop.img", SHARED_MIB)?)?;
-    storm(bench, &disk.path)
+    scene(bench, &disk.path)
 }
 
 fn image(folder: &Path) -> Result<PathBuf, Failure> {

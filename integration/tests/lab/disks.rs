@@ -52,6 +52,9 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("failing_file_under_fio", |bench| {
             fio::compare(bench, Layer::File, Trouble::Error)
         }),
+        ("flaky_file_under_fio", |bench| {
+            fio::compare(bench, Layer::File, Trouble::Flaky)
+        }),
         ("failing_under_fio", |bench| {
             fio::compare(bench, Layer::Device, Trouble::Error)
         }),
@@ -363,6 +366,9 @@ pub(crate) fn prepare(layer: Layer, trouble: Trouble) -> Result<(Mapped, PathBuf
                     written.map_err(at(&path))?;
                 }
                 image.sync_all().map_err(at(&path))?;
+                drop(image);
+                // Nothing of the file system is left to write. Its own errors would hide those of the data.
+                sh(&format!("umount /mnt && mount {MAPPED} /mnt"))?;
             }
             path
         }

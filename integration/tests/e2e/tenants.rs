@@ -150,7 +150,8 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        let _ = run("umount", &[&self.folder]);
+        // The kernel may hold files of the server that has just ended for a moment: so the mount goes when they do.
+        let _ = run("umount", &[Path::new("--lazy"), &self.folder]);
     }
 }
 

@@ -182,7 +182,7 @@ impl Guest {
             doorbells,
             ..Config::default()
         };
-        let mut controller = Controller::attach(bar, memory.clone(), config, 4).unwrap();
+        let mut controller = Controller::attach(bar, memory.clone(), config, 16).unwrap();
         let options = QueueOptions::polled(64);
         let queue = controller.create_queue_pair(1, &options).unwrap();
         Self {
@@ -338,6 +338,18 @@ enum End {
     Upgrade,
 }
 
+/// Prints the times without a completion.
+fn report(end: End, name: &str, figures: Vec<(u64, Vec<Duration>)>) {
+    for (done, mut longest) in figures {
+        assert!(done > longest.len() as u64);
+        longest.sort();
+        let (median, last) = (longest[longest.len() / 2], longest[longest.len() - 1]);
+        println!(
+            "{end:?}, {name}: {done} I/Os; without one for {median:.1?} (median), {last:.1?} at most"
+        );
+    }
+}
+
 fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: usize) {
     let bench = Bench::new();
     let mode = match doorbells {
@@ -352,14 +364,7 @@ fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: 
         End::Kill => kept.kill_server(),
         End::Upgrade => kept.upgrade(&bench),
     });
-    for (done, mut longest) in figures {
-        assert!(done > times as u64);
-        longest.sort();
-        let (median, last) = (longest[longest.len() / 2], longest[longest.len() - 1]);
-        println!(
-            "{end:?}, {drive}, {mode}: {done} I/Os; without one for {median:.1?} (median), {last:.1?} at most"
-        );
-    }
+    report(end, &format!("{drive}, {mode}"), figures);
     // The next client finds a function as after power-on, with its data.
     let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
     kept.stop();
@@ -406,6 +411,64 @@ fn a_client_on_a_file_survives_200_upgrades() {
     ] {
         survives(End::Upgrade, "drive.img", doorbells, true, 67);
     }
+}
+
+#[test]
+#[ignore = "ends 6,000 servers"]
+fn clients_survive_a_thousand_ends_of_each_kind() {
+    for end in [End::Kill, End::Upgrade] {
+        survives(end, "memory:64M", DoorbellMode::Shadow, true, 1000);
+        survives(end, "null:64M", DoorbellMode::Mapped, false, 1000);
+        for (doorbells, times) in [
+            (DoorbellMode::Shadow, 334),
+            (DoorbellMode::Mapped, 333),
+            (DoorbellMode::Trap, 333),
+        ] {
+            survives(end, "drive.img", doorbells, true, times);
+        }
+    }
+}
+
+/// One guest runs, and 63 have eight queues each, which the next server has to take up as well.
+#[test]
+#[ignore = "ends servers of 64 functions 100 times"]
+fn sixty_four_functions_go_on_together() {
+    let bench = Bench::new();
+    let functions: Vec<_> = (0..64)
+        .map(|number| format!("path=null:64M,range={number}M+1M,socket={number}.sock,id=f{number}"))
+        .collect();
+    let functions: Vec<_> = functions.iter().map(String::as_str).collect();
+    let kept = Kept::start(&bench, &functions);
+    let mut guests = (0..64).map(|number| {
+        let socket = bench.path(&format!("{number}.sock"));
+        let mut guest = Guest::connect(&socket, DoorbellMode::Shadow, false);
+        let options = QueueOptions::polled(64);
+        let mut queues = Vec::new();
+        for id in 3..10 {
+            queues.push(guest.controller.create_queue_pair(id, &options).unwrap());
+        }
+        (guest, queues)
+    });
+    let (guest, _) = guests.next().unwrap();
+    let idle: Vec<_> = guests.collect();
+    let mut guest = Some(guest);
+    for end in [End::Upgrade, End::Kill] {
+        let running = guest
+            .take()
+            .unwrap_or_else(|| Guest::connect(&bench.path("0.sock"), DoorbellMode::Shadow, false));
+        let figures = run_beside(vec![running], 50, || match end {
+            End::Kill => kept.kill_server(),
+            End::Upgrade => kept.upgrade(&bench),
+        });
+        report(end, "64 functions", figures);
+    }
+    for (mut guest, mut queues) in idle {
+        for queue in &mut queues {
+            queue.execute(Sqe::flush(1), PATIENCE).unwrap();
+        }
+        guest.administer();
+    }
+    kept.stop();
 }
 
 #[test]

@@ -17,6 +17,7 @@ use std::time::Duration;
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
+use nix::unistd::geteuid;
 use nvme_mpt::clock;
 use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::poller::start_thread;
@@ -26,6 +27,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::change::{Change, Changed, FunctionEntry};
 use crate::faults::{DriveFaults, FaultRequest};
+use crate::serve::user_name;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
@@ -67,6 +69,18 @@ pub enum ControlError {
         /// The socket.
         path: PathBuf,
         /// Why it cannot be connected to.
+        source: io::Error,
+    },
+    /// This user may not ask.
+    #[error(
+        "User {user} may not use the control socket {}: run this as root or as the server's user", path.display()
+    )]
+    Permission {
+        /// The socket.
+        path: PathBuf,
+        /// The user of this process.
+        user: String,
+        /// Kernel's error.
         source: io::Error,
     },
     /// The server did not answer.
@@ -392,9 +406,16 @@ impl Answer {
 }
 
 fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
-    let no_server = |source| ControlError::NoServer {
-        path: path.to_owned(),
-        source,
+    let no_server = |source: io::Error| match source.kind() {
+        io::ErrorKind::PermissionDenied => ControlError::Permission {
+            path: path.to_owned(),
+            user: user_name(geteuid().as_raw()),
+            source,
+        },
+        _ => ControlError::NoServer {
+            path: path.to_owned(),
+            source,
+        },
     };
     let no_answer = |source| ControlError::NoAnswer {
         path: path.to_owned(),

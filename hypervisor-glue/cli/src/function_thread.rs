@@ -329,6 +329,7 @@ impl Function {
             id: self.id.clone(),
             socket: self.socket.to_string_lossy().into_owned(),
             connected: self.server.is_connected(),
+            process: None,
             model: namespace.model.clone(),
             serial: namespace.serial.clone(),
             capacity_bytes: lease.capacity_bytes,

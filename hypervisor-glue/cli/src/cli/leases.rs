@@ -11,7 +11,7 @@ use serde::Serialize;
 use nvme_mpt::lease::{FormerData, LeaseEntry, LeaseError, LeaseState, LeaseTerms, Ledger};
 use nvme_mpt::stats::LeasePairStats;
 
-use super::{Control, State, told};
+use super::{Control, JsonError, State, told};
 use crate::control;
 use crate::serve::{user_name, user_number};
 use crate::table::Table;
@@ -21,6 +21,9 @@ use crate::table::Table;
 pub(super) struct Leases {
     #[command(subcommand)]
     command: Option<LeasesCommand>,
+    /// As JSON
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     state: State,
     #[command(flatten)]
@@ -65,6 +68,22 @@ enum LeasesCommand {
     },
 }
 
+impl LeasesCommand {
+    /// Returns the command, with the `--json` that was given before it.
+    fn in_json(self, wanted: bool) -> Result<Self, JsonError> {
+        match self {
+            Self::List { json } => Ok(Self::List {
+                json: json || wanted,
+            }),
+            Self::Terms { json } => Ok(Self::Terms {
+                json: json || wanted,
+            }),
+            _ if wanted => Err(JsonError("`leases list` and `leases terms`")),
+            other => Ok(other),
+        }
+    }
+}
+
 /// A lease as `leases` shows it.
 #[derive(Debug, Serialize)]
 struct ShownLease {
@@ -79,10 +98,10 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
     let state_dir = options.state.state_dir;
     let ledger = Ledger::open(&state_dir);
     let mut out = io::stdout().lock();
-    match options
+    let command = options
         .command
-        .unwrap_or(LeasesCommand::List { json: false })
-    {
+        .unwrap_or(LeasesCommand::List { json: false });
+    match command.in_json(options.json)? {
         LeasesCommand::List { json: true } => {
             writeln!(
                 out,

@@ -2,6 +2,7 @@
 
 mod functions;
 mod leases;
+mod watch;
 
 use std::env;
 use std::error::Error;
@@ -13,8 +14,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use thiserror::Error;
 
-use nvme_mpt::clock;
 use nvme_mpt::lease::{CONTROL_SOCKET, FormerData};
 use nvme_mpt_keep::KeepOptions;
 use nvme_mpt_vmm::drives::DrivePath;
@@ -25,18 +26,23 @@ use self::functions::{
     Add, Limit, List, Reload, Remove, Reserve, Resize, Upgrade, function_help, function_synopsis,
 };
 use self::leases::{Leases, run_leases};
+use self::watch::Stats;
 use crate::change::{Change, Changed};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::serve::{ServeOptions, serve};
-use crate::stats::ServerStats;
 use crate::{bind, control, drives, logging, profile};
 use nvme_mpt_vmm::options::{STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path};
 use nvme_mpt_vmm::report;
 
+/// Help of what the log has.
+const LOG_HELP: &str = "Environment:
+  RUST_LOG  Least level of the log on standard error: error, warn (the default), info, debug or trace; or levels of \
+modules, as in RUST_LOG=warn,nvme_mpt_cli=info";
+
 /// Lets many virtual machines share one NVMe drive.
 #[derive(Debug, Parser)]
-#[command(name = "nvme-mpt", version, max_term_width = 100)]
+#[command(name = "nvme-mpt", version, max_term_width = 100, after_help = LOG_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -68,6 +74,7 @@ enum Command {
 /// Prints, for each function, the arguments with which Cloud Hypervisor and QEMU attach it, and then
 /// "ready". Functions can be added and removed while it runs.
 #[derive(Args, Debug)]
+#[command(after_help = LOG_HELP)]
 struct Serve {
     #[arg(
         long = "function",
@@ -135,16 +142,6 @@ struct Keep {
     command: Vec<OsString>,
 }
 
-/// Show figures of the functions, queues, pollers and drives of a running server
-#[derive(Args, Debug)]
-struct Stats {
-    #[command(flatten)]
-    server: RunningServer,
-    /// Repeat at this interval; each further table counts from the one before
-    #[arg(long, value_name = "SECONDS", value_parser = parse_interval)]
-    watch: Option<Duration>,
-}
-
 /// Inject, show or clear faults of a software drive of a running server
 ///
 /// The drive must have been served with faults=none, or with faults of its own.
@@ -152,6 +149,9 @@ struct Stats {
 struct Fault {
     #[command(subcommand)]
     command: Option<FaultCommand>,
+    /// As JSON, one line
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     state: State,
     #[command(flatten)]
@@ -280,17 +280,14 @@ impl Control {
     }
 }
 
+/// `--json` before a command that does not print a list.
+#[derive(Debug, Error)]
+#[error("--json is an option of {0} alone: leave it out")]
+struct JsonError(&'static str);
+
 /// An error and its causes, as the command line's parser shows it.
 fn told(error: &dyn Error) -> String {
     report::chain(error)
-}
-
-fn parse_interval(text: &str) -> Result<Duration, &'static str> {
-    text.parse()
-        .ok()
-        .filter(|seconds: &f64| *seconds >= 0.1)
-        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
-        .ok_or("use a number of seconds, 0.1 or more")
 }
 
 /// Runs the command that the process was started as.
@@ -314,7 +311,7 @@ pub fn run() -> ExitCode {
         Command::List(options) => options.run(),
         Command::Reload(options) => options.run(),
         Command::Leases(options) => run_leases(options),
-        Command::Stats(options) => run_stats(options),
+        Command::Stats(options) => options.run(),
         Command::Fault(options) => run_fault(options),
         Command::Profile(options) => run_profile(&options),
         Command::Drives(options) => run_drives(options),
@@ -374,56 +371,18 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
     Ok(serve(options, &mut io::stdout())?)
 }
 
-/// Statistics, and the moment that they are of.
-struct Sample {
-    at: Duration,
-    stats: ServerStats,
-}
-
-fn run_stats(options: Stats) -> Result<(), Box<dyn Error>> {
-    let path = options.server.control();
-    let mut out = io::stdout().lock();
-    let mut earlier = None;
-    let mut next = clock::monotonic();
-    loop {
-        let stats = control::query_stats(&path)?;
-        let now = clock::monotonic();
-        if options.server.json {
-            writeln!(out, "{}", serde_json::to_string(&stats)?)?;
-        } else {
-            match &earlier {
-                None => write!(out, "{stats}")?,
-                Some(Sample { at, stats: earlier }) => write!(
-                    out,
-                    "\nIn the last {:.1} s:\n{}",
-                    now.saturating_sub(*at).as_secs_f64(),
-                    stats.since(earlier)
-                )?,
-            }
-        }
-        out.flush()?;
-        let Some(interval) = options.watch else {
-            return Ok(());
-        };
-        earlier = Some(Sample { at: now, stats });
-        // From the plan, not from now, so that the samples stay that far apart.
-        let now = clock::monotonic();
-        next = (next + interval).max(now);
-        clock::sleep(next - now);
-    }
-}
-
 fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {
     let path = options.control.path(&options.state);
     let command = options
         .command
         .unwrap_or(FaultCommand::List { json: false });
-    let mut as_json = false;
+    let mut as_json = options.json;
     let request = match command {
         FaultCommand::List { json } => {
-            as_json = json;
+            as_json |= json;
             FaultRequest::List {}
         }
+        _ if as_json => return Err(JsonError("`fault list`").into()),
         FaultCommand::Inject { drive, plan } => {
             // The plan's own errors are reported here, where its name is known.
             let text = FaultPlan::read(&plan)?;
@@ -469,8 +428,8 @@ fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
     let path = options.server.control();
     let served = match control::query_stats(&path) {
         Ok(stats) => stats.drives,
-        // Without a server, the kernel alone reports it.
-        Err(ControlError::NoServer { .. }) => Vec::new(),
+        // Without a server that answers, the kernel alone reports it.
+        Err(ControlError::NoServer { .. } | ControlError::Permission { .. }) => Vec::new(),
         Err(error) => return Err(error.into()),
     };
     let drives = drives::drives(&HostRoot::default(), &served)?;
@@ -509,14 +468,5 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn intervals_are_positive_seconds() {
-        assert_eq!(parse_interval("2"), Ok(Duration::from_secs(2)));
-        assert_eq!(parse_interval("0.1"), Ok(Duration::from_millis(100)));
-        for text in ["", "0", "-1", "NaN", "inf", "1e300", "1s"] {
-            assert!(parse_interval(text).is_err(), "{text}");
-        }
     }
 }

@@ -180,6 +180,7 @@ impl LeaseTable {
                 id: stats.id,
                 socket: lease.entry.socket.display().to_string(),
                 connected: true,
+                process: Some(lease.peer.pid),
                 model: stats.model,
                 serial: stats.serial,
                 capacity_bytes: stats.capacity_bytes,

@@ -129,6 +129,9 @@ pub struct FunctionStats {
     /// True if a VMM is connected.
     #[serde(default)]
     pub connected: bool,
+    /// Process that has the function; `None` for a function over vfio-user.
+    #[serde(default)]
+    pub process: Option<i32>,
     /// Model Number that the guest sees.
     pub model: String,
     /// Serial Number that the guest sees.
@@ -236,6 +239,7 @@ mod tests {
                 id: "vm-1".to_owned(),
                 socket: "/run/a.sock".to_owned(),
                 connected: true,
+                process: None,
                 model: "nvme-mpt".to_owned(),
                 serial: "MPT1AD7BD73C10D5093A".to_owned(),
                 capacity_bytes: 64 << 30,

@@ -31,12 +31,24 @@ fn microseconds(value: f64) -> String {
     format!("{value:.1}")
 }
 
+impl FunctionStats {
+    /// Returns the VMM that has the function, for a person.
+    fn user(&self) -> String {
+        match (self.process, self.connected) {
+            (Some(process), _) => format!("in VMM process {process}"),
+            (None, true) => "VMM connected".to_owned(),
+            (None, false) => "no VMM".to_owned(),
+        }
+    }
+}
+
 impl fmt::Display for FunctionStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{}: {}, {}, serial {}, doorbells {}, socket {}",
+            "{}: {}, {}, {}, serial {}, doorbells {}, socket {}",
             self.id,
+            self.user(),
             self.model,
             Bytes(self.capacity_bytes),
             self.serial,
@@ -216,7 +228,7 @@ mod tests {
     #[test]
     fn columns_line_up() {
         let lines = [
-            "vm-1: nvme-mpt, 64G, serial MPT1AD7BD73C10D5093A, doorbells shadow, socket /run/a.sock",
+            "vm-1: VMM connected, nvme-mpt, 64G, serial MPT1AD7BD73C10D5093A, doorbells shadow, socket /run/a.sock",
             "  queue  commands      read   written  errors  doorbell exits  interrupts  p50 us  p99 us  p99.9 us   max us",
             "  admin        23                                          40           9",
             "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567    12.3    56.7    1234.5  98765.4",
@@ -229,6 +241,23 @@ mod tests {
             "  poll-shared-0  any       2  25.6%   50.0%     77               3",
         ];
         assert_eq!(sample().to_string().lines().collect::<Vec<_>>(), lines);
+    }
+
+    #[test]
+    fn each_function_has_its_vmm() {
+        let first_line = |process, connected| {
+            let mut stats = sample();
+            (stats.functions[0].process, stats.functions[0].connected) = (process, connected);
+            stats.to_string().lines().next().map(str::to_owned)
+        };
+        for (process, connected, start) in [
+            (None, true, "vm-1: VMM connected, nvme-mpt"),
+            (None, false, "vm-1: no VMM, nvme-mpt"),
+            (Some(77), true, "vm-1: in VMM process 77, nvme-mpt"),
+        ] {
+            let line = first_line(process, connected).unwrap();
+            assert!(line.starts_with(start), "{line}");
+        }
     }
 
     #[test]

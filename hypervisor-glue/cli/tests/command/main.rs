@@ -11,6 +11,7 @@ mod documents;
 mod kept;
 mod leases;
 mod limits;
+mod messages;
 mod owners;
 mod serve;
 mod sizes;

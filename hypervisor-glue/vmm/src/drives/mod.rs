@@ -82,6 +82,11 @@ pub enum OpenDriveError {
         /// The option that differs.
         key: &'static str,
     },
+    /// The device does not exist.
+    #[error(
+        "There is no device `{0}`; `lsblk` lists the block devices of this host, and `nvme-mpt drives` its NVMe functions"
+    )]
+    NoDevice(String),
     /// The file does not exist.
     #[error("Drive file `{0}` does not exist; create it with: truncate -s 16G {0}")]
     NotFound(String),
@@ -269,7 +274,7 @@ fn open_controller(
         other => return Err(OpenDriveError::InvalidLbaSize(other)),
     };
     let failed = |source: io::Error| match source.kind() {
-        io::ErrorKind::NotFound => OpenDriveError::NotFound(path.to_string()),
+        io::ErrorKind::NotFound => absent(path),
         io::ErrorKind::ResourceBusy => OpenDriveError::InUse {
             path: path.to_string(),
             user: exclusive_user(path),
@@ -335,6 +340,17 @@ fn open_controller(
     })
 }
 
+/// Returns the error for a path that leads to nothing.
+fn absent(path: &DrivePath) -> OpenDriveError {
+    match path {
+        // A file made there would be lost with the next start of the host.
+        DrivePath::File(file) if file.starts_with("/dev") => {
+            OpenDriveError::NoDevice(path.to_string())
+        }
+        _ => OpenDriveError::NotFound(path.to_string()),
+    }
+}
+
 /// Returns what keeps a block device from being opened exclusively.
 fn exclusive_user(path: &DrivePath) -> String {
     let DrivePath::File(file) = path else {
@@ -357,7 +373,7 @@ fn open_key_value(
         DrivePath::File(file) if file.exists() => {
             Ok(KeyValueController::file(file, profile, threads)?)
         }
-        DrivePath::File(_) => Err(OpenDriveError::NotFound(path.to_string())),
+        DrivePath::File(_) => Err(absent(path)),
         _ => Err(KeyValueError::Null.into()),
     }
 }

@@ -14,6 +14,14 @@ pub enum OptionError {
         /// The key.
         word: String,
     },
+    /// A key with blanks around it.
+    #[error(
+        "Option \"{key}\" has a blank before or after its name: write KEY=VALUE,KEY=VALUE without blanks"
+    )]
+    Blank {
+        /// The key, without them.
+        key: String,
+    },
     /// Nothing behind the `=`.
     #[error("Option \"{key}\" has an empty value: give it one, or leave it out")]
     EmptyValue {

@@ -20,6 +20,11 @@ impl KeyValues {
         let mut keys = Self::default();
         loop {
             let (word, value) = pair(&mut chars)?;
+            let key = word.trim();
+            if key != word && !key.is_empty() {
+                let key = key.to_owned();
+                return Err(OptionError::Blank { key });
+            }
             let Some(value) = value else {
                 return Err(OptionError::NoValue { word });
             };
@@ -236,6 +241,14 @@ mod tests {
             (
                 "a=1,,b=2",
                 "An option is empty: write KEY=VALUE, separated by single commas",
+            ),
+            (
+                "a=1, b=2",
+                "Option \"b\" has a blank before or after its name: write KEY=VALUE,KEY=VALUE without blanks",
+            ),
+            (
+                "a =1",
+                "Option \"a\" has a blank before or after its name: write KEY=VALUE,KEY=VALUE without blanks",
             ),
             ("a", "Option \"a\" has no value: write a=VALUE"),
             ("a=1,b", "Option \"b\" has no value: write b=VALUE"),

@@ -1,0 +1,121 @@
+//! Messages that once misled.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+
+use crate::support::Bench;
+
+/// Returns the complaint of a command that is refused.
+fn complaint(bench: &Bench, command: &str, arguments: &[&str]) -> String {
+    let output = bench.run(command, arguments);
+    assert!(!output.status.success(), "{output:?}");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+fn printed(bench: &Bench, command: &str, arguments: &[&str]) -> String {
+    let output = bench.run(command, arguments);
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn a_device_that_is_absent_is_not_to_be_made_as_a_file() {
+    let bench = Bench::new();
+    let function = ["--function", "socket=a.sock,path=/dev/nvme9n9"];
+    let told = complaint(&bench, "serve", &function);
+    for part in [
+        "There is no device `/dev/nvme9n9`",
+        "lsblk",
+        "nvme-mpt drives",
+    ] {
+        assert!(told.contains(part), "{told}");
+    }
+    assert!(!told.contains("truncate"), "{told}");
+    let function = ["--function", "socket=a.sock,path=absent.img"];
+    let told = complaint(&bench, "serve", &function);
+    assert!(told.contains("create it with: truncate -s"), "{told}");
+}
+
+#[test]
+fn a_blank_between_options_is_called_a_blank() {
+    let bench = Bench::new();
+    for command in [
+        &["serve", "--function", "socket=a.sock, path=drive.img"][..],
+        &["add", "socket=a.sock, path=drive.img"],
+    ] {
+        let told = complaint(&bench, command[0], &command[1..]);
+        assert!(told.contains("blank"), "{command:?}: {told}");
+        assert!(!told.contains("is missing"), "{command:?}: {told}");
+    }
+}
+
+#[test]
+fn another_user_is_told_that_it_may_not_ask() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("left out: root alone can be several users");
+        return;
+    }
+    let bench = Bench::new();
+    fs::set_permissions(bench.path(""), fs::Permissions::from_mode(0o755)).unwrap();
+    let server = bench
+        .serve("one", &["socket=a.sock,path=drive.img"])
+        .unwrap();
+    let mut stats = bench.command("stats", &["--control", "one.control"]);
+    let output = stats.uid(4_000_000).gid(4_000_000).output().unwrap();
+    assert!(!output.status.success(), "{output:?}");
+    let told = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        told.contains("User 4000000 may not use the control socket one.control: run this as root"),
+        "{told}"
+    );
+    assert!(!told.contains("start `nvme-mpt serve`"), "{told}");
+    server.stop();
+    let told = complaint(&bench, "stats", &["--control", "one.control"]);
+    assert!(told.contains("start `nvme-mpt serve`"), "{told}");
+}
+
+#[test]
+fn json_is_had_without_the_word_list() {
+    let bench = Bench::new();
+    let server = bench
+        .serve("one", &["socket=a.sock,path=drive.img,id=a,faults=none"])
+        .unwrap();
+    let control = ["--control", "one.control"];
+    for (command, arguments) in [
+        ("leases", &["--json"][..]),
+        ("leases", &["list", "--json"]),
+        ("leases", &["--json", "list"]),
+        ("leases", &["--json", "terms"]),
+        ("fault", &["--json"]),
+        ("fault", &["--json", "list"]),
+    ] {
+        let text = printed(&bench, command, &[&control, arguments].concat());
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert!(json.is_array() || json.is_object(), "{command}: {json}");
+    }
+    for (command, arguments) in [
+        ("leases", &["--json", "release", "a"][..]),
+        ("fault", &["--json", "clear", "drive.img"]),
+    ] {
+        let told = complaint(&bench, command, &[&control, arguments].concat());
+        assert!(told.contains("--json is an option of `"), "{told}");
+    }
+    server.stop();
+}
+
+#[test]
+fn the_help_has_the_variable_that_sets_the_level_of_the_log() {
+    let bench = Bench::new();
+    for arguments in [&["--help"][..], &["-h"]] {
+        let text = printed(&bench, "serve", arguments);
+        assert!(text.contains("RUST_LOG"), "{text}");
+    }
+    let mut help = std::process::Command::new(env!("CARGO_BIN_EXE_nvme-mpt"));
+    let output = help.arg("--help").output().unwrap();
+    assert!(
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .contains("RUST_LOG")
+    );
+}

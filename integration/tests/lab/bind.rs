@@ -340,7 +340,11 @@ fn served(bench: &Bench) -> Result<(), Failure> {
             "serve --state-dir /tmp/other --function socket=/tmp/o.sock,path={}",
             b.address
         ),
-        &["is in use: /dev/vfio/", "is open in another process"],
+        &[
+            "is in use: /dev/vfio/",
+            &has_it,
+            "nvme-mpt serve --drive path=",
+        ],
     )?;
     server.expect_alive()?;
     server.stop()?;

@@ -79,7 +79,8 @@ impl Type1Container {
         if vfio.join(format!("noiommu-{group_number}")).exists() {
             return Err(VfioError::NoIommu { address });
         }
-        let container = open(address, vfio.join("vfio"))?;
+        let open = |path| open(root, function, path);
+        let container = open(vfio.join("vfio"))?;
         if !ioctl::is_version_known(&container)
             .map_err(refused("ask for the version of the VFIO"))?
             || !ioctl::has_extension(&container, abi::VFIO_TYPE1v2_IOMMU)
@@ -87,14 +88,13 @@ impl Type1Container {
         {
             return Err(VfioError::NoType1);
         }
-        let group = open(address, group_path.clone())?;
+        let group = open(group_path.clone())?;
         let flags = ioctl::group_flags(&group).map_err(refused("ask for the IOMMU group"))?;
         if flags & abi::VFIO_GROUP_FLAGS_VIABLE == 0 {
             return Err(not_viable(function));
         }
         if flags & abi::VFIO_GROUP_FLAGS_CONTAINER_SET != 0 {
-            let group = group_path;
-            return Err(VfioError::InUse { address, group });
+            return Err(in_use(root, function, group_path));
         }
         ioctl::set_container(&group, &container)
             .map_err(refused("give a container to the IOMMU group"))?;
@@ -258,7 +258,7 @@ impl IommuContext for Type1Container {
 }
 
 /// Opens one of VFIO's files.
-fn open(address: PciAddress, path: PathBuf) -> Result<File, VfioError> {
+fn open(root: &HostRoot, function: &PciFunction, path: PathBuf) -> Result<File, VfioError> {
     OpenOptions::new()
         .read(true)
         .write(true)
@@ -268,16 +268,23 @@ fn open(address: PciAddress, path: PathBuf) -> Result<File, VfioError> {
             // ENODEV: the file is left, and its driver is gone.
             Some(libc::ENOENT | libc::ENODEV) => VfioError::NoVfio(path),
             Some(libc::EACCES | libc::EPERM) => VfioError::Permission(path),
-            Some(libc::EBUSY) => VfioError::InUse {
-                address,
-                group: path,
-            },
+            Some(libc::EBUSY) => in_use(root, function, path),
             _ => VfioError::Refused {
-                address,
+                address: function.address,
                 what: "open the VFIO file",
                 source,
             },
         })
+}
+
+/// Returns the error for a group that another process has.
+fn in_use(root: &HostRoot, function: &PciFunction, group: PathBuf) -> VfioError {
+    let users = function.iommu_group.as_ref();
+    VfioError::InUse {
+        address: function.address,
+        group,
+        users: users.map_or_else(Vec::new, |group| group.users(root)),
+    }
 }
 
 fn not_viable(function: &PciFunction) -> VfioError {

@@ -1,9 +1,21 @@
 //! Obstacles to driving a drive through VFIO, with their remedies.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use super::function::{PciAddress, PciFunctionError};
+use super::function::{PciAddress, PciFunctionError, User};
+
+/// Returns the processes that have a group, for a person.
+fn group_users(group: &Path, users: &[User]) -> String {
+    let users: Vec<String> = users.iter().map(User::to_string).collect();
+    match users.as_slice() {
+        [] => format!(
+            "{} is open in a process that this user may not see",
+            group.display()
+        ),
+        users => users.join(", "),
+    }
+}
 
 /// An NVMe function cannot be used through VFIO.
 #[derive(Debug, thiserror::Error)]
@@ -55,13 +67,16 @@ pub enum VfioError {
     Permission(PathBuf),
     /// Somebody else has the group open.
     #[error(
-        "{address} is in use: {} is open in another process (a VMM, or another nvme-mpt); end that first", group.display()
+        "{address} is in use: {}; end that first, or share the drive among VMMs with: nvme-mpt serve --drive path={address}",
+        group_users(group, users)
     )]
     InUse {
         /// The function.
         address: PciAddress,
         /// Its group's file.
         group: PathBuf,
+        /// Processes that have the group, as far as this one may know.
+        users: Vec<User>,
     },
     /// Another function of the group has a driver of the host's.
     #[error(
@@ -152,4 +167,33 @@ pub enum VfioError {
         /// Kernel's error.
         source: io::Error,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drive_in_use_names_the_process_and_the_way_to_share_it() {
+        let in_use = |users| VfioError::InUse {
+            address: "0000:01:00.0".parse().expect("an address"),
+            group: "/dev/vfio/7".into(),
+            users,
+        };
+        let process = User::Process {
+            device: "/dev/vfio/7".to_owned(),
+            pid: 77,
+            command: "cloud-hypervisor".to_owned(),
+        };
+        assert_eq!(
+            in_use(vec![process]).to_string(),
+            "0000:01:00.0 is in use: /dev/vfio/7 is open in process 77 (cloud-hypervisor); end that first, or share \
+             the drive among VMMs with: nvme-mpt serve --drive path=0000:01:00.0"
+        );
+        let unseen = in_use(Vec::new()).to_string();
+        assert!(
+            unseen.contains("/dev/vfio/7 is open in a process that this user may not see; "),
+            "{unseen}"
+        );
+    }
 }

@@ -5,8 +5,16 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Interval at which a running step reports that it still runs.
-const REMIND: Duration = Duration::from_secs(10);
+/// Time after which a running step first reports that it still runs.
+const FIRST_REMINDER: Duration = Duration::from_secs(10);
+/// Longest time between two such reports.
+const REMINDER_MAX: Duration = Duration::from_secs(300);
+
+/// Returns the waits before each report that a step still runs: its running time doubles from one to the next.
+fn reminders() -> impl Iterator<Item = Duration> {
+    let next = |wait: &Duration| Some((*wait * 2).min(REMINDER_MAX));
+    std::iter::once(FIRST_REMINDER).chain(std::iter::successors(Some(FIRST_REMINDER), next))
+}
 
 /// One step: announced when it starts, reminded of while it runs, timed when it ends.
 #[derive(Debug)]
@@ -26,7 +34,10 @@ impl Step {
         let (stop, stopped) = mpsc::channel();
         let name = what.clone();
         let reminder = std::thread::spawn(move || {
-            while stopped.recv_timeout(REMIND) == Err(RecvTimeoutError::Timeout) {
+            for wait in reminders() {
+                if stopped.recv_timeout(wait) != Err(RecvTimeoutError::Timeout) {
+                    return;
+                }
                 say(&format!("    … {name}: {}", seconds(started.elapsed())));
             }
         });
@@ -36,6 +47,12 @@ impl Step {
             stop: Some(stop),
             reminder: Some(reminder),
         }
+    }
+
+    /// Prints what a part of the step has come to, with the time since its start.
+    pub fn note(&self, what: impl AsRef<str>) {
+        let after = seconds(self.started.elapsed());
+        say(&format!("    {} after {after}", what.as_ref()));
     }
 
     /// Ends the step well, and prints its result, `detail`.
@@ -92,4 +109,21 @@ pub fn say(line: &str) {
     // A reader that went away must not turn into a panic in the middle of a test.
     let _ = writeln!(out, "{line}");
     let _ = out.flush();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_of_a_minute_reports_three_times_that_it_runs() {
+        let times: Vec<u64> = reminders()
+            .scan(Duration::ZERO, |time, wait| {
+                *time += wait;
+                Some(time.as_secs())
+            })
+            .take(8)
+            .collect();
+        assert_eq!(times, [10, 20, 40, 80, 160, 320, 620, 920]);
+    }
 }

@@ -59,6 +59,16 @@ pub(super) struct Layout {
     ranges: Vec<Range>,
 }
 
+/// Checks that a path leads to a drive: a file that a mistyped path would make is none.
+pub(super) fn check_exists(path: &Path) -> Result<(), DemoError> {
+    match path.exists() {
+        true => Ok(()),
+        false => Err(DemoError::NoDrive {
+            path: path.to_owned(),
+        }),
+    }
+}
+
 impl Layout {
     pub(super) fn in_memory(size: u64, guests: u32) -> Result<Self, DemoError> {
         Ok(Self {
@@ -68,7 +78,7 @@ impl Layout {
         })
     }
 
-    /// A file that is not there yet, or is empty, is made as large as it takes.
+    /// A file that is empty is made as large as it takes.
     pub(super) fn on_file(path: &Path, guests: u32) -> Result<Self, DemoError> {
         let at = |source| DemoError::File {
             path: path.to_owned(),
@@ -349,6 +359,17 @@ mod tests {
             }
         }
         (layout, names)
+    }
+
+    #[test]
+    fn a_path_that_leads_nowhere_is_no_drive_and_none_is_made() {
+        let folder = tempfile::tempdir().expect("folder");
+        let path = folder.path().join("drvie.img");
+        let error = check_exists(&path).expect_err("it is absent");
+        assert!(error.to_string().contains("drvie.img: give one"), "{error}");
+        assert!(!path.exists());
+        File::create(&path).expect("create");
+        check_exists(&path).expect("a file");
     }
 
     #[test]

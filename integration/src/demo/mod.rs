@@ -42,7 +42,7 @@ pub struct Options {
     /// The guests' kernel: 6.1 (Debian 12), 6.12 (Debian 13), or the path of an image
     #[arg(long, default_value = "6.12")]
     kernel: KernelChoice,
-    /// The drive: a file, a block device or the PCI address of a physical drive, WHOSE CONTENT IS
+    /// The drive: a file or block device that exists, or the PCI address of a physical drive, WHOSE CONTENT IS
     /// OVERWRITTEN; or memory:SIZE; or "lab", a drive on an emulated host, on which all this then runs. By
     /// default a file that is made for it
     #[arg(long, value_name = "PATH|ADDRESS|memory:SIZE|lab")]
@@ -153,6 +153,23 @@ pub enum DemoError {
         /// Why.
         source: io::Error,
     },
+    /// There is no drive at a path.
+    #[error(
+        "There is no drive {path}: give one that exists, as made by `truncate -s 1G FILE`, or leave --drive out for a \
+         file of its own"
+    )]
+    NoDrive {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The host has no function at an address.
+    #[error(
+        "There is no PCI function {address} on this host: `nvme-mpt drives` lists its NVMe functions"
+    )]
+    NoFunction {
+        /// The address.
+        address: String,
+    },
     /// The host's driver shows no namespace of the drive.
     #[error(
         "Drive {address} has no block device here: its content is checked through the host's nvme driver, \
@@ -196,6 +213,12 @@ pub enum DemoError {
 pub fn run(options: &Options) -> Result<bool, DemoError> {
     if options.drive == Some(DriveChoice::Lab) {
         return lab::run(options);
+    }
+    // Before anything is fetched or built.
+    match &options.drive {
+        Some(DriveChoice::Path(path)) => isolation::check_exists(path)?,
+        Some(DriveChoice::Function { address }) => host::check_function(address)?,
+        _ => {}
     }
     let assets = Assets::provide(&options.kernel)?;
     let binary = server::build()?;
@@ -294,11 +317,13 @@ fn share(
         let guest = Guest::start_booting(assets, &config, folder)?;
         if one_by_one {
             guest.await_ready(BOOT_PATIENCE)?;
+            step.note(format!("{name} is up"));
         }
         guests.push(guest);
     }
-    for guest in guests.iter().filter(|_| !one_by_one) {
+    for (guest, name) in guests.iter().zip(&names).filter(|_| !one_by_one) {
         guest.await_ready(BOOT_PATIENCE)?;
+        step.note(format!("{name} is up"));
     }
     step.done("");
 

@@ -42,6 +42,15 @@ impl Cache {
         Ok(Self { root, _lock: lock })
     }
 
+    /// A cache in a folder, for tests.
+    #[cfg(test)]
+    pub(super) fn at(root: &Path) -> Self {
+        Self {
+            root: root.to_owned(),
+            _lock: File::create(root.join("lock")).expect("lock file"),
+        }
+    }
+
     /// The folder made by `build` from this `recipe`, made now if it is not there yet.
     ///
     /// `build` fills a folder of a temporary name, which is renamed when it is complete: what was
@@ -86,17 +95,10 @@ fn fnv1a(text: &str) -> u64 {
 mod tests {
     use super::*;
 
-    fn cache(root: &Path) -> Cache {
-        Cache {
-            root: root.to_owned(),
-            _lock: File::create(root.join("lock")).expect("lock file"),
-        }
-    }
-
     #[test]
     fn a_failed_build_leaves_nothing_that_looks_finished() {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let cache = cache(folder.path());
+        let cache = Cache::at(folder.path());
         let failed = cache.entry("thing", "recipe", |path| {
             fs::write(path.join("half"), "half").expect("write");
             Err(ProvisionError::NotDebian)
@@ -119,7 +121,7 @@ mod tests {
     #[test]
     fn the_same_recipe_is_built_once_and_another_anew() {
         let folder = tempfile::tempdir().expect("temporary folder");
-        let cache = cache(folder.path());
+        let cache = Cache::at(folder.path());
         let first = cache.entry("thing", "1", |_| Ok(())).expect("first");
         let again = cache
             .entry("thing", "1", |_| panic!("built twice"))

@@ -68,11 +68,7 @@ impl Kernel {
         };
         let recipe = format!("{PACKAGE} of {suites:?}, image only");
         let folder = cache.entry(name, &recipe, |folder| {
-            let root = folder.join("root");
-            fs::create_dir(&root).map_err(at(&root))?;
-            apt::unpack(suites, &[PACKAGE], &root)?;
-            keep_image(&root, folder, suites)?;
-            fs::remove_dir_all(&root).map_err(at(&root))
+            keep_image(&package(cache, suites, apt::unpack)?, folder, suites)
         })?;
         Self::in_folder(&folder, suites)
     }
@@ -90,15 +86,11 @@ impl Kernel {
         };
         let recipe = format!("{PACKAGE} of {suites:?} with {wanted:?}");
         let folder = cache.entry(&format!("{whom}-{name}"), &recipe, |folder| {
-            let root = folder.join("root");
+            let root = package(cache, suites, apt::unpack)?;
             let copies = folder.join("modules");
-            for path in [&root, &copies] {
-                fs::create_dir(path).map_err(at(path))?;
-            }
-            apt::unpack(suites, &[PACKAGE], &root)?;
+            fs::create_dir(&copies).map_err(at(&copies))?;
             keep_image(&root, folder, suites)?;
-            modules::copy(&root, wanted, &copies)?;
-            fs::remove_dir_all(&root).map_err(at(&root))
+            modules::copy(&root, wanted, &copies)
         })?;
         Ok((Self::in_folder(&folder, suites)?, folder.join("modules")))
     }
@@ -140,11 +132,24 @@ pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), 
     }
 }
 
-/// Moves the image out of an unpacked package in `root` to `folder`.
+/// Returns the folder with the package of a suite, which the cache keeps: the kernels with modules for the lab and for
+/// its guests are made of one package.
+fn package(
+    cache: &Cache,
+    suites: Suites,
+    unpack: impl FnOnce(Suites, &[&str], &Path) -> Result<(), ProvisionError>,
+) -> Result<PathBuf, ProvisionError> {
+    let name = format!("kernel-package-{}", suites.preferred);
+    let recipe = format!("{PACKAGE} of {suites:?}");
+    cache.entry(&name, &recipe, |root| unpack(suites, &[PACKAGE], root))
+}
+
+/// Copies the image of an unpacked package in `root` to `folder`.
 fn keep_image(root: &Path, folder: &Path, suites: Suites) -> Result<(), ProvisionError> {
     let image = find_image(&root.join("boot"), suites)?;
     let kept = folder.join(image.file_name().unwrap_or_default());
-    fs::rename(&image, kept).map_err(at(&image))
+    fs::copy(&image, kept).map_err(at(&image))?;
+    Ok(())
 }
 
 fn find_image(folder: &Path, suites: Suites) -> Result<PathBuf, ProvisionError> {
@@ -158,4 +163,34 @@ fn find_image(folder: &Path, suites: Suites) -> Result<PathBuf, ProvisionError> 
         suite: suites.preferred.to_owned(),
         what: "vmlinuz".to_owned(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_package_is_fetched_once_for_all_that_is_made_of_it() {
+        let folder = tempfile::tempdir().expect("folder");
+        let cache = Cache::at(folder.path());
+        let Ok((suites, _)) = packaged(&KernelChoice::V6_12) else {
+            panic!("it is packaged");
+        };
+        let first = package(&cache, suites, |_, packages, root| {
+            assert_eq!(packages, [PACKAGE]);
+            fs::create_dir(root.join("boot")).expect("folder");
+            fs::write(root.join("boot/vmlinuz-6.12"), "image").expect("write");
+            Ok(())
+        });
+        let root = first.expect("unpacked");
+        let again = package(&cache, suites, |_, _, _| panic!("fetched twice"));
+        assert_eq!(again.expect("the same"), root);
+        for name in ["lab", "guest"] {
+            let made = folder.path().join(name);
+            fs::create_dir(&made).expect("folder");
+            keep_image(&root, &made, suites).expect("an image");
+            let kernel = Kernel::in_folder(&made, suites).expect("a kernel");
+            assert_eq!(kernel.name, "6.12");
+        }
+    }
 }

@@ -1,10 +1,11 @@
 //! Counters of the data path: written by one poller, read by anybody.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
 use crate::clock::nanoseconds;
+use crate::spec::status::Status;
 
 /// Figures of a VM's memory, as its function has it mapped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,6 +39,81 @@ impl Counter {
     pub fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
+}
+
+/// A number that rises and falls, with one writer.
+#[derive(Debug, Default)]
+pub struct Gauge(AtomicU64);
+
+impl Gauge {
+    /// Sets the number.
+    #[inline]
+    pub fn set(&self, to: u64) {
+        self.0.store(to, Ordering::Relaxed);
+    }
+
+    /// Returns the number.
+    #[must_use]
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Most statuses that are told apart.
+const STATUSES: usize = 32;
+
+/// Commands that failed with a status. A status is never 0, which is success: 0 is a free place.
+#[derive(Debug, Default)]
+struct StatusCounter {
+    code: AtomicU16,
+    commands: AtomicU64,
+}
+
+/// Commands of a function that completed with an error, by status. Any thread may count.
+#[derive(Debug, Default)]
+pub struct StatusCounters {
+    counters: [StatusCounter; STATUSES],
+    /// Commands with other statuses than the first [`STATUSES`].
+    others: AtomicU64,
+}
+
+impl StatusCounters {
+    /// Counts a command. Advice on repeating it makes no other status of it.
+    #[cold]
+    pub fn count(&self, status: Status) {
+        let code = status.code().0;
+        let place = self.counters.iter().find(|counter| {
+            let free = &counter.code;
+            let taken = free.compare_exchange(0, code, Ordering::Relaxed, Ordering::Relaxed);
+            taken.map_or_else(|present| present == code, |_| true)
+        });
+        let commands = place.map_or(&self.others, |place| &place.commands);
+        commands.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the number of commands of each status.
+    #[must_use]
+    pub fn stats(&self) -> Vec<StatusCount> {
+        let named = self.counters.iter().map(|counter| {
+            let status = Status(counter.code.load(Ordering::Relaxed));
+            (status.to_string(), &counter.commands)
+        });
+        let all = named.chain([("others".to_owned(), &self.others)]);
+        let counts = all.map(|(status, commands)| StatusCount {
+            status,
+            commands: commands.load(Ordering::Relaxed),
+        });
+        counts.filter(|count| count.commands > 0).collect()
+    }
+}
+
+/// Number of commands that completed with a status.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StatusCount {
+    /// Name of the status.
+    pub status: String,
+    /// Commands.
+    pub commands: u64,
 }
 
 /// Steps in which a power of two of latency is told apart: buckets are 25 % wide or less.
@@ -87,6 +163,13 @@ impl Histogram {
         }
     }
 
+    /// Adds the commands of each bucket to `sum`.
+    fn add_to(&self, sum: &mut Distribution) {
+        for (sum, bucket) in sum.0.iter_mut().zip(&self.buckets) {
+            *sum += bucket.get();
+        }
+    }
+
     fn snapshot(&self) -> (Vec<u64>, u64) {
         let buckets = self.buckets.iter().map(Counter::get).collect();
         (buckets, self.max.load(Ordering::Relaxed))
@@ -116,6 +199,50 @@ impl Histogram {
     }
 }
 
+/// Latencies of the commands of several queues.
+#[derive(Debug)]
+pub(crate) struct Distribution([u64; BUCKETS]);
+
+impl Distribution {
+    /// Returns the sum of some histograms.
+    pub(crate) fn sum<'a>(histograms: impl IntoIterator<Item = &'a Histogram>) -> Self {
+        let mut sum = Self([0; BUCKETS]);
+        for histogram in histograms {
+            histogram.add_to(&mut sum);
+        }
+        sum
+    }
+
+    /// Returns the buckets that have commands, shortest latencies first.
+    pub(crate) fn buckets(&self) -> Vec<LatencyBucket> {
+        let counted = self
+            .0
+            .iter()
+            .enumerate()
+            .filter(|(_, commands)| **commands > 0);
+        let buckets = counted.map(|(bucket, commands)| LatencyBucket {
+            from_ns: match bucket.checked_sub(1) {
+                Some(below) => nanoseconds(Histogram::upper_bound(below)),
+                None => 0,
+            },
+            to_ns: nanoseconds(Histogram::upper_bound(bucket)),
+            commands: *commands,
+        });
+        buckets.collect()
+    }
+}
+
+/// Commands whose latencies lie between two bounds, which are 25 % apart at most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LatencyBucket {
+    /// Lower bound in nanoseconds.
+    pub from_ns: u64,
+    /// Upper bound in nanoseconds.
+    pub to_ns: u64,
+    /// Commands.
+    pub commands: u64,
+}
+
 /// Counters of one I/O queue pair, kept while queues come and go under its identifier.
 #[derive(Debug, Default)]
 pub struct QueueCounters {
@@ -137,6 +264,8 @@ pub struct QueueCounters {
     pub interrupts: Counter,
     /// Looks at the doorbell after re-arming that found a new value: each saved a lost wake-up.
     pub rearm_saves: Counter,
+    /// Commands that were taken and are not completed, after the last batch.
+    pub in_flight: Gauge,
     /// Ticks in which commands waited for the limits of their lease.
     pub throttled: Counter,
     /// Latencies of commands.
@@ -188,10 +317,19 @@ pub struct QueueStats {
     pub qid: u16,
     /// Commands completed.
     pub commands: u64,
+    /// Read commands completed.
+    #[serde(default)]
+    pub reads: u64,
+    /// Write commands completed.
+    #[serde(default)]
+    pub writes: u64,
     /// Bytes read by the guest.
     pub read_bytes: u64,
     /// Bytes written by the guest.
     pub write_bytes: u64,
+    /// Commands that were taken and are not completed.
+    #[serde(default)]
+    pub in_flight: u64,
     /// Doorbell writes that exited to the VMM.
     pub doorbell_exits: u64,
     /// Interrupts raised.
@@ -216,6 +354,9 @@ impl QueueCounters {
         QueueStats {
             qid,
             commands: self.commands.get(),
+            reads: self.reads.get(),
+            writes: self.writes.get(),
+            in_flight: self.in_flight.get(),
             read_bytes: self.read_bytes.get(),
             write_bytes: self.write_bytes.get(),
             doorbell_exits: self.doorbell_exits.get(),
@@ -236,6 +377,15 @@ pub struct PollerStats {
     pub name: String,
     /// The processor it is pinned to, if it is.
     pub cpu: Option<usize>,
+    /// Seconds since its start.
+    #[serde(default)]
+    pub life_seconds: f64,
+    /// Seconds in which it found work.
+    #[serde(default)]
+    pub busy_seconds: f64,
+    /// Seconds in which it slept.
+    #[serde(default)]
+    pub parked_seconds: f64,
     /// Share of its life so far in which it found work, 0 to 1.
     pub busy_share: f64,
     /// Share of its life so far in which it slept, 0 to 1. It spun for the rest.
@@ -303,6 +453,12 @@ pub struct AttachmentStats {
     pub memory: MemoryStats,
     /// The I/O queue pairs that did anything.
     pub queues: Vec<QueueStats>,
+    /// Latencies of the commands of all queues.
+    #[serde(default)]
+    pub latency: Vec<LatencyBucket>,
+    /// Commands that completed with an error, by status.
+    #[serde(default)]
+    pub errors: Vec<StatusCount>,
 }
 
 #[cfg(test)]
@@ -322,6 +478,44 @@ mod tests {
                 assert!(ticks > below, "{ticks} is not above {below}");
             }
         }
+    }
+
+    #[test]
+    fn buckets_of_several_queues_are_added_up() {
+        let (a, b) = (Histogram::default(), Histogram::default());
+        for ticks in [5, 1000, 1000] {
+            a.record(ticks);
+        }
+        b.record(1000);
+        let buckets = Distribution::sum([&a, &b]).buckets();
+        let commands: Vec<u64> = buckets.iter().map(|bucket| bucket.commands).collect();
+        assert_eq!(commands, [1, 3]);
+        let thousand = nanoseconds(1000);
+        assert!(buckets[1].from_ns <= thousand && thousand <= buckets[1].to_ns);
+        assert_eq!(Distribution::sum([]).buckets(), []);
+    }
+
+    #[test]
+    fn statuses_are_told_apart_up_to_their_most() {
+        let counters = StatusCounters::default();
+        counters.count(Status::INVALID_FIELD);
+        counters.count(Status::INVALID_FIELD.with_dnr(true));
+        let name = Status::INVALID_FIELD.to_string();
+        let count = |status: &str, commands| StatusCount {
+            status: status.to_owned(),
+            commands,
+        };
+        assert_eq!(counters.stats(), [count(&name, 2)]);
+        for sc in 0..=u8::MAX {
+            counters.count(Status::new(
+                crate::spec::status::StatusCodeType::VENDOR_SPECIFIC,
+                sc,
+            ));
+        }
+        let stats = counters.stats();
+        assert_eq!(stats.len(), STATUSES + 1);
+        let others = 256 - (STATUSES as u64 - 1);
+        assert_eq!(stats.last(), Some(&count("others", others)));
     }
 
     #[test]

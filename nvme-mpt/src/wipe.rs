@@ -8,7 +8,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use log::warn;
@@ -107,6 +107,28 @@ pub enum WipeError {
     Ledger(#[from] LeaseError),
 }
 
+/// Bytes that this process has wiped, and whole parts.
+static WIPED: (AtomicU64, AtomicU64) = (AtomicU64::new(0), AtomicU64::new(0));
+
+/// What this process has wiped since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wiped {
+    /// Bytes, also of parts that are being wiped.
+    pub bytes: u64,
+    /// Parts that are wiped as a whole.
+    pub parts: u64,
+}
+
+/// Returns what this process has wiped.
+#[must_use]
+pub fn wiped() -> Wiped {
+    let (bytes, parts) = &WIPED;
+    Wiped {
+        bytes: bytes.load(Ordering::Relaxed),
+        parts: parts.load(Ordering::Relaxed),
+    }
+}
+
 /// Erases all [unwiped](Lease::unwiped) parts of a lease, and tells how far it is in the log.
 ///
 /// It begins no further command after `stop` was set.
@@ -160,6 +182,7 @@ pub(crate) fn wipe_with(
         host.wiped(&range);
         host.flush().map_err(failed)?;
         lease.wiped()?;
+        WIPED.1.fetch_add(1, Ordering::Relaxed);
         warn!("Lease {}: {range} of {name} is wiped", lease.id());
     }
     Ok(())
@@ -295,6 +318,10 @@ impl<'a> Eraser<'a> {
                 status: completion.status,
             });
         }
+        let blocks = (self.end - block.0).min(self.step);
+        WIPED
+            .0
+            .fetch_add(blocks << self.drive.lba_shift(), Ordering::Relaxed);
         Ok(())
     }
 }

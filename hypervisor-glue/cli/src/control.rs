@@ -47,7 +47,7 @@ const TAKE_OVER_PAUSE: Duration = Duration::from_millis(2);
 const REQUEST_MAX: usize = 128 << 10;
 
 /// Longest answer that is taken, in bytes: thousands of queues.
-const ANSWER_MAX: usize = 16 << 20;
+const ANSWER_MAX: usize = 64 << 20;
 
 /// The control socket cannot be offered, or a server does not answer on it.
 #[derive(Debug, Error)]

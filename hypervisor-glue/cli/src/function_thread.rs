@@ -337,6 +337,8 @@ impl Function {
             queue_pairs: lease.queue_pairs,
             memory: lease.memory,
             queues: lease.queues,
+            latency: lease.latency,
+            errors: lease.errors,
             admin: AdminStats {
                 commands: admin.commands,
                 doorbell_exits: admin.doorbell_exits,

@@ -8,7 +8,7 @@
 //!
 //! `kept` has what outlives a server in its keeper ([`nvme_mpt_keep`]), with which its successor goes on.
 //!
-//! [`logging`] is what a program of ours logs with.
+//! [`metrics`] offers a server's figures to Prometheus. [`logging`] is what a program of ours logs with.
 //!
 //! # Not implemented
 //!
@@ -27,6 +27,7 @@ pub mod function_thread;
 pub mod kept;
 mod list;
 pub mod logging;
+pub mod metrics;
 pub mod profile;
 pub mod serve;
 pub mod signals;

@@ -449,6 +449,8 @@ impl HostSide for RemoteHostSide {
                 queue_pairs: None,
                 memory: MemoryStats::default(),
                 queues: Vec::new(),
+                latency: Vec::new(),
+                errors: Vec::new(),
             })
     }
 

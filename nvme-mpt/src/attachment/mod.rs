@@ -59,7 +59,8 @@ use crate::shadow::{
 };
 use crate::spec::ids::QueueId;
 use crate::stats::{
-    AttachmentStats, Counters, HostQueueUse, LeasePairStats, QueueCounters, QueueStats,
+    AttachmentStats, Counters, Distribution, HostQueueUse, LeasePairStats, QueueCounters,
+    QueueStats, StatusCounters,
 };
 use growth::{Growth, unit_blocks};
 use io_queues::{QueueEntry, Queues};
@@ -232,6 +233,7 @@ impl Attachment {
             limiter: Limiter::new(rates, Rate::of_this_machine()),
             blocks: Mutex::new(Arc::new(blocks)),
             live: live.map(Arc::new),
+            errors: StatusCounters::default(),
         });
         let steward = Steward::start(pollers.threads())?;
         let blocks_at_first = namespace.blocks;
@@ -430,7 +432,10 @@ impl Attachment {
         let exits_there = |qid| live.map_or(0, |live| live.exits(QueueId(qid)));
         let queues = self.counters.iter().zip(1..).map(|(counters, qid)| {
             let stats = counters.stats(qid);
+            // A queue that was deleted may have ended with commands in flight.
+            let exists = existing.cqs.contains_key(&qid);
             QueueStats {
+                in_flight: stats.in_flight * u64::from(exists),
                 host_queue: host_queue(qid),
                 doorbell_exits: stats.doorbell_exits + exits_there(qid),
                 ..stats
@@ -445,8 +450,10 @@ impl Attachment {
             doorbells: self.facts.doorbells.to_string(),
             memory: self.window.stats(),
             queues: queues
-                .filter(|queue| queue.commands + queue.doorbell_exits > 0)
+                .filter(|queue| queue.commands + queue.doorbell_exits + queue.in_flight > 0)
                 .collect(),
+            latency: Distribution::sum(self.counters.iter().map(|queue| &queue.latency)).buckets(),
+            errors: self.context.errors.stats(),
         }
     }
 

@@ -228,17 +228,23 @@ impl Poller {
     pub(crate) fn stats(&self) -> PollerStats {
         let shared = &self.shared;
         let now = Ticks::now();
-        let life = now.since(shared.started).max(1) as f64;
-        let share = |ticks: u64| (ticks as f64 / life).min(1.0);
+        let life = now.since(shared.started).max(1);
+        let share = |ticks: u64| (ticks as f64 / life as f64).min(1.0);
+        let seconds = |ticks: u64| crate::clock::nanoseconds(ticks) as f64 / 1e9;
         let asleep = match shared.asleep_since.load(Ordering::Relaxed) {
             0 => 0,
             since => now.since(Ticks(since)),
         };
+        let busy = shared.busy_ticks.load(Ordering::Relaxed);
+        let parked = shared.parked_ticks.load(Ordering::Relaxed) + asleep;
         PollerStats {
             name: shared.name.clone(),
             cpu: shared.cpu,
-            busy_share: share(shared.busy_ticks.load(Ordering::Relaxed)),
-            parked_share: share(shared.parked_ticks.load(Ordering::Relaxed) + asleep),
+            life_seconds: seconds(life),
+            busy_seconds: seconds(busy),
+            parked_seconds: seconds(parked),
+            busy_share: share(busy),
+            parked_share: share(parked),
             queues: self.queues(),
             parks: shared.parks.load(Ordering::Relaxed),
             spurious_wakes: shared.spurious_wakes.load(Ordering::Relaxed),

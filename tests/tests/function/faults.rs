@@ -124,6 +124,12 @@ fn media_errors_are_told_and_change_nothing() {
                 .unwrap();
             assert_eq!(health[160], 7, "media errors");
             assert_eq!(drive.struck(), [7]);
+            let errors = machine.function().host().stats().errors;
+            let errors: Vec<_> = errors
+                .iter()
+                .map(|error| (error.status.as_str(), error.commands))
+                .collect();
+            assert_eq!(errors, [("Unrecovered Read Error", 4), ("Write Fault", 3)]);
             // The media is good again, and nothing of what failed was carried out.
             drive.faults().clear();
             assert_eq!(disk.read(120, 24).unwrap(), [0xA5; 24 * 512]);
@@ -183,6 +189,7 @@ fn a_lost_command_ends_with_its_queue_and_the_others_go_on() {
         assert!(queue.push(&write.with_cid(7)));
         queue.ring();
         wait_for("the fault strikes", || drive.struck() == [1]);
+        wait_for("it is counted", || machine.queue_stats(2).in_flight == 1);
         assert_eq!(
             disk.read(8, 8).unwrap(),
             [0; 4096],
@@ -193,6 +200,7 @@ fn a_lost_command_ends_with_its_queue_and_the_others_go_on() {
         let mut queue = controller.delete_queue_pair(queue).unwrap();
         let lost = queue.poll().expect("its completion");
         assert_eq!((lost.cid(), lost.status().code()), (7, ABORTED_SQ_DELETION));
+        assert_eq!(machine.queue_stats(2).in_flight, 0);
 
         // With the controller.
         for reset in 0..2 {

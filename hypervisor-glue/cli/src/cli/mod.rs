@@ -30,6 +30,7 @@ use self::watch::Stats;
 use crate::change::{Change, Changed};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
+use crate::metrics::{MetricsAddress, MetricsOptions};
 use crate::serve::{ServeOptions, serve};
 use crate::{bind, control, drives, logging, profile};
 use nvme_mpt_vmm::options::{STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path};
@@ -113,6 +114,12 @@ struct Serve {
         value_parser = |text: &str| text.parse::<VmmSocket>().map_err(|error| told(&error))
     )]
     vmm_socket: VmmSocket,
+    /// Offer metrics to Prometheus at http://ADDRESS/metrics: PORT of the loopback interface, ADDRESS:PORT, or unix:PATH
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<MetricsAddress>,
+    /// Write metrics into a file for the node exporter, every 15 s: a name ending in .prom in its textfile folder
+    #[arg(long, value_name = "PATH")]
+    metrics_file: Option<PathBuf>,
     #[command(flatten)]
     state: State,
     #[command(flatten)]
@@ -367,6 +374,10 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         state_dir: options.state.state_dir,
         control,
         vmm_socket: options.vmm_socket,
+        metrics: MetricsOptions {
+            address: options.metrics,
+            file: options.metrics_file,
+        },
     };
     Ok(serve(options, &mut io::stdout())?)
 }

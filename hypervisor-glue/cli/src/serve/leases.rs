@@ -188,6 +188,8 @@ impl LeaseTable {
                 queue_pairs: stats.queue_pairs,
                 memory: stats.memory,
                 queues: stats.queues,
+                latency: stats.latency,
+                errors: stats.errors,
                 ..FunctionStats::default()
             }
         });

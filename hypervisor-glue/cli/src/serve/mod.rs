@@ -1,7 +1,7 @@
 //! `nvme-mpt serve`: drives are opened, leased in parts and offered as NVMe functions, until a
 //! signal asks for the end. Functions come and go meanwhile.
 //!
-//! `declared` has functions as they are declared, `drives` the drives that are open, `offer` one function that is
+//! `declared` has functions as they are declared, `drives` the drives that are open, `figures` what control socket and metrics report, `offer` one function that is
 //! offered, `owner` users by their names, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
 //! their report to other threads.
 
@@ -9,6 +9,7 @@ mod changes;
 mod declared;
 mod drives;
 mod error;
+mod figures;
 mod leases;
 mod offer;
 mod owner;
@@ -20,31 +21,33 @@ mod view;
 use std::fs;
 use std::io::{self, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use nvme_mpt::Pollers;
 use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::open::Ledgers;
 use nvme_mpt_vmm::options::{ServedDrive, ServedFunction, VmmSocket};
+use nvme_mpt_vmm::report;
 use thiserror::Error;
 
 use self::changes::{ChangeQueue, ChangeThread};
 use self::declared::{AddedFile, Declarations};
+use self::figures::Figures;
 use self::leases::{LeaseServer, LeaseTable};
 use self::owner::socket_access;
 use self::roster::{Roster, Terms};
-use self::view::View;
 use crate::attach;
 use crate::change::{Change, FunctionEntry};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
-use crate::function_thread::{FunctionHandle, FunctionThreadError};
+use crate::function_thread::FunctionThreadError;
 use crate::kept::{Keeping, KeepingError};
+use crate::metrics::{MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::signals::EndSignals;
-use crate::stats::{DriveStats, ServerStats};
+use crate::stats::ServerStats;
 
 pub use self::declared::FileError;
 pub use self::drives::DriveError;
@@ -69,6 +72,8 @@ pub struct ServeOptions {
     pub control: PathBuf,
     /// Permissions of the socket on which VMMs ask for leases.
     pub vmm_socket: VmmSocket,
+    /// Ways in which it offers its metrics.
+    pub metrics: MetricsOptions,
 }
 
 /// A server cannot be started, or did not end well.
@@ -99,6 +104,9 @@ pub enum ServeError {
     /// The control socket cannot be offered.
     #[error(transparent)]
     Control(#[from] ControlError),
+    /// Metrics cannot be offered.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
     /// VMMs with functions of their own cannot be taken in.
     #[error("Cannot offer leases to VMMs; look at the folder `servers` in the state folder")]
     Leases(#[source] io::Error),
@@ -150,13 +158,14 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
     // All that can be wrong with the arguments is found before the server that this one replaces ends.
     let keeping = Keeping::find(|| check(&options))?;
+    let metrics = metrics_listener(&options.metrics, keeping.as_deref())?;
     let (listener, roster) = start(options, keeping.clone(), stop)?;
     announce(&roster, out).map_err(ServeError::Print)?;
     if keeping.is_none() && roster.entries().next().is_some() {
         let lost = "Without a keeper: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help keep`";
         writeln!(out, "{lost}").map_err(ServeError::Print)?;
     }
-    let server = Server::run(listener, roster)?;
+    let server = Server::run(listener, metrics, roster)?;
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;
@@ -207,6 +216,7 @@ fn start(
         state_dir,
         control,
         vmm_socket,
+        metrics: _,
     } = options;
     let VmmSocket { mode, owner } = vmm_socket;
     let access = socket_access(mode, owner.as_ref())?;
@@ -238,6 +248,20 @@ fn start(
     });
     roster.start(functions, drives)?;
     Ok((listener, roster))
+}
+
+/// Opens the place of the metrics. VMs of the server before do not lose their drives for one that cannot be had.
+fn metrics_listener(
+    options: &MetricsOptions,
+    keeping: Option<&Keeping>,
+) -> Result<MetricsListener, MetricsError> {
+    match MetricsListener::bind(options) {
+        Err(error) if keeping.is_some_and(Keeping::goes_on) => {
+            log::error!("There are no metrics: {}", report::chain(&error));
+            MetricsListener::bind(&MetricsOptions::default())
+        }
+        bound => bound,
+    }
 }
 
 /// Checks what is known of the options without opening a drive.
@@ -293,27 +317,37 @@ pub fn introduce(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<()> {
 struct Server {
     // First, since it hands in changes.
     control: ControlServer,
+    metrics: MetricsServer,
     leases: LeaseServer,
     changes: ChangeThread,
 }
 
 impl Server {
-    fn run(listener: ControlListener, roster: Roster) -> Result<Self, ServeError> {
-        let (pollers, view, leases) = (roster.pollers(), roster.view(), roster.leases());
+    fn run(
+        listener: ControlListener,
+        metrics: MetricsListener,
+        roster: Roster,
+    ) -> Result<Self, ServeError> {
+        let figures = Figures {
+            view: roster.view(),
+            leases: roster.leases(),
+            pollers: roster.pollers(),
+        };
         // VMMs that came before the drives are open would open them themselves.
-        let lease_server = LeaseServer::start(leases.clone()).map_err(ServeError::Leases)?;
+        let lease_server =
+            LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
+        let metrics = MetricsServer::start(metrics, figures.clone())?;
         let (changes, queue) = ChangeThread::start(roster).map_err(ServeError::Thread)?;
         let control = ControlServer::start(
             listener,
             Controlled {
-                view,
-                leases,
+                figures,
                 changes: queue,
-                pollers,
             },
         )?;
         Ok(Self {
             control,
+            metrics,
             leases: lease_server,
             changes,
         })
@@ -323,11 +357,12 @@ impl Server {
     fn end(self) -> Result<(), ServeError> {
         let Self {
             control,
+            metrics,
             mut leases,
             changes,
         } = self;
         // No more changes come. Those that wait are refused, and the one that is made ends early.
-        drop(control);
+        drop((control, metrics));
         // Leases and functions end at the same time, since each of them may wait for as long as it may.
         leases.begin_end();
         let roster = changes.end().ok_or(ServeError::Panicked)?;
@@ -341,43 +376,22 @@ impl Server {
 
 /// State behind the control socket.
 struct Controlled {
-    view: Arc<Mutex<Arc<View>>>,
-    leases: Arc<LeaseTable>,
+    figures: Figures,
     changes: ChangeQueue,
-    pollers: Arc<Pollers>,
-}
-
-impl Controlled {
-    fn view(&self) -> Arc<View> {
-        let view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
-        view.clone()
-    }
 }
 
 impl Service for Controlled {
     fn stats(&self) -> ServerStats {
-        let view = self.view();
-        let handles = view.functions.iter().map(|(handle, _)| handle);
-        let mut functions = FunctionHandle::stats_of(handles);
-        functions.extend(self.leases.stats());
-        ServerStats {
-            functions,
-            drives: view
-                .drives
-                .iter()
-                .map(|drive| DriveStats::of(drive))
-                .collect(),
-            pollers: self.pollers.stats(),
-        }
+        self.figures.stats()
     }
 
     fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
-        faults::carry_out(request, &self.view().drives).map_err(|error| error.to_string())
+        faults::carry_out(request, &self.figures.view().drives).map_err(|error| error.to_string())
     }
 
     fn list(&self) -> Vec<FunctionEntry> {
-        let mut entries = self.view().entries();
-        entries.extend(self.leases.entries());
+        let mut entries = self.figures.view().entries();
+        entries.extend(self.figures.leases.entries());
         entries
     }
 

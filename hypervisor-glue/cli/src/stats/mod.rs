@@ -6,7 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use nvme_mpt::Drive;
 use nvme_mpt::drive::{HostNamespace, Incidents};
-use nvme_mpt::stats::{LeasePairStats, MemoryStats, PollerStats, QueueStats};
+use nvme_mpt::stats::{
+    LatencyBucket, LeasePairStats, MemoryStats, PollerStats, QueueStats, StatusCount,
+};
 
 /// Figures of a server. All counters count from its start on; those of a queue go on where they
 /// were when a queue is created again under the same identifier.
@@ -148,6 +150,12 @@ pub struct FunctionStats {
     pub memory: MemoryStats,
     /// The I/O queue pairs that the guest has or had.
     pub queues: Vec<QueueStats>,
+    /// Latencies of the commands of all queues.
+    #[serde(default)]
+    pub latency: Vec<LatencyBucket>,
+    /// Commands that completed with an error, by status.
+    #[serde(default)]
+    pub errors: Vec<StatusCount>,
     /// The admin queue.
     pub admin: AdminStats,
 }
@@ -184,6 +192,20 @@ impl ServerStats {
     }
 }
 
+/// Returns the commands of each bucket since `earlier`.
+fn latency_since(now: &[LatencyBucket], earlier: &[LatencyBucket]) -> Vec<LatencyBucket> {
+    let since = now.iter().map(|now| {
+        let before = earlier.iter().find(|before| before.from_ns == now.from_ns);
+        LatencyBucket {
+            commands: now
+                .commands
+                .saturating_sub(before.map_or(0, |before| before.commands)),
+            ..*now
+        }
+    });
+    since.filter(|bucket| bucket.commands > 0).collect()
+}
+
 impl FunctionStats {
     fn since(&self, earlier: &Self) -> Self {
         let queues = self.queues.iter().map(|now| {
@@ -193,6 +215,9 @@ impl FunctionStats {
             QueueStats {
                 qid: now.qid,
                 commands: now.commands.saturating_sub(before.commands),
+                reads: now.reads.saturating_sub(before.reads),
+                writes: now.writes.saturating_sub(before.writes),
+                in_flight: now.in_flight,
                 read_bytes: now.read_bytes.saturating_sub(before.read_bytes),
                 write_bytes: now.write_bytes.saturating_sub(before.write_bytes),
                 doorbell_exits: now.doorbell_exits.saturating_sub(before.doorbell_exits),
@@ -206,6 +231,7 @@ impl FunctionStats {
         });
         Self {
             queues: queues.collect(),
+            latency: latency_since(&self.latency, &earlier.latency),
             memory: MemoryStats {
                 maps: self.memory.maps.saturating_sub(earlier.memory.maps),
                 unmaps: self.memory.unmaps.saturating_sub(earlier.memory.unmaps),
@@ -228,12 +254,12 @@ impl FunctionStats {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use nvme_mpt::stats::LatencyStats;
 
     use super::*;
 
-    pub(super) fn sample() -> ServerStats {
+    pub(crate) fn sample() -> ServerStats {
         ServerStats {
             functions: vec![FunctionStats {
                 id: "vm-1".to_owned(),
@@ -250,6 +276,9 @@ mod tests {
                     QueueStats {
                         qid: 1,
                         commands: 1_234_567,
+                        reads: 1_234_566,
+                        writes: 1,
+                        in_flight: 2,
                         read_bytes: 5_056_786_432,
                         write_bytes: 4096,
                         doorbell_exits: 12,
@@ -270,6 +299,8 @@ mod tests {
                         ..QueueStats::default()
                     },
                 ],
+                latency: Vec::new(),
+                errors: Vec::new(),
                 admin: AdminStats {
                     commands: 23,
                     doorbell_exits: 40,
@@ -279,6 +310,9 @@ mod tests {
             pollers: vec![PollerStats {
                 name: "poll-shared-0".to_owned(),
                 cpu: None,
+                life_seconds: 10.0,
+                busy_seconds: 2.56,
+                parked_seconds: 5.0,
                 busy_share: 0.256,
                 parked_share: 0.5,
                 queues: 2,
@@ -356,10 +390,17 @@ mod tests {
 
     #[test]
     fn a_difference_counts_from_the_earlier_sample() {
-        let (earlier, mut later) = (sample(), sample());
+        let (mut earlier, mut later) = (sample(), sample());
         later.functions[0].queues[0].commands += 10;
         later.functions[0].queues[0].interrupts += 4;
         later.functions[0].admin.commands += 2;
+        let bucket = |from_ns, commands| LatencyBucket {
+            from_ns,
+            to_ns: from_ns + 1,
+            commands,
+        };
+        earlier.functions[0].latency = vec![bucket(10, 5), bucket(20, 1)];
+        later.functions[0].latency = vec![bucket(10, 7), bucket(20, 1), bucket(30, 4)];
         later.drives[0].resets += 5;
         later.functions[0].queues.push(QueueStats {
             qid: 3,
@@ -382,6 +423,7 @@ mod tests {
             .collect();
         assert_eq!(counted, [(1, 10, 4, 0), (2, 0, 0, 0), (3, 5, 0, 0)]);
         assert_eq!(since.functions[0].admin.commands, 2);
+        assert_eq!(since.functions[0].latency, [bucket(10, 2), bucket(30, 4)]);
         assert_eq!((since.drives[0].resets, since.drives[0].timeouts), (5, 0));
         assert_eq!(since.drives[0].queue_pairs, later.drives[0].queue_pairs);
         assert_eq!(since.functions[0].capacity_bytes, 64 << 30);

@@ -12,6 +12,7 @@ mod kept;
 mod leases;
 mod limits;
 mod messages;
+mod metrics;
 mod owners;
 mod serve;
 mod sizes;

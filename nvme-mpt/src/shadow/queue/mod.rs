@@ -42,6 +42,7 @@ use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
+use crate::stats::StatusCounters;
 
 /// Commands taken from one Submission Queue before its neighbours get their turn.
 const BATCH_COMMANDS: u32 = 64;
@@ -91,6 +92,8 @@ pub(crate) struct QueueContext {
     pub(crate) blocks: Mutex<Arc<LeasedBlocks>>,
     /// Live state of queues that may outlive this process.
     pub(crate) live: Option<Arc<LiveState>>,
+    /// Commands that completed with an error.
+    pub(crate) errors: StatusCounters,
 }
 
 impl QueueContext {
@@ -576,6 +579,7 @@ impl ShadowCore {
             live.store(sq.head, mark);
         }
         cq.indices.give_back(rooms);
+        cq.counters.in_flight.set(slots.in_flight() as u64);
         sq.doorbell.keep_quiet(sq.head.get());
         if SPECIAL {
             let commands = sq.head.size().distance(first.get(), sq.head.get());
@@ -698,6 +702,7 @@ impl ShadowCore {
         if completed == 0 {
             return false;
         }
+        cq.counters.in_flight.set(slots.in_flight() as u64);
         if LIVE
             && *condition == Condition::Sound
             && let Some(live) = live

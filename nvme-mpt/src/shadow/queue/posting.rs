@@ -129,6 +129,7 @@ pub(super) fn fail_command<H: TranslatedQueue>(
     let guest = arrival.command;
     sq.counters.commands.add(1);
     sq.counters.errors.add(1);
+    context.errors.count(failure.status());
     context.events.report(Event::CommandFailed(ErrorEntry {
         sqid: sq.qid,
         cid: guest.cid(),
@@ -163,6 +164,7 @@ fn count(counters: &QueueCounters, traffic: Traffic, latency: u64) {
 #[cold]
 fn report_failure(context: &QueueContext, sq: &SubmissionQueue, slot: &Slot, status: Status) {
     sq.counters.errors.add(1);
+    context.errors.count(status);
     if status.sct() == StatusCodeType::MEDIA {
         sq.counters.media_errors.add(1);
     }

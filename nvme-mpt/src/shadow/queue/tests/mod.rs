@@ -156,6 +156,7 @@ impl Guest {
             limiter: Limiter::new(RateLimits::default(), Rate::of_this_machine()),
             blocks: Mutex::new(Arc::new(blocks)),
             live: None,
+            errors: StatusCounters::default(),
         });
         let lease = Arc::new(());
         let slots = (ENTRIES - 1) as u16;

@@ -1,0 +1,205 @@
+//! Cost of a scrape of a thousand functions.
+//!
+//! ```text
+//! cargo bench -p nvme-mpt-cli --bench scrape                  # time and size
+//! cargo bench -p nvme-mpt-cli --bench scrape -- --print       # the text, without the server
+//! ```
+//!
+//! The text of figures in memory has four queues and 25 buckets of latency for each function, as after hours of I/O. The
+//! server's functions have no guests: their scrape is the time in which all of them answer.
+
+#![expect(
+    clippy::disallowed_methods,
+    reason = "benchmarks have threads and real time of their own"
+)]
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nvme_mpt::lease::Extents;
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::stats::{LatencyBucket, PollerStats, QueueStats, StatusCount};
+use nvme_mpt_cli::change::{FunctionEntry, FunctionState, Origin};
+use nvme_mpt_cli::metrics::{Format, Snapshot};
+use nvme_mpt_cli::stats::{DriveStats, FunctionStats, ServerStats};
+
+const FUNCTIONS: u64 = 1000;
+const QUEUES: u16 = 4;
+const BUCKETS: u64 = 25;
+const ROUNDS: u32 = 11;
+
+fn main() {
+    let snapshot = snapshot();
+    if std::env::args().any(|argument| argument == "--print") {
+        print!("{}", snapshot.text(Format::OpenMetrics));
+        return;
+    }
+    if std::env::args().any(|argument| argument == "--test") {
+        return;
+    }
+    let mut size = 0;
+    let time = median(|| {
+        let snapshot = snapshot.clone();
+        let start = Instant::now();
+        size = snapshot.text(Format::OpenMetrics).len();
+        start.elapsed()
+    });
+    println!("text of {FUNCTIONS} functions with {QUEUES} queues each: {time:?}, {size} bytes");
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(folder.path());
+    let socket = folder.path().join("m.sock");
+    let time = median(|| {
+        // Older than a text that is given to further clients.
+        std::thread::sleep(Duration::from_millis(600));
+        let start = Instant::now();
+        size = scrape(&socket).len();
+        start.elapsed()
+    });
+    println!(
+        "scrape of a server with {FUNCTIONS} functions without guests: {time:?}, {size} bytes"
+    );
+    drop(server);
+}
+
+/// Returns the median time of some rounds.
+fn median(round: impl FnMut() -> Duration) -> Duration {
+    let mut times: Vec<Duration> = std::iter::repeat_with(round)
+        .take(ROUNDS as usize)
+        .collect();
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
+fn snapshot() -> Snapshot {
+    let functions = (0..FUNCTIONS).map(|number| {
+        let extents = ByteRange::new(number << 30, 1 << 30).map(|range| vec![range]);
+        FunctionEntry {
+            id: format!("tenant-{number}"),
+            socket: format!("/run/nvme-mpt/tenant-{number}.sock").into(),
+            drive: "0000:01:00.0".to_owned(),
+            range: None,
+            extents: extents.and_then(Extents::new).ok(),
+            origin: Origin::Added,
+            limits: String::new(),
+            state: FunctionState::Connected,
+            summary: String::new(),
+        }
+    });
+    let stats = (0..FUNCTIONS).map(|number| FunctionStats {
+        id: format!("tenant-{number}"),
+        connected: true,
+        model: "nvme-mpt".to_owned(),
+        serial: format!("MPT{number:017X}"),
+        doorbells: "auto".to_owned(),
+        capacity_bytes: 1 << 30,
+        queues: (1..=QUEUES).map(|qid| queue(qid, number)).collect(),
+        latency: (0..BUCKETS)
+            .map(|bucket| LatencyBucket {
+                from_ns: 8_000 << (bucket / 4),
+                to_ns: 10_000 << (bucket / 4),
+                commands: 1_000_000 + number,
+            })
+            .collect(),
+        errors: vec![StatusCount {
+            status: "LBA Out of Range".to_owned(),
+            commands: number,
+        }],
+        ..FunctionStats::default()
+    });
+    let pollers = (0..8).map(|number| PollerStats {
+        name: format!("poll-shared-{number}"),
+        life_seconds: 86_400.5,
+        busy_seconds: 4_000.25,
+        parked_seconds: 70_000.125,
+        ..PollerStats::default()
+    });
+    Snapshot {
+        functions: functions.collect(),
+        stats: ServerStats {
+            functions: stats.collect(),
+            pollers: pollers.collect(),
+            drives: vec![DriveStats {
+                path: "0000:01:00.0".to_owned(),
+                model: "A drive".to_owned(),
+                ..DriveStats::default()
+            }],
+        },
+        ..Snapshot::default()
+    }
+}
+
+fn queue(qid: u16, number: u64) -> QueueStats {
+    QueueStats {
+        qid,
+        commands: 25_000_000 + number,
+        reads: 20_000_000,
+        writes: 5_000_000 + number,
+        read_bytes: 81_920_000_000,
+        write_bytes: 20_480_000_000,
+        doorbell_exits: 1_000,
+        interrupts: 12_345_678,
+        in_flight: 3,
+        ..QueueStats::default()
+    }
+}
+
+/// A server with many functions. Killed when dropped.
+struct Server(Child);
+
+impl Server {
+    fn start(folder: &Path) -> Self {
+        let mut file = String::new();
+        for number in 0..FUNCTIONS {
+            writeln!(
+                file,
+                "[[function]]\nsocket = \"{}/{number}.sock\"\npath = \"null:1T\"\nrange = \"{number}G+1G\"\nid = \"{number}\"",
+                folder.display()
+            )
+            .expect("a string");
+        }
+        fs::write(folder.join("functions.toml"), file).expect("a file");
+        let mut serve = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"));
+        serve
+            .args([
+                "serve",
+                "--state-dir",
+                "state",
+                "--config",
+                "functions.toml",
+            ])
+            .args(["--metrics", "unix:m.sock"])
+            .current_dir(folder)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped());
+        let mut server = Self(serve.spawn().expect("a server"));
+        let printed = server.0.stdout.take().expect("a pipe");
+        let mut lines = BufReader::new(printed).lines().map_while(Result::ok);
+        assert!(
+            lines.any(|line| line == "ready"),
+            "the server does not start"
+        );
+        server
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn scrape(socket: &Path) -> String {
+    let mut stream = UnixStream::connect(socket).expect("the socket");
+    let request = "GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text\r\n\r\n";
+    stream.write_all(request.as_bytes()).expect("a request");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    answer
+}

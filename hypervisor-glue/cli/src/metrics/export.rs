@@ -1,0 +1,633 @@
+//! Figures of a server in the text formats of OpenMetrics and Prometheus.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+
+use nvme_mpt::stats::{LatencyBucket, LeasePairStats, PollerStats};
+use nvme_mpt::wipe::Wiped;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, prometheus_text, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use super::families::{DRIVE, FUNCTION, Family, HEALTH, LEASE, Labelled, POLLER, QUEUE, WIPED};
+use super::health::DriveHealth;
+use crate::change::{FunctionEntry, FunctionState, Origin};
+use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
+
+/// Begins the name of each metric.
+pub(super) const PREFIX: &str = "nvme_mpt";
+
+/// Upper bounds of the buckets of latency, in seconds.
+const BOUNDS: [f64; 22] = [
+    1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2,
+    5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+];
+
+/// Form of the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// OpenMetrics 1.0.
+    OpenMetrics,
+    /// Prometheus text 0.0.4, which the node exporter reads.
+    Prometheus,
+}
+
+impl Format {
+    /// Returns the media type.
+    pub(super) fn content_type(self) -> &'static str {
+        match self {
+            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            Self::Prometheus => prometheus_text::CONTENT_TYPE,
+        }
+    }
+}
+
+/// Figures of a server at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot {
+    /// Figures that functions, pollers and drives report.
+    pub stats: ServerStats,
+    /// All functions, also those that report no figures now.
+    pub functions: Vec<FunctionEntry>,
+    /// Health of drives, by path.
+    pub health: BTreeMap<String, DriveHealth>,
+    /// Wipes of the process.
+    pub wiped: Wiped,
+}
+
+impl Snapshot {
+    /// Returns the figures as text.
+    #[must_use]
+    pub fn text(self, format: Format) -> String {
+        let mut registry = Registry::with_prefix(PREFIX);
+        registry.register_collector(Box::new(self));
+        let mut out = String::new();
+        let written = match format {
+            Format::OpenMetrics => text::encode(&mut out, &registry),
+            Format::Prometheus => prometheus_text::encode(&mut out, &registry),
+        };
+        // A string takes all text.
+        debug_assert_eq!(written, Ok(()));
+        out
+    }
+}
+
+/// Writes all metrics of `families`, one after the other.
+fn write<'a, L, T: 'a>(
+    families: &[Family<T>],
+    out: &mut DescriptorEncoder<'_>,
+    items: &'a [Labelled<L, &'a T>],
+) -> fmt::Result
+where
+    L: prometheus_client::encoding::EncodeLabelSet + 'a,
+{
+    families
+        .iter()
+        .try_for_each(|family| family.write(out, items))
+}
+
+/// Labels of one thing: names and values.
+type Labels<'a, const N: usize> = [(&'static str, &'a str); N];
+
+/// Writes a gauge that is 1, or a number of each.
+fn numbers<'a, const N: usize>(
+    out: &mut DescriptorEncoder<'_>,
+    name: &str,
+    unit: Option<&Unit>,
+    help: &str,
+    samples: impl IntoIterator<Item = (Labels<'a, N>, u64)>,
+) -> fmt::Result {
+    let mut samples = samples.into_iter().peekable();
+    if samples.peek().is_none() {
+        return Ok(());
+    }
+    let mut metric = out.encode_descriptor(name, help, unit, MetricType::Gauge)?;
+    for (labels, value) in samples {
+        ConstGauge::new(value).encode(metric.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, mut out: DescriptorEncoder<'_>) -> fmt::Result {
+        let Self {
+            stats,
+            functions,
+            health,
+            wiped,
+        } = self;
+        let out = &mut out;
+        let version = [("version", env!("CARGO_PKG_VERSION"))];
+        numbers(
+            out,
+            "build_info",
+            None,
+            "1, with the server's version",
+            [(version, 1)],
+        )?;
+        self.write_functions(out)?;
+        write_latencies(out, &stats.functions)?;
+        write_errors(out, &stats.functions)?;
+        write_queues(out, &stats.functions)?;
+        write_leases(out, functions, &stats.functions)?;
+        write_drives(out, &stats.drives, health)?;
+        let pollers = stats.pollers.iter().map(|poller| Labelled {
+            labels: [("poller", poller.name.as_str())],
+            of: poller,
+        });
+        write(POLLER, out, &pollers.collect::<Vec<_>>())?;
+        let process = Labelled {
+            labels: [("", ""); 0],
+            of: wiped,
+        };
+        write(WIPED, out, &[process])
+    }
+}
+
+impl Snapshot {
+    fn write_functions(&self, out: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let stats = &self.stats.functions;
+        let reporting: HashMap<&str, &FunctionStats> = stats
+            .iter()
+            .map(|function| (function.id.as_str(), function))
+            .collect();
+        let up = self.functions.iter().map(|entry| {
+            let failed = matches!(entry.state, FunctionState::Failed { .. });
+            let reports = reporting.contains_key(entry.id.as_str());
+            (
+                [("function", entry.id.as_str())],
+                u64::from(reports && !failed),
+            )
+        });
+        let help =
+            "0 if the function could not be offered, or waits for commands and reports no figures";
+        numbers(out, "function_up", None, help, up)?;
+        let facts = self.functions.iter().filter_map(|entry| {
+            let function = reporting.get(entry.id.as_str())?;
+            let labels = [
+                ("function", entry.id.as_str()),
+                ("drive", entry.drive.as_str()),
+                ("model", function.model.as_str()),
+                ("serial", function.serial.as_str()),
+                ("doorbells", function.doorbells.as_str()),
+                ("origin", origin(entry.origin)),
+            ];
+            Some((labels, 1))
+        });
+        numbers(
+            out,
+            "function_info",
+            None,
+            "1, with facts of the function",
+            facts,
+        )?;
+        let functions = stats.iter().map(|function| Labelled {
+            labels: [("function", function.id.as_str())],
+            of: function,
+        });
+        write(FUNCTION, out, &functions.collect::<Vec<_>>())
+    }
+}
+
+fn origin(origin: Origin) -> &'static str {
+    match origin {
+        Origin::CommandLine => "command line",
+        Origin::File => "file",
+        Origin::Added => "added",
+        Origin::Vmm => "VMM",
+    }
+}
+
+/// Returns the commands of each bucket of [`BOUNDS`], and the sum of their latencies in seconds.
+///
+/// A command counts with the middle of the bucket that it was counted in, which is 25 % wide at most.
+fn latency(buckets: &[LatencyBucket]) -> (Vec<(f64, u64)>, f64) {
+    let bounds = BOUNDS.iter().copied().chain([f64::INFINITY]);
+    let mut counts: Vec<(f64, u64)> = bounds.map(|bound| (bound, 0)).collect();
+    let mut sum = 0.0;
+    for bucket in buckets {
+        let middle = (bucket.from_ns as f64 + bucket.to_ns as f64) / 2e9;
+        let place = BOUNDS.partition_point(|bound| *bound < middle);
+        counts[place].1 += bucket.commands;
+        sum += middle * bucket.commands as f64;
+    }
+    (counts, sum)
+}
+
+fn write_latencies(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
+    if functions.is_empty() {
+        return Ok(());
+    }
+    let help = "Latency of commands in the server, from being taken to their completion; sum and bounds are right to 13 %";
+    let mut metric = out.encode_descriptor(
+        "function_latency",
+        help,
+        Some(&Unit::Seconds),
+        MetricType::Histogram,
+    )?;
+    for function in functions {
+        let (buckets, sum) = latency(&function.latency);
+        let commands = buckets.iter().map(|(_, commands)| commands).sum();
+        let labels = [("function", function.id.as_str())];
+        let mut sample = metric.encode_family(&labels)?;
+        sample.encode_histogram::<[(&str, &str); 0]>(sum, commands, &buckets, None)?;
+    }
+    Ok(())
+}
+
+fn write_errors(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
+    let errors = functions.iter().flat_map(|function| {
+        let errors = function.errors.iter();
+        errors.map(|error| {
+            let labels = [
+                ("function", function.id.as_str()),
+                ("status", error.status.as_str()),
+            ];
+            (labels, error.commands)
+        })
+    });
+    let mut errors = errors.peekable();
+    if errors.peek().is_none() {
+        return Ok(());
+    }
+    let help = "Commands that completed with an error, by status";
+    let mut metric = out.encode_descriptor("function_errors", help, None, MetricType::Counter)?;
+    for (labels, commands) in errors {
+        ConstCounter::new(commands).encode(metric.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+fn write_queues(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
+    let queues = functions.iter().flat_map(|function| {
+        let id = function.id.as_str();
+        function
+            .queues
+            .iter()
+            .map(move |queue| (id, queue.qid.to_string(), queue))
+    });
+    let queues: Vec<_> = queues.collect();
+    let queues = queues.iter().map(|(function, qid, queue)| Labelled {
+        labels: [("function", *function), ("queue", qid.as_str())],
+        of: *queue,
+    });
+    write(QUEUE, out, &queues.collect::<Vec<_>>())
+}
+
+fn write_leases(
+    out: &mut DescriptorEncoder<'_>,
+    entries: &[FunctionEntry],
+    functions: &[FunctionStats],
+) -> fmt::Result {
+    let leases = entries.iter().map(|entry| Labelled {
+        labels: [
+            ("lease", entry.id.as_str()),
+            ("drive", entry.drive.as_str()),
+        ],
+        of: entry,
+    });
+    write(LEASE, out, &leases.collect::<Vec<_>>())?;
+    let pairs = functions.iter().flat_map(|function| {
+        let LeasePairStats {
+            reserved,
+            exclusive,
+            shared,
+        } = function.queue_pairs.unwrap_or_default();
+        let uses = [
+            ("reserved", reserved),
+            ("exclusive", exclusive),
+            ("shared", shared),
+        ];
+        let uses = uses.into_iter().filter(|_| function.queue_pairs.is_some());
+        uses.map(|(name, pairs)| {
+            (
+                [("lease", function.id.as_str()), ("use", name)],
+                pairs.into(),
+            )
+        })
+    });
+    let help = "Queue pairs of the drive that belong to the lease, that one of its queues has, and its queues that share one";
+    numbers(out, "lease_queue_pairs", None, help, pairs)
+}
+
+fn write_drives(
+    out: &mut DescriptorEncoder<'_>,
+    drives: &[DriveStats],
+    health: &BTreeMap<String, DriveHealth>,
+) -> fmt::Result {
+    let facts = drives.iter().map(|drive| {
+        let labels = [
+            ("drive", drive.path.as_str()),
+            ("model", drive.model.as_str()),
+        ];
+        (labels, 1)
+    });
+    numbers(out, "drive_info", None, "1, with facts of the drive", facts)?;
+    let labelled = drives.iter().map(|drive| Labelled {
+        labels: [("drive", drive.path.as_str())],
+        of: drive,
+    });
+    write(DRIVE, out, &labelled.collect::<Vec<_>>())?;
+    let namespaces = drives.iter().flat_map(|drive| {
+        let namespaces = drive.namespaces.iter();
+        namespaces.map(|namespace| {
+            (
+                drive.path.as_str(),
+                namespace.nsid.to_string(),
+                namespace.bytes,
+            )
+        })
+    });
+    let namespaces: Vec<_> = namespaces.collect();
+    let sizes = namespaces
+        .iter()
+        .map(|(drive, nsid, bytes)| ([("drive", *drive), ("namespace", nsid.as_str())], *bytes));
+    numbers(
+        out,
+        "drive_namespace",
+        Some(&Unit::Bytes),
+        "Size of a namespace",
+        sizes,
+    )?;
+    let pairs = drives.iter().flat_map(|drive| {
+        let QueuePairStats {
+            total: _,
+            reserved,
+            exclusive,
+            shared,
+            free,
+        } = drive.queue_pairs.unwrap_or_default();
+        let uses = [
+            ("reserved", reserved),
+            ("exclusive", exclusive),
+            ("shared", shared),
+            ("free", free),
+        ];
+        let uses = uses.into_iter().filter(|_| drive.queue_pairs.is_some());
+        uses.map(|(name, pairs)| {
+            (
+                [("drive", drive.path.as_str()), ("use", name)],
+                pairs.into(),
+            )
+        })
+    });
+    numbers(
+        out,
+        "drive_queue_pairs",
+        None,
+        "I/O queue pairs of the drive, by use",
+        pairs,
+    )?;
+    let health = health.iter().map(|(drive, health)| Labelled {
+        labels: [("drive", drive.as_str())],
+        of: health,
+    });
+    write(HEALTH, out, &health.collect::<Vec<_>>())
+}
+
+/// Keeps counters of pollers from falling: parts of them are read one after the other while the poller goes on.
+#[derive(Debug, Default)]
+pub(super) struct Steady(HashMap<String, PollerStats>);
+
+impl Steady {
+    pub(super) fn steady(&mut self, pollers: &mut [PollerStats]) {
+        let before = std::mem::take(&mut self.0);
+        for poller in pollers {
+            // A poller of the same name that is younger is another one.
+            let before = before.get(&poller.name);
+            if let Some(before) = before.filter(|before| before.life_seconds <= poller.life_seconds)
+            {
+                poller.busy_seconds = poller.busy_seconds.max(before.busy_seconds);
+                poller.parked_seconds = poller.parked_seconds.max(before.parked_seconds);
+            }
+            self.0.insert(poller.name.clone(), poller.clone());
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::collections::BTreeSet;
+    use std::fs;
+    use std::path::Path;
+
+    use nvme_mpt::lease::Extents;
+    use nvme_mpt::range::ByteRange;
+    use nvme_mpt::stats::StatusCount;
+
+    use super::*;
+    use crate::stats::tests as stats_tests;
+
+    /// Figures with a sample of each metric.
+    pub(in crate::metrics) fn full() -> Snapshot {
+        let mut stats = stats_tests::sample();
+        let function = &mut stats.functions[0];
+        function.latency = vec![
+            LatencyBucket {
+                from_ns: 8_000,
+                to_ns: 10_000,
+                commands: 90,
+            },
+            LatencyBucket {
+                from_ns: 20_000_000_000,
+                to_ns: 24_000_000_000,
+                commands: 10,
+            },
+        ];
+        function.errors = vec![StatusCount {
+            status: "Unrecovered \"Read\" Error".to_owned(),
+            commands: 3,
+        }];
+        function.queue_pairs = Some(LeasePairStats {
+            reserved: 2,
+            exclusive: 1,
+            shared: 0,
+        });
+        let extents = [(0, 4096), (8192, 4096)];
+        let extents = extents.map(|(start, length)| ByteRange::new(start, length).unwrap());
+        let entry = |id: &str, state| FunctionEntry {
+            id: id.to_owned(),
+            socket: "/run/a.sock".into(),
+            drive: "0000:01:00.0".to_owned(),
+            range: None,
+            extents: Some(Extents::new(extents.to_vec()).unwrap()),
+            origin: Origin::Added,
+            limits: String::new(),
+            state,
+            summary: String::new(),
+        };
+        let health = DriveHealth {
+            at: 1e9,
+            celsius: 41.0,
+            spare: 1.0,
+            used: 0.02,
+            critical_warning: 0,
+            media_errors: 0,
+            unsafe_shutdowns: 7,
+        };
+        Snapshot {
+            functions: vec![
+                entry("vm-1", FunctionState::Connected),
+                entry("vm-2", FunctionState::Busy),
+            ],
+            health: [("0000:01:00.0".to_owned(), health)].into(),
+            wiped: Wiped {
+                bytes: 1 << 30,
+                parts: 1,
+            },
+            stats,
+        }
+    }
+
+    /// Returns the names of all samples.
+    pub(in crate::metrics) fn names(text: &str) -> Vec<String> {
+        let samples = text.lines().filter(|line| !line.starts_with('#'));
+        let mut names: Vec<String> = samples
+            .filter_map(|line| line.split(['{', ' ']).next())
+            .map(str::to_owned)
+            .collect();
+        names.dedup();
+        names
+    }
+
+    #[test]
+    fn each_sample_has_its_name_and_its_labels() {
+        let text = full().text(Format::OpenMetrics);
+        for line in [
+            "nvme_mpt_function_up{function=\"vm-1\"} 1",
+            "nvme_mpt_function_up{function=\"vm-2\"} 0",
+            "nvme_mpt_function_connected{function=\"vm-1\"} 1",
+            "# UNIT nvme_mpt_queue_read_bytes bytes",
+            "nvme_mpt_queue_read_bytes_total{function=\"vm-1\",queue=\"1\"} 5056786432",
+            "nvme_mpt_queue_commands_total{function=\"vm-1\",queue=\"2\"} 0",
+            "nvme_mpt_function_errors_total{function=\"vm-1\",status=\"Unrecovered \\\"Read\\\" Error\"} 3",
+            "nvme_mpt_function_latency_seconds_bucket{le=\"0.00001\",function=\"vm-1\"} 90",
+            "nvme_mpt_function_latency_seconds_bucket{le=\"10.0\",function=\"vm-1\"} 90",
+            "nvme_mpt_function_latency_seconds_bucket{le=\"+Inf\",function=\"vm-1\"} 100",
+            "nvme_mpt_function_latency_seconds_count{function=\"vm-1\"} 100",
+            "nvme_mpt_lease_extents{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2",
+            "nvme_mpt_lease_bytes{lease=\"vm-1\",drive=\"0000:01:00.0\"} 8192",
+            "nvme_mpt_drive_resets_total{drive=\"0000:01:00.0\"} 1",
+            "nvme_mpt_drive_queue_pairs{drive=\"0000:01:00.0\",use=\"free\"} 1",
+            "nvme_mpt_drive_temperature_celsius{drive=\"0000:01:00.0\"} 41.0",
+            "nvme_mpt_poller_parks_total{poller=\"poll-shared-0\"} 77",
+            "nvme_mpt_wiped_bytes_total 1073741824",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line}\n{text}");
+        }
+        assert!(text.ends_with("# EOF\n"));
+    }
+
+    #[test]
+    fn each_metric_is_declared_once_and_all_samples_follow_it() {
+        for format in [Format::OpenMetrics, Format::Prometheus] {
+            let text = full().text(format);
+            let mut declared = Vec::new();
+            for line in text.lines() {
+                match line.strip_prefix("# TYPE ") {
+                    Some(rest) => declared.push(rest.split(' ').next().unwrap()),
+                    None if line.starts_with('#') => {}
+                    None => assert!(line.starts_with(declared.last().unwrap()), "{line}"),
+                }
+            }
+            let all = declared.len();
+            declared.sort_unstable();
+            declared.dedup();
+            assert_eq!(declared.len(), all);
+        }
+    }
+
+    /// Returns the words of `text` that are names of metrics.
+    fn named(text: &str) -> BTreeSet<String> {
+        let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        let named = words.filter(|word| word.starts_with("nvme_mpt_"));
+        named.map(str::to_owned).collect()
+    }
+
+    fn workspace() -> &'static Path {
+        let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+        package.ancestors().nth(2).unwrap()
+    }
+
+    #[test]
+    fn the_dashboard_asks_for_metrics_and_labels_that_there_are() {
+        let path = workspace().join("resources/grafana/nvme-mpt.json");
+        let dashboard = fs::read_to_string(path).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&dashboard).unwrap();
+        assert_eq!(json["uid"], "nvme-mpt");
+        let text = full().text(Format::OpenMetrics);
+        let exported: BTreeSet<String> = names(&text).into_iter().collect();
+        let asked = named(&dashboard);
+        assert!(asked.len() > 25, "{asked:?}");
+        let unknown: Vec<_> = asked.difference(&exported).collect();
+        assert_eq!(unknown, [""; 0]);
+        // Labels by which queries select and add up; Prometheus itself adds `instance`.
+        for label in [
+            "function", "queue", "status", "lease", "drive", "use", "poller", "le",
+        ] {
+            assert!(text.contains(&format!("{label}=\"")), "{label}");
+        }
+        for by in dashboard.split(" by (").skip(1) {
+            for label in by.split(')').next().unwrap().split(", ") {
+                let there = label == "instance" || text.contains(&format!("{label}=\""));
+                assert!(there, "no label {label}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_page_has_each_metric_and_no_other() {
+        let page = fs::read_to_string(workspace().join("docs/operations.md")).unwrap();
+        let text = full().text(Format::OpenMetrics);
+        let parts = ["_bucket", "_count", "_sum"];
+        let whole = |name: String| {
+            let part = parts.iter().find_map(|part| name.strip_suffix(part));
+            part.filter(|name| name.ends_with("_seconds"))
+                .map_or(name.clone(), str::to_owned)
+        };
+        let exported: BTreeSet<String> = names(&text).into_iter().map(whole).collect();
+        assert_eq!(named(&page), exported);
+    }
+
+    #[test]
+    fn a_server_without_functions_has_metrics_too() {
+        let text = Snapshot::default().text(Format::Prometheus);
+        assert_eq!(
+            names(&text),
+            [
+                "nvme_mpt_build_info",
+                "nvme_mpt_wiped_bytes_total",
+                "nvme_mpt_wipes_total"
+            ]
+        );
+    }
+
+    #[test]
+    fn the_sum_of_latencies_is_right_to_the_width_of_a_bucket() {
+        let (_, sum) = latency(&full().stats.functions[0].latency);
+        assert!((sum - (90.0 * 9e-6 + 10.0 * 22.0)).abs() < 1e-9, "{sum}");
+    }
+
+    #[test]
+    fn times_of_a_poller_do_not_fall_and_those_of_the_next_begin_anew() {
+        let poller = |life_seconds, parked_seconds| PollerStats {
+            name: "a".to_owned(),
+            life_seconds,
+            parked_seconds,
+            ..PollerStats::default()
+        };
+        let mut steady = Steady::default();
+        let mut parked = |life, parked| {
+            let mut pollers = [poller(life, parked)];
+            steady.steady(&mut pollers);
+            pollers[0].parked_seconds
+        };
+        assert_eq!(parked(10.0, 5.0), 5.0);
+        assert_eq!(parked(11.0, 4.5), 5.0);
+        assert_eq!(parked(12.0, 6.0), 6.0);
+        assert_eq!(parked(1.0, 0.5), 0.5);
+    }
+}

@@ -1,0 +1,392 @@
+//! The metrics: a row for each, with its name, its help and its value.
+//!
+//! Names follow the conventions of Prometheus: base units, the unit at the end of the name, `_total` behind counters.
+
+use std::fmt;
+
+use nvme_mpt::stats::{PollerStats, QueueStats};
+use nvme_mpt::wipe::Wiped;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Unit;
+
+use super::health::DriveHealth;
+use crate::change::FunctionEntry;
+use crate::stats::{DriveStats, FunctionStats};
+
+/// Value of a sample.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Value {
+    Whole(u64),
+    Real(f64),
+}
+
+impl From<u64> for Value {
+    fn from(value: u64) -> Self {
+        Self::Whole(value)
+    }
+}
+
+impl From<bool> for Value {
+    fn from(value: bool) -> Self {
+        Self::Whole(value.into())
+    }
+}
+
+impl From<f64> for Value {
+    fn from(value: f64) -> Self {
+        Self::Real(value)
+    }
+}
+
+/// A metric of each `T`.
+pub(super) struct Family<T> {
+    pub(super) name: &'static str,
+    help: &'static str,
+    unit: Option<Unit>,
+    kind: MetricType,
+    /// Returns the value; `None` for a `T` without it.
+    value: fn(&T) -> Option<Value>,
+}
+
+const fn counter<T>(
+    name: &'static str,
+    unit: Option<Unit>,
+    help: &'static str,
+    value: fn(&T) -> Option<Value>,
+) -> Family<T> {
+    Family {
+        name,
+        help,
+        unit,
+        kind: MetricType::Counter,
+        value,
+    }
+}
+
+const fn gauge<T>(
+    name: &'static str,
+    unit: Option<Unit>,
+    help: &'static str,
+    value: fn(&T) -> Option<Value>,
+) -> Family<T> {
+    Family {
+        name,
+        help,
+        unit,
+        kind: MetricType::Gauge,
+        value,
+    }
+}
+
+fn some(value: impl Into<Value>) -> Option<Value> {
+    Some(value.into())
+}
+
+/// A labelled thing that metrics are about.
+pub(super) struct Labelled<L, T> {
+    pub(super) labels: L,
+    pub(super) of: T,
+}
+
+impl<T> Family<T> {
+    /// Writes the metric of all `items`. One without a sample is left out.
+    pub(super) fn write<'a, L: EncodeLabelSet + 'a>(
+        &self,
+        out: &mut DescriptorEncoder<'_>,
+        items: impl IntoIterator<Item = &'a Labelled<L, &'a T>>,
+    ) -> fmt::Result
+    where
+        T: 'a,
+    {
+        let mut samples = items.into_iter().filter_map(|item| {
+            let value = (self.value)(item.of)?;
+            Some((&item.labels, value))
+        });
+        let Some(first) = samples.next() else {
+            return Ok(());
+        };
+        let mut metric =
+            out.encode_descriptor(self.name, self.help, self.unit.as_ref(), self.kind)?;
+        for (labels, value) in std::iter::once(first).chain(samples) {
+            let sample = metric.encode_family(labels)?;
+            match (self.kind, value) {
+                (MetricType::Counter, Value::Whole(value)) => {
+                    ConstCounter::new(value).encode(sample)
+                }
+                (MetricType::Counter, Value::Real(value)) => {
+                    ConstCounter::new(value).encode(sample)
+                }
+                (_, Value::Whole(value)) => ConstGauge::new(value).encode(sample),
+                (_, Value::Real(value)) => ConstGauge::new(value).encode(sample),
+            }?;
+        }
+        Ok(())
+    }
+}
+
+/// Metrics of an I/O queue: labels `function` and `queue`.
+pub(super) static QUEUE: &[Family<QueueStats>] = &[
+    counter("queue_commands", None, "Commands completed", |queue| {
+        some(queue.commands)
+    }),
+    counter("queue_reads", None, "Read commands completed", |queue| {
+        some(queue.reads)
+    }),
+    counter("queue_writes", None, "Write commands completed", |queue| {
+        some(queue.writes)
+    }),
+    counter(
+        "queue_read",
+        Some(Unit::Bytes),
+        "Bytes read by the guest",
+        |queue| some(queue.read_bytes),
+    ),
+    counter(
+        "queue_written",
+        Some(Unit::Bytes),
+        "Bytes written by the guest",
+        |queue| some(queue.write_bytes),
+    ),
+    counter(
+        "queue_errors",
+        None,
+        "Commands that completed with an error",
+        |queue| some(queue.errors),
+    ),
+    gauge(
+        "queue_in_flight",
+        None,
+        "Commands that were taken and are not completed",
+        |queue| some(queue.in_flight),
+    ),
+    counter(
+        "queue_doorbell_exits",
+        None,
+        "Doorbell writes that exited to the VMM",
+        |queue| some(queue.doorbell_exits),
+    ),
+    counter("queue_interrupts", None, "Interrupts raised", |queue| {
+        some(queue.interrupts)
+    }),
+    counter(
+        "queue_rearm_saves",
+        None,
+        "Looks at a re-armed doorbell that found new commands",
+        |queue| some(queue.rearm_saves),
+    ),
+    counter(
+        "queue_throttled",
+        Some(Unit::Seconds),
+        "Time in which commands waited for the limits of their lease",
+        |queue| some(queue.throttled_ms as f64 / 1e3),
+    ),
+];
+
+/// Metrics of a function: label `function`.
+pub(super) static FUNCTION: &[Family<FunctionStats>] = &[
+    gauge(
+        "function_connected",
+        None,
+        "1 if a VMM has the function",
+        |function| some(function.connected),
+    ),
+    gauge(
+        "function_capacity",
+        Some(Unit::Bytes),
+        "Size of the namespace that the guest sees",
+        |function| some(function.capacity_bytes),
+    ),
+    gauge(
+        "function_memory_regions",
+        None,
+        "Regions of the guest's memory that are mapped",
+        |function| some(function.memory.regions),
+    ),
+    gauge(
+        "function_memory",
+        Some(Unit::Bytes),
+        "Bytes of the guest's memory that are mapped",
+        |function| some(function.memory.bytes),
+    ),
+    counter(
+        "function_memory_maps",
+        None,
+        "Regions of the guest's memory that were mapped",
+        |function| some(function.memory.maps),
+    ),
+    counter(
+        "function_memory_unmaps",
+        None,
+        "Regions of the guest's memory that were unmapped",
+        |function| some(function.memory.unmaps),
+    ),
+    counter(
+        "function_admin_commands",
+        None,
+        "Admin commands completed, of functions over vfio-user",
+        |function| in_server(function, function.admin.commands),
+    ),
+    counter(
+        "function_admin_doorbell_exits",
+        None,
+        "Writes of admin doorbells that exited to the VMM, of functions over vfio-user",
+        |function| in_server(function, function.admin.doorbell_exits),
+    ),
+    counter(
+        "function_admin_interrupts",
+        None,
+        "Interrupts of the admin queue, of functions over vfio-user",
+        |function| in_server(function, function.admin.interrupts),
+    ),
+];
+
+/// Returns a figure of the admin queue. That of a function in a VMM is in the VMM.
+fn in_server(function: &FunctionStats, value: u64) -> Option<Value> {
+    function.process.is_none().then_some(Value::Whole(value))
+}
+
+/// Metrics of a lease: labels `lease` and `drive`.
+pub(super) static LEASE: &[Family<FunctionEntry>] = &[
+    gauge(
+        "lease",
+        Some(Unit::Bytes),
+        "Bytes of the drive that the lease has",
+        |entry| some(entry.extents.as_ref()?.length()),
+    ),
+    gauge(
+        "lease_extents",
+        None,
+        "Parts of the drive that the lease has",
+        |entry| some(entry.extents.as_ref()?.parts().len() as u64),
+    ),
+];
+
+/// Metrics of a drive: label `drive`.
+pub(super) static DRIVE: &[Family<DriveStats>] = &[
+    gauge(
+        "drive_up",
+        None,
+        "0 if the drive failed for good or was removed",
+        |drive| some(!drive.gone),
+    ),
+    counter(
+        "drive_timeouts",
+        None,
+        "Commands that did not complete within their deadline",
+        |drive| some(drive.timeouts),
+    ),
+    counter(
+        "drive_aborts",
+        None,
+        "Abort commands for such commands",
+        |drive| some(drive.aborts),
+    ),
+    counter("drive_resets", None, "Controller resets", |drive| {
+        some(drive.resets)
+    }),
+];
+
+/// Metrics of a drive's SMART / Health Information: label `drive`.
+pub(super) static HEALTH: &[Family<DriveHealth>] = &[
+    gauge(
+        "drive_health_timestamp",
+        Some(Unit::Seconds),
+        "Time of the last answer about the drive's health, since the epoch",
+        |health| some(health.at),
+    ),
+    gauge(
+        "drive_temperature",
+        Some(Unit::Celsius),
+        "Composite temperature",
+        |health| some(health.celsius),
+    ),
+    gauge(
+        "drive_available_spare_ratio",
+        None,
+        "Spare capacity that is left",
+        |health| some(health.spare),
+    ),
+    gauge(
+        "drive_used_ratio",
+        None,
+        "Share of the estimated life that is used; it may exceed 1",
+        |health| some(health.used),
+    ),
+    gauge(
+        "drive_critical_warning",
+        None,
+        "Critical Warning bits of the drive; 0 without a warning",
+        |health| some(u64::from(health.critical_warning)),
+    ),
+    counter(
+        "drive_media_errors",
+        None,
+        "Media and data integrity errors of the drive, of all its users",
+        |health| some(health.media_errors),
+    ),
+    counter(
+        "drive_unsafe_shutdowns",
+        None,
+        "Losses of power without a shutdown",
+        |health| some(health.unsafe_shutdowns),
+    ),
+];
+
+/// Metrics of a poller: label `poller`.
+pub(super) static POLLER: &[Family<PollerStats>] = &[
+    counter(
+        "poller_busy",
+        Some(Unit::Seconds),
+        "Processor time in which the poller found work",
+        |poller| some(poller.busy_seconds),
+    ),
+    counter(
+        "poller_spinning",
+        Some(Unit::Seconds),
+        "Time in which the poller was awake and found no work",
+        |poller| {
+            let awake = poller.life_seconds - poller.parked_seconds;
+            some((awake - poller.busy_seconds).max(0.0))
+        },
+    ),
+    counter(
+        "poller_parked",
+        Some(Unit::Seconds),
+        "Time in which the poller slept",
+        |poller| some(poller.parked_seconds),
+    ),
+    gauge("poller_queues", None, "Queues that it runs", |poller| {
+        some(poller.queues as u64)
+    }),
+    counter(
+        "poller_parks",
+        None,
+        "Times that it went to sleep",
+        |poller| some(poller.parks),
+    ),
+    counter(
+        "poller_spurious_wakes",
+        None,
+        "Times that it woke up and found nothing to do",
+        |poller| some(poller.spurious_wakes),
+    ),
+];
+
+/// Metrics of the process, without labels.
+pub(super) static WIPED: &[Family<Wiped>] = &[
+    counter(
+        "wiped",
+        Some(Unit::Bytes),
+        "Bytes of former tenants that were erased",
+        |wiped| some(wiped.bytes),
+    ),
+    counter(
+        "wipes",
+        None,
+        "Parts of drives with data of former tenants that were erased as a whole",
+        |wiped| some(wiped.parts),
+    ),
+];

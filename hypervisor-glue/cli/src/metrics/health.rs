@@ -1,0 +1,122 @@
+//! Health of physical drives, asked for once a minute.
+//!
+//! A drive answers with a command, and one that hangs answers late. So a thread asks, and a scrape reads the last answer.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use nvme_mpt::Drive;
+use nvme_mpt::poller::start_thread;
+use nvme_mpt::spec::log::SmartHealth;
+
+/// Time between two questions.
+const INTERVAL: Duration = Duration::from_secs(60);
+
+/// Kelvins at 0 °C, as drives round them.
+const FREEZING: f64 = 273.0;
+
+/// Health of a drive, in base units.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DriveHealth {
+    /// Seconds since the epoch at which the drive answered.
+    pub(super) at: f64,
+    pub(super) celsius: f64,
+    pub(super) spare: f64,
+    pub(super) used: f64,
+    pub(super) critical_warning: u8,
+    pub(super) media_errors: u64,
+    pub(super) unsafe_shutdowns: u64,
+}
+
+impl DriveHealth {
+    pub(super) fn new(smart: &SmartHealth, at: Timestamp) -> Self {
+        // No drive counts beyond 64 bits.
+        let low = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
+        Self {
+            at: at.as_millisecond() as f64 / 1e3,
+            celsius: f64::from(smart.composite_temperature.get()) - FREEZING,
+            spare: f64::from(smart.available_spare) / 100.0,
+            used: f64::from(smart.percentage_used) / 100.0,
+            critical_warning: smart.critical_warning.0,
+            media_errors: low(smart.media_errors.get()),
+            unsafe_shutdowns: low(smart.unsafe_shutdowns.get()),
+        }
+    }
+}
+
+/// Last answers of drives, by path.
+pub(super) type Answers = Arc<Mutex<BTreeMap<String, DriveHealth>>>;
+
+/// Thread that asks the drives. It ends when this is dropped, after the answer that it waits for.
+#[derive(Debug)]
+pub(super) struct HealthWatch {
+    stop: Option<SyncSender<()>>,
+    thread: Option<JoinHandle<()>>,
+    answers: Answers,
+}
+
+impl HealthWatch {
+    /// Asks all drives that `drives` returns, now and then.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub(super) fn start(drives: impl Fn() -> Vec<Arc<Drive>> + Send + 'static) -> io::Result<Self> {
+        let answers = Answers::default();
+        let (stop, stopped) = mpsc::sync_channel(0);
+        let noted = answers.clone();
+        let watch = move || {
+            while stopped.recv_timeout(ask(drives(), &noted)) == Err(RecvTimeoutError::Timeout) {}
+        };
+        Ok(Self {
+            stop: Some(stop),
+            thread: Some(start_thread("drive-health", watch)?),
+            answers,
+        })
+    }
+
+    /// Returns the last answers.
+    pub(super) fn answers(&self) -> BTreeMap<String, DriveHealth> {
+        let answers = self.answers.lock();
+        answers.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Drop for HealthWatch {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("The thread that asks drives for their health panicked");
+        }
+    }
+}
+
+/// Asks each drive. Returns the time until the next question.
+fn ask(drives: Vec<Arc<Drive>>, answers: &Mutex<BTreeMap<String, DriveHealth>>) -> Duration {
+    let mut present = BTreeMap::new();
+    for drive in drives {
+        let path = drive.path().to_owned();
+        match drive.controller().smart_health() {
+            Ok(Some(smart)) => {
+                present.insert(path, DriveHealth::new(&smart, Timestamp::now()));
+            }
+            Ok(None) => {}
+            // The last answer stays, with its date.
+            Err(error) => {
+                log::info!("Drive {path} does not report its health: {error}");
+                let known = answers.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(known) = known.get(&path) {
+                    present.insert(path, known.clone());
+                }
+            }
+        }
+    }
+    *answers.lock().unwrap_or_else(PoisonError::into_inner) = present;
+    INTERVAL
+}

@@ -1,0 +1,574 @@
+//! Thread that serves metrics and writes the metrics file.
+//!
+//! One thread serves a bounded number of clients at the same time, and none of them makes it wait. All share a text, which
+//! is at most [`FRESH`] old: the work does not grow with the clients.
+
+use std::fs;
+use std::io::{self, PipeReader, PipeWriter};
+use std::net::TcpListener;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nvme_mpt::clock;
+use nvme_mpt::poller::start_thread;
+use vfio_user_server::Listener;
+
+use super::export::{Format, Snapshot, Steady};
+use super::health::HealthWatch;
+use super::http::{Client, Progress, Stream};
+use super::{MetricsAddress, MetricsError, MetricsOptions, Source};
+
+/// Most clients at a time. Others wait in the socket's queue.
+const CLIENTS_MAX: usize = 16;
+
+/// Age up to which a text is given to further clients.
+const FRESH: Duration = Duration::from_millis(500);
+
+/// Time between two writes of the file.
+const INTERVAL: Duration = Duration::from_secs(15);
+
+/// Time for which no client is taken after one could not be, as when there are no descriptors left.
+const REST: Duration = Duration::from_secs(1);
+
+#[derive(Debug)]
+enum Socket {
+    Tcp(TcpListener),
+    Unix(Listener),
+}
+
+impl Socket {
+    fn bind(address: &MetricsAddress) -> Result<Self, MetricsError> {
+        match address {
+            MetricsAddress::Unix(path) => Listener::bind(path)
+                .map(Self::Unix)
+                .map_err(MetricsError::Socket),
+            MetricsAddress::Tcp(address) => {
+                let listen = || {
+                    let listener = TcpListener::bind(address)?;
+                    listener.set_nonblocking(true)?;
+                    Ok(listener)
+                };
+                let address = *address;
+                let listener =
+                    listen().map_err(|source| MetricsError::Listen { address, source })?;
+                if !address.ip().is_loopback() {
+                    log::warn!(
+                        "Metrics on {address} are for every host that reaches it: they name functions and drives"
+                    );
+                }
+                Ok(Self::Tcp(listener))
+            }
+        }
+    }
+
+    fn accept(&mut self) -> io::Result<Option<Client>> {
+        let stream: Box<dyn Stream> = match self {
+            Self::Tcp(listener) => match listener.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(true)?;
+                    Box::new(stream)
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(error),
+            },
+            Self::Unix(listener) => match listener.accept()? {
+                Some(stream) => {
+                    stream.set_nonblocking(true)?;
+                    Box::new(stream)
+                }
+                None => return Ok(None),
+            },
+        };
+        Ok(Some(Client::new(stream)))
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(listener) => listener.as_fd(),
+        }
+    }
+}
+
+/// File with metrics. Removed when dropped, so that no figures outlive the server.
+#[derive(Debug)]
+struct MetricsFile {
+    path: PathBuf,
+    /// Where it is written before it takes its place.
+    unfinished: PathBuf,
+}
+
+impl MetricsFile {
+    fn new(path: &Path) -> Self {
+        // The node exporter reads each file that ends in `.prom`.
+        let mut unfinished = path.as_os_str().to_owned();
+        unfinished.push(format!(".{}", process::id()));
+        Self {
+            path: path.to_owned(),
+            unfinished: unfinished.into(),
+        }
+    }
+
+    /// Replaces the file as a whole.
+    fn write(&self, text: &str) -> Result<(), MetricsError> {
+        let written = fs::write(&self.unfinished, text);
+        let written = written.and_then(|()| fs::rename(&self.unfinished, &self.path));
+        written.map_err(|source| {
+            // It may be there in part, or not at all.
+            let _ = fs::remove_file(&self.unfinished);
+            MetricsError::File {
+                path: self.path.clone(),
+                source,
+            }
+        })
+    }
+}
+
+impl Drop for MetricsFile {
+    fn drop(&mut self) {
+        // It is absent if it was never written.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Places for metrics, which wait until they are served.
+#[derive(Debug)]
+pub struct MetricsListener {
+    socket: Option<Socket>,
+    file: Option<MetricsFile>,
+}
+
+impl MetricsListener {
+    /// Makes the socket and the file, as far as they are asked for.
+    ///
+    /// # Errors
+    /// One of them cannot be made.
+    pub fn bind(options: &MetricsOptions) -> Result<Self, MetricsError> {
+        let file = options.file.as_deref().map(MetricsFile::new);
+        if let Some(file) = &file {
+            file.write(&Snapshot::default().text(Format::Prometheus))?;
+        }
+        let socket = options.address.as_ref().map(Socket::bind).transpose()?;
+        Ok(Self { socket, file })
+    }
+}
+
+/// Metrics that are served until this is dropped.
+#[derive(Debug)]
+pub struct MetricsServer {
+    stop: Option<PipeWriter>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl MetricsServer {
+    /// Serves the figures of `source`. Without a place for them, it does nothing.
+    ///
+    /// # Errors
+    /// A thread cannot be made.
+    pub fn start(listener: MetricsListener, source: impl Source) -> Result<Self, MetricsError> {
+        let MetricsListener { socket, file } = listener;
+        if socket.is_none() && file.is_none() {
+            return Ok(Self {
+                stop: None,
+                thread: None,
+            });
+        }
+        let source: Arc<dyn Source> = Arc::new(source);
+        let asked = source.clone();
+        let health = HealthWatch::start(move || asked.drives()).map_err(MetricsError::Thread)?;
+        let (stopped, stop) = io::pipe().map_err(MetricsError::Thread)?;
+        let figures = Figures {
+            source,
+            health,
+            steady: Steady::default(),
+            texts: Vec::new(),
+        };
+        let serving = Serving {
+            socket,
+            clients: Vec::new(),
+            file: file.map(|file| (file, Duration::ZERO)),
+            rests_until: Duration::ZERO,
+            figures,
+        };
+        let thread = start_thread("metrics", move || serving.run(&stopped));
+        Ok(Self {
+            stop: Some(stop),
+            thread: Some(thread.map_err(MetricsError::Thread)?),
+        })
+    }
+}
+
+impl Drop for MetricsServer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            log::error!("The thread of metrics panicked");
+        }
+    }
+}
+
+/// Texts of the figures, and the way to them.
+struct Figures {
+    source: Arc<dyn Source>,
+    health: HealthWatch,
+    steady: Steady,
+    /// Texts that are not too old, each with its age.
+    texts: Vec<(Format, Duration, Arc<str>)>,
+}
+
+impl Figures {
+    fn text(&mut self, format: Format) -> Arc<str> {
+        let now = clock::monotonic();
+        self.texts
+            .retain(|(_, made, _)| now.saturating_sub(*made) < FRESH);
+        if let Some((_, _, text)) = self.texts.iter().find(|(other, ..)| *other == format) {
+            return text.clone();
+        }
+        let mut snapshot = self.source.snapshot();
+        snapshot.health = self.health.answers();
+        self.steady.steady(&mut snapshot.stats.pollers);
+        let text: Arc<str> = snapshot.text(format).into();
+        self.texts.push((format, now, text.clone()));
+        text
+    }
+}
+
+/// State of the thread.
+struct Serving {
+    socket: Option<Socket>,
+    clients: Vec<Client>,
+    /// The file, and the time at which it is written next.
+    file: Option<(MetricsFile, Duration)>,
+    /// Time up to which no client is taken.
+    rests_until: Duration,
+    figures: Figures,
+}
+
+/// Outcome of a wait.
+struct Ready {
+    stopped: bool,
+    accepts: bool,
+    clients: Vec<bool>,
+}
+
+impl Serving {
+    fn run(mut self, stopped: &PipeReader) {
+        loop {
+            self.write_file();
+            let ready = match self.wait(stopped) {
+                Ok(ready) => ready,
+                Err(error) => {
+                    log::error!("Metrics are not served any more: {error}");
+                    return;
+                }
+            };
+            if ready.stopped {
+                return;
+            }
+            let mut index = 0;
+            let Self {
+                clients, figures, ..
+            } = &mut self;
+            clients.retain_mut(|client| {
+                let is_ready = ready.clients.get(index).is_some_and(|ready| *ready);
+                index += 1;
+                let progress = match is_ready {
+                    true => client.go_on(&mut |format| figures.text(format)),
+                    false => Ok(Progress::Waits),
+                };
+                matches!(progress, Ok(Progress::Waits)) && !client.left().is_zero()
+            });
+            if ready.accepts {
+                self.accept();
+            }
+        }
+    }
+
+    fn write_file(&mut self) {
+        let now = clock::monotonic();
+        if let Some((file, next)) = &mut self.file
+            && now >= *next
+        {
+            if let Err(error) = file.write(&self.figures.text(Format::Prometheus)) {
+                log::warn!("{}", nvme_mpt_vmm::report::chain(&error));
+            }
+            *next = now + INTERVAL;
+        }
+    }
+
+    /// Waits until there is something to do, or the time of something has come.
+    fn wait(&self, stopped: &PipeReader) -> io::Result<Ready> {
+        let now = clock::monotonic();
+        let mut times: Vec<Duration> = self.clients.iter().map(Client::left).collect();
+        times.extend(self.file.iter().map(|(_, next)| next.saturating_sub(now)));
+        let rest = self.rests_until.saturating_sub(now);
+        let accepts = self.clients.len() < CLIENTS_MAX && rest.is_zero();
+        times.extend(Some(rest).filter(|rest| !rest.is_zero()));
+        let timeout = match times.into_iter().min() {
+            None => PollTimeout::NONE,
+            // Rounded up, so that the time has come when the wait ends.
+            Some(time) => {
+                PollTimeout::try_from(time + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
+            }
+        };
+        let mut fds = vec![PollFd::new(stopped.as_fd(), PollFlags::POLLIN)];
+        fds.extend(self.clients.iter().map(|client| {
+            let flags = match client.writes() {
+                true => PollFlags::POLLOUT,
+                false => PollFlags::POLLIN,
+            };
+            PollFd::new(client.stream().as_fd(), flags)
+        }));
+        let socket = self.socket.iter().filter(|_| accepts);
+        fds.extend(socket.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN)));
+        match poll(&mut fds, timeout) {
+            Ok(_) => {}
+            Err(nix::errno::Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+        let clients = 1..=self.clients.len();
+        Ok(Ready {
+            stopped: is_ready(&fds[0]),
+            accepts: fds.get(clients.end() + 1).is_some_and(is_ready),
+            clients: fds[clients].iter().map(is_ready).collect(),
+        })
+    }
+
+    fn accept(&mut self) {
+        let Some(socket) = &mut self.socket else {
+            return;
+        };
+        match socket.accept() {
+            Ok(client) => self.clients.extend(client),
+            Err(error) => {
+                log::warn!("A client of the metrics is not taken: {error}");
+                self.rests_until = clock::monotonic() + REST;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use nvme_mpt::Drive;
+
+    use super::super::export::tests::full;
+    use super::*;
+
+    /// Counts its snapshots.
+    struct Counting(Arc<AtomicU64>);
+
+    impl Source for Counting {
+        fn snapshot(&self) -> Snapshot {
+            let mut snapshot = full();
+            snapshot.wiped.parts = self.0.fetch_add(1, Ordering::Relaxed);
+            snapshot
+        }
+
+        fn drives(&self) -> Vec<Arc<Drive>> {
+            Vec::new()
+        }
+    }
+
+    fn server(options: &MetricsOptions) -> (MetricsServer, Option<MetricsAddress>) {
+        let listener = MetricsListener::bind(options).unwrap();
+        let address = match &listener.socket {
+            Some(Socket::Tcp(socket)) => Some(MetricsAddress::Tcp(socket.local_addr().unwrap())),
+            _ => options.address.clone(),
+        };
+        let server = MetricsServer::start(listener, Counting(Arc::default())).unwrap();
+        (server, address)
+    }
+
+    fn connect(address: &MetricsAddress) -> Box<dyn Stream> {
+        match address {
+            MetricsAddress::Tcp(address) => Box::new(TcpStream::connect(address).unwrap()),
+            MetricsAddress::Unix(path) => Box::new(UnixStream::connect(path).unwrap()),
+        }
+    }
+
+    fn get(address: &MetricsAddress, accept: &str) -> String {
+        let mut stream = connect(address);
+        let request = format!("GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\n\r\n");
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    fn over(address: &str) -> MetricsOptions {
+        MetricsOptions {
+            address: Some(address.parse().unwrap()),
+            file: None,
+        }
+    }
+
+    #[test]
+    fn metrics_are_had_over_tcp_and_over_a_socket_in_both_formats() {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("m.sock");
+        for place in ["0", &format!("unix:{}", socket.display())] {
+            let (server, address) = server(&over(place));
+            let address = address.unwrap();
+            let plain = get(&address, "*/*");
+            let (head, text) = plain.split_once("\r\n\r\n").unwrap();
+            assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+            assert!(
+                head.contains("Content-Type: text/plain; version=0.0.4"),
+                "{head}"
+            );
+            assert!(
+                head.contains(&format!("Content-Length: {}\r\n", text.len())),
+                "{head}"
+            );
+            assert!(
+                text.contains("# TYPE nvme_mpt_drive_resets_total counter\n"),
+                "{text}"
+            );
+            let open = get(&address, "application/openmetrics-text; version=1.0.0");
+            assert!(
+                open.contains("Content-Type: application/openmetrics-text"),
+                "{open}"
+            );
+            assert!(open.ends_with("# EOF\n"), "{open}");
+            drop(server);
+        }
+        assert!(!socket.exists());
+    }
+
+    #[test]
+    fn clients_that_hang_hold_up_no_other() {
+        let (_server, address) = server(&over("0"));
+        let address = address.unwrap();
+        // One sends a part of a request, one does not take its answer, one sends nothing.
+        let mut slow = connect(&address);
+        slow.write_all(b"GET /metr").unwrap();
+        let mut deaf = connect(&address);
+        deaf.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        let silent = connect(&address);
+        assert!(get(&address, "*/*").starts_with("HTTP/1.1 200"));
+        slow.write_all(b"ics HTTP/1.1\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        slow.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+        drop((deaf, silent));
+        assert!(get(&address, "*/*").starts_with("HTTP/1.1 200"));
+    }
+
+    #[test]
+    fn more_clients_than_places_wait_for_one() {
+        let (_server, address) = server(&over("0"));
+        let address = address.unwrap();
+        let mut held: Vec<_> = (0..CLIENTS_MAX).map(|_| connect(&address)).collect();
+        let mut late = connect(&address);
+        late.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        held.pop();
+        let mut answer = String::new();
+        late.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+
+    #[test]
+    fn what_is_sent_by_others_is_refused_and_the_next_is_served() {
+        let (_server, address) = server(&over("0"));
+        let address = address.unwrap();
+        for (request, status) in [
+            (&b"POST /metrics HTTP/1.1\r\n\r\n"[..], "405"),
+            (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", "400"),
+            (b"GET /etc/passwd HTTP/1.1\r\n\r\n", "404"),
+        ] {
+            let mut stream = connect(&address);
+            stream.write_all(request).unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status}")),
+                "{answer}"
+            );
+        }
+        assert!(get(&address, "*/*").starts_with("HTTP/1.1 200"));
+    }
+
+    #[test]
+    fn clients_that_ask_at_once_share_a_text() {
+        let mut figures = Figures {
+            source: Arc::new(Counting(Arc::default())),
+            health: HealthWatch::start(Vec::new).unwrap(),
+            steady: Steady::default(),
+            texts: Vec::new(),
+        };
+        let first = figures.text(Format::Prometheus);
+        figures.texts[0].1 = clock::monotonic() + PATIENCE;
+        assert!(Arc::ptr_eq(&first, &figures.text(Format::Prometheus)));
+        // As if it were old.
+        figures.texts.clear();
+        assert!(!Arc::ptr_eq(&first, &figures.text(Format::Prometheus)));
+    }
+
+    /// Longer than any machine holds a thread up.
+    const PATIENCE: Duration = Duration::from_secs(180);
+
+    #[test]
+    fn the_file_is_there_from_the_start_and_gone_at_the_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("nvme-mpt.prom");
+        let options = MetricsOptions {
+            address: None,
+            file: Some(path.clone()),
+        };
+        let listener = MetricsListener::bind(&options).unwrap();
+        let at_first = fs::read_to_string(&path).unwrap();
+        assert!(at_first.contains("nvme_mpt_build_info"), "{at_first}");
+        let server = MetricsServer::start(listener, Counting(Arc::default())).unwrap();
+        let deadline = clock::monotonic() + PATIENCE;
+        // Each read finds a whole file.
+        while clock::monotonic() < deadline {
+            let text = fs::read_to_string(&path).unwrap();
+            assert!(
+                text.ends_with('\n') && text.contains("nvme_mpt_wipes_total"),
+                "{text}"
+            );
+            if text.contains("nvme_mpt_function_up") {
+                break;
+            }
+            clock::sleep(Duration::from_millis(1));
+        }
+        assert!(
+            fs::read_to_string(&path)
+                .unwrap()
+                .contains("function=\"vm-1\"")
+        );
+        drop(server);
+        assert_eq!(folder.path().read_dir().unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_had_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = Some(folder.path().join("absent/nvme-mpt.prom"));
+        let error = MetricsListener::bind(&MetricsOptions {
+            address: None,
+            file,
+        });
+        assert!(error.unwrap_err().to_string().contains("--metrics-file"));
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port().to_string();
+        let error = MetricsListener::bind(&over(&port)).unwrap_err();
+        assert!(error.to_string().contains(&port), "{error}");
+    }
+}

@@ -1,0 +1,64 @@
+//! Figures of a server, for its control socket and for its metrics.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use nvme_mpt::wipe::wiped;
+use nvme_mpt::{Drive, Pollers};
+
+use super::leases::LeaseTable;
+use super::view::View;
+use crate::function_thread::FunctionHandle;
+use crate::metrics::{Snapshot, Source};
+use crate::stats::{DriveStats, ServerStats};
+
+/// Places of a server's figures.
+#[derive(Clone)]
+pub(super) struct Figures {
+    pub(super) view: Arc<Mutex<Arc<View>>>,
+    pub(super) leases: Arc<LeaseTable>,
+    pub(super) pollers: Arc<Pollers>,
+}
+
+impl Figures {
+    /// Returns the present functions.
+    pub(super) fn view(&self) -> Arc<View> {
+        let view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
+        view.clone()
+    }
+
+    /// Returns all figures. It waits for functions for a second at most.
+    pub(super) fn stats(&self) -> ServerStats {
+        self.stats_of(&self.view())
+    }
+
+    fn stats_of(&self, view: &View) -> ServerStats {
+        let handles = view.functions.iter().map(|(handle, _)| handle);
+        let mut functions = FunctionHandle::stats_of(handles);
+        functions.extend(self.leases.stats());
+        let drives = view.drives.iter().map(|drive| DriveStats::of(drive));
+        ServerStats {
+            functions,
+            drives: drives.collect(),
+            pollers: self.pollers.stats(),
+        }
+    }
+}
+
+impl Source for Figures {
+    fn snapshot(&self) -> Snapshot {
+        let view = self.view();
+        let offered = view.functions.iter().map(|(_, entry)| entry);
+        let mut functions: Vec<_> = offered.chain(&view.failed).cloned().collect();
+        functions.extend(self.leases.entries());
+        Snapshot {
+            stats: self.stats_of(&view),
+            functions,
+            wiped: wiped(),
+            ..Snapshot::default()
+        }
+    }
+
+    fn drives(&self) -> Vec<Arc<Drive>> {
+        self.view().drives.clone()
+    }
+}

@@ -2,6 +2,7 @@
 
 mod functions;
 mod leases;
+mod manual;
 mod watch;
 
 use std::env;
@@ -26,6 +27,7 @@ use self::functions::{
     Add, Limit, List, Reload, Remove, Reserve, Resize, Upgrade, function_help, function_synopsis,
 };
 use self::leases::{Leases, run_leases};
+use self::manual::{Completions, Man};
 use self::watch::Stats;
 use crate::change::{Change, Changed};
 use crate::control::ControlError;
@@ -68,6 +70,8 @@ enum Command {
     Drives(Drives),
     Bind(Bind),
     Unbind(Unbind),
+    Man(Man),
+    Completions(Completions),
 }
 
 /// Offer NVMe functions to VMMs over vfio-user, until SIGTERM or SIGINT
@@ -324,6 +328,8 @@ pub fn run() -> ExitCode {
         Command::Drives(options) => run_drives(options),
         Command::Bind(options) => run_bind(&options),
         Command::Unbind(options) => run_unbind(&options),
+        Command::Man(options) => options.run(),
+        Command::Completions(options) => options.run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

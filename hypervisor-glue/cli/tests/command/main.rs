@@ -11,6 +11,7 @@ mod documents;
 mod kept;
 mod leases;
 mod limits;
+mod manual;
 mod messages;
 mod metrics;
 mod owners;

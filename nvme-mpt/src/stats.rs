@@ -243,6 +243,22 @@ pub struct LatencyBucket {
     pub commands: u64,
 }
 
+/// Returns the nanoseconds that a share of the commands took at most, rounded up to a bucket; `None` without commands. The
+/// buckets may be those of several functions.
+#[must_use]
+pub fn quantile(buckets: &[LatencyBucket], share: f64) -> Option<u64> {
+    let mut buckets: Vec<&LatencyBucket> = buckets.iter().collect();
+    buckets.sort_unstable_by_key(|bucket| bucket.to_ns);
+    let all: u64 = buckets.iter().map(|bucket| bucket.commands).sum();
+    let rank = ((all as f64 * share).ceil() as u64).max(1);
+    let mut seen = 0;
+    let bucket = buckets.iter().find(|bucket| {
+        seen += bucket.commands;
+        seen >= rank
+    });
+    bucket.map(|bucket| bucket.to_ns)
+}
+
 /// Counters of one I/O queue pair, kept while queues come and go under its identifier.
 #[derive(Debug, Default)]
 pub struct QueueCounters {
@@ -493,6 +509,20 @@ mod tests {
         let thousand = nanoseconds(1000);
         assert!(buckets[1].from_ns <= thousand && thousand <= buckets[1].to_ns);
         assert_eq!(Distribution::sum([]).buckets(), []);
+    }
+
+    #[test]
+    fn a_quantile_is_the_bound_of_its_bucket() {
+        let bucket = |to_ns, commands| LatencyBucket {
+            from_ns: to_ns - 1,
+            to_ns,
+            commands,
+        };
+        let buckets = [bucket(200, 1), bucket(10, 98), bucket(100, 1)];
+        for (share, bound) in [(0.0, 10), (0.5, 10), (0.98, 10), (0.99, 100), (1.0, 200)] {
+            assert_eq!(quantile(&buckets, share), Some(bound), "{share}");
+        }
+        assert_eq!(quantile(&[], 0.5), None);
     }
 
     #[test]

@@ -8,7 +8,7 @@
 //!
 //! `kept` has what outlives a server in its keeper ([`nvme_mpt_keep`]), with which its successor goes on.
 //!
-//! [`metrics`] offers a server's figures to Prometheus. [`logging`] is what a program of ours logs with.
+//! [`top`] shows rates in a terminal. [`metrics`] offers a server's figures to Prometheus. [`logging`] is what a program of ours logs with.
 //!
 //! # Not implemented
 //!
@@ -33,3 +33,4 @@ pub mod serve;
 pub mod signals;
 pub mod stats;
 mod table;
+pub mod top;

@@ -3,6 +3,7 @@
 mod functions;
 mod leases;
 mod manual;
+mod top;
 mod watch;
 
 use std::env;
@@ -28,6 +29,7 @@ use self::functions::{
 };
 use self::leases::{Leases, run_leases};
 use self::manual::{Completions, Man};
+use self::top::Top;
 use self::watch::Stats;
 use crate::change::{Change, Changed};
 use crate::control::ControlError;
@@ -65,6 +67,7 @@ enum Command {
     Reload(Reload),
     Leases(Leases),
     Stats(Stats),
+    Top(Top),
     Fault(Fault),
     Profile(Profile),
     Drives(Drives),
@@ -323,6 +326,7 @@ pub fn run() -> ExitCode {
         Command::Reload(options) => options.run(),
         Command::Leases(options) => run_leases(options),
         Command::Stats(options) => options.run(),
+        Command::Top(options) => options.run(),
         Command::Fault(options) => run_fault(options),
         Command::Profile(options) => run_profile(&options),
         Command::Drives(options) => run_drives(options),

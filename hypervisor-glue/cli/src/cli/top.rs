@@ -1,0 +1,47 @@
+//! `nvme-mpt top`.
+
+use std::error::Error;
+use std::io;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::watch::parse_interval;
+use super::{Control, State};
+use crate::top::{Board, Column, Subject, run, run_once};
+
+/// Show rates of the functions or drives of a running server, the busiest first, until q is pressed
+///
+/// Left and right choose the column to sort by, Tab functions or drives. Rates and percentiles are those of the last
+/// interval.
+#[derive(Args, Debug)]
+pub(super) struct Top {
+    /// Functions or drives
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t)]
+    show: Subject,
+    /// Column to sort by
+    #[arg(long, value_enum, value_name = "COLUMN", default_value_t)]
+    sort: Column,
+    /// Time between two looks
+    #[arg(long, value_name = "SECONDS", default_value = "1", value_parser = parse_interval)]
+    interval: Duration,
+    /// Print a table of one interval and end, for scripts
+    #[arg(long)]
+    once: bool,
+    #[command(flatten)]
+    state: State,
+    #[command(flatten)]
+    control: Control,
+}
+
+impl Top {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let control = self.control.path(&self.state);
+        let board = Board::new(self.show, self.sort);
+        match self.once {
+            true => run_once(&control, board, self.interval, &mut io::stdout().lock())?,
+            false => run(control, board, self.interval)?,
+        }
+        Ok(())
+    }
+}

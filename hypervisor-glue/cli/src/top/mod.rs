@@ -1,0 +1,659 @@
+//! `nvme-mpt top`: rates of functions or drives of a running server, in a terminal.
+//!
+//! [`Board`] is a pure function of samples and keys, `view` draws it, `terminal` has the terminal and the clock.
+
+mod terminal;
+mod view;
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use jiff::Timestamp;
+use nvme_mpt::stats::{LatencyBucket, quantile};
+
+use crate::change::FunctionEntry;
+use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
+use crate::table::Table;
+
+pub use self::terminal::{TopError, run, run_once};
+
+/// Samples that a sparkline shows.
+const HISTORY: usize = 60;
+
+/// A server's figures at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct Sample {
+    /// Monotonic time.
+    pub at: Duration,
+    /// Time of day.
+    pub time: Timestamp,
+    /// Its figures.
+    pub stats: ServerStats,
+    /// Its functions, with their drives.
+    pub functions: Vec<FunctionEntry>,
+}
+
+/// Things that have a row each.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Subject {
+    /// Functions
+    #[default]
+    Functions,
+    /// Drives, each with the sums of its functions
+    Drives,
+}
+
+/// A column of the board.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Column {
+    /// Id of the function, or path of the drive
+    Name,
+    /// State
+    State,
+    /// Commands per second
+    #[default]
+    Iops,
+    /// Bytes read per second
+    Read,
+    /// Bytes written per second
+    Written,
+    /// 99th percentile of the latency
+    P99,
+    /// Commands in flight
+    Depth,
+    /// Commands that failed, per second
+    Errors,
+    /// Doorbell writes that exited to the VMM, per second
+    Exits,
+    /// Interrupts per second
+    Interrupts,
+}
+
+impl Column {
+    fn title(self) -> &'static str {
+        match self {
+            Self::Name => "NAME",
+            Self::State => "STATE",
+            Self::Iops => "IOPS",
+            Self::Read => "READ B/s",
+            Self::Written => "WRITTEN B/s",
+            Self::P99 => "P99 us",
+            Self::Depth => "DEPTH",
+            Self::Errors => "ERRORS/s",
+            Self::Exits => "EXITS/s",
+            Self::Interrupts => "INTR/s",
+        }
+    }
+
+    /// Returns the column that is `by` places to the right, round about.
+    fn moved(self, by: isize) -> Self {
+        let all = Self::value_variants();
+        let place = all.iter().position(|column| *column == self).unwrap_or(0);
+        all[(place as isize + by).rem_euclid(all.len() as isize) as usize]
+    }
+}
+
+/// Rates of a function or of a drive.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Row {
+    name: String,
+    state: String,
+    iops: f64,
+    read: f64,
+    written: f64,
+    latency: Vec<LatencyBucket>,
+    depth: u64,
+    errors: f64,
+    exits: f64,
+    interrupts: f64,
+}
+
+impl Row {
+    /// Returns the rates of a function whose counts are those of `seconds`.
+    fn of(function: &FunctionStats, seconds: f64) -> Self {
+        let mut row = Self {
+            name: function.id.clone(),
+            state: match (function.process, function.connected) {
+                (Some(process), _) => format!("VMM {process}"),
+                (None, true) => "connected".to_owned(),
+                (None, false) => "waiting".to_owned(),
+            },
+            latency: function.latency.clone(),
+            ..Self::default()
+        };
+        for queue in &function.queues {
+            row.iops += queue.commands as f64 / seconds;
+            row.read += queue.read_bytes as f64 / seconds;
+            row.written += queue.write_bytes as f64 / seconds;
+            row.depth += queue.in_flight;
+            row.errors += queue.errors as f64 / seconds;
+            row.exits += queue.doorbell_exits as f64 / seconds;
+            row.interrupts += queue.interrupts as f64 / seconds;
+        }
+        row
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.iops += other.iops;
+        self.read += other.read;
+        self.written += other.written;
+        self.depth += other.depth;
+        self.errors += other.errors;
+        self.exits += other.exits;
+        self.interrupts += other.interrupts;
+        self.latency.extend(&other.latency);
+    }
+
+    /// Returns the 99th percentile in microseconds; `None` without a command.
+    fn p99(&self) -> Option<f64> {
+        Some(quantile(&self.latency, 0.99)? as f64 / 1e3)
+    }
+
+    fn cell(&self, column: Column) -> String {
+        match column {
+            Column::Name => self.name.clone(),
+            Column::State => self.state.clone(),
+            Column::Iops => Count(self.iops).to_string(),
+            Column::Read => Count(self.read).to_string(),
+            Column::Written => Count(self.written).to_string(),
+            Column::P99 => self.p99().map_or("-".to_owned(), |us| format!("{us:.1}")),
+            Column::Depth => self.depth.to_string(),
+            Column::Errors => Count(self.errors).to_string(),
+            Column::Exits => Count(self.exits).to_string(),
+            Column::Interrupts => Count(self.interrupts).to_string(),
+        }
+    }
+
+    /// Returns the number that a column is sorted by; `None` for text.
+    fn number(&self, column: Column) -> Option<f64> {
+        match column {
+            Column::Name | Column::State => None,
+            Column::Iops => Some(self.iops),
+            Column::Read => Some(self.read),
+            Column::Written => Some(self.written),
+            Column::P99 => Some(self.p99().unwrap_or(-1.0)),
+            Column::Depth => Some(self.depth as f64),
+            Column::Errors => Some(self.errors),
+            Column::Exits => Some(self.exits),
+            Column::Interrupts => Some(self.interrupts),
+        }
+    }
+}
+
+/// A number with at most four digits and a decimal prefix.
+struct Count(f64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut value = self.0;
+        let prefixes = ["", "k", "M", "G", "T"];
+        let mut prefix = 0;
+        while value >= 9999.5 && prefix + 1 < prefixes.len() {
+            value /= 1000.0;
+            prefix += 1;
+        }
+        let digits = match value {
+            _ if prefix == 0 => 0,
+            value if value < 99.95 => 1,
+            _ => 0,
+        };
+        write!(f, "{value:.digits$}{}", prefixes[prefix])
+    }
+}
+
+/// Decision of a person.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Key {
+    /// Functions, or drives.
+    Subject,
+    /// Sort by a column further right, or further left.
+    Sort(isize),
+    /// The other order.
+    Reverse,
+    /// Scroll down, or up.
+    Scroll(isize),
+    /// Stop, or go on.
+    Pause,
+}
+
+/// All that is shown.
+#[derive(Debug)]
+pub struct Board {
+    subject: Subject,
+    sort: Column,
+    reversed: bool,
+    paused: bool,
+    /// First row that is shown.
+    first: usize,
+    before: Option<Sample>,
+    now: Option<Sample>,
+    rows: Vec<Row>,
+    /// Commands per second of each row so far, by its name.
+    history: HashMap<String, VecDeque<u64>>,
+    /// Commands per second of all functions so far.
+    total: VecDeque<u64>,
+    /// Cause for which there are no newer figures.
+    trouble: Option<String>,
+}
+
+impl Board {
+    /// A board without figures.
+    #[must_use]
+    pub fn new(subject: Subject, sort: Column) -> Self {
+        Self {
+            subject,
+            sort,
+            reversed: false,
+            paused: false,
+            first: 0,
+            before: None,
+            now: None,
+            rows: Vec::new(),
+            history: HashMap::new(),
+            total: VecDeque::new(),
+            trouble: None,
+        }
+    }
+
+    /// Takes up figures, or the cause for which there are none.
+    pub fn take(&mut self, sample: Result<Sample, String>) {
+        match sample {
+            Err(trouble) => self.trouble = Some(trouble),
+            // The next figures count from the last ones that were shown.
+            Ok(_) if self.paused => {}
+            Ok(sample) => {
+                self.trouble = None;
+                self.before = self.now.replace(sample);
+                self.count();
+                self.remember();
+            }
+        }
+    }
+
+    fn press(&mut self, key: Key) {
+        match key {
+            Key::Subject => {
+                self.subject = match self.subject {
+                    Subject::Functions => Subject::Drives,
+                    Subject::Drives => Subject::Functions,
+                };
+                self.first = 0;
+                self.history.clear();
+                self.count();
+            }
+            Key::Sort(by) => self.sort = self.sort.moved(by),
+            Key::Reverse => self.reversed = !self.reversed,
+            Key::Scroll(by) => {
+                let last = self.rows.len().saturating_sub(1);
+                self.first = self.first.saturating_add_signed(by).min(last);
+            }
+            Key::Pause => self.paused = !self.paused,
+        }
+        self.sort();
+    }
+
+    /// Returns the seconds between the last two samples.
+    fn seconds(&self) -> Option<f64> {
+        let (before, now) = (self.before.as_ref()?, self.now.as_ref()?);
+        let seconds = now.at.saturating_sub(before.at).as_secs_f64();
+        Some(seconds).filter(|seconds| *seconds > 0.0)
+    }
+
+    /// Makes the rows of the last two samples.
+    fn count(&mut self) {
+        let Some(seconds) = self.seconds() else {
+            return;
+        };
+        let (Some(before), Some(now)) = (&self.before, &self.now) else {
+            return;
+        };
+        let since = now.stats.since(&before.stats);
+        let functions = since.functions.iter();
+        let functions: Vec<Row> = functions
+            .map(|function| Row::of(function, seconds))
+            .collect();
+        self.rows = match self.subject {
+            Subject::Functions => functions,
+            Subject::Drives => drives(now, &functions),
+        };
+        self.sort();
+    }
+
+    fn remember(&mut self) {
+        if self.seconds().is_none() {
+            return;
+        }
+        let mut remembered = std::mem::take(&mut self.history);
+        for row in &self.rows {
+            let mut history = remembered.remove(&row.name).unwrap_or_default();
+            push(&mut history, row.iops);
+            self.history.insert(row.name.clone(), history);
+        }
+        push(&mut self.total, self.rows.iter().map(|row| row.iops).sum());
+    }
+
+    /// Sorts the rows: numbers from the largest on, text from A on.
+    fn sort(&mut self) {
+        let column = self.sort;
+        self.rows.sort_by(|a, b| {
+            let order = match (a.number(column), b.number(column)) {
+                (Some(a), Some(b)) => b.total_cmp(&a),
+                _ => a.cell(column).cmp(&b.cell(column)),
+            };
+            let order = if self.reversed {
+                order.reverse()
+            } else {
+                order
+            };
+            order.then_with(|| a.name.cmp(&b.name))
+        });
+    }
+
+    /// Returns the rows as a table without history.
+    fn table(&self) -> Table {
+        let columns = Column::value_variants();
+        let titles: Vec<&str> = columns.iter().map(|column| column.title()).collect();
+        let mut table = Table::new(&titles);
+        for row in &self.rows {
+            table.row(columns.iter().map(|column| row.cell(*column)).collect());
+        }
+        table
+    }
+}
+
+fn push(history: &mut VecDeque<u64>, value: f64) {
+    if history.len() == HISTORY {
+        history.pop_front();
+    }
+    history.push_back(value.round() as u64);
+}
+
+/// Returns the rows of drives: sums of their functions.
+fn drives(now: &Sample, functions: &[Row]) -> Vec<Row> {
+    let drives = now.stats.drives.iter().map(|drive| {
+        let own = now
+            .functions
+            .iter()
+            .filter(|entry| entry.drive == drive.path);
+        let own: Vec<&str> = own.map(|entry| entry.id.as_str()).collect();
+        let mut row = Row {
+            name: drive.path.clone(),
+            state: drive_state(drive, own.len()),
+            ..Row::default()
+        };
+        for function in functions
+            .iter()
+            .filter(|row| own.contains(&row.name.as_str()))
+        {
+            row.add(function);
+        }
+        row
+    });
+    drives.collect()
+}
+
+fn drive_state(drive: &DriveStats, functions: usize) -> String {
+    if drive.gone {
+        return "gone".to_owned();
+    }
+    let mut state = format!("{functions} functions");
+    if let Some(QueuePairStats { free, total, .. }) = drive.queue_pairs {
+        state += &format!(", {free}/{total} free");
+    }
+    if drive.resets > 0 {
+        state += &format!(", {} resets", drive.resets);
+    }
+    state
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use nvme_mpt::lease::Extents;
+    use nvme_mpt::range::ByteRange;
+    use nvme_mpt::stats::{PollerStats, QueueStats};
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+
+    use super::*;
+    use crate::change::{FunctionState, Origin};
+
+    const WIDTH: u16 = 118;
+    const HEIGHT: u16 = 13;
+
+    /// Commands of the functions in each second.
+    const LOADS: [(&str, &[u64]); 3] = [
+        ("build", &[0, 0, 5_000, 60_000, 61_500, 62_000, 12_000, 400]),
+        (
+            "db-1",
+            &[
+                210_000, 214_000, 209_000, 212_500, 160_000, 161_000, 209_000, 215_400,
+            ],
+        ),
+        ("web", &[900, 1_100, 1_000, 950, 870, 1_020, 990, 1_010]),
+    ];
+
+    fn sample(second: usize) -> Sample {
+        let functions = LOADS.iter().map(|(id, loads)| {
+            let commands: u64 = loads[..second].iter().sum();
+            FunctionStats {
+                id: (*id).to_owned(),
+                connected: *id != "build",
+                process: (*id == "web").then_some(4711),
+                latency: vec![
+                    LatencyBucket {
+                        from_ns: 8_000,
+                        to_ns: 9_600,
+                        commands: commands - commands / 50,
+                    },
+                    LatencyBucket {
+                        from_ns: 80_000,
+                        to_ns: 96_000,
+                        commands: commands / 50,
+                    },
+                ],
+                queues: vec![QueueStats {
+                    qid: 1,
+                    commands,
+                    read_bytes: commands * 3072,
+                    write_bytes: commands * 1024,
+                    interrupts: commands / 4,
+                    in_flight: 7,
+                    ..QueueStats::default()
+                }],
+                ..FunctionStats::default()
+            }
+        });
+        let entries = LOADS.iter().map(|(id, _)| FunctionEntry {
+            id: (*id).to_owned(),
+            socket: "/run/a.sock".into(),
+            drive: match *id {
+                "web" => "memory:1G".to_owned(),
+                _ => "0000:01:00.0".to_owned(),
+            },
+            range: None,
+            extents: ByteRange::new(0, 4096)
+                .and_then(|part| Extents::new(vec![part]))
+                .ok(),
+            origin: Origin::Added,
+            limits: String::new(),
+            state: FunctionState::Connected,
+            summary: String::new(),
+        });
+        let drive = |path: &str, queue_pairs| DriveStats {
+            path: path.to_owned(),
+            queue_pairs,
+            ..DriveStats::default()
+        };
+        let pairs = QueuePairStats {
+            total: 31,
+            free: 29,
+            ..QueuePairStats::default()
+        };
+        let time = second as f64;
+        Sample {
+            at: Duration::from_secs(second as u64),
+            time: Timestamp::from_second(1_000_000_000 + second as i64).unwrap(),
+            stats: ServerStats {
+                functions: functions.collect(),
+                pollers: vec![PollerStats {
+                    name: "poll-shared-0".to_owned(),
+                    life_seconds: time,
+                    busy_seconds: time * 0.7,
+                    parked_seconds: time * 0.2,
+                    ..PollerStats::default()
+                }],
+                drives: vec![drive("0000:01:00.0", Some(pairs)), drive("memory:1G", None)],
+            },
+            functions: entries.collect(),
+        }
+    }
+
+    fn board(subject: Subject) -> Board {
+        let mut board = Board::new(subject, Column::Iops);
+        for second in 0..=8 {
+            board.take(Ok(sample(second)));
+        }
+        board
+    }
+
+    /// Returns the lines of the screen, without blanks at their ends.
+    fn screen(board: &Board) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(WIDTH, HEIGHT)).unwrap();
+        terminal.draw(|frame| board.draw(frame)).unwrap();
+        let buffer = terminal.backend().buffer();
+        let lines = buffer.content().chunks(WIDTH.into());
+        let lines = lines.map(|line| line.iter().map(|cell| cell.symbol()).collect::<String>());
+        lines.map(|line| line.trim_end().to_owned()).collect()
+    }
+
+    fn names(board: &Board) -> Vec<&str> {
+        board.rows.iter().map(|row| row.name.as_str()).collect()
+    }
+
+    #[test]
+    fn the_screen_is_the_picture_in_the_documents() {
+        let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let page = package
+            .ancestors()
+            .nth(2)
+            .unwrap()
+            .join("docs/operations.md");
+        let page = fs::read_to_string(page).unwrap();
+        let screen = screen(&board(Subject::Functions)).join("\n");
+        assert!(
+            page.contains(&format!("```text\n{screen}\n```")),
+            "{screen}"
+        );
+    }
+
+    #[test]
+    fn rates_and_percentiles_are_those_of_the_last_interval() {
+        let board = board(Subject::Functions);
+        assert_eq!(names(&board), ["db-1", "web", "build"]);
+        let row = &board.rows[0];
+        assert_eq!((row.iops, row.read), (215_400.0, 215_400.0 * 3072.0));
+        assert_eq!((row.interrupts, row.depth), (53_850.0, 7));
+        assert_eq!(row.p99(), Some(96.0));
+        assert_eq!(board.total.back(), Some(&216_810));
+        assert_eq!(
+            board.history["build"],
+            [0, 0, 5_000, 60_000, 61_500, 62_000, 12_000, 400]
+        );
+    }
+
+    #[test]
+    fn rows_are_sorted_by_each_column_and_in_both_orders() {
+        let mut board = board(Subject::Functions);
+        board.press(Key::Sort(-1));
+        assert_eq!(board.sort, Column::State);
+        assert_eq!(names(&board), ["web", "db-1", "build"]);
+        board.press(Key::Sort(-1));
+        assert_eq!(
+            (board.sort, names(&board)),
+            (Column::Name, vec!["build", "db-1", "web"])
+        );
+        board.press(Key::Reverse);
+        assert_eq!(names(&board), ["web", "db-1", "build"]);
+        board.press(Key::Sort(-1));
+        assert_eq!(board.sort, Column::Interrupts);
+        assert_eq!(names(&board), ["build", "web", "db-1"]);
+    }
+
+    #[test]
+    fn drives_have_the_sums_of_their_functions() {
+        let mut board = board(Subject::Functions);
+        board.press(Key::Subject);
+        assert_eq!(names(&board), ["0000:01:00.0", "memory:1G"]);
+        assert_eq!(board.rows[0].iops, 215_800.0);
+        assert_eq!(board.rows[0].p99(), Some(96.0));
+        let screen = screen(&board);
+        assert!(
+            screen
+                .iter()
+                .any(|line| line.contains("2 functions, 29/31 free "))
+        );
+    }
+
+    #[test]
+    fn a_pause_and_a_server_that_goes_keep_the_last_figures() {
+        let mut board = Board::new(Subject::Functions, Column::Iops);
+        assert!(screen(&board).join("\n").contains("Counting"));
+        for second in 0..2 {
+            let mut idle = sample(second);
+            idle.stats.pollers.clear();
+            board.take(Ok(idle));
+        }
+        assert!(screen(&board)[0].ends_with("pollers: 0.00 processors busy, 0.00 spinning"));
+        board.take(Ok(sample(0)));
+        board.take(Ok(sample(1)));
+        board.press(Key::Pause);
+        board.take(Ok(sample(2)));
+        assert_eq!(board.rows[0].iops, 210_000.0);
+        assert!(screen(&board)[0].ends_with("PAUSED"));
+        board.press(Key::Pause);
+        board.take(Err("No server answers".to_owned()));
+        assert_eq!(screen(&board)[0], "No server answers");
+        assert_eq!(board.rows[0].iops, 210_000.0);
+        // A server that was started again counts anew.
+        board.take(Ok(Sample {
+            at: Duration::from_secs(9),
+            ..sample(0)
+        }));
+        assert_eq!(board.rows[0].iops, 0.0);
+        assert!(screen(&board)[0].starts_with("nvme-mpt  2001-09-09T01:46:40Z"));
+    }
+
+    #[test]
+    fn rows_scroll_and_no_screen_is_too_small() {
+        let mut board = board(Subject::Functions);
+        board.press(Key::Scroll(2));
+        assert!(!screen(&board).iter().any(|line| line.contains("db-1")));
+        board.press(Key::Scroll(9));
+        assert_eq!(board.first, 2);
+        board.press(Key::Scroll(-9));
+        assert_eq!(board.first, 0);
+        for (width, height) in [(1, 1), (10, 3), (40, 7)] {
+            let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+            terminal.draw(|frame| board.draw(frame)).unwrap();
+        }
+    }
+
+    #[test]
+    fn numbers_have_four_digits_at_most() {
+        for (number, text) in [
+            (0.0, "0"),
+            (9_999.0, "9999"),
+            (10_000.0, "10.0k"),
+            (215_400.0, "215k"),
+            (1_234_567_890.0, "1235M"),
+            (12_345_678_900.0, "12.3G"),
+        ] {
+            assert_eq!(Count(number).to_string(), text);
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! The terminal of `nvme-mpt top`, its keys, and the thread that asks the server.
+
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use nvme_mpt::clock;
+use nvme_mpt::poller::start_thread;
+use nvme_mpt_vmm::report;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use thiserror::Error;
+
+use super::{Board, Key, Sample};
+use crate::control::{self, ControlError};
+
+/// Time between two looks for keys and samples.
+const TICK: Duration = Duration::from_millis(100);
+
+/// `top` cannot go on.
+#[derive(Debug, Error)]
+pub enum TopError {
+    /// Its output is no terminal.
+    #[error("Standard output is no terminal: use --once, which prints a table")]
+    NoTerminal,
+    /// The terminal cannot be used.
+    #[error("Cannot use the terminal; use --once, which prints a table")]
+    Terminal(#[source] io::Error),
+    /// The thread cannot be started.
+    #[error("Cannot start the thread that asks the server")]
+    Thread(#[source] io::Error),
+    /// The server does not answer.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// The table cannot be printed.
+    #[error(transparent)]
+    Print(io::Error),
+}
+
+fn sample(control: &Path) -> Result<Sample, ControlError> {
+    let functions = control::query_functions(control)?;
+    let stats = control::query_stats(control)?;
+    Ok(Sample {
+        at: clock::monotonic(),
+        time: Timestamp::now(),
+        stats,
+        functions,
+    })
+}
+
+/// Prints the rates of one interval as a table.
+///
+/// # Errors
+/// The server does not answer, or the table cannot be printed.
+pub fn run_once(
+    control: &Path,
+    mut board: Board,
+    interval: Duration,
+    out: &mut dyn Write,
+) -> Result<(), TopError> {
+    board.take(Ok(sample(control)?));
+    clock::sleep(interval);
+    board.take(Ok(sample(control)?));
+    write!(out, "{}", board.table()).map_err(TopError::Print)
+}
+
+/// Shows a board in the terminal until a key ends it.
+///
+/// # Errors
+/// There is no server, or no terminal.
+pub fn run(control: PathBuf, mut board: Board, interval: Duration) -> Result<(), TopError> {
+    if !io::stdout().is_terminal() {
+        return Err(TopError::NoTerminal);
+    }
+    // Before the screen changes: an error of the first question is a line like that of other commands.
+    board.take(Ok(sample(&control)?));
+    let samples = ask(control, interval).map_err(TopError::Thread)?;
+    let mut terminal = ratatui::try_init().map_err(TopError::Terminal)?;
+    let shown = show(&mut terminal, &mut board, &samples);
+    ratatui::restore();
+    shown.map_err(TopError::Terminal)
+}
+
+/// Asks the server at each interval, on a thread of its own: keys are answered meanwhile.
+fn ask(control: PathBuf, interval: Duration) -> io::Result<Receiver<Result<Sample, String>>> {
+    let (sender, samples) = mpsc::sync_channel(1);
+    let work = move || {
+        let mut next = clock::monotonic() + interval;
+        loop {
+            clock::sleep(next.saturating_sub(clock::monotonic()));
+            let sample = sample(&control).map_err(|error| report::chain(&error));
+            if sender.send(sample).is_err() {
+                return;
+            }
+            next = (next + interval).max(clock::monotonic());
+        }
+    };
+    start_thread("top", work)?;
+    Ok(samples)
+}
+
+fn show(
+    terminal: &mut ratatui::DefaultTerminal,
+    board: &mut Board,
+    samples: &Receiver<Result<Sample, String>>,
+) -> io::Result<()> {
+    let mut changed = true;
+    loop {
+        match samples.try_recv() {
+            Ok(sample) => {
+                board.take(sample);
+                changed = true;
+            }
+            Err(TryRecvError::Empty) => {}
+            Err(TryRecvError::Disconnected) => {
+                return Err(io::Error::other("The thread that asks the server ended"));
+            }
+        }
+        if changed {
+            terminal.draw(|frame| board.draw(frame))?;
+            changed = false;
+        }
+        if event::poll(TICK)? {
+            changed = true;
+            if let Event::Key(key) = event::read()?
+                && key.kind == KeyEventKind::Press
+            {
+                match action(key) {
+                    Action::End => return Ok(()),
+                    Action::Press(key) => board.press(key),
+                    Action::None => {}
+                }
+            }
+        }
+    }
+}
+
+/// Meaning of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Action {
+    End,
+    Press(Key),
+    None,
+}
+
+fn action(key: KeyEvent) -> Action {
+    match key.code {
+        KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => Action::End,
+        KeyCode::Char('q') | KeyCode::Esc => Action::End,
+        KeyCode::Tab => Action::Press(Key::Subject),
+        KeyCode::Left => Action::Press(Key::Sort(-1)),
+        KeyCode::Right => Action::Press(Key::Sort(1)),
+        KeyCode::Char('r') => Action::Press(Key::Reverse),
+        KeyCode::Up => Action::Press(Key::Scroll(-1)),
+        KeyCode::Down => Action::Press(Key::Scroll(1)),
+        KeyCode::PageUp => Action::Press(Key::Scroll(-10)),
+        KeyCode::PageDown => Action::Press(Key::Scroll(10)),
+        KeyCode::Char(' ') => Action::Press(Key::Pause),
+        _ => Action::None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_have_their_meaning() {
+        let key = |code| action(KeyEvent::new(code, KeyModifiers::NONE));
+        assert_eq!(key(KeyCode::Char('q')), Action::End);
+        assert_eq!(key(KeyCode::Tab), Action::Press(Key::Subject));
+        assert_eq!(key(KeyCode::Left), Action::Press(Key::Sort(-1)));
+        assert_eq!(key(KeyCode::Char('c')), Action::None);
+        let interrupt = KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL);
+        assert_eq!(action(interrupt), Action::End);
+    }
+}

@@ -1,0 +1,174 @@
+//! The board on a screen.
+
+use clap::ValueEnum;
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Modifier, Style};
+use ratatui::text::Line;
+use ratatui::widgets::{Block, Cell, Row as TableRow, Sparkline, Table};
+
+use super::{Board, Column, Count, Subject};
+
+/// Height of the graph of all functions, with its frame.
+const GRAPH: u16 = 5;
+
+/// Width of a row's history.
+const BARS_WIDTH: u16 = 20;
+
+const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+const KEYS: &str = "q quit  Tab functions or drives  ←→ sort  r reverse  ↑↓ scroll  Space pause";
+
+/// Returns the last values as bars, the largest of all as a full one.
+fn bars<'a>(values: impl DoubleEndedIterator<Item = &'a u64> + Clone) -> String {
+    let most = values.clone().max().copied().unwrap_or(0).max(1);
+    let last: Vec<&u64> = values.rev().take(BARS_WIDTH.into()).collect();
+    let bar = |value: &u64| {
+        let step = (u128::from(*value) * 8).div_ceil(u128::from(most)) as usize;
+        match step.checked_sub(1) {
+            None => ' ',
+            Some(step) => BARS[step.min(BARS.len() - 1)],
+        }
+    };
+    last.into_iter().rev().map(bar).collect()
+}
+
+impl Board {
+    pub(super) fn draw(&self, frame: &mut Frame<'_>) {
+        let areas = Layout::vertical([
+            Constraint::Length(1),
+            Constraint::Length(GRAPH),
+            Constraint::Min(2),
+            Constraint::Length(1),
+        ]);
+        let [head, graph, table, foot] = areas.areas(frame.area());
+        frame.render_widget(Line::from(self.head()).style(Modifier::BOLD), head);
+        self.draw_graph(frame, graph);
+        self.draw_table(frame, table);
+        frame.render_widget(Line::from(KEYS).style(Modifier::DIM), foot);
+    }
+
+    fn head(&self) -> String {
+        let mut head = "nvme-mpt".to_owned();
+        if let Some(now) = &self.now {
+            let connected = now.stats.functions.iter();
+            let connected = connected.filter(|function| function.connected).count();
+            head += &format!(
+                "  {:.0}  {} functions, {connected} with a VMM",
+                now.time,
+                now.stats.functions.len()
+            );
+            let busy = self.poller_seconds(|poller| poller.busy_seconds);
+            let awake = self.poller_seconds(|poller| poller.life_seconds - poller.parked_seconds);
+            if let (Some(busy), Some(awake)) = (busy, awake) {
+                head += &format!(
+                    "  pollers: {busy:.2} processors busy, {:.2} spinning",
+                    (awake - busy).max(0.0)
+                );
+            }
+        }
+        if self.paused {
+            head += "  PAUSED";
+        }
+        match &self.trouble {
+            Some(trouble) => trouble.replace('\n', ";"),
+            None => head,
+        }
+    }
+
+    /// Returns the processors that a time of the pollers came to between the last two samples.
+    fn poller_seconds(&self, of: fn(&nvme_mpt::stats::PollerStats) -> f64) -> Option<f64> {
+        let (before, now) = (self.before.as_ref()?, self.now.as_ref()?);
+        let time = now.stats.pollers.iter().map(|poller| {
+            let mut earlier = before.stats.pollers.iter();
+            let earlier = earlier.find(|earlier| earlier.name == poller.name);
+            (of(poller) - earlier.map_or(0.0, of)).max(0.0)
+        });
+        // A sum of nothing would be -0.
+        Some(time.fold(0.0, |sum, time| sum + time) / self.seconds()?)
+    }
+
+    fn draw_graph(&self, frame: &mut Frame<'_>, area: Rect) {
+        let last = self.total.back().copied().unwrap_or(0);
+        let most = self.total.iter().max().copied().unwrap_or(0);
+        let (read, written) = self.rows.iter().fold((0.0, 0.0), |(read, written), row| {
+            (read + row.read, written + row.written)
+        });
+        let title = format!(
+            " {} IOPS, at most {}; {}B/s read, {}B/s written ",
+            Count(last as f64),
+            Count(most as f64),
+            Count(read),
+            Count(written)
+        );
+        // The newest value is at the right.
+        let width = usize::from(area.width.saturating_sub(2));
+        let shown = self.total.len().min(width);
+        let padding = std::iter::repeat_n(0, width - shown);
+        let values = self.total.iter().skip(self.total.len() - shown).copied();
+        let values: Vec<u64> = padding.chain(values).collect();
+        let graph = Sparkline::default()
+            .data(&values)
+            .block(Block::bordered().title(title));
+        frame.render_widget(graph, area);
+    }
+
+    fn draw_table(&self, frame: &mut Frame<'_>, area: Rect) {
+        let columns = Column::value_variants();
+        let is_text = |column: Column| matches!(column, Column::Name | Column::State);
+        let width = |column: Column| {
+            let cells = self.rows.iter().map(|row| row.cell(column).chars().count());
+            cells.max().unwrap_or(0).max(column.title().len() + 1) as u16
+        };
+        let titles = columns.iter().map(|column| {
+            let mark = match (*column == self.sort, self.reversed) {
+                (false, _) => "",
+                (true, false) => "▼",
+                (true, true) => "▲",
+            };
+            let title = Line::from(format!("{}{mark}", column.title()));
+            Cell::from(if is_text(*column) {
+                title
+            } else {
+                title.right_aligned()
+            })
+        });
+        let titles = titles.chain([Cell::from("LAST IOPS")]);
+        let rows = self.rows.iter().skip(self.first).map(|row| {
+            let cells = columns.iter().map(|column| {
+                let cell = Line::from(row.cell(*column));
+                Cell::from(if is_text(*column) {
+                    cell
+                } else {
+                    cell.right_aligned()
+                })
+            });
+            let history = self.history.get(&row.name);
+            let history = history.map_or(String::new(), |history| bars(history.iter()));
+            TableRow::new(cells.chain([Cell::from(history)]))
+        });
+        let widths = columns
+            .iter()
+            .map(|column| Constraint::Length(width(*column)));
+        // The history is what a narrow screen goes without.
+        let widths = widths.chain([Constraint::Fill(1)]);
+        let style = Style::new().add_modifier(Modifier::REVERSED);
+        let table = Table::new(rows, widths)
+            .header(TableRow::new(titles).style(style))
+            .column_spacing(2);
+        frame.render_widget(table, area);
+        if self.rows.is_empty() {
+            let what = match (self.seconds(), self.subject) {
+                (None, _) => "Counting …",
+                (_, Subject::Functions) => "The server has no functions",
+                (_, Subject::Drives) => "The server has no drives open",
+            };
+            let below = Rect {
+                y: area.y + 1,
+                height: 1.min(area.height.saturating_sub(1)),
+                ..area
+            };
+            frame.render_widget(Line::from(what), below);
+        }
+    }
+}

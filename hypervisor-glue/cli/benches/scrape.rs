@@ -158,7 +158,7 @@ impl Server {
         for number in 0..FUNCTIONS {
             writeln!(
                 file,
-                "[[function]]\nsocket = \"{}/{number}.sock\"\npath = \"null:1T\"\nrange = \"{number}G+1G\"\nid = \"{number}\"",
+                "[[function]]\nsocket = \"{}/{number}.sock\"\npath = \"null:1T\"\nrange = \"{number}G+1G\"\nid = \"f{number}\"",
                 folder.display()
             )
             .expect("a string");

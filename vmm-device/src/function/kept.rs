@@ -213,14 +213,16 @@ mod tests {
     };
 
     use nvme_mpt::{
-        DoorbellMode, Drive, FunctionParts, KeptFiles,
+        DoorbellMode, Drive, FunctionParts, KeptFiles, LeasedNamespace,
         lease::Ledger,
         spec::{ids::QueueId, registers::Doorbell, sqe::Sqe, status::Status},
     };
 
+    use serde_json::Value;
+
     use super::*;
     use crate::{
-        MsixMasking,
+        Bar, MsixMasking,
         fixtures::{self, DATA, Guest},
     };
 
@@ -486,5 +488,120 @@ mod tests {
         other.registers.csts = 0;
         assert!(matches!(refused(&other), TakeUpError::State(_)));
         function.take_up(&state).unwrap();
+    }
+
+    /// States that releases have stored of [`eventful_guest`], by their versions. The last one is of this version.
+    const STORED: [(u32, &str); 1] = [(1, include_str!("stored/control_state_1.json"))];
+
+    /// Fields that differ from one ledger to the next.
+    const IDENTITY: [&str; 4] = ["serial", "nguid", "eui64", "uuid"];
+
+    /// Feature identifiers.
+    const QUEUES: u32 = 0x07;
+    const COALESCING: u32 = 0x08;
+    const VECTOR: u32 = 0x09;
+    const EVENTS: u32 = 0x0B;
+
+    /// A guest that has set all that a function remembers: queues, requests for events, features, an error, and two
+    /// vectors that are masked, of which one is pending.
+    fn eventful_guest() -> (Guest, Survivors) {
+        let (mut guest, survivors, _) = guest();
+        // MSI-X Enable; messages of three vectors, of which the first one is not masked.
+        let _ = guest.function.write_config(0x53, &[0x80]);
+        for (vector, mask) in [(0, 0), (1, 1), (2, 1)] {
+            let entry = u64::from(vector) * 16;
+            let message = [0xFEE0_0000_u32, 0, 0x40 + vector, mask];
+            for (offset, dword) in (0..).step_by(4).zip(message) {
+                let dword = dword.to_le_bytes();
+                guest.function.write_bar(Bar::Msix, entry + offset, &dword);
+            }
+        }
+        let set = |feature: u32, dword: u32| Sqe {
+            cdw10: feature,
+            cdw11: dword,
+            ..Sqe::new(0x09)
+        };
+        let commands = [
+            set(QUEUES, 0x0001_0001),
+            set(COALESCING, 0x0102),
+            set(VECTOR, 1 << 16 | 2),
+            set(EVENTS, 0x0000_0100),
+            create_cq(),
+            create_sq(),
+        ];
+        for sqe in commands {
+            assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
+        }
+        let delete_what_is_not = Sqe {
+            cdw10: 3,
+            ..Sqe::new(0x04)
+        };
+        assert_ne!(guest.admin(delete_what_is_not).status(), Status::SUCCESS);
+        for _ in 0..2 {
+            guest.submit(Sqe::new(0x0C));
+        }
+        let vector = &guest.function.vectors()[1];
+        vector.set_masked(true);
+        vector.signal();
+        (guest, survivors)
+    }
+
+    #[test]
+    fn the_state_of_this_version_is_as_it_was_stored() {
+        let (guest, _) = eventful_guest();
+        let (version, stored) = STORED[STORED.len() - 1];
+        assert_eq!(version, VERSION);
+        let stored: Value = serde_json::from_str(stored).unwrap();
+        let mut now = serde_json::to_value(guest.function.control_state()).unwrap();
+        for name in IDENTITY {
+            now["facts"]["namespace"][name] = stored["facts"]["namespace"][name].clone();
+        }
+        assert!(
+            now == stored,
+            "The format of control states has changed. Raise VERSION, take up the version before as well, and store \
+             this as stored/control_state_{{VERSION}}.json:\n{now}"
+        );
+    }
+
+    #[test]
+    fn the_states_of_all_versions_are_taken_up() {
+        for (version, stored) in STORED {
+            let (mut guest, survivors) = eventful_guest();
+            let mut state: ControlState = serde_json::from_str(stored).unwrap();
+            assert_eq!(state.version, version);
+            let LeasedNamespace {
+                serial,
+                nguid,
+                eui64,
+                uuid,
+                ..
+            } = guest.function.facts().namespace.clone();
+            state.facts.namespace = LeasedNamespace {
+                serial,
+                nguid,
+                eui64,
+                uuid,
+                ..state.facts.namespace
+            };
+            survivors.replace(&mut guest, &state);
+            assert_eq!(guest.csts(), 1);
+            // The queues go on.
+            let mut flush = Sqe::new(0x00);
+            flush.nsid.0 = 1;
+            guest.write_memory(IO_SQ, zerocopy::IntoBytes::as_bytes(&flush));
+            guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
+            while guest.read_memory(IO_CQ + 14, 2) != [1, 0] {
+                std::thread::yield_now();
+            }
+            // Both requests for events, features and the masks are there.
+            let after = guest.function.control_state();
+            assert_eq!(after.admin, state.admin);
+            // Each vector was raised, and no client has connected any.
+            assert_eq!(after.msix.table, state.msix.table);
+            assert!(after.msix.pending.contains(&1));
+            assert_eq!(after.config_space, state.config_space);
+            assert_eq!(after.registers, state.registers);
+            assert_eq!(after.queues, state.queues);
+        }
     }
 }

@@ -661,3 +661,83 @@ impl ControlKeeper for StoreBetween {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    /// States that releases have stored of the same function and client, by their versions. The last one is of this
+    /// version.
+    const STORED: [(u32, &str); 1] = [(1, include_str!("stored/device_state_1.json"))];
+
+    fn client() -> ClientState {
+        let region = RegionState {
+            gpa: 1 << 20,
+            len: 4 << 20,
+            file: 5,
+            offset: 1 << 16,
+            readable: true,
+            writable: true,
+        };
+        let read_only = RegionState {
+            gpa: 4 << 30,
+            len: 4096,
+            file: 7,
+            offset: 0,
+            readable: true,
+            writable: false,
+        };
+        let vector = |eventfd, masked| VectorState { eventfd, masked };
+        ClientState {
+            stream: Some(4),
+            user: Some(1000),
+            regions: vec![region, read_only],
+            vectors: vec![
+                vector(Some((6, 0)), false),
+                vector(Some((6, 1)), true),
+                vector(None, false),
+            ],
+        }
+    }
+
+    #[test]
+    fn the_states_of_all_versions_are_read() {
+        for (version, stored) in STORED {
+            let state = read_state(stored.as_bytes()).unwrap();
+            assert!(state.version >= version);
+            assert_eq!(state.socket, Path::new("/run/nvme-mpt/a.sock"));
+            assert_eq!(state.client, client());
+            assert_eq!(state.client.numbers(), BTreeSet::from([4, 5, 6, 7]));
+        }
+    }
+
+    #[test]
+    fn the_state_of_this_version_is_as_it_was_stored() {
+        let (version, stored) = STORED[STORED.len() - 1];
+        assert_eq!(version, VERSION);
+        let control = read_state(stored.as_bytes()).unwrap().control;
+        let state = DeviceState {
+            version: VERSION,
+            socket: "/run/nvme-mpt/a.sock".into(),
+            control,
+            client: client(),
+        };
+        let stored: Value = serde_json::from_str(stored).unwrap();
+        let now = serde_json::to_value(&state).unwrap();
+        assert!(
+            now == stored,
+            "The format of device states has changed. Raise VERSION, read the version before as well, and store this as \
+             stored/device_state_{{VERSION}}.json:\n{now}"
+        );
+    }
+
+    #[test]
+    fn a_later_version_is_refused() {
+        let mut later: Value = serde_json::from_str(STORED[STORED.len() - 1].1).unwrap();
+        later["version"] = (VERSION + 1).into();
+        let refused = read_state(later.to_string().as_bytes()).unwrap_err();
+        assert!(matches!(refused, SurvivorError::Version(found) if found == VERSION + 1));
+    }
+}

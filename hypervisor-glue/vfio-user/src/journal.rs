@@ -54,6 +54,9 @@ const FILE_SIZE: u64 = REPLIES + SLOTS * SLOT;
 /// Largest state of a device in a journal, in bytes.
 pub const MAX_DEVICE_STATE: usize = 16 << 20;
 
+/// Reads of a journal that changes, before they are given up. A commit takes about as long as a read.
+const ATTEMPTS: u32 = 1000;
+
 /// Largest request. All of it stays in the socket until it is answered, so that it must fit there.
 pub(crate) const MAX_REQUEST: usize = Header::SIZE + MAX_CONTROL_PAYLOAD;
 
@@ -93,6 +96,11 @@ pub enum JournalError {
         /// The value.
         value: u64,
     },
+    /// The server commits faster than the journal can be read.
+    #[error(
+        "The vfio-user journal changed while it was read, {ATTEMPTS} times in a row: try again when its client does less"
+    )]
+    Busy,
     /// A reply is unsent whose descriptor the device does not have.
     #[error("A kept reply goes with the memory of region {region:?}, which the device has none of")]
     NoMemory {
@@ -302,6 +310,37 @@ pub struct Record {
 }
 
 impl Record {
+    /// Reads the journal of a server that goes on meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// As [`Journal::from_kept`].
+    pub fn of_running(file: OwnedFd) -> Result<Self, JournalError> {
+        let file = open(file)?;
+        let mut before = generation(&file)?;
+        for _ in 0..ATTEMPTS {
+            let read =
+                read_head(&file, before).and_then(|(head, device)| Self::read(&file, head, device));
+            // Until the second commit from here, nothing that was read is written.
+            let after = generation(&file)?;
+            if after == before {
+                return read;
+            }
+            before = after;
+        }
+        Err(JournalError::Busy)
+    }
+
+    fn read(file: &File, head: Head, device: DeviceState) -> Result<Self, JournalError> {
+        let mut bytes = vec![0; device.size as usize];
+        file.read_exact_at(&mut bytes, device.offset())
+            .map_err(failed("read"))?;
+        Ok(Self {
+            device: bytes,
+            connected: head.client.is_some(),
+        })
+    }
+
     /// The device's last state, as [`Device::save`](crate::Device::save) returned it.
     pub fn device(&self) -> &[u8] {
         &self.device
@@ -343,55 +382,15 @@ impl Journal {
     ///
     /// The file is no journal, has another layout, is empty or is damaged.
     pub fn from_kept(file: OwnedFd) -> Result<(Self, Record), JournalError> {
-        let mut file = File::from(file);
-        let metadata = file.metadata().map_err(failed("look at"))?;
-        if !metadata.is_file() {
-            return Err(JournalError::NotAJournal {
-                found: "no regular file",
-            });
-        }
-        let damaged = |field, value| JournalError::Damaged { field, value };
-        let mut title = Title::new_zeroed();
-        match file.read_exact_at(title.as_mut_bytes(), 0) {
-            Ok(()) if title.magic == MAGIC => {}
-            Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
-                return Err(failed("read")(error));
-            }
-            _ => {
-                return Err(JournalError::NotAJournal {
-                    found: "a file of other bytes",
-                });
-            }
-        }
-        let layout = title.layout.get();
-        if layout != LAYOUT {
-            return Err(JournalError::Layout { found: layout });
-        }
-        if metadata.len() != FILE_SIZE {
-            return Err(damaged("the file's size", metadata.len()));
-        }
-        let generation = title.commit_word.get();
-        if generation == 0 {
-            return Err(JournalError::Empty);
-        }
-
-        let mut raw = RawHead::new_zeroed();
-        file.read_exact_at(raw.as_mut_bytes(), head_offset(generation))
-            .map_err(failed("read"))?;
-        let (head, device) = raw.check(generation)?;
+        let mut file = open(file)?;
+        let generation = generation(&file)?;
+        let (head, device) = read_head(&file, generation)?;
         let position = file.stream_position().map_err(failed("look at"))?;
         let sent = position.wrapping_sub(head.start());
         if head.client.is_some() && sent > head.reply.into() && position != head.end() {
             return Err(damaged("the file's position", position));
         }
-
-        let mut bytes = vec![0; device.size as usize];
-        file.read_exact_at(&mut bytes, device.offset())
-            .map_err(failed("read"))?;
-        let record = Record {
-            device: bytes,
-            connected: head.client.is_some(),
-        };
+        let record = Record::read(&file, head, device)?;
         Ok((Self::of(file, generation, head, device), record))
     }
 
@@ -567,6 +566,61 @@ impl AsFd for Journal {
     }
 }
 
+/// Opens a file that is a journal.
+fn open(file: OwnedFd) -> Result<File, JournalError> {
+    let file = File::from(file);
+    let metadata = file.metadata().map_err(failed("look at"))?;
+    if !metadata.is_file() {
+        return Err(JournalError::NotAJournal {
+            found: "no regular file",
+        });
+    }
+    let mut title = Title::new_zeroed();
+    match file.read_exact_at(title.as_mut_bytes(), 0) {
+        Ok(()) if title.magic == MAGIC => {}
+        Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
+            return Err(failed("read")(error));
+        }
+        _ => {
+            return Err(JournalError::NotAJournal {
+                found: "a file of other bytes",
+            });
+        }
+    }
+    let layout = title.layout.get();
+    if layout != LAYOUT {
+        return Err(JournalError::Layout { found: layout });
+    }
+    if metadata.len() != FILE_SIZE {
+        return Err(damaged("the file's size", metadata.len()));
+    }
+    Ok(file)
+}
+
+/// Returns the commit word.
+fn generation(file: &File) -> Result<u64, JournalError> {
+    let mut word = U64::new_zeroed();
+    file.read_exact_at(word.as_mut_bytes(), COMMIT_WORD)
+        .map_err(failed("read"))?;
+    match word.get() {
+        0 => Err(JournalError::Empty),
+        generation => Ok(generation),
+    }
+}
+
+/// Reads the head that a commit word makes valid.
+fn read_head(file: &File, generation: u64) -> Result<(Head, DeviceState), JournalError> {
+    let mut raw = RawHead::new_zeroed();
+    file.read_exact_at(raw.as_mut_bytes(), head_offset(generation))
+        .map_err(failed("read"))?;
+    raw.check(generation)
+}
+
+fn damaged(field: &'static str, value: impl Into<u64>) -> JournalError {
+    let value = value.into();
+    JournalError::Damaged { field, value }
+}
+
 fn head_offset(generation: u64) -> u64 {
     HEADS + generation % 2 * HEAD_STRIDE
 }
@@ -614,15 +668,8 @@ impl RawHead {
             device_slot,
             device_size,
         } = *self;
-        let damaged = |field, value: u32| JournalError::Damaged {
-            field,
-            value: value.into(),
-        };
         if generation.get() != commit_word {
-            return Err(JournalError::Damaged {
-                field: "a head's generation",
-                value: generation.get(),
-            });
+            return Err(damaged("a head's generation", generation.get()));
         }
         let (request, reply, flags) = (request.get(), reply.get(), flags.get());
         if request as usize > MAX_REQUEST {
@@ -703,5 +750,58 @@ mod tests {
         journal.commit(next, None).unwrap();
         journal.set_sent(0).unwrap();
         assert_eq!(stored(&journal), (next.sequence, b"later".to_vec()));
+    }
+
+    /// A commit of one client's request.
+    fn commit(journal: &mut Journal, state: &[u8]) {
+        let head = journal.head().next(Connected::default());
+        journal.commit(head, Some(state.to_vec())).unwrap();
+    }
+
+    fn share(journal: &Journal) -> OwnedFd {
+        journal.as_fd().try_clone_to_owned().unwrap()
+    }
+
+    #[test]
+    fn a_running_server_is_read_whatever_it_sends_meanwhile() {
+        let mut journal = Journal::new().unwrap();
+        commit(&mut journal, b"state");
+        // As after a commit and a part of its reply, which came after the head was read.
+        journal.seek(journal.head().end() + 20).unwrap();
+        let refused = Journal::from_kept(share(&journal)).unwrap_err();
+        assert!(matches!(refused, JournalError::Damaged { .. }), "{refused}");
+        let record = Record::of_running(share(&journal)).unwrap();
+        assert_eq!(
+            (record.device(), record.is_connected()),
+            (&b"state"[..], true)
+        );
+    }
+
+    #[test]
+    fn a_running_server_s_state_is_one_that_was_committed() {
+        let mut journal = Journal::new().unwrap();
+        commit(&mut journal, &[0; 4096]);
+        let shared = share(&journal);
+        let is_over = std::sync::atomic::AtomicBool::new(false);
+        let order = std::sync::atomic::Ordering::Relaxed;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let states = (0..=u8::MAX).cycle();
+                for byte in states.take_while(|_| !is_over.load(order)) {
+                    commit(&mut journal, &[byte; 4096]);
+                    std::thread::yield_now();
+                }
+            });
+            for _ in 0..2000 {
+                match Record::of_running(shared.try_clone().unwrap()) {
+                    Ok(record) => {
+                        let first = record.device()[0];
+                        assert_eq!(record.device(), [first; 4096]);
+                    }
+                    Err(error) => assert!(matches!(error, JournalError::Busy), "{error}"),
+                }
+            }
+            is_over.store(true, order);
+        });
     }
 }

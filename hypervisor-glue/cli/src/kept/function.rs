@@ -29,7 +29,7 @@ use nvme_mpt_keep::{Bag, KeepError};
 use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
-use vfio_user_server::{Journal, JournalError, StateStore};
+use vfio_user_server::{Journal, JournalError, Record, StateStore};
 use vmm_device::{ControlKeeper, ControlState};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -198,7 +198,7 @@ pub(crate) struct Survivors {
 
 /// Checks whether this program can read the state in a journal that another process has, and may change meanwhile.
 pub(super) fn check_state(journal: OwnedFd) -> Result<(), SurvivorError> {
-    let (_, record) = Journal::from_kept(journal)?;
+    let record = Record::of_running(journal)?;
     read_state(record.device()).map(drop)
 }
 

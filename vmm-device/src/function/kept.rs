@@ -360,7 +360,7 @@ mod tests {
             guest.doorbell(Doorbell::SqTail(QueueId(1)), tail);
             let at = IO_CQ + 16 * u64::from(tail - 1) + 14;
             while guest.read_memory(at, 2) != status {
-                std::thread::yield_now();
+                std::thread::sleep(std::time::Duration::from_millis(1));
             }
         }
         // The request for an event is there as well.
@@ -591,7 +591,7 @@ mod tests {
             guest.write_memory(IO_SQ, zerocopy::IntoBytes::as_bytes(&flush));
             guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
             while guest.read_memory(IO_CQ + 14, 2) != [1, 0] {
-                std::thread::yield_now();
+                std::thread::sleep(std::time::Duration::from_millis(1));
             }
             // Both requests for events, features and the masks are there.
             let after = guest.function.control_state();

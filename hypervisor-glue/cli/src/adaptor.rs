@@ -160,8 +160,14 @@ impl NvmeDevice {
         &mut self.function
     }
 
-    /// Connects the vectors with the eventfds in order, and disconnects those that get none.
-    fn connect(&self, vectors: &[Arc<InterruptVector>], fds: Vec<OwnedFd>) -> io::Result<()> {
+    /// Connects vectors, from number `start` on, with the eventfds in order, and disconnects those that get none. The next
+    /// process finds them so.
+    fn connect(
+        &self,
+        start: usize,
+        vectors: &[Arc<InterruptVector>],
+        fds: Vec<OwnedFd>,
+    ) -> io::Result<()> {
         // All or none.
         let eventfds = fds
             .into_iter()
@@ -171,6 +177,11 @@ impl NvmeDevice {
             true => None,
             false => Some(Notifier::shared()?),
         };
+        if let Some(kept) = &self.kept {
+            let shared = eventfds.iter().map(eventfd::share);
+            let shared = shared.collect::<io::Result<Vec<_>>>()?;
+            kept.connect(start, vectors.len(), &shared)?;
+        }
         let mut eventfds = eventfds.into_iter();
         for vector in vectors {
             match eventfds.next() {
@@ -179,19 +190,6 @@ impl NvmeDevice {
             }
         }
         Ok(())
-    }
-
-    /// Connects vectors from number `start` on, for the next process too.
-    fn connect_kept(
-        &self,
-        start: usize,
-        vectors: &[Arc<InterruptVector>],
-        fds: Vec<OwnedFd>,
-    ) -> io::Result<()> {
-        if let Some(kept) = &self.kept {
-            kept.connect(start, vectors.len(), &fds)?;
-        }
-        self.connect(vectors, fds)
     }
 
     /// Carries out an action on a vector, for the next process too.
@@ -306,11 +304,14 @@ impl Device for NvmeDevice {
             readable,
             writable,
         };
-        self.function.host().map(region).map_err(refused)?;
+        let mapped = self.function.host().map(region).map_err(refused);
         if let Some((kept, region)) = kept {
-            kept.add_region(region);
+            match &mapped {
+                Ok(()) => kept.add_region(region),
+                Err(_) => kept.forget_unused_files(),
+            }
         }
-        Ok(())
+        mapped
     }
 
     fn dma_unmap(&mut self, range: Option<(u64, u64)>) -> io::Result<u64> {
@@ -359,12 +360,10 @@ impl Device for NvmeDevice {
             .ok_or_else(invalid)?;
         match (action, data) {
             (IrqAction::Trigger, IrqData::None) if count == 0 => {
-                self.connect_kept(0, vectors, Vec::new())
+                self.connect(0, vectors, Vec::new())
             }
-            (IrqAction::Trigger, IrqData::Connect(fds)) => self.connect_kept(start, chosen, fds),
-            (IrqAction::Trigger, IrqData::Disconnect) => {
-                self.connect_kept(start, chosen, Vec::new())
-            }
+            (IrqAction::Trigger, IrqData::Connect(fds)) => self.connect(start, chosen, fds),
+            (IrqAction::Trigger, IrqData::Disconnect) => self.connect(start, chosen, Vec::new()),
             (_, IrqData::None) => {
                 let chosen = (start..).zip(chosen);
                 chosen.for_each(|(number, vector)| self.act(number, vector, action));

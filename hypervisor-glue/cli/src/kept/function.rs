@@ -33,6 +33,7 @@ use vfio_user_server::{Journal, JournalError, Record, StateStore};
 use vmm_device::{ControlKeeper, ControlState};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::KEEPER_PATIENCE;
 use super::registry::Registry;
 use crate::adaptor::Client;
 
@@ -79,6 +80,18 @@ pub(crate) struct Shelf {
 }
 
 impl Shelf {
+    /// Has the keeper let go of the function, and waits until it has: then its socket is closed.
+    pub(crate) fn forget_now(&self) {
+        self.forget();
+        if let Err(error) = self.registry.store().barrier(KEEPER_PATIENCE) {
+            log::error!(
+                "{} may stay with the keeper: {}",
+                self.name,
+                report::chain(&error)
+            );
+        }
+    }
+
     /// Has the keeper let go of the function.
     pub(crate) fn forget(&self) {
         if let Err(error) = self.registry.forget(&self.name) {
@@ -247,7 +260,9 @@ impl SurvivingFunction {
 
     /// Closes it for good: a VMM that has it loses its drive.
     pub(crate) fn give_up(self) {
-        self.shelf.forget();
+        let shelf = self.shelf.clone();
+        drop(self);
+        shelf.forget_now();
     }
 
     /// Takes it apart, for its successor.
@@ -499,15 +514,13 @@ impl KeptFunction {
             }
         };
         inner.client.regions.retain(|region| !is_within(region));
-        // A file that is mapped again gets another number, since the bag may lose this one by then.
-        let used: BTreeSet<u64> = inner
-            .client
-            .regions
-            .iter()
-            .map(|region| region.file)
-            .collect();
-        inner.files.retain(|_, number| used.contains(number));
+        inner.forget_unused_files();
         inner.is_changed = true;
+    }
+
+    /// Forgets files of no region: one that was not mapped.
+    pub(crate) fn forget_unused_files(&self) {
+        self.inner().forget_unused_files();
     }
 
     /// Keeps eventfds of vectors from `start` on, or notes that these `count` vectors have none.
@@ -593,6 +606,13 @@ pub(crate) struct KeptRegion {
 }
 
 impl Inner {
+    /// Forgets files of no region. One that is mapped again gets another number, since the bag may lose this one by then.
+    fn forget_unused_files(&mut self) {
+        let used = self.client.regions.iter().map(|region| region.file);
+        let used: BTreeSet<u64> = used.collect();
+        self.files.retain(|_, number| used.contains(number));
+    }
+
     fn vector(&mut self, number: usize) -> &mut VectorState {
         let vectors = &mut self.client.vectors;
         if number >= vectors.len() {

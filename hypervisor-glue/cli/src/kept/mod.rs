@@ -18,6 +18,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use nvme_mpt::lease::{LeaseError, Ledger};
 use nvme_mpt::memory::memfd;
@@ -35,6 +36,9 @@ const FUNCTION: &str = "function-";
 
 /// Prefix of the names of contents of `memory:` drives.
 const MEMORY: &str = "memory-";
+
+/// Longest wait for the keeper.
+const KEEPER_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Name of the ledger of private drives.
 const LEASES: &str = "leases";

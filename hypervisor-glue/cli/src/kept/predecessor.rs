@@ -22,9 +22,9 @@ use nvme_mpt::clock;
 use nvme_mpt_keep::{Inherited, KeepError, KeeperError, start_successor};
 use thiserror::Error;
 
-use super::Keeping;
 use super::function::{SurvivorError, check_state};
 use super::registry::Registry;
+use super::{KEEPER_PATIENCE, Keeping};
 
 /// Name of the successor's end of the socket.
 const SOCKET: &str = "predecessor";
@@ -43,9 +43,6 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Time between two looks at what a server waits for.
 const LOOK: Duration = Duration::from_millis(100);
-
-/// Longest wait for the keeper.
-const KEEPER_PATIENCE: Duration = Duration::from_secs(5);
 
 /// A server does not take another one's place.
 #[derive(Debug, Error)]

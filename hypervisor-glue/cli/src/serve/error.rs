@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use nvme_mpt::AttachError;
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::LeaseError;
+use nvme_mpt::lease::{LeaseError, LeaseState};
 use nvme_mpt_keep::KeepError;
 use nvme_mpt_vmm::drives::{DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::OpenError;
@@ -40,9 +40,6 @@ pub enum OfferError {
     /// Its doorbells cannot be offered.
     #[error("Cannot share the doorbells; raise the limit on open files")]
     Doorbells(#[source] io::Error),
-    /// The server is about to end.
-    #[error("The server ends")]
-    Ending,
     /// Its socket cannot be offered.
     #[error(transparent)]
     Server(#[from] vfio_user_server::Error),
@@ -61,6 +58,16 @@ impl From<KeepError> for OfferError {
 }
 
 impl OfferError {
+    /// Returns whether the files that the server before has kept do not fit the function, as with other queues=.
+    pub(super) fn is_of_kept_files(&self) -> bool {
+        match self {
+            Self::Open(OpenError::Attach(AttachError::Io(error))) => {
+                error.kind() == io::ErrorKind::InvalidData
+            }
+            _ => false,
+        }
+    }
+
     /// Returns whether another user of the drive or of its range is the cause. A server that was killed is one for a
     /// moment: its io_uring ends after it.
     pub(super) fn is_of_another_user(&self) -> bool {
@@ -75,12 +82,9 @@ impl OfferError {
                 ),
                 _ => false,
             },
-            Self::Open(OpenError::Lease(error)) => {
-                matches!(
-                    error,
-                    LeaseError::Overlap { .. } | LeaseError::IdTaken { .. }
-                )
-            }
+            Self::Open(OpenError::Lease(
+                LeaseError::Overlap { other, .. } | LeaseError::IdTaken { other, .. },
+            )) => other.state != LeaseState::Stale,
             Self::Open(OpenError::Attach(error)) => matches!(error, AttachError::InUse { .. }),
             _ => false,
         }

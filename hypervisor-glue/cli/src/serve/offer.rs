@@ -53,8 +53,18 @@ impl Offer {
         let ServedFunction {
             socket, function, ..
         } = &declared.function;
-        let keeping = terms.keeping.as_ref();
-        let Some(keeping) = keeping.filter(|_| outlives_process(function)) else {
+        let mut keeping = terms.keeping.as_ref();
+        if let Some(kept) = keeping.filter(|_| !outlives_process(function)) {
+            log::warn!(
+                "A VM on {} loses its drive when this server ends: zones, keys and values of memory: drives end with it",
+                socket.display()
+            );
+            if let Some(before) = kept.take(socket) {
+                before.give_up();
+            }
+            keeping = None;
+        }
+        let Some(keeping) = keeping else {
             let attachment = attach(declared, &drive, terms, FunctionParts::Own)?;
             let device = NvmeFunction::new(attachment.clone(), MsixMasking::Client);
             let device = NvmeDevice::new(device).map_err(OfferError::Doorbells)?;
@@ -62,25 +72,26 @@ impl Offer {
             return Self::start(declared, drive, &attachment, server);
         };
         if let Some(before) = keeping.take(socket) {
-            let attachment = match attach(declared, &drive, terms, before.parts()) {
-                Ok(attachment) => attachment,
+            let shelf = before.shelf();
+            let error = match attach(declared, &drive, terms, before.parts()) {
+                Ok(attachment) => match resume(before, socket, attachment.clone()) {
+                    Ok(server) => return Self::start(declared, drive, &attachment, server),
+                    Err(error) => report::chain(&error),
+                },
+                Err(error) if error.is_of_kept_files() => {
+                    drop(before);
+                    report::chain(&error)
+                }
                 Err(error) => {
                     keeping.give_back(before);
                     return Err(error);
                 }
             };
-            let shelf = before.shelf();
-            match resume(before, socket, attachment.clone()) {
-                Ok(server) => return Self::start(declared, drive, &attachment, server),
-                Err(error) => {
-                    log::error!(
-                        "The function on {} does not go on, and a VMM that has it loses its drive: {}",
-                        socket.display(),
-                        report::chain(&error)
-                    );
-                    shelf.forget();
-                }
-            }
+            log::error!(
+                "The function on {} does not go on, and a VMM that has it loses its drive: {error}",
+                socket.display()
+            );
+            shelf.forget_now();
         }
         let attachment = attach(declared, &drive, terms, FunctionParts::Continued(None))?;
         let server = offer_kept(declared, keeping, attachment.clone())?;

@@ -53,6 +53,35 @@ struct FailedFunction {
     text: Option<OptionText>,
 }
 
+impl FailedFunction {
+    fn of(declared: &DeclaredFunction) -> Self {
+        let ServedFunction {
+            socket, function, ..
+        } = &declared.function;
+        let id = function.id.clone();
+        Self {
+            id: id.unwrap_or_else(|| socket.to_string_lossy().into_owned()),
+            socket: socket.clone(),
+            drive: function.path.to_string(),
+            text: declared
+                .text
+                .clone()
+                .filter(|_| declared.origin == Origin::Added),
+        }
+    }
+
+    /// That of an earlier run, whose options may be none.
+    fn read(text: OptionText) -> Self {
+        let socket = text.get("socket").unwrap_or_default();
+        Self {
+            id: text.get("id").unwrap_or(socket).to_owned(),
+            socket: socket.into(),
+            drive: text.get("path").unwrap_or_default().to_owned(),
+            text: Some(text),
+        }
+    }
+}
+
 /// A drive that is kept open, whether functions use it or not.
 #[derive(Debug)]
 pub(super) struct HeldDrive {
@@ -130,14 +159,21 @@ impl Roster {
                     log::error!("{}", report::chain(&error));
                 }
             }
+            let mut functions: Vec<DeclaredFunction> = functions;
+            for text in earlier {
+                match DeclaredFunction::read(Origin::Added, text.clone()) {
+                    Ok(declared) => functions.push(declared),
+                    Err(error) => self.fail(Origin::Added, FailedFunction::read(text), &error),
+                }
+            }
             self.offer_each(functions);
         } else {
             self.hold(Origin::CommandLine, drives)?;
             self.hold(Origin::File, file.drives)?;
             self.offer_all(functions)?;
-        }
-        for text in earlier {
-            self.offer_again(text);
+            for text in earlier {
+                self.offer_again(text);
+            }
         }
         self.forget_unlisted();
         self.publish();
@@ -524,7 +560,12 @@ impl Roster {
         {
             return Err(OfferError::SocketTaken(socket.clone()));
         }
-        let offer = self.open_and_offer(declared, batch)?;
+        let sharing = batch.iter().map(|other| &other.function.function);
+        let keeping = self.terms.keeping.as_deref();
+        let drive = self
+            .drives
+            .open(&declared.function.function, sharing, keeping)?;
+        let offer = Offer::new(declared, drive, &self.terms)?;
         if self
             .offers
             .iter()
@@ -536,59 +577,35 @@ impl Roster {
         Ok(())
     }
 
-    /// Opens the drive of a function, and offers the function. A function of the server before waits for the end of what
-    /// that server has left in the kernel.
-    fn open_and_offer(
-        &mut self,
-        declared: &DeclaredFunction,
-        batch: &[DeclaredFunction],
-    ) -> Result<Offer, OfferError> {
-        let ServedFunction {
-            socket, function, ..
-        } = &declared.function;
-        let deadline = clock::monotonic() + RELEASE_PATIENCE;
-        loop {
-            let sharing = batch.iter().map(|other| &other.function.function);
-            let keeping = self.terms.keeping.as_deref();
-            let offered = self.drives.open(function, sharing, keeping);
-            let offered = offered.map_err(OfferError::from);
-            let offered = offered.and_then(|drive| Offer::new(declared, drive, &self.terms));
-            let waits = |error: &OfferError| {
-                let keeping = self.terms.keeping.as_ref();
-                error.is_of_another_user() && keeping.is_some_and(|keeping| keeping.has(socket))
-            };
-            match &offered {
-                Err(error) if waits(error) && clock::monotonic() < deadline => {
-                    self.check_runs().map_err(|_| OfferError::Ending)?;
-                    clock::sleep(RELEASE_PAUSE);
-                }
-                _ => return offered,
-            }
-        }
-    }
-
     /// Offers functions beside each other. Those that cannot be offered are listed as failed.
+    ///
+    /// A function of the server before may have to wait for the end of what that server has left in the kernel. No other
+    /// function waits for it.
     fn offer_each(&mut self, functions: Vec<DeclaredFunction>) {
         let functions: Vec<DeclaredFunction> = functions
             .into_iter()
             .map(|declared| self.resolved(declared))
             .collect();
-        for declared in &functions {
-            if let Err(source) = self.offer(declared, &functions) {
-                let ServedFunction {
-                    socket, function, ..
-                } = &declared.function;
-                let id = function.id.clone();
-                self.fail(
-                    declared.origin,
-                    FailedFunction {
-                        id: id.unwrap_or_else(|| socket.to_string_lossy().into_owned()),
-                        socket: socket.clone(),
-                        drive: function.path.to_string(),
-                        text: None,
-                    },
-                    &source,
-                );
+        let deadline = clock::monotonic() + RELEASE_PATIENCE;
+        let mut waiting: Vec<&DeclaredFunction> = functions.iter().collect();
+        while !waiting.is_empty() {
+            let is_late = clock::monotonic() > deadline || self.check_runs().is_err();
+            waiting.retain(|declared| {
+                let Err(error) = self.offer(declared, &functions) else {
+                    return false;
+                };
+                let keeping = self.terms.keeping.as_ref();
+                let socket = &declared.function.socket;
+                let waits = !is_late
+                    && error.is_of_another_user()
+                    && keeping.is_some_and(|keeping| keeping.has(socket));
+                if !waits {
+                    self.fail(declared.origin, FailedFunction::of(declared), &error);
+                }
+                waits
+            });
+            if !waiting.is_empty() {
+                clock::sleep(RELEASE_PAUSE);
             }
         }
     }
@@ -601,14 +618,7 @@ impl Roster {
         let Err(error) = offered else {
             return;
         };
-        let socket = text.get("socket").unwrap_or_default();
-        let function = FailedFunction {
-            id: text.get("id").unwrap_or(socket).to_owned(),
-            socket: socket.into(),
-            drive: text.get("path").unwrap_or_default().to_owned(),
-            text: Some(text),
-        };
-        self.fail(Origin::Added, function, &error);
+        self.fail(Origin::Added, FailedFunction::read(text), &error);
     }
 
     /// Lists a function as failed.

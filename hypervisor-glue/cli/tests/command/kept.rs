@@ -543,6 +543,37 @@ fn a_function_that_cannot_be_offered_again_takes_no_other_with_it() {
 }
 
 #[test]
+fn a_function_that_is_another_one_now_is_offered_anew() {
+    let bench = Bench::new();
+    let file = bench.path("serve.toml");
+    let write = |range: &str, more: &str| {
+        let function = format!(
+            "[[function]]\npath = \"{more}\"\nrange = \"{range}\"\nsocket = \"a.sock\"\nid = \"a\"\n"
+        );
+        fs::write(&file, function).unwrap();
+    };
+    write("0+32M", "drive.img");
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    let kept = Kept::start_command(&bench, &[], &serve);
+    let others = [
+        ("0+32M\"\nqueues = \"17", "drive.img"),
+        ("0+16M", "memory:64M"),
+    ];
+    for (range, path) in others {
+        let before = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+        write(range, path);
+        kept.kill_server();
+        let log = kept.log();
+        assert!(log.contains("does not go on"), "{log}");
+        let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+        guest.administer();
+        drop(before);
+    }
+    kept.stop();
+}
+
+#[test]
 fn a_server_that_is_killed_while_it_starts_loses_nothing() {
     let bench = Bench::new();
     let functions = [

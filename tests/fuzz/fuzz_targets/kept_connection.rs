@@ -41,6 +41,10 @@ use vfio_user_server::{
     RegionIndex, Server, SocketAccess, Watcher,
 };
 use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::signal;
+
+/// Signal of a socket whose other end has gone (signal(7)). Rust's programs ignore it; this one has another main.
+const SIGPIPE: i32 = 13;
 
 const LISTENER: u32 = 0;
 const CLIENT: u32 = 1;
@@ -58,7 +62,11 @@ static FOLDER: LazyLock<TempDir> = LazyLock::new(|| tempfile::tempdir().expect("
 /// File that a client maps, and opened once.
 static AREA: LazyLock<File> = LazyLock::new(|| File::open("/dev/null").expect("a null device"));
 /// Open files before the first conversation.
-static OPEN_FILES: LazyLock<usize> = LazyLock::new(open_files);
+static OPEN_FILES: LazyLock<usize> = LazyLock::new(|| {
+    // Once for all inputs, which this thread runs.
+    signal::block_signal(SIGPIPE).expect("a signal's number");
+    open_files()
+});
 
 fn open_files() -> usize {
     fs::read_dir("/proc/self/fd").expect("proc").count()

@@ -23,6 +23,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use nvme_mpt::live::LiveState;
@@ -229,7 +230,7 @@ impl Queue {
                 break;
             }
             // libFuzzer ends one that waits for ever.
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_micros(20));
         }
         self.head = (self.head + 1) % ENTRIES;
         self.phase ^= u16::from(self.head == 0);

@@ -56,6 +56,14 @@ pub enum ServerError {
         /// The end of its log.
         log: String,
     },
+    /// A keeper has no server, or several.
+    #[error("The keeper, process {keeper}, has not one server but {kept:?}")]
+    NotOne {
+        /// Its process id.
+        keeper: u32,
+        /// Process ids of its children.
+        kept: Vec<u32>,
+    },
     /// A command with `--json` printed something else.
     #[error("Cannot read the output of `nvme-mpt {command} --json`: {source}\n{text}")]
     Output {
@@ -152,10 +160,29 @@ impl FunctionOptions {
     }
 }
 
+/// End of a server that has a keeper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Replacement {
+    /// SIGKILL, as a crash would be.
+    Kill,
+    /// `nvme-mpt upgrade`.
+    Upgrade,
+}
+
+/// Parent of a server's process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parent {
+    /// This process.
+    Own,
+    /// `nvme-mpt keep`, which starts the server again.
+    Keeper,
+}
+
 /// A running `nvme-mpt serve`. Dropping it kills it.
 #[derive(Debug)]
 pub struct Server {
     binary: PathBuf,
+    parent: Parent,
     folder: PathBuf,
     functions: Vec<FunctionOptions>,
     drives: Vec<String>,
@@ -173,14 +200,36 @@ impl Server {
         functions: &[FunctionOptions],
         folder: &Path,
     ) -> Result<Self, ServerError> {
+        Self::start_under(Parent::Own, binary, functions, folder)
+    }
+
+    /// Starts it as [`Self::start`] does, under a keeper.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn start_kept(
+        binary: &Path,
+        functions: &[FunctionOptions],
+        folder: &Path,
+    ) -> Result<Self, ServerError> {
+        Self::start_under(Parent::Keeper, binary, functions, folder)
+    }
+
+    fn start_under(
+        parent: Parent,
+        binary: &Path,
+        functions: &[FunctionOptions],
+        folder: &Path,
+    ) -> Result<Self, ServerError> {
         let state = state_dir(folder);
         fs::create_dir_all(&state).map_err(|source| ServerError::File {
             path: state,
             source,
         })?;
-        let process = spawn(binary, functions, &[], folder)?;
+        let process = spawn(parent, binary, functions, &[], folder)?;
         let mut server = Self {
             binary: binary.to_owned(),
+            parent,
             folder: folder.to_owned(),
             functions: functions.to_vec(),
             drives: Vec::new(),
@@ -195,9 +244,10 @@ impl Server {
     /// # Errors
     /// If it does not come up.
     pub fn holding(binary: &Path, drives: &[String], folder: &Path) -> Result<Self, ServerError> {
-        let process = spawn(binary, &[], drives, folder)?;
+        let process = spawn(Parent::Own, binary, &[], drives, folder)?;
         let mut server = Self {
             binary: binary.to_owned(),
+            parent: Parent::Own,
             folder: folder.to_owned(),
             functions: Vec::new(),
             drives: drives.to_vec(),
@@ -217,7 +267,7 @@ impl Server {
         state_dir(&self.folder)
     }
 
-    /// The server's process id.
+    /// The server's process id, or its keeper's.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
@@ -426,8 +476,61 @@ impl Server {
     /// # Errors
     /// If it does not come up.
     pub fn restart(&mut self) -> Result<(), ServerError> {
-        self.process = spawn(&self.binary, &self.functions, &self.drives, &self.folder)?;
+        let Self {
+            binary,
+            parent,
+            functions,
+            drives,
+            folder,
+            ..
+        } = self;
+        self.process = spawn(*parent, binary, functions, drives, folder)?;
         self.await_ready()
+    }
+
+    /// Has another process take its place under the keeper, and waits until that one serves.
+    ///
+    /// # Errors
+    /// If it does not come up, or the server has no keeper.
+    pub fn replace(&mut self, how: Replacement) -> Result<(), ServerError> {
+        let served = self.readies();
+        let pid = self.await_kept()?;
+        match how {
+            Replacement::Kill => {
+                process::run(Command::new("kill").args(["-s", "KILL", &pid.to_string()]))?;
+            }
+            Replacement::Upgrade => drop(self.ask(&["upgrade"])?),
+        }
+        self.await_readies(served + 1)
+    }
+
+    /// Waits until the keeper has one server, and returns its process id. A server that was replaced may be about to
+    /// end.
+    fn await_kept(&mut self) -> Result<u32, ServerError> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let kept = self.kept();
+            if let [pid] = kept[..] {
+                return Ok(pid);
+            }
+            self.expect_alive()?;
+            if Instant::now() >= deadline {
+                let keeper = self.pid();
+                return Err(ServerError::NotOne { keeper, kept });
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Returns the process ids of the keeper's children.
+    fn kept(&self) -> Vec<u32> {
+        let keeper = self.pid();
+        let path = format!("/proc/{keeper}/task/{keeper}/children");
+        let children = fs::read_to_string(path).unwrap_or_default();
+        children
+            .split_whitespace()
+            .filter_map(|pid| pid.parse().ok())
+            .collect()
     }
 
     /// Stops it (SIGTERM) and sees that it ends well.
@@ -462,11 +565,20 @@ impl Server {
     /// It prints "ready" when every socket listens. The sockets themselves are not asked: each takes one
     /// client, and one that is left over from a server that was killed is there all along.
     fn await_ready(&mut self) -> Result<(), ServerError> {
+        self.await_readies(1)
+    }
+
+    /// Returns the number of times that it, or the server that it has replaced, was ready.
+    fn readies(&self) -> usize {
+        let log = fs::read_to_string(self.process.log()).unwrap_or_default();
+        let since_start = log.rsplit(START_MARK).next().unwrap_or_default();
+        since_start.lines().filter(|line| *line == "ready").count()
+    }
+
+    fn await_readies(&mut self, wanted: usize) -> Result<(), ServerError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let log = fs::read_to_string(self.process.log()).unwrap_or_default();
-            let since_start = log.rsplit(START_MARK).next().unwrap_or_default();
-            if since_start.lines().any(|line| line == "ready") {
+            if self.readies() >= wanted {
                 return Ok(());
             }
             self.expect_alive()?;
@@ -476,6 +588,20 @@ impl Server {
                 });
             }
             thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.parent == Parent::Keeper && matches!(self.process.ended(), Ok(None)) {
+            // The keeper first, which would start the next server.
+            let kept = self.kept();
+            self.process.kill();
+            for pid in kept {
+                // It may have ended with its keeper.
+                let _ = process::run(Command::new("kill").args(["-s", "KILL", &pid.to_string()]));
+            }
         }
     }
 }
@@ -502,6 +628,7 @@ struct Fault {
 const START_MARK: &str = "---- nvme-mpt serve ----\n";
 
 fn spawn(
+    parent: Parent,
     binary: &Path,
     functions: &[FunctionOptions],
     drives: &[String],
@@ -520,6 +647,11 @@ fn spawn(
     io::Write::write_all(&mut file, START_MARK.as_bytes()).map_err(at)?;
 
     let mut command = Command::new(binary);
+    if parent == Parent::Keeper {
+        // Checks end many servers, and time how long I/O stands still.
+        let endless = ["--deaths", "1000000", "--delay", "0"];
+        command.arg("keep").args(endless).arg("--").arg(binary);
+    }
     command
         .arg("serve")
         .arg("--control")

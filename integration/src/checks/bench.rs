@@ -77,6 +77,14 @@ impl Bench {
         Ok(Server::start(&self.program, functions, &self.folder)?)
     }
 
+    /// Starts `nvme-mpt serve` with these functions under `nvme-mpt keep`.
+    ///
+    /// # Errors
+    /// If it does not start.
+    pub fn serve_kept(&self, functions: &[FunctionOptions]) -> Result<Server, Failure> {
+        Ok(Server::start_kept(&self.program, functions, &self.folder)?)
+    }
+
     /// Starts a server with drives for functions in VMMs.
     ///
     /// # Errors

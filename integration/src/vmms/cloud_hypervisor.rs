@@ -15,8 +15,8 @@ use crate::process::{self, Supervised};
 use crate::server::{self, FunctionOptions, Server};
 
 use super::{
-    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm, VmmsError,
-    expect_success,
+    MEMORY_MIB, NO_SERVER, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm,
+    VmmsError, expect_success, kill,
 };
 
 /// The environment variable that names one.
@@ -160,7 +160,11 @@ impl Vmm for CloudHypervisor {
             None
         } else {
             let functions = setup.functions();
-            Some(Server::start(&server::build()?, &functions, setup.folder)?)
+            Some(Server::start_kept(
+                &server::build()?,
+                &functions,
+                setup.folder,
+            )?)
         };
         for socket in ["agent", "api"] {
             // One of an earlier guest may still lie there.
@@ -257,6 +261,13 @@ impl Vmm for CloudHypervisor {
                     return Ok(Outcome::Done);
                 }
             }
+        }
+    }
+
+    fn kill_server(&mut self) -> Result<Outcome, VmmsError> {
+        match &mut self.server {
+            Some(server) => kill(server),
+            None => Ok(NO_SERVER),
         }
     }
 

@@ -5,7 +5,7 @@ use crate::server::{self, Server};
 
 use super::{
     MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, Root, Setup, Vmm, VmmsError, expect_success,
-    forget,
+    forget, kill,
 };
 
 /// QEMU and the server of its functions.
@@ -18,7 +18,7 @@ pub struct Qemu {
 
 impl Vmm for Qemu {
     fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
-        let server = Server::start(&server::build()?, &setup.functions(), setup.folder)?;
+        let server = Server::start_kept(&server::build()?, &setup.functions(), setup.folder)?;
         let config = GuestConfig::new("guest")
             .vcpus(setup.vcpus)
             .memory_mib(MEMORY_MIB)
@@ -61,6 +61,10 @@ impl Vmm for Qemu {
         let _job = self.guest.start(REBOOT)?;
         self.guest.await_ready(BOOT_PATIENCE)?;
         Ok(Outcome::Done)
+    }
+
+    fn kill_server(&mut self) -> Result<Outcome, VmmsError> {
+        kill(&mut self.server)
     }
 
     fn power_off(&mut self) -> Result<(), VmmsError> {

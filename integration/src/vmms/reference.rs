@@ -11,8 +11,8 @@ use crate::lab::inside;
 use crate::process::{ProcessError, Supervised};
 
 use super::{
-    MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm, VmmsError, ended,
-    expect_success, forget,
+    MEMORY_MIB, NO_SERVER, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm,
+    VmmsError, ended, expect_success, forget,
 };
 
 const NAME: &str = "reference-vmm";
@@ -166,6 +166,10 @@ impl Vmm for Reference {
         Ok(Outcome::Lacking(
             "the reference VMM ends when its guest resets the machine; another process of it began again",
         ))
+    }
+
+    fn kill_server(&mut self) -> Result<Outcome, VmmsError> {
+        Ok(NO_SERVER)
     }
 
     fn power_off(&mut self) -> Result<(), VmmsError> {

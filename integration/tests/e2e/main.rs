@@ -17,6 +17,7 @@ mod faults;
 mod firmware;
 mod fixture;
 mod hotplug;
+mod kept;
 mod key_value;
 mod lifecycle;
 mod linux;
@@ -62,6 +63,7 @@ const GROUPS: &[Group] = &[
     roster::GROUP,
     lifecycle::GROUP,
     hotplug::GROUP,
+    kept::GROUP,
     ext4::GROUP,
     sharing::GROUP,
     zones::GROUP,

@@ -44,6 +44,10 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("a_hundred_servers_are_killed_under_a_function", |bench| {
             native::taken_up(bench, 100)
         }),
+        (
+            "a_hundred_kept_servers_are_killed_under_a_client",
+            |bench| native::outlives(bench, 100),
+        ),
     ],
 };
 

@@ -5,14 +5,15 @@ use std::time::Instant;
 
 use integration::lab::{LabDrive, inside};
 use integration::progress::say;
-use integration::server::{FunctionOptions, Server};
+use integration::server::{FunctionOptions, Replacement, Server};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::client::{Client, Work};
+use crate::client::{Client, Outcome, Work};
 use crate::elsewhere::{
     CHECK, Elsewhere, Process, RANGE, TRESPASS, WRITE, check_device, expect_refused,
 };
@@ -28,9 +29,13 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("served_verified_given_back", giveback::stopped),
         ("leased_to_functions_elsewhere", leased),
         ("taken_up_by_the_next_servers", |bench| taken_up(bench, 3)),
+        ("outlives_kept_servers", |bench| outlives(bench, 10)),
         ("pulled_and_plugged", pulled),
     ],
 };
+
+/// Commands of a client between the ends of two servers, less than this.
+const COMMANDS: u64 = 100;
 
 /// Memory of the client that waits while its drive is pulled.
 const MEMORY: (u64, u64) = (1 << 33, 1 << 20);
@@ -127,6 +132,39 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
     drop(one);
     server.stop()?;
     Ok(())
+}
+
+/// Kills servers of a physical drive under a keeper, each with commands of a vfio-user client in flight. The client
+/// verifies what it reads, and notices nothing but the time.
+pub(crate) fn outlives(bench: &Bench, servers: u32) -> Result<(), Failure> {
+    inside::bind("a", "vfio-pci")?;
+    let a = inside::address("a")?;
+    let function = FunctionOptions::new("f", &a, format!("0+{RANGE}"));
+    let mut server = bench.serve_kept(&[function])?;
+    let faults = iommu_faults()?;
+    let client = working("f", &server, 7)?;
+    let mut rng = Rng::new(3);
+    for _ in 0..servers {
+        let enough = client.completed() + 1 + rng.below(COMMANDS);
+        client.wait_for("to complete commands", || client.completed() >= enough)?;
+        server.replace(Replacement::Kill)?;
+    }
+    client.advance()?;
+    let Outcome { counts, contents } = client.finish()?;
+    server.expect_alive()?;
+    server.stop()?;
+    let refused = iommu_faults()? - faults;
+    expect(refused == 0, || {
+        format!("The IOMMU has refused {refused} accesses")
+    })?;
+    let unlike = counts.errors + counts.retried + counts.withdrawn + counts.doubled + counts.lost();
+    expect(unlike == 0, || format!("The client noticed: {counts:?}"))?;
+    say(&format!(
+        "        {servers} servers killed, {} commands, I/O stood still for {:.1?} at most",
+        counts.completed, counts.stall
+    ));
+    inside::bind("a", "nvme")?;
+    contents.check_device(&inside::block_device("a", 1)?, 0)
 }
 
 /// A client that has written its range.

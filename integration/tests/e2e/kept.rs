@@ -1,0 +1,129 @@
+//! Servers that die or are replaced under guests, whose kernels do not say a word about it.
+
+use std::fmt::Write;
+
+use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
+use integration::progress::say;
+use integration::server::{FunctionOptions, Replacement, Server};
+use nvme_mpt_tests::rng::Rng;
+
+use crate::Group;
+use crate::fixture::{
+    Bench, ENDLESS, Failure, PATIENCE, await_load, await_that, end_load, expect, verified_load,
+};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "kept",
+    checks: &[
+        ("a_guest_outlives_ten_servers", |bench| outlive(bench, 1, 5)),
+        ("two_guests_outlive_a_hundred_servers", |bench| {
+            outlive(bench, 2, 50)
+        }),
+    ],
+};
+
+const DRIVE_MIB: u64 = 64;
+/// A server ends once it has completed fewer commands than this for one of its guests.
+const COMMANDS: u64 = 1000;
+
+/// Has guests run fio on a file and on memory while so many servers are killed, and so many are upgraded.
+fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
+    let file = bench.drive("drive.img", guests * DRIVE_MIB)?;
+    let memory = format!("memory:{}M", guests * DRIVE_MIB);
+    let functions: Vec<_> = (0..guests)
+        .flat_map(|guest| {
+            let range = format!("{}M+{DRIVE_MIB}M", guest * DRIVE_MIB);
+            let function = |id: &str, path: &str| FunctionOptions::new(id, path, &*range);
+            let [on_file, on_memory] = ids(guest);
+            [
+                function(&on_file, &file.display().to_string()),
+                function(&on_memory, &memory),
+            ]
+        })
+        .collect();
+    let mut server = bench.serve_kept(&functions)?;
+    let boot = |guest: u64| -> Result<Guest, Failure> {
+        let mut config = GuestConfig::new(&format!("guest{guest}")).vcpus(2);
+        for id in ids(guest) {
+            config = config.drive(Drive::vfio_user(server.socket(&id)).id(&id));
+        }
+        Ok(Guest::start_booting(
+            bench.v6_12(),
+            &config,
+            bench.folder(),
+        )?)
+    };
+    let guests: Vec<Guest> = (0..guests).map(boot).collect::<Result<_, _>>()?;
+    // Half of the data is read back while the rest is still written.
+    let load = verified_load("load", 1)
+        .option("filename", "/dev/nvme0n1:/dev/nvme1n1")
+        .option("verify_backlog", "1024")
+        .runtime(ENDLESS);
+    let mut jobs = Vec::new();
+    for guest in &guests {
+        guest.await_ready(BOOT_PATIENCE)?;
+        // What it said when it booted.
+        guest.check("dmesg -c >/dev/null", PATIENCE)?;
+        jobs.push(guest.start(&load.script())?);
+        await_load(guest)?;
+    }
+    let mut rng = Rng::new(9);
+    for _ in 0..times {
+        for how in [Replacement::Kill, Replacement::Upgrade] {
+            let guest = rng.below(guests.len() as u64);
+            await_commands(&server, guest, rng.below(COMMANDS))?;
+            server.replace(how)?;
+        }
+    }
+    for guest in 0..guests.len() as u64 {
+        await_commands(&server, guest, COMMANDS)?;
+    }
+    let mut told = String::new();
+    for (guest, job) in guests.iter().zip(jobs) {
+        end_load(guest)?;
+        let output = guest.finish(job, load.patience())?;
+        let report = load.report(&output.text)?;
+        expect(report.read.ios > 0 && report.write.ios > 0, || {
+            format!("The guest has not verified anything: {report:?}")
+        })?;
+        let slowest = report.read.max_us.max(report.write.max_us) / 1e3;
+        let ios = report.read.ios + report.write.ios;
+        let _ = write!(told, "; {ios} I/Os, the slowest {slowest:.0} ms");
+        let said = guest.check("dmesg", PATIENCE)?;
+        let says = |word: &&str| said.to_lowercase().contains(*word);
+        let about = [
+            "nvme",
+            "timeout",
+            "timed out",
+            "abort",
+            "reset",
+            "i/o error",
+        ];
+        expect(!about.iter().any(|word| says(&word)), || {
+            format!("The guest's kernel has noticed:\n{said}")
+        })?;
+    }
+    say(&format!(
+        "        {times} servers killed, {times} upgraded{told}"
+    ));
+    server.expect_alive()?;
+    drop(guests);
+    server.stop()?;
+    Ok(())
+}
+
+/// Ids of a guest's functions: on the file, and on memory.
+fn ids(guest: u64) -> [String; 2] {
+    [format!("file{guest}"), format!("memory{guest}")]
+}
+
+/// Waits until this server has completed more than `count` commands of a guest.
+fn await_commands(server: &Server, guest: u64, count: u64) -> Result<(), Failure> {
+    await_that("commands of a guest", || {
+        let mut commands = 0;
+        for id in ids(guest) {
+            commands += server.function_stats(&id)?.totals().commands;
+        }
+        Ok(commands > count)
+    })
+}

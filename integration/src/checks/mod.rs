@@ -22,6 +22,9 @@ pub use bench::Bench;
 /// Why a check failed: an error of anything that it used, or a text.
 pub type Failure = Box<dyn StdError + Send + Sync>;
 
+/// Variable of the environment that `cargo verify --full` sets: checks that can be done many times are.
+pub const FULL: &str = "NVME_MPT_FULL";
+
 /// A file of a check that can't be used.
 #[derive(Debug, Error)]
 #[error("Cannot use {path}")]

@@ -4,6 +4,7 @@ use std::process::Command;
 
 use super::command::{TARGET, Worth};
 use super::{Context, Step, VerifyError, When, fuzz};
+use crate::checks::FULL;
 use crate::process;
 use crate::provision::host::{self, Tool};
 
@@ -353,5 +354,8 @@ fn machines(context: &mut Context, name: &str, more: &[&str]) -> Result<(), Veri
     arguments.extend([name, "--"]);
     arguments.extend(more);
     let mut command = context.cargo(&arguments);
+    if context.options.full {
+        command.env(FULL, "1");
+    }
     context.run(&mut command, Worth::ItsTestsShown)
 }

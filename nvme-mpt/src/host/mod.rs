@@ -71,6 +71,42 @@ impl Limits {
         crate::address::PAGE_SIZE << self.mdts
     }
 
+    /// Returns whether a host controller with these abilities keeps what was promised by `promised`.
+    #[must_use]
+    pub fn keep(&self, promised: &Self) -> bool {
+        let Self {
+            mdts,
+            entries_max,
+            commands,
+            awun_z,
+            awupf_z,
+            volatile_write_cache,
+            deallocated_reads_zeroes,
+            sgl_descriptors_max,
+            no_data_bytes_max,
+            dsm_range_bytes_max,
+            dsm_ranges_max,
+            copy_bytes_max,
+            copy_ranges_max,
+            own_bytes_max,
+        } = *self;
+        commands.0 & promised.commands.0 == promised.commands.0
+            && mdts >= promised.mdts
+            && entries_max >= promised.entries_max
+            && awun_z >= promised.awun_z
+            && awupf_z >= promised.awupf_z
+            // A driver that was told of no cache never flushes.
+            && (!volatile_write_cache || promised.volatile_write_cache)
+            && (deallocated_reads_zeroes || !promised.deallocated_reads_zeroes)
+            && sgl_descriptors_max >= promised.sgl_descriptors_max
+            && no_data_bytes_max >= promised.no_data_bytes_max
+            && dsm_range_bytes_max >= promised.dsm_range_bytes_max
+            && dsm_ranges_max >= promised.dsm_ranges_max
+            && copy_bytes_max >= promised.copy_bytes_max
+            && copy_ranges_max >= promised.copy_ranges_max
+            && own_bytes_max >= promised.own_bytes_max
+    }
+
     /// Returns whether an I/O command on logical blocks is executed: Read, Write and Flush always, the
     /// optional ones where [`Self::commands`] says so (Base 2.0, Figure 275, `ONCS`).
     #[must_use]

@@ -14,14 +14,16 @@
 
 use std::fmt;
 
-use nvme_mpt::{KeptQueues, LeaseFacts, StateError, memory::eventfd};
+use nvme_mpt::{
+    KeptQueues, LeaseFacts, LeasedNamespace, StateError, host::CommandSets, memory::eventfd,
+};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::NvmeFunction;
 use crate::{
     pci::{config_space::ConfigSpace, msix::Msix},
-    registers::Registers,
+    registers::{Capabilities, Registers},
     state::parts::{AdminState, MsixState, RegistersState},
 };
 
@@ -71,19 +73,48 @@ pub struct ControlState {
 }
 
 impl ControlState {
-    /// Returns whether a function with `facts` is what the guest of this one was promised. A lease by size may have
-    /// grown.
-    #[must_use]
-    pub fn is_kept_by(&self, facts: &LeaseFacts) -> bool {
-        let mut same = facts.clone();
-        if facts.unit_blocks.is_some() {
-            let blocks = &mut same.namespace.blocks;
-            *blocks = self.facts.namespace.blocks.min(*blocks);
+    /// Checks whether this program can take it up, as far as its version says.
+    ///
+    /// # Errors
+    /// [`TakeUpError::Version`].
+    pub fn check_version(&self) -> Result<(), TakeUpError> {
+        match self.version {
+            VERSION => Ok(()),
+            found => Err(TakeUpError::Version { found }),
         }
-        // The choices for all that learns are no promise, nor is the sleep of pollers.
-        same.learning = self.facts.learning;
-        same.parks = self.facts.parks;
-        same == self.facts
+    }
+
+    /// Returns the facts with which a function goes on that has `now`: those that its guest was told. `None` if it cannot
+    /// keep them. A later release may do more, and a lease by size may have grown.
+    fn facts_for(&self, now: &LeaseFacts) -> Option<LeaseFacts> {
+        let told = &self.facts;
+        let (names, blocks) = (&told.namespace, told.namespace.blocks);
+        let same = LeaseFacts {
+            namespace: LeasedNamespace {
+                blocks: match now.unit_blocks {
+                    Some(_) => now.namespace.blocks.max(blocks),
+                    None => blocks,
+                },
+                model: now.namespace.model.clone(),
+                command_sets: CommandSets {
+                    nvm: now.namespace.command_sets.nvm.clone(),
+                    other: names.command_sets.other.clone(),
+                },
+                ..names.clone()
+            },
+            limits: now.limits,
+            parks: now.parks,
+            can_be_damaged: now.can_be_damaged,
+            learning: now.learning,
+            ..told.clone()
+        };
+        let kept = same == *now && now.limits.keep(&told.limits);
+        kept.then(|| LeaseFacts {
+            parks: now.parks,
+            can_be_damaged: now.can_be_damaged,
+            learning: now.learning,
+            ..told.clone()
+        })
     }
 }
 
@@ -151,7 +182,7 @@ impl NvmeFunction {
     /// See [`TakeUpError`]; then the function is as before.
     pub fn take_up(&mut self, state: &ControlState) -> Result<(), TakeUpError> {
         let ControlState {
-            version,
+            version: _,
             facts: _,
             config_space,
             msix,
@@ -159,17 +190,16 @@ impl NvmeFunction {
             admin,
             queues,
         } = state;
-        if *version != VERSION {
-            return Err(TakeUpError::Version { found: *version });
-        }
-        if !state.is_kept_by(&self.facts) {
-            return Err(TakeUpError::Promise);
-        }
+        state.check_version()?;
+        let facts = state.facts_for(&self.facts).ok_or(TakeUpError::Promise)?;
+        let told = Registers::new(Capabilities {
+            queue_entries_max: facts.limits.entries_max,
+            dstrd: self.shared.doorbells.dstrd(),
+        });
         self.config.check(config_space)?;
         self.msix.check(msix)?;
-        self.registers.check(registers)?;
-        self.admin
-            .check(admin, self.msix.vectors().len(), &self.facts)?;
+        told.check(registers)?;
+        self.admin.check(admin, self.msix.vectors().len(), &facts)?;
         let existing = queues.cqs.len() + usize::from(admin.rings.is_some());
         if existing > 0 && !registers.is_enabled() {
             let valid = "0, as the controller is disabled";
@@ -177,6 +207,7 @@ impl NvmeFunction {
         }
 
         self.is_touched = true;
+        self.facts = facts;
         self.registers.restore(registers);
         self.admin.restore(admin, queues.clone(), &*self.host);
         // The BARs are where the client has them.
@@ -465,6 +496,27 @@ mod tests {
     }
 
     #[test]
+    fn a_function_that_can_do_more_now_goes_on_with_what_its_guest_was_told() {
+        let (mut guest, survivors, _) = guest();
+        let mut state = guest.function.control_state();
+        let limits = &mut state.facts.limits;
+        limits.mdts -= 1;
+        limits.commands.0 &= !1;
+        state.facts.namespace.model = "an earlier one".into();
+        survivors.replace(&mut guest, &state);
+        assert_eq!(guest.function.facts(), &state.facts);
+        assert_eq!(guest.function.control_state().facts, state.facts);
+        let identify = Sqe {
+            dptr: [DATA, 0],
+            cdw10: 1,
+            ..Sqe::new(0x06)
+        };
+        assert_eq!(guest.admin(identify).status(), Status::SUCCESS);
+        assert_eq!(guest.read_memory(DATA + 24, 14), b"an earlier one");
+        assert_eq!(guest.read_memory(DATA + 77, 1), [state.facts.limits.mdts]);
+    }
+
+    #[test]
     fn other_versions_promises_and_values_are_refused() {
         let (guest, survivors, _) = guest();
         let state = guest.function.control_state();
@@ -476,6 +528,12 @@ mod tests {
         assert!(matches!(refused(&other), TakeUpError::Version { found: 2 }));
         let mut other = state.clone();
         other.facts.namespace.serial = "another".into();
+        assert!(matches!(refused(&other), TakeUpError::Promise));
+        let mut other = state.clone();
+        other.facts.limits.mdts += 1;
+        assert!(matches!(refused(&other), TakeUpError::Promise));
+        let mut other = state.clone();
+        other.facts.namespace.blocks -= 1;
         assert!(matches!(refused(&other), TakeUpError::Promise));
         let mut other = state.clone();
         other.registers.csts = 0xFFFF;

@@ -30,7 +30,7 @@ use nvme_mpt_vmm::report;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use vfio_user_server::{Journal, JournalError, Record, StateStore};
-use vmm_device::{ControlKeeper, ControlState};
+use vmm_device::{ControlKeeper, ControlState, TakeUpError};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::KEEPER_PATIENCE;
@@ -67,6 +67,9 @@ pub(crate) enum SurvivorError {
     /// Another release wrote the state.
     #[error("its state has version {0}, which this program does not know")]
     Version(u32),
+    /// Another release wrote the state of its controller.
+    #[error(transparent)]
+    Control(#[from] TakeUpError),
     /// The kernel's error.
     #[error("a descriptor cannot be used")]
     Io(#[from] io::Error),
@@ -217,10 +220,11 @@ pub(super) fn check_state(journal: OwnedFd) -> Result<(), SurvivorError> {
 
 fn read_state(bytes: &[u8]) -> Result<DeviceState, SurvivorError> {
     let state: DeviceState = serde_json::from_slice(bytes)?;
-    match state.version {
-        VERSION => Ok(state),
-        other => Err(SurvivorError::Version(other)),
+    if state.version != VERSION {
+        return Err(SurvivorError::Version(state.version));
     }
+    state.control.check_version()?;
+    Ok(state)
 }
 
 impl SurvivingFunction {
@@ -759,5 +763,9 @@ mod tests {
         later["version"] = (VERSION + 1).into();
         let refused = read_state(later.to_string().as_bytes()).unwrap_err();
         assert!(matches!(refused, SurvivorError::Version(found) if found == VERSION + 1));
+        let mut later: Value = serde_json::from_str(STORED[STORED.len() - 1].1).unwrap();
+        later["control"]["version"] = 1000.into();
+        let refused = read_state(later.to_string().as_bytes()).unwrap_err();
+        assert!(matches!(refused, SurvivorError::Control(_)), "{refused}");
     }
 }

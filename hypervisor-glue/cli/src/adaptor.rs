@@ -10,7 +10,9 @@ use thiserror::Error;
 use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlState, NvmeFunction, TakeUpError};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::kept::function::{KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError};
+use crate::kept::function::{
+    KeptClient, KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError,
+};
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt_vmm::report;
@@ -45,15 +47,6 @@ pub(crate) enum ResumeError {
     /// The kernel's error.
     #[error("Its descriptors cannot be used")]
     Io(#[from] io::Error),
-}
-
-/// Parts of a client that the process before had.
-#[derive(Debug)]
-pub(crate) struct Client {
-    /// User of its process.
-    pub(crate) user: Option<u32>,
-    pub(crate) regions: Vec<MemoryRegion>,
-    pub(crate) vectors: Vec<KeptVector>,
 }
 
 /// An NVMe function behind a vfio-user server.
@@ -112,10 +105,10 @@ impl NvmeDevice {
     /// for the guest.
     pub(crate) fn take_up(
         &mut self,
-        client: Client,
+        client: KeptClient,
         control: &ControlState,
     ) -> Result<(), ResumeError> {
-        let Client {
+        let KeptClient {
             user,
             regions,
             vectors,

@@ -27,7 +27,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::change::{Change, Changed, FunctionEntry};
 use crate::faults::{DriveFaults, FaultRequest};
-use crate::serve::user_name;
+use crate::owner::user_name;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 

@@ -28,6 +28,7 @@ pub mod kept;
 mod list;
 pub mod logging;
 pub mod metrics;
+mod owner;
 pub mod profile;
 pub mod serve;
 pub mod signals;

@@ -14,9 +14,10 @@ use rustix::net::RecvFlags;
 use zerocopy::IntoBytes;
 
 use crate::error::Refusal;
-use crate::journal::{JournalError, MAX_REQUEST, step};
+use crate::journal::{JournalError, MAX_REQUEST};
 use crate::message::{Header, MAX_FDS_ACCEPTED};
 use crate::socket;
+use crate::step::step;
 
 /// Bytes that are made room for at a time, so that a client has to send what it wants us to keep;
 /// and the room that stays between messages.

@@ -10,12 +10,13 @@ use zerocopy::IntoBytes;
 use crate::connection::Message;
 use crate::device::{Device, IrqCommand, IrqIndex, MappableArea, Region, RegionIndex};
 use crate::error::{Error, Refusal};
+use crate::journal::Agreed;
 use crate::message::{
     DeviceInfo, DmaUnmap, IrqInfo, MAX_DATA_XFER_SIZE, NUM_IRQS, NUM_REGIONS, RegionAccess,
     RegionInfo, RegionIoFds, SparseMmap, Version,
 };
 use crate::request::{RegionWrite, Request};
-use crate::version::{Agreed, VersionReply};
+use crate::version::VersionReply;
 
 /// Smallest unit of a mappable area: the smallest page there is.
 const PAGE: u64 = 4096;

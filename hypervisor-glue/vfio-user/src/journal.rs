@@ -35,7 +35,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligne
 
 use crate::device::RegionIndex;
 use crate::message::{Header, MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE, RegionAccess};
-use crate::version::Agreed;
+use crate::step::step;
 
 const MAGIC: [u8; 8] = *b"vfiousrJ";
 const LAYOUT: u32 = 1;
@@ -166,6 +166,13 @@ const ENDS: u32 = 1 << 3;
 const SENDING: u32 = 1 << 4;
 const FLAGS: u32 = CONNECTED | AGREED | TAKES_FDS | ENDS | SENDING;
 const NO_REGION: u32 = u32::MAX;
+
+/// Result of `VERSION`, as far as later requests depend on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Agreed {
+    /// The client takes a file descriptor with a reply.
+    pub(crate) takes_fds: bool,
+}
 
 /// What is known of a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -725,12 +732,6 @@ impl RawHead {
         };
         Ok((head, device))
     }
-}
-
-/// A moment between two effects that outlive the process. Tests end the process here.
-pub(crate) fn step() {
-    #[cfg(test)]
-    crate::testing::step();
 }
 
 #[cfg(test)]

@@ -42,25 +42,17 @@ use crate::connection::{Ended, Reader};
 use crate::device::Device;
 use crate::dispatch::{Dispatch, Regions};
 use crate::error::Refusal;
-use crate::journal::{Connected, Head, Journal, JournalError, Traffic, step};
+use crate::journal::{Connected, Head, Journal, JournalError, Traffic};
 use crate::message::Header;
-use crate::session::{MESSAGES_PER_TURN, Session};
+use crate::session::{MESSAGES_PER_TURN, Pending, Session};
 use crate::socket;
+use crate::step::step;
 
 #[cfg(doc)]
 use crate::journal::MAX_REQUEST;
 
 /// `max_data_xfer_size` for a client whose requests have to fit into its socket.
 const MAX_DATA: u32 = 32 * 1024;
-
-/// Remainder of the last request that was carried out.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Pending {
-    /// Bytes of the reply that were sent.
-    sent: u32,
-    /// Bytes of the request that are in the socket.
-    left: u32,
-}
 
 /// Result of one step.
 enum Turn {

@@ -93,6 +93,7 @@
 //! | `session.rs` | serves one client, from its first byte to its last |
 //! | `journal.rs` | notes what was done, in a file that outlives the process |
 //! | `kept.rs` | serves one client so that another process can go on with it |
+//! | `step.rs` | moments at which tests end the process |
 //! | `listener.rs` | makes and removes the socket file |
 //! | `server.rs` | joins listener, session and device |
 //! | `watcher.rs` | joins a server to an event loop |
@@ -129,6 +130,7 @@ mod request;
 mod server;
 mod session;
 mod socket;
+mod step;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]

@@ -14,10 +14,11 @@ use log::{debug, error, info, warn};
 use crate::device::Device;
 use crate::dispatch::Regions;
 use crate::error::{Error, chain};
-use crate::journal::{Connected, Journal, JournalError, step};
+use crate::journal::{Connected, Journal, JournalError};
 use crate::listener::{Listener, SocketAccess};
 use crate::session::{Progress, Session};
 use crate::socket::{self, Peer};
+use crate::step::step;
 use crate::watcher::Watcher;
 
 /// Token of the listening socket's events.

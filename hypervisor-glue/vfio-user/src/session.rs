@@ -11,7 +11,6 @@ use crate::connection::{Ended, Reader, Writer};
 use crate::device::Device;
 use crate::dispatch::{Dispatch, Regions};
 use crate::error::{Error, chain};
-use crate::kept::Pending;
 use crate::message::Header;
 use crate::socket;
 
@@ -28,6 +27,15 @@ pub enum Progress {
     Writing,
     /// Nothing any more: the connection has ended.
     Ended,
+}
+
+/// Remainder of the last request that was carried out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pending {
+    /// Bytes of the reply that were sent.
+    pub(crate) sent: u32,
+    /// Bytes of the request that are in the socket.
+    pub(crate) left: u32,
 }
 
 /// The connection with one client.

@@ -1,10 +1,8 @@
 //! The two sides of a connection, for tests: a device that remembers, a client that says anything.
 
-use std::cell::Cell;
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent};
@@ -274,38 +272,6 @@ pub(crate) fn message(id: u16, command: Command, flags: u32, payload: &[u8]) -> 
         error: 0.into(),
     };
     [header.as_bytes(), payload].concat()
-}
-
-thread_local! {
-    static STEPS_LEFT: Cell<Option<u32>> = const { Cell::new(None) };
-}
-
-/// A process's end, where nothing but a kernel cleans up.
-struct Killed;
-
-/// Ends the process if its time has come.
-pub(crate) fn step() {
-    STEPS_LEFT.with(|left| match left.get() {
-        Some(0) => {
-            left.set(None);
-            panic::resume_unwind(Box::new(Killed));
-        }
-        Some(steps) => left.set(Some(steps - 1)),
-        None => {}
-    });
-}
-
-/// Runs a process that is killed at a step, 0 being the first. Returns the steps that are left, `None` if
-/// it came to the kill.
-pub(crate) fn kill_at(step: u32, process: impl FnOnce()) -> Option<u32> {
-    STEPS_LEFT.set(Some(step));
-    let ended = panic::catch_unwind(AssertUnwindSafe(process));
-    let left = STEPS_LEFT.take();
-    match ended {
-        Ok(()) => left,
-        Err(reason) if reason.is::<Killed>() => None,
-        Err(reason) => panic::resume_unwind(reason),
-    }
 }
 
 /// The end of a pipe that tells whether any copy of the other end is open.

@@ -4,6 +4,7 @@ use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Refusal;
+use crate::journal::Agreed;
 use crate::message::MAX_MSG_FDS;
 
 /// The protocol's major version. Another one is another protocol.
@@ -108,13 +109,6 @@ impl Proposal {
             data: json,
         }
     }
-}
-
-/// Result of `VERSION`, as far as later requests depend on it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Agreed {
-    /// The client takes a file descriptor with a reply.
-    pub(crate) takes_fds: bool,
 }
 
 /// Reply to a client's version.

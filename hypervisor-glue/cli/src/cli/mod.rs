@@ -34,6 +34,7 @@ use self::watch::Stats;
 use crate::change::{Change, Changed};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
+use crate::kept::FIRST_STAGE;
 use crate::metrics::{MetricsAddress, MetricsOptions};
 use crate::serve::{ServeOptions, serve};
 use crate::{bind, control, drives, logging, profile};
@@ -349,9 +350,6 @@ fn failure(error: &dyn Error) -> ExitCode {
     let _ = writeln!(io::stderr(), "nvme-mpt: {}", report::chain(error));
     ExitCode::FAILURE
 }
-
-/// First argument of the step between a keeper and its command, which people have no use for.
-pub(crate) const FIRST_STAGE: &str = "keep-first-stage";
 
 fn run_keep(options: &Keep) -> ExitCode {
     let mut keep = KeepOptions::new(vec![FIRST_STAGE.into()]);

@@ -35,7 +35,6 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::KEEPER_PATIENCE;
 use super::registry::Registry;
-use crate::adaptor::Client;
 
 /// Version of [`DeviceState`], and the only one that is read.
 const VERSION: u32 = 1;
@@ -184,6 +183,15 @@ impl FileKey {
     }
 }
 
+/// Parts of a client that the process before had.
+#[derive(Debug)]
+pub(crate) struct KeptClient {
+    /// User of its process.
+    pub(crate) user: Option<u32>,
+    pub(crate) regions: Vec<MemoryRegion>,
+    pub(crate) vectors: Vec<KeptVector>,
+}
+
 /// A vector of a client that the process before had.
 #[derive(Debug)]
 pub(crate) struct KeptVector {
@@ -207,7 +215,7 @@ pub(crate) struct Survivors {
     pub(crate) control: ControlState,
     pub(crate) listener: OwnedFd,
     pub(crate) stream: Option<UnixStream>,
-    pub(crate) client: Client,
+    pub(crate) client: KeptClient,
     pub(crate) journal: Journal,
     pub(crate) kept: Arc<KeptFunction>,
 }
@@ -335,7 +343,7 @@ impl SurvivingFunction {
             control,
             listener,
             stream: stream.transpose()?.map(UnixStream::from),
-            client: Client {
+            client: KeptClient {
                 user,
                 regions,
                 vectors,

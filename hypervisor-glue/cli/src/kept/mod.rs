@@ -31,6 +31,9 @@ use function::{Shelf, SurvivingFunction};
 use predecessor::{Predecessor, PredecessorError};
 use registry::Registry;
 
+/// First argument of the step between a keeper and its command, which people have no use for.
+pub(crate) const FIRST_STAGE: &str = "keep-first-stage";
+
 /// Prefix of the names of functions.
 const FUNCTION: &str = "function-";
 

@@ -16,8 +16,8 @@ use thiserror::Error;
 
 use super::declared::FileError;
 use super::drives::DriveError;
-use super::owner::UnknownOwner;
 use crate::function_thread::FunctionThreadError;
+use crate::owner::UnknownOwner;
 
 /// One function cannot be offered.
 #[derive(Debug, Error)]

@@ -2,7 +2,7 @@
 //! signal asks for the end. Functions come and go meanwhile.
 //!
 //! `declared` has functions as they are declared, `drives` the drives that are open, `figures` what control socket and metrics report, `offer` one function that is
-//! offered, `owner` users by their names, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
+//! offered, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
 //! their report to other threads.
 
 mod changes;
@@ -12,7 +12,6 @@ mod error;
 mod figures;
 mod leases;
 mod offer;
-mod owner;
 mod reload;
 mod roster;
 mod upgrade;
@@ -37,7 +36,6 @@ use self::changes::{ChangeQueue, ChangeThread};
 use self::declared::{AddedFile, Declarations};
 use self::figures::Figures;
 use self::leases::{LeaseServer, LeaseTable};
-use self::owner::socket_access;
 use self::roster::{Roster, Terms};
 use crate::attach;
 use crate::change::{Change, FunctionEntry};
@@ -46,14 +44,15 @@ use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
 use crate::kept::{Keeping, KeepingError};
 use crate::metrics::{MetricsError, MetricsListener, MetricsOptions, MetricsServer};
+use crate::owner::socket_access;
 use crate::signals::EndSignals;
 use crate::stats::ServerStats;
 
 pub use self::declared::FileError;
 pub use self::drives::DriveError;
 pub use self::error::{ChangeError, LimitsError, OfferError};
-pub(crate) use self::owner::user_name;
-pub use self::owner::{UnknownOwner, user_number};
+pub(crate) use crate::owner::user_name;
+pub use crate::owner::{UnknownOwner, user_number};
 
 /// Functions of a server, and the places of its state.
 #[derive(Clone, Debug)]

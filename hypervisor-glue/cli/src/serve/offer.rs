@@ -21,13 +21,13 @@ use vmm_device::{MsixMasking, NvmeFunction};
 
 use super::declared::DeclaredFunction;
 use super::error::OfferError;
-use super::owner::socket_access;
 use super::roster::Terms;
 use crate::adaptor::{NvmeDevice, ResumeError};
 use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionThread;
 use crate::kept::Keeping;
 use crate::kept::function::{KeptFunction, SurvivingFunction, Survivors};
+use crate::owner::socket_access;
 
 /// A function that is offered.
 #[derive(Debug)]

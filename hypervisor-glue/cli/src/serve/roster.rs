@@ -25,11 +25,11 @@ use super::drives::OpenDrives;
 use super::error::{ChangeError, OfferError};
 use super::leases::LeaseTable;
 use super::offer::Offer;
-use super::owner::user_number;
 use super::view::View;
 use crate::change::{FunctionEntry, FunctionState, Origin, Reserved};
 use crate::function_thread::{FunctionThreadError, Leave};
 use crate::kept::Keeping;
+use crate::owner::user_number;
 
 /// Longest wait for a drive or range that the server before still has in the kernel.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(20);

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use super::roster::Roster;
-use crate::cli::FIRST_STAGE;
 use crate::function_thread::FunctionHandle;
+use crate::kept::FIRST_STAGE;
 use crate::kept::predecessor::{Successor, UpgradeError};
 
 /// End of the path of a program that was replaced or removed, as the kernel reports it.

@@ -338,6 +338,14 @@ enum End {
     Upgrade,
 }
 
+/// Waits until no client is connected. A program that was just started has copies of all descriptors, also of a client's
+/// socket that was closed.
+fn await_waiting(bench: &Bench) {
+    let waits = |printed: &str| !printed.contains("connected");
+    let listed = bench.ask_until("list", &[], waits).unwrap();
+    assert!(waits(&listed), "{listed}");
+}
+
 /// Prints the times without a completion.
 fn report(end: End, name: &str, figures: Vec<(u64, Vec<Duration>)>) {
     for (done, mut longest) in figures {
@@ -366,6 +374,7 @@ fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: 
     });
     report(end, &format!("{drive}, {mode}"), figures);
     // The next client finds a function as after power-on, with its data.
+    await_waiting(&bench);
     let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
     kept.stop();
     assert!(!exists(&bench.path("a.sock")));
@@ -613,6 +622,7 @@ fn memory_keeps_its_content_for_clients_that_come_later() {
     disk.write(7, &written).unwrap();
     let serial = controller.identity().unwrap().serial.clone();
     drop((disk, controller));
+    await_waiting(&bench);
     kept.kill_server();
     let (mut disk, controller) = attach();
     assert_eq!(disk.read(7, 1).unwrap(), written);

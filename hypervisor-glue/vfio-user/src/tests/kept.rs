@@ -18,7 +18,8 @@ use zerocopy::IntoBytes;
 use crate::message::{
     Command, DmaMap, Header, MAX_CONTROL_PAYLOAD, MAX_DATA_XFER_SIZE, RegionInfo,
 };
-use crate::testing::{Tracer, kill_at, message};
+use crate::step::kill_at;
+use crate::testing::{Tracer, message};
 use crate::{
     Device, DmaRegion, Error, IrqCommand, IrqData, IrqIndex, IrqInfo, Journal, JournalError,
     Listener, MappableArea, Region, RegionIndex, Server, SocketAccess, socket,

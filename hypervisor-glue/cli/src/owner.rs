@@ -44,7 +44,7 @@ fn number(
 }
 
 /// Returns the permissions of a socket.
-pub(super) fn socket_access(
+pub(crate) fn socket_access(
     mode: Option<u32>,
     owner: Option<&SocketOwner>,
 ) -> Result<SocketAccess, UnknownOwner> {

@@ -1,0 +1,49 @@
+//! Moments between two effects that outlive the process. Tests end the process there.
+
+/// A moment between two effects that outlive the process.
+#[cfg_attr(not(test), inline)]
+pub(crate) fn step() {
+    #[cfg(test)]
+    kill::step();
+}
+
+#[cfg(test)]
+pub(crate) use kill::kill_at;
+
+#[cfg(test)]
+mod kill {
+    use std::cell::Cell;
+    use std::panic::{self, AssertUnwindSafe};
+
+    thread_local! {
+        static STEPS_LEFT: Cell<Option<u32>> = const { Cell::new(None) };
+    }
+
+    /// A process's end, where nothing but a kernel cleans up.
+    struct Killed;
+
+    /// Ends the process if its time has come.
+    pub(super) fn step() {
+        STEPS_LEFT.with(|left| match left.get() {
+            Some(0) => {
+                left.set(None);
+                panic::resume_unwind(Box::new(Killed));
+            }
+            Some(steps) => left.set(Some(steps - 1)),
+            None => {}
+        });
+    }
+
+    /// Runs a process that is killed at a step, 0 being the first. Returns the steps that are left, `None` if
+    /// it came to the kill.
+    pub(crate) fn kill_at(step: u32, process: impl FnOnce()) -> Option<u32> {
+        STEPS_LEFT.set(Some(step));
+        let ended = panic::catch_unwind(AssertUnwindSafe(process));
+        let left = STEPS_LEFT.take();
+        match ended {
+            Ok(()) => left,
+            Err(reason) if reason.is::<Killed>() => None,
+            Err(reason) => panic::resume_unwind(reason),
+        }
+    }
+}

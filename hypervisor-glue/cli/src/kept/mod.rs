@@ -2,7 +2,7 @@
 //!
 //! | name in the keeper | descriptors |
 //! |---|---|
-//! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::Bag), see [`function`] |
+//! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::Bag), see `function` |
 //! | `memory-BYTES` | the content of the drive `memory:BYTES` |
 //! | `leases` | the ledger of drives that no other process reaches |
 //!

@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
 
 use nvme_mpt::Pollers;
+use nvme_mpt::clock::Rate;
 use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::open::Ledgers;
@@ -155,6 +156,8 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let stop = Arc::new(AtomicBool::new(false));
     // A wait at the start, as for a range that is wiped, ends with a signal as well.
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
+    // It is measured once, for some milliseconds: better before the end of a server that this one replaces.
+    let _ = Rate::of_this_machine();
     // All that can be wrong with the arguments is found before the server that this one replaces ends.
     let keeping = Keeping::find(|| check(&options))?;
     let metrics = metrics_listener(&options.metrics, keeping.as_deref())?;

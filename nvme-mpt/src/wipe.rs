@@ -110,7 +110,7 @@ pub enum WipeError {
 /// Bytes that this process has wiped, and whole parts.
 static WIPED: (AtomicU64, AtomicU64) = (AtomicU64::new(0), AtomicU64::new(0));
 
-/// What this process has wiped since its start.
+/// Amounts that this process has wiped since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wiped {
     /// Bytes, also of parts that are being wiped.

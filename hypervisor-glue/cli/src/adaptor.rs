@@ -38,7 +38,7 @@ pub(crate) enum ResumeError {
     /// Its state is not taken up.
     #[error(transparent)]
     State(#[from] TakeUpError),
-    /// What was kept of it is no good.
+    /// Its kept state is no good.
     #[error(transparent)]
     Survivor(#[from] SurvivorError),
     /// Its connection does not go on.

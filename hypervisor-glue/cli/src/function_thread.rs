@@ -120,14 +120,16 @@ impl FunctionHandle {
                 sent.map(|()| result).map_err(|_| ())
             })
             .collect();
+        let deadline = Deadline::after(&SystemClock::shared(), LEAVE_PATIENCE);
         let gone = || "its thread has ended".to_owned();
         let late = || "it is busy with commands in flight".to_owned();
-        let wait =
-            |result: Receiver<Result<Resting, String>>| match result.recv_timeout(LEAVE_PATIENCE) {
-                Ok(result) => result,
-                Err(RecvTimeoutError::Timeout) => Err(late()),
-                Err(RecvTimeoutError::Disconnected) => Err(gone()),
-            };
+        let wait = |result: Receiver<Result<Resting, String>>| match result
+            .recv_timeout(deadline.left())
+        {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Timeout) => Err(late()),
+            Err(RecvTimeoutError::Disconnected) => Err(gone()),
+        };
         let results = asked
             .into_iter()
             .map(|asked| asked.map_err(|()| gone()).and_then(wait));

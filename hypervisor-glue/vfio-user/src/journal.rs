@@ -1,4 +1,4 @@
-//! What a server has done, in a file that outlives its process.
+//! Record of a server's steps, in a file that outlives its process.
 //!
 //! | offset | content |
 //! |---|---|
@@ -174,7 +174,7 @@ pub(crate) struct Agreed {
     pub(crate) takes_fds: bool,
 }
 
-/// What is known of a connection.
+/// Facts of a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Connected {
     /// Result of `VERSION`; `None` before it.

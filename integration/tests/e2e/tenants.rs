@@ -66,7 +66,7 @@ const COMING: (u64, u64) = (1 << 33, 1 << 20);
 const WRITE_BLOCKS: u64 = 300;
 const RANGE_BLOCKS: u64 = 2048;
 
-/// What happens on a drive.
+/// Course of events on a drive.
 type Scene = fn(&Bench, &Path) -> Result<(), Failure>;
 
 fn on_tmpfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {

@@ -1,4 +1,6 @@
-//! What a server's process has left of a function, changed anywhere: a guest may have ended it, or another release.
+//! Remains of a function whose process has ended, changed anywhere.
+//!
+//! A guest may have ended the process, or another release may have written them.
 //!
 //! A guest enables its controller, creates queues and uses them. Then the process ends. The input says what changes
 //! before the next process takes the function up. Its first byte chooses the doorbell mode. The rest is a list:
@@ -60,7 +62,7 @@ const ENTRIES: u32 = 8;
 const NUMBER_OF_QUEUES: u32 = 7;
 
 static HOST: LazyLock<Host> = LazyLock::new(Host::open);
-/// What processes have left, one for each doorbell mode.
+/// Remains of processes, one for each doorbell mode.
 static LEFT: LazyLock<[Left; 3]> = LazyLock::new(|| MODES.map(Left::new));
 
 /// Files of a function that outlive its process.
@@ -120,7 +122,7 @@ fn length(file: &File) -> usize {
     file.metadata().expect("a file").len() as usize
 }
 
-/// What a process has left.
+/// Remains of a process.
 struct Left {
     contents: [Vec<u8>; 3],
     state: Value,

@@ -6,8 +6,8 @@
 //!
 //! 1. Before an admin completion is posted. From then on the guest may act on the command, so the next process must not
 //!    carry the command out again. It posts the same entry once more.
-//! 2. Before queues are reset: without the queues, and with the registers as they were before the access. A reset sets doorbells to zero, and a queue that is taken up with such
-//!    a doorbell would carry out entries that were complete long ago.
+//! 2. Before queues are reset: without the queues, and with the registers as they were before the access. A reset sets
+//!    doorbells to zero. A queue that is taken up with such a doorbell would carry out entries again.
 //!
 //! All else may happen twice: an access or an admin command that was not complete is carried out again, from the state
 //! before it.
@@ -36,7 +36,7 @@ pub trait ControlKeeper: fmt::Debug + Send {
     fn store(&self, state: ControlState);
 }
 
-/// Why a control state cannot be taken up.
+/// Reason that a control state cannot be taken up.
 #[derive(Debug, Error)]
 pub enum TakeUpError {
     /// Another release stored it.
@@ -260,7 +260,7 @@ mod tests {
     const IO_CQ: u64 = DATA + 0x10_0000;
     const IO_SQ: u64 = DATA + 0x11_0000;
 
-    /// What outlives the processes of a function.
+    /// Parts that outlive the processes of a function.
     struct Survivors {
         drive: Arc<Drive>,
         ledger: File,

@@ -1,4 +1,4 @@
-//! What a server has in its keeper, so that its VMs outlive it.
+//! Entries of a server in its keeper, with which its VMs outlive it.
 //!
 //! | name in the keeper | descriptors |
 //! |---|---|

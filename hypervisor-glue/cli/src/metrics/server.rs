@@ -101,7 +101,7 @@ impl AsFd for Socket {
 #[derive(Debug)]
 struct MetricsFile {
     path: PathBuf,
-    /// Where it is written before it takes its place.
+    /// Path at which it is written before it takes its place.
     unfinished: PathBuf,
 }
 

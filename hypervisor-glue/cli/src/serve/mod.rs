@@ -113,7 +113,7 @@ pub enum ServeError {
     /// The owner of the socket for VMMs is not known.
     #[error(transparent)]
     Owner(#[from] UnknownOwner),
-    /// What the server before has kept cannot be had.
+    /// The entries of the server before cannot be had.
     #[error(transparent)]
     Keeping(#[from] KeepingError),
     /// The thread of changes cannot be started.

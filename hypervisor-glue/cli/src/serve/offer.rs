@@ -226,15 +226,11 @@ fn resume(
         kept,
     } = before.take_apart()?;
     let function = NvmeFunction::new(attachment, MsixMasking::Client);
-    let mut device = NvmeDevice::new(function)?;
+    // The keeper stands before the function goes on: what that changes is stored first.
+    let mut device = NvmeDevice::new(function)?.kept(kept);
     device.take_up(client, &control)?;
     let listener = Listener::from_kept(socket, listener)?;
-    Ok(Server::resume(
-        listener,
-        journal,
-        stream,
-        device.kept(kept),
-    )?)
+    Ok(Server::resume(listener, journal, stream, device)?)
 }
 
 /// Offers a new function, with all in the keeper that the next process needs.

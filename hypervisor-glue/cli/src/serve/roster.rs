@@ -101,7 +101,7 @@ pub(super) struct Terms {
     /// The file of `--config`, by an absolute path.
     pub(super) file: Option<PathBuf>,
     pub(super) added: AddedFile,
-    /// What outlives this process, if it has a keeper.
+    /// Entries that outlive this process, if it has a keeper.
     pub(super) keeping: Option<Arc<Keeping>>,
     /// Set when the server is to end: long waits end early.
     pub(super) stop: Arc<AtomicBool>,

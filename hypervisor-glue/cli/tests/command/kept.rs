@@ -166,7 +166,7 @@ struct Guest {
     longest: Vec<Duration>,
 }
 
-/// What guests are told while they run.
+/// Progress of a test, which its guests follow.
 #[derive(Debug, Default)]
 struct Course {
     /// Servers that have ended, or are about to.

@@ -72,14 +72,19 @@ pub(crate) struct Attached {
 }
 
 impl Attached {
-    /// Returns whether all that was `promised` is there. A lease by size may have grown.
+    /// Returns whether all that was `promised` is there. The function goes on, so its own choices are the same too.
     pub(crate) fn keeps(&self, promised: &Self) -> bool {
-        let mut same = self.clone();
-        let blocks = &mut same.facts.namespace.blocks;
-        if self.facts.unit_blocks.is_some() {
-            *blocks = promised.facts.namespace.blocks.min(*blocks);
-        }
-        same == *promised
+        let own = |attached: &Self| {
+            let LeaseFacts {
+                parks,
+                can_be_damaged,
+                learning,
+                ..
+            } = attached.facts;
+            let Self { dstrd, vectors, .. } = *attached;
+            (dstrd, vectors, parks, can_be_damaged, learning)
+        };
+        self.id == promised.id && own(self) == own(promised) && self.facts.keep(&promised.facts)
     }
 
     /// Returns whether a lease can have these facts.

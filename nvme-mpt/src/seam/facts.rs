@@ -58,3 +58,35 @@ pub struct LeaseFacts {
     /// Choices for all that learns.
     pub learning: Learning,
 }
+
+impl LeaseFacts {
+    /// Returns whether a host side with these facts keeps what a guest was promised by `promised`.
+    ///
+    /// A later release may do more, and a lease by size may have grown. The guest is told nothing of `parks`,
+    /// `can_be_damaged` and `learning`. It goes on with the model and the NVM Command Set that it was told.
+    #[must_use]
+    pub fn keep(&self, promised: &Self) -> bool {
+        let told = &promised.namespace;
+        let blocks = match self.unit_blocks {
+            Some(_) => self.namespace.blocks.max(told.blocks),
+            None => told.blocks,
+        };
+        let least = Self {
+            namespace: LeasedNamespace {
+                blocks,
+                model: self.namespace.model.clone(),
+                command_sets: CommandSets {
+                    nvm: self.namespace.command_sets.nvm.clone(),
+                    other: told.command_sets.other.clone(),
+                },
+                ..told.clone()
+            },
+            limits: self.limits,
+            parks: self.parks,
+            can_be_damaged: self.can_be_damaged,
+            learning: self.learning,
+            ..promised.clone()
+        };
+        least == *self && self.limits.keep(&promised.limits)
+    }
+}

@@ -14,9 +14,7 @@
 
 use std::fmt;
 
-use nvme_mpt::{
-    KeptQueues, LeaseFacts, LeasedNamespace, StateError, host::CommandSets, memory::eventfd,
-};
+use nvme_mpt::{KeptQueues, LeaseFacts, StateError, memory::eventfd};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -84,36 +82,14 @@ impl ControlState {
         }
     }
 
-    /// Returns the facts with which a function goes on that has `now`: those that its guest was told. `None` if it cannot
-    /// keep them. A later release may do more, and a lease by size may have grown.
+    /// Returns the facts with which a function goes on that has `now`: those that its guest was told. `None` if it
+    /// cannot keep them.
     fn facts_for(&self, now: &LeaseFacts) -> Option<LeaseFacts> {
-        let told = &self.facts;
-        let (names, blocks) = (&told.namespace, told.namespace.blocks);
-        let same = LeaseFacts {
-            namespace: LeasedNamespace {
-                blocks: match now.unit_blocks {
-                    Some(_) => now.namespace.blocks.max(blocks),
-                    None => blocks,
-                },
-                model: now.namespace.model.clone(),
-                command_sets: CommandSets {
-                    nvm: now.namespace.command_sets.nvm.clone(),
-                    other: names.command_sets.other.clone(),
-                },
-                ..names.clone()
-            },
-            limits: now.limits,
+        now.keep(&self.facts).then(|| LeaseFacts {
             parks: now.parks,
             can_be_damaged: now.can_be_damaged,
             learning: now.learning,
-            ..told.clone()
-        };
-        let kept = same == *now && now.limits.keep(&told.limits);
-        kept.then(|| LeaseFacts {
-            parks: now.parks,
-            can_be_damaged: now.can_be_damaged,
-            learning: now.learning,
-            ..told.clone()
+            ..self.facts.clone()
         })
     }
 }

@@ -48,7 +48,7 @@ fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
         .collect();
     let mut server = bench.serve_kept(&functions)?;
     let boot = |guest: u64| -> Result<Guest, Failure> {
-        let mut config = GuestConfig::new(&format!("guest{guest}")).vcpus(2);
+        let mut config = GuestConfig::new(format!("guest{guest}")).vcpus(2);
         for id in ids(guest) {
             config = config.drive(Drive::vfio_user(server.socket(&id)).id(&id));
         }
@@ -104,7 +104,7 @@ fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
             "reset",
             "i/o error",
         ];
-        expect(!about.iter().any(|word| says(&word)), || {
+        expect(!about.iter().any(|word| says(word)), || {
             format!("The guest's kernel has noticed:\n{said}")
         })?;
     }

@@ -104,7 +104,7 @@ fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
             "reset",
             "i/o error",
         ];
-        expect(!about.iter().any(|word| says(word)), || {
+        expect(!about.iter().any(says), || {
             format!("The guest's kernel has noticed:\n{said}")
         })?;
     }

@@ -1,8 +1,12 @@
-//! VFIO's system calls, as `linux/vfio.h` documents them; each says what the kernel says.
+//! VFIO's system calls, as `linux/vfio.h` documents them, and the one that passes a command to the kernel's `nvme` driver.
+//! Each returns the kernel's error.
 //!
 //! The structures are those of the bindings. The calls are made here, because a drive that is pulled
 //! makes any of them fail. That must be an error for the caller instead of a log line.
-#![expect(unsafe_code, reason = "system calls on VFIO's files")]
+#![expect(
+    unsafe_code,
+    reason = "system calls on files of VFIO and of the nvme driver"
+)]
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -19,6 +23,7 @@ use vmm_sys_util::ioctl::{
 use zerocopy::IntoBytes;
 
 use nvme_mpt::memory::RawBytes;
+use nvme_mpt::spec::sqe::Sqe;
 
 /// The numbers of the calls: all are made without size and direction.
 const fn request(number: c_ulong) -> c_ulong {
@@ -41,6 +46,30 @@ const IOMMU_GET_INFO: c_ulong = request(12);
 const IOMMU_MAP_DMA: c_ulong = request(13);
 const IOMMU_UNMAP_DMA: c_ulong = request(14);
 
+/// `_IOWR('N', 0x41, struct nvme_admin_cmd)`.
+const NVME_ADMIN: c_ulong = 0xC048_4E41;
+
+/// `struct nvme_passthru_cmd` (Linux, `include/uapi/linux/nvme_ioctl.h`).
+#[derive(Default)]
+#[repr(C)]
+struct PassedCommand {
+    opcode: u8,
+    flags: u8,
+    rsvd1: u16,
+    nsid: u32,
+    cdw2: u32,
+    cdw3: u32,
+    metadata: u64,
+    addr: u64,
+    metadata_len: u32,
+    data_len: u32,
+    cdw10: [u32; 6],
+    timeout_ms: u32,
+    result: u32,
+}
+
+const _: () = assert!(size_of::<PassedCommand>() == 72);
+
 /// Longest structure that the kernel is believed to have to tell, in bytes.
 const INFO_MAX: usize = 1 << 20;
 
@@ -56,6 +85,31 @@ fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
 /// `argsz` of a structure that goes to the kernel.
 const fn argsz<T>() -> u32 {
     size_of::<T>() as u32
+}
+
+/// Passes an admin command that transfers exactly `data` to the controller of a file of the `nvme` driver. Returns dword 0
+/// of its completion.
+pub(super) fn nvme_admin(controller: &File, sqe: &Sqe, data: &mut [u8]) -> io::Result<u32> {
+    let mut command = PassedCommand {
+        opcode: sqe.cdw0.opcode(),
+        nsid: sqe.nsid.0,
+        cdw2: sqe.cdw2,
+        cdw3: sqe.cdw3,
+        addr: data.as_mut_ptr() as u64,
+        data_len: u32::try_from(data.len()).map_err(io::Error::other)?,
+        cdw10: [
+            sqe.cdw10, sqe.cdw11, sqe.cdw12, sqe.cdw13, sqe.cdw14, sqe.cdw15,
+        ],
+        ..PassedCommand::default()
+    };
+    // SAFETY: the kernel reads and writes the structure, whose size is in the number of the call. The drive
+    // writes `data_len` bytes at `addr`, which are those of `data`: as many as the command transfers.
+    match checked(unsafe { ioctl_with_mut_ref(controller, NVME_ADMIN, &mut command) })? {
+        0 => Ok(command.result),
+        status => Err(io::Error::other(format!(
+            "the drive's status is {status:03X}h"
+        ))),
+    }
 }
 
 /// Returns whether the container speaks the one version of the interface that there is.

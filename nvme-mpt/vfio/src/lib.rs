@@ -19,6 +19,7 @@
 mod backing;
 mod container;
 mod controller;
+mod description;
 mod device;
 mod error;
 pub mod function;
@@ -27,6 +28,7 @@ pub mod pair;
 
 pub use backing::Backing;
 pub use controller::{ControllerError, ControllerOptions, VfioController};
+pub use description::Description;
 pub use device::VfioBacking;
 pub use error::VfioError;
 pub use pair::VfioQueue;

@@ -437,3 +437,29 @@ fn whoever_starts_threads_starts_the_one_that_watches_over_a_drive() {
         "{refused}"
     );
 }
+
+#[test]
+fn a_drive_describes_itself_while_it_is_used() {
+    let model = ModelDrive::start(Options {
+        queue_pairs: 5,
+        ..plain()
+    });
+    let controller = VfioController::open(
+        model.clone(),
+        ControllerOptions::default(),
+        &Threads::default(),
+    )
+    .unwrap();
+    let description = controller.describe().unwrap();
+    assert_eq!(description.queue_pairs, Some(5));
+    assert_eq!(description.controller_memory, Some(false));
+    assert!(description.controller.oncs.write_zeroes());
+    assert!(description.health.is_some());
+    let [(nsid, namespace)] = &description.namespaces[..] else {
+        panic!("{:?}", description.namespaces);
+    };
+    assert_eq!((nsid.0, namespace.nsze << 9), (1, 2 * LEASE));
+    model.vanish();
+    let error = controller.describe().unwrap_err();
+    assert!(matches!(error, ControllerError::Gone), "{error}");
+}

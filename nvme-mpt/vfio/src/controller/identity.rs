@@ -79,6 +79,20 @@ impl Identity {
     }
 }
 
+/// Asks for Identify Namespace of these namespaces.
+pub(super) fn describe_namespaces(
+    admin: &mut AdminQueue,
+    namespaces: &[HostNamespace],
+) -> Result<Vec<(Nsid, IdentifyNamespace)>, ControllerError> {
+    let mut described = Vec::with_capacity(namespaces.len());
+    for HostNamespace { nsid, .. } in namespaces {
+        let mut structure = IdentifyNamespace::new_zeroed();
+        identify(admin, Cns::NAMESPACE, *nsid, &mut structure)?;
+        described.push((*nsid, structure));
+    }
+    Ok(described)
+}
+
 fn identify<T>(
     admin: &mut AdminQueue,
     cns: Cns,

@@ -26,6 +26,7 @@ use vmm_sys_util::eventfd::EventFd;
 pub use error::ControllerError;
 
 use super::backing::Backing;
+use super::description::Description;
 use super::pair::{Governor, LeaseShare};
 use admin_queue::AdminQueue;
 use doorbell_buffer::DoorbellBuffer;
@@ -47,6 +48,7 @@ use nvme_mpt::poller::Threads;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
+use nvme_mpt::spec::registers::offset::CMBSZ;
 use queue_pairs::QueuePairs;
 use registers::{Registers, SHUTDOWN_TIMEOUT};
 use supervisor::DriveCounters;
@@ -149,6 +151,28 @@ impl VfioController {
             drive,
             supervisor: Some(supervisor),
         }))
+    }
+}
+
+impl VfioController {
+    /// Asks the drive to describe itself.
+    ///
+    /// # Errors
+    /// [`ControllerError`] of a drive that is reset or gone, or does not answer Identify.
+    pub fn describe(&self) -> Result<Description, ControllerError> {
+        let drive = &self.drive;
+        let known = lock(&drive.namespaces).clone();
+        let queue_pairs = lock(&drive.pairs).total();
+        let memory_size = drive.backing.read32(CMBSZ as usize);
+        drive.with_admin(|admin| {
+            Ok(Description {
+                controller: drive.identity.controller,
+                namespaces: identity::describe_namespaces(admin, &known)?,
+                health: log_pages::smart_health(admin, true).ok(),
+                queue_pairs: Some(queue_pairs),
+                controller_memory: Some(memory_size != 0),
+            })
+        })
     }
 }
 

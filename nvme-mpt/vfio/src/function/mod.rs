@@ -2,6 +2,7 @@
 
 mod address;
 mod namespaces;
+mod passthrough;
 mod users;
 
 use std::fs;
@@ -10,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 pub use address::{PciAddress, PciAddressError};
 pub use namespaces::{KernelController, KernelNamespace};
+pub use passthrough::DescribeError;
 pub use users::{Claim, User, UsersError};
 
 /// Class code of NVMe controllers (NVMe over PCIe Transport 1.0, section 2.1.1: mass storage,

@@ -1,0 +1,20 @@
+//! A drive's description of itself, whatever driver it was asked through.
+
+use nvme_mpt::spec::identify::{IdentifyController, IdentifyNamespace};
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::log::SmartHealth;
+
+/// Description of a drive by Identify, its health log and its registers.
+#[derive(Clone, Debug)]
+pub struct Description {
+    /// Identify Controller.
+    pub controller: IdentifyController,
+    /// Identify Namespace of each active namespace.
+    pub namespaces: Vec<(Nsid, IdentifyNamespace)>,
+    /// SMART / Health Information; `None` if the drive does not return it.
+    pub health: Option<SmartHealth>,
+    /// I/O queue pairs that the drive grants; `None` if it does not report them.
+    pub queue_pairs: Option<u16>,
+    /// True if the drive has a Controller Memory Buffer; `None` if that cannot be seen.
+    pub controller_memory: Option<bool>,
+}

@@ -4,7 +4,8 @@
 //! [`adaptor`] makes an NVMe function a `vfio_user_server::Device`, and a [`function_thread`] runs the
 //! two. Other commands ask a server on its control socket ([`control`]): for its figures ([`stats`]), to change its
 //! functions ([`change`]) and the faults of its drives ([`faults`]). The rest find the host's physical drives
-//! ([`drives`]), take them from the host's own driver ([`mod@bind`]), and make profiles of drives ([`profile`]).
+//! ([`drives`]), take them from the host's own driver ([`mod@bind`]), make profiles of drives ([`profile`]), and report on
+//! a host and a drive ([`doctor`]).
 //!
 //! `kept` has what outlives a server in its keeper ([`nvme_mpt_keep`]), with which its successor goes on.
 //!
@@ -21,6 +22,7 @@ pub mod bind;
 pub mod change;
 pub mod cli;
 pub mod control;
+pub mod doctor;
 pub mod drives;
 pub mod faults;
 pub mod function_thread;

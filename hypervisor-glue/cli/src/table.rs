@@ -3,40 +3,61 @@
 use std::fmt;
 
 /// Rows of cells, printed in columns that are as wide as they need be.
-pub(crate) struct Table(Vec<Vec<String>>);
+pub(crate) struct Table {
+    rows: Vec<Vec<String>>,
+    /// True if cells begin at the left of their columns.
+    of_text: bool,
+}
 
 impl Table {
+    /// A table of figures, with a head.
     pub(crate) fn new(head: &[&str]) -> Self {
-        Self(vec![head.iter().map(|&cell| cell.to_owned()).collect()])
+        Self {
+            rows: vec![head.iter().map(|&cell| cell.to_owned()).collect()],
+            of_text: false,
+        }
+    }
+
+    /// A table of text, without a head.
+    pub(crate) fn of_text() -> Self {
+        Self {
+            rows: Vec::new(),
+            of_text: true,
+        }
     }
 
     /// Returns whether it has no row below its head.
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.len() < 2
+        self.rows.len() < 2
     }
 
     pub(crate) fn row(&mut self, cells: Vec<String>) {
-        self.0.push(cells);
+        self.rows.push(cells);
     }
 }
 
 impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let columns = self.0.iter().map(Vec::len).max().unwrap_or(0);
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let cell_width = |row: &Vec<String>, column: usize| {
             row.get(column).map_or(0, |cell| cell.chars().count())
         };
         let widths: Vec<usize> = (0..columns)
             .map(|column| {
-                let widths = self.0.iter().map(|row| cell_width(row, column));
+                let widths = self.rows.iter().map(|row| cell_width(row, column));
                 widths.max().unwrap_or(0)
             })
             .collect();
-        for row in &self.0 {
+        for row in &self.rows {
+            let mut line = String::new();
             for (cell, width) in row.iter().zip(&widths) {
-                write!(f, "  {cell:>width$}")?;
+                line += &match self.of_text {
+                    true => format!("  {cell:<width$}"),
+                    false => format!("  {cell:>width$}"),
+                };
             }
-            writeln!(f)?;
+            let line = if self.of_text { line.trim_end() } else { &line };
+            writeln!(f, "{line}")?;
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! The `nvme-mpt` command.
 
+mod doctor;
 mod functions;
 mod leases;
 mod manual;
@@ -24,6 +25,7 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
+use self::doctor::Doctor;
 use self::functions::{
     Add, Limit, List, Reload, Remove, Reserve, Resize, Upgrade, function_help, function_synopsis,
 };
@@ -74,6 +76,7 @@ enum Command {
     Drives(Drives),
     Bind(Bind),
     Unbind(Unbind),
+    Doctor(Doctor),
     Man(Man),
     Completions(Completions),
 }
@@ -333,6 +336,7 @@ pub fn run() -> ExitCode {
         Command::Drives(options) => run_drives(options),
         Command::Bind(options) => run_bind(&options),
         Command::Unbind(options) => run_unbind(&options),
+        Command::Doctor(options) => options.run(),
         Command::Man(options) => options.run(),
         Command::Completions(options) => options.run(),
     };

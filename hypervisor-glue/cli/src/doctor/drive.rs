@@ -1,0 +1,481 @@
+//! Checks of a physical drive: its place in the host, its users, and its own description.
+
+use std::path::Path;
+
+use nvme_mpt::origin::nvme::text;
+use nvme_mpt::range::Bytes;
+use nvme_mpt::spec::identify::{DeallocatedRead, IdentifyController, IdentifyNamespace};
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::log::SmartHealth;
+use nvme_vfio::Description;
+use nvme_vfio::function::{HostRoot, PciFunction, User, VFIO_PCI};
+
+use super::report::{Check, Outcome};
+
+/// The host's own driver.
+const NVME: &str = "nvme";
+
+/// Memory pages of a drive, in which it counts its transfers, as a power of two.
+const PAGE_SHIFT: u8 = 12;
+
+/// Percentage used of a drive's life that calls for a new one.
+const WORN: u8 = 90;
+
+/// Difference between kelvins and degrees Celsius.
+const KELVIN: i32 = 273;
+
+/// Checks the function in its host.
+pub(super) fn placed(root: &HostRoot, function: &PciFunction) -> Vec<Check> {
+    vec![
+        class(function),
+        driver(function),
+        group(function),
+        users(root, function),
+        link(root, function),
+        node(function),
+    ]
+}
+
+fn class(function: &PciFunction) -> Check {
+    const NAME: &str = "drive.function";
+    let PciFunction {
+        address,
+        vendor,
+        device,
+        class,
+        ..
+    } = function;
+    let finding = format!("{address}, PCI ID {vendor:04x}:{device:04x}, class {class:06x}h");
+    match function.is_nvme() {
+        true => Check::ok(NAME, finding),
+        false => Check::new(
+            NAME,
+            Outcome::Problem,
+            format!("{finding}: no NVMe controller"),
+        )
+        .remedy("nvme-mpt drives lists those of this host"),
+    }
+}
+
+fn driver(function: &PciFunction) -> Check {
+    const NAME: &str = "drive.driver";
+    let bind = format!("nvme-mpt bind {}", function.address);
+    match function.driver.as_deref() {
+        Some(VFIO_PCI) => Check::ok(NAME, "vfio-pci: it can be served"),
+        Some(NVME) => Check::new(
+            NAME,
+            Outcome::Warning,
+            "nvme: the host's own driver has it, so it cannot be served",
+        )
+        .remedy(bind),
+        Some(other) => Check::new(
+            NAME,
+            Outcome::Problem,
+            format!("{other}: its users are not known"),
+        )
+        .remedy(format!("{bind} --force")),
+        None => Check::new(NAME, Outcome::Warning, "none").remedy(bind),
+    }
+}
+
+fn group(function: &PciFunction) -> Check {
+    const NAME: &str = "drive.iommu_group";
+    let Some(group) = &function.iommu_group else {
+        return Check::new(
+            NAME,
+            Outcome::Problem,
+            "none: it would reach all memory of the host",
+        )
+        .remedy("enable the IOMMU, as host.iommu shows");
+    };
+    let own = function.address.to_string();
+    let others = group.members.iter().filter(|member| member.address != own);
+    let others: Vec<String> = others
+        .map(|member| {
+            let driver = member.driver.as_deref().unwrap_or("no driver");
+            format!("{} ({driver})", member.address)
+        })
+        .collect();
+    let number = group.number;
+    if others.is_empty() {
+        return Check::ok(NAME, format!("{number}, the drive alone"));
+    }
+    let finding = format!("{number}, with {}", others.join(", "));
+    let in_the_way: Vec<&str> = function
+        .others_with_host_drivers()
+        .map(|(address, _)| address)
+        .collect();
+    match in_the_way.is_empty() {
+        true => Check::ok(NAME, finding),
+        false => Check::new(NAME, Outcome::Problem, finding).remedy(format!(
+            "bind to vfio-pci as well, or to no driver: {}",
+            in_the_way.join(", ")
+        )),
+    }
+}
+
+fn users(root: &HostRoot, function: &PciFunction) -> Check {
+    const NAME: &str = "drive.users";
+    let users = match (&function.controller, &function.iommu_group) {
+        (Some(controller), _) => match controller.users(root) {
+            Ok(users) => users,
+            Err(error) => return Check::not_checked(NAME, error.to_string()),
+        },
+        (None, Some(group)) if function.driver.as_deref() == Some(VFIO_PCI) => group.users(root),
+        _ => Vec::new(),
+    };
+    if users.is_empty() {
+        return Check::ok(NAME, "none");
+    }
+    let lost = users.iter().any(|user| !user.can_be_overridden());
+    let listed: Vec<String> = users.iter().map(User::to_string).collect();
+    let listed = listed.join("; ");
+    match lost {
+        true => Check::new(NAME, Outcome::Problem, listed)
+            .remedy("end that use; the drive is not to be taken from it"),
+        false => Check::new(NAME, Outcome::Warning, listed).remedy("end these processes first"),
+    }
+}
+
+fn link(root: &HostRoot, function: &PciFunction) -> Check {
+    const NAME: &str = "drive.link";
+    let folder = root.function_folder(function.address);
+    let values = [
+        "current_link_speed",
+        "current_link_width",
+        "max_link_speed",
+        "max_link_width",
+    ];
+    let [Some(speed), Some(width), Some(max_speed), Some(max_width)] =
+        values.map(|file| read(&folder.join(file)))
+    else {
+        return Check::not_checked(NAME, "the kernel does not report the PCIe link");
+    };
+    let finding = format!("{speed}, {width} lanes");
+    if (&speed, &width) == (&max_speed, &max_width) {
+        return Check::ok(NAME, finding);
+    }
+    Check::new(
+        NAME,
+        Outcome::Warning,
+        format!("{finding}; the drive can do {max_speed}, {max_width} lanes"),
+    )
+    .remedy(
+        "use a slot with as many lanes of that speed; some drives slow the link down while idle",
+    )
+}
+
+fn node(function: &PciFunction) -> Check {
+    const NAME: &str = "drive.numa_node";
+    match function.numa_node {
+        Some(node) => Check::ok(
+            NAME,
+            format!("{node}: pollers of its functions are best on this node"),
+        ),
+        None => Check::ok(NAME, "one node, or none reported"),
+    }
+}
+
+fn read(path: &Path) -> Option<String> {
+    let bytes = std::fs::read(path).ok()?;
+    Some(String::from_utf8_lossy(&bytes).trim().to_owned())
+}
+
+/// Checks what the drive reports about itself.
+pub(super) fn described(description: &Description) -> Vec<Check> {
+    let Description {
+        controller,
+        namespaces,
+        health,
+        queue_pairs,
+        controller_memory,
+    } = description;
+    let mut checks = vec![model(controller), self::health(health.as_ref())];
+    checks.push(self::queue_pairs(*queue_pairs));
+    checks.push(transfer(controller));
+    match namespaces.is_empty() {
+        true => checks.push(
+            Check::new("drive.namespaces", Outcome::Problem, "none is active")
+                .remedy("nvme create-ns and nvme attach-ns, with the host's own driver"),
+        ),
+        false => checks.extend(namespaces.iter().map(|(nsid, it)| namespace(*nsid, it))),
+    }
+    checks.extend([
+        wiping(controller, namespaces),
+        deallocation(controller, namespaces),
+        copying(controller, namespaces),
+        commands(controller),
+        sgl(controller),
+        doorbells(controller),
+        cache(controller),
+        self::controller_memory(*controller_memory),
+    ]);
+    checks
+}
+
+fn model(controller: &IdentifyController) -> Check {
+    let version = controller.ver;
+    Check::ok(
+        "drive.model",
+        format!(
+            "{}, serial {}, firmware {}, NVMe {}.{}.{}",
+            text(&controller.mn),
+            text(&controller.sn),
+            text(&controller.fr),
+            version.mjr(),
+            version.mnr(),
+            version.ter()
+        ),
+    )
+}
+
+fn health(health: Option<&SmartHealth>) -> Check {
+    const NAME: &str = "drive.health";
+    let Some(health) = health else {
+        return Check::not_checked(NAME, "the drive does not return its health log");
+    };
+    let warning = health.critical_warning;
+    let critical: Vec<&str> = [
+        (warning.spare(), "spare blocks are below the threshold"),
+        (
+            warning.temperature(),
+            "a temperature is beyond its threshold",
+        ),
+        (warning.reliability(), "reliability is degraded"),
+        (warning.read_only(), "media are read only"),
+        (
+            warning.volatile_backup(),
+            "the backup of volatile memory has failed",
+        ),
+        (warning.pmr(), "the persistent memory region is unreliable"),
+    ]
+    .into_iter()
+    .filter_map(|(is_set, meaning)| is_set.then_some(meaning))
+    .collect();
+    let celsius = i32::from(health.composite_temperature.get()) - KELVIN;
+    let media_errors = health.media_errors.get();
+    let figures = format!(
+        "{celsius} °C, {} % used, {} % spare, {media_errors} media errors",
+        health.percentage_used, health.available_spare
+    );
+    if !critical.is_empty() {
+        return Check::new(
+            NAME,
+            Outcome::Problem,
+            format!("{}; {figures}", critical.join(", ")),
+        )
+        .remedy("replace the drive, or cool it if the temperature alone is reported");
+    }
+    if health.percentage_used >= WORN || media_errors > 0 {
+        return Check::new(NAME, Outcome::Warning, figures).remedy("plan to replace the drive");
+    }
+    Check::ok(NAME, figures)
+}
+
+fn queue_pairs(pairs: Option<u16>) -> Check {
+    const NAME: &str = "drive.queue_pairs";
+    match pairs {
+        None => Check::not_checked(NAME, "the drive does not report them"),
+        Some(1) => Check::new(NAME, Outcome::Warning, "1: all functions share it in turn"),
+        Some(pairs) => Check::ok(
+            NAME,
+            format!("{pairs}; guests' queues beyond that share pairs in turn"),
+        ),
+    }
+}
+
+/// Most bytes of one command.
+fn transfer(controller: &IdentifyController) -> Check {
+    const NAME: &str = "drive.transfer";
+    let bytes = 1_u64
+        .checked_shl((controller.mdts.saturating_add(PAGE_SHIFT)).into())
+        .filter(|_| controller.mdts > 0);
+    Check::ok(
+        NAME,
+        match bytes {
+            Some(bytes) if bytes < 1 << 20 => format!(
+                "{} a command; longer commands of guests are split, and guests have no SGLs",
+                Bytes(bytes)
+            ),
+            Some(bytes) => format!("{} a command", Bytes(bytes)),
+            None => "any size a command".to_owned(),
+        },
+    )
+}
+
+fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> Check {
+    let name = format!("drive.namespace.{}", nsid.0);
+    let Some(format) = namespace.current_lba_format() else {
+        return Check::new(
+            name,
+            Outcome::Problem,
+            "its LBA format is not one that it lists",
+        );
+    };
+    let (shift, metadata) = (format.lbads(), format.ms());
+    let bytes = 1_u64.checked_shl(shift.into());
+    let size = bytes.and_then(|bytes| namespace.nsze.checked_mul(bytes));
+    let others = namespace
+        .lbaf
+        .iter()
+        .take(usize::from(namespace.nlbaf_z) + 1);
+    let others: Vec<String> = others
+        .filter(|format| format.lbads() != 0)
+        .map(|format| match format.ms() {
+            0 => format!("2^{}", format.lbads()),
+            metadata => format!("2^{}+{metadata}", format.lbads()),
+        })
+        .collect();
+    let finding = format!(
+        "{}, blocks of 2^{shift} bytes{}; formats: {}",
+        size.map_or("of unknown size".to_owned(), |size| Bytes(size).to_string()),
+        match metadata {
+            0 => String::new(),
+            metadata => format!(" and {metadata} bytes of metadata"),
+        },
+        others.join(", ")
+    );
+    if metadata == 0 && matches!(shift, 9 | 12) && size.is_some() {
+        return Check::ok(name, finding);
+    }
+    Check::new(
+        name,
+        Outcome::Problem,
+        format!("{finding}; it cannot be served"),
+    )
+    .remedy("nvme format --lbaf=N to blocks of 512 or 4096 bytes without metadata, which erases it")
+}
+
+/// The namespaces whose deallocated blocks read as something else than zeroes.
+fn not_zeroes(namespaces: &[(Nsid, IdentifyNamespace)]) -> Vec<String> {
+    let others = namespaces
+        .iter()
+        .filter(|(_, namespace)| namespace.dlfeat.read() != DeallocatedRead::ZEROES);
+    others.map(|(nsid, _)| nsid.0.to_string()).collect()
+}
+
+fn wiping(controller: &IdentifyController, namespaces: &[(Nsid, IdentifyNamespace)]) -> Check {
+    const NAME: &str = "drive.wiping";
+    if !controller.oncs.write_zeroes() {
+        return Check::new(
+            NAME,
+            Outcome::Warning,
+            "no Write Zeroes: data of a former tenant cannot be erased",
+        )
+        .remedy("give ranges to one tenant alone, or erase them by other means and use data=keep");
+    }
+    Check::ok(
+        NAME,
+        match not_zeroes(namespaces).is_empty() {
+            true => "Write Zeroes, and deallocated blocks read as zeroes: wipes are fast",
+            false => "Write Zeroes; wipes may write each block",
+        },
+    )
+}
+
+fn deallocation(
+    controller: &IdentifyController,
+    namespaces: &[(Nsid, IdentifyNamespace)],
+) -> Check {
+    const NAME: &str = "drive.deallocate";
+    if !controller.oncs.dsm() {
+        return Check::ok(NAME, "no Dataset Management: guests cannot discard");
+    }
+    let others = not_zeroes(namespaces);
+    Check::ok(
+        NAME,
+        match others.is_empty() {
+            true => "guests can discard, and deallocated blocks read as zeroes".to_owned(),
+            false => format!(
+                "guests can discard; deallocated blocks need not read as zeroes in namespaces {}",
+                others.join(", ")
+            ),
+        },
+    )
+}
+
+fn copying(controller: &IdentifyController, namespaces: &[(Nsid, IdentifyNamespace)]) -> Check {
+    const NAME: &str = "drive.copy";
+    if !controller.oncs.copy() || controller.cdfs & 1 == 0 {
+        return Check::ok(NAME, "no Copy of format 0");
+    }
+    let blocks = namespaces
+        .iter()
+        .map(|(_, namespace)| namespace.mcl.min(namespace.mssrl.into()))
+        .min();
+    Check::ok(
+        NAME,
+        match blocks {
+            Some(blocks) => format!("guests can copy up to {blocks} blocks a range"),
+            None => "guests can copy".to_owned(),
+        },
+    )
+}
+
+fn commands(controller: &IdentifyController) -> Check {
+    let oncs = controller.oncs;
+    let (there, missing): (Vec<_>, Vec<_>) = [
+        (oncs.compare(), "Compare"),
+        (oncs.write_zeroes(), "Write Zeroes"),
+        (oncs.dsm(), "Dataset Management"),
+        (oncs.verify(), "Verify"),
+        (oncs.write_uncorrectable(), "Write Uncorrectable"),
+        (oncs.copy(), "Copy"),
+    ]
+    .into_iter()
+    .partition(|(is_there, _)| *is_there);
+    let list = |commands: Vec<(bool, &str)>| match commands.is_empty() {
+        true => "none".to_owned(),
+        false => {
+            let names: Vec<&str> = commands.into_iter().map(|(_, name)| name).collect();
+            names.join(", ")
+        }
+    };
+    Check::ok(
+        "drive.commands",
+        format!("optional: {}; missing: {}", list(there), list(missing)),
+    )
+}
+
+fn sgl(controller: &IdentifyController) -> Check {
+    Check::ok(
+        "drive.sgl",
+        match controller.sgls.support() {
+            0 => "no SGLs",
+            1 => "SGLs at any byte",
+            _ => "SGLs at multiples of 4 alone, which guests are not offered",
+        },
+    )
+}
+
+fn doorbells(controller: &IdentifyController) -> Check {
+    Check::ok(
+        "drive.doorbell_buffer",
+        match controller.oacs.doorbell_buffer_config() {
+            true => "shadow doorbells: an emulated drive",
+            false => "no shadow doorbells, as usual for hardware",
+        },
+    )
+}
+
+fn cache(controller: &IdentifyController) -> Check {
+    Check::ok(
+        "drive.write_cache",
+        match controller.vwc.present() {
+            true => "volatile: guests see one, and their Flush reaches the drive",
+            false => "none that is volatile",
+        },
+    )
+}
+
+fn controller_memory(is_there: Option<bool>) -> Check {
+    const NAME: &str = "drive.controller_memory";
+    match is_there {
+        Some(true) => Check::ok(
+            NAME,
+            "a Controller Memory Buffer, which nvme-mpt does not use",
+        ),
+        Some(false) => Check::ok(NAME, "no Controller Memory Buffer"),
+        None => Check::not_checked(NAME, "the drive's registers cannot be read"),
+    }
+}

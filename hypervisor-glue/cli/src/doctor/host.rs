@@ -1,0 +1,373 @@
+//! Checks of the host: its kernel, its IOMMU, limits of this process, and rights.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nvme_mpt::range::Bytes;
+use nvme_vfio::function::{HostRoot, VFIO_PCI};
+use rustix::fs::Access;
+
+use super::report::{Check, Outcome};
+
+/// Oldest kernel that the tests run on.
+const OLDEST_KERNEL: (u32, u32) = (6, 1);
+
+/// Descriptors that a server with many functions is to have at least: more than the usual soft limit.
+const DESCRIPTORS: u64 = 4096;
+
+/// Bytes that a process with a physical drive locks besides the memory of VMs (`nvme_vfio::VfioError::MemoryLock`).
+const LOCKED_BESIDES: u64 = 256 << 20;
+
+/// Capabilities (capabilities(7)).
+const CAP_IPC_LOCK: u32 = 14;
+const CAP_SYS_ADMIN: u32 = 21;
+
+/// The host, as this process sees it.
+#[derive(Clone, Debug)]
+pub struct Host {
+    /// Root of the kernel's file systems.
+    pub root: HostRoot,
+    /// Folder with the ledger of leases.
+    pub state_dir: PathBuf,
+    /// True if a physical drive is to be served, so that its needs are the host's.
+    pub physical: bool,
+}
+
+impl Host {
+    /// Makes all checks of the host.
+    #[must_use]
+    pub fn checks(&self) -> Vec<Check> {
+        vec![
+            self.kernel(),
+            self.io_uring(),
+            self.iommu(),
+            self.vfio_pci(),
+            self.vfio_type1(),
+            self.vfio_device(),
+            self.locked_memory(),
+            self.descriptors(),
+            self.huge_pages(),
+            self.kvm(),
+            self.state_folder(),
+        ]
+    }
+
+    fn proc(&self, name: &str) -> Option<String> {
+        read(&self.root.proc.join(name))
+    }
+
+    fn sys(&self, name: &str) -> Option<String> {
+        read(&self.root.sys.join(name))
+    }
+
+    /// Outcome of a check that physical drives depend on.
+    fn unmet(&self) -> Outcome {
+        match self.physical {
+            true => Outcome::Problem,
+            false => Outcome::Warning,
+        }
+    }
+
+    fn kernel(&self) -> Check {
+        const NAME: &str = "host.kernel";
+        let Some(release) = self.proc("sys/kernel/osrelease") else {
+            return Check::not_checked(NAME, "the kernel does not report its release");
+        };
+        let mut numbers = release
+            .split(|c: char| !c.is_ascii_digit())
+            .map_while(|number| number.parse::<u32>().ok());
+        let version = (numbers.next(), numbers.next());
+        let (Some(major), Some(minor)) = version else {
+            return Check::not_checked(NAME, format!("a release of unknown form: {release}"));
+        };
+        let finding = format!("Linux {release}");
+        if (major, minor) >= OLDEST_KERNEL {
+            return Check::ok(NAME, finding);
+        }
+        let (major, minor) = OLDEST_KERNEL;
+        Check::new(NAME, Outcome::Warning, finding).remedy(format!(
+            "use Linux {major}.{minor} or newer, as the tests do"
+        ))
+    }
+
+    fn io_uring(&self) -> Check {
+        const NAME: &str = "host.io_uring";
+        let Some(text) = self.proc("sys/kernel/io_uring_disabled") else {
+            return Check::ok(NAME, "allowed; the kernel has no switch for it");
+        };
+        let lost = "files and block devices cannot be drives; physical drives can";
+        let refused = |finding| {
+            Check::new(NAME, Outcome::Warning, finding).remedy("sysctl kernel.io_uring_disabled=0")
+        };
+        match text.as_str() {
+            "0" => Check::ok(NAME, "allowed"),
+            "1" if self.is_capable(CAP_SYS_ADMIN) => Check::ok(
+                NAME,
+                "allowed for this user, as kernel.io_uring_disabled is 1",
+            ),
+            "1" => refused(format!(
+                "kernel.io_uring_disabled is 1, which refuses it to most users: {lost}"
+            )),
+            "2" => refused(format!("kernel.io_uring_disabled is 2: {lost}")),
+            other => Check::not_checked(
+                NAME,
+                format!("kernel.io_uring_disabled has an unknown value: {other}"),
+            ),
+        }
+    }
+
+    fn iommu(&self) -> Check {
+        const NAME: &str = "host.iommu";
+        let groups = names(&self.root.sys.join("kernel/iommu_groups"));
+        let units = names(&self.root.sys.join("class/iommu"));
+        if !groups.is_empty() {
+            let units = match units.is_empty() {
+                true => String::new(),
+                false => format!(" by {}", units.join(", ")),
+            };
+            return Check::ok(NAME, format!("on: {} IOMMU groups{units}", groups.len()));
+        }
+        let finding = match units.is_empty() {
+            true => "no IOMMU: physical drives cannot be served",
+            false => "the IOMMU makes no groups: physical drives cannot be served",
+        };
+        Check::new(NAME, self.unmet(), finding).remedy(
+            "enable VT-d, AMD-Vi or SMMU in the firmware's setup, and on Intel hosts add intel_iommu=on to the kernel's \
+             command line",
+        )
+    }
+
+    fn vfio_pci(&self) -> Check {
+        const NAME: &str = "host.vfio_pci";
+        match self
+            .root
+            .sys
+            .join("bus/pci/drivers")
+            .join(VFIO_PCI)
+            .exists()
+        {
+            true => Check::ok(NAME, "the driver vfio-pci is loaded"),
+            false => Check::new(NAME, self.unmet(), "the driver vfio-pci is not loaded")
+                .remedy("modprobe vfio-pci"),
+        }
+    }
+
+    fn vfio_type1(&self) -> Check {
+        const NAME: &str = "host.vfio_iommu_type1";
+        if !self.root.sys.join("module/vfio_iommu_type1").exists() {
+            return Check::new(NAME, self.unmet(), "the module is not loaded")
+                .remedy("modprobe vfio_iommu_type1");
+        }
+        let limit = self.sys("module/vfio_iommu_type1/parameters/dma_entry_limit");
+        Check::ok(
+            NAME,
+            match limit {
+                Some(limit) => format!("loaded; a drive takes {limit} mappings for all its VMs"),
+                None => "loaded".to_owned(),
+            },
+        )
+    }
+
+    fn vfio_device(&self) -> Check {
+        const NAME: &str = "host.vfio_device";
+        let path = self.root.dev.join("vfio/vfio");
+        self.accessible(NAME, &path, self.unmet(), "modprobe vfio_iommu_type1")
+    }
+
+    fn kvm(&self) -> Check {
+        const NAME: &str = "host.kvm";
+        let path = self.root.dev.join("kvm");
+        let remedy = "enable virtualisation in the firmware's setup, and load kvm_intel or kvm_amd";
+        self.accessible(NAME, &path, Outcome::Warning, remedy)
+    }
+
+    /// Checks that this user may read and write a device's file.
+    fn accessible(&self, name: &str, path: &Path, unmet: Outcome, to_have_it: &str) -> Check {
+        let shown = path.display();
+        match rustix::fs::access(path, Access::READ_OK | Access::WRITE_OK) {
+            Ok(()) => Check::ok(name, format!("{shown} can be read and written")),
+            Err(_) if !path.exists() => {
+                Check::new(name, unmet, format!("{shown} does not exist")).remedy(to_have_it)
+            }
+            Err(error) => Check::new(name, unmet, format!("{shown} cannot be used: {error}"))
+                .remedy(format!(
+                    "run as root, or let a group of this user have it: chgrp GROUP {shown} && chmod g+rw {shown}"
+                )),
+        }
+    }
+
+    fn locked_memory(&self) -> Check {
+        const NAME: &str = "host.locked_memory";
+        if self.is_capable(CAP_IPC_LOCK) {
+            return Check::ok(NAME, "without a limit for this user (CAP_IPC_LOCK)");
+        }
+        let Some(limits) = self.limit("Max locked memory") else {
+            return Check::not_checked(NAME, "the kernel does not report the limit");
+        };
+        let limit = match limits.0 {
+            None => return Check::ok(NAME, "without a limit"),
+            Some(limit) => limit,
+        };
+        let memory = self.total_memory();
+        let enough = memory.is_some_and(|memory| limit >= memory);
+        if enough {
+            return Check::ok(NAME, format!("{}, all memory of this host", Bytes(limit)));
+        }
+        let outcome = match limit < LOCKED_BESIDES {
+            true => self.unmet(),
+            false => Outcome::Warning,
+        };
+        let finding = format!(
+            "{} may be locked; the memory of all VMs on a physical drive is, and {} besides",
+            Bytes(limit),
+            Bytes(LOCKED_BESIDES)
+        );
+        Check::new(NAME, outcome, finding)
+            .remedy("ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit")
+    }
+
+    fn total_memory(&self) -> Option<u64> {
+        let text = self.proc("meminfo")?;
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("MemTotal:"))?;
+        let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+        kib.checked_mul(1024)
+    }
+
+    fn descriptors(&self) -> Check {
+        const NAME: &str = "host.descriptors";
+        let Some((soft, hard)) = self.limit("Max open files") else {
+            return Check::not_checked(NAME, "the kernel does not report the limit");
+        };
+        let shown = |limit: Option<u64>| {
+            limit.map_or("without a limit".to_owned(), |limit| limit.to_string())
+        };
+        let finding = format!("{} (at most {})", shown(soft), shown(hard));
+        if soft.is_none_or(|soft| soft >= DESCRIPTORS) {
+            return Check::ok(NAME, finding);
+        }
+        let finding = format!("{finding}: few for a server with many functions");
+        Check::new(NAME, Outcome::Warning, finding)
+            .remedy("ulimit -n 524288, or LimitNOFILE=524288 in the unit")
+    }
+
+    fn huge_pages(&self) -> Check {
+        const NAME: &str = "host.huge_pages";
+        let folder = "kernel/mm/hugepages";
+        let mut sizes = Vec::new();
+        for name in names(&self.root.sys.join(folder)) {
+            let total = self.sys(&format!("{folder}/{name}/nr_hugepages"));
+            let free = self.sys(&format!("{folder}/{name}/free_hugepages"));
+            if let (Some(total), Some(free)) = (total, free)
+                && total != "0"
+            {
+                let size = name.trim_start_matches("hugepages-");
+                sizes.push(format!("{free} of {total} of {size} free"));
+            }
+        }
+        let reserved = match sizes.is_empty() {
+            true => "none reserved".to_owned(),
+            false => sizes.join(", "),
+        };
+        let transparent = self.sys("kernel/mm/transparent_hugepage/enabled");
+        let choice = transparent
+            .as_deref()
+            .and_then(|text| Some(text.split_once('[')?.1.split_once(']')?.0));
+        match choice {
+            Some("never") => Check::new(
+                NAME,
+                Outcome::Warning,
+                format!(
+                    "{reserved}; transparent huge pages are off, so mapping a large VM takes long"
+                ),
+            )
+            .remedy("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"),
+            Some(choice) => Check::ok(NAME, format!("{reserved}; transparent: {choice}")),
+            None => Check::ok(NAME, reserved),
+        }
+    }
+
+    fn state_folder(&self) -> Check {
+        const NAME: &str = "host.state_folder";
+        let folder = &self.state_dir;
+        let shown = folder.display();
+        let writable = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+        if folder.is_dir() {
+            return match rustix::fs::access(folder, writable) {
+                Ok(()) => Check::ok(NAME, format!("{shown} can be written")),
+                Err(error) => Check::new(
+                    NAME,
+                    Outcome::Problem,
+                    format!("{shown} cannot be written: {error}"),
+                )
+                .remedy("run as its owner or as root, or choose another folder with --state-dir"),
+            };
+        }
+        let elsewhere = "run as root, or choose another folder with --state-dir";
+        if folder.exists() {
+            return Check::new(NAME, Outcome::Problem, format!("{shown} is no folder"))
+                .remedy(elsewhere);
+        }
+        let nearest = folder.ancestors().skip(1).find(|parent| parent.exists());
+        // A relative path may have no other folder.
+        let parent = nearest.unwrap_or(Path::new("."));
+        match rustix::fs::access(parent, writable) {
+            Ok(()) if parent.is_dir() => Check::ok(
+                NAME,
+                format!("{shown} does not exist yet; the first server makes it"),
+            ),
+            _ => Check::new(
+                NAME,
+                Outcome::Problem,
+                format!(
+                    "{shown} does not exist and cannot be made in {}",
+                    parent.display()
+                ),
+            )
+            .remedy(elsewhere),
+        }
+    }
+
+    /// Soft and hard limit of this process; `None` for unlimited.
+    fn limit(&self, name: &str) -> Option<(Option<u64>, Option<u64>)> {
+        let text = self.proc("self/limits")?;
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        let mut values = line.split_whitespace();
+        let mut value = || match values.next()? {
+            "unlimited" => Some(None),
+            number => number.parse().ok().map(Some),
+        };
+        Some((value()?, value()?))
+    }
+
+    /// Returns whether this process has a capability.
+    fn is_capable(&self, capability: u32) -> bool {
+        let Some(text) = self.proc("self/status") else {
+            return false;
+        };
+        let effective = text.lines().find_map(|line| line.strip_prefix("CapEff:"));
+        effective
+            .and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok())
+            .is_some_and(|capabilities| capabilities >> capability & 1 != 0)
+    }
+}
+
+/// Text of a file without the line's end; `None` if it cannot be read.
+fn read(path: &Path) -> Option<String> {
+    let bytes = fs::read(path).ok()?;
+    Some(String::from_utf8_lossy(&bytes).trim().to_owned())
+}
+
+/// Names in a folder, in order; none if it cannot be read.
+fn names(folder: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return Vec::new();
+    };
+    let mut names: Vec<String> = entries
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
+}

@@ -1,0 +1,219 @@
+//! The report: checks with their outcomes, for a person and for a program.
+
+use std::fmt;
+
+use serde::{Serialize, Serializer};
+
+use crate::table::Table;
+
+/// Outcome of a check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Nothing to do.
+    Ok,
+    /// It works, with a drawback.
+    Warning,
+    /// It does not work before the remedy.
+    Problem,
+    /// The check could not be made, or was not asked for.
+    NotChecked,
+}
+
+impl Outcome {
+    /// Its name, in text and in JSON.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Problem => "problem",
+            Self::NotChecked => "not checked",
+        }
+    }
+}
+
+impl Serialize for Outcome {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
+    }
+}
+
+/// A check, and its result.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Check {
+    /// Name that stays the same from version to version, as in `host.iommu`.
+    pub name: String,
+    /// Outcome.
+    pub outcome: Outcome,
+    /// Observation, with its value.
+    pub finding: String,
+    /// Step that changes the outcome, with a command where there is one.
+    pub remedy: Option<String>,
+}
+
+impl Check {
+    /// A check without a remedy.
+    #[must_use]
+    pub fn new(name: impl Into<String>, outcome: Outcome, finding: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            outcome,
+            finding: finding.into(),
+            remedy: None,
+        }
+    }
+
+    /// A check that found nothing to do.
+    #[must_use]
+    pub fn ok(name: impl Into<String>, finding: impl Into<String>) -> Self {
+        Self::new(name, Outcome::Ok, finding)
+    }
+
+    /// A check that could not be made.
+    #[must_use]
+    pub fn not_checked(name: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::new(name, Outcome::NotChecked, reason)
+    }
+
+    /// The same check, with a remedy.
+    #[must_use]
+    pub fn remedy(mut self, remedy: impl Into<String>) -> Self {
+        self.remedy = Some(remedy.into());
+        self
+    }
+}
+
+/// Checks of one subject.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Section {
+    /// Subject, as in `Host`.
+    pub subject: String,
+    /// Its checks.
+    pub checks: Vec<Check>,
+}
+
+/// All that `nvme-mpt doctor` found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// Version of the program.
+    pub version: String,
+    /// Moment of the report.
+    pub time: String,
+    /// The sections, in the order of the checks.
+    pub sections: Vec<Section>,
+}
+
+impl Report {
+    /// Returns the number of checks with an outcome.
+    #[must_use]
+    pub fn count(&self, outcome: Outcome) -> usize {
+        let checks = self.sections.iter().flat_map(|section| &section.checks);
+        checks.filter(|check| check.outcome == outcome).count()
+    }
+}
+
+/// Text without control characters, which may come from a drive or from the kernel.
+fn printable(text: &str) -> String {
+    let clean = |c: char| if c.is_control() { ' ' } else { c };
+    text.chars().map(clean).collect()
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            version,
+            time,
+            sections,
+        } = self;
+        writeln!(f, "nvme-mpt {version}, {time}")?;
+        // One table for all, so that the columns of all sections are equally wide.
+        let mut table = Table::of_text();
+        let mut lines = Vec::new();
+        for Section { checks, .. } in sections {
+            for check in checks {
+                table.row(vec![
+                    check.name.clone(),
+                    check.outcome.name().to_owned(),
+                    printable(&check.finding),
+                ]);
+                if let Some(remedy) = &check.remedy {
+                    let remedy = format!("remedy: {}", printable(remedy));
+                    table.row(vec![String::new(), String::new(), remedy]);
+                }
+                lines.push(1 + usize::from(check.remedy.is_some()));
+            }
+        }
+        let text = table.to_string();
+        let mut rows = text.lines();
+        let mut lines = lines.into_iter();
+        for Section { subject, checks } in sections {
+            writeln!(f, "\n{}", printable(subject))?;
+            let count = lines.by_ref().take(checks.len()).sum();
+            for row in rows.by_ref().take(count) {
+                writeln!(f, "{row}")?;
+            }
+        }
+        let [problems, warnings, not_checked] =
+            [Outcome::Problem, Outcome::Warning, Outcome::NotChecked]
+                .map(|outcome| self.count(outcome));
+        writeln!(
+            f,
+            "\nproblems: {problems}, warnings: {warnings}, not checked: {not_checked}"
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report() -> Report {
+        Report {
+            version: "1.0.0".to_owned(),
+            time: "2026-01-01T00:00:00Z".to_owned(),
+            sections: vec![
+                Section {
+                    subject: "Host".to_owned(),
+                    checks: vec![
+                        Check::ok("host.kernel", "Linux 6.12"),
+                        Check::new("host.iommu", Outcome::Problem, "no\nIOMMU").remedy("enable it"),
+                    ],
+                },
+                Section {
+                    subject: "Drive".to_owned(),
+                    checks: vec![Check::not_checked("drive.health", "served")],
+                },
+            ],
+        }
+    }
+
+    #[test]
+    fn columns_are_aligned_over_all_sections() {
+        assert_eq!(
+            report().to_string(),
+            "nvme-mpt 1.0.0, 2026-01-01T00:00:00Z\n\
+             \n\
+             Host\n\
+             \x20 host.kernel   ok           Linux 6.12\n\
+             \x20 host.iommu    problem      no IOMMU\n\
+             \x20                            remedy: enable it\n\
+             \n\
+             Drive\n\
+             \x20 drive.health  not checked  served\n\
+             \n\
+             problems: 1, warnings: 0, not checked: 1\n"
+        );
+    }
+
+    #[test]
+    fn programs_read_the_same_names() {
+        let json = serde_json::to_value(report()).unwrap();
+        let check = &json["sections"][0]["checks"][1];
+        assert_eq!(check["name"], "host.iommu");
+        assert_eq!(check["outcome"], "problem");
+        assert_eq!(check["remedy"], "enable it");
+        let check = &json["sections"][1]["checks"][0];
+        assert_eq!(check["outcome"], "not checked");
+        assert!(check["remedy"].is_null());
+    }
+}

@@ -1,0 +1,562 @@
+//! Hosts that are folders.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use nvme_mpt::spec::identify::{
+    DeallocatedRead, Dlfeat, IdentifyController, IdentifyNamespace, LbaFormat, Oncs,
+};
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
+use nvme_vfio::function::HostRoot;
+use proptest::prelude::*;
+use zerocopy::FromZeros;
+
+use super::*;
+
+const ADDRESS: &str = "0000:01:00.0";
+const FUNCTION: &str = "sys/bus/pci/devices/0000:01:00.0";
+const DISK: &str = "sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/nvme0n1";
+
+/// All files that the checks read, with the text of a host on which all is well.
+const FILES: &[(&str, &str)] = &[
+    ("proc/sys/kernel/osrelease", "6.12.9+deb13-amd64\n"),
+    ("proc/sys/kernel/io_uring_disabled", "0\n"),
+    (
+        "proc/self/limits",
+        "Limit                     Soft Limit           Hard Limit           Units     \n\
+         Max open files            524288               524288               files     \n\
+         Max locked memory         8388608              8388608              bytes     \n",
+    ),
+    (
+        "proc/self/status",
+        "Name:\tnvme-mpt\nCapEff:\t000001ffffffffff\n",
+    ),
+    (
+        "proc/self/mountinfo",
+        "22 1 0:20 / / rw - ext4 /dev/vda1 rw\n",
+    ),
+    ("proc/swaps", "Filename Type Size Used Priority\n"),
+    (
+        "proc/meminfo",
+        "MemTotal:       16384000 kB\nMemFree: 1 kB\n",
+    ),
+    (
+        "sys/module/vfio_iommu_type1/parameters/dma_entry_limit",
+        "65535\n",
+    ),
+    (
+        "sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
+        "512\n",
+    ),
+    (
+        "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages",
+        "500\n",
+    ),
+    (
+        "sys/kernel/mm/transparent_hugepage/enabled",
+        "always [madvise] never\n",
+    ),
+    ("sys/bus/pci/devices/0000:01:00.0/vendor", "0x144d\n"),
+    ("sys/bus/pci/devices/0000:01:00.0/device", "0xa80a\n"),
+    ("sys/bus/pci/devices/0000:01:00.0/class", "0x010802\n"),
+    (
+        "sys/bus/pci/devices/0000:01:00.0/driver_override",
+        "(null)\n",
+    ),
+    ("sys/bus/pci/devices/0000:01:00.0/numa_node", "0\n"),
+    (
+        "sys/bus/pci/devices/0000:01:00.0/current_link_speed",
+        "16.0 GT/s PCIe\n",
+    ),
+    ("sys/bus/pci/devices/0000:01:00.0/current_link_width", "4\n"),
+    (
+        "sys/bus/pci/devices/0000:01:00.0/max_link_speed",
+        "16.0 GT/s PCIe\n",
+    ),
+    ("sys/bus/pci/devices/0000:01:00.0/max_link_width", "4\n"),
+    (
+        "sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/nvme0n1/nsid",
+        "1\n",
+    ),
+    (
+        "sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/nvme0n1/size",
+        "2048\n",
+    ),
+    (
+        "sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/nvme0n1/queue/logical_block_size",
+        "512\n",
+    ),
+    (
+        "sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/nvme0n1/dev",
+        "259:0\n",
+    ),
+    (
+        "sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/model",
+        "A drive\n",
+    ),
+    ("sys/bus/pci/devices/0000:01:00.0/nvme/nvme0/serial", "S1\n"),
+];
+
+struct Folder {
+    folder: tempfile::TempDir,
+    host: Host,
+}
+
+impl Folder {
+    /// A host on which all is well, with a drive that `driver` has.
+    fn new(driver: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let host = Host {
+            root: HostRoot {
+                sys: at("sys"),
+                proc: at("proc"),
+                dev: at("dev"),
+            },
+            state_dir: at("state"),
+            physical: true,
+        };
+        let made = Self { folder, host };
+        for (path, text) in FILES {
+            made.write(path, text.as_bytes());
+        }
+        for path in ["dev/vfio/vfio", "dev/kvm", "dev/nvme0n1"] {
+            made.write(path, b"");
+        }
+        made.write("sys/bus/pci/drivers/vfio-pci/unbind", b"");
+        made.write("sys/class/iommu/dmar0/name", b"");
+        made.link(
+            &format!("{FUNCTION}/driver"),
+            &format!("sys/bus/pci/drivers/{driver}"),
+        );
+        made.link(
+            &format!("{FUNCTION}/iommu_group"),
+            "sys/kernel/iommu_groups/7",
+        );
+        made.link(
+            &format!("sys/kernel/iommu_groups/7/devices/{ADDRESS}"),
+            FUNCTION,
+        );
+        fs::create_dir(&made.host.state_dir).unwrap();
+        made
+    }
+
+    fn write(&self, path: &str, text: &[u8]) {
+        let path = self.folder.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    fn link(&self, path: &str, target: &str) {
+        let path = self.folder.path().join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        symlink(self.folder.path().join(target), path).unwrap();
+    }
+
+    fn remove(&self, path: &str) {
+        let path = self.folder.path().join(path);
+        match path.symlink_metadata().unwrap().is_dir() {
+            true => fs::remove_dir_all(path).unwrap(),
+            false => fs::remove_file(path).unwrap(),
+        }
+    }
+
+    fn checks(&self) -> Vec<Check> {
+        let mut checks = self.host.checks();
+        let drive = drive_checks(&self.host, ADDRESS.parse().unwrap(), |_| Ok(description()));
+        checks.extend(drive);
+        checks
+    }
+
+    #[track_caller]
+    fn expect(&self, name: &str, outcome: Outcome, finding: &str, remedy: &str) {
+        expect(&self.checks(), name, outcome, finding, remedy);
+    }
+}
+
+#[track_caller]
+fn expect(checks: &[Check], name: &str, outcome: Outcome, finding: &str, remedy: &str) {
+    let check = checks.iter().find(|check| check.name == name);
+    let check = check.unwrap_or_else(|| panic!("no {name} in {checks:#?}"));
+    assert_eq!(check.outcome, outcome, "{check:?}");
+    assert!(check.finding.contains(finding), "{check:?}");
+    let advice = check.remedy.as_deref().unwrap_or_default();
+    assert!(advice.contains(remedy), "{check:?}");
+    assert_eq!(advice.is_empty(), remedy.is_empty(), "{check:?}");
+}
+
+/// A healthy drive with all optional commands.
+fn description() -> Description {
+    let mut controller = IdentifyController::new_zeroed();
+    controller.mn[..7].copy_from_slice(b"A drive");
+    controller.sn[..2].copy_from_slice(b"S1");
+    controller.mdts = 5;
+    controller.cdfs = 1;
+    controller.oncs = Oncs(0)
+        .with_compare(true)
+        .with_dsm(true)
+        .with_write_zeroes(true)
+        .with_verify(true)
+        .with_copy(true);
+    let mut namespace = IdentifyNamespace::new_zeroed();
+    namespace.nsze = 1 << 21;
+    namespace.lbaf[0] = LbaFormat::default().with_lbads(9);
+    namespace.dlfeat = Dlfeat::default().with_read(DeallocatedRead::ZEROES);
+    (namespace.mcl, namespace.mssrl) = (256, 128);
+    let mut health = SmartHealth::new_zeroed();
+    health.composite_temperature.set(310);
+    health.available_spare = 100;
+    Description {
+        controller,
+        namespaces: vec![(Nsid(1), namespace)],
+        health: Some(health),
+        queue_pairs: Some(128),
+        controller_memory: Some(false),
+    }
+}
+
+#[test]
+fn all_is_well_on_a_host_and_a_drive_as_they_should_be() {
+    let folder = Folder::new("vfio-pci");
+    let checks = folder.checks();
+    for check in &checks {
+        assert_eq!(check.outcome, Outcome::Ok, "{check:?}");
+    }
+    let mut names: Vec<&str> = checks.iter().map(|check| &*check.name).collect();
+    let count = names.len();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), count, "each name once");
+    for (name, finding) in [
+        ("host.kernel", "Linux 6.12.9+deb13-amd64"),
+        ("host.iommu", "on: 1 IOMMU groups by dmar0"),
+        (
+            "host.huge_pages",
+            "500 of 512 of 2048kB free; transparent: madvise",
+        ),
+        ("drive.iommu_group", "7, the drive alone"),
+        ("drive.link", "16.0 GT/s PCIe, 4 lanes"),
+        ("drive.model", "A drive, serial S1"),
+        (
+            "drive.health",
+            "37 °C, 0 % used, 100 % spare, 0 media errors",
+        ),
+        ("drive.transfer", "128K a command"),
+        ("drive.namespace.1", "1G, blocks of 2^9 bytes; formats: 2^9"),
+        ("drive.copy", "up to 128 blocks a range"),
+    ] {
+        expect(&checks, name, Outcome::Ok, finding, "");
+    }
+}
+
+#[test]
+fn each_obstacle_of_a_host_has_its_remedy() {
+    use Outcome::{NotChecked, Problem, Warning};
+    let folder = Folder::new("vfio-pci");
+    let changed = |path: &str, text: &str| folder.write(path, text.as_bytes());
+    changed("proc/sys/kernel/osrelease", "5.10.0-28-amd64\n");
+    folder.expect(
+        "host.kernel",
+        Warning,
+        "Linux 5.10.0-28-amd64",
+        "Linux 6.1 or newer",
+    );
+    changed("proc/sys/kernel/osrelease", "unknown");
+    folder.expect("host.kernel", NotChecked, "unknown form: unknown", "");
+    changed("proc/sys/kernel/io_uring_disabled", "2\n");
+    folder.expect(
+        "host.io_uring",
+        Warning,
+        "is 2",
+        "sysctl kernel.io_uring_disabled=0",
+    );
+    changed("proc/self/status", "CapEff:\t0000000000000000\n");
+    changed("proc/sys/kernel/io_uring_disabled", "1\n");
+    folder.expect("host.io_uring", Warning, "is 1", "sysctl");
+    folder.expect(
+        "host.locked_memory",
+        Problem,
+        "8M may be locked",
+        "ulimit -l",
+    );
+    let limits =
+        "Max locked memory  1073741824 1073741824 bytes\nMax open files 1024 524288 files\n";
+    changed("proc/self/limits", limits);
+    folder.expect(
+        "host.locked_memory",
+        Warning,
+        "1G may be locked",
+        "LimitMEMLOCK=",
+    );
+    folder.expect(
+        "host.descriptors",
+        Warning,
+        "1024 (at most 524288)",
+        "ulimit -n",
+    );
+    changed(
+        "proc/self/limits",
+        "Max locked memory  unlimited unlimited bytes\n",
+    );
+    folder.expect("host.locked_memory", Outcome::Ok, "without a limit", "");
+    folder.expect("host.descriptors", NotChecked, "does not report", "");
+    changed(
+        "sys/kernel/mm/transparent_hugepage/enabled",
+        "always madvise [never]\n",
+    );
+    folder.expect("host.huge_pages", Warning, "are off", "echo madvise");
+    folder.remove("dev/kvm");
+    folder.expect("host.kvm", Warning, "kvm does not exist", "kvm_intel");
+    folder.remove("dev/vfio/vfio");
+    folder.expect("host.vfio_device", Problem, "does not exist", "modprobe");
+    folder.remove("sys/module/vfio_iommu_type1");
+    folder.expect(
+        "host.vfio_iommu_type1",
+        Problem,
+        "not loaded",
+        "modprobe vfio_iommu_type1",
+    );
+    folder.remove("sys/bus/pci/drivers/vfio-pci");
+    folder.expect("host.vfio_pci", Problem, "not loaded", "modprobe vfio-pci");
+    folder.remove("sys/kernel/iommu_groups");
+    folder.expect("host.iommu", Problem, "makes no groups", "intel_iommu=on");
+    folder.remove("sys/class/iommu");
+    folder.expect("host.iommu", Problem, "no IOMMU", "intel_iommu=on");
+    folder.remove("state");
+    folder.expect("host.state_folder", Outcome::Ok, "does not exist yet", "");
+    folder.write("state", b"");
+    let host = Host {
+        physical: false,
+        state_dir: folder.host.state_dir.join("below/a/file"),
+        ..folder.host.clone()
+    };
+    let checks = host.checks();
+    expect(&checks, "host.iommu", Warning, "no IOMMU", "firmware");
+    expect(&checks, "host.vfio_pci", Warning, "not loaded", "modprobe");
+    expect(
+        &checks,
+        "host.state_folder",
+        Problem,
+        "cannot be made in",
+        "--state-dir",
+    );
+}
+
+#[test]
+fn each_obstacle_of_a_drive_has_its_remedy() {
+    use Outcome::{NotChecked, Problem, Warning};
+    let folder = Folder::new("nvme");
+    folder.expect(
+        "drive.driver",
+        Warning,
+        "own driver",
+        "nvme-mpt bind 0000:01:00.0",
+    );
+    let mount = b"30 22 259:0 / /srv rw - ext4 /dev/nvme0n1 rw\n";
+    folder.write("proc/self/mountinfo", mount);
+    folder.expect(
+        "drive.users",
+        Problem,
+        "nvme0n1 is mounted on /srv",
+        "end that use",
+    );
+    folder.write(&format!("{FUNCTION}/current_link_width"), b"1\n");
+    folder.expect("drive.link", Warning, "1 lanes; the drive can do", "slot");
+    let other = "sys/kernel/iommu_groups/7/devices/0000:01:00.1";
+    folder.write(&format!("{other}/class"), b"0x020000\n");
+    folder.link(&format!("{other}/driver"), "sys/bus/pci/drivers/e1000e");
+    folder.expect(
+        "drive.iommu_group",
+        Problem,
+        "0000:01:00.1 (e1000e)",
+        "0000:01:00.1",
+    );
+    folder.remove(&format!("{FUNCTION}/iommu_group"));
+    folder.expect("drive.iommu_group", Problem, "all memory", "host.iommu");
+    folder.write(&format!("{DISK}/size"), b"many\n");
+    folder.expect(
+        "drive.function",
+        Problem,
+        "a form that is not known: `many`",
+        "",
+    );
+    folder.write(&format!("{DISK}/size"), b"8\n");
+    folder.write(&format!("{FUNCTION}/class"), b"0x010601\n");
+    folder.expect(
+        "drive.function",
+        Problem,
+        "no NVMe controller",
+        "nvme-mpt drives",
+    );
+    folder.remove(FUNCTION);
+    folder.expect("drive.function", Problem, "There is no PCI function", "");
+    let folder = Folder::new("uio_pci_generic");
+    folder.expect("drive.driver", Problem, "uio_pci_generic", "--force");
+    // The controller's file is none, so the drive cannot be asked.
+    let folder = Folder::new("nvme");
+    let address = ADDRESS.parse().unwrap();
+    let report = examine(&folder.host, Some(address));
+    let checks = &report.sections[1].checks;
+    expect(checks, "drive.model", NotChecked, "Cannot open", "");
+    folder.write("dev/nvme0", b"");
+    let report = examine(&folder.host, Some(address));
+    let checks = &report.sections[1].checks;
+    expect(checks, "drive.model", NotChecked, "Identify Controller", "");
+}
+
+#[test]
+fn abilities_that_are_missing_are_named() {
+    use Outcome::{NotChecked, Ok, Problem, Warning};
+    let mut poor = description();
+    poor.controller.oncs = Oncs(0);
+    poor.queue_pairs = Some(1);
+    poor.controller_memory = None;
+    poor.namespaces[0].1.lbaf[0] = LbaFormat::default().with_lbads(9).with_ms(8);
+    let health = poor.health.as_mut().unwrap();
+    health.critical_warning = CriticalWarning(0).with_read_only(true);
+    let checks = drive::described(&poor);
+    expect(
+        &checks,
+        "drive.health",
+        Problem,
+        "media are read only",
+        "replace",
+    );
+    expect(&checks, "drive.queue_pairs", Warning, "1: ", "");
+    expect(
+        &checks,
+        "drive.namespace.1",
+        Problem,
+        "8 bytes of metadata",
+        "nvme format",
+    );
+    expect(
+        &checks,
+        "drive.wiping",
+        Warning,
+        "no Write Zeroes",
+        "data=keep",
+    );
+    expect(&checks, "drive.deallocate", Ok, "cannot discard", "");
+    expect(&checks, "drive.copy", Ok, "no Copy", "");
+    expect(
+        &checks,
+        "drive.commands",
+        Ok,
+        "optional: none; missing: Compare",
+        "",
+    );
+    expect(
+        &checks,
+        "drive.controller_memory",
+        NotChecked,
+        "cannot be read",
+        "",
+    );
+    poor.health = None;
+    poor.queue_pairs = None;
+    poor.namespaces.clear();
+    let checks = drive::described(&poor);
+    expect(&checks, "drive.health", NotChecked, "does not return", "");
+    expect(
+        &checks,
+        "drive.queue_pairs",
+        NotChecked,
+        "does not report",
+        "",
+    );
+    expect(
+        &checks,
+        "drive.namespaces",
+        Problem,
+        "none is active",
+        "nvme create-ns",
+    );
+}
+
+/// A file's content: the usual text with a part replaced, or anything.
+fn content(usual: &'static str) -> impl Strategy<Value = Vec<u8>> {
+    let bytes = proptest::collection::vec(any::<u8>(), 0..64);
+    let number = any::<u64>().prop_map(|number| format!("0x{number:x}\n").into_bytes());
+    let decimal = any::<i128>().prop_map(|number| format!("{number}\n").into_bytes());
+    let spliced = (bytes.clone(), any::<proptest::sample::Index>()).prop_map(move |(part, at)| {
+        let mut text = usual.as_bytes().to_vec();
+        let at = at.index(text.len() + 1);
+        text.splice(at..at, part);
+        text
+    });
+    prop_oneof![
+        bytes,
+        number,
+        decimal,
+        spliced,
+        Just(usual.as_bytes().to_vec())
+    ]
+}
+
+fn write_or_remove(folder: &Folder, path: &str, text: Option<&[u8]>) {
+    match text {
+        Some(text) => folder.write(path, text),
+        None if folder.folder.path().join(path).is_file() => folder.remove(path),
+        None => {}
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn no_text_of_the_kernel_ends_the_checks(
+        texts in FILES.iter().map(|(_, usual)| proptest::option::of(content(usual))).collect::<Vec<_>>(),
+        driver in prop_oneof![Just("nvme"), Just("vfio-pci")],
+    ) {
+        let folder = Folder::new(driver);
+        for ((path, _), text) in FILES.iter().zip(&texts) {
+            write_or_remove(&folder, path, text.as_deref());
+        }
+        let report = Report {
+            version: String::new(),
+            time: String::new(),
+            sections: vec![Section { subject: "All".to_owned(), checks: folder.checks() }],
+        };
+        // Each check has its lines, whatever its text.
+        let text = report.to_string();
+        for check in &report.sections[0].checks {
+            let rows = text.lines().filter(|line| line.split_whitespace().next() == Some(&check.name));
+            prop_assert!(rows.count() >= 1, "{}: {text}", check.name);
+        }
+        prop_assert!(serde_json::to_string(&report).is_ok());
+    }
+
+    #[test]
+    fn no_description_of_a_drive_ends_the_checks(
+        controller in proptest::collection::vec(any::<u8>(), 4096),
+        namespace in proptest::collection::vec(any::<u8>(), 4096),
+        health in proptest::collection::vec(any::<u8>(), 512),
+    ) {
+        use zerocopy::FromBytes;
+        let any = Description {
+            controller: IdentifyController::read_from_bytes(&controller).unwrap(),
+            namespaces: vec![(Nsid(u32::MAX), IdentifyNamespace::read_from_bytes(&namespace).unwrap())],
+            health: Some(SmartHealth::read_from_bytes(&health).unwrap()),
+            queue_pairs: None,
+            controller_memory: None,
+        };
+        prop_assert!(drive::described(&any).len() > 10);
+    }
+}
+
+#[test]
+fn the_host_of_this_test_is_examined() {
+    let host = Host {
+        root: HostRoot::default(),
+        state_dir: Path::new("/nonexistent/state").to_owned(),
+        physical: false,
+    };
+    let report = examine(&host, None);
+    assert_eq!(report.sections.len(), 1);
+    let kernel = &report.sections[0].checks[0];
+    assert_ne!(kernel.outcome, Outcome::NotChecked, "{report}");
+}

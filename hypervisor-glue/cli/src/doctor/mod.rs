@@ -1,18 +1,23 @@
 //! `nvme-mpt doctor`: a report on a host and a drive, for a person and for an issue.
 //!
-//! Nothing is changed. A drive that `vfio-pci` has and no process uses is taken into use for a moment, which resets it
+//! [`examine`] changes nothing. A drive that `vfio-pci` has and no process uses is taken into use for a moment, which resets it
 //! and leaves its data alone. All that is read from the host's kernel may be any text, and none of it ends the checks.
+//!
+//! [`Report::try_out`] overwrites a namespace that was given up for it: see [`scratch`].
 
 mod drive;
 mod host;
 mod report;
+pub mod scratch;
 #[cfg(test)]
 mod tests;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use jiff::Timestamp;
 use nvme_mpt::poller::Threads;
+use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::report::chain;
 use nvme_vfio::function::{PciAddress, PciFunction, VFIO_PCI};
 use nvme_vfio::{ControllerOptions, Description, VfioBacking, VfioController};
@@ -37,6 +42,42 @@ pub fn examine(host: &Host, address: Option<PciAddress>) -> Report {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         time: format!("{:.0}", Timestamp::now()),
         sections,
+    }
+}
+
+impl Report {
+    /// Tries a namespace out, whose data `consent` gives up, and appends the checks. Each measurement takes `time`.
+    ///
+    /// Nothing is done while the drive has problems.
+    pub fn try_out(
+        &mut self,
+        host: &Host,
+        path: &DrivePath,
+        nsid: u32,
+        time: Duration,
+        consent: &mut scratch::Consent<'_>,
+    ) {
+        const NAME: &str = "scratch.setup";
+        let drive = self
+            .sections
+            .iter()
+            .skip(1)
+            .flat_map(|section| &section.checks);
+        let problems = drive.filter(|check| check.outcome == Outcome::Problem);
+        let checks = match problems.count() {
+            0 => match scratch::try_out(host, path, nsid, time, consent) {
+                Ok(checks) => checks,
+                Err(error @ scratch::ScratchError::NotConfirmed) => {
+                    vec![Check::not_checked(NAME, chain(&error))]
+                }
+                Err(error) => vec![Check::new(NAME, Outcome::Problem, chain(&error))],
+            },
+            _ => vec![Check::not_checked(NAME, "the drive has problems")],
+        };
+        self.sections.push(Section {
+            subject: format!("Namespace {nsid} of {path}"),
+            checks,
+        });
     }
 }
 

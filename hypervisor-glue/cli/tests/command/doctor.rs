@@ -1,7 +1,10 @@
 //! `nvme-mpt doctor` on the host of the test, whatever that is.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::process::Stdio;
 
 use serde_json::Value;
 
@@ -60,13 +63,89 @@ fn the_text_has_all_that_the_json_has() {
 }
 
 #[test]
-fn the_page_on_physical_drives_has_each_check_of_a_host() {
+fn the_page_on_physical_drives_has_each_check() {
     let bench = Bench::new();
-    let (_, json) = report(&bench, &[]);
+    let (_, json, _) = try_out(&bench, &["--yes"], "");
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/physical-drives.md");
     let page = fs::read_to_string(page).unwrap();
     for check in checks(&json) {
         let name = check["name"].as_str().unwrap();
         assert!(page.contains(name), "docs/physical-drives.md has no {name}");
+    }
+}
+
+/// Runs `doctor drive.img --scratch 1 --json`, and answers its question. Returns whether it succeeded, its report and
+/// the question.
+fn try_out(bench: &Bench, arguments: &[&str], answer: &str) -> (bool, Value, String) {
+    let scratch = ["drive.img", "--scratch", "1", "--seconds", "1", "--json"];
+    let mut command = bench.command("doctor", &[&scratch, arguments].concat());
+    let mut process = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // One that does not ask may have ended.
+    let _ = writeln!(process.stdin.take().unwrap(), "{answer}");
+    let output = process.wait_with_output().unwrap();
+    let report = serde_json::from_slice(&output.stdout).unwrap();
+    let question = String::from_utf8(output.stderr).unwrap();
+    (output.status.success(), report, question)
+}
+
+#[test]
+fn a_namespace_is_erased_after_its_word_alone() {
+    let bench = Bench::new();
+    let (success, refused, question) = try_out(&bench, &[], "yes");
+    assert!(!success, "{refused}");
+    let setup = check(&refused, "scratch.setup");
+    assert_eq!(setup["outcome"], "not checked", "{setup}");
+    assert!(
+        question.contains("ERASED. Type drive.img to go on"),
+        "{question}"
+    );
+    assert!(question.contains("nothing was written"), "{question}");
+    let (_, tried, _) = try_out(&bench, &[], "drive.img");
+    assert_eq!(check(&tried, "scratch.sharing")["outcome"], "ok", "{tried}");
+    let (_, tried, question) = try_out(&bench, &["--yes"], "");
+    assert_eq!(check(&tried, "scratch.sharing")["outcome"], "ok", "{tried}");
+    assert!(!question.contains("ERASED"), "{question}");
+    // A file system takes the word, whatever the options.
+    let image = File::options().write(true).open(bench.path("drive.img"));
+    image.unwrap().write_all_at(b"XFSB", 0).unwrap();
+    let (success, refused, question) = try_out(&bench, &["--yes"], "");
+    assert!(!success, "{refused}");
+    assert!(
+        question.contains("which has an XFS file system"),
+        "{question}"
+    );
+    assert!(bench.leases().is_empty());
+}
+
+#[test]
+fn a_drive_that_is_served_is_left_alone() {
+    let bench = Bench::new();
+    let server = bench
+        .serve("one", &["socket=a.sock,path=drive.img,id=a"])
+        .unwrap();
+    let (success, refused, _) = try_out(&bench, &["--yes"], "");
+    assert!(!success, "{refused}");
+    let setup = check(&refused, "scratch.setup");
+    assert_eq!(setup["outcome"], "problem", "{setup}");
+    server.stop();
+}
+
+#[test]
+fn options_of_a_trial_are_refused_without_one() {
+    let bench = Bench::new();
+    for (arguments, told) in [
+        (&["drive.img"][..], "drive.img is no PCI address"),
+        (&["--scratch", "1"], "<DRIVE>"),
+        (&["0000:01:00.0", "--yes"], "--scratch <NSID>"),
+    ] {
+        let output = bench.run("doctor", arguments);
+        assert!(!output.status.success());
+        let complaint = String::from_utf8(output.stderr).unwrap();
+        assert!(complaint.contains(told), "{complaint}");
     }
 }

@@ -1,0 +1,609 @@
+//! A function in this process, and a small driver of it, which plays its guest.
+//!
+//! The guest's memory is a memory file, its doorbells are mapped, and it polls. It reaches the drive by the function's
+//! registers and queues alone, as a VM does.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nvme_mpt::clock::{self, Ticks};
+use nvme_mpt::deadline::DRAIN_DEADLINE;
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::sync::JoinHandle;
+use nvme_mpt::memory::{Access, Cell32, HostCompletionRing, HostSubmissionRing, Mapping};
+use nvme_mpt::poller::start_thread;
+use nvme_mpt::spec::admin::{CreateIoCq, CreateIoSq};
+use nvme_mpt::spec::cqe::IOCQES;
+use nvme_mpt::spec::ids::{CommandId, Lba, Nsid, QueueId};
+use nvme_mpt::spec::nvm::ReadWrite;
+use nvme_mpt::spec::opcode::{AdminOpcode, NvmOpcode};
+use nvme_mpt::spec::registers::{Aqa, Cc, Csts, Doorbell, offset};
+use nvme_mpt::spec::sqe::{IOSQES, Sqe};
+use nvme_mpt::spec::status::Status;
+use nvme_mpt::{Gpa, MemoryRegion};
+use nvme_mpt_vmm::control::{ControlLoop, Controlled};
+use thiserror::Error;
+use vmm_device::{Bar, FunctionState, MsixMasking, NvmeFunction, SnapshotError};
+
+/// Bytes of each I/O.
+pub(super) const IO_BYTES: usize = 4096;
+
+/// Most commands in flight.
+pub(super) const DEPTH_MAX: u16 = 128;
+
+/// Guest address of the memory.
+const MEMORY: u64 = 1 << 32;
+const MEMORY_BYTES: usize = 2 << 20;
+
+/// Offsets in the memory: a page for each admin queue, the I/O queues, and a page of data for each command.
+const ADMIN_SQ: usize = 0;
+const ADMIN_CQ: usize = 0x1000;
+const IO_SQ: usize = 0x4000;
+const IO_CQ: usize = 0x8000;
+const DATA: usize = 0x1_0000;
+
+const ADMIN_ENTRIES: u16 = 32;
+const IO_ENTRIES: u16 = 256;
+
+const _: () = assert!(DEPTH_MAX < IO_ENTRIES);
+const _: () = assert!(DATA + DEPTH_MAX as usize * IO_BYTES <= MEMORY_BYTES);
+
+const IO_QUEUE: QueueId = QueueId(1);
+
+/// Longest wait for a completion, longer than a function takes to give a command up.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Looks for a completion before the driver sleeps between two: more than any drive is slow.
+const SPINS: u32 = 100_000;
+
+/// Sleep between two looks, for a machine that has one processor for poller and guest.
+const PAUSE: Duration = Duration::from_micros(20);
+
+/// Error of a guest that cannot go on.
+#[derive(Debug, Error)]
+pub(super) enum GuestError {
+    /// Its memory or its thread cannot be had.
+    #[error("No memory, thread or doorbells for a guest")]
+    System(#[from] io::Error),
+    /// The function does not take its memory.
+    #[error("The function does not take the guest's memory")]
+    Memory(#[from] nvme_mpt::DmaError),
+    /// The controller does not follow CC.EN.
+    #[error(
+        "The controller does not follow CC.EN={enabled} within {PATIENCE:?}: CSTS is {csts:08x}h"
+    )]
+    NotReady {
+        /// Value that was written.
+        enabled: bool,
+        /// Value that was read.
+        csts: u32,
+    },
+    /// A command does not complete.
+    #[error("No command completes within {PATIENCE:?}; {flying} are in flight")]
+    Silent {
+        /// Number of commands in flight.
+        flying: usize,
+    },
+    /// A completion has no command.
+    #[error("A completion has the identifier {0}, which no command has")]
+    Unknown(u16),
+    /// A command failed.
+    #[error("{command} ended with the status {status}")]
+    Failed {
+        /// The command.
+        command: &'static str,
+        /// Status.
+        status: Status,
+    },
+    /// The function cannot be paused.
+    #[error("The function cannot be paused")]
+    Pause(#[from] nvme_mpt::QueueError),
+    /// Its state cannot be saved.
+    #[error("The function's state cannot be saved")]
+    Save(#[from] nvme_mpt::StateError),
+    /// Its state cannot be taken up.
+    #[error("The function's state cannot be taken up")]
+    Restore(#[from] SnapshotError),
+    /// It does not end in order.
+    #[error("The function does not end in order")]
+    End(#[from] vmm_device::EndError),
+}
+
+/// Rings of a queue pair.
+struct Rings {
+    sq: HostSubmissionRing,
+    cq: HostCompletionRing,
+}
+
+impl Rings {
+    fn new(memory: &Arc<Mapping>, sq: usize, cq: usize, entries: u16) -> io::Result<Self> {
+        let outside = || io::Error::other("The rings do not lie in their memory");
+        let mut rings = Self {
+            sq: HostSubmissionRing::new(memory, sq, entries.into()).ok_or_else(outside)?,
+            cq: HostCompletionRing::new(memory, cq, entries.into()).ok_or_else(outside)?,
+        };
+        rings.sq.restart();
+        rings.cq.restart();
+        Ok(rings)
+    }
+}
+
+/// Doorbells of the I/O queue pair, which the guest stores to.
+struct Doorbells {
+    tail: Cell32,
+    head: Cell32,
+}
+
+/// A function, shared by its guest and its control thread.
+struct Shared(Mutex<NvmeFunction>);
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, NvmeFunction> {
+        // A function that panicked is at worst a failed controller.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Controlled for &Shared {
+    fn due_in(&mut self) -> Option<Duration> {
+        self.lock().events_interval()
+    }
+
+    fn turn(&mut self, _: &[u64]) {
+        self.lock().process_events();
+    }
+}
+
+/// A function with its control thread.
+struct Running {
+    function: Arc<Shared>,
+    control: Arc<ControlLoop>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Running {
+    fn start(name: &str, function: NvmeFunction) -> io::Result<Self> {
+        let control = Arc::new(ControlLoop::new()?);
+        control.watch(function.events_fd().as_raw_fd(), 0)?;
+        let function = Arc::new(Shared(Mutex::new(function)));
+        let work = {
+            let (name, control, function) = (name.to_owned(), control.clone(), function.clone());
+            move || control.run(&name, &mut &*function)
+        };
+        let thread = Some(start_thread(name, work)?);
+        Ok(Self {
+            function,
+            control,
+            thread,
+        })
+    }
+
+    /// Ends the thread, and the function in order.
+    fn end(&mut self) -> Result<(), GuestError> {
+        let Some(thread) = self.thread.take() else {
+            return Ok(());
+        };
+        self.control.stop();
+        // What a panic leaves behind is ended as anything else.
+        let _ = thread.join();
+        let mut function = self.function.lock();
+        function.end()?;
+        function.host().unmap_all_within(DRAIN_DEADLINE)?;
+        Ok(())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            log::error!("{error}");
+        }
+    }
+}
+
+/// A guest's memory and rings, which outlive a function.
+struct Machine {
+    name: String,
+    lba_shift: u8,
+    file: OwnedFd,
+    memory: Arc<Mapping>,
+    admin: Rings,
+    io: Rings,
+}
+
+/// A guest whose function was saved and has ended.
+pub(super) struct Suspended {
+    machine: Machine,
+    state: Vec<u8>,
+}
+
+/// A guest with one I/O queue pair.
+pub(super) struct Guest {
+    machine: Machine,
+    running: Running,
+    doorbells: Doorbells,
+}
+
+impl Guest {
+    /// Starts a guest on a function whose doorbells can be mapped.
+    pub(super) fn start(
+        name: &str,
+        function: NvmeFunction,
+        lba_shift: u8,
+    ) -> Result<Self, GuestError> {
+        let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)
+            .map_err(io::Error::from)?;
+        rustix::fs::ftruncate(&file, MEMORY_BYTES as u64).map_err(io::Error::from)?;
+        let memory = Mapping::shared(file.as_fd(), 0, MEMORY_BYTES, Access::ReadWrite)?;
+        let memory = Arc::new(memory);
+        let doorbells = doorbells(&function)?;
+        map(&function, &file)?;
+        let running = Running::start(name, function)?;
+        let mut guest = Self {
+            machine: Machine {
+                name: name.to_owned(),
+                lba_shift,
+                file,
+                admin: Rings::new(&memory, ADMIN_SQ, ADMIN_CQ, ADMIN_ENTRIES)?,
+                io: Rings::new(&memory, IO_SQ, IO_CQ, IO_ENTRIES)?,
+                memory,
+            },
+            running,
+            doorbells,
+        };
+        guest.enable()?;
+        Ok(guest)
+    }
+
+    fn function(&self) -> MutexGuard<'_, NvmeFunction> {
+        self.running.function.lock()
+    }
+
+    fn write32(&self, register: u64, value: u32) {
+        self.function()
+            .write_bar(Bar::Registers, register, &value.to_le_bytes());
+    }
+
+    fn write64(&self, register: u64, value: u64) {
+        self.function()
+            .write_bar(Bar::Registers, register, &value.to_le_bytes());
+    }
+
+    /// Writes CC, and waits until CSTS.RDY follows.
+    fn set_enabled(&self, enabled: bool) -> Result<(), GuestError> {
+        let cc = Cc::default()
+            .with_en(enabled)
+            .with_iosqes(IOSQES)
+            .with_iocqes(IOCQES);
+        self.write32(offset::CC, cc.0);
+        let mut patience = Patience::new();
+        loop {
+            let mut csts = [0; 4];
+            self.function()
+                .read_bar(Bar::Registers, offset::CSTS, &mut csts);
+            let csts = Csts(u32::from_le_bytes(csts));
+            if csts.rdy() == enabled {
+                return Ok(());
+            }
+            if !patience.pause() {
+                let csts = csts.0;
+                return Err(GuestError::NotReady { enabled, csts });
+            }
+        }
+    }
+
+    /// Enables the controller, and creates the I/O queue pair.
+    fn enable(&mut self) -> Result<(), GuestError> {
+        // Memory Space Enable and Bus Master Enable.
+        let _ = self.function().write_config(0x04, &0b110_u16.to_le_bytes());
+        let aqa = Aqa::default()
+            .with_asqs_z(ADMIN_ENTRIES - 1)
+            .with_acqs_z(ADMIN_ENTRIES - 1);
+        self.write32(offset::AQA, aqa.0);
+        self.write64(offset::ASQ, MEMORY + ADMIN_SQ as u64);
+        self.write64(offset::ACQ, MEMORY + ADMIN_CQ as u64);
+        self.set_enabled(true)?;
+        let mut cq = Sqe::new(AdminOpcode::CREATE_IO_CQ.0);
+        cq.dptr[0] = MEMORY + IO_CQ as u64;
+        let create = CreateIoCq {
+            qid: IO_QUEUE,
+            qsize_z: IO_ENTRIES - 1,
+            pc: true,
+            ..CreateIoCq::default()
+        };
+        create.write_to(&mut cq);
+        self.execute_admin("Create I/O Completion Queue", cq)?;
+        let mut sq = Sqe::new(AdminOpcode::CREATE_IO_SQ.0);
+        sq.dptr[0] = MEMORY + IO_SQ as u64;
+        let create = CreateIoSq {
+            qid: IO_QUEUE,
+            qsize_z: IO_ENTRIES - 1,
+            pc: true,
+            cqid: IO_QUEUE,
+            ..CreateIoSq::default()
+        };
+        create.write_to(&mut sq);
+        self.execute_admin("Create I/O Submission Queue", sq)
+    }
+
+    fn execute_admin(&mut self, command: &'static str, sqe: Sqe) -> Result<(), GuestError> {
+        self.machine.admin.sq.push(&sqe, CommandId(0));
+        self.ring_admin(
+            Doorbell::SqTail(QueueId::ADMIN),
+            self.machine.admin.sq.tail(),
+        );
+        let mut patience = Patience::new();
+        let cqe = loop {
+            if let Some(cqe) = self.machine.admin.cq.take() {
+                break cqe;
+            }
+            if !patience.pause() {
+                return Err(GuestError::Silent { flying: 1 });
+            }
+        };
+        self.ring_admin(
+            Doorbell::CqHead(QueueId::ADMIN),
+            self.machine.admin.cq.head(),
+        );
+        match cqe.high.status() {
+            Status::SUCCESS => Ok(()),
+            status => Err(GuestError::Failed { command, status }),
+        }
+    }
+
+    fn ring_admin(&self, doorbell: Doorbell, value: u32) {
+        let register = self.function().doorbell_offset(doorbell);
+        self.write32(register, value);
+        self.running.control.wake();
+    }
+
+    /// Disables and enables the controller, whatever is in flight (Controller Level Reset).
+    pub(super) fn reset(&mut self) -> Result<(), GuestError> {
+        self.set_enabled(false)?;
+        for rings in [&mut self.machine.admin, &mut self.machine.io] {
+            rings.sq.restart();
+            rings.cq.restart();
+        }
+        self.enable()
+    }
+
+    /// Saves the function and ends it. Its lease is given back.
+    pub(super) fn suspend(mut self) -> Result<Suspended, GuestError> {
+        let state = {
+            let mut function = self.function();
+            function.pause()?;
+            function.save()?.to_bytes()?
+        };
+        self.running.end()?;
+        Ok(Suspended {
+            machine: self.machine,
+            state,
+        })
+    }
+
+    /// Limits the lease from now on.
+    pub(super) fn set_rates(&self, rates: RateLimits) {
+        self.function().host().set_rates(rates);
+    }
+
+    /// Command that reads or writes the data of a slot.
+    pub(super) fn command(&self, opcode: NvmOpcode, slot: u16, block: u64) -> Sqe {
+        let mut sqe = Sqe::new(opcode.0);
+        sqe.nsid = Nsid(1);
+        sqe.dptr[0] = MEMORY + data_offset(slot) as u64;
+        let transfer = ReadWrite {
+            slba: Lba(block),
+            nlb_z: ((IO_BYTES >> self.machine.lba_shift) - 1) as u16,
+            ..ReadWrite::default()
+        };
+        transfer.write_to(&mut sqe);
+        sqe
+    }
+
+    /// Fills the data of a slot.
+    pub(super) fn fill(&self, slot: u16, bytes: &[u8; IO_BYTES]) {
+        if let Some(data) = self.machine.memory.bytes(data_offset(slot), IO_BYTES) {
+            data.copy_from(bytes);
+        }
+    }
+
+    /// Returns the data of a slot.
+    pub(super) fn data(&self, slot: u16) -> [u8; IO_BYTES] {
+        let mut bytes = [0; IO_BYTES];
+        if let Some(data) = self.machine.memory.bytes(data_offset(slot), IO_BYTES) {
+            data.copy_to(&mut bytes);
+        }
+        bytes
+    }
+
+    /// Submits commands that nothing waits for: those of slots 0, 1, 2 and so on.
+    pub(super) fn submit(&mut self, commands: &[Sqe]) {
+        for (slot, sqe) in (0..).zip(commands) {
+            self.machine.io.sq.push(sqe, CommandId(slot));
+        }
+        self.doorbells.tail.store(self.machine.io.sq.tail());
+    }
+
+    /// Keeps up to `depth` commands of `work` in flight until it has no more.
+    pub(super) fn run(&mut self, depth: u16, work: &mut impl Work) -> Result<(), GuestError> {
+        let mut free: Vec<u16> = (0..depth.min(DEPTH_MAX)).rev().collect();
+        let mut flying: Vec<Option<Ticks>> = vec![None; free.len()];
+        let mut patience = Patience::new();
+        let mut ended = false;
+        loop {
+            let tail = self.machine.io.sq.tail();
+            while !ended && let Some(slot) = free.pop() {
+                match work.next(self, slot) {
+                    Some(sqe) => {
+                        flying[usize::from(slot)] = Some(Ticks::now());
+                        self.machine.io.sq.push(&sqe, CommandId(slot));
+                    }
+                    None => {
+                        ended = true;
+                        free.push(slot);
+                    }
+                }
+            }
+            if self.machine.io.sq.tail() != tail {
+                self.doorbells.tail.store(self.machine.io.sq.tail());
+            }
+            let mut taken = false;
+            while let Some(cqe) = self.machine.io.cq.take() {
+                let slot = cqe.high.cid().0;
+                let started = flying.get_mut(usize::from(slot)).and_then(Option::take);
+                let started = started.ok_or(GuestError::Unknown(slot))?;
+                let took = Ticks::now().since(started);
+                work.done(self, slot, cqe.high.status(), took);
+                free.push(slot);
+                taken = true;
+            }
+            if taken {
+                self.doorbells.head.store(self.machine.io.cq.head());
+                patience = Patience::new();
+                continue;
+            }
+            let flying = flying.len() - free.len();
+            if ended && flying == 0 {
+                return Ok(());
+            }
+            if !patience.pause() {
+                return Err(GuestError::Silent { flying });
+            }
+        }
+    }
+
+    /// Reads or writes the data of slot 0, and returns the status.
+    pub(super) fn execute(&mut self, opcode: NvmOpcode, block: u64) -> Result<Status, GuestError> {
+        let mut once = Once {
+            opcode,
+            block: Some(block),
+            status: Status::SUCCESS,
+        };
+        self.run(1, &mut once)?;
+        Ok(once.status)
+    }
+
+    /// Ends the function in order.
+    pub(super) fn end(mut self) -> Result<(), GuestError> {
+        self.running.end()
+    }
+}
+
+impl Suspended {
+    /// Returns the size of the saved state.
+    pub(super) fn state_bytes(&self) -> usize {
+        self.state.len()
+    }
+
+    /// Goes on with another function, which takes up the saved state.
+    pub(super) fn go_on(self, mut function: NvmeFunction) -> Result<Guest, GuestError> {
+        let Self { machine, state } = self;
+        map(&function, &machine.file)?;
+        drop(function.restore(&FunctionState::from_bytes(&state)?)?);
+        let doorbells = doorbells(&function)?;
+        function.resume();
+        Ok(Guest {
+            running: Running::start(&machine.name, function)?,
+            machine,
+            doorbells,
+        })
+    }
+}
+
+/// Commands of a guest.
+pub(super) trait Work {
+    /// Returns the next command, for a slot that is free; `None` if there is no more.
+    fn next(&mut self, guest: &Guest, slot: u16) -> Option<Sqe>;
+
+    /// Takes the end of a slot's command, with its status and its time in ticks.
+    fn done(&mut self, guest: &Guest, slot: u16, status: Status, took: u64);
+}
+
+/// One command.
+struct Once {
+    opcode: NvmOpcode,
+    block: Option<u64>,
+    status: Status,
+}
+
+impl Work for Once {
+    fn next(&mut self, guest: &Guest, slot: u16) -> Option<Sqe> {
+        let block = self.block.take()?;
+        Some(guest.command(self.opcode, slot, block))
+    }
+
+    fn done(&mut self, _: &Guest, _: u16, status: Status, _: u64) {
+        self.status = status;
+    }
+}
+
+fn data_offset(slot: u16) -> usize {
+    DATA + usize::from(slot % DEPTH_MAX) * IO_BYTES
+}
+
+fn map(function: &NvmeFunction, file: &OwnedFd) -> Result<(), GuestError> {
+    function.host().map(MemoryRegion {
+        gpa: Gpa(MEMORY),
+        len: MEMORY_BYTES as u64,
+        fd: file.try_clone()?,
+        offset: 0,
+        readable: true,
+        writable: true,
+    })?;
+    Ok(())
+}
+
+/// Maps the doorbells of the I/O queue pair.
+fn doorbells(function: &NvmeFunction) -> io::Result<Doorbells> {
+    let region = function.doorbell_memory();
+    let outside = || io::Error::other("The doorbells do not lie in their memory");
+    let length = usize::try_from(region.length).map_err(io::Error::other)?;
+    let memory = Mapping::shared(region.fd, region.offset, length, Access::ReadWrite)?;
+    let memory = Arc::new(memory);
+    let cell = |doorbell| {
+        let at = function
+            .doorbell_offset(doorbell)
+            .checked_sub(region.offset);
+        let at = usize::try_from(at.ok_or_else(outside)?).map_err(io::Error::other)?;
+        Cell32::new(&memory, at).ok_or_else(outside)
+    };
+    Ok(Doorbells {
+        tail: cell(Doorbell::SqTail(IO_QUEUE))?,
+        head: cell(Doorbell::CqHead(IO_QUEUE))?,
+    })
+}
+
+/// The function that an attachment is the host side of.
+pub(super) fn function_of(attachment: nvme_mpt::Attachment) -> NvmeFunction {
+    NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
+}
+
+/// Waiting that ends: spins, then sleeps.
+struct Patience {
+    spins: u32,
+    until: Option<Duration>,
+}
+
+impl Patience {
+    fn new() -> Self {
+        Self {
+            spins: 0,
+            until: None,
+        }
+    }
+
+    /// Pauses a little. Returns false when the time is over.
+    fn pause(&mut self) -> bool {
+        if self.spins < SPINS {
+            self.spins += 1;
+            std::hint::spin_loop();
+            return true;
+        }
+        let now = clock::monotonic();
+        let until = *self.until.get_or_insert(now + PATIENCE);
+        clock::sleep(PAUSE);
+        now < until
+    }
+}

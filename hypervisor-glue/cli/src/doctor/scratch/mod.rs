@@ -1,0 +1,917 @@
+//! `nvme-mpt doctor DRIVE --scratch NSID`: two functions on leases of a namespace, whose data is overwritten.
+//!
+//! The functions are in this process. Each has a guest with memory, queues and mapped doorbells of its own. Rates are
+//! those of one queue pair and one poller.
+
+mod guest;
+mod pattern;
+#[cfg(test)]
+mod tests;
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::num::NonZeroU64;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use nvme_mpt::clock::{self, nanoseconds};
+use nvme_mpt::lease::{FormerData, LeaseError, Ledger};
+use nvme_mpt::limit::{RateLimit, RateLimits};
+use nvme_mpt::poller::run_beside;
+use nvme_mpt::range::Bytes;
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+use nvme_mpt::{Drive, Pollers};
+use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
+use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
+use nvme_mpt_vmm::options::{FunctionConfig, OptionError};
+use nvme_mpt_vmm::report::chain;
+use nvme_vfio::function::{KernelController, PciAddress, PciFunction, PciFunctionError, User};
+use thiserror::Error;
+
+use self::guest::{DEPTH_MAX, Guest, GuestError, IO_BYTES, Work, function_of};
+use self::pattern::{HEAD_BYTES, content, former_use};
+use super::host::Host;
+use super::report::{Check, Outcome};
+use crate::bind::{self, BindError};
+
+/// Bytes of each of the two leases at most, and at least.
+const LEASE_MAX: u64 = 64 << 20;
+const LEASE_MIN: u64 = 1 << 20;
+
+/// Bytes that each guest writes and verifies, at most.
+const VERIFIED_MAX: u64 = 8 << 20;
+
+/// Commands in flight while blocks are written and verified.
+const DEPTH: u16 = 32;
+
+/// Least and greatest I/Os per second of the limit that is tried.
+const LIMIT_MIN: f64 = 100.0;
+const LIMIT_MAX: f64 = 100_000.0;
+
+/// Commands in flight of the measurements of rates.
+const DEPTHS: [u16; 2] = [32, 128];
+
+/// Most reads whose times are kept.
+const LATENCIES_MAX: usize = 1 << 20;
+
+/// Remedy of what must not happen.
+const REPORT: &str = "file an issue with this report";
+
+/// Share by which a rate may differ from its limit.
+const TOLERANCE: f64 = 0.02;
+
+/// I/Os per second and core that SPDK published for its vfio-user target.
+const SPDK_PER_CORE: f64 = 4.3e6;
+
+/// Longest wait for a disk of the host's own driver, and time between two looks.
+const DISK_PATIENCE: Duration = Duration::from_secs(30);
+const DISK_PAUSE: Duration = Duration::from_millis(100);
+
+/// Names of the leases.
+const IDS: [&str; 2] = ["doctor-1", "doctor-2"];
+
+/// Error trying a namespace out.
+#[derive(Debug, Error)]
+pub enum ScratchError {
+    /// The data is not given up.
+    #[error("Not confirmed: nothing was written")]
+    NotConfirmed,
+    /// The drive is in use.
+    #[error("{drive} is in use: {}; end that first", users.iter().map(User::to_string).collect::<Vec<_>>().join(", "))]
+    InUse {
+        /// The drive.
+        drive: String,
+        /// Its users.
+        users: Vec<User>,
+    },
+    /// The host's driver shows no such namespace.
+    #[error(
+        "The host's driver shows no namespace {nsid} of {drive} with blocks of 512 or 4096 bytes"
+    )]
+    NoNamespace {
+        /// The drive.
+        drive: String,
+        /// The namespace.
+        nsid: u32,
+    },
+    /// The namespace has too few bytes.
+    #[error("Namespace {nsid} of {drive} has fewer than {} bytes", 2 * LEASE_MIN)]
+    TooSmall {
+        /// The drive.
+        drive: String,
+        /// The namespace.
+        nsid: u32,
+    },
+    /// A file cannot be read.
+    #[error("Cannot read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// The host does not show the function.
+    #[error(transparent)]
+    Function(#[from] PciFunctionError),
+    /// The drive cannot be bound.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// The drive cannot be opened.
+    #[error(transparent)]
+    Drive(#[from] OpenDriveError),
+    /// The leases cannot be described.
+    #[error(transparent)]
+    Options(#[from] OptionError),
+    /// The leases cannot be had.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// A guest cannot go on.
+    #[error("A guest of {drive} cannot go on")]
+    Guest {
+        /// The drive.
+        drive: String,
+        /// Cause.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// The namespace whose data is given up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Subject {
+    /// The drive.
+    pub drive: String,
+    /// The namespace.
+    pub nsid: u32,
+    /// Word that confirms: the drive's serial number, or its path if it has none.
+    pub word: String,
+    /// Former use, where the namespace shows one.
+    pub former_use: Option<&'static str>,
+}
+
+/// Asks for the data of a namespace to be given up.
+pub type Consent<'a> = dyn FnMut(&Subject) -> bool + 'a;
+
+/// Rates and latencies of reads.
+#[derive(Clone, Copy, Debug)]
+struct Figures {
+    /// Reads with one command in flight.
+    reads: u64,
+    /// Median and 99th percentile with one command in flight, in nanoseconds.
+    p50: u64,
+    p99: u64,
+    /// By 32 and by 128 commands in flight.
+    deep: [Rate; 2],
+}
+
+/// Rate of reads through one poller.
+#[derive(Clone, Copy, Debug)]
+struct Rate {
+    iops: f64,
+    /// Reads a second in which the poller found work; `None` if it counted no such time.
+    per_core: Option<f64>,
+}
+
+/// A way to the namespace.
+struct Way<'a> {
+    host: &'a Host,
+    path: DrivePath,
+    /// The namespace at this path: a block device has the first alone.
+    nsid: u32,
+    /// Duration of each measurement.
+    time: Duration,
+}
+
+/// Tries a namespace out, whose data `consent` gives up. Each measurement takes `time`.
+///
+/// A drive that the host's own driver has is measured there, bound to `vfio-pci`, and given back.
+///
+/// # Errors
+/// [`ScratchError`]. A drive that was bound is given back all the same.
+pub fn try_out(
+    host: &Host,
+    path: &DrivePath,
+    nsid: u32,
+    time: Duration,
+    consent: &mut Consent<'_>,
+) -> Result<Vec<Check>, ScratchError> {
+    let way = Way {
+        host,
+        path: path.clone(),
+        nsid,
+        time,
+    };
+    let DrivePath::Pci(address) = *path else {
+        let (mut checks, _) = way.try_out(Some(consent))?;
+        checks.push(Check::not_checked(
+            "scratch.host_driver",
+            "the host's own driver does not have the drive",
+        ));
+        return Ok(checks);
+    };
+    let function = PciFunction::find(&host.root, address)?;
+    let Some(controller) = &function.controller else {
+        let (mut checks, _) = way.try_out(Some(consent))?;
+        checks.push(
+            Check::not_checked(
+                "scratch.host_driver",
+                "the host's own driver does not have the drive",
+            )
+            .remedy(format!(
+                "nvme-mpt unbind {address}, and the same command again"
+            )),
+        );
+        return Ok(checks);
+    };
+    let users = controller.users(&host.root)?;
+    if !users.is_empty() {
+        let drive = path.to_string();
+        return Err(ScratchError::InUse { drive, users });
+    }
+    let disk = disk_of(host, controller, nsid).ok_or_else(|| way.no_namespace())?;
+    let subject = Subject {
+        drive: path.to_string(),
+        nsid,
+        word: controller.serial.clone(),
+        former_use: former_use(&head_of(&disk)?),
+    };
+    if !consent(&subject) {
+        return Err(ScratchError::NotConfirmed);
+    }
+    bind::bind(&host.root, address, false)?;
+    let tried = way.try_out(None);
+    let given_back = bind::unbind(&host.root, address);
+    if let (Err(_), Err(error)) = (&tried, &given_back) {
+        log::error!("{address} is not given back: {}", chain(error));
+    }
+    let (mut checks, figures) = tried?;
+    match given_back {
+        Ok(bound) => {
+            // The blocks are written by now, as those that were measured.
+            checks.push(compared(way.by_host(address), &figures));
+            checks.push(Check::ok("scratch.given_back", bound.to_string()));
+        }
+        Err(error) => checks.push(
+            Check::new("scratch.given_back", Outcome::Problem, chain(&error))
+                .remedy(format!("nvme-mpt unbind {address}")),
+        ),
+    }
+    Ok(checks)
+}
+
+/// Returns the disk of a namespace, which the host's own driver has.
+fn disk_of(host: &Host, controller: &KernelController, nsid: u32) -> Option<PathBuf> {
+    let mut namespaces = controller.namespaces.iter();
+    let namespace = namespaces.find(|namespace| namespace.nsid == nsid)?;
+    Some(host.root.dev.join(&namespace.disk))
+}
+
+/// Bytes at the start of a file.
+fn head_of(path: &PathBuf) -> Result<Vec<u8>, ScratchError> {
+    let mut head = Vec::new();
+    let read = File::open(path).and_then(|file| {
+        let mut file = file.take(HEAD_BYTES as u64);
+        file.read_to_end(&mut head)
+    });
+    match read {
+        Ok(_) => Ok(head),
+        Err(source) => Err(ScratchError::Read {
+            path: path.clone(),
+            source,
+        }),
+    }
+}
+
+/// Compares the figures of the same function on the host's block device.
+fn compared(by_host: Result<Figures, ScratchError>, own: &Figures) -> Check {
+    const NAME: &str = "scratch.host_driver";
+    let theirs = match by_host {
+        Ok(figures) => figures,
+        Err(error) => return Check::not_checked(NAME, chain(&error)),
+    };
+    let times = |own: f64, theirs: f64| own / theirs.max(f64::MIN_POSITIVE);
+    let cores: Vec<String> = own
+        .deep
+        .iter()
+        .zip(&theirs.deep)
+        .map(|(own, theirs)| match (own.per_core, theirs.per_core) {
+            (Some(own), Some(theirs)) => format!("{:.2}", times(own, theirs)),
+            _ => "unknown".to_owned(),
+        })
+        .collect();
+    Check::ok(
+        NAME,
+        format!(
+            "a function on the host's block device (io_uring): p50 {:.1} us, p99 {:.1} us, {} and {} IOPS per core; by \
+             VFIO, p50 is {:.2} times that, and IOPS per core {} times",
+            theirs.p50 as f64 / 1e3,
+            theirs.p99 as f64 / 1e3,
+            theirs.deep[0].of_core(),
+            theirs.deep[1].of_core(),
+            times(own.p50 as f64, theirs.p50 as f64),
+            cores.join(" and ")
+        ),
+    )
+}
+
+impl Way<'_> {
+    fn no_namespace(&self) -> ScratchError {
+        ScratchError::NoNamespace {
+            drive: self.path.to_string(),
+            nsid: self.nsid,
+        }
+    }
+
+    /// Measures the namespace through the host's own driver, once that has it again.
+    fn by_host(&self, address: PciAddress) -> Result<Figures, ScratchError> {
+        let root = &self.host.root;
+        let deadline = clock::monotonic() + DISK_PATIENCE;
+        let disk = loop {
+            let function = PciFunction::find(root, address)?;
+            let controller = function.controller.as_ref();
+            let disk = controller.and_then(|it| disk_of(self.host, it, self.nsid));
+            match disk {
+                Some(disk) if disk.exists() => break disk,
+                _ if clock::monotonic() > deadline => return Err(self.no_namespace()),
+                _ => clock::sleep(DISK_PAUSE),
+            }
+        };
+        let way = Way {
+            host: self.host,
+            path: DrivePath::File(disk),
+            nsid: 1,
+            time: self.time,
+        };
+        way.measure()
+    }
+
+    fn failed(&self, source: impl std::error::Error + Send + Sync + 'static) -> ScratchError {
+        ScratchError::Guest {
+            drive: self.path.to_string(),
+            source: Box::new(source),
+        }
+    }
+
+    fn bench(&self) -> Result<Bench<'_>, ScratchError> {
+        let options = DriveOptions {
+            namespace: Some(Nsid(self.nsid)),
+            ..DriveOptions::default()
+        };
+        let pollers = Pollers::new();
+        let drive = drives::open_on(&self.path, options, pollers.threads())?;
+        let bytes = drive.blocks() << drive.lba_shift();
+        let lease = (bytes / 2).min(LEASE_MAX) / LEASE_MIN * LEASE_MIN;
+        if lease == 0 {
+            return Err(ScratchError::TooSmall {
+                drive: self.path.to_string(),
+                nsid: self.nsid,
+            });
+        }
+        Ok(Bench {
+            way: self,
+            ledgers: Ledgers::open(&self.host.state_dir),
+            drive,
+            pollers,
+            lease,
+        })
+    }
+
+    /// Measures reads of the namespace, which nothing is written to.
+    fn measure(&self) -> Result<Figures, ScratchError> {
+        let bench = self.bench()?;
+        let mut guest = bench.guest(0)?;
+        let figures = bench.measure(&mut guest)?;
+        guest.end().map_err(|error| self.failed(error))?;
+        bench.forget();
+        Ok(figures)
+    }
+
+    /// Makes all checks. Asks for consent, if it was not given before.
+    fn try_out(
+        &self,
+        consent: Option<&mut Consent<'_>>,
+    ) -> Result<(Vec<Check>, Figures), ScratchError> {
+        let bench = self.bench()?;
+        let tried = bench.try_out(consent);
+        bench.forget();
+        tried
+    }
+}
+
+/// A drive with two leases to be.
+struct Bench<'a> {
+    way: &'a Way<'a>,
+    drive: Arc<Drive>,
+    ledgers: Ledgers,
+    pollers: Arc<Pollers>,
+    /// Bytes of each lease.
+    lease: u64,
+}
+
+impl Bench<'_> {
+    fn failed(&self, source: impl std::error::Error + Send + Sync + 'static) -> ScratchError {
+        self.way.failed(source)
+    }
+
+    /// Attaches a function to the lease of a guest.
+    fn function(&self, which: usize) -> Result<vmm_device::NvmeFunction, ScratchError> {
+        let start = which as u64 * self.lease;
+        let config = FunctionConfig::from_keys(|key| match key {
+            "path" => Some(self.way.path.to_string()),
+            "range" => Some(format!("{start}+{}", self.lease)),
+            "lease" => Some(IDS[which].to_owned()),
+            // Other drives have one alone.
+            "namespace" if matches!(self.way.path, DrivePath::Pci(_)) => {
+                Some(self.way.nsid.to_string())
+            }
+            "doorbells" => Some("mapped".to_owned()),
+            "queues" => Some("1".to_owned()),
+            _ => None,
+        })?;
+        let (drive, ledgers, pollers) = (&self.drive, &self.ledgers, &self.pollers);
+        let stop = AtomicBool::new(false);
+        let attachment = open::attach(&config.options()?, drive, ledgers, pollers, &stop)?;
+        Ok(function_of(attachment))
+    }
+
+    fn guest(&self, which: usize) -> Result<Guest, ScratchError> {
+        let function = self.function(which)?;
+        let guest = Guest::start(IDS[which], function, self.drive.lba_shift());
+        guest.map_err(|error| self.failed(error))
+    }
+
+    /// Gives the ids up: data of theirs is nobody's secret.
+    fn forget(&self) {
+        if self.drive.is_private() {
+            return;
+        }
+        let ledger = Ledger::open(&self.way.host.state_dir);
+        for id in IDS {
+            match ledger.decide_data(id, FormerData::Kept) {
+                Ok(_) | Err(LeaseError::NoData { .. }) => {}
+                Err(error) => log::warn!("The ledger keeps {id}: {}", chain(&error)),
+            }
+        }
+    }
+
+    /// Blocks of an I/O.
+    fn io_blocks(&self) -> u64 {
+        IO_BYTES as u64 >> self.drive.lba_shift()
+    }
+
+    /// I/Os that a guest writes and verifies.
+    fn verified(&self) -> u64 {
+        self.lease.min(VERIFIED_MAX) / IO_BYTES as u64
+    }
+
+    fn try_out(
+        &self,
+        consent: Option<&mut Consent<'_>>,
+    ) -> Result<(Vec<Check>, Figures), ScratchError> {
+        let mut one = self.guest(0)?;
+        if let Some(consent) = consent {
+            let subject = Subject {
+                drive: self.way.path.to_string(),
+                nsid: self.way.nsid,
+                word: self.word(),
+                former_use: former_use(&self.head(&mut one)?),
+            };
+            if !consent(&subject) {
+                return Err(ScratchError::NotConfirmed);
+            }
+        }
+        let mut two = self.guest(1)?;
+        let mut checks = vec![
+            self.sharing(&mut one, &mut two)?,
+            self.isolation(&mut one, &mut two)?,
+            self.reset(&mut one)?,
+        ];
+        let (mut one, upgraded) = self.upgrade(one)?;
+        checks.push(upgraded);
+        let figures = self.measure(&mut one)?;
+        checks.push(self.limits(&mut one, figures.deep[0].iops)?);
+        checks.extend(shown(&figures));
+        checks.push(self.neighbour(&mut two)?);
+        for guest in [one, two] {
+            guest.end().map_err(|error| self.failed(error))?;
+        }
+        Ok((checks, figures))
+    }
+
+    /// Word that confirms: the serial number at the end of a physical drive's name, or the path.
+    fn word(&self) -> String {
+        match self.way.path {
+            DrivePath::Pci(_) => {
+                let name = self.drive.identity();
+                name.rsplit(':').next().unwrap_or(name).to_owned()
+            }
+            _ => self.way.path.to_string(),
+        }
+    }
+
+    /// Reads the start of the first lease.
+    fn head(&self, guest: &mut Guest) -> Result<Vec<u8>, ScratchError> {
+        let mut head = Vec::with_capacity(HEAD_BYTES);
+        for index in 0..(HEAD_BYTES / IO_BYTES) as u64 {
+            let status = guest.execute(NvmOpcode::READ, index * self.io_blocks());
+            match status.map_err(|error| self.failed(error))? {
+                Status::SUCCESS => head.extend(guest.data(0)),
+                status => {
+                    let command = "Read";
+                    return Err(self.failed(GuestError::Failed { command, status }));
+                }
+            }
+        }
+        Ok(head)
+    }
+
+    /// Writes or reads all that a guest verifies.
+    fn pass(
+        &self,
+        guest: &mut Guest,
+        opcode: NvmOpcode,
+        which: u8,
+        round: u8,
+    ) -> Result<Pass, ScratchError> {
+        let mut pass = Pass {
+            opcode,
+            which,
+            round,
+            blocks: self.io_blocks(),
+            places: 0..self.verified(),
+            flying: [0; DEPTH_MAX as usize],
+            wrong: 0,
+            failed: None,
+        };
+        guest
+            .run(DEPTH, &mut pass)
+            .map_err(|error| self.failed(error))?;
+        Ok(pass)
+    }
+
+    /// Writes a round of a guest, and reads it again.
+    fn write_and_verify(
+        &self,
+        guest: &mut Guest,
+        which: u8,
+        round: u8,
+    ) -> Result<Option<String>, ScratchError> {
+        let written = self.pass(guest, NvmOpcode::WRITE, which, round)?;
+        let read = self.pass(guest, NvmOpcode::READ, which, round)?;
+        Ok(written.complaint().or(read.complaint()))
+    }
+
+    /// Has both guests write and verify at once.
+    fn sharing(&self, one: &mut Guest, two: &mut Guest) -> Result<Check, ScratchError> {
+        const NAME: &str = "scratch.sharing";
+        let mut other = Ok(None);
+        let own = run_beside(
+            "doctor-guest",
+            || other = self.write_and_verify(two, 2, 0),
+            || self.write_and_verify(one, 1, 0),
+        );
+        let own = own.map_err(|error| self.failed(error))??;
+        Ok(match own.or(other?) {
+            None => Check::ok(
+                NAME,
+                format!(
+                    "two functions at once each wrote and verified {} of a lease of {}",
+                    Bytes(self.verified() * IO_BYTES as u64),
+                    Bytes(self.lease)
+                ),
+            ),
+            Some(complaint) => Check::new(NAME, Outcome::Problem, complaint).remedy(REPORT),
+        })
+    }
+
+    /// Has a guest reach beyond its lease.
+    fn isolation(&self, one: &mut Guest, two: &mut Guest) -> Result<Check, ScratchError> {
+        const NAME: &str = "scratch.isolation";
+        let end = self.lease >> self.drive.lba_shift();
+        let mut places = vec![end, u64::MAX - self.io_blocks()];
+        if self.io_blocks() > 1 {
+            // Across the end.
+            places.push(end - 1);
+        }
+        one.fill(0, &content(1, u8::MAX, 0));
+        for block in &places {
+            for (opcode, name) in [(NvmOpcode::READ, "Read"), (NvmOpcode::WRITE, "Write")] {
+                let status = one.execute(opcode, *block);
+                let status = status.map_err(|error| self.failed(error))?;
+                if status.code() != Status::LBA_OUT_OF_RANGE.code() {
+                    let finding = format!(
+                        "{name} at block {block} of a lease of {end} blocks ended with {status}"
+                    );
+                    return Ok(Check::new(NAME, Outcome::Problem, finding).remedy(REPORT));
+                }
+            }
+        }
+        let neighbour = self.pass(two, NvmOpcode::READ, 2, 0)?;
+        Ok(match neighbour.complaint() {
+            None => Check::ok(
+                NAME,
+                format!(
+                    "{} commands beyond a lease ended with LBA Out of Range; the neighbour's blocks are unchanged",
+                    2 * places.len()
+                ),
+            ),
+            Some(complaint) => Check::new(
+                NAME,
+                Outcome::Problem,
+                format!("the neighbour's blocks changed: {complaint}"),
+            )
+            .remedy(REPORT),
+        })
+    }
+
+    /// Resets a controller with writes in flight, of what is there already.
+    fn reset(&self, guest: &mut Guest) -> Result<Check, ScratchError> {
+        const NAME: &str = "scratch.reset";
+        let commands: Vec<Sqe> = (0..DEPTH)
+            .map(|slot| {
+                guest.fill(slot, &content(1, 0, slot.into()));
+                guest.command(NvmOpcode::WRITE, slot, u64::from(slot) * self.io_blocks())
+            })
+            .collect();
+        guest.submit(&commands);
+        let started = clock::monotonic();
+        guest.reset().map_err(|error| self.failed(error))?;
+        let took = clock::monotonic() - started;
+        Ok(match self.pass(guest, NvmOpcode::READ, 1, 0)?.complaint() {
+            None => Check::ok(
+                NAME,
+                format!(
+                    "a controller with {DEPTH} writes in flight was ready again after {:.1} ms; all blocks verified",
+                    took.as_secs_f64() * 1e3
+                ),
+            ),
+            Some(complaint) => Check::new(NAME, Outcome::Problem, complaint).remedy(REPORT),
+        })
+    }
+
+    /// Saves a function, ends it, and has another one take its state up.
+    fn upgrade(&self, guest: Guest) -> Result<(Guest, Check), ScratchError> {
+        const NAME: &str = "scratch.upgrade";
+        let suspended = match guest.suspend() {
+            Ok(suspended) => suspended,
+            Err(error) => {
+                let check = Check::new(NAME, Outcome::Problem, chain(&error)).remedy(REPORT);
+                return Ok((self.guest(0)?, check));
+            }
+        };
+        let bytes = suspended.state_bytes();
+        let gone_on = suspended.go_on(self.function(0)?);
+        let mut guest = gone_on.map_err(|error| self.failed(error))?;
+        let before = self.pass(&mut guest, NvmOpcode::READ, 1, 0)?;
+        let complaint = match before.complaint() {
+            None => self.write_and_verify(&mut guest, 1, 1)?,
+            some => some,
+        };
+        let check = match complaint {
+            None => Check::ok(
+                NAME,
+                format!(
+                    "the next function took the state up ({bytes} bytes); the same queues go on"
+                ),
+            ),
+            Some(complaint) => Check::new(NAME, Outcome::Problem, complaint).remedy(REPORT),
+        };
+        Ok((guest, check))
+    }
+
+    /// Verifies the second lease at the end.
+    fn neighbour(&self, two: &mut Guest) -> Result<Check, ScratchError> {
+        const NAME: &str = "scratch.neighbour";
+        Ok(match self.pass(two, NvmOpcode::READ, 2, 0)?.complaint() {
+            None => Check::ok(NAME, "the second lease is unchanged by all of this"),
+            Some(complaint) => Check::new(NAME, Outcome::Problem, complaint).remedy(REPORT),
+        })
+    }
+
+    /// Seconds in which pollers found work.
+    fn busy(&self) -> f64 {
+        let stats = self.pollers.stats();
+        stats.iter().map(|poller| poller.busy_seconds).sum()
+    }
+
+    /// Reads for the time of a measurement.
+    fn reads(&self, guest: &mut Guest, depth: u16) -> Result<(Reads, Rate), ScratchError> {
+        let time = self.way.time;
+        let mut reads = Reads {
+            blocks: self.io_blocks(),
+            places: self.verified(),
+            state: 1,
+            until: clock::monotonic() + time,
+            latencies: Vec::new(),
+            done: 0,
+            failed: None,
+        };
+        let busy = self.busy();
+        let started = clock::monotonic();
+        guest
+            .run(depth, &mut reads)
+            .map_err(|error| self.failed(error))?;
+        let took = (clock::monotonic() - started).as_secs_f64();
+        let busy = self.busy() - busy;
+        if let Some(status) = reads.failed {
+            let command = "Read";
+            return Err(self.failed(GuestError::Failed { command, status }));
+        }
+        let done = reads.done as f64;
+        let rate = Rate {
+            iops: done / took.max(f64::MIN_POSITIVE),
+            per_core: (busy > 0.0).then(|| done / busy),
+        };
+        Ok((reads, rate))
+    }
+
+    fn measure(&self, guest: &mut Guest) -> Result<Figures, ScratchError> {
+        let (mut alone, _) = self.reads(guest, 1)?;
+        alone.latencies.sort_unstable();
+        let quantile = |share: f64| {
+            let at = (alone.latencies.len() as f64 * share) as usize;
+            let last = alone.latencies.len().saturating_sub(1);
+            nanoseconds(alone.latencies.get(at.min(last)).copied().unwrap_or(0))
+        };
+        Ok(Figures {
+            reads: alone.done,
+            p50: quantile(0.5),
+            p99: quantile(0.99),
+            deep: [
+                self.reads(guest, DEPTHS[0])?.1,
+                self.reads(guest, DEPTHS[1])?.1,
+            ],
+        })
+    }
+
+    /// Limits a lease to half of what it reached, and measures.
+    fn limits(&self, guest: &mut Guest, reached: f64) -> Result<Check, ScratchError> {
+        const NAME: &str = "scratch.limits";
+        let limit = (reached / 2.0).clamp(LIMIT_MIN, LIMIT_MAX) as u64;
+        let per_second = NonZeroU64::new(limit).unwrap_or(NonZeroU64::MIN);
+        guest.set_rates(RateLimits {
+            iops: Some(RateLimit {
+                per_second,
+                burst: None,
+            }),
+            ..RateLimits::default()
+        });
+        let (_, rate) = self.reads(guest, DEPTHS[0])?;
+        guest.set_rates(RateLimits::default());
+        let difference = rate.iops / limit as f64 - 1.0;
+        let finding = format!(
+            "{:.0} IOPS under iops={limit}: {:+.1} %",
+            rate.iops,
+            difference * 100.0
+        );
+        // A burst and the commands in flight come on top, once.
+        let at_once = limit as f64 / 100.0 + f64::from(DEPTHS[0]);
+        let most = TOLERANCE + at_once / (limit as f64 * self.way.time.as_secs_f64());
+        Ok(match difference {
+            difference if difference > most => {
+                Check::new(NAME, Outcome::Problem, finding).remedy(REPORT)
+            }
+            difference if difference < -TOLERANCE => Check::new(NAME, Outcome::Warning, finding)
+                .remedy("repeat it on an idle machine: the lease got less than it may have"),
+            _ => Check::ok(NAME, finding),
+        })
+    }
+}
+
+/// Writes or reads of known contents, one after the other.
+struct Pass {
+    opcode: NvmOpcode,
+    which: u8,
+    round: u8,
+    blocks: u64,
+    places: Range<u64>,
+    /// Place of each slot's command.
+    flying: [u64; DEPTH_MAX as usize],
+    /// I/Os that were read with another content.
+    wrong: u64,
+    failed: Option<Status>,
+}
+
+impl Pass {
+    fn complaint(&self) -> Option<String> {
+        let verb = match self.opcode {
+            NvmOpcode::WRITE => "written",
+            _ => "read",
+        };
+        match (self.failed, self.wrong) {
+            (Some(status), _) => Some(format!("a block could not be {verb}: {status}")),
+            (None, 0) => None,
+            (None, wrong) => Some(format!(
+                "{wrong} I/Os returned other bytes than were written"
+            )),
+        }
+    }
+}
+
+impl Work for Pass {
+    fn next(&mut self, guest: &Guest, slot: u16) -> Option<Sqe> {
+        let place = self.places.next()?;
+        self.flying[usize::from(slot)] = place;
+        if self.opcode == NvmOpcode::WRITE {
+            guest.fill(slot, &content(self.which, self.round, place));
+        }
+        Some(guest.command(self.opcode, slot, place * self.blocks))
+    }
+
+    fn done(&mut self, guest: &Guest, slot: u16, status: Status, _: u64) {
+        if status != Status::SUCCESS {
+            self.failed = Some(status);
+            return;
+        }
+        let place = self.flying[usize::from(slot)];
+        let expected = content(self.which, self.round, place);
+        let is_read = self.opcode == NvmOpcode::READ;
+        self.wrong += u64::from(is_read && guest.data(slot) != expected);
+    }
+}
+
+/// Reads at random places, for a time.
+struct Reads {
+    blocks: u64,
+    places: u64,
+    /// State of the generator of places.
+    state: u64,
+    until: Duration,
+    /// Times of the first reads, in ticks.
+    latencies: Vec<u64>,
+    done: u64,
+    failed: Option<Status>,
+}
+
+impl Work for Reads {
+    fn next(&mut self, guest: &Guest, slot: u16) -> Option<Sqe> {
+        if clock::monotonic() >= self.until {
+            return None;
+        }
+        // Numerical Recipes' generator, whose upper bits are good.
+        self.state = self
+            .state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        let place = (self.state >> 33) % self.places;
+        Some(guest.command(NvmOpcode::READ, slot, place * self.blocks))
+    }
+
+    fn done(&mut self, _: &Guest, _: u16, status: Status, took: u64) {
+        self.done += 1;
+        if self.latencies.len() < LATENCIES_MAX {
+            self.latencies.push(took);
+        }
+        if status != Status::SUCCESS {
+            self.failed = Some(status);
+        }
+    }
+}
+
+impl Rate {
+    /// The rate of a core, for a person.
+    fn of_core(&self) -> String {
+        self.per_core
+            .map_or("unknown".to_owned(), |rate| format!("{rate:.0}"))
+    }
+}
+
+/// The checks of the figures.
+fn shown(figures: &Figures) -> Vec<Check> {
+    let Figures {
+        reads,
+        p50,
+        p99,
+        deep,
+    } = figures;
+    let mut checks = vec![Check::ok(
+        "scratch.latency",
+        format!(
+            "p50 {:.1} us, p99 {:.1} us: {reads} random reads of 4 KiB, one at a time",
+            *p50 as f64 / 1e3,
+            *p99 as f64 / 1e3
+        ),
+    )];
+    for (depth, rate) in DEPTHS.iter().zip(deep) {
+        let share = rate.per_core.map_or(String::new(), |per_core| {
+            format!(" ({:.1} % of it)", per_core / SPDK_PER_CORE * 100.0)
+        });
+        checks.push(Check::ok(
+            format!("scratch.iops_{depth}"),
+            format!(
+                "{:.0} IOPS with {depth} in flight, {} per poller core; SPDK published {:.1} million for its \
+                 vfio-user target{share}",
+                rate.iops,
+                rate.of_core(),
+                SPDK_PER_CORE / 1e6
+            ),
+        ));
+    }
+    checks
+}

@@ -1,0 +1,195 @@
+//! Namespaces of software drives. That of a physical drive is tried out in the lab.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use nvme_vfio::function::HostRoot;
+
+use super::super::{Host, Report, examine};
+use super::*;
+
+/// Short, as rates say nothing here.
+const TIME: Duration = Duration::from_millis(50);
+
+fn host(folder: &Path) -> Host {
+    Host {
+        root: HostRoot::default(),
+        state_dir: folder.join("state"),
+        physical: false,
+    }
+}
+
+/// A drive file in a folder.
+fn file(folder: &Path, bytes: u64) -> DrivePath {
+    let path = folder.join("drive.img");
+    File::create(&path).unwrap().set_len(bytes).unwrap();
+    DrivePath::File(path)
+}
+
+/// Tries a drive out. Returns the checks, and what was to be given up.
+fn report(folder: &Path, path: &DrivePath, yes: bool) -> (Vec<Check>, Option<Subject>) {
+    let host = host(folder);
+    let mut report: Report = examine(&host, None);
+    let mut asked = None;
+    report.try_out(&host, path, 1, TIME, &mut |subject: &Subject| {
+        asked = Some(subject.clone());
+        yes
+    });
+    (report.sections.pop().unwrap().checks, asked)
+}
+
+/// Expects checks that need no time to be right.
+#[track_caller]
+fn expect_all_is_well(checks: &[Check]) {
+    let names: Vec<&str> = checks.iter().map(|check| &*check.name).collect();
+    assert_eq!(
+        names,
+        [
+            "scratch.sharing",
+            "scratch.isolation",
+            "scratch.reset",
+            "scratch.upgrade",
+            "scratch.limits",
+            "scratch.latency",
+            "scratch.iops_32",
+            "scratch.iops_128",
+            "scratch.neighbour",
+            "scratch.host_driver",
+        ],
+        "{checks:#?}"
+    );
+    for check in checks {
+        let expected: &[Outcome] = match &*check.name {
+            // The machine may be slow.
+            "scratch.limits" => &[Outcome::Ok, Outcome::Warning],
+            "scratch.host_driver" => &[Outcome::NotChecked],
+            _ => &[Outcome::Ok],
+        };
+        assert!(expected.contains(&check.outcome), "{check:#?}");
+    }
+}
+
+#[test]
+fn a_drive_in_memory_is_tried_out() {
+    let folder = tempfile::tempdir().unwrap();
+    for path in ["memory:2M", "memory:64M"] {
+        let (checks, asked) = report(folder.path(), &path.parse().unwrap(), true);
+        expect_all_is_well(&checks);
+        assert_eq!(asked.unwrap().word, path);
+    }
+    assert!(!folder.path().join("state").exists());
+}
+
+#[test]
+fn a_file_is_tried_out_and_other_leases_of_it_are_respected() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = file(folder.path(), 8 << 20);
+    for _ in 0..2 {
+        let (checks, asked) = report(folder.path(), &path, true);
+        expect_all_is_well(&checks);
+        // The second time, it has the data of the first.
+        assert_eq!(asked.unwrap().former_use, None);
+    }
+    let ledger = Ledger::open(&folder.path().join("state"));
+    assert!(ledger.list().unwrap().is_empty());
+    // A lease that another id has, or had, is not taken.
+    let ledgers = Ledgers::open(&folder.path().join("state"));
+    let config = FunctionConfig::from_keys(|key| match key {
+        "path" => Some(path.to_string()),
+        "range" => Some("5M+1M".to_owned()),
+        "lease" => Some("tenant".to_owned()),
+        _ => None,
+    });
+    let options = config.unwrap().options().unwrap();
+    let drive = drives::open_on(
+        &path,
+        DriveOptions::default(),
+        &nvme_mpt::poller::Threads::default(),
+    )
+    .unwrap();
+    let attached = open::attach(
+        &options,
+        &drive,
+        &ledgers,
+        &Pollers::new(),
+        &AtomicBool::new(false),
+    );
+    drop((attached.unwrap(), drive));
+    let before = fs::read(folder.path().join("drive.img")).unwrap();
+    let (checks, _) = report(folder.path(), &path, true);
+    let [check] = &checks[..] else {
+        panic!("{checks:#?}")
+    };
+    assert_eq!(check.outcome, Outcome::Problem, "{check:?}");
+    assert!(check.finding.contains("tenant"), "{check:?}");
+    let after = fs::read(folder.path().join("drive.img")).unwrap();
+    assert!(before == after, "the drive was written");
+}
+
+#[test]
+fn nothing_is_written_unless_it_is_confirmed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = file(folder.path(), 4 << 20);
+    let image = File::options()
+        .write(true)
+        .open(folder.path().join("drive.img"))
+        .unwrap();
+    image.write_all_at(&[0x53, 0xEF], 0x438).unwrap();
+    let before = fs::read(folder.path().join("drive.img")).unwrap();
+    let (checks, asked) = report(folder.path(), &path, false);
+    assert_eq!(asked.unwrap().former_use, Some("an ext file system"));
+    let [check] = &checks[..] else {
+        panic!("{checks:#?}")
+    };
+    assert_eq!(check.outcome, Outcome::NotChecked, "{check:?}");
+    let after = fs::read(folder.path().join("drive.img")).unwrap();
+    assert!(before == after, "the drive was written");
+}
+
+#[test]
+fn what_cannot_be_tried_out_is_a_problem_with_its_cause() {
+    let folder = tempfile::tempdir().unwrap();
+    let small = file(folder.path(), 1 << 20);
+    let absent = DrivePath::File(folder.path().join("absent.img"));
+    for (path, cause) in [(small, "has fewer than"), (absent, "does not exist")] {
+        let (checks, asked) = report(folder.path(), &path, true);
+        let [check] = &checks[..] else {
+            panic!("{checks:#?}")
+        };
+        assert_eq!(check.outcome, Outcome::Problem, "{check:?}");
+        assert!(check.finding.contains(cause), "{check:?}");
+        assert!(asked.is_none());
+    }
+}
+
+#[test]
+fn a_drive_with_problems_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut host = host(folder.path());
+    host.root.sys = folder.path().join("sys");
+    let address = "0000:01:00.0".parse().unwrap();
+    let mut report = examine(&host, Some(address));
+    report.try_out(&host, &DrivePath::Pci(address), 1, TIME, &mut |_| {
+        panic!("asked")
+    });
+    let check = &report.sections.last().unwrap().checks[0];
+    assert_eq!(check.outcome, Outcome::NotChecked, "{check:?}");
+}
+
+#[test]
+fn a_drive_that_keeps_nothing_is_found_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let (checks, _) = report(folder.path(), &"null:16M".parse().unwrap(), true);
+    for (name, outcome) in [
+        ("scratch.sharing", Outcome::Problem),
+        ("scratch.isolation", Outcome::Problem),
+        ("scratch.reset", Outcome::Problem),
+        ("scratch.upgrade", Outcome::Problem),
+        ("scratch.latency", Outcome::Ok),
+        ("scratch.neighbour", Outcome::Problem),
+    ] {
+        let check = checks.iter().find(|check| check.name == name).unwrap();
+        assert_eq!(check.outcome, outcome, "{check:?}");
+    }
+}

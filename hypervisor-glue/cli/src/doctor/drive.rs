@@ -322,13 +322,14 @@ fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> Check {
     let others: Vec<String> = others
         .filter(|format| format.lbads() != 0)
         .map(|format| match format.ms() {
-            0 => format!("2^{}", format.lbads()),
-            metadata => format!("2^{}+{metadata}", format.lbads()),
+            0 => block(format.lbads()),
+            metadata => format!("{}+{metadata}", block(format.lbads())),
         })
         .collect();
     let finding = format!(
-        "{}, blocks of 2^{shift} bytes{}; formats: {}",
+        "{}, blocks of {} bytes{}; formats: {}",
         size.map_or("of unknown size".to_owned(), |size| Bytes(size).to_string()),
+        block(shift),
         match metadata {
             0 => String::new(),
             metadata => format!(" and {metadata} bytes of metadata"),
@@ -344,6 +345,12 @@ fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> Check {
         format!("{finding}; it cannot be served"),
     )
     .remedy("nvme format --lbaf=N to blocks of 512 or 4096 bytes without metadata, which erases it")
+}
+
+/// Bytes of a logical block, whose size comes from the drive.
+fn block(shift: u8) -> String {
+    let bytes = 1_u64.checked_shl(shift.into());
+    bytes.map_or_else(|| format!("2^{shift}"), |bytes| bytes.to_string())
 }
 
 /// The namespaces whose deallocated blocks read as something else than zeroes.
@@ -406,6 +413,7 @@ fn copying(controller: &IdentifyController, namespaces: &[(Nsid, IdentifyNamespa
     Check::ok(
         NAME,
         match blocks {
+            Some(0) => "Copy whose limits are 0, which guests are not offered".to_owned(),
             Some(blocks) => format!("guests can copy up to {blocks} blocks a range"),
             None => "guests can copy".to_owned(),
         },

@@ -244,7 +244,7 @@ fn all_is_well_on_a_host_and_a_drive_as_they_should_be() {
             "37 °C, 0 % used, 100 % spare, 0 media errors",
         ),
         ("drive.transfer", "128K a command"),
-        ("drive.namespace.1", "1G, blocks of 2^9 bytes; formats: 2^9"),
+        ("drive.namespace.1", "1G, blocks of 512 bytes; formats: 512"),
         ("drive.copy", "up to 128 blocks a range"),
     ] {
         expect(&checks, name, Outcome::Ok, finding, "");
@@ -455,6 +455,10 @@ fn abilities_that_are_missing_are_named() {
         "cannot be read",
         "",
     );
+    poor.controller.oncs = Oncs(0).with_copy(true);
+    poor.namespaces[0].1.mssrl = 0;
+    let checks = drive::described(&poor);
+    expect(&checks, "drive.copy", Ok, "limits are 0", "");
     poor.health = None;
     poor.queue_pairs = None;
     poor.namespaces.clear();

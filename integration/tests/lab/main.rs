@@ -22,6 +22,7 @@ mod bind;
 mod client;
 mod comings;
 mod disks;
+mod doctor;
 mod drives;
 mod elsewhere;
 mod exits;

@@ -19,7 +19,7 @@ use crate::elsewhere::{
 };
 use crate::failures::reappeared;
 use crate::fixture::{Bench, Failure, await_that, expect, iommu_faults};
-use crate::{Group, Refused, giveback};
+use crate::{Group, Refused, doctor, giveback};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "native",
@@ -30,6 +30,7 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("leased_to_functions_elsewhere", leased),
         ("taken_up_by_the_next_servers", |bench| taken_up(bench, 3)),
         ("outlives_kept_servers", |bench| outlives(bench, 10)),
+        ("examined_by_doctor", doctor::examined),
         ("pulled_and_plugged", pulled),
     ],
 };

@@ -34,7 +34,7 @@ pub mod state;
 pub use crate::{
     function::{
         AdminStats, ControlKeeper, ControlState, DoorbellRegion, EndError, NvmeFunction,
-        TakeUpError,
+        ResetStats, TakeUpError,
     },
     pci::{
         config_space::{Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, VENDOR_ID},

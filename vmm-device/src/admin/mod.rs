@@ -94,6 +94,7 @@ pub(crate) struct Admin {
     /// I/O queues that the guest has created.
     queues: KeptQueues,
     commands: u64,
+    aborts: u64,
     /// Doorbell Buffer that the command which is carried out has set up.
     new_buffer: Option<DoorbellBuffer>,
     clock: Arc<dyn WaitClock>,
@@ -123,6 +124,7 @@ impl Admin {
             namespace_changed: false,
             queues: KeptQueues::default(),
             commands: 0,
+            aborts: 0,
             new_buffer: None,
             clock,
             lost_queue: None,
@@ -169,6 +171,11 @@ impl Admin {
     /// Commands taken so far.
     pub(crate) fn commands(&self) -> u64 {
         self.commands
+    }
+
+    /// Returns the number of Abort commands that were carried out.
+    pub(crate) fn aborts(&self) -> u64 {
+        self.aborts
     }
 
     /// Takes over what the admin doorbells hold. Returns whether another look is due.
@@ -448,6 +455,7 @@ impl Admin {
                 self.queues.delete_sq(command.qid);
             }
             AdminCommand::Abort(command) => {
+                self.aborts += 1;
                 let (aborted, not_aborted) = abort::abort(command, &mut self.events);
                 self.unposted.extend(aborted);
                 dw0 = not_aborted;

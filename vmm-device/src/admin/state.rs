@@ -33,6 +33,7 @@ impl Admin {
             // The host side has them, and the state of its queues.
             queues: _,
             commands,
+            aborts,
             // Set within a command alone.
             new_buffer: _,
             clock: _,
@@ -49,6 +50,7 @@ impl Admin {
             warned: warned.0,
             namespace_changed: *namespace_changed,
             commands: *commands,
+            aborts: *aborts,
         }
     }
 
@@ -69,6 +71,7 @@ impl Admin {
             warned: _,
             namespace_changed: _,
             commands: _,
+            aborts: _,
         } = state;
         if let Some(rings) = rings {
             AdminRings::check(rings)?;
@@ -98,6 +101,7 @@ impl Admin {
             warned,
             namespace_changed,
             commands,
+            aborts,
         } = state;
         let buffer = queues.doorbell_buffer;
         self.rings = rings
@@ -112,6 +116,7 @@ impl Admin {
         self.namespace_changed = *namespace_changed;
         self.queues = queues;
         self.commands = *commands;
+        self.aborts = *aborts;
         host.set_coalescing(self.features.coalescing());
     }
 

@@ -18,7 +18,7 @@ use nvme_mpt::{KeptQueues, LeaseFacts, StateError, memory::eventfd};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::NvmeFunction;
+use super::{NvmeFunction, ResetStats};
 use crate::{
     pci::{config_space::ConfigSpace, msix::Msix},
     registers::{Capabilities, Registers},
@@ -68,6 +68,9 @@ pub struct ControlState {
     registers: RegistersState,
     admin: AdminState,
     queues: KeptQueues,
+    /// It is left out where there was no reset.
+    #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
+    resets: ResetStats,
 }
 
 impl ControlState {
@@ -101,6 +104,7 @@ pub(super) struct ControlParts<'a> {
     pub(super) config: &'a ConfigSpace,
     pub(super) msix: &'a Msix,
     pub(super) registers: &'a Registers,
+    pub(super) resets: ResetStats,
 }
 
 impl ControlParts<'_> {
@@ -113,6 +117,7 @@ impl ControlParts<'_> {
             registers: self.registers.save(),
             admin,
             queues,
+            resets: self.resets,
         }
     }
 }
@@ -136,6 +141,7 @@ impl NvmeFunction {
             config: &self.config,
             msix: &self.msix,
             registers: self.before_access.as_ref().unwrap_or(&self.registers),
+            resets: self.resets,
         };
         parts.with(self.admin.save(), self.admin.queues().clone())
     }
@@ -165,6 +171,7 @@ impl NvmeFunction {
             registers,
             admin,
             queues,
+            resets,
         } = state;
         state.check_version()?;
         let facts = state.facts_for(&self.facts).ok_or(TakeUpError::Promise)?;
@@ -185,6 +192,7 @@ impl NvmeFunction {
         self.is_touched = true;
         self.facts = facts;
         self.registers.restore(registers);
+        self.resets = *resets;
         self.admin.restore(admin, queues.clone(), &*self.host);
         // The BARs are where the client has them.
         drop(self.config.restore(config_space));
@@ -446,13 +454,33 @@ mod tests {
         assert_eq!(begun.queues, KeptQueues::default());
         assert!(begun.registers.is_enabled());
         survivors.replace(&mut guest, &pass_on(begun));
+        assert_eq!(guest.function.reset_stats().controller, 0);
         // The access is carried out again.
         guest.write_register(0x14, 0x0046_0000);
         assert_eq!(guest.csts(), 0);
+        assert_eq!(guest.function.reset_stats().controller, 1);
         guest.enable();
         for sqe in [create_cq(), create_sq()] {
             assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
         }
+    }
+
+    #[test]
+    fn resets_and_aborts_are_counted_on_in_the_next_process() {
+        let (mut guest, survivors, _) = guest();
+        guest.write_register(0x14, 0x0046_0000);
+        drop(guest.function.reset());
+        guest.enable();
+        assert_eq!(guest.admin(Sqe::new(0x08)).status(), Status::SUCCESS);
+        let state = guest.function.control_state();
+        survivors.replace(&mut guest, &pass_on(&state));
+        let resets = ResetStats {
+            controller: 1,
+            function_level: 0,
+            vmm: 1,
+        };
+        assert_eq!(guest.function.reset_stats(), resets);
+        assert_eq!(guest.function.admin_stats().aborts, 1);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use nvme_mpt::{
         registers::{Doorbell, ShutdownNotification, offset::DOORBELLS},
     },
 };
+use serde::{Deserialize, Serialize};
 use vm_device::{
     MutDeviceMmio,
     bus::{MmioAddress, MmioAddressOffset},
@@ -72,6 +73,26 @@ pub struct AdminStats {
     pub doorbell_exits: u64,
     /// Times that vector 0 was raised.
     pub interrupts: u64,
+    /// Abort commands.
+    pub aborts: u64,
+}
+
+/// Resets of a function so far, by the way that they came.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResetStats {
+    /// Controller resets: the guest cleared `CC.EN`.
+    pub controller: u64,
+    /// Function-level resets by the guest.
+    pub function_level: u64,
+    /// Resets by the VMM, such as those of a machine that restarts.
+    pub vmm: u64,
+}
+
+impl ResetStats {
+    fn is_zero(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// An NVMe controller as a PCI function: configuration space, BAR0, BAR4 and interrupts.
@@ -92,6 +113,8 @@ pub struct NvmeFunction {
     facts: LeaseFacts,
     clock: Arc<dyn WaitClock>,
     admin_doorbell_exits: u64,
+    /// Counted once they are done: an access that the next process carries out again counts once.
+    resets: ResetStats,
     /// Vectors to raise when a function that was restored goes on.
     owed: Vec<u16>,
     /// The VMM has paused it.
@@ -131,6 +154,7 @@ impl NvmeFunction {
             shared,
             clock,
             admin_doorbell_exits: 0,
+            resets: ResetStats::default(),
             owed: Vec::new(),
             paused: false,
             rests: false,
@@ -165,6 +189,7 @@ impl NvmeFunction {
             let deadline = self.deadline();
             // CSTS.CFS reports a failure.
             let _ = self.reset_controller(&deadline);
+            self.resets.function_level += 1;
         }
         self.follow_bus_master();
         write.moves
@@ -301,7 +326,14 @@ impl NvmeFunction {
                 .msix
                 .vector(ADMIN_VECTOR)
                 .map_or(0, |vector| vector.count()),
+            aborts: self.admin.aborts(),
         }
+    }
+
+    /// Returns the resets so far.
+    #[must_use]
+    pub fn reset_stats(&self) -> ResetStats {
+        self.resets
     }
 
     /// Ends all that the function does and makes durable what was written, within 30 seconds in all. It is
@@ -346,11 +378,13 @@ impl NvmeFunction {
     /// The VMM's connections and mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
-        self.reset_by(&self.deadline())
+        let moves = self.reset_by(&self.deadline());
+        self.resets.vmm += 1;
+        moves
     }
 
     /// As [`Self::reset`], until `deadline`.
-    fn reset_by(&mut self, deadline: &Deadline) -> Vec<BarMove> {
+    pub(super) fn reset_by(&mut self, deadline: &Deadline) -> Vec<BarMove> {
         self.is_touched = true;
         let moves = self.config.reset();
         // CSTS.CFS reports a failure.
@@ -408,6 +442,7 @@ impl NvmeFunction {
             config: &self.config,
             msix: &self.msix,
             registers: &self.registers,
+            resets: self.resets,
         };
         let keeper = self.keeper.as_deref();
         let keep = keeper.map(|keeper| {
@@ -488,7 +523,11 @@ impl NvmeFunction {
         // what was stored to doorbells while there was no controller means nothing. If that fails, CSTS.RDY
         // and CSTS.SHST stay as they are beside CSTS.CFS: a reset or shutdown that is not complete (Base
         // 2.0, sections 3.1.3.6 and 3.6.1).
-        if self.stop(&deadline).is_err() {
+        let stopped = self.stop(&deadline);
+        if matches!(transition, Transition::Disable) {
+            self.resets.controller += 1;
+        }
+        if stopped.is_err() {
             return;
         }
         match transition {

@@ -86,10 +86,10 @@ impl NvmeFunction {
             .check(&state.admin, self.msix.vectors().len(), &self.facts)?;
         self.check_enabled(state)?;
 
-        let mut moves = self.reset();
+        let mut moves = self.reset_by(&self.deadline());
         self.pause()?;
         if let Err(error) = self.apply(state, &mut moves) {
-            drop(self.reset());
+            drop(self.reset_by(&self.deadline()));
             self.owed.clear();
             self.resume();
             return Err(error);

@@ -153,6 +153,12 @@ fn a_reset_ends_all_and_can_be_repeated() {
     flr(&mut guest);
     guest.enable();
     assert_eq!(guest.admin(identify()).status(), Status::SUCCESS);
+    let resets = ResetStats {
+        controller: 6,
+        function_level: 5,
+        vmm: 3,
+    };
+    assert_eq!(guest.function.reset_stats(), resets);
 }
 
 #[test]

@@ -51,6 +51,9 @@ pub(crate) struct AdminState {
     pub(crate) warned: u8,
     pub(crate) namespace_changed: bool,
     pub(crate) commands: u64,
+    /// Abort commands. It is left out where there was none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) aborts: u64,
 }
 
 /// The admin queue pair.
@@ -74,6 +77,10 @@ pub(crate) struct AdminRingsState {
     /// Positions by which the registers may lag behind the Doorbell Buffer.
     #[serde(default, skip_serializing_if = "are_zero")]
     pub(crate) behind: [u32; 2],
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 fn are_zero(words: &[u32; 2]) -> bool {

@@ -361,6 +361,7 @@ fn more_requests_for_events_than_aerl_are_refused_and_one_can_be_aborted() {
         1,
         "there is nothing to abort any more"
     );
+    assert_eq!(guest.function.admin_stats().aborts, 2);
     let of_io_queue = Sqe {
         cdw10: 0x0001_0001,
         ..Sqe::new(0x08)

@@ -55,6 +55,7 @@ pub mod live;
 pub mod origin;
 mod park;
 pub mod poller;
+mod processor_time;
 pub mod range;
 pub mod range_lock;
 pub mod seam;

@@ -402,6 +402,10 @@ pub struct PollerStats {
     /// Seconds in which it slept.
     #[serde(default)]
     pub parked_seconds: f64,
+    /// Seconds for which it had a processor, by the kernel's clock of its thread: a millisecond behind at most while the
+    /// poller is awake.
+    #[serde(default)]
+    pub processor_seconds: f64,
     /// Share of its life so far in which it found work, 0 to 1.
     pub busy_share: f64,
     /// Share of its life so far in which it slept, 0 to 1. It spun for the rest.
@@ -475,6 +479,9 @@ pub struct AttachmentStats {
     /// Commands that completed with an error, by status.
     #[serde(default)]
     pub errors: Vec<StatusCount>,
+    /// Seconds of processor time that pollers spent for it, with work and without.
+    #[serde(default)]
+    pub processor_seconds: f64,
 }
 
 #[cfg(test)]

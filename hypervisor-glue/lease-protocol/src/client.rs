@@ -451,6 +451,7 @@ impl HostSide for RemoteHostSide {
                 queues: Vec::new(),
                 latency: Vec::new(),
                 errors: Vec::new(),
+                processor_seconds: 0.0,
             })
     }
 

@@ -11,6 +11,7 @@ use crate::address::Gpa;
 use crate::deadline::Deadline;
 use crate::doorbell::DoorbellBuffer;
 use crate::poller::DoorbellWatch;
+use crate::processor_time::Bill;
 use crate::seam::{DoorbellWaker, IoDoorbells, QueueError};
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
@@ -86,6 +87,7 @@ impl Attachment {
             doorbells,
             seen: [0, 0],
             events: self.context.events.clone(),
+            bill: Bill::new(self.context.processor_time.clone()),
         });
         queues.watch = Some((id, poller));
         Ok(())

@@ -234,6 +234,7 @@ impl Attachment {
             blocks: Mutex::new(Arc::new(blocks)),
             live: live.map(Arc::new),
             errors: StatusCounters::default(),
+            processor_time: Arc::default(),
         });
         let steward = Steward::start(pollers.threads())?;
         let blocks_at_first = namespace.blocks;
@@ -454,6 +455,7 @@ impl Attachment {
                 .collect(),
             latency: Distribution::sum(self.counters.iter().map(|queue| &queue.latency)).buckets(),
             errors: self.context.errors.stats(),
+            processor_seconds: self.context.processor_time.seconds(),
         }
     }
 

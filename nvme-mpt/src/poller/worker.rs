@@ -25,6 +25,7 @@ use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use crate::memory::system::{pin_this_thread, thread_time};
 use crate::memory::{Cell32, eventfd};
 use crate::park::Waker;
+use crate::processor_time::{self, Bill, Settlement};
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 
@@ -54,6 +55,8 @@ pub(crate) struct DoorbellWatch {
     pub(crate) doorbells: [Cell32; 2],
     pub(crate) seen: [u32; 2],
     pub(crate) events: Arc<EventQueue>,
+    /// Ticks of its poller.
+    pub(crate) bill: Bill,
 }
 
 impl DoorbellWatch {
@@ -94,6 +97,8 @@ struct Shared {
     queues: AtomicUsize,
     busy_ticks: AtomicU64,
     parked_ticks: AtomicU64,
+    /// Time for which the thread had a processor, as of its last settlement.
+    processor_nanoseconds: AtomicU64,
     /// When it fell asleep, in ticks; 0 while it is awake.
     asleep_since: AtomicU64,
     parks: AtomicU64,
@@ -133,6 +138,7 @@ impl Poller {
             queues: AtomicUsize::new(0),
             busy_ticks: AtomicU64::new(0),
             parked_ticks: AtomicU64::new(0),
+            processor_nanoseconds: AtomicU64::new(0),
             asleep_since: AtomicU64::new(0),
             parks: AtomicU64::new(0),
             spurious_wakes: AtomicU64::new(0),
@@ -146,6 +152,8 @@ impl Poller {
             leaving: Vec::new(),
             watches: Vec::new(),
             stop: false,
+            is_plain: true,
+            settled: Duration::ZERO,
         };
         let work = Box::new(move || {
             if let Some(cpu) = cpu
@@ -243,6 +251,7 @@ impl Poller {
             life_seconds: seconds(life),
             busy_seconds: seconds(busy),
             parked_seconds: seconds(parked),
+            processor_seconds: shared.processor_nanoseconds.load(Ordering::Relaxed) as f64 / 1e9,
             busy_share: share(busy),
             parked_share: share(parked),
             queues: self.queues(),
@@ -280,6 +289,10 @@ struct Worker {
     leaving: Vec<(u64, SyncSender<Box<ShadowQueue>>)>,
     watches: Vec<DoorbellWatch>,
     stop: bool,
+    /// True if its queues and watches are of one function, to which all of its time is charged, and none of them leaves.
+    is_plain: bool,
+    /// The thread's time on a processor that was charged so far.
+    settled: Duration,
 }
 
 impl Worker {
@@ -293,6 +306,8 @@ impl Worker {
         let mut spin_since = None;
         let mut empty_passes = 0_u32;
         let mut pass_began = Ticks::now();
+        let period = rate.ticks(processor_time::PERIOD);
+        let mut settles_at = pass_began;
         loop {
             if self.shared.has_mail.load(Ordering::Acquire) {
                 self.read_mail();
@@ -302,6 +317,10 @@ impl Worker {
             }
             let worked = self.pass();
             let now = Ticks::now();
+            if now >= settles_at {
+                self.settle();
+                settles_at = Ticks(now.0.saturating_add(period));
+            }
             let spun = spin_since.map_or(0, |since| pass_began.since(since));
             let on_processor = || rate.ticks(thread_time());
             if courtesy.passed(now, spun, now.since(pass_began), on_processor) {
@@ -356,6 +375,9 @@ impl Worker {
     /// Runs every queue once. Returns whether any had work.
     #[inline]
     fn pass(&mut self) -> bool {
+        if !self.is_plain {
+            return self.measured_pass();
+        }
         let mut worked = false;
         for queue in &mut self.queues {
             worked |= queue.poll();
@@ -363,10 +385,64 @@ impl Worker {
         for watch in &mut self.watches {
             worked |= watch.look();
         }
+        worked
+    }
+
+    /// Runs every queue once, adds the ticks of each to its bill, and hands back those that leave. Returns whether any had
+    /// work.
+    #[inline(never)]
+    fn measured_pass(&mut self) -> bool {
+        let mut worked = false;
+        let mut began = Ticks::now();
+        let mut taken = || {
+            let now = Ticks::now();
+            now.since(std::mem::replace(&mut began, now))
+        };
+        for queue in &mut self.queues {
+            worked |= queue.poll();
+            queue.bill_mut().add(taken());
+        }
+        for watch in &mut self.watches {
+            worked |= watch.look();
+            watch.bill.add(taken());
+        }
         if !self.leaving.is_empty() {
             self.hand_back();
         }
         worked
+    }
+
+    /// Charges the thread's time since the last settlement to the functions that it was spent for. Time without a queue and
+    /// a watch is charged to none.
+    #[cold]
+    fn settle(&mut self) {
+        let time = thread_time();
+        let spent = time.saturating_sub(std::mem::replace(&mut self.settled, time));
+        let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.shared
+            .processor_nanoseconds
+            .store(nanoseconds, Ordering::Relaxed);
+        let settlement = Settlement::new(spent, self.bills());
+        let queues = self.queues.iter_mut().map(|queue| queue.bill_mut());
+        let watches = self.watches.iter_mut().map(|watch| &mut watch.bill);
+        queues
+            .chain(watches)
+            .for_each(|bill| settlement.settle(bill));
+    }
+
+    fn bills(&self) -> impl Iterator<Item = &Bill> {
+        let queues = self.queues.iter().map(|queue| queue.bill());
+        queues.chain(self.watches.iter().map(|watch| &watch.bill))
+    }
+
+    /// Follows a change of the queues and watches.
+    fn follow_change(&mut self) {
+        let is_of_one = {
+            let mut bills = self.bills();
+            let first = bills.next();
+            first.is_none_or(|first| bills.all(|bill| bill.is_of_the_function_of(first)))
+        };
+        self.is_plain = is_of_one && self.leaving.is_empty();
     }
 
     /// Sleeps until there is something to do. Returns whether work was there after it, and the
@@ -442,6 +518,8 @@ impl Worker {
 
     #[cold]
     fn read_mail(&mut self) {
+        // Those that leave pay, and those that come pay from now on.
+        self.settle();
         self.shared.has_mail.store(false, Ordering::Relaxed);
         let mail = {
             let mut mail = self
@@ -475,10 +553,17 @@ impl Worker {
                 Mail::Stop => self.stop = true,
             }
         }
+        self.follow_change();
     }
 
     #[cold]
     fn hand_back(&mut self) {
+        let goes = |queue: &ShadowQueue| {
+            queue.is_drained() && self.leaving.iter().any(|(id, _)| *id == queue.id())
+        };
+        if self.queues.iter().any(|queue| goes(queue)) {
+            self.settle();
+        }
         let Self {
             queues,
             leaving,
@@ -502,6 +587,7 @@ impl Worker {
             let _ = reply.send(queue);
             false
         });
+        self.follow_change();
     }
 }
 

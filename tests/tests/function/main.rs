@@ -26,6 +26,7 @@ mod one_drive;
 mod pages;
 mod parking;
 mod physical;
+mod processor_time;
 mod property;
 mod prp;
 mod queues;

@@ -313,6 +313,7 @@ pub(crate) mod tests {
                 life_seconds: 10.0,
                 busy_seconds: 2.56,
                 parked_seconds: 5.0,
+                processor_seconds: 4.25,
                 busy_share: 0.256,
                 parked_share: 0.5,
                 queues: 2,

@@ -36,6 +36,7 @@ use crate::live::{LiveQueue, LiveState, Mark};
 use crate::memory::sync::Mutex;
 use crate::memory::{Room, lost_memory_epoch};
 use crate::park::Silence;
+use crate::processor_time::{Bill, ProcessorTime};
 use crate::shadow::HostQueuePair;
 use crate::shadow::TranslatedQueue;
 use crate::spec::cqe::Cqe;
@@ -94,6 +95,8 @@ pub(crate) struct QueueContext {
     pub(crate) live: Option<Arc<LiveState>>,
     /// Commands that completed with an error.
     pub(crate) errors: StatusCounters,
+    /// Processor time of pollers.
+    pub(crate) processor_time: Arc<ProcessorTime>,
 }
 
 impl QueueContext {
@@ -117,6 +120,8 @@ pub struct ShadowQueue {
     /// Dropped first: it waits for what it has in flight, which uses memory that the core keeps.
     host: HostQueuePair,
     core: ShadowCore,
+    /// Ticks of its poller.
+    bill: Bill,
     /// Dropped last: the lease lives as long as commands of it do.
     lease: HeldLease,
 }
@@ -199,6 +204,7 @@ impl ShadowQueue {
         let blocks = blocks.as_ref().clone();
         let live = context.live.as_ref();
         let live = live.and_then(|live| live.queue(cq.qid));
+        let bill = Bill::new(context.processor_time.clone());
         let mut core = ShadowCore {
             id,
             live,
@@ -225,13 +231,30 @@ impl ShadowQueue {
             table_use: Some(table_use),
         };
         core.follow_table();
-        Self { host, core, lease }
+        Self {
+            host,
+            core,
+            bill,
+            lease,
+        }
     }
 
     /// Its name among the pollers' queues.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.core.id
+    }
+
+    /// Its bill for its poller's time.
+    #[inline]
+    pub(crate) fn bill(&self) -> &Bill {
+        &self.bill
+    }
+
+    /// As [`Self::bill`], to charge it.
+    #[inline]
+    pub(crate) fn bill_mut(&mut self) -> &mut Bill {
+        &mut self.bill
     }
 
     /// Its guest Completion Queue.

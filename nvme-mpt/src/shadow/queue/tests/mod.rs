@@ -157,6 +157,7 @@ impl Guest {
             blocks: Mutex::new(Arc::new(blocks)),
             live: None,
             errors: StatusCounters::default(),
+            processor_time: Arc::default(),
         });
         let lease = Arc::new(());
         let slots = (ENTRIES - 1) as u16;

@@ -1,0 +1,126 @@
+//! Processor time of pollers, charged to the functions that it was spent for.
+//!
+//! The kernel counts the time of a poller's thread, without sleeps and preemptions. The poller reads that clock once per
+//! [`PERIOD`] at most, and divides the time by the ticks that it took for each queue since. So the sum is the kernel's.
+//! A preemption adds no time. It lengthens the share of the queue that it meets, and it meets queues in proportion to
+//! their time. A poller of one function alone takes no ticks: all of its time is that function's.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Shortest time between two readings of the kernel's clock, unless queues come and go.
+pub(crate) const PERIOD: Duration = Duration::from_millis(1);
+
+/// Processor time that pollers spent for one function. Any poller may add.
+#[derive(Debug, Default)]
+pub(crate) struct ProcessorTime {
+    nanoseconds: AtomicU64,
+}
+
+impl ProcessorTime {
+    /// Returns the time so far, in seconds.
+    pub(crate) fn seconds(&self) -> f64 {
+        self.nanoseconds.load(Ordering::Relaxed) as f64 / 1e9
+    }
+}
+
+/// Ticks that a poller took for one of its queues, or for one of the doorbells that it watches, since the last settlement.
+#[derive(Debug)]
+pub(crate) struct Bill {
+    function: Arc<ProcessorTime>,
+    ticks: u64,
+}
+
+impl Bill {
+    /// An empty bill of a function.
+    pub(crate) fn new(function: Arc<ProcessorTime>) -> Self {
+        Self { function, ticks: 0 }
+    }
+
+    /// Adds ticks that were taken for it.
+    #[inline]
+    pub(crate) fn add(&mut self, ticks: u64) {
+        self.ticks = self.ticks.wrapping_add(ticks);
+    }
+
+    /// Returns whether both are bills of the same function.
+    pub(crate) fn is_of_the_function_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.function, &other.function)
+    }
+}
+
+/// Time of a thread that is to be divided among bills.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Settlement {
+    nanoseconds: u64,
+    ticks: u64,
+    bills: u64,
+}
+
+impl Settlement {
+    /// The division of `spent` among `bills`: by their ticks, or in equal shares if no ticks were taken.
+    pub(crate) fn new<'a>(spent: Duration, bills: impl Iterator<Item = &'a Bill>) -> Self {
+        let (mut ticks, mut count) = (0_u64, 0);
+        for bill in bills {
+            ticks = ticks.saturating_add(bill.ticks);
+            count += 1;
+        }
+        Self {
+            nanoseconds: u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX),
+            ticks,
+            bills: count,
+        }
+    }
+
+    /// Charges a bill's share to its function, and empties the bill.
+    pub(crate) fn settle(&self, bill: &mut Bill) {
+        let (part, whole) = match self.ticks {
+            0 => (1, self.bills),
+            ticks => (bill.ticks, ticks),
+        };
+        bill.ticks = 0;
+        let share = u128::from(self.nanoseconds) * u128::from(part) / u128::from(whole.max(1));
+        // No part is larger than the whole.
+        let share = u64::try_from(share).unwrap_or(self.nanoseconds);
+        bill.function
+            .nanoseconds
+            .fetch_add(share, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Settles `spent` nanoseconds among bills of the given functions and ticks. Returns each function's time.
+    fn settled(spent: u64, bills: &[(usize, u64)]) -> [u64; 2] {
+        let functions: [Arc<ProcessorTime>; 2] = Default::default();
+        let bills = bills.iter().map(|(function, ticks)| {
+            let mut bill = Bill::new(functions[*function].clone());
+            bill.add(*ticks);
+            bill
+        });
+        let mut bills: Vec<_> = bills.collect();
+        let settlement = Settlement::new(Duration::from_nanos(spent), bills.iter());
+        bills.iter_mut().for_each(|bill| settlement.settle(bill));
+        assert!(bills.iter().all(|bill| bill.ticks == 0));
+        functions.map(|function| function.nanoseconds.load(Ordering::Relaxed))
+    }
+
+    #[test]
+    fn time_is_divided_by_ticks() {
+        assert_eq!(settled(1000, &[(0, 300), (1, 100)]), [750, 250]);
+        assert_eq!(settled(1000, &[(0, 1), (1, 2), (0, 1)]), [500, 500]);
+        assert_eq!(settled(1000, &[(0, 0), (1, 7)]), [0, 1000]);
+        let most = settled(u64::MAX, &[(0, u64::MAX), (1, u64::MAX)]);
+        assert_eq!(most[0], u64::MAX, "the sum of ticks saturates");
+    }
+
+    #[test]
+    fn time_without_ticks_is_divided_equally() {
+        assert_eq!(settled(1000, &[(0, 0)]), [1000, 0]);
+        assert_eq!(settled(1000, &[(0, 0), (0, 0), (0, 0), (1, 0)]), [750, 250]);
+        assert_eq!(settled(1000, &[]), [0, 0]);
+    }
+}

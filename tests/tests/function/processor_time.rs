@@ -1,0 +1,143 @@
+//! Pollers' processor time is charged to the functions that it was spent for.
+
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, PoisonError};
+use std::thread;
+
+use nix::time::ClockId;
+use nix::unistd::{Pid, gettid};
+use nvme_mpt::poller::Threads;
+use nvme_mpt::{Attachment, Pollers};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::prp;
+
+use crate::common::{HANG, Host, Machine, Setup, queue_pair, wait_for};
+
+/// Share by which charged time may differ from the kernel's.
+const TOLERANCE: f64 = 0.05;
+
+/// Charged time after which both are compared, in seconds. Charging is at most a millisecond behind.
+const ENOUGH: f64 = 0.2;
+
+/// A host whose poller tells its thread's number.
+fn host() -> (Host, Receiver<Pid>) {
+    let (sender, threads) = channel();
+    let mut host = Host::new("memory:32M", 512);
+    host.pollers = Pollers::on(Threads::from_spawn(move |name, work| {
+        let sender = name.starts_with("poll-").then(|| sender.clone());
+        thread::Builder::new().spawn(move || {
+            if let Some(sender) = sender {
+                let _ = sender.send(gettid());
+            }
+            work();
+        })
+    }));
+    (host, threads)
+}
+
+/// Returns the processor time of a thread of this process, in seconds, as the kernel reports it.
+fn kernel_seconds(thread: Pid) -> f64 {
+    // The form of CPU clocks in Linux: the inverted number, then three bits for a thread's scheduler clock.
+    let clock = ClockId::from_raw((!thread.as_raw() << 3) | 0b110);
+    let time = clock.now().unwrap();
+    time.tv_sec() as f64 + time.tv_nsec() as f64 / 1e9
+}
+
+/// A machine and the attachment of its function.
+fn machine(host: &Host, index: u64, poll: &'static str) -> (Machine, Arc<Attachment>) {
+    let machine = host.machine(&Setup::nth(index).poll(poll));
+    let attached = host.attached.lock();
+    let attached = attached.unwrap_or_else(PoisonError::into_inner).upgrade();
+    (machine, attached.unwrap())
+}
+
+fn charged(attachments: &[&Attachment]) -> f64 {
+    let seconds = attachments
+        .iter()
+        .map(|attachment| attachment.stats().processor_seconds);
+    seconds.sum()
+}
+
+/// Kernel's time of a thread, then the time that is charged, then the kernel's again.
+struct Reading([f64; 3]);
+
+impl Reading {
+    fn of(thread: Pid, attachments: &[&Attachment]) -> Self {
+        let before = kernel_seconds(thread);
+        let charged = charged(attachments);
+        Self([before, charged, kernel_seconds(thread)])
+    }
+
+    /// Checks that what was charged since `earlier` is the kernel's time.
+    fn check_since(&self, earlier: &Self) {
+        let charged = self.0[1] - earlier.0[1];
+        let (least, most) = (self.0[0] - earlier.0[2], self.0[2] - earlier.0[0]);
+        assert!(
+            charged >= least * (1.0 - TOLERANCE) && charged <= most * (1.0 + TOLERANCE),
+            "{charged} s are charged, and the kernel has {least} s to {most} s"
+        );
+    }
+}
+
+#[test]
+fn the_time_of_a_dedicated_poller_is_its_functions() {
+    let (host, threads) = host();
+    for (index, poll) in [(0, "dedicated:busy"), (1, "dedicated")] {
+        let (machine, attachment) = machine(&host, index, poll);
+        let attachments = [attachment.as_ref()];
+        let mut controller = machine.attach();
+        let mut queue = queue_pair(&mut controller, 1, 32);
+        let thread = threads.recv().unwrap();
+        let data = machine.memory.alloc(4096).unwrap();
+        let read = Sqe::read(1, 0, 8).with_data(prp::buffer(&data, 0, 4096).unwrap().pointer);
+        queue.execute(read, HANG).unwrap();
+        wait_for("time is charged", || charged(&attachments) > 0.0);
+        let begin = Reading::of(thread, &attachments);
+        while charged(&attachments) < begin.0[1] + ENOUGH {
+            queue.execute(read, HANG).unwrap();
+        }
+        let worked = Reading::of(thread, &attachments);
+        worked.check_since(&begin);
+        // A poller that parks takes hardly any time without commands.
+        if poll == "dedicated:busy" {
+            wait_for("empty passes are charged", || {
+                charged(&attachments) >= worked.0[1] + ENOUGH
+            });
+            Reading::of(thread, &attachments).check_since(&worked);
+        }
+    }
+}
+
+#[test]
+fn functions_that_share_a_poller_have_its_time_between_them() {
+    let (host, threads) = host();
+    let poll = "shared:busy@0";
+    let (first, second) = (machine(&host, 0, poll), machine(&host, 1, poll));
+    let (mut of_first, mut of_second) = (first.0.attach(), second.0.attach());
+    let mut queue = queue_pair(&mut of_first, 1, 32);
+    let _idle = queue_pair(&mut of_second, 1, 32);
+    let thread = threads.recv().unwrap();
+    assert!(threads.try_recv().is_err(), "there is one poller");
+    let (busy, idle) = ([first.1.as_ref()], [second.1.as_ref()]);
+    let both = [first.1.as_ref(), second.1.as_ref()];
+    wait_for("time is charged to both", || {
+        charged(&busy) > 0.0 && charged(&idle) > 0.0
+    });
+    let begin = Reading::of(thread, &both);
+    let (busy_at_first, idle_at_first) = (charged(&busy), charged(&idle));
+    const LEN: usize = 128 << 10;
+    let data = first.0.memory.alloc(LEN).unwrap();
+    let buffer = prp::buffer(&data, 0, LEN).unwrap();
+    let read = Sqe::read(1, 0, (LEN / 512) as u32).with_data(buffer.pointer);
+    let mut commands = 0;
+    while commands < 4000 || charged(&both) < begin.0[1] + ENOUGH {
+        queue.execute(read, HANG).unwrap();
+        commands += 1;
+    }
+    Reading::of(thread, &both).check_since(&begin);
+    let (busy, idle) = (
+        charged(&busy) - busy_at_first,
+        charged(&idle) - idle_at_first,
+    );
+    assert!(busy > idle, "{busy} s for reads, and {idle} s for none");
+}

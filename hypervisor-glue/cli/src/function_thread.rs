@@ -16,7 +16,7 @@ use thiserror::Error;
 use vmm_device::EndError;
 
 use crate::adaptor::NvmeDevice;
-use crate::stats::{AdminStats, FunctionStats};
+use crate::stats::{AdminStats, FunctionStats, ResetCounts};
 use nvme_mpt::clock;
 use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::poller::start_thread;
@@ -325,7 +325,7 @@ impl Function {
         let function = self.server.device().function();
         let facts = function.facts();
         let namespace = &facts.namespace;
-        let admin = function.admin_stats();
+        let (admin, resets) = (function.admin_stats(), function.reset_stats());
         let lease = function.host().stats();
         FunctionStats {
             id: self.id.clone(),
@@ -341,10 +341,17 @@ impl Function {
             queues: lease.queues,
             latency: lease.latency,
             errors: lease.errors,
+            processor_seconds: lease.processor_seconds,
             admin: AdminStats {
                 commands: admin.commands,
                 doorbell_exits: admin.doorbell_exits,
                 interrupts: admin.interrupts,
+                aborts: admin.aborts,
+            },
+            resets: ResetCounts {
+                controller: resets.controller,
+                function_level: resets.function_level,
+                vmm: resets.vmm,
             },
         }
     }

@@ -131,6 +131,7 @@ impl Collector for Snapshot {
         self.write_functions(out)?;
         write_latencies(out, &stats.functions)?;
         write_errors(out, &stats.functions)?;
+        write_resets(out, &stats.functions)?;
         write_queues(out, &stats.functions)?;
         write_leases(out, functions, &stats.functions)?;
         write_drives(out, &stats.drives, health)?;
@@ -257,6 +258,26 @@ fn write_errors(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
     let mut metric = out.encode_descriptor("function_errors", help, None, MetricType::Counter)?;
     for (labels, commands) in errors {
         ConstCounter::new(commands).encode(metric.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+fn write_resets(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
+    // Those of a function in a VMM are in the VMM.
+    let own = functions
+        .iter()
+        .filter(|function| function.process.is_none());
+    let mut own = own.peekable();
+    if own.peek().is_none() {
+        return Ok(());
+    }
+    let help = "Resets of functions over vfio-user: controller and function-level resets by the guest, and those by the VMM";
+    let mut metric = out.encode_descriptor("function_resets", help, None, MetricType::Counter)?;
+    for function in own {
+        for (kind, resets) in function.resets.by_kind() {
+            let labels = [("function", function.id.as_str()), ("kind", kind)];
+            ConstCounter::new(resets).encode(metric.encode_family(&labels)?)?;
+        }
     }
     Ok(())
 }
@@ -510,6 +531,11 @@ pub(super) mod tests {
             "nvme_mpt_function_latency_seconds_count{function=\"vm-1\"} 100",
             "nvme_mpt_lease_extents{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2",
             "nvme_mpt_lease_bytes{lease=\"vm-1\",drive=\"0000:01:00.0\"} 8192",
+            "nvme_mpt_function_processor_seconds_total{function=\"vm-1\"} 2.345678",
+            "nvme_mpt_function_resets_total{function=\"vm-1\",kind=\"controller\"} 2",
+            "nvme_mpt_function_resets_total{function=\"vm-1\",kind=\"function-level\"} 1",
+            "nvme_mpt_function_aborts_total{function=\"vm-1\"} 1",
+            "nvme_mpt_poller_processor_seconds_total{poller=\"poll-shared-0\"} 4.25",
             "nvme_mpt_drive_resets_total{drive=\"0000:01:00.0\"} 1",
             "nvme_mpt_drive_queue_pairs{drive=\"0000:01:00.0\",use=\"free\"} 1",
             "nvme_mpt_drive_temperature_celsius{drive=\"0000:01:00.0\"} 41.0",
@@ -566,7 +592,7 @@ pub(super) mod tests {
         assert_eq!(unknown, [""; 0]);
         // Labels by which queries select and add up; Prometheus itself adds `instance`.
         for label in [
-            "function", "queue", "status", "lease", "drive", "use", "poller", "le",
+            "function", "queue", "status", "kind", "lease", "drive", "use", "poller", "le",
         ] {
             assert!(text.contains(&format!("{label}=\"")), "{label}");
         }

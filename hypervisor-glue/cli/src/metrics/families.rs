@@ -224,6 +224,12 @@ pub(super) static FUNCTION: &[Family<FunctionStats>] = &[
         |function| some(function.memory.unmaps),
     ),
     counter(
+        "function_processor",
+        Some(Unit::Seconds),
+        "Processor time that pollers spent for the function, with work and without",
+        |function| some(function.processor_seconds),
+    ),
+    counter(
         "function_admin_commands",
         None,
         "Admin commands completed, of functions over vfio-user",
@@ -240,6 +246,12 @@ pub(super) static FUNCTION: &[Family<FunctionStats>] = &[
         None,
         "Interrupts of the admin queue, of functions over vfio-user",
         |function| in_server(function, function.admin.interrupts),
+    ),
+    counter(
+        "function_aborts",
+        None,
+        "Abort commands of the guest, of functions over vfio-user",
+        |function| in_server(function, function.admin.aborts),
     ),
 ];
 
@@ -340,7 +352,7 @@ pub(super) static POLLER: &[Family<PollerStats>] = &[
     counter(
         "poller_busy",
         Some(Unit::Seconds),
-        "Processor time in which the poller found work",
+        "Time in which the poller found work",
         |poller| some(poller.busy_seconds),
     ),
     counter(
@@ -357,6 +369,12 @@ pub(super) static POLLER: &[Family<PollerStats>] = &[
         Some(Unit::Seconds),
         "Time in which the poller slept",
         |poller| some(poller.parked_seconds),
+    ),
+    counter(
+        "poller_processor",
+        Some(Unit::Seconds),
+        "Time for which the poller had a processor, by the kernel's clock of its thread",
+        |poller| some(poller.processor_seconds),
     ),
     gauge("poller_queues", None, "Queues that it runs", |poller| {
         some(poller.queues as u64)

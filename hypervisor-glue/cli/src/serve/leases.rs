@@ -190,6 +190,7 @@ impl LeaseTable {
                 queues: stats.queues,
                 latency: stats.latency,
                 errors: stats.errors,
+                processor_seconds: stats.processor_seconds,
                 ..FunctionStats::default()
             }
         });

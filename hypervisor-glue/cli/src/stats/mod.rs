@@ -156,8 +156,14 @@ pub struct FunctionStats {
     /// Commands that completed with an error, by status.
     #[serde(default)]
     pub errors: Vec<StatusCount>,
+    /// Seconds of processor time that pollers spent for the function, with work and without.
+    #[serde(default)]
+    pub processor_seconds: f64,
     /// The admin queue.
     pub admin: AdminStats,
+    /// Resets.
+    #[serde(default)]
+    pub resets: ResetCounts,
 }
 
 /// Figures of an admin queue.
@@ -169,6 +175,44 @@ pub struct AdminStats {
     pub doorbell_exits: u64,
     /// Interrupts raised.
     pub interrupts: u64,
+    /// Abort commands.
+    #[serde(default)]
+    pub aborts: u64,
+}
+
+/// Resets of a function, by the way that they came.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResetCounts {
+    /// Controller resets by the guest.
+    pub controller: u64,
+    /// Function-level resets by the guest.
+    pub function_level: u64,
+    /// Resets by the VMM.
+    pub vmm: u64,
+}
+
+impl ResetCounts {
+    fn since(&self, earlier: &Self) -> Self {
+        Self {
+            controller: self.controller.saturating_sub(earlier.controller),
+            function_level: self.function_level.saturating_sub(earlier.function_level),
+            vmm: self.vmm.saturating_sub(earlier.vmm),
+        }
+    }
+
+    /// Returns the number of each kind, with its name.
+    pub(crate) fn by_kind(&self) -> [(&'static str, u64); 3] {
+        let Self {
+            controller,
+            function_level,
+            vmm,
+        } = *self;
+        [
+            ("controller", controller),
+            ("function-level", function_level),
+            ("VMM", vmm),
+        ]
+    }
 }
 
 impl ServerStats {
@@ -232,6 +276,7 @@ impl FunctionStats {
         Self {
             queues: queues.collect(),
             latency: latency_since(&self.latency, &earlier.latency),
+            processor_seconds: (self.processor_seconds - earlier.processor_seconds).max(0.0),
             memory: MemoryStats {
                 maps: self.memory.maps.saturating_sub(earlier.memory.maps),
                 unmaps: self.memory.unmaps.saturating_sub(earlier.memory.unmaps),
@@ -247,7 +292,9 @@ impl FunctionStats {
                     .admin
                     .interrupts
                     .saturating_sub(earlier.admin.interrupts),
+                aborts: self.admin.aborts.saturating_sub(earlier.admin.aborts),
             },
+            resets: self.resets.since(&earlier.resets),
             ..self.clone()
         }
     }
@@ -301,10 +348,17 @@ pub(crate) mod tests {
                 ],
                 latency: Vec::new(),
                 errors: Vec::new(),
+                processor_seconds: 2.345_678,
                 admin: AdminStats {
                     commands: 23,
                     doorbell_exits: 40,
                     interrupts: 9,
+                    aborts: 1,
+                },
+                resets: ResetCounts {
+                    controller: 2,
+                    function_level: 1,
+                    vmm: 0,
                 },
             }],
             pollers: vec![PollerStats {
@@ -351,6 +405,7 @@ pub(crate) mod tests {
             assert!(function[key].is_string(), "{key}");
         }
         assert_eq!(function["capacity_bytes"], 64_u64 << 30);
+        assert_eq!(function["processor_seconds"], 2.345_678);
         let queue = &function["queues"][0];
         for key in [
             "qid",
@@ -366,7 +421,10 @@ pub(crate) mod tests {
         for key in ["p50", "p99", "p999", "max"] {
             assert!(queue["latency_us"][key].is_f64(), "{key}");
         }
-        for key in ["commands", "doorbell_exits", "interrupts"] {
+        for key in ["controller", "function_level", "vmm"] {
+            assert!(function["resets"][key].is_u64(), "{key}");
+        }
+        for key in ["commands", "doorbell_exits", "interrupts", "aborts"] {
             assert!(function["admin"][key].is_u64(), "{key}");
         }
         assert!(queue["host_queue"].is_null());
@@ -395,6 +453,8 @@ pub(crate) mod tests {
         later.functions[0].queues[0].commands += 10;
         later.functions[0].queues[0].interrupts += 4;
         later.functions[0].admin.commands += 2;
+        later.functions[0].processor_seconds += 0.5;
+        later.functions[0].resets.controller += 3;
         let bucket = |from_ns, commands| LatencyBucket {
             from_ns,
             to_ns: from_ns + 1,

@@ -7,7 +7,7 @@ use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 
 use crate::table::Table;
 
-use super::{DriveStats, FunctionStats, ServerStats};
+use super::{DriveStats, FunctionStats, ResetCounts, ServerStats};
 
 /// A number of bytes with three digits, as people compare them.
 fn rounded(bytes: u64) -> String {
@@ -64,6 +64,24 @@ impl fmt::Display for FunctionStats {
             writeln!(
                 f,
                 "  queue pairs: {reserved} reserved, {exclusive} exclusive, {shared} shared"
+            )?;
+        }
+        writeln!(
+            f,
+            "  processor time of pollers: {:.3} s",
+            self.processor_seconds
+        )?;
+        // Those of a function in a VMM are there.
+        let counts = self
+            .resets
+            .by_kind()
+            .map(|(kind, resets)| format!("{resets} {kind}"));
+        if self.resets != ResetCounts::default() || self.admin.aborts > 0 {
+            writeln!(
+                f,
+                "  resets: {}; Abort commands: {}",
+                counts.join(", "),
+                self.admin.aborts
             )?;
         }
         let counted = self.queues.iter().any(|queue| queue.host_queue.is_some());
@@ -229,6 +247,8 @@ mod tests {
     fn columns_line_up() {
         let lines = [
             "vm-1: VMM connected, nvme-mpt, 64G, serial MPT1AD7BD73C10D5093A, doorbells shadow, socket /run/a.sock",
+            "  processor time of pollers: 2.346 s",
+            "  resets: 2 controller, 1 function-level, 0 VMM; Abort commands: 1",
             "  queue  commands      read   written  errors  doorbell exits  interrupts  p50 us  p99 us  p99.9 us   max us",
             "  admin        23                                          40           9",
             "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567    12.3    56.7    1234.5  98765.4",
@@ -275,7 +295,7 @@ mod tests {
             pairs,
             Some("  queue pairs: 2 reserved, 0 exclusive, 1 shared")
         );
-        let ends: Vec<_> = table.lines().skip(2).take(4).collect();
+        let ends: Vec<_> = table.lines().skip(4).take(4).collect();
         assert!(ends[0].ends_with("max us  host queue"), "{table}");
         assert!(ends[2].ends_with("98765.4      shared"), "{table}");
         assert!(ends[3].ends_with("0.0            "), "{table}");

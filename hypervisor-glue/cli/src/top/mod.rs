@@ -69,6 +69,8 @@ pub enum Column {
     Exits,
     /// Interrupts per second
     Interrupts,
+    /// Processor time of pollers, in percent of a processor
+    Processor,
 }
 
 impl Column {
@@ -78,12 +80,13 @@ impl Column {
             Self::State => "STATE",
             Self::Iops => "IOPS",
             Self::Read => "READ B/s",
-            Self::Written => "WRITTEN B/s",
+            Self::Written => "WRITE B/s",
             Self::P99 => "P99 us",
-            Self::Depth => "DEPTH",
-            Self::Errors => "ERRORS/s",
+            Self::Depth => "QD",
+            Self::Errors => "ERR/s",
             Self::Exits => "EXITS/s",
             Self::Interrupts => "INTR/s",
+            Self::Processor => "CPU%",
         }
     }
 
@@ -108,6 +111,8 @@ struct Row {
     errors: f64,
     exits: f64,
     interrupts: f64,
+    /// Processors that pollers use for it.
+    processors: f64,
 }
 
 impl Row {
@@ -121,6 +126,7 @@ impl Row {
                 (None, false) => "waiting".to_owned(),
             },
             latency: function.latency.clone(),
+            processors: function.processor_seconds / seconds,
             ..Self::default()
         };
         for queue in &function.queues {
@@ -143,6 +149,7 @@ impl Row {
         self.errors += other.errors;
         self.exits += other.exits;
         self.interrupts += other.interrupts;
+        self.processors += other.processors;
         self.latency.extend(&other.latency);
     }
 
@@ -163,6 +170,7 @@ impl Row {
             Column::Errors => Count(self.errors).to_string(),
             Column::Exits => Count(self.exits).to_string(),
             Column::Interrupts => Count(self.interrupts).to_string(),
+            Column::Processor => format!("{:.1}", self.processors * 100.0),
         }
     }
 
@@ -178,6 +186,7 @@ impl Row {
             Column::Errors => Some(self.errors),
             Column::Exits => Some(self.exits),
             Column::Interrupts => Some(self.interrupts),
+            Column::Processor => Some(self.processors),
         }
     }
 }
@@ -465,6 +474,7 @@ mod tests {
                     in_flight: 7,
                     ..QueueStats::default()
                 }],
+                processor_seconds: commands as f64 * 3e-6,
                 ..FunctionStats::default()
             }
         });
@@ -558,6 +568,7 @@ mod tests {
         let row = &board.rows[0];
         assert_eq!((row.iops, row.read), (215_400.0, 215_400.0 * 3072.0));
         assert_eq!((row.interrupts, row.depth), (53_850.0, 7));
+        assert!((row.processors - 0.6462).abs() < 1e-9);
         assert_eq!(row.p99(), Some(96.0));
         assert_eq!(board.total.back(), Some(&216_810));
         assert_eq!(
@@ -580,7 +591,7 @@ mod tests {
         board.press(Key::Reverse);
         assert_eq!(names(&board), ["web", "db-1", "build"]);
         board.press(Key::Sort(-1));
-        assert_eq!(board.sort, Column::Interrupts);
+        assert_eq!(board.sort, Column::Processor);
         assert_eq!(names(&board), ["build", "web", "db-1"]);
     }
 

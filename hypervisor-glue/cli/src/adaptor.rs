@@ -13,6 +13,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::kept::function::{
     KeptClient, KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError,
 };
+use crate::stats::Stall;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt_vmm::report;
@@ -58,6 +59,8 @@ pub struct NvmeDevice {
     is_trusted: bool,
     /// Descriptors and state for the next process, if there is one.
     kept: Option<Arc<KeptFunction>>,
+    /// Stall in which it was taken up.
+    stall: Option<Stall>,
 }
 
 impl NvmeDevice {
@@ -86,6 +89,7 @@ impl NvmeDevice {
             registers,
             is_trusted: false,
             kept: None,
+            stall: None,
         })
     }
 
@@ -133,6 +137,16 @@ impl NvmeDevice {
             }
         }
         Ok(self.function.take_up(control)?)
+    }
+
+    /// Notes the stall that ended with [`Self::take_up`].
+    pub(crate) fn set_stall(&mut self, stall: Stall) {
+        self.stall = Some(stall);
+    }
+
+    /// Returns the stall in which it was taken up.
+    pub(crate) fn stall(&self) -> Option<Stall> {
+        self.stall
     }
 
     /// Has the keeper let go of the function, which has ended.

@@ -353,6 +353,7 @@ impl Function {
                 function_level: resets.function_level,
                 vmm: resets.vmm,
             },
+            stall: self.server.device().stall(),
         }
     }
 }

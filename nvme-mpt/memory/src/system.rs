@@ -39,17 +39,26 @@ pub fn thread_time() -> Duration {
     #[cfg(simulation)]
     return crate::simulation::now();
     #[cfg(not(simulation))]
-    processor_time()
+    time_of(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
+/// Returns a moment of the system's monotonic clock, which all processes of this host share.
+#[must_use]
+pub fn host_time() -> Duration {
+    #[cfg(simulation)]
+    return crate::simulation::now();
+    #[cfg(not(simulation))]
+    time_of(libc::CLOCK_MONOTONIC)
 }
 
 #[cfg(not(simulation))]
-fn processor_time() -> Duration {
+fn time_of(clock: libc::clockid_t) -> Duration {
     let mut time = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: the call writes to a structure that is there for it. Each thread has this clock.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    // SAFETY: the call writes to a structure that is there for it. A clock that is not there leaves it as it is.
+    unsafe { libc::clock_gettime(clock, &raw mut time) };
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
     Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
 }

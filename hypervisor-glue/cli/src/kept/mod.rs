@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::lease::{LeaseError, Ledger};
-use nvme_mpt::memory::memfd;
+use nvme_mpt::memory::{memfd, system};
 use nvme_mpt_keep::{Inherited, KeepError, Store};
 use nvme_mpt_vmm::drives::MemoryFile;
 use nvme_mpt_vmm::report;
@@ -30,6 +30,8 @@ use thiserror::Error;
 use function::{Shelf, SurvivingFunction};
 use predecessor::{Predecessor, PredecessorError};
 use registry::Registry;
+
+use crate::stats::{Stall, StallCause};
 
 /// First argument of the step between a keeper and its command, which people have no use for.
 pub(crate) const FIRST_STAGE: &str = "keep-first-stage";
@@ -68,6 +70,26 @@ pub enum KeepingError {
 pub(crate) struct Keeping {
     registry: Arc<Registry>,
     state: Mutex<State>,
+    /// Begin of the stall of functions that this process takes up.
+    stall_begin: StallBegin,
+}
+
+/// Begin of the stall of functions that another process takes up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StallBegin {
+    cause: StallCause,
+    /// By the clock of the host.
+    at: Duration,
+}
+
+impl StallBegin {
+    /// Returns the stall that ends at `end`.
+    pub(crate) fn until(self, end: Duration) -> Stall {
+        let Self { cause, at } = self;
+        // The moment comes from another process, which may be of another release.
+        let seconds = end.saturating_sub(at).as_secs_f64();
+        Stall { cause, seconds }
+    }
 }
 
 #[derive(Debug)]
@@ -96,14 +118,25 @@ impl Keeping {
         let Some(store) = store.filter(Store::keeps) else {
             return Ok(None);
         };
+        let mut stall_begin = StallBegin {
+            cause: StallCause::Crash,
+            at: system::host_time(),
+        };
         if let Some(predecessor) = Predecessor::find(&mut inherited).map_err(KeepingError::from)? {
             check()?;
-            predecessor.await_end().map_err(KeepingError::from)?;
+            stall_begin = StallBegin {
+                cause: StallCause::Upgrade,
+                at: predecessor.await_end().map_err(KeepingError::from)?,
+            };
         }
-        Ok(Some(Arc::new(Self::read(store, inherited)?)))
+        Ok(Some(Arc::new(Self::read(store, inherited, stall_begin)?)))
     }
 
-    fn read(store: Store, mut inherited: Inherited) -> Result<Self, KeepingError> {
+    fn read(
+        store: Store,
+        mut inherited: Inherited,
+        stall_begin: StallBegin,
+    ) -> Result<Self, KeepingError> {
         let registry = Arc::new(Registry::new(store));
         let names: Vec<String> = inherited.names().map(str::to_owned).collect();
         let mut kept: BTreeMap<String, Vec<OwnedFd>> = BTreeMap::new();
@@ -145,12 +178,21 @@ impl Keeping {
             }
         }
         let state = Mutex::new(state);
-        Ok(Self { registry, state })
+        Ok(Self {
+            registry,
+            state,
+            stall_begin,
+        })
     }
 
     /// Returns whether functions of the process before are to go on.
     pub(crate) fn goes_on(&self) -> bool {
         !self.state().surviving.is_empty()
+    }
+
+    /// Returns the begin of the stall of functions that this process takes up.
+    pub(crate) fn stall_begin(&self) -> StallBegin {
+        self.stall_begin
     }
 
     /// Returns all that is in the keeper, for a process that takes this one's place.

@@ -19,6 +19,7 @@ use std::time::Duration;
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::clock;
+use nvme_mpt::memory::system;
 use nvme_mpt_keep::{Inherited, KeepError, KeeperError, start_successor};
 use thiserror::Error;
 
@@ -35,7 +36,8 @@ const JOURNAL: &str = "journal";
 /// Word of a successor that can take over.
 const READY: u8 = b'r';
 
-/// Word of a server that ends for its successor.
+/// Word of a server that ends for its successor. The moment at which its functions were asked to rest follows, in
+/// nanoseconds.
 const ENDS: u8 = b'e';
 
 /// Longest wait for a successor to become ready.
@@ -85,21 +87,29 @@ impl Predecessor {
         Ok(Some(Self { socket, process }))
     }
 
-    /// Tells it that this process can take over, and waits until it has ended.
-    pub(super) fn await_end(mut self) -> Result<(), PredecessorError> {
+    /// Tells it that this process can take over, and waits until it has ended. Returns the moment at which its functions were
+    /// asked to rest, by the clock of the host.
+    pub(super) fn await_end(mut self) -> Result<Duration, PredecessorError> {
         self.socket.write_all(&[READY])?;
         let mut word = [0];
         match self.socket.read_exact(&mut word) {
             Ok(()) if word == [ENDS] => {}
             _ => return Err(PredecessorError::GoesOn),
         }
+        let told = system::host_time();
+        let mut rested = [0; 8];
+        // A server of an earlier release says no more than the word.
+        let rested = match self.socket.read_exact(&mut rested) {
+            Ok(()) => Duration::from_nanos(u64::from_le_bytes(rested)),
+            Err(_) => told,
+        };
         let mut ends = [rustix::event::PollFd::new(
             &self.process,
             rustix::event::PollFlags::IN,
         )];
         rustix::io::retry_on_intr(|| rustix::event::poll(&mut ends, None))
             .map_err(io::Error::from)?;
-        Ok(())
+        Ok(rested)
     }
 }
 
@@ -203,12 +213,20 @@ impl Successor {
         UpgradeError::Ended(status.map_or("no status".to_owned(), |status| status.to_string()))
     }
 
-    /// Hands over to it. After that this process has to end at once: nothing of it may touch what is kept.
-    pub(crate) fn hand_over(&mut self, keeping: &Keeping) -> Result<(), UpgradeError> {
+    /// Hands over to it, as all functions rest that were asked to at `rested`. After that this process has to end at once:
+    /// nothing of it may touch what is kept.
+    pub(crate) fn hand_over(
+        &mut self,
+        keeping: &Keeping,
+        rested: Duration,
+    ) -> Result<(), UpgradeError> {
         let store = keeping.registry().store();
         store.notify(&format!("MAINPID={}", self.number()))?;
         let named = store.barrier(KEEPER_PATIENCE).map_err(UpgradeError::from);
-        let told = named.and_then(|()| Ok(self.socket.write_all(&[ENDS])?));
+        let rested = u64::try_from(rested.as_nanos()).unwrap_or(u64::MAX);
+        let mut words = vec![ENDS];
+        words.extend(rested.to_le_bytes());
+        let told = named.and_then(|()| Ok(self.socket.write_all(&words)?));
         match told {
             Ok(()) => self.process = None,
             // The keeper is not to take the successor's end for this server's.

@@ -132,6 +132,7 @@ impl Collector for Snapshot {
         write_latencies(out, &stats.functions)?;
         write_errors(out, &stats.functions)?;
         write_resets(out, &stats.functions)?;
+        write_stalls(out, &stats.functions)?;
         write_queues(out, &stats.functions)?;
         write_leases(out, functions, &stats.functions)?;
         write_drives(out, &stats.drives, health)?;
@@ -278,6 +279,28 @@ fn write_resets(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
             let labels = [("function", function.id.as_str()), ("kind", kind)];
             ConstCounter::new(resets).encode(metric.encode_family(&labels)?)?;
         }
+    }
+    Ok(())
+}
+
+fn write_stalls(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
+    let stalls = functions.iter().filter_map(|function| {
+        let stall = function.stall?;
+        let labels = [
+            ("function", function.id.as_str()),
+            ("cause", stall.cause.name()),
+        ];
+        Some((labels, stall.seconds))
+    });
+    let mut stalls = stalls.peekable();
+    if stalls.peek().is_none() {
+        return Ok(());
+    }
+    let help = "Time for which no server worked on the function's queues, when this one took it up; after a crash from the start of this server";
+    let unit = Some(&Unit::Seconds);
+    let mut metric = out.encode_descriptor("function_stall", help, unit, MetricType::Gauge)?;
+    for (labels, seconds) in stalls {
+        ConstGauge::new(seconds).encode(metric.encode_family(&labels)?)?;
     }
     Ok(())
 }
@@ -534,6 +557,7 @@ pub(super) mod tests {
             "nvme_mpt_function_processor_seconds_total{function=\"vm-1\"} 2.345678",
             "nvme_mpt_function_resets_total{function=\"vm-1\",kind=\"controller\"} 2",
             "nvme_mpt_function_resets_total{function=\"vm-1\",kind=\"function-level\"} 1",
+            "nvme_mpt_function_stall_seconds{function=\"vm-1\",cause=\"upgrade\"} 0.0125",
             "nvme_mpt_function_aborts_total{function=\"vm-1\"} 1",
             "nvme_mpt_poller_processor_seconds_total{poller=\"poll-shared-0\"} 4.25",
             "nvme_mpt_drive_resets_total{drive=\"0000:01:00.0\"} 1",
@@ -592,7 +616,7 @@ pub(super) mod tests {
         assert_eq!(unknown, [""; 0]);
         // Labels by which queries select and add up; Prometheus itself adds `instance`.
         for label in [
-            "function", "queue", "status", "kind", "lease", "drive", "use", "poller", "le",
+            "function", "queue", "status", "kind", "cause", "lease", "drive", "use", "poller", "le",
         ] {
             assert!(text.contains(&format!("{label}=\"")), "{label}");
         }

@@ -9,6 +9,7 @@ use nvme_mpt::attachment::GrowError;
 use nvme_mpt::host::Contents;
 use nvme_mpt::lease::Claim;
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::system;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{Attachment, Drive, FunctionParts, HostSide};
 use nvme_mpt_vmm::drives::DrivePath;
@@ -25,8 +26,8 @@ use super::roster::Terms;
 use crate::adaptor::{NvmeDevice, ResumeError};
 use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionThread;
-use crate::kept::Keeping;
 use crate::kept::function::{KeptFunction, SurvivingFunction, Survivors};
+use crate::kept::{Keeping, StallBegin};
 use crate::owner::socket_access;
 
 /// A function that is offered.
@@ -74,10 +75,12 @@ impl Offer {
         if let Some(before) = keeping.take(socket) {
             let shelf = before.shelf();
             let error = match attach(declared, &drive, terms, before.parts()) {
-                Ok(attachment) => match resume(before, socket, attachment.clone()) {
-                    Ok(server) => return Self::start(declared, drive, &attachment, server),
-                    Err(error) => report::chain(&error),
-                },
+                Ok(attachment) => {
+                    match resume(before, socket, attachment.clone(), keeping.stall_begin()) {
+                        Ok(server) => return Self::start(declared, drive, &attachment, server),
+                        Err(error) => report::chain(&error),
+                    }
+                }
                 Err(error) if error.is_of_kept_files() => {
                     drop(before);
                     report::chain(&error)
@@ -216,6 +219,7 @@ fn resume(
     before: SurvivingFunction,
     socket: &Path,
     attachment: Arc<Attachment>,
+    stall: StallBegin,
 ) -> Result<Server<NvmeDevice>, ResumeError> {
     let Survivors {
         control,
@@ -229,6 +233,9 @@ fn resume(
     // The keeper stands before the function goes on: what that changes is stored first.
     let mut device = NvmeDevice::new(function)?.kept(kept);
     device.take_up(client, &control)?;
+    if stream.is_some() {
+        device.set_stall(stall.until(system::host_time()));
+    }
     let listener = Listener::from_kept(socket, listener)?;
     Ok(Server::resume(listener, journal, stream, device)?)
 }

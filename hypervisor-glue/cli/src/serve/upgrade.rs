@@ -6,6 +6,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
+use nvme_mpt::memory::system;
+
 use super::roster::Roster;
 use crate::function_thread::FunctionHandle;
 use crate::kept::FIRST_STAGE;
@@ -30,6 +32,7 @@ impl Roster {
         let number = successor.number();
         let offers = self.offers.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
+        let rested = system::host_time();
         let resting = FunctionHandle::rest(&handles).map_err(|(place, reason)| {
             let id = self.offers[place].entry.id.clone();
             UpgradeError::Function { id, reason }
@@ -37,7 +40,7 @@ impl Roster {
         if ends() {
             return Err(UpgradeError::Ending);
         }
-        successor.hand_over(keeping)?;
+        successor.hand_over(keeping, rested)?;
         // They rest until the process has ended.
         std::mem::forget(resting);
         Ok(number)

@@ -164,6 +164,37 @@ pub struct FunctionStats {
     /// Resets.
     #[serde(default)]
     pub resets: ResetCounts,
+    /// Stall in which this server took the function up with its VMM; `None` if no server before had both.
+    #[serde(default)]
+    pub stall: Option<Stall>,
+}
+
+/// Time for which no server worked on a function's queues.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Stall {
+    /// Cause.
+    pub cause: StallCause,
+    /// Seconds.
+    pub seconds: f64,
+}
+
+/// Cause of a stall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StallCause {
+    /// The server before was replaced. The stall counts from the moment at which its queues were asked to rest.
+    Upgrade,
+    /// The server before died at an unknown moment. The stall counts from the start of this one.
+    Crash,
+}
+
+impl StallCause {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Upgrade => "upgrade",
+            Self::Crash => "crash",
+        }
+    }
 }
 
 /// Figures of an admin queue.
@@ -360,6 +391,10 @@ pub(crate) mod tests {
                     function_level: 1,
                     vmm: 0,
                 },
+                stall: Some(Stall {
+                    cause: StallCause::Upgrade,
+                    seconds: 0.0125,
+                }),
             }],
             pollers: vec![PollerStats {
                 name: "poll-shared-0".to_owned(),
@@ -421,6 +456,7 @@ pub(crate) mod tests {
         for key in ["p50", "p99", "p999", "max"] {
             assert!(queue["latency_us"][key].is_f64(), "{key}");
         }
+        assert_eq!(function["stall"]["cause"], "upgrade");
         for key in ["controller", "function_level", "vmm"] {
             assert!(function["resets"][key].is_u64(), "{key}");
         }

@@ -7,7 +7,7 @@ use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 
 use crate::table::Table;
 
-use super::{DriveStats, FunctionStats, ResetCounts, ServerStats};
+use super::{DriveStats, FunctionStats, ResetCounts, ServerStats, Stall, StallCause};
 
 /// A number of bytes with three digits, as people compare them.
 fn rounded(bytes: u64) -> String {
@@ -83,6 +83,13 @@ impl fmt::Display for FunctionStats {
                 counts.join(", "),
                 self.admin.aborts
             )?;
+        }
+        if let Some(Stall { cause, seconds }) = self.stall {
+            let when = match cause {
+                StallCause::Upgrade => "at the upgrade to this server",
+                StallCause::Crash => "after a crash, from the start of this server",
+            };
+            writeln!(f, "  stall: {:.1} ms {when}", seconds * 1e3)?;
         }
         let counted = self.queues.iter().any(|queue| queue.host_queue.is_some());
         let mut head = vec![
@@ -249,6 +256,7 @@ mod tests {
             "vm-1: VMM connected, nvme-mpt, 64G, serial MPT1AD7BD73C10D5093A, doorbells shadow, socket /run/a.sock",
             "  processor time of pollers: 2.346 s",
             "  resets: 2 controller, 1 function-level, 0 VMM; Abort commands: 1",
+            "  stall: 12.5 ms at the upgrade to this server",
             "  queue  commands      read   written  errors  doorbell exits  interrupts  p50 us  p99 us  p99.9 us   max us",
             "  admin        23                                          40           9",
             "      1   1234567  4.71 GiB  4.00 KiB       0              12       34567    12.3    56.7    1234.5  98765.4",
@@ -295,7 +303,7 @@ mod tests {
             pairs,
             Some("  queue pairs: 2 reserved, 0 exclusive, 1 shared")
         );
-        let ends: Vec<_> = table.lines().skip(4).take(4).collect();
+        let ends: Vec<_> = table.lines().skip(5).take(4).collect();
         assert!(ends[0].ends_with("max us  host queue"), "{table}");
         assert!(ends[2].ends_with("98765.4      shared"), "{table}");
         assert!(ends[3].ends_with("0.0            "), "{table}");

@@ -631,6 +631,39 @@ fn memory_keeps_its_content_for_clients_that_come_later() {
 }
 
 #[test]
+fn stalls_are_measured_and_resets_counted_on() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=null:64M,socket=a.sock,id=a"]);
+    let figures = || {
+        let printed = bench.ask("stats", &["--json"]).unwrap();
+        let stats: serde_json::Value = serde_json::from_str(&printed).unwrap();
+        stats["functions"][0].clone()
+    };
+    let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, false);
+    guest.controller.reset().unwrap();
+    let before = figures();
+    assert!(before["stall"].is_null(), "{before}");
+    assert_eq!(before["resets"]["controller"], 1, "{before}");
+    for end in ["upgrade", "crash"] {
+        match end {
+            "crash" => kept.kill_server(),
+            _ => kept.upgrade(&bench),
+        }
+        let after = figures();
+        assert_eq!(after["stall"]["cause"], end, "{after}");
+        let seconds = after["stall"]["seconds"].as_f64().unwrap();
+        assert!(seconds > 0.0 && seconds < PATIENCE.as_secs_f64(), "{after}");
+        assert_eq!(after["resets"], before["resets"]);
+    }
+    drop(guest);
+    await_waiting(&bench);
+    kept.kill_server();
+    let after = figures();
+    assert!(after["stall"].is_null(), "no VMM waited: {after}");
+    kept.stop();
+}
+
+#[test]
 fn a_server_that_always_dies_is_given_up() {
     let bench = Bench::new();
     let mut kept = Kept::start_as(

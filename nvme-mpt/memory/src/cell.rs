@@ -106,6 +106,11 @@ impl Cell64 {
         #[cfg(not(simulation))]
         unsafe { &*self.word }.store(value.to_le(), Ordering::Release);
     }
+
+    /// Returns the place of the word, which is there as long as the cell is.
+    pub(crate) fn as_ptr(&self) -> *const AtomicU64 {
+        self.word
+    }
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@
 //!   [`HostCompletionRing`] are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of all of
 //!   them. [`Room`] is the permit to fill an entry of a Completion Queue.
 //! - [`SlotRecords`] are the commands in flight, in memory that outlives the process that writes them.
+//! - [`crash`] counts crashes of the process for the work that caused them.
 //! - [`sync`] has the locks, channels, atomics and threads, which a simulator replaces.
 //! - [`clock`] reads the time stamp counter. [`system`], [`file_system`], [`device_mapper`] and [`eventfd`] make the
 //!   system calls that std has no safe interface for.
@@ -59,6 +60,7 @@
 mod bytes;
 mod cell;
 pub mod clock;
+pub mod crash;
 pub mod device_mapper;
 pub mod eventfd;
 pub mod file_system;
@@ -76,6 +78,7 @@ pub mod simulation;
 pub mod sync;
 pub mod system;
 mod words;
+mod work;
 
 pub use bytes::{RawBytes, RawWords};
 pub use cell::{Cell32, Cell64};

@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering}
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::file_system::{host_page_size, memfd};
+use super::work::count_crash;
 
 /// Guarded mappings in one part of the table. The table grows by such parts, which stay: the handler may
 /// neither lock nor allocate, so what it reads must not go away. A VM takes one guard for each file of
@@ -199,7 +200,8 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 /// It was to be used once, and was.
 static PREVIOUS_USED: AtomicBool = AtomicBool::new(false);
 
-fn install_handler() -> io::Result<()> {
+/// Installs the handler, unless it is there.
+pub(super) fn install_handler() -> io::Result<()> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
     let mut installed = lock(&INSTALLED);
     if *installed {
@@ -281,23 +283,25 @@ extern "C" fn on_sigbus(
     if !cause.is_some_and(|cause| replace_lost_pages(address, cause)) {
         // A fault is raised again on return; what is no fault is not.
         let is_fault = code > 0 && code != libc::BUS_MCEERR_AO;
-        pass_on(signal, info, context, is_fault);
+        count_crash(info, is_fault);
+        let previous = PREVIOUS.get().filter(|previous| {
+            let once = previous.sa_flags & libc::SA_RESETHAND != 0;
+            !(once && PREVIOUS_USED.swap(true, Ordering::AcqRel))
+        });
+        pass_on(previous, signal, info, context, is_fault);
     }
     // SAFETY: as above.
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Does what would have been done without our handler.
-fn pass_on(
+/// Does what would have been done without our handler, whose signal had the action `previous` before.
+pub(super) fn pass_on(
+    previous: Option<&libc::sigaction>,
     signal: libc::c_int,
     info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
     is_fault: bool,
 ) {
-    let previous = PREVIOUS.get().filter(|previous| {
-        let once = previous.sa_flags & libc::SA_RESETHAND != 0;
-        !(once && PREVIOUS_USED.swap(true, Ordering::AcqRel))
-    });
     match previous {
         Some(previous) if is_handler(previous) => {
             // SAFETY: it is the address of a function that its owner registered with the kernel, to be

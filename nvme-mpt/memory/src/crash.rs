@@ -1,0 +1,130 @@
+//! Crashes of the process, counted for the work that the crashed thread did.
+//!
+//! A thread names the work that it does ([`CrashRecord::during`]). If it crashes meanwhile, a signal handler counts that in
+//! the work's record, which is a word of a memory file that outlives the process. So the next process knows which work to
+//! leave alone.
+//!
+//! Crashes are a fault of the thread (SIGSEGV, SIGBUS, SIGILL, SIGFPE) and an abort of the process by itself (SIGABRT). A
+//! signal of another process is no crash: an operator's SIGKILL runs no handler, and SIGTERM has none here. The handler
+//! sees the sender of a SIGABRT or SIGSEGV that another process sent. A process counts its first crash alone, since a fault
+//! may lead to an abort.
+//!
+//! # Why the dying thread names the work
+//!
+//! Marks of work that was under way do not tell a crash from a kill, and several works are under way at any moment. The
+//! process's wait status distinguishes the two, but names no work, and systemd does not pass it to the next start. The
+//! thread that dies knows both.
+#![expect(unsafe_code, reason = "signal handlers")]
+
+use std::io;
+use std::ptr;
+use std::sync::{Arc, OnceLock};
+
+use super::sigbus::{install_handler, pass_on};
+use super::work::{self, count_crash};
+use super::{Cell64, Mapping};
+
+/// Signals with a handler here. SIGBUS has one already, which mends what it can.
+const SIGNALS: [libc::c_int; 4] = [libc::SIGSEGV, libc::SIGILL, libc::SIGFPE, libc::SIGABRT];
+
+/// Actions of [`SIGNALS`] before these handlers.
+static PREVIOUS: [OnceLock<libc::sigaction>; SIGNALS.len()] =
+    [const { OnceLock::new() }; SIGNALS.len()];
+
+/// Crashes of one work, in memory that outlives the process. Its content is untrusted: any value is a number of crashes.
+#[derive(Clone, Debug)]
+pub struct CrashRecord(Arc<Cell64>);
+
+impl CrashRecord {
+    /// Record in the 64 bits at `offset`, which are zero at first; `None` if they are not aligned, not inside or cannot be
+    /// written.
+    #[must_use]
+    pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
+        Some(Self(Arc::new(Cell64::new(mapping, offset)?)))
+    }
+
+    /// Returns the number of crashes. A second one counts if it came within an hour of the first.
+    #[must_use]
+    pub fn crashes(&self) -> u32 {
+        self.0.load() as u32
+    }
+
+    /// Does a work of which the record is. A crash of this thread meanwhile counts here.
+    #[inline]
+    pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+        // SAFETY: `self` holds the word.
+        unsafe { work::during(self.0.as_ptr(), work) }
+    }
+}
+
+/// Does a work, [with its record](CrashRecord::during) if it has one.
+#[inline]
+pub fn recorded<T>(record: Option<&CrashRecord>, work: impl FnOnce() -> T) -> T {
+    match record {
+        Some(record) => record.during(work),
+        None => work(),
+    }
+}
+
+/// Returns whether this thread does work of which there is a record.
+#[must_use]
+pub fn is_recorded() -> bool {
+    work::is_named()
+}
+
+/// Has crashes of this process counted from now on. Other handlers of the same signals are called afterwards.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub fn record_crashes() -> io::Result<()> {
+    install_handler()?;
+    for (signal, place) in SIGNALS.into_iter().zip(&PREVIOUS) {
+        if place.get().is_some() {
+            continue;
+        }
+        // SAFETY: both actions are fully initialised, and the handler is async-signal-safe: it uses atomics, a word of a
+        // mapping that is held, and the clock_gettime, getpid, sigaction and kill system calls only.
+        unsafe {
+            let mut previous = std::mem::zeroed::<libc::sigaction>();
+            if libc::sigaction(signal, ptr::null(), &raw mut previous) < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // Remembered before ours is there, which may be called at once.
+            place.get_or_init(|| previous);
+            let mut action = std::mem::zeroed::<libc::sigaction>();
+            action.sa_sigaction = on_crash as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+            if libc::sigaction(signal, &raw const action, ptr::null_mut()) < 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+    }
+    Ok(())
+}
+
+extern "C" fn on_crash(
+    signal: libc::c_int,
+    info: *mut libc::siginfo_t,
+    context: *mut libc::c_void,
+) {
+    // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler.
+    let is_fault = unsafe { (*info).si_code } > 0;
+    count_crash(info, is_fault);
+    let place = SIGNALS.iter().position(|known| *known == signal);
+    let previous = place.and_then(|place| PREVIOUS[place].get());
+    pass_on(previous, signal, info, context, is_fault);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_record_is_a_number_of_crashes() {
+        let mapping = Arc::new(Mapping::anonymous(4096).expect("map"));
+        mapping.bytes(64, 8).expect("inside").copy_from(&[0xFF; 8]);
+        let record = CrashRecord::new(&mapping, 64).expect("inside");
+        assert_eq!(record.crashes(), u32::MAX);
+        assert!(CrashRecord::new(&mapping, 4092).is_none());
+    }
+}

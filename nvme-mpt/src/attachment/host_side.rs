@@ -13,6 +13,7 @@ use crate::doorbell::DoorbellBuffer;
 use crate::event::{DriveEvent, Event};
 use crate::host::{Changes, Damage};
 use crate::limit::RateLimits;
+use crate::memory::crash::recorded;
 use crate::seam::{
     AttachmentState, CqConfig, GUEST_NSID, KeptQueues, QueueError, SqConfig, StateError,
 };
@@ -227,7 +228,9 @@ impl HostSide for Attachment {
     }
 
     fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
-        Self::take_up(self, kept)
+        let live = self.context.live.as_ref();
+        let crashes = live.and_then(|live| live.crashes());
+        recorded(crashes.as_ref(), || Self::take_up(self, kept))
     }
 
     fn check(&self, state: &AttachmentState) -> Result<(), StateError> {

@@ -14,7 +14,7 @@ use crate::memory::{Access, Cell64, Mapping};
 use crate::spec::ids::QueueId;
 
 /// Offset of the words in the file of the live state.
-const EXITS: usize = 128;
+pub(super) const EXITS: usize = 128;
 
 /// Largest number of exits that is believed, so that sums of them do not overflow.
 const EXITS_MAX: u64 = 1 << 48;

@@ -24,6 +24,11 @@
 //! where the command set says that it is [repeatable](crate::shadow::CommandSet::is_repeatable). Others end with
 //! Command Interrupted.
 //!
+//! # Crashes
+//!
+//! The file counts the crashes of processes while they worked for the function ([`CrashRecord`]): pollers on its queues,
+//! and whoever else names it. The owner of the file decides what follows from that.
+//!
 //! The stores cost nothing in a process whose functions end with it: its queues have no live state.
 
 mod exits;
@@ -39,6 +44,7 @@ pub(crate) use queue::{Head, LiveHead, LiveQueue, Mark, MarkedSlot};
 
 use self::exits::CountedExits;
 use crate::doorbell::MAX_QUEUE_PAIRS;
+use crate::memory::crash::CrashRecord;
 use crate::memory::{Access, Cell64, Mapping, SlotRecords};
 use crate::spec::ids::QueueId;
 
@@ -52,6 +58,10 @@ const MAGIC: u64 = u64::from_le_bytes(*b"nvmpliv\x01");
 
 /// Offset of the word that says whether completed writes were lost.
 const LOSSES: usize = 64;
+
+/// Offset of the record of crashes that the function caused.
+const CRASHES: usize = LOSSES + 8;
+const _: () = assert!(CRASHES + 8 <= exits::EXITS);
 
 /// Bytes in front of the first queue pair, and of each pair's positions.
 const POSITIONS: usize = 4096;
@@ -126,6 +136,28 @@ impl LiveState {
                 "the live state has the layout of another release; detach the drive and attach it again",
             )),
         }
+    }
+
+    /// Returns the record of crashes in a file of live state, without a look at anything else in it.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] if the file is none or can be cut short; the kernel's error when it cannot be mapped.
+    pub fn crashes_in(fd: BorrowedFd<'_>) -> io::Result<CrashRecord> {
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "no file of live state");
+        let file = File::from(fd.try_clone_to_owned()?);
+        if !crate::memory::is_size_sealed(fd) || file.metadata()?.len() < POSITIONS as u64 {
+            return Err(invalid());
+        }
+        let mapping = Arc::new(Mapping::shared(fd, 0, POSITIONS, Access::ReadWrite)?);
+        let magic = Cell64::new(&mapping, 0).map(|magic| magic.load());
+        let record = CrashRecord::new(&mapping, CRASHES);
+        record.filter(|_| magic == Some(MAGIC)).ok_or_else(invalid)
+    }
+
+    /// Returns the record of crashes that the function caused; `None` never, as each file has one.
+    #[must_use]
+    pub fn crashes(&self) -> Option<CrashRecord> {
+        CrashRecord::new(&self.mapping, CRASHES)
     }
 
     fn file_len(queue_pairs: u16) -> usize {
@@ -214,6 +246,24 @@ mod tests {
         let len = LiveState::file_len(2) as u64;
         let open = crate::memory::memfd(c"open", len).expect("memory");
         assert!(kept(open, 2).contains("cut short"));
+    }
+
+    #[test]
+    fn crashes_are_read_of_any_file_of_live_state_and_no_other() {
+        let state = LiveState::new(2).expect("memory");
+        let crashes = LiveState::crashes_in(state.fd()).expect("a record");
+        assert_eq!(crashes.crashes(), 0);
+        state.word(CRASHES).expect("inside").store(7 << 32 | 3);
+        assert_eq!(crashes.crashes(), 3);
+        assert_eq!(state.crashes().expect("a record").crashes(), 3);
+        state.word(0).expect("inside").store(0);
+        let len = LiveState::file_len(2) as u64;
+        let open = crate::memory::memfd(c"open", len).expect("memory");
+        let short = crate::memory::sealed_memfd(c"short", 4095).expect("memory");
+        for file in [state.fd(), open.as_fd(), short.as_fd()] {
+            let error = LiveState::crashes_in(file).expect_err("refused");
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+        }
     }
 
     #[test]

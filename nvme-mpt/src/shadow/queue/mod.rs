@@ -33,6 +33,7 @@ use crate::interrupt::Standing;
 use crate::kept::keep_for_good;
 use crate::limit::Limiter;
 use crate::live::{LiveQueue, LiveState, Mark};
+use crate::memory::crash::{CrashRecord, recorded};
 use crate::memory::sync::Mutex;
 use crate::memory::{Room, lost_memory_epoch};
 use crate::park::Silence;
@@ -122,6 +123,8 @@ pub struct ShadowQueue {
     core: ShadowCore,
     /// Ticks of its poller.
     bill: Bill,
+    /// Record of crashes in work for the queue, if it may outlive this process.
+    crashes: Option<CrashRecord>,
     /// Dropped last: the lease lives as long as commands of it do.
     lease: HeldLease,
 }
@@ -203,6 +206,7 @@ impl ShadowQueue {
         let parts = Parts::new(slots, blocks.may_grow());
         let blocks = blocks.as_ref().clone();
         let live = context.live.as_ref();
+        let crashes = live.and_then(|live| live.crashes());
         let live = live.and_then(|live| live.queue(cq.qid));
         let bill = Bill::new(context.processor_time.clone());
         let mut core = ShadowCore {
@@ -235,6 +239,7 @@ impl ShadowQueue {
             host,
             core,
             bill,
+            crashes,
             lease,
         }
     }
@@ -295,17 +300,23 @@ impl ShadowQueue {
     /// anything to do.
     #[inline]
     pub fn poll(&mut self) -> bool {
-        self.host.poll(&mut self.core)
+        let Self {
+            host,
+            core,
+            crashes,
+            ..
+        } = self;
+        recorded(crashes.as_ref(), || host.poll(core))
     }
 
     /// Asks the guest to notify us of its next doorbell write; before the poller parks.
     pub fn arm(&mut self) {
-        self.core.arm();
+        recorded(self.crashes.as_ref(), || self.core.arm());
     }
 
     /// Looks once more after [`Self::arm`]. Returns whether there is something to do.
     pub fn look_again(&mut self) -> bool {
-        self.core.look_again()
+        recorded(self.crashes.as_ref(), || self.core.look_again())
     }
 
     /// Returns whether something can happen here that notifies nobody: a doorbell write of its guest, or a

@@ -21,7 +21,7 @@ use thiserror::Error;
 use super::{NvmeFunction, ResetStats};
 use crate::{
     pci::{config_space::ConfigSpace, msix::Msix},
-    registers::{Capabilities, Registers},
+    registers::{Capabilities, Registers, Transition},
     state::parts::{AdminState, MsixState, RegistersState},
 };
 
@@ -173,15 +173,8 @@ impl NvmeFunction {
             queues,
             resets,
         } = state;
-        state.check_version()?;
-        let facts = state.facts_for(&self.facts).ok_or(TakeUpError::Promise)?;
-        let told = Registers::new(Capabilities {
-            queue_entries_max: facts.limits.entries_max,
-            dstrd: self.shared.doorbells.dstrd(),
-        });
-        self.config.check(config_space)?;
+        let facts = self.check_registers(state)?;
         self.msix.check(msix)?;
-        told.check(registers)?;
         self.admin.check(admin, self.msix.vectors().len(), &facts)?;
         let existing = queues.cqs.len() + usize::from(admin.rings.is_some());
         if existing > 0 && !registers.is_enabled() {
@@ -216,6 +209,49 @@ impl NvmeFunction {
         // Admin commands may wait whose doorbell was written already. A counter that is full wakes as well.
         let _ = eventfd::signal(self.events_fd());
         Ok(())
+    }
+
+    /// Becomes the function of a process that ended, for good without its queues and commands: they are not looked at.
+    ///
+    /// The guest finds its controller failed (`CSTS.CFS`), and cannot enable it any more. A disable or a shutdown
+    /// completes at once. Nothing reads or writes the guest's memory, and no interrupt is sent. As for [`Self::take_up`],
+    /// this function is as after power-on, and the state is untrusted.
+    ///
+    /// # Errors
+    /// See [`TakeUpError`]; then the function is as before.
+    pub fn set_aside(&mut self, state: &ControlState) -> Result<(), TakeUpError> {
+        let facts = self.check_registers(state)?;
+        self.facts = facts;
+        self.registers.restore(&state.registers);
+        // The BARs are where the client has them.
+        drop(self.config.restore(&state.config_space));
+        self.is_set_aside = true;
+        self.registers.fail();
+        Ok(())
+    }
+
+    /// Checks the state of configuration space and registers. Returns the facts that the guest was told.
+    fn check_registers(&self, state: &ControlState) -> Result<LeaseFacts, TakeUpError> {
+        state.check_version()?;
+        let facts = state.facts_for(&self.facts).ok_or(TakeUpError::Promise)?;
+        let told = Registers::new(Capabilities {
+            queue_entries_max: facts.limits.entries_max,
+            dstrd: self.shared.doorbells.dstrd(),
+        });
+        self.config.check(&state.config_space)?;
+        told.check(&state.registers)?;
+        Ok(facts)
+    }
+
+    /// Carries out what a write to the registers of a function that is set aside asks for, as far as it leaves the
+    /// controller failed.
+    pub(super) fn stay_failed(&mut self, transition: Option<Transition>) {
+        match transition {
+            Some(Transition::Disable) => self.registers.disabled(),
+            Some(Transition::Shutdown(_)) => self.registers.shut_down(),
+            Some(Transition::Enable(_)) | None => {}
+        }
+        self.registers.fail();
     }
 }
 
@@ -518,6 +554,72 @@ mod tests {
         assert_eq!(guest.admin(identify).status(), Status::SUCCESS);
         assert_eq!(guest.read_memory(DATA + 24, 14), b"an earlier one");
         assert_eq!(guest.read_memory(DATA + 77, 1), [state.facts.limits.mdts]);
+    }
+
+    #[test]
+    fn a_function_that_is_set_aside_has_failed_whatever_its_guest_does() {
+        let (mut guest, survivors, _) = guest();
+        for sqe in [create_cq(), create_sq()] {
+            assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
+        }
+        let mut state = guest.function.control_state();
+        // Neither is looked at.
+        state.queues.sqs[0].base.0 = fixtures::NOWHERE;
+        state.admin.rings.as_mut().unwrap().sq_head = 4096;
+        let mut config = [0; 256];
+        guest.function.read_config(0, &mut config);
+        drop(std::mem::replace(
+            &mut guest.function,
+            fixtures::function(DoorbellMode::Trap, MsixMasking::Client),
+        ));
+        let mut next = function_on(&survivors.drive, &survivors.ledger, None);
+        next.set_aside(&pass_on(&state)).unwrap();
+        guest.function = next;
+        let mut read = [0; 256];
+        guest.function.read_config(0, &mut read);
+        assert_eq!(read, config);
+        assert_eq!(guest.csts(), 3, "CFS");
+        // What the guest's driver does about it: disable, and enable again.
+        guest.write_register(0x14, 0x0046_0000);
+        assert_eq!(guest.csts(), 2);
+        guest.write_register(0x14, 0x0046_0001);
+        assert_eq!(guest.csts(), 2);
+        guest.doorbell(Doorbell::SqTail(QueueId::ADMIN), 1);
+        guest.function.process_events();
+        assert!(guest.function.control_state().admin.rings.is_none());
+        guest.write_register(0x14, 0x0046_4001);
+        assert_eq!(guest.csts(), 0xA, "a shutdown is complete");
+        let _ = guest.function.reset();
+        assert_eq!(guest.csts(), 2);
+        // Function-level reset.
+        let device_control = config_capability(&guest, 0x10) + 8;
+        let _ = guest
+            .function
+            .write_config(device_control, &0x8000_u16.to_le_bytes());
+        assert_eq!(guest.csts(), 2);
+        guest.function.pause().unwrap();
+        guest.function.resume();
+        guest.function.reset_and_unmap().unwrap();
+        assert_eq!(guest.csts(), 2);
+        let mut other = state.clone();
+        other.facts.namespace.blocks -= 1;
+        let refused = guest.function.set_aside(&other).unwrap_err();
+        assert!(matches!(refused, TakeUpError::Promise));
+    }
+
+    /// Returns the offset of a capability in configuration space.
+    fn config_capability(guest: &Guest, id: u8) -> u64 {
+        let byte = |offset| {
+            let mut byte = [0];
+            guest.function.read_config(offset, &mut byte);
+            byte[0]
+        };
+        let mut at = u64::from(byte(0x34));
+        while byte(at) != id {
+            at = u64::from(byte(at + 1));
+            assert_ne!(at, 0, "no capability {id:#x}");
+        }
+        at
     }
 
     #[test]

@@ -130,6 +130,8 @@ pub struct NvmeFunction {
     before_access: Option<Registers>,
     /// True if the control state may differ from what was last asked for.
     is_touched: bool,
+    /// It has failed for good, and does nothing any more.
+    is_set_aside: bool,
 }
 
 impl NvmeFunction {
@@ -163,6 +165,7 @@ impl NvmeFunction {
             keeper: None,
             before_access: None,
             is_touched: true,
+            is_set_aside: false,
         }
     }
 
@@ -185,6 +188,9 @@ impl NvmeFunction {
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
         self.is_touched = true;
         let write = self.config.write(offset, data);
+        if self.is_set_aside {
+            return write.moves;
+        }
         if write.function_level_reset {
             let deadline = self.deadline();
             // CSTS.CFS reports a failure.
@@ -222,7 +228,10 @@ impl NvmeFunction {
             Bar::Registers => {
                 self.is_touched = true;
                 let before = self.registers.clone();
-                if let Some(transition) = self.registers.write(offset, data) {
+                let transition = self.registers.write(offset, data);
+                if self.is_set_aside {
+                    self.stay_failed(transition);
+                } else if let Some(transition) = transition {
                     self.before_access = Some(before);
                     self.carry_out(transition);
                     self.before_access = None;
@@ -389,6 +398,10 @@ impl NvmeFunction {
         let moves = self.config.reset();
         // CSTS.CFS reports a failure.
         let _ = self.reset_controller(deadline);
+        if self.is_set_aside {
+            self.registers.fail();
+            return moves;
+        }
         self.follow_bus_master();
         moves
     }

@@ -281,6 +281,10 @@ impl Faults {
                     self.remove();
                     return Verdict::Refuse(REMOVED);
                 }
+                Effect::Crash => {
+                    warn!("A fault ends the process");
+                    std::process::abort();
+                }
                 Effect::Resize(bytes) => self.resize(bytes >> self.namespace.lba_shift),
             }
         }

@@ -218,6 +218,8 @@ pub(super) enum Effect {
     Removal,
     /// The namespace has so many bytes from now on.
     Resize(u64),
+    /// The process aborts.
+    Crash,
 }
 
 /// Something that is to go wrong, and when.
@@ -243,6 +245,7 @@ impl Effect {
             Self::Fatal => Kind::Fatal,
             Self::Removal => Kind::Removal,
             Self::Resize(_) => Kind::Resize,
+            Self::Crash => Kind::Crash,
         }
     }
 }
@@ -263,6 +266,8 @@ pub enum Kind {
     Removal,
     /// `resize`.
     Resize,
+    /// `crash`.
+    Crash,
 }
 
 impl fmt::Display for Kind {
@@ -274,6 +279,7 @@ impl fmt::Display for Kind {
             Self::Fatal => "fatal",
             Self::Removal => "removal",
             Self::Resize => "resize",
+            Self::Crash => "crash",
         })
     }
 }
@@ -294,7 +300,7 @@ impl Kind {
     /// Returns the default number of strikes: one for faults with lasting effects.
     const fn count(self) -> Option<u64> {
         match self {
-            Self::MediaError | Self::Latency => None,
+            Self::MediaError | Self::Latency | Self::Crash => None,
             Self::Lost | Self::Fatal | Self::Removal | Self::Resize => Some(1),
         }
     }
@@ -401,6 +407,7 @@ impl WrittenFault {
             Kind::Lost => Effect::Lost,
             Kind::Fatal => Effect::Fatal,
             Kind::Removal => Effect::Removal,
+            Kind::Crash => Effect::Crash,
             Kind::Latency => {
                 let missing = "is missing; say how much longer commands take, as in add = \"5ms\"";
                 Effect::Latency(self.add.ok_or(Unusable::Field("add", missing))?)
@@ -505,6 +512,7 @@ mod tests {
             Kind::Fatal,
             Kind::Removal,
             Kind::Resize,
+            Kind::Crash,
         ];
         assert_eq!(kinds, all);
         for field in [

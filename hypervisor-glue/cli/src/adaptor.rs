@@ -14,6 +14,7 @@ use crate::kept::function::{
     KeptClient, KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError,
 };
 use crate::stats::Stall;
+use nvme_mpt::memory::crash::CrashRecord;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt_vmm::report;
@@ -48,6 +49,24 @@ pub(crate) enum ResumeError {
     /// The kernel's error.
     #[error("Its descriptors cannot be used")]
     Io(#[from] io::Error),
+}
+
+/// Device of a function that has a control thread.
+pub(crate) trait Served: Device {
+    /// Returns the function.
+    fn function(&self) -> &NvmeFunction;
+
+    /// Returns the function.
+    fn function_mut(&mut self) -> &mut NvmeFunction;
+
+    /// Has the keeper let go of the function, which has ended.
+    fn forget(&self);
+
+    /// Returns the stall in which it was taken up.
+    fn stall(&self) -> Option<Stall>;
+
+    /// Returns the record of crashes of work for the function, if it outlives the process.
+    fn crashes(&self) -> Option<CrashRecord>;
 }
 
 /// An NVMe function behind a vfio-user server.
@@ -144,18 +163,6 @@ impl NvmeDevice {
         self.stall = Some(stall);
     }
 
-    /// Returns the stall in which it was taken up.
-    pub(crate) fn stall(&self) -> Option<Stall> {
-        self.stall
-    }
-
-    /// Has the keeper let go of the function, which has ended.
-    pub(crate) fn forget(&self) {
-        if let Some(kept) = &self.kept {
-            kept.forget();
-        }
-    }
-
     /// The function.
     #[must_use]
     pub fn function(&self) -> &NvmeFunction {
@@ -229,6 +236,31 @@ impl NvmeDevice {
         if let Some(kept) = &self.kept {
             kept.forget_client();
         }
+    }
+}
+
+impl Served for NvmeDevice {
+    fn function(&self) -> &NvmeFunction {
+        &self.function
+    }
+
+    fn function_mut(&mut self) -> &mut NvmeFunction {
+        &mut self.function
+    }
+
+    fn forget(&self) {
+        if let Some(kept) = &self.kept {
+            kept.forget();
+        }
+    }
+
+    fn stall(&self) -> Option<Stall> {
+        self.stall
+    }
+
+    fn crashes(&self) -> Option<CrashRecord> {
+        let live = self.function.host().shared().live?;
+        live.crashes()
     }
 }
 

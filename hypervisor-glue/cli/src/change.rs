@@ -126,7 +126,7 @@ pub enum FunctionState {
     Connected,
     /// It waits for commands in flight, and does not report its state.
     Busy,
-    /// It was added earlier, and could not be offered when the server was started.
+    /// It could not be offered when the server was started, or it is set aside as it brought the server down.
     Failed {
         /// Why.
         reason: String,

@@ -15,10 +15,12 @@ use std::time::Duration;
 use thiserror::Error;
 use vmm_device::EndError;
 
-use crate::adaptor::NvmeDevice;
+use crate::adaptor::Served;
+use crate::kept::crashes::end_by_panic;
 use crate::stats::{AdminStats, FunctionStats, ResetCounts};
 use nvme_mpt::clock;
 use nvme_mpt::deadline::{Deadline, SystemClock};
+use nvme_mpt::memory::crash::recorded;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::control::{ControlLoop, Controlled};
 use nvme_mpt_vmm::report;
@@ -174,7 +176,10 @@ impl FunctionThread {
     ///
     /// # Errors
     /// The thread cannot be made.
-    pub fn start(id: &str, server: Server<NvmeDevice>) -> Result<Self, FunctionThreadError> {
+    pub(crate) fn start<D: Served + Send + 'static>(
+        id: &str,
+        server: Server<D>,
+    ) -> Result<Self, FunctionThreadError> {
         let thread_error = |source| FunctionThreadError::Thread {
             id: id.to_owned(),
             source,
@@ -192,10 +197,14 @@ impl FunctionThread {
             control: control.clone(),
             looked: clock::monotonic(),
         };
+        let crashes = function.server.device().crashes();
         let control_function = move || {
-            let control = function.control.clone();
-            control.run(&function.id.clone(), &mut function);
-            function.end()
+            end_by_panic();
+            recorded(crashes.as_ref(), || {
+                let control = function.control.clone();
+                control.run(&function.id.clone(), &mut function);
+                function.end()
+            })
         };
         let thread = start_thread(id, control_function).map_err(thread_error)?;
         Ok(Self {
@@ -254,17 +263,17 @@ impl Drop for FunctionThread {
 const EVENTS: u64 = 0x100;
 
 /// State of the control thread: the server, with the function in it, and requests for figures.
-struct Function {
+struct Function<D: Served> {
     id: String,
     socket: PathBuf,
-    server: Server<NvmeDevice>,
+    server: Server<D>,
     inbox: Receiver<Request>,
     control: Arc<ControlLoop>,
     /// Time of the function's last look at its drive.
     looked: Duration,
 }
 
-impl Function {
+impl<D: Served> Function<D> {
     /// Leaves the drive as the guest may expect to find it again. The lease goes last.
     fn end(mut self) -> Result<(), EndError> {
         let ended = self.server.device_mut().function_mut().end();
@@ -358,7 +367,7 @@ impl Function {
     }
 }
 
-impl Controlled for Function {
+impl<D: Served> Controlled for Function<D> {
     fn due_in(&mut self) -> Option<Duration> {
         self.left()
     }
@@ -366,7 +375,7 @@ impl Controlled for Function {
     fn turn(&mut self, ready: &[u64]) {
         for token in ready {
             match u32::try_from(*token) {
-                Ok(token) if Server::<NvmeDevice>::TOKENS.contains(&token) => {
+                Ok(token) if Server::<D>::TOKENS.contains(&token) => {
                     self.server.handle(token, &mut self.control.epoll());
                 }
                 _ => self.server.device_mut().function_mut().process_events(),

@@ -7,7 +7,8 @@
 //! ([`drives`]), take them from the host's own driver ([`mod@bind`]), make profiles of drives ([`profile`]), and report on
 //! a host and a drive ([`doctor`]).
 //!
-//! `kept` has what outlives a server in its keeper ([`nvme_mpt_keep`]), with which its successor goes on.
+//! `kept` has what outlives a server in its keeper ([`nvme_mpt_keep`]), with which its successor goes on. `set_aside` has functions
+//! that brought a server down.
 //!
 //! [`top`] shows rates in a terminal. [`metrics`] offers a server's figures to Prometheus. [`logging`] is what a program of ours logs with.
 //!
@@ -33,6 +34,7 @@ pub mod metrics;
 mod owner;
 pub mod profile;
 pub mod serve;
+mod set_aside;
 pub mod signals;
 pub mod stats;
 mod table;

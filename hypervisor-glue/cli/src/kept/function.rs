@@ -23,6 +23,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nvme_mpt::dma::MemoryRegion;
+use nvme_mpt::live::LiveState;
+use nvme_mpt::memory::crash::{CrashRecord, recorded};
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::{FunctionParts, Gpa, KeptFiles, SharedParts};
 use nvme_mpt_keep::{Bag, KeepError};
@@ -34,6 +36,7 @@ use vmm_device::{ControlKeeper, ControlState, TakeUpError};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::KEEPER_PATIENCE;
+use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, ReportError, write_report};
 use super::registry::Registry;
 
 /// Version of [`DeviceState`], and the only one that is read.
@@ -69,6 +72,9 @@ pub(crate) enum SurvivorError {
     /// Another release wrote the state of its controller.
     #[error(transparent)]
     Control(#[from] TakeUpError),
+    /// Nothing of it is looked at any more.
+    #[error("it brought the server down {0} times")]
+    Crashes(u32),
     /// The kernel's error.
     #[error("a descriptor cannot be used")]
     Io(#[from] io::Error),
@@ -207,6 +213,8 @@ pub(crate) struct SurvivingFunction {
     state: DeviceState,
     contents: BTreeMap<u64, Vec<OwnedFd>>,
     journal: Journal,
+    /// Record of crashes of work for it; `None` if its live state is none, which is not taken up then.
+    crashes: Option<CrashRecord>,
 }
 
 /// Parts of a surviving function that its successor is made of.
@@ -218,6 +226,17 @@ pub(crate) struct Survivors {
     pub(crate) client: KeptClient,
     pub(crate) journal: Journal,
     pub(crate) kept: Arc<KeptFunction>,
+}
+
+/// Parts of a surviving function that is set aside.
+#[derive(Debug)]
+pub(crate) struct SetAside {
+    pub(crate) control: ControlState,
+    pub(crate) listener: OwnedFd,
+    pub(crate) stream: Option<UnixStream>,
+    pub(crate) journal: Journal,
+    pub(crate) shelf: Shelf,
+    pub(crate) crashes: CrashRecord,
 }
 
 /// Checks whether this program can read the state in a journal that another process has, and may change meanwhile.
@@ -240,15 +259,67 @@ impl SurvivingFunction {
     pub(super) fn read(shelf: Shelf, descriptors: Vec<OwnedFd>) -> Result<Self, SurvivorError> {
         let mut bag = Bag::from_kept(descriptors)?;
         let mut contents: BTreeMap<_, _> = bag.contents()?.into_iter().collect();
-        let journal = only(&mut contents, JOURNAL)?;
-        let (journal, record) = Journal::from_kept(journal)?;
-        let state = read_state(record.device())?;
-        Ok(Self {
+        let live = contents.get(&LIVE).and_then(|live| live.first());
+        let crashes = live.and_then(|live| LiveState::crashes_in(live.as_fd()).ok());
+        let count = crashes.as_ref().map_or(0, CrashRecord::crashes);
+        if count >= CRASHES_LET_GO {
+            return Err(SurvivorError::Crashes(count));
+        }
+        recorded(crashes.clone().as_ref(), || {
+            let journal = only(&mut contents, JOURNAL)?;
+            let (journal, record) = Journal::from_kept(journal)?;
+            let state = read_state(record.device())?;
+            Ok(Self {
+                shelf,
+                bag,
+                state,
+                contents,
+                journal,
+                crashes,
+            })
+        })
+    }
+
+    /// Returns the record of crashes of work for it.
+    pub(crate) fn crashes(&self) -> Option<CrashRecord> {
+        self.crashes.clone()
+    }
+
+    /// Returns the number of crashes for which it is to be set aside, if there were enough.
+    pub(crate) fn set_aside_after(&self) -> Option<u32> {
+        let crashes = self.crashes.as_ref().map(CrashRecord::crashes);
+        crashes.filter(|crashes| *crashes >= CRASHES_SET_ASIDE)
+    }
+
+    /// Stores its state for a report on the defect. Returns the folder.
+    pub(crate) fn write_report(&self, state_dir: &Path, id: &str) -> Result<PathBuf, ReportError> {
+        // It was read from this form.
+        let state = serde_json::to_vec_pretty(&self.state).unwrap_or_default();
+        let live = self.contents.get(&LIVE).and_then(|live| live.first());
+        write_report(state_dir, id, &state, live.map(AsFd::as_fd))
+    }
+
+    /// Takes apart what goes on of a function that is set aside: its control state and its sockets.
+    pub(crate) fn set_aside(self) -> Result<SetAside, SurvivorError> {
+        let Self {
             shelf,
-            bag,
+            bag: _,
             state,
-            contents,
+            mut contents,
             journal,
+            crashes,
+        } = self;
+        let stream = state.client.stream;
+        let stream = stream.map(|number| clone_of(&contents, number, 0));
+        let listener = only(&mut contents, LISTENER)?;
+        shelf.registry.show(&shelf.name, journal.as_fd())?;
+        Ok(SetAside {
+            control: state.control,
+            listener,
+            stream: stream.transpose()?.map(UnixStream::from),
+            journal,
+            shelf,
+            crashes: crashes.ok_or(SurvivorError::Missing(LIVE))?,
         })
     }
 
@@ -285,6 +356,7 @@ impl SurvivingFunction {
             state,
             mut contents,
             journal,
+            crashes: _,
         } = self;
         let DeviceState {
             version: _,
@@ -696,6 +768,10 @@ impl ControlKeeper for StoreBetween {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::os::unix::net::UnixDatagram;
+
+    use nvme_mpt_keep::Store;
     use serde_json::Value;
 
     use super::*;
@@ -731,6 +807,36 @@ mod tests {
                 vector(Some((6, 1)), true),
                 vector(None, false),
             ],
+        }
+    }
+
+    #[test]
+    fn nothing_of_a_function_is_looked_at_after_four_crashes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let _keeper = UnixDatagram::bind(&path).unwrap();
+        let store = Store::connect(path.as_os_str(), true).unwrap();
+        let shelf = Shelf {
+            name: "function-0".to_owned(),
+            registry: Arc::new(Registry::new(store)),
+        };
+        let live = LiveState::new(1).unwrap();
+        let crashed = File::from(live.fd().try_clone_to_owned().unwrap());
+        let read = |crashes: u64| {
+            // The record follows that of lost writes.
+            crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
+            let bag = Bag::new().unwrap();
+            bag.put(LIVE, &[live.fd()]).unwrap();
+            let ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
+            SurvivingFunction::read(shelf.clone(), ends.into()).unwrap_err()
+        };
+        for crashes in [0, 3, 9 << 32 | 3] {
+            let error = read(crashes);
+            assert!(matches!(error, SurvivorError::Missing(JOURNAL)), "{error}");
+        }
+        for crashes in [4, u64::MAX] {
+            let error = read(crashes);
+            assert!(matches!(error, SurvivorError::Crashes(4..)), "{error}");
         }
     }
 

@@ -9,6 +9,7 @@
 //! A descriptor is kept before anything names it, and forgotten after nothing names it any more. So a server that ends in
 //! between leaves a descriptor that nothing names, which the next one closes.
 
+pub(crate) mod crashes;
 pub(crate) mod function;
 pub(crate) mod predecessor;
 mod registry;
@@ -122,6 +123,7 @@ impl Keeping {
             cause: StallCause::Crash,
             at: system::host_time(),
         };
+        crashes::let_panics_end_the_process();
         if let Some(predecessor) = Predecessor::find(&mut inherited).map_err(KeepingError::from)? {
             check()?;
             stall_begin = StallBegin {

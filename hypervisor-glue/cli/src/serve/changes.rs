@@ -12,6 +12,7 @@ use super::error::ChangeError;
 use super::roster::Roster;
 use crate::change::{Change, Changed, Reloaded, Reserved};
 use crate::control::Reply;
+use crate::kept::crashes::end_by_panic;
 use crate::kept::predecessor::UpgradeError;
 
 /// Changes that wait while another one is made.
@@ -62,6 +63,7 @@ impl ChangeThread {
 }
 
 fn run(mut roster: Roster, requests: &Receiver<Request>) -> Roster {
+    end_by_panic();
     for (change, reply) in requests {
         if let Change::Upgrade { binary } = change {
             upgrade(&roster, binary.as_deref(), reply);

@@ -26,6 +26,8 @@ use nvme_mpt::attachment::GrowError;
 use nvme_mpt::clock;
 use nvme_mpt::lease::{Claim, LeaseError, open_state_folder};
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::live::LiveState;
+use nvme_mpt::memory::crash::{self, CrashRecord};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{AttachError, Attachment, FunctionParts, HostSide, KeptParts, Pollers};
@@ -38,6 +40,7 @@ use vfio_user_server::{Listener, SocketAccess};
 
 use super::error::LimitsError;
 use crate::change::{FunctionEntry, FunctionState, Origin};
+use crate::kept::crashes::CRASHES_SET_ASIDE;
 use crate::stats::FunctionStats;
 
 /// Time between two looks for a lease that is about to end.
@@ -342,7 +345,18 @@ impl LeaseTable {
         if drives::opened_options(&options.path).is_none() {
             return Admission::NotServed;
         }
-        let attachment = match self.open(&options, claim, parts, stop) {
+        let crashes = parts.and_then(|parts| LiveState::crashes_in(parts.live.as_fd()).ok());
+        let count = crashes.as_ref().map_or(0, CrashRecord::crashes);
+        if count >= CRASHES_SET_ASIDE {
+            log::error!(
+                "A function in process {pid} brought the server down {count} times, and is refused"
+            );
+            return Admission::Refused(format!(
+                "The function brought the server down {count} times: detach the drive and attach it again"
+            ));
+        }
+        let open = || self.open(&options, claim, parts, stop);
+        let attachment = match crash::recorded(crashes.as_ref(), open) {
             Ok(attachment) => Arc::new(attachment),
             Err(error) => return Admission::Refused(report::chain(&error)),
         };
@@ -647,8 +661,11 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
+    use std::iter;
+    use std::os::unix::fs::FileExt;
     use std::os::unix::net::UnixListener;
 
+    use super::super::drives::OpenDrives;
     use super::*;
 
     #[test]
@@ -678,6 +695,56 @@ mod tests {
         assert!(vmm.write_all(&[0]).is_err(), "nothing is read any more");
         drop(release);
         drop(server);
+    }
+
+    #[test]
+    fn a_function_that_brought_the_server_down_twice_gets_no_lease() {
+        let folder = tempfile::tempdir().unwrap();
+        let ledgers = Arc::new(Ledgers::open(&folder.path().join("state")));
+        let access = SocketAccess::default();
+        let state = folder.path().join("state");
+        let table = LeaseTable::new(&state, access, ledgers, Pollers::new());
+        let drive = folder.path().join("drive.img");
+        fs::File::create(&drive).unwrap().set_len(1 << 20).unwrap();
+        let options = &format!("path={},id=crashes", drive.display());
+        let function: FunctionOptions = options.parse().unwrap();
+        let opened = OpenDrives::default().open(&function, iter::once(&function), None);
+        let _drive = opened.unwrap();
+        let stop = AtomicBool::new(false);
+        let own = rustix::process::getuid().as_raw();
+        let peer = Peer {
+            pid: 1,
+            uid: own,
+            gid: own,
+        };
+        let admit = |parts: Option<&KeptParts>| table.admit(0, peer, options, parts, &stop);
+        let host = match admit(None) {
+            Admission::Attached(host) => host,
+            Admission::Refused(reason) => panic!("{reason}"),
+            Admission::NotServed => panic!("the drive is open"),
+        };
+        let shared = host.shared();
+        let live = shared.live.unwrap();
+        let parts = KeptParts {
+            doorbells: shared.doorbells.fd().try_clone_to_owned().unwrap(),
+            live: live.fd().try_clone_to_owned().unwrap(),
+            events: shared.events.try_clone().unwrap(),
+        };
+        drop(host);
+        let crashed = fs::File::from(parts.live.try_clone().unwrap());
+        for crashes in [0_u64, 1, 2, u64::MAX] {
+            // The record follows that of lost writes.
+            crashed.write_all_at(&crashes.to_le_bytes(), 72).unwrap();
+            match admit(Some(&parts)) {
+                Admission::Attached(_) => assert!(crashes < 2),
+                Admission::Refused(reason) => {
+                    let times = crashes as u32;
+                    let reasons = format!("brought the server down {times} times");
+                    assert!(crashes >= 2 && reason.contains(&reasons), "{reason}");
+                }
+                Admission::NotServed => panic!("the drive is open"),
+            }
+        }
     }
 
     #[test]

@@ -19,7 +19,7 @@ mod view;
 
 use std::fs;
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{self, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
@@ -27,6 +27,7 @@ use std::sync::mpsc::{self, Receiver};
 use nvme_mpt::Pollers;
 use nvme_mpt::clock::Rate;
 use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
+use nvme_mpt::memory::crash::record_crashes;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::open::Ledgers;
 use nvme_mpt_vmm::options::{ServedDrive, ServedFunction, VmmSocket};
@@ -43,7 +44,7 @@ use crate::change::{Change, FunctionEntry};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
-use crate::kept::{Keeping, KeepingError};
+use crate::kept::{Keeping, KeepingError, crashes};
 use crate::metrics::{MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::socket_access;
 use crate::signals::EndSignals;
@@ -119,6 +120,9 @@ pub enum ServeError {
     /// The thread of changes cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
+    /// Crashes of this server cannot be counted.
+    #[error("Cannot count crashes of this server for the functions that cause them")]
+    Crashes(#[source] io::Error),
     /// Signals cannot be waited for.
     #[error("Cannot wait for SIGTERM and SIGINT")]
     Signals(#[source] io::Error),
@@ -156,6 +160,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let stop = Arc::new(AtomicBool::new(false));
     // A wait at the start, as for a range that is wiped, ends with a signal as well.
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
+    record_crashes().map_err(ServeError::Crashes)?;
     // It is measured once, for some milliseconds: better before the end of a server that this one replaces.
     let _ = Rate::of_this_machine();
     // All that can be wrong with the arguments is found before the server that this one replaces ends.
@@ -237,12 +242,18 @@ fn start(
     if let Some(keeping) = &keeping {
         ledgers = ledgers.with_private(keeping.private_ledger());
     }
-    let (ledgers, pollers) = (Arc::new(ledgers), Pollers::new());
+    let pollers = match &keeping {
+        Some(_) => Pollers::on(crashes::threads()),
+        None => Pollers::new(),
+    };
+    let ledgers = Arc::new(ledgers);
     let mut roster = Roster::new(Terms {
         leases: LeaseTable::new(&state_dir, access, ledgers.clone(), pollers.clone()),
         ledgers,
         pollers,
         data,
+        // As other processes name it.
+        state_dir: path::absolute(&state_dir).unwrap_or(state_dir),
         file,
         added: AddedFile::beside(&control),
         keeping,

@@ -9,6 +9,7 @@ use nvme_mpt::attachment::GrowError;
 use nvme_mpt::host::Contents;
 use nvme_mpt::lease::Claim;
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::crash::recorded;
 use nvme_mpt::memory::system;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{Attachment, Drive, FunctionParts, HostSide};
@@ -23,12 +24,13 @@ use vmm_device::{MsixMasking, NvmeFunction};
 use super::declared::DeclaredFunction;
 use super::error::OfferError;
 use super::roster::Terms;
-use crate::adaptor::{NvmeDevice, ResumeError};
+use crate::adaptor::{NvmeDevice, ResumeError, Served};
 use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionThread;
-use crate::kept::function::{KeptFunction, SurvivingFunction, Survivors};
+use crate::kept::function::{KeptFunction, SetAside, SurvivingFunction, Survivors};
 use crate::kept::{Keeping, StallBegin};
 use crate::owner::socket_access;
+use crate::set_aside::SetAsideDevice;
 
 /// A function that is offered.
 #[derive(Debug)]
@@ -73,40 +75,117 @@ impl Offer {
             return Self::start(declared, drive, &attachment, server);
         };
         if let Some(before) = keeping.take(socket) {
-            let shelf = before.shelf();
-            let error = match attach(declared, &drive, terms, before.parts()) {
-                Ok(attachment) => {
-                    match resume(before, socket, attachment.clone(), keeping.stall_begin()) {
-                        Ok(server) => return Self::start(declared, drive, &attachment, server),
-                        Err(error) => report::chain(&error),
-                    }
-                }
-                Err(error) if error.is_of_kept_files() => {
-                    drop(before);
-                    report::chain(&error)
-                }
-                Err(error) => {
-                    keeping.give_back(before);
-                    return Err(error);
-                }
-            };
-            log::error!(
-                "The function on {} does not go on, and a VMM that has it loses its drive: {error}",
-                socket.display()
-            );
-            shelf.forget_now();
+            let crashes = before.crashes();
+            let go_on = || Self::go_on(declared, &drive, terms, keeping, before);
+            if let Some(offer) = recorded(crashes.as_ref(), go_on)? {
+                return Ok(offer);
+            }
         }
         let attachment = attach(declared, &drive, terms, FunctionParts::Continued(None))?;
         let server = offer_kept(declared, keeping, attachment.clone())?;
         Self::start(declared, drive, &attachment, server)
     }
 
+    /// Goes on with a function of the server before, or sets it aside; `None` if it does not go on.
+    fn go_on(
+        declared: &DeclaredFunction,
+        drive: &Arc<Drive>,
+        terms: &Terms,
+        keeping: &Keeping,
+        before: SurvivingFunction,
+    ) -> Result<Option<Self>, OfferError> {
+        let socket = &declared.function.socket;
+        let shelf = before.shelf();
+        let crashes = before.set_aside_after();
+        let parts = match crashes {
+            // The files of the server before stay as they are.
+            Some(_) => FunctionParts::Continued(None),
+            None => before.parts(),
+        };
+        let error = match attach(declared, drive, terms, parts) {
+            Ok(attachment) => {
+                let goes_on = match crashes {
+                    Some(crashes) => {
+                        Self::set_aside(declared, drive, terms, &attachment, before, crashes)
+                    }
+                    None => resume(before, socket, attachment.clone(), keeping.stall_begin())
+                        .map(|server| Self::start(declared, drive.clone(), &attachment, server)),
+                };
+                match goes_on {
+                    Ok(offer) => return offer.map(Some),
+                    Err(error) => report::chain(&error),
+                }
+            }
+            Err(error) if error.is_of_kept_files() => {
+                drop(before);
+                report::chain(&error)
+            }
+            Err(error) => {
+                keeping.give_back(before);
+                return Err(error);
+            }
+        };
+        log::error!(
+            "The function on {} does not go on, and a VMM that has it loses its drive: {error}",
+            socket.display()
+        );
+        shelf.forget_now();
+        Ok(None)
+    }
+
+    /// Sets a function aside, as it brought the server down so many times.
+    fn set_aside(
+        declared: &DeclaredFunction,
+        drive: &Arc<Drive>,
+        terms: &Terms,
+        attachment: &Arc<Attachment>,
+        before: SurvivingFunction,
+        crashes: u32,
+    ) -> Result<Result<Self, OfferError>, ResumeError> {
+        let id = attachment.lease().id();
+        let stored = match before.write_report(&terms.state_dir, id) {
+            Ok(folder) => format!("its state is in {}", folder.display()),
+            Err(error) => format!("its state is not stored: {}", report::chain(&error)),
+        };
+        let reason = format!(
+            "it brought the server down {crashes} times, and is set aside (CSTS.CFS); {stored}; remove it with --force \
+             and add it again, or reload the file with --force"
+        );
+        log::error!(
+            "Function {id} on {} fails: {reason}",
+            declared.function.socket.display()
+        );
+        let SetAside {
+            control,
+            listener,
+            stream,
+            journal,
+            shelf,
+            crashes,
+        } = before.set_aside()?;
+        let mut function = NvmeFunction::new(attachment.clone(), MsixMasking::Client);
+        function.set_aside(&control)?;
+        let device = SetAsideDevice::new(NvmeDevice::new(function)?, shelf, crashes);
+        let listener = Listener::from_kept(&declared.function.socket, listener)?;
+        let server = Server::resume(listener, journal, stream, device)?;
+        let offer = Self::start(declared, drive.clone(), attachment, server);
+        Ok(offer.map(|mut offer| {
+            offer.entry.state = FunctionState::Failed { reason };
+            offer
+        }))
+    }
+
+    /// Returns whether the function is set aside.
+    pub(super) fn is_set_aside(&self) -> bool {
+        matches!(self.entry.state, FunctionState::Failed { .. })
+    }
+
     /// Serves a function that is ready.
-    fn start(
+    fn start<D: Served + Send + 'static>(
         declared: &DeclaredFunction,
         drive: Arc<Drive>,
         attachment: &Arc<Attachment>,
-        server: Server<NvmeDevice>,
+        server: Server<D>,
     ) -> Result<Self, OfferError> {
         let ServedFunction {
             socket, function, ..

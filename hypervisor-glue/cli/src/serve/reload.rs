@@ -36,7 +36,8 @@ impl Roster {
             let same = |other: &DeclaredFunction| {
                 other.with_rates(rates).with_size_of(present).function == *present
             };
-            let Some(stays) = wanted.iter().position(same) else {
+            let stays = wanted.iter().position(same);
+            let Some(stays) = stays.filter(|_| !offer.is_set_aside()) else {
                 going.push(place);
                 continue;
             };

@@ -98,6 +98,8 @@ pub(super) struct Terms {
     pub(super) pollers: Arc<Pollers>,
     /// Fate of data that another id left, for functions that leave it open.
     pub(super) data: FormerData,
+    /// Folder of the ledger, and of reports on functions that were set aside.
+    pub(super) state_dir: PathBuf,
     /// The file of `--config`, by an absolute path.
     pub(super) file: Option<PathBuf>,
     pub(super) added: AddedFile,

@@ -22,6 +22,9 @@ impl View {
         let figures = FunctionHandle::stats_of(handles);
         let entries = self.functions.iter().map(|(_, entry)| {
             let figures = figures.iter().find(|figures| figures.id == entry.id);
+            if matches!(entry.state, FunctionState::Failed { .. }) {
+                return entry.clone();
+            }
             FunctionEntry {
                 state: match figures.map(|figures| figures.connected) {
                     Some(true) => FunctionState::Connected,

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -89,6 +90,11 @@ impl Kept {
         fs::read_to_string(&self.log).unwrap()
     }
 
+    /// Returns the number of servers that crashed.
+    fn crashes(&self) -> usize {
+        self.log().matches("SIGABRT").count()
+    }
+
     /// Returns the server's process, which is the keeper's only child.
     fn server(&self) -> Option<String> {
         let keeper = self.keeper.id();
@@ -121,8 +127,15 @@ impl Kept {
         assert!(!printed.contains(&format!("Process {before} ")));
     }
 
+    /// Ends both in order. No function was set aside, however many servers were killed.
+    fn stop(self) {
+        let log = self.log();
+        assert!(!log.contains("set aside"), "{log}");
+        self.end();
+    }
+
     /// Ends both in order.
-    fn stop(mut self) {
+    fn end(mut self) {
         Self::send("TERM", &self.keeper.id().to_string());
         let status = self.keeper.wait().unwrap();
         assert!(status.success(), "{status}: {}", self.log());
@@ -577,7 +590,8 @@ fn a_function_that_is_another_one_now_is_offered_anew() {
         assert!(log.contains("does not go on"), "{log}");
         let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
         guest.administer();
-        drop(before);
+        drop((before, guest));
+        await_waiting(&bench);
     }
     kept.stop();
 }
@@ -603,6 +617,123 @@ fn a_server_that_is_killed_while_it_starts_loses_nothing() {
             kept.await_ready();
         }
     });
+    kept.stop();
+}
+
+/// CSTS.
+const STATUS: u64 = 0x1C;
+/// CSTS.RDY and CSTS.CFS.
+const READY: u32 = 1;
+const FATAL: u32 = 2;
+
+#[test]
+fn a_function_that_brings_the_server_down_twice_is_set_aside() {
+    let bench = Bench::new();
+    let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\n";
+    fs::write(bench.path("crash.toml"), plan).unwrap();
+    // One poller runs the queues of all.
+    let functions = [
+        "path=drive.img,faults=crash.toml,range=0+32M,socket=a.sock,id=a",
+        "path=drive.img,faults=crash.toml,range=32M+16M,socket=b.sock,id=b",
+        "path=memory:64M,socket=c.sock,id=c",
+        "path=drive.img,faults=crash.toml,range=48M+1M,socket=d.sock,id=d",
+    ];
+    let kept = Kept::start(&bench, &functions);
+    let connect = |socket: &str| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true);
+    let set_aside = |listed: &str| {
+        let lines = listed.lines().filter(|line| line.contains("set aside"));
+        let ids = lines.map(|line| line.split_whitespace().next().unwrap().to_owned());
+        ids.collect::<Vec<_>>()
+    };
+    // Servers end meanwhile.
+    let list_until = |is_complete: &dyn Fn(&str) -> bool| {
+        let began = Instant::now();
+        loop {
+            match bench.ask("list", &[]) {
+                Ok(listed) if is_complete(&listed) => return listed,
+                _ => assert!(began.elapsed() < PATIENCE, "{}", kept.log()),
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let innocent = ["a.sock", "c.sock", "d.sock"].map(connect);
+    let mut guilty = connect("b.sock");
+    let bar = guilty.controller.bar().clone();
+    run_beside(innocent.into(), 1, || {
+        let data = prp::buffer(&guilty.buffers[0], 0, PIECE).unwrap();
+        let read = Sqe::read(1, 0, BLOCKS).with_data(data.pointer);
+        guilty.queue.submit(read).unwrap();
+        guilty.queue.ring();
+        let listed = list_until(&|listed| !set_aside(listed).is_empty());
+        assert_eq!(set_aside(&listed), ["b"], "{listed}");
+        let report = bench.path("state/set-aside/b");
+        for part in ["2 times", "--force", report.to_str().unwrap()] {
+            assert!(listed.contains(part), "{listed}");
+        }
+        for file in ["state.json", "live"] {
+            let metadata = fs::metadata(report.join(file)).unwrap();
+            assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
+            assert!(metadata.len() > 0);
+        }
+        let state = fs::read(report.join("state.json")).unwrap();
+        let state: serde_json::Value = serde_json::from_slice(&state).unwrap();
+        assert!(state["socket"].as_str().unwrap().ends_with("b.sock"));
+
+        // Its guest finds a controller that has failed, and stays so whatever the guest does.
+        assert_eq!(bar.read32(STATUS), READY | FATAL);
+        assert!(guilty.queue.poll().is_none());
+        for configuration in [0x0046_0000, 0x0046_0001] {
+            bar.write32(0x14, configuration);
+            assert_eq!(bar.read32(STATUS), FATAL);
+        }
+        // Later servers set it aside as well.
+        let before = kept.server().unwrap();
+        Kept::send("KILL", &before);
+        let listed = list_until(&|_| kept.server().is_some_and(|server| server != before));
+        assert_eq!(set_aside(&listed), ["b"], "{listed}");
+        bench.ask("upgrade", &[]).unwrap();
+        let listed = list_until(&|_| true);
+        assert_eq!(set_aside(&listed), ["b"], "{listed}");
+        assert_eq!(bar.read32(STATUS), READY | FATAL, "as it was kept");
+
+        // The operator offers it anew.
+        let error = bench.ask("remove", &["b"]).unwrap_err();
+        assert!(error.contains("--force"), "{error}");
+        bench.ask("remove", &["b", "--force"]).unwrap();
+        let function = "path=drive.img,faults=crash.toml,range=32M+16M,socket=b.sock,id=b";
+        bench.ask("add", &[function]).unwrap();
+        assert!(set_aside(&list_until(&|_| true)).is_empty());
+        connect("b.sock").administer();
+    });
+    assert_eq!(kept.crashes(), 2, "{}", kept.log());
+    kept.end();
+}
+
+#[test]
+fn a_server_that_was_brought_down_once_goes_on_with_all() {
+    let bench = Bench::new();
+    let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\n";
+    fs::write(bench.path("crash.toml"), plan).unwrap();
+    let file = bench.path("serve.toml");
+    let declare = |faults: &str| {
+        let function = format!(
+            "[[function]]\npath = \"drive.img\"\nrange = \"32M+16M\"\nsocket = \"b.sock\"\nid = \"b\"\n{faults}\n"
+        );
+        fs::write(&file, function).unwrap();
+    };
+    declare("faults = \"crash.toml\"");
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    let kept = Kept::start_command(&bench, &["--delay", "0"], &serve);
+    let mut guest = Guest::connect(&bench.path("b.sock"), DoorbellMode::Shadow, true);
+    // The next server is without the defect.
+    declare("");
+    let data = prp::buffer(&guest.buffers[0], 0, PIECE).unwrap();
+    let read = Sqe::read(1, 0, BLOCKS).with_data(data.pointer);
+    let cqe = guest.queue.execute(read, PATIENCE).unwrap();
+    assert!(cqe.status().is_success(), "{cqe:?}");
+    assert_eq!(kept.crashes(), 1, "{}", kept.log());
+    guest.administer();
     kept.stop();
 }
 

@@ -1,0 +1,230 @@
+//! Crashes of the server, and the functions that they are due to.
+//!
+//! The live state of a function counts the crashes of servers that worked for it: see
+//! [`nvme_mpt::memory::crash`], which distinguishes a crash from a kill and names one function for it. The count is in the
+//! keeper, so it outlives the server.
+//!
+//! | crashes | the next server |
+//! |---|---|
+//! | 0, 1 | takes the function up |
+//! | 2, 3 | sets it aside: its state is stored as a [report](write_report), its VMM stays connected, and its guest finds `CSTS.CFS` |
+//! | 4 and more | lets go of it: it looks at nothing of the function, whose VMM loses the drive |
+//!
+//! A function in a VMM, whose live state the VMM has, gets no lease any more after two crashes.
+//!
+//! A function that is set aside stays that way until an operator removes it. If its guest or its VMM could take it back, they
+//! could bring the server down twice each time. Its state in the keeper stays as it is, so that each later server sets it
+//! aside as well.
+//!
+//! Under a keeper, a thread that works for a function or runs functions ends the process when it panics
+//! ([`end_by_panic`]). To unwind would end functions in order, which lets go of them, or leave queues without a poller.
+
+use std::cell::Cell;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::panic;
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+
+use nvme_mpt::lease::{PrivateError, make_state_folder};
+use nvme_mpt::memory::crash;
+use nvme_mpt::poller::{Threads, start_thread};
+use thiserror::Error;
+
+/// Crashes after which a function is set aside.
+pub(crate) const CRASHES_SET_ASIDE: u32 = 2;
+
+/// Crashes after which nothing of a function is looked at.
+pub(super) const CRASHES_LET_GO: u32 = 4;
+
+/// Folder of the reports, in the state folder.
+const REPORTS: &str = "set-aside";
+
+/// Longest name of a report.
+const NAME_MAX: usize = 200;
+
+/// Thread of keys and values, which catches the panics of its database.
+const CATCHES: &str = "key-values";
+
+/// The state of a function that is set aside cannot be stored.
+#[derive(Debug, Error)]
+pub(crate) enum ReportError {
+    /// The folder cannot be had for our user alone.
+    #[error("Cannot use the folder of reports")]
+    Folder(#[from] PrivateError),
+    /// A file cannot be written.
+    #[error("Cannot write {}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's error.
+        source: io::Error,
+    },
+}
+
+/// Stores the state of a function for a report on the defect, in place of one before. Returns its folder.
+///
+/// The folder `set-aside/ID` of the state folder has `state.json` and `live`, the file of the live state. Both have guest
+/// addresses and commands, keys included, and no other data.
+pub(super) fn write_report(
+    state_dir: &Path,
+    id: &str,
+    state: &[u8],
+    live: Option<BorrowedFd<'_>>,
+) -> Result<PathBuf, ReportError> {
+    let folder = state_dir.join(REPORTS).join(name_of(id));
+    make_state_folder(&state_dir.join(REPORTS))?;
+    make_state_folder(&folder)?;
+    write(&folder.join("state.json"), || Ok(state.to_owned()))?;
+    if let Some(live) = live {
+        write(&folder.join("live"), || contents(live))?;
+    }
+    Ok(folder)
+}
+
+fn contents(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+    let file = fs::File::from(file.try_clone_to_owned()?);
+    // The server before made it: some megabytes.
+    let mut bytes = vec![0; usize::try_from(file.metadata()?.len()).unwrap_or(0)];
+    file.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+fn write(path: &Path, bytes: impl FnOnce() -> io::Result<Vec<u8>>) -> Result<(), ReportError> {
+    let write = || {
+        let bytes = bytes()?;
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(true).mode(0o600);
+        options.open(path)?.write_all(&bytes)
+    };
+    write().map_err(|source| ReportError::File {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Returns a file name for an id, which may have any characters.
+fn name_of(id: &str) -> String {
+    let of = |(place, char): (usize, char)| match char {
+        'a'..='z' | 'A'..='Z' | '0'..='9' | '-' | '_' => char,
+        '.' if place > 0 => char,
+        _ => '_',
+    };
+    id.chars().enumerate().map(of).take(NAME_MAX).collect()
+}
+
+thread_local! {
+    /// A panic of this thread ends the process.
+    static ENDS_PROCESS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Has panics of this thread end the process, if it has a keeper.
+pub(crate) fn end_by_panic() {
+    ENDS_PROCESS.set(true);
+}
+
+/// Has panics of this thread, of pollers and of functions end the process: the keeper starts it again.
+pub(super) fn let_panics_end_the_process() {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = panic::take_hook();
+        panic::set_hook(Box::new(move |panic| {
+            before(panic);
+            if crash::is_recorded() || ENDS_PROCESS.get() {
+                std::process::abort();
+            }
+        }));
+    });
+    end_by_panic();
+}
+
+/// Returns a source of threads whose panics end the process.
+pub(crate) fn threads() -> Threads {
+    Threads::from_spawn(|name, work| {
+        let catches = name == CATCHES;
+        start_thread(name, move || {
+            if !catches {
+                end_by_panic();
+            }
+            work();
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
+
+    #[test]
+    fn a_report_is_for_its_user_alone_and_replaces_the_one_before() {
+        let state = tempfile::tempdir().unwrap();
+        let live = tempfile::tempfile().unwrap();
+        live.write_all_at(b"commands", 0).unwrap();
+        for bytes in [&b"a long state"[..], b"{}"] {
+            let folder = write_report(state.path(), "a", bytes, Some(live.as_fd())).unwrap();
+            assert_eq!(folder, state.path().join("set-aside/a"));
+            assert_eq!(fs::read(folder.join("state.json")).unwrap(), bytes);
+            assert_eq!(fs::read(folder.join("live")).unwrap(), b"commands");
+            for (path, mode) in [("", 0o700), ("state.json", 0o600), ("live", 0o600)] {
+                let permissions = fs::metadata(folder.join(path)).unwrap().permissions();
+                assert_eq!(permissions.mode() & 0o777, mode, "{path}");
+            }
+        }
+    }
+
+    /// Variable of a process that is to panic on a thread of this name.
+    const PANICS: &str = "NVME_MPT_TEST_PANICS";
+
+    /// Body of the processes that panic, and nothing in a usual run.
+    #[test]
+    fn panicking_process() {
+        let Ok(name) = std::env::var(PANICS) else {
+            return;
+        };
+        let_panics_end_the_process();
+        let spawned = match name.as_str() {
+            "usual" => start_thread(&name, || panic!("on purpose")),
+            name => threads().spawn(name, Box::new(|| panic!("on purpose"))),
+        };
+        spawned.unwrap().join().unwrap_err();
+    }
+
+    #[test]
+    fn panics_end_the_process_where_nothing_catches_them() {
+        for (name, aborts) in [("poll-shared-0", true), ("usual", false), (CATCHES, false)] {
+            let output = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "kept::crashes::tests::panicking_process"])
+                .env(PANICS, name)
+                .output()
+                .unwrap();
+            let signal = output.status.signal();
+            assert_eq!(
+                signal,
+                aborts.then_some(libc::SIGABRT),
+                "{name}: {output:?}"
+            );
+            assert_eq!(output.status.success(), !aborts, "{name}: {output:?}");
+            let printed = String::from_utf8_lossy(&output.stdout);
+            assert!(aborts || printed.contains("1 passed"), "{name}: {output:?}");
+        }
+    }
+
+    #[test]
+    fn no_id_leads_out_of_the_folder() {
+        for (id, name) in [
+            ("vm-1.a_B", "vm-1.a_B"),
+            ("..", "_."),
+            ("/run/a.sock", "_run_a.sock"),
+            ("ä\0\n", "___"),
+        ] {
+            assert_eq!(name_of(id), name);
+        }
+        assert_eq!(name_of(&"n".repeat(300)).len(), NAME_MAX);
+    }
+}

@@ -1,0 +1,100 @@
+//! A function that is set aside, as a PCI function of the vfio-user server.
+
+use std::io;
+use std::os::fd::BorrowedFd;
+
+use nvme_mpt::memory::crash::CrashRecord;
+use vfio_user_server::{Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Region, RegionIndex};
+use vmm_device::NvmeFunction;
+
+use crate::adaptor::{NvmeDevice, Served};
+use crate::kept::function::Shelf;
+use crate::stats::Stall;
+
+/// A function that is set aside, behind a vfio-user server.
+///
+/// Its client goes on with what it has. Nothing that the client asks for changes the state in the keeper.
+#[derive(Debug)]
+pub(crate) struct SetAsideDevice {
+    device: NvmeDevice,
+    shelf: Shelf,
+    crashes: CrashRecord,
+}
+
+impl SetAsideDevice {
+    /// Offers a function that was [set aside](NvmeFunction::set_aside).
+    pub(crate) fn new(device: NvmeDevice, shelf: Shelf, crashes: CrashRecord) -> Self {
+        Self {
+            device,
+            shelf,
+            crashes,
+        }
+    }
+}
+
+impl Served for SetAsideDevice {
+    fn function(&self) -> &NvmeFunction {
+        self.device.function()
+    }
+
+    fn function_mut(&mut self) -> &mut NvmeFunction {
+        self.device.function_mut()
+    }
+
+    fn forget(&self) {
+        self.shelf.forget();
+    }
+
+    fn stall(&self) -> Option<Stall> {
+        None
+    }
+
+    fn crashes(&self) -> Option<CrashRecord> {
+        Some(self.crashes.clone())
+    }
+}
+
+impl Device for SetAsideDevice {
+    fn region(&self, index: RegionIndex) -> Region {
+        self.device.region(index)
+    }
+
+    fn read(&mut self, region: RegionIndex, offset: u64, data: &mut [u8]) {
+        self.device.read(region, offset, data);
+    }
+
+    fn write(&mut self, region: RegionIndex, offset: u64, data: &[u8]) {
+        self.device.write(region, offset, data);
+    }
+
+    fn max_dma_maps(&self) -> u32 {
+        self.device.max_dma_maps()
+    }
+
+    fn dma_map(&mut self, _: DmaRegion) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn dma_unmap(&mut self, _: Option<(u64, u64)>) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    fn irq(&self, index: IrqIndex) -> IrqInfo {
+        self.device.irq(index)
+    }
+
+    fn set_irqs(&mut self, _: IrqCommand) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.device.reset();
+    }
+
+    fn keep_client(&mut self, _: BorrowedFd<'_>) -> io::Result<()> {
+        let reason = "the function is set aside; `nvme-mpt list` has the remedy";
+        Err(io::Error::other(reason))
+    }
+
+    fn disconnected(&mut self) {}
+}

@@ -33,6 +33,13 @@ impl HostSubmissionRing {
         Some(Self { entries, tail })
     }
 
+    /// Goes on at this tail, where another process was. `None` if the ring has no such entry.
+    #[must_use]
+    pub fn at(self, tail: u32) -> Option<Self> {
+        let tail = RingIndex::at(self.tail.size(), tail)?;
+        Some(Self { tail, ..self })
+    }
+
     /// Returns the index of the entry that is written next.
     #[inline]
     #[must_use]
@@ -117,11 +124,24 @@ impl HostCompletionRing {
         Some(Self { entries, head })
     }
 
+    /// Goes on at this head and phase, where another process was. `None` if the ring has no such entry.
+    #[must_use]
+    pub fn at(self, head: u32, phase: bool) -> Option<Self> {
+        let head = PhasedIndex::at(RingIndex::at(self.head.size(), head)?, phase);
+        Some(Self { head, ..self })
+    }
+
     /// Returns the index of the entry that is read next.
     #[inline]
     #[must_use]
     pub fn head(&self) -> u32 {
         self.head.get()
+    }
+
+    /// Returns the Phase Tag of the entry that is read next.
+    #[must_use]
+    pub fn phase(&self) -> bool {
+        self.head.phase()
     }
 
     /// Takes the entry at the head, if the drive has posted it: if its Phase Tag says so. The half

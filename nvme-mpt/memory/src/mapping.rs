@@ -18,6 +18,17 @@ pub enum Access {
     ReadWrite,
 }
 
+/// Place of a mapping's first byte in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FilePlace {
+    /// Device of the file.
+    pub device: u64,
+    /// Number of the file on its device. No other file has it while this one is open somewhere.
+    pub inode: u64,
+    /// Offset in the file, in bytes.
+    pub offset: u64,
+}
+
 /// A range of this process's address space, mapped until dropped.
 ///
 /// Its bytes are reached through [`RawBytes`], rings and cells, never through a reference.
@@ -28,6 +39,7 @@ pub struct Mapping {
     /// Bytes that the kernel mapped: whole pages, huge ones where memory is in such.
     mapped: usize,
     access: Access,
+    place: Option<FilePlace>,
     guard: Option<sigbus::Guard>,
 }
 
@@ -73,13 +85,14 @@ impl Mapping {
         let file_offset = libc::off_t::try_from(offset)
             .map_err(|_| invalid(format!("file offset {offset:#x} is too large")))?;
         // SAFETY: `stat` is a plain structure that fstat fills, and `fd` is open.
-        let size = unsafe {
+        let stat = unsafe {
             let mut stat = std::mem::zeroed::<libc::stat>();
             if libc::fstat(fd.as_raw_fd(), &mut stat) < 0 {
                 return Err(io::Error::last_os_error());
             }
-            u64::try_from(stat.st_size).unwrap_or(0)
+            stat
         };
+        let size = u64::try_from(stat.st_size).unwrap_or(0);
         if offset.checked_add(len as u64).is_none_or(|end| end > size) {
             return Err(invalid(format!(
                 "the file has {size:#x} bytes, fewer than {offset:#x} + {len:#x}"
@@ -88,6 +101,11 @@ impl Mapping {
         let page = page_size(fd)?;
         let mut mapping = Self::map(len, access, flags, fd.as_raw_fd(), file_offset)?;
         mapping.mapped = len.next_multiple_of(page);
+        mapping.place = Some(FilePlace {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+            offset,
+        });
         let (start, kind) = (mapping.start, sigbus::Kind::Memory);
         mapping.guard = Some(sigbus::Guard::new(start, mapping.mapped, page, kind)?);
         Ok(mapping)
@@ -176,6 +194,7 @@ impl Mapping {
             len,
             mapped: len,
             access,
+            place: None,
             guard: None,
         })
     }
@@ -259,6 +278,12 @@ impl Mapping {
     #[must_use]
     pub fn access(&self) -> Access {
         self.access
+    }
+
+    /// Returns the place of its first byte in a file; `None` for memory of this process's own, and for registers.
+    #[must_use]
+    pub fn place(&self) -> Option<FilePlace> {
+        self.place
     }
 
     /// The `len` bytes from `offset`, or `None` if they do not all lie in the mapping.

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
@@ -119,6 +120,11 @@ impl Place {
         })
     }
 
+    /// Returns its part of the file's mapping.
+    fn part(&self) -> Range<usize> {
+        self.offset as usize..(self.offset + self.len) as usize
+    }
+
     /// The last guest address in it.
     pub(super) fn last(&self) -> u64 {
         self.gpa + (self.len - 1)
@@ -158,7 +164,9 @@ impl Extent {
         let follows = (mapped - place.offset - place.len)
             .min(spare)
             .min(u64::MAX - place.last());
-        let iova = |len| Some((len, space.allocate(len)?));
+        let part = place.part();
+        let memory = &place.file.mapping;
+        let iova = |len| Some((len, space.allocate_for(len, memory, &part)?));
         let (len, iova) = iova(place.len + follows).or_else(|| iova(place.len))?;
         let place = Place {
             len,
@@ -201,7 +209,7 @@ impl Region {
         permit: MappingPermit,
     ) -> io::Result<Self> {
         let mapping = &place.file.mapping;
-        let part = place.offset as usize..(place.offset + place.len) as usize;
+        let part = place.part();
         let iova = extent.iova.start() + (place.gpa - extent.place.gpa);
         let access = mapping.access();
         let part = extent.iova.map(iova, mapping, part, access, permit)?;

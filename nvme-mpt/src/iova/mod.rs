@@ -1,6 +1,7 @@
 //! A host controller's IOVA space: who has which part of it.
 
 mod budget;
+mod mappings;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,10 +14,12 @@ use log::error;
 
 use crate::address::Iova;
 use crate::learn::Choice;
-use crate::memory::sync::Mutex;
+use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::{Access, Mapping, host_page_size};
 use budget::MappingBudget;
 pub(crate) use budget::{MappingPermit, VmMappings};
+use mappings::Mappings;
+pub use mappings::{IommuMapping, MappedFile, Outdated};
 
 /// Parts as large as this start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
@@ -54,7 +57,9 @@ pub struct IovaSpace {
     taken: Mutex<Taken>,
     /// `None`: addresses are resolved by the [table](crate::dma::RegionTable) alone.
     iommu: Option<Arc<dyn Iommu>>,
-    mappings: Arc<MappingBudget>,
+    budget: Arc<MappingBudget>,
+    /// Mappings of the IOMMU.
+    mappings: Mutex<Mappings>,
 }
 
 /// The parts of a space that are taken.
@@ -69,6 +74,14 @@ struct Taken {
 impl Taken {
     fn new(parts: BTreeMap<u64, u64>) -> Self {
         Self { parts, last: 0 }
+    }
+
+    /// Returns whether `start..end` and the addresses beside it are free, but for `inside` parts within.
+    fn is_free(&self, start: u64, end: u64, inside: usize) -> bool {
+        let before = self.parts.range(..start).next_back();
+        let within = self.parts.range(start..=end).count();
+        let gap = u64::from(inside > 0);
+        before.is_none_or(|(_, before)| before + gap <= start) && within == inside
     }
 
     /// The first room for `len` bytes behind the last part that starts at `from` or before, with a gap on either side.
@@ -98,7 +111,8 @@ impl IovaSpace {
             end: 1 << 52,
             taken: Mutex::new(Taken::new(BTreeMap::from([(0, 1 << 32)]))),
             iommu: None,
-            mappings: MappingBudget::new(Choice::Learned, None),
+            budget: MappingBudget::new(Choice::Learned, None),
+            mappings: Mutex::default(),
         }
     }
 
@@ -117,8 +131,9 @@ impl IovaSpace {
         Self {
             end: next,
             taken: Mutex::new(Taken::new(taken)),
-            mappings: MappingBudget::new(Choice::Learned, iommu.mappings_max()),
+            budget: MappingBudget::new(Choice::Learned, iommu.mappings_max()),
             iommu: Some(iommu),
+            mappings: Mutex::default(),
         }
     }
 
@@ -126,8 +141,41 @@ impl IovaSpace {
     #[must_use]
     pub fn with_budget(mut self, budget: Choice) -> Self {
         let max = self.iommu.as_ref().and_then(|iommu| iommu.mappings_max());
-        self.mappings = MappingBudget::new(budget, max);
+        self.budget = MappingBudget::new(budget, max);
         self
+    }
+
+    /// The same space, whose IOMMU has these mappings of the process before. Memory that is mapped before
+    /// [`Self::end_inheritance`] is found where that process had it.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::InvalidData`] for mappings that no IOMMU of this space can have.
+    pub fn inheriting(self, inherited: Vec<IommuMapping>) -> io::Result<Self> {
+        let page = host_page_size() as u64;
+        let mut taken = lock(&self.taken);
+        for IommuMapping { iova, len, .. } in &inherited {
+            let end = iova.checked_add(*len).filter(|end| *end <= self.end);
+            let is_whole = *len > 0 && iova.is_multiple_of(page) && len.is_multiple_of(page);
+            let end = end.filter(|end| is_whole && taken.is_free(*iova, *end, 0));
+            let Some(end) = end else {
+                let what = format!("{len:#x} bytes at IOVA {iova:#x} cannot have been mapped");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+            };
+            taken.parts.insert(*iova, end);
+        }
+        drop(taken);
+        lock(&self.mappings).inherit(inherited);
+        Ok(self)
+    }
+
+    /// Takes away from the device what the process before had mapped, and nobody has found.
+    pub fn end_inheritance(&self) {
+        let _ = self.drop_inherited(0..u64::MAX);
+    }
+
+    /// Returns all mappings, for a process that goes on with them. Each change from now on is told.
+    pub fn mappings(&self, outdated: Outdated) -> Vec<IommuMapping> {
+        lock(&self.mappings).tell(outdated)
     }
 
     /// Returns whether there is an IOMMU, for which memory is pinned.
@@ -143,23 +191,79 @@ impl IovaSpace {
         if len == 0 {
             return None;
         }
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = lock(&self.taken);
         let start = match taken.find(taken.last, self.end, len) {
             Some(start) => start,
             None => taken.find(0, self.end, len)?,
         };
         taken.parts.insert(start, start + len);
         taken.last = start;
-        Some(IovaRange {
+        Some(self.range(start))
+    }
+
+    fn range(self: &Arc<Self>, start: u64) -> IovaRange {
+        IovaRange {
             space: self.clone(),
             start,
             stuck: AtomicBool::new(false),
-        })
+        }
+    }
+
+    /// As [`Self::allocate`], for memory of which `part` is mapped first, at the start of the part that is taken: where
+    /// the process before had it, if there is room.
+    #[must_use]
+    pub(crate) fn allocate_for(
+        self: &Arc<Self>,
+        len: u64,
+        memory: &Mapping,
+        part: &Range<usize>,
+    ) -> Option<IovaRange> {
+        let wanted = IommuMapping::new(0, memory, part, memory.access());
+        self.inherited_range(len, &wanted)
+            .or_else(|| self.allocate(len))
+    }
+
+    fn inherited_range(self: &Arc<Self>, len: u64, wanted: &IommuMapping) -> Option<IovaRange> {
+        let mut mappings = lock(&self.mappings);
+        let start = mappings.place_of(wanted)?;
+        let end = start.checked_add(len).filter(|end| *end <= self.end)?;
+        let within = mappings.within(&(start..end))?;
+        let mut taken = lock(&self.taken);
+        if !taken.is_free(start, end, within.len()) {
+            return None;
+        }
+        for iova in within {
+            taken.parts.remove(&iova);
+            mappings.give_to_range(iova);
+        }
+        taken.parts.insert(start, end);
+        Some(self.range(start))
+    }
+
+    /// Takes away from the device what the process before had mapped in `range`. Returns whether all is unmapped.
+    fn drop_inherited(&self, range: Range<u64>) -> bool {
+        let Some(iommu) = &self.iommu else {
+            return true;
+        };
+        let mut all_unmapped = true;
+        let inherited = lock(&self.mappings).take_inherited(range);
+        for (IommuMapping { iova, len, .. }, is_in_range) in inherited {
+            match iommu.unmap(iova, len) {
+                Ok(()) if is_in_range => {}
+                Ok(()) => drop(lock(&self.taken).parts.remove(&iova)),
+                // Its addresses stay taken: they must not lead to other memory.
+                Err(error) => {
+                    error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
+                    all_unmapped = false;
+                }
+            }
+        }
+        all_unmapped
     }
 
     /// The mappings of another VM.
     pub(crate) fn new_vm(&self) -> Arc<VmMappings> {
-        VmMappings::new(&self.mappings)
+        VmMappings::new(&self.budget)
     }
 
     /// Has the IOMMU, if there is one, map all of this memory, which is the driver's own. It is mapped
@@ -169,15 +273,15 @@ impl IovaSpace {
     /// # Errors
     /// That there are no addresses for it, or what the kernel reports.
     pub fn map(self: &Arc<Self>, memory: &Mapping, access: Access) -> io::Result<IovaPart> {
-        let range = self.allocate(memory.len() as u64).ok_or_else(|| {
-            let len = memory.len();
+        let (len, part) = (memory.len() as u64, 0..memory.len());
+        let range = self.allocate_for(len, memory, &part).ok_or_else(|| {
             io::Error::other(format!(
                 "The IOVA space of the host controller has no {len:#x} bytes left"
             ))
         })?;
         let start = range.start();
-        let permit = self.mappings.for_driver();
-        Arc::new(range).map(start, memory, 0..memory.len(), access, permit)
+        let permit = self.budget.for_driver();
+        Arc::new(range).map(start, memory, part, access, permit)
     }
 }
 
@@ -214,7 +318,16 @@ impl IovaRange {
     ) -> io::Result<IovaPart> {
         let len = part.len() as u64;
         if let Some(iommu) = &self.space.iommu {
-            iommu.map(iova, memory, part, access)?;
+            let mapping = IommuMapping::new(iova, memory, &part, access);
+            // Not held while memory is pinned.
+            let mut mappings = lock(&self.space.mappings);
+            mappings.change();
+            let is_there = mappings.find(&mapping);
+            drop(mappings);
+            if !is_there {
+                iommu.map(iova, memory, part, access)?;
+                lock(&self.space.mappings).add(mapping);
+            }
         }
         let range = self.clone();
         Ok(IovaPart {
@@ -255,12 +368,18 @@ impl Drop for IovaPart {
     /// to other memory.
     fn drop(&mut self) {
         let Self { iova, len, .. } = *self;
-        if let Some(iommu) = &self.range.space.iommu
-            && let Err(error) = iommu.unmap(iova, len)
-        {
-            error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
-            self.range.stuck.store(true, Ordering::Relaxed);
-            self.permit.stick();
+        let space = &self.range.space;
+        let Some(iommu) = &space.iommu else {
+            return;
+        };
+        lock(&space.mappings).change();
+        match iommu.unmap(iova, len) {
+            Ok(()) => lock(&space.mappings).remove(iova),
+            Err(error) => {
+                error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
+                self.range.stuck.store(true, Ordering::Relaxed);
+                self.permit.stick();
+            }
         }
     }
 }
@@ -270,73 +389,17 @@ impl Drop for IovaRange {
         if self.stuck.load(Ordering::Relaxed) {
             return;
         }
-        self.space
-            .taken
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .parts
-            .remove(&self.start);
+        let end = lock(&self.space.taken).parts.get(&self.start).copied();
+        if end.is_some_and(|end| self.space.drop_inherited(self.start..end)) {
+            lock(&self.space.taken).parts.remove(&self.start);
+        }
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change is complete before anything can panic.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[derive(Debug)]
-    struct NoIommu;
-
-    impl Iommu for NoIommu {
-        fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> io::Result<()> {
-            Ok(())
-        }
-
-        fn unmap(&self, _: u64, _: u64) -> io::Result<()> {
-            Ok(())
-        }
-
-        fn mappings_max(&self) -> Option<u64> {
-            None
-        }
-    }
-
-    #[test]
-    fn reserved_addresses_are_never_allotted() {
-        let usable = [0..=0xFEDF_FFFF, 0xFEF0_0000..=(1 << 39) - 1];
-        let space = Arc::new(IovaSpace::behind_iommu(Arc::new(NoIommu), &usable));
-        let low = space.allocate(2 << 30).expect("room below the hole");
-        assert!(low.start() > 0 && low.start() + (2 << 30) <= 0xFEE0_0000);
-        let high = space.allocate(2 << 30).expect("room above the hole");
-        assert!(high.start() >= 0xFEF0_0000);
-        assert!(space.allocate(1 << 39).is_none());
-        let rest = (1 << 39) - (high.start() + (2 << 30)) - (4 << 20);
-        assert!(space.allocate(rest).is_some());
-    }
-
-    #[test]
-    fn parts_never_overlap_and_come_back() {
-        let space = Arc::new(IovaSpace::software());
-        let a = space.allocate(1 << 30).expect("room");
-        let b = space.allocate(4096).expect("room");
-        let c = space.allocate(1 << 30).expect("room");
-        assert!(a.start() >= 1 << 32);
-        assert!(b.start() > a.start() + (1 << 30));
-        assert!(c.start() >= b.start() + 4096);
-        let start = b.start();
-        drop(b);
-        let touching = space.allocate(ALIGNMENT).expect("room elsewhere");
-        assert!(touching.start() > c.start());
-        // Each goes behind the last one, until there is no room.
-        let next = touching.start() + 2 * ALIGNMENT;
-        let rest = space.allocate((1 << 52) - next).expect("the rest");
-        assert_eq!(rest.start(), next);
-        // Before the first of them, and where the one was that came back.
-        let before = space.allocate(ALIGNMENT / 2).expect("a gap");
-        assert!(before.start() < a.start());
-        let inside = space.allocate(ALIGNMENT / 2).expect("the gap");
-        assert_eq!(inside.start(), start);
-        assert!(space.allocate(1 << 52).is_none());
-        assert!(space.allocate(u64::MAX).is_none());
-        assert!(space.allocate(0).is_none());
-    }
-}
+mod tests;

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
@@ -141,6 +142,24 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     fn resizes_in_place(&self) -> bool {
         false
     }
+
+    /// Has the drive rest, and returns descriptors with which another process goes on with it as it is. `None` for a
+    /// drive that the next process opens anew.
+    ///
+    /// No function has a command in flight. Admin commands wait until [`Self::take_back`], or this process ends without
+    /// giving the drive back.
+    ///
+    /// # Errors
+    /// The drive cannot rest, and goes on: the next process resets it.
+    fn hand_over(&self) -> io::Result<Option<Vec<OwnedFd>>> {
+        Ok(None)
+    }
+
+    /// Ends the rest of [`Self::hand_over`]: no other process has the drive.
+    fn take_back(&self) {}
+
+    /// Takes memory from the drive that the process before had mapped, and no function of this one has.
+    fn end_inheritance(&self) {}
 
     /// Tells of the drive's events ([`Event::Drive`](crate::event::Event::Drive)) from now on, as
     /// long as the queue lives.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io;
 use std::ops::RangeInclusive;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -71,6 +71,15 @@ pub trait Backing: Send + Sync + fmt::Debug {
 
     /// Returns whether the function is there no more: removed, or [released](Self::release).
     fn is_gone(&self) -> bool;
+
+    /// Returns descriptors by which another process goes on with the function, as it is. This one ends without giving it
+    /// up.
+    ///
+    /// # Errors
+    /// The kernel's error; `Unsupported` for a function that cannot be handed over.
+    fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
 
     /// Gives the function up. No DMA of it reaches memory afterwards; registers read as all ones.
     fn release(&self);

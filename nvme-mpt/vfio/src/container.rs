@@ -7,6 +7,7 @@ use std::ffi::CString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::ops::{Range, RangeInclusive};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
@@ -25,6 +26,9 @@ use nvme_mpt::memory::{Access, Mapping, host_page_size};
 pub(super) trait IommuContext: Iommu {
     /// Opens the function's file.
     fn open_device(&self) -> Result<File, VfioError>;
+
+    /// Returns descriptors by which another process goes on with it.
+    fn hand_over(&self) -> io::Result<Vec<OwnedFd>>;
 
     /// The addresses that it translates: sorted, not overlapping.
     fn usable_iovas(&self) -> &[RangeInclusive<u64>];
@@ -61,11 +65,7 @@ impl Type1Container {
     /// Opens the function's group and gives it a container.
     pub(super) fn open(root: &HostRoot, function: &PciFunction) -> Result<Self, VfioError> {
         let address = function.address;
-        let group_number = function
-            .iommu_group
-            .as_ref()
-            .ok_or(VfioError::NoIommu { address })?
-            .number;
+        let group_number = group_number(function)?;
         let refused = |what| {
             move |source| VfioError::Refused {
                 address,
@@ -105,7 +105,38 @@ impl Type1Container {
                 refused("set up the IOMMU")(source)
             }
         })?;
-        let info = ioctl::iommu_info(&container).map_err(refused("ask for the IOMMU"))?;
+        Self::new(root, function, Files { group, container }, 0)
+    }
+
+    /// Goes on with the group and the container of another process, which has so many mappings in it.
+    pub(super) fn handed_over(
+        root: &HostRoot,
+        function: &PciFunction,
+        [group, container]: [OwnedFd; 2],
+        mapped: usize,
+    ) -> Result<Self, VfioError> {
+        let [group, container] = [group, container].map(File::from);
+        let mapped = u32::try_from(mapped).unwrap_or(u32::MAX);
+        Self::new(root, function, Files { group, container }, mapped)
+    }
+
+    /// A container that is set up, with so many mappings.
+    fn new(
+        root: &HostRoot,
+        function: &PciFunction,
+        files: Files,
+        mapped: u32,
+    ) -> Result<Self, VfioError> {
+        let address = function.address;
+        let group_number = group_number(function)?;
+        let refused = |what| {
+            move |source| VfioError::Refused {
+                address,
+                what,
+                source,
+            }
+        };
+        let info = ioctl::iommu_info(&files.container).map_err(refused("ask for the IOMMU"))?;
         let usable = match info.usable {
             Some(usable) => usable,
             None => usable_by_reservations(root, group_number).map_err(refused(
@@ -121,13 +152,15 @@ impl Type1Container {
         );
         Ok(Self {
             address,
-            files: RwLock::new(Some(Files { group, container })),
+            files: RwLock::new(Some(files)),
             usable,
             page: match info.page_sizes {
                 0 => host_page_size() as u64,
                 sizes => 1 << sizes.trailing_zeros(),
             },
-            mappings_max: info.mappings_left.unwrap_or(MAPPINGS_MAX),
+            mappings_max: info
+                .mappings_left
+                .map_or(MAPPINGS_MAX, |left| left.saturating_add(mapped)),
         })
     }
 
@@ -235,6 +268,17 @@ impl IommuContext for Type1Container {
         ioctl::open_device(group, &name).map_err(refused)
     }
 
+    fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
+        let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(Files { group, container }) = &*files else {
+            return Err(io::ErrorKind::NotConnected.into());
+        };
+        Ok(vec![
+            group.try_clone()?.into(),
+            container.try_clone()?.into(),
+        ])
+    }
+
     fn usable_iovas(&self) -> &[RangeInclusive<u64>] {
         &self.usable
     }
@@ -255,6 +299,12 @@ impl IommuContext for Type1Container {
         drop(group);
         drop(container);
     }
+}
+
+fn group_number(function: &PciFunction) -> Result<u32, VfioError> {
+    let address = function.address;
+    let group = function.iommu_group.as_ref();
+    Ok(group.ok_or(VfioError::NoIommu { address })?.number)
 }
 
 /// Opens one of VFIO's files.

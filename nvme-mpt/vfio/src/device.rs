@@ -102,6 +102,24 @@ impl VfioBacking {
         Self::open_in(&HostRoot::default(), address)
     }
 
+    /// Goes on with the function at `address`, as another process [handed it over](Backing::hand_over), with so many
+    /// mappings of its IOMMU. The function is not reset by that.
+    ///
+    /// # Errors
+    /// Returns the obstacle to its use. Then the function is given up.
+    pub fn handed_over(
+        address: PciAddress,
+        descriptors: [OwnedFd; 3],
+        mapped: usize,
+    ) -> Result<Self, VfioError> {
+        let root = HostRoot::default();
+        let function = PciFunction::find(&root, address)?;
+        let [group, container, device] = descriptors;
+        let files = [group, container];
+        let context = Type1Container::handed_over(&root, &function, files, mapped)?;
+        Self::new(address, Arc::new(context), device.into(), 0)
+    }
+
     fn open_in(root: &HostRoot, address: PciAddress) -> Result<Self, VfioError> {
         let function = PciFunction::find(root, address)?;
         if !function.is_nvme() {
@@ -114,10 +132,17 @@ impl VfioBacking {
             None => return Err(VfioError::NoDriver { address }),
         }
         let context = Type1Container::open(root, &function)?;
-        Self::new(address, Arc::new(context))
+        let device = context.open_device()?;
+        Self::new(address, Arc::new(context), device, COMMAND_BUS_MASTER)
     }
 
-    fn new(address: PciAddress, context: Arc<dyn IommuContext>) -> Result<Self, VfioError> {
+    /// A function that is open, with these bits of its Command register cleared.
+    fn new(
+        address: PciAddress,
+        context: Arc<dyn IommuContext>,
+        device: File,
+        clear: u16,
+    ) -> Result<Self, VfioError> {
         let refused = |what| {
             move |source| VfioError::Refused {
                 address,
@@ -125,7 +150,6 @@ impl VfioBacking {
                 source,
             }
         };
-        let device = context.open_device()?;
         let flags = ioctl::device_flags(&device).map_err(refused("ask for the abilities"))?;
         let config = ioctl::region(&device, abi::VFIO_PCI_CONFIG_REGION_INDEX)
             .map_err(refused("find the configuration space"))?;
@@ -136,7 +160,7 @@ impl VfioBacking {
             return Err(VfioError::SmallBar { address, size });
         }
         // A function whose memory space is disabled faults where it is mapped.
-        change_command(&device, &config, COMMAND_MEMORY_SPACE, COMMAND_BUS_MASTER)
+        change_command(&device, &config, COMMAND_MEMORY_SPACE, clear)
             .map_err(refused("enable the memory space"))?;
         let (start, end) =
             part_with(&bar0, DOORBELLS).ok_or(VfioError::DoorbellsNotMappable { address })?;
@@ -310,6 +334,13 @@ impl Backing for VfioBacking {
 
     fn removal_request(&self) -> Option<BorrowedFd<'_>> {
         self.removal.as_ref().map(AsFd::as_fd)
+    }
+
+    fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
+        let mut descriptors = self.context.hand_over()?;
+        let device = self.with_device(File::try_clone)?;
+        descriptors.push(device.into());
+        Ok(descriptors)
     }
 
     fn is_gone(&self) -> bool {

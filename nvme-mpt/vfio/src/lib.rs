@@ -27,7 +27,7 @@ mod ioctl;
 pub mod pair;
 
 pub use backing::Backing;
-pub use controller::{ControllerError, ControllerOptions, VfioController};
+pub use controller::{ControllerError, ControllerOptions, HandedOver, VfioController};
 pub use description::Description;
 pub use device::VfioBacking;
 pub use error::VfioError;

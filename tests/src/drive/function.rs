@@ -3,7 +3,7 @@
 use std::fmt;
 use std::io::{self, PipeReader, PipeWriter, Write};
 use std::ops::RangeInclusive;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
@@ -384,6 +384,11 @@ impl Backing for ModelDrive {
 
     fn is_gone(&self) -> bool {
         !self.answers()
+    }
+
+    /// Another driver in this process needs none.
+    fn hand_over(&self) -> io::Result<Vec<OwnedFd>> {
+        Ok(Vec::new())
     }
 
     fn release(&self) {

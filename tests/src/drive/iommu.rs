@@ -57,6 +57,7 @@ pub struct ModelIommu {
     maps: RwLock<BTreeMap<u64, Mapped>>,
     faults: Mutex<Vec<DmaFault>>,
     count: AtomicU64,
+    made: AtomicU64,
     refusing: AtomicBool,
     gate: Gate,
 }
@@ -117,6 +118,16 @@ impl ModelIommu {
     /// Bytes that the drive can reach.
     pub fn mapped(&self) -> u64 {
         self.read_maps().values().map(|mapped| mapped.len).sum()
+    }
+
+    /// First addresses of all that the drive can reach.
+    pub fn iovas(&self) -> Vec<u64> {
+        self.read_maps().keys().copied().collect()
+    }
+
+    /// Returns the number of mappings that were made so far.
+    pub fn made(&self) -> u64 {
+        self.made.load(Ordering::Relaxed)
     }
 
     /// From now on maps fail as if the memory that may be locked were used up, or no longer do.
@@ -261,6 +272,7 @@ impl Iommu for ModelIommu {
         if self.mappings_max.is_some_and(|max| maps.len() >= max) {
             return Err(io::ErrorKind::StorageFull.into());
         }
+        self.made.fetch_add(1, Ordering::Relaxed);
         // The caller keeps the memory longer than the mapping.
         maps.insert(iova, Mapped { len, start, access });
         Ok(())

@@ -1,11 +1,13 @@
 //! Drives, and functions on them: what every test begins with and how it ends.
 
 use std::ops::Deref;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::Drive;
 use nvme_mpt::drive::Incidents;
+use nvme_mpt::lease::Ledger;
 use nvme_mpt::poller::Threads;
 use nvme_mpt_tests::drive::{ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_vmm::drives::DrivePath;
@@ -83,10 +85,21 @@ impl Host {
                 Err(error) => panic!("{error}"),
             }
         };
+        Self::of(drive, model)
+    }
+
+    /// A drive that is open.
+    pub(crate) fn of(drive: Arc<Drive>, model: Arc<ModelDrive>) -> Self {
         Self {
             host: crate::function::Host::of(drive),
             model,
         }
+    }
+
+    /// The same host, with its ledger in a folder.
+    pub(crate) fn with_ledger(mut self, folder: &Path) -> Self {
+        self.host.ledger = Ledger::open(folder);
+        self
     }
 
     /// Another drive, served by the same pollers.

@@ -14,6 +14,7 @@ mod failures;
 #[expect(dead_code, reason = "the tests of functions use more of it")]
 mod function;
 mod guests;
+mod hand_over;
 mod load;
 mod memory;
 #[path = "../function/prp.rs"]

@@ -4,17 +4,23 @@
 //! Event Request, which stays outstanding and completes into a list of events.
 
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::super::backing::Backing;
 use super::error::ControllerError;
+use super::hand_over::Rest;
 use super::registers::AdminRings;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
 use nvme_mpt::deadline::WaitClock;
 use nvme_mpt::iova::{IovaPart, IovaSpace};
-use nvme_mpt::memory::{Access, Cell32, HostCompletionRing, HostSubmissionRing, Mapping, RawBytes};
+use nvme_mpt::memory::{
+    Access, Cell32, HostCompletionRing, HostSubmissionRing, Mapping, RawBytes, memfd,
+};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::event::AsyncEvent;
 use nvme_mpt::spec::ids::{CommandId, QueueId};
@@ -47,6 +53,8 @@ pub(super) struct AdminQueue {
     /// Dropped before the memory that is mapped there.
     iova: IovaPart,
     memory: Arc<Mapping>,
+    /// File of the memory.
+    file: OwnedFd,
     sq: HostSubmissionRing,
     cq: HostCompletionRing,
     tail_doorbell: Cell32,
@@ -55,16 +63,78 @@ pub(super) struct AdminQueue {
     /// True if the Asynchronous Event Request is outstanding.
     listening: bool,
     events: Vec<AsyncEvent>,
+    /// Set while the drive rests for another process: nobody sends a command.
+    pub(super) rest: Option<Rest>,
+}
+
+/// Positions of an admin queue pair of which no command is in flight but Asynchronous Event Request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct AdminState {
+    tail: u32,
+    head: u32,
+    phase: bool,
+    next_cid: u16,
+    listening: bool,
 }
 
 impl AdminQueue {
+    /// A pair that is empty, in a memory file of its own.
     pub(super) fn new(
         backing: Arc<dyn Backing>,
         space: &Arc<IovaSpace>,
         dstrd: u8,
     ) -> Result<Self, ControllerError> {
+        let len = PAGES as u64 * PAGE_SIZE;
+        let file = memfd(c"nvme-mpt-admin", len).map_err(ControllerError::Memory)?;
+        Self::of_file(backing, space, dstrd, file)
+    }
+
+    /// The pair of another process, in its memory file.
+    pub(super) fn handed_over(
+        backing: Arc<dyn Backing>,
+        space: &Arc<IovaSpace>,
+        dstrd: u8,
+        file: OwnedFd,
+        state: AdminState,
+    ) -> Result<Self, ControllerError> {
+        let mut queue = Self::of_file(backing, space, dstrd, file)?;
+        let AdminState {
+            tail,
+            head,
+            phase,
+            next_cid,
+            listening,
+        } = state;
+        let outside = || ControllerError::HandOver("its admin queues have no such positions");
+        queue.sq = queue.sq.at(tail).ok_or_else(outside)?;
+        queue.cq = queue.cq.at(head, phase).ok_or_else(outside)?;
+        queue.next_cid = next_cid % EVENT_CID;
+        queue.listening = listening;
+        Ok(queue)
+    }
+
+    /// Returns the positions, and the memory file, for another process.
+    pub(super) fn hand_over(&self) -> io::Result<(AdminState, OwnedFd)> {
+        let state = AdminState {
+            tail: self.sq.tail(),
+            head: self.cq.head(),
+            phase: self.cq.phase(),
+            next_cid: self.next_cid,
+            listening: self.listening,
+        };
+        Ok((state, self.file.try_clone()?))
+    }
+
+    fn of_file(
+        backing: Arc<dyn Backing>,
+        space: &Arc<IovaSpace>,
+        dstrd: u8,
+        file: OwnedFd,
+    ) -> Result<Self, ControllerError> {
         let len = PAGES * PAGE_SIZE as usize;
-        let memory = Arc::new(Mapping::anonymous(len).map_err(ControllerError::Memory)?);
+        let memory = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite);
+        let memory = Arc::new(memory.map_err(ControllerError::Memory)?);
         let iova = space
             .map(&memory, Access::ReadWrite)
             .map_err(ControllerError::Memory)?;
@@ -85,11 +155,13 @@ impl AdminQueue {
             sq: HostSubmissionRing::new(&memory, 0, entries).ok_or_else(outside)?,
             cq: HostCompletionRing::new(&memory, CQ_OFFSET, entries).ok_or_else(outside)?,
             memory,
+            file,
             tail_doorbell,
             head_doorbell,
             next_cid: 0,
             listening: false,
             events: Vec::new(),
+            rest: None,
         })
     }
 

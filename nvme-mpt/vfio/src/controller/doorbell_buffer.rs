@@ -1,6 +1,8 @@
 //! The Doorbell Buffer of a drive that has one: those that are emulated themselves, in nested and
 //! cloud machines (Base 2.0, section 5.8). A doorbell is then mostly a store to memory.
 
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use super::super::backing::Backing;
@@ -9,7 +11,7 @@ use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::iova::{IovaPart, IovaSpace};
-use nvme_mpt::memory::{Access, Cell32, Mapping};
+use nvme_mpt::memory::{Access, Cell32, Mapping, memfd};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Doorbell;
@@ -24,18 +26,54 @@ pub(super) struct DoorbellBuffer {
     /// Dropped before the memory that is mapped there.
     iova: IovaPart,
     memory: Arc<Mapping>,
+    /// File of the memory.
+    file: OwnedFd,
 }
 
+/// Bytes of both pages.
+const LEN: usize = 2 * PAGE_SIZE as usize;
+
 impl DoorbellBuffer {
+    /// Pages in a memory file of their own.
     pub(super) fn new(space: &Arc<IovaSpace>) -> Result<Self, ControllerError> {
-        let len = 2 * PAGE_SIZE;
-        let memory = Mapping::anonymous(len as usize).map_err(ControllerError::Memory)?;
+        let file = memfd(c"nvme-mpt-doorbells", LEN as u64).map_err(ControllerError::Memory)?;
+        Self::of_file(space, file)
+    }
+
+    /// The pages of another process, which the drive uses. Their doorbells of I/O queues start over: no such queue exists.
+    pub(super) fn handed_over(
+        space: &Arc<IovaSpace>,
+        file: OwnedFd,
+        dstrd: u8,
+    ) -> Result<Self, ControllerError> {
+        let buffer = Self::of_file(space, file)?;
+        let first = Doorbell::SqTail(QueueId(1)).offset(dstrd) as usize;
+        for page in [0, EVENT_IDX] {
+            let io_queues = buffer.memory.bytes(page + first, EVENT_IDX - first);
+            io_queues
+                .ok_or(ControllerError::HandOver(
+                    "its Doorbell Buffer has no I/O queues",
+                ))?
+                .zero();
+        }
+        Ok(buffer)
+    }
+
+    /// Returns the memory file, for another process.
+    pub(super) fn hand_over(&self) -> io::Result<OwnedFd> {
+        self.file.try_clone()
+    }
+
+    fn of_file(space: &Arc<IovaSpace>, file: OwnedFd) -> Result<Self, ControllerError> {
+        let memory = Mapping::shared(file.as_fd(), 0, LEN, Access::ReadWrite);
+        let memory = memory.map_err(ControllerError::Memory)?;
         let iova = space
             .map(&memory, Access::ReadWrite)
             .map_err(ControllerError::Memory)?;
         Ok(Self {
             iova,
             memory: Arc::new(memory),
+            file,
         })
     }
 

@@ -72,6 +72,9 @@ pub enum ControllerError {
     /// Memory for queues cannot be had, or not mapped for the drive.
     #[error("Memory for the drive's queues cannot be had")]
     Memory(#[source] io::Error),
+    /// Another process cannot go on with it, or this one not with that of another.
+    #[error("The drive cannot be handed over: {0}")]
+    HandOver(&'static str),
     /// The function cannot be given access to memory, or be reset.
     #[error("The drive's PCI function cannot be configured")]
     Function(#[source] io::Error),

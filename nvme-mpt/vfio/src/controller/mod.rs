@@ -6,6 +6,7 @@
 mod admin_queue;
 mod doorbell_buffer;
 mod error;
+mod hand_over;
 mod identity;
 mod log_pages;
 mod queue_pairs;
@@ -16,6 +17,7 @@ mod supervisor;
 
 use std::fmt;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
@@ -24,6 +26,7 @@ use log::{info, warn};
 use vmm_sys_util::eventfd::EventFd;
 
 pub use error::ControllerError;
+pub use hand_over::HandedOver;
 
 use super::backing::Backing;
 use super::description::Description;
@@ -42,8 +45,7 @@ use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::Learning;
 use nvme_mpt::limit::Weight;
 use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::sync::JoinHandle;
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt::memory::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
@@ -77,7 +79,8 @@ impl Default for ControllerOptions {
 /// When it is dropped the drive is shut down, disabled, and given back.
 pub struct VfioController {
     drive: Arc<PhysicalDrive>,
-    supervisor: Option<JoinHandle<()>>,
+    threads: Threads,
+    supervisor: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl fmt::Debug for VfioController {
@@ -100,6 +103,8 @@ struct PhysicalDrive {
     namespaces: Mutex<Vec<HostNamespace>>,
     pairs: Mutex<QueuePairs>,
     admin: Mutex<AdminQueue>,
+    /// Notified when the drive rests no more.
+    goes_on: Condvar,
     buffer: Option<DoorbellBuffer>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
@@ -110,6 +115,18 @@ struct PhysicalDrive {
     wake: EventFd,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     counters: DriveCounters,
+}
+
+/// Parts of a drive that is enabled.
+struct DriveParts {
+    backing: Arc<dyn Backing>,
+    registers: Registers,
+    space: Arc<IovaSpace>,
+    identity: Identity,
+    options: ControllerOptions,
+    pairs: QueuePairs,
+    admin: AdminQueue,
+    buffer: Option<DoorbellBuffer>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -127,8 +144,16 @@ impl VfioController {
         options: ControllerOptions,
         threads: &Threads,
     ) -> Result<Arc<Self>, ControllerError> {
-        let opened = PhysicalDrive::open(backing.clone(), options);
-        let drive = Arc::new(opened.inspect_err(|_| {
+        let drive = PhysicalDrive::open(backing.clone(), options);
+        Self::start(&backing, drive, threads)
+    }
+
+    fn start(
+        backing: &Arc<dyn Backing>,
+        drive: Result<PhysicalDrive, ControllerError>,
+        threads: &Threads,
+    ) -> Result<Arc<Self>, ControllerError> {
+        let drive = Arc::new(drive.inspect_err(|_| {
             // No DMA of a controller that was not understood may go on.
             let _ = backing.set_bus_master(false);
             backing.release();
@@ -149,8 +174,21 @@ impl VfioController {
             supervisor::start(drive.clone(), threads).map_err(ControllerError::Supervisor)?;
         Ok(Arc::new(Self {
             drive,
-            supervisor: Some(supervisor),
+            threads: threads.clone(),
+            supervisor: Mutex::new(Some(supervisor)),
         }))
+    }
+
+    fn end_supervisor(&self) {
+        self.drive.closing.store(true, Ordering::Release);
+        self.drive.wake_supervisor();
+        let supervisor = lock(&self.supervisor).take();
+        if supervisor.is_some_and(|supervisor| supervisor.join().is_err()) {
+            log::error!(
+                "The supervisor of drive {} panicked",
+                self.drive.backing.name()
+            );
+        }
     }
 }
 
@@ -202,6 +240,29 @@ impl PhysicalDrive {
             None
         };
         log_pages::listen(&mut admin, &identity.controller)?;
+        Self::of_parts(DriveParts {
+            backing,
+            registers,
+            space,
+            identity,
+            options,
+            pairs,
+            admin,
+            buffer,
+        })
+    }
+
+    fn of_parts(parts: DriveParts) -> Result<Self, ControllerError> {
+        let DriveParts {
+            backing,
+            registers,
+            space,
+            identity,
+            options,
+            pairs,
+            admin,
+            buffer,
+        } = parts;
         Ok(Self {
             registers,
             space,
@@ -210,6 +271,7 @@ impl PhysicalDrive {
             options,
             pairs: Mutex::new(pairs),
             admin: Mutex::new(admin),
+            goes_on: Condvar::new(),
             buffer,
             gone: AtomicBool::new(false),
             reset_wanted: AtomicBool::new(false),
@@ -231,7 +293,7 @@ impl PhysicalDrive {
         &self,
         commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
     ) -> Result<T, ControllerError> {
-        let mut admin = lock(&self.admin);
+        let mut admin = self.working_admin();
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
@@ -296,16 +358,7 @@ impl PhysicalDrive {
 
 impl Drop for VfioController {
     fn drop(&mut self) {
-        self.drive.closing.store(true, Ordering::Release);
-        self.drive.wake_supervisor();
-        if let Some(supervisor) = self.supervisor.take()
-            && supervisor.join().is_err()
-        {
-            log::error!(
-                "The supervisor of drive {} panicked",
-                self.drive.backing.name()
-            );
-        }
+        self.end_supervisor();
         self.drive.close();
     }
 }
@@ -375,6 +428,18 @@ impl HostController for VfioController {
 
     fn incidents(&self) -> Incidents {
         self.drive.counters.incidents(self.drive.is_gone())
+    }
+
+    fn hand_over(&self) -> io::Result<Option<Vec<OwnedFd>>> {
+        self.rest().map(Some)
+    }
+
+    fn take_back(&self) {
+        self.go_on();
+    }
+
+    fn end_inheritance(&self) {
+        self.drive.space.end_inheritance();
     }
 
     fn subscribe(&self, events: &Arc<EventQueue>) {

@@ -69,6 +69,11 @@ impl QueuePairs {
         let pairs = (room / (2 * Doorbell::spacing(cap.dstrd()))).saturating_sub(1);
         let fit = u16::try_from(pairs).unwrap_or(u16::MAX);
         let total = set_number_of_queues(admin)?.min(fit);
+        Self::new(total, cap, governor)
+    }
+
+    /// Pairs of which none is created yet.
+    pub(super) fn new(total: u16, cap: Cap, governor: Governor) -> Result<Self, ControllerError> {
         if total == 0 {
             return Err(ControllerError::NoQueuePairs);
         }
@@ -241,11 +246,25 @@ pub(super) fn create(
     };
     if let ControllerError::Admin { .. } = error {
         // The next attempt is to find the identifier free, and the memory is given back.
-        let mut delete = Sqe::new(AdminOpcode::DELETE_IO_CQ.0);
-        DeleteQueue { qid }.write_to(&mut delete);
-        admin.execute(delete)?;
+        delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid)?;
     }
     Err(error)
+}
+
+/// Deletes a pair's queues at the controller (Base 2.0, sections 5.6 and 5.7), which ends their commands.
+pub(super) fn delete(admin: &mut AdminQueue, qid: QueueId) -> Result<(), ControllerError> {
+    delete_one(admin, AdminOpcode::DELETE_IO_SQ, qid)?;
+    delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid)
+}
+
+fn delete_one(
+    admin: &mut AdminQueue,
+    opcode: AdminOpcode,
+    qid: QueueId,
+) -> Result<(), ControllerError> {
+    let mut delete = Sqe::new(opcode.0);
+    DeleteQueue { qid }.write_to(&mut delete);
+    admin.execute(delete).map(|_| ())
 }
 
 impl PhysicalDrive {

@@ -87,6 +87,15 @@ impl Registers {
         (value != REMOVED).then_some(Csts(value))
     }
 
+    /// Checks that the controller is enabled, and reports no failure.
+    pub(super) fn check_works(&self) -> Result<(), ControllerError> {
+        match self.status().ok_or(ControllerError::Gone)? {
+            csts if csts.cfs() => Err(ControllerError::Fatal),
+            csts if csts.rdy() && self.configuration().en() => Ok(()),
+            _ => Err(ControllerError::HandOver("it is not enabled")),
+        }
+    }
+
     fn configuration(&self) -> Cc {
         Cc(self.backing.read32(offset::CC as usize))
     }

@@ -389,7 +389,7 @@ pub(crate) struct Suspended {
 
 /// A function as a VMM holds it: behind a lock, with a thread for its events.
 pub(crate) struct Machine {
-    id: String,
+    pub(crate) id: String,
     pub(crate) memory: GuestMemory,
     pub(crate) interrupts: Vec<Arc<Interrupt>>,
     bar: Arc<InProcess>,

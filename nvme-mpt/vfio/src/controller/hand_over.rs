@@ -1,0 +1,300 @@
+//! A drive that goes from one process to the next without a reset.
+//!
+//! The drive rests first: functions have no command in flight, the supervisor has ended, and admin commands wait. Then
+//! the next process gets the function's descriptors, the memory file of the admin queues and that of the Doorbell
+//! Buffer, and a file with the [state](DriveState). It goes on with the admin queues where they are. It deletes the I/O
+//! queues, whose rings end with the process before, and so ends what functions elsewhere have in flight. It makes new
+//! ones as they are wanted. The memory of VMs stays mapped, see [`IommuMapping`].
+//!
+//! The first words of the state's file say whether the state holds. It does no more once a mapping changed, once the
+//! process before goes on, or once a process has read it. A drive whose state does not hold is reset.
+
+use std::fs::File;
+use std::io;
+use std::mem;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use super::super::backing::Backing;
+use super::super::device::VfioBacking;
+use super::super::function::PciAddress;
+use super::super::pair::Governor;
+use super::admin_queue::{AdminQueue, AdminState};
+use super::doorbell_buffer::DoorbellBuffer;
+use super::error::ControllerError;
+use super::identity::Identity;
+use super::queue_pairs::{self, QueuePairs};
+use super::registers::Registers;
+use super::supervisor;
+use super::{ControllerOptions, DriveParts, PhysicalDrive, VfioController, lock};
+use nvme_mpt::clock::Rate;
+use nvme_mpt::iova::{IommuMapping, IovaSpace, Outdated};
+use nvme_mpt::memory::sync::MutexGuard;
+use nvme_mpt::memory::{Access, Cell64, Mapping, memfd};
+use nvme_mpt::poller::Threads;
+use nvme_mpt::spec::ids::QueueId;
+
+/// Version of [`DriveState`], and the only one that is read.
+const VERSION: u32 = 1;
+
+/// First word of a state's file that is complete.
+const COMPLETE: u64 = u64::from_le_bytes(*b"nvmphand");
+
+/// Offsets in a state's file: the word that says that it is complete, the word that says that it holds no more, the
+/// state.
+const COMPLETE_AT: usize = 0;
+const OUTDATED_AT: usize = 64;
+const STATE_AT: usize = 4096;
+
+/// Most bytes of a state: more than that of an IOMMU with all its mappings.
+const STATE_MAX: u64 = 64 << 20;
+
+/// State of a drive that rests.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DriveState {
+    version: u32,
+    admin: AdminState,
+    /// I/O queue pairs that the drive granted.
+    total: u16,
+    /// I/O queue pairs that exist.
+    created: u16,
+    has_doorbell_buffer: bool,
+    mappings: Vec<IommuMapping>,
+}
+
+/// A drive that another process has handed over.
+#[derive(Debug)]
+pub struct HandedOver {
+    state: DriveState,
+    admin: OwnedFd,
+    doorbell_buffer: Option<OwnedFd>,
+    function: Vec<OwnedFd>,
+}
+
+/// A drive that rests for another process.
+#[derive(Debug)]
+pub(super) struct Rest {
+    outdated: Outdated,
+}
+
+fn no_state(reason: &'static str) -> ControllerError {
+    ControllerError::HandOver(reason)
+}
+
+impl HandedOver {
+    /// Reads what another process has [handed over](nvme_mpt::drive::HostController::hand_over). No other process can
+    /// read it after this.
+    ///
+    /// # Errors
+    /// [`ControllerError::HandOver`] for anything else, and for a state that does not hold.
+    pub fn read(descriptors: Vec<OwnedFd>) -> Result<Self, ControllerError> {
+        let mut descriptors = descriptors.into_iter();
+        let mut next = |what| descriptors.next().ok_or(no_state(what));
+        let file = File::from(next("its state is missing")?);
+        let mut word = [0; 8];
+        let mut word_at = |at: usize| {
+            let read = file.read_exact_at(&mut word, at as u64);
+            read.map(|()| u64::from_le_bytes(word))
+                .map_err(|_| no_state("its state is cut short"))
+        };
+        if word_at(COMPLETE_AT)? != COMPLETE {
+            return Err(no_state("its state is not complete"));
+        }
+        if word_at(OUTDATED_AT)? != 0 {
+            return Err(no_state("its state holds no more"));
+        }
+        let taken = file.write_all_at(&1_u64.to_le_bytes(), OUTDATED_AT as u64);
+        taken.map_err(|_| no_state("its state cannot be taken"))?;
+        let len = file.metadata().map_or(0, |metadata| metadata.len());
+        let len = len.saturating_sub(STATE_AT as u64);
+        if len > STATE_MAX {
+            return Err(no_state("its state is too large"));
+        }
+        let mut bytes = vec![0; len as usize];
+        let read = file.read_exact_at(&mut bytes, STATE_AT as u64);
+        read.map_err(|_| no_state("its state is cut short"))?;
+        let state: DriveState =
+            serde_json::from_slice(&bytes).map_err(|_| no_state("its state cannot be read"))?;
+        if state.version != VERSION {
+            return Err(no_state("its state is that of another release"));
+        }
+        let admin = next("the memory of its admin queues is missing")?;
+        let doorbell_buffer = match state.has_doorbell_buffer {
+            true => Some(next("the memory of its Doorbell Buffer is missing")?),
+            false => None,
+        };
+        Ok(Self {
+            state,
+            admin,
+            doorbell_buffer,
+            function: descriptors.collect(),
+        })
+    }
+
+    /// Takes the descriptors of its function out, for the function that they make.
+    ///
+    /// # Errors
+    /// The obstacle to its use. Then the function is given up.
+    pub fn backing(&mut self, address: PciAddress) -> Result<VfioBacking, ControllerError> {
+        let function = mem::take(&mut self.function).try_into();
+        let function = function.map_err(|_| no_state("a descriptor of its function is missing"))?;
+        let mapped = self.state.mappings.len();
+        VfioBacking::handed_over(address, function, mapped)
+            .map_err(|error| ControllerError::Function(io::Error::other(error)))
+    }
+}
+
+impl VfioController {
+    /// Goes on with a controller that another process has handed over, without a reset.
+    ///
+    /// # Errors
+    /// See [`ControllerError`]. The function is released then, and may be opened anew.
+    pub fn handed_over(
+        backing: Arc<dyn Backing>,
+        handed: HandedOver,
+        options: ControllerOptions,
+        threads: &Threads,
+    ) -> Result<Arc<Self>, ControllerError> {
+        let drive = PhysicalDrive::handed_over(backing.clone(), handed, options);
+        Self::start(&backing, drive, threads)
+    }
+
+    /// Has the drive rest. Returns the descriptors of [`HandedOver::read`].
+    pub(super) fn rest(&self) -> io::Result<Vec<OwnedFd>> {
+        self.end_supervisor();
+        let handed = self.drive.hand_over();
+        if handed.is_err() {
+            self.go_on();
+        }
+        Ok(handed?)
+    }
+
+    /// Ends the rest: nobody has taken the drive.
+    pub(super) fn go_on(&self) {
+        let drive = &self.drive;
+        if let Some(Rest { outdated }) = lock(&drive.admin).rest.take() {
+            outdated.set();
+        }
+        drive.goes_on.notify_all();
+        drive.closing.store(false, Ordering::Release);
+        match supervisor::start(drive.clone(), &self.threads) {
+            Ok(supervisor) => *lock(&self.supervisor) = Some(supervisor),
+            Err(error) => drive.give_up(&format!("nothing can watch over it: {error}")),
+        }
+    }
+}
+
+impl PhysicalDrive {
+    fn handed_over(
+        backing: Arc<dyn Backing>,
+        handed: HandedOver,
+        options: ControllerOptions,
+    ) -> Result<Self, ControllerError> {
+        let HandedOver {
+            state,
+            admin,
+            doorbell_buffer,
+            function: _,
+        } = handed;
+        let DriveState {
+            version: _,
+            admin: positions,
+            total,
+            created,
+            has_doorbell_buffer: _,
+            mappings,
+        } = state;
+        let registers = Registers::new(backing.clone())?;
+        registers.check_works()?;
+        let iovas = backing.usable_iovas();
+        let space = IovaSpace::behind_iommu(backing.iommu(), &iovas);
+        let space = space
+            .with_budget(options.learning.budget)
+            .inheriting(mappings)
+            .map_err(ControllerError::Memory)?;
+        let space = Arc::new(space);
+        let dstrd = registers.cap().dstrd();
+        let mut admin = AdminQueue::handed_over(backing.clone(), &space, dstrd, admin, positions)?;
+        for qid in 1..=created {
+            queue_pairs::delete(&mut admin, QueueId(qid))?;
+        }
+        let buffer = doorbell_buffer.map(|file| DoorbellBuffer::handed_over(&space, file, dstrd));
+        let buffer = buffer.transpose()?;
+        let identity = Identity::read(&mut admin, registers.version())?;
+        let governor = Governor::new(options.learning.governor, Rate::of_this_machine());
+        let pairs = QueuePairs::new(total, registers.cap(), governor)?;
+        admin.listen();
+        Self::of_parts(DriveParts {
+            backing,
+            registers,
+            space,
+            identity,
+            options,
+            pairs,
+            admin,
+            buffer,
+        })
+    }
+
+    fn hand_over(&self) -> Result<Vec<OwnedFd>, ControllerError> {
+        let pairs = lock(&self.pairs);
+        let mut admin = lock(&self.admin);
+        if self.is_gone() {
+            return Err(ControllerError::Gone);
+        }
+        if self.reset_wanted.load(Ordering::Acquire) {
+            return Err(ControllerError::Resetting);
+        }
+        self.registers.check_works()?;
+        let memory = ControllerError::Memory;
+        let header = memfd(c"nvme-mpt-drive", STATE_AT as u64).map_err(memory)?;
+        let mapping = Mapping::shared(header.as_fd(), 0, STATE_AT, Access::ReadWrite);
+        let mapping = Arc::new(mapping.map_err(memory)?);
+        let word = |at| Cell64::new(&mapping, at).ok_or(no_state("its state has no place"));
+        let (complete, outdated) = (word(COMPLETE_AT)?, word(OUTDATED_AT)?);
+        let rest = Rest {
+            outdated: Outdated::new(word(OUTDATED_AT)?),
+        };
+        let (positions, admin_memory) = admin.hand_over().map_err(memory)?;
+        let state = DriveState {
+            version: VERSION,
+            admin: positions,
+            total: pairs.total(),
+            created: pairs.count(),
+            has_doorbell_buffer: self.buffer.is_some(),
+            mappings: self.space.mappings(Outdated::new(outdated)),
+        };
+        let state = serde_json::to_vec(&state).map_err(|error| memory(error.into()))?;
+        let file = File::from(header);
+        file.set_len((STATE_AT + state.len()) as u64)
+            .and_then(|()| file.write_all_at(&state, STATE_AT as u64))
+            .map_err(memory)?;
+        let mut descriptors = vec![file.into(), admin_memory];
+        if let Some(buffer) = &self.buffer {
+            descriptors.push(buffer.hand_over().map_err(memory)?);
+        }
+        let function = self
+            .backing
+            .hand_over()
+            .map_err(ControllerError::Function)?;
+        descriptors.extend(function);
+        complete.store(COMPLETE);
+        admin.rest = Some(rest);
+        Ok(descriptors)
+    }
+
+    /// Waits until the drive does not rest. Once another process has taken it, that is for good.
+    pub(super) fn working_admin(&self) -> MutexGuard<'_, AdminQueue> {
+        let mut admin = lock(&self.admin);
+        while admin.rest.is_some() {
+            let woken = self.goes_on.wait(admin);
+            admin = woken.unwrap_or_else(PoisonError::into_inner);
+        }
+        admin
+    }
+}

@@ -1,0 +1,241 @@
+//! A drive that goes from one process to the next without a reset. Both are in this process, and the first one is
+//! forgotten as it is.
+
+#[path = "../function/snapshot/load.rs"]
+#[expect(dead_code, reason = "the tests of snapshots use more of it")]
+mod load;
+
+use std::os::fd::OwnedFd;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nvme_mpt::Drive;
+use nvme_mpt::poller::Threads;
+use nvme_mpt_tests::command::{Sqe, io};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::drive::{
+    DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options,
+};
+use nvme_vfio::{ControllerError, ControllerOptions, HandedOver, VfioController};
+
+use crate::common::{Host, LEASE, LONG, Machine, Setup, Suspended, queue_pair, wait_for};
+use load::Load;
+
+fn options(doorbell_buffer: DoorbellBufferUse) -> Options {
+    Options {
+        namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, 512)],
+        doorbell_buffer,
+        ..Options::default()
+    }
+}
+
+/// Has the drive rest.
+fn hand_over(host: &Host) -> Vec<OwnedFd> {
+    let handed = host.drive.controller().hand_over().unwrap();
+    handed.expect("a drive that can be handed over")
+}
+
+/// The drive in the next process.
+fn go_on(model: &Arc<ModelDrive>, handed: Vec<OwnedFd>) -> Result<Host, ControllerError> {
+    let handed = HandedOver::read(handed)?;
+    let options = ControllerOptions {
+        deadline: LONG,
+        ..ControllerOptions::default()
+    };
+    let threads = Threads::default();
+    let controller = VfioController::handed_over(model.clone(), handed, options, &threads)?;
+    let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");
+    Ok(Host::of(drive, model.clone()))
+}
+
+/// Pauses the function of a process that ends without ending it.
+fn abandon(machine: Machine) -> Suspended {
+    let state = {
+        let mut function = machine.function();
+        function.pause().unwrap();
+        function.save().unwrap()
+    };
+    let suspended = Suspended {
+        id: machine.id.clone(),
+        memory: machine.memory.clone(),
+        interrupts: machine.interrupts.clone(),
+        state: state.to_bytes().unwrap(),
+    };
+    std::mem::forget(machine);
+    suspended
+}
+
+fn refused(handed: Vec<OwnedFd>) -> String {
+    HandedOver::read(handed).unwrap_err().to_string()
+}
+
+fn copies(descriptors: &[OwnedFd]) -> Vec<OwnedFd> {
+    let copies = descriptors.iter().map(|fd| fd.try_clone().unwrap());
+    copies.collect()
+}
+
+fn guests_go_on(doorbell_buffer: DoorbellBufferUse) {
+    // The ledger of each process, which has none of the locks of the process before.
+    let ledgers = tempfile::tempdir().unwrap();
+    let ledger = |process: usize| ledgers.path().join(process.to_string());
+    let host = Host::with(options(doorbell_buffer), LONG);
+    let model = host.model.clone();
+    let mut host = host.with_ledger(&ledger(0));
+    let setup = Setup::nth(0).doorbells(DoorbellMode::Shadow);
+    let mut machine = host.machine(&setup);
+    let mut load = Load::new(&machine, 2, 16, 7);
+    for process in 1..4 {
+        load.submit(true);
+        load.reap(true);
+        load.submit(false);
+        let suspended = abandon(machine);
+        let handed = hand_over(&host);
+        std::mem::forget(host);
+        let mut copy = Command::new("cp");
+        let copied = copy.arg("-a").args([ledger(process - 1), ledger(process)]);
+        assert!(copied.status().unwrap().success());
+        load.submit(true);
+        let made = model.model_iommu().made();
+        let reached = model.model_iommu().iovas();
+
+        host = go_on(&model, handed).unwrap().with_ledger(&ledger(process));
+        // Neither the admin queues nor the guest's memory.
+        machine = host.restore(&suspended, &setup).unwrap();
+        let of_queues = 2 * 2;
+        let again = model.model_iommu().made() - made;
+        assert!(again <= of_queues, "{again} mappings were made again");
+        let memory = machine.function().host().stats().memory.regions as usize;
+        host.drive.controller().end_inheritance();
+        let kept = model.model_iommu().iovas();
+        let kept = kept.iter().filter(|iova| reached.contains(iova)).count();
+        let admin = 1 + usize::from(doorbell_buffer != DoorbellBufferUse::None);
+        assert_eq!(kept, memory + admin);
+        machine.function().resume();
+        load.move_to(&machine);
+        load.drain();
+    }
+    load.verify();
+    let counters = model.counters();
+    assert_eq!(
+        (
+            counters.enables,
+            counters.disables,
+            counters.function_resets
+        ),
+        (1, 0, 0)
+    );
+    drop((load, machine, model));
+    host.finish();
+}
+
+#[test]
+fn guests_go_on_without_a_reset() {
+    guests_go_on(DoorbellBufferUse::None);
+}
+
+#[test]
+fn guests_go_on_without_a_reset_of_a_doorbell_buffer() {
+    guests_go_on(DoorbellBufferUse::Asked);
+}
+
+/// A function elsewhere may have commands in flight.
+#[test]
+fn commands_in_flight_end_before_the_next_process_has_the_drive() {
+    let host = Host::with(options(DoorbellBufferUse::None), LONG);
+    let model = host.model.clone();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    model.inject(Fault::once(Meets::IoOpcode(io::FLUSH), Effect::Hold));
+    queue.submit(Sqe::flush(1)).unwrap();
+    queue.ring();
+    wait_for("the drive to take it", || model.counters().faults_met == 1);
+    let handed = hand_over(&host);
+    std::mem::forget((machine, host));
+    let host = go_on(&model, handed).unwrap();
+    // Nothing of it touches memory that is not mapped any more.
+    host.drive.controller().end_inheritance();
+    model.let_go();
+    let machine = host.machine(&Setup::nth(1));
+    let (next, mut disk) = machine.disk();
+    disk.write(0, &[7; 4096]).unwrap();
+    assert_eq!(disk.read(0, 8).unwrap(), [7; 4096]);
+    // The poller that was forgotten may have rung the doorbell of a queue that is no more.
+    assert_eq!(model.model_iommu().faults(), []);
+    drop((disk, next, machine, queue, controller, host));
+}
+
+#[test]
+fn a_state_holds_for_one_process_and_no_longer_than_nothing_changes() {
+    let host = Host::with(options(DoorbellBufferUse::None), LONG);
+    let setup = Setup::nth(0);
+    let machine = host.machine(&setup);
+    let suspended = abandon(machine);
+
+    // The process before goes on.
+    let handed = hand_over(&host);
+    host.drive.controller().take_back();
+    assert!(refused(handed).contains("holds no more"));
+    assert!(host.drive.controller().smart_health().unwrap().is_some());
+
+    // A function elsewhere has memory mapped.
+    let handed = hand_over(&host);
+    let other = host.machine(&Setup::nth(1));
+    assert!(refused(copies(&handed)).contains("holds no more"));
+    host.drive.controller().take_back();
+    // Or unmapped.
+    let handed = hand_over(&host);
+    drop(other);
+    wait_for("its end", || {
+        HandedOver::read(copies(&handed)).is_err_and(|error| error.to_string().contains("no more"))
+    });
+    host.drive.controller().take_back();
+
+    // Another process has read it.
+    let handed = hand_over(&host);
+    assert!(HandedOver::read(copies(&handed)).is_ok());
+    assert!(refused(handed).contains("holds no more"));
+    host.drive.controller().take_back();
+
+    assert!(refused(Vec::new()).contains("missing"));
+    let empty = nvme_mpt::memory::memfd(c"empty", 0).unwrap();
+    assert!(refused(vec![empty]).contains("cut short"));
+    let zeroes = nvme_mpt::memory::memfd(c"zeroes", 8192).unwrap();
+    assert!(refused(vec![zeroes]).contains("not complete"));
+    // The first function is there still.
+    std::mem::forget(suspended);
+}
+
+#[test]
+fn admin_commands_wait_while_the_drive_rests() {
+    let host = Host::with(options(DoorbellBufferUse::None), LONG);
+    let _handed = hand_over(&host);
+    let drive = host.drive.clone();
+    let asks = std::thread::spawn(move || drive.controller().smart_health().map(|_| ()));
+    std::thread::sleep(Duration::from_millis(20));
+    assert!(!asks.is_finished());
+    host.drive.controller().take_back();
+    asks.join().unwrap().unwrap();
+    host.finish();
+}
+
+#[test]
+fn a_drive_that_is_to_be_reset_is_not_handed_over() {
+    let host = Host::with(options(DoorbellBufferUse::None), LONG);
+    host.model.fail();
+    assert!(host.drive.controller().hand_over().is_err());
+    // It comes back by itself.
+    wait_for("the reset", || host.incidents().resets == 1);
+    host.finish();
+}
+
+#[test]
+fn a_drive_that_was_reset_meanwhile_is_refused_and_can_be_opened() {
+    let host = Host::with(options(DoorbellBufferUse::None), LONG);
+    let model = host.model.clone();
+    let handed = hand_over(&host);
+    nvme_vfio::Backing::reset(&*model).unwrap();
+    std::mem::forget(host);
+    assert!(go_on(&model, handed).is_err());
+}

@@ -4,12 +4,14 @@
 //! |---|---|
 //! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::Bag), see `function` |
 //! | `memory-BYTES` | the content of the drive `memory:BYTES` |
+//! | `drive-PCI` | both ends of a bag, see `drive` |
 //! | `leases` | the ledger of drives that no other process reaches |
 //!
 //! A descriptor is kept before anything names it, and forgotten after nothing names it any more. So a server that ends in
 //! between leaves a descriptor that nothing names, which the next one closes.
 
 pub(crate) mod crashes;
+mod drive;
 pub(crate) mod function;
 pub(crate) mod predecessor;
 mod registry;
@@ -28,6 +30,7 @@ use nvme_mpt_vmm::drives::MemoryFile;
 use nvme_mpt_vmm::report;
 use thiserror::Error;
 
+use drive::{DRIVE, DriveBags};
 use function::{Shelf, SurvivingFunction};
 use predecessor::{Predecessor, PredecessorError};
 use registry::Registry;
@@ -101,6 +104,7 @@ struct State {
     private: Ledger,
     /// Contents of `memory:` drives, by their bytes.
     memory: BTreeMap<u64, MemoryFile>,
+    drives: DriveBags,
     next_function: u64,
 }
 
@@ -151,6 +155,7 @@ impl Keeping {
             surviving: BTreeMap::new(),
             private: private_ledger(&registry, kept.remove(LEASES).unwrap_or_default())?,
             memory: BTreeMap::new(),
+            drives: DriveBags::default(),
             next_function: 0,
         };
         for (name, descriptors) in kept {
@@ -175,6 +180,12 @@ impl Keeping {
                 let file = descriptors.into_iter().next();
                 let file = file.map(|file| MemoryFile(Arc::new(file)));
                 state.memory.extend(file.map(|file| (bytes, file)));
+            } else if name.starts_with(DRIVE) {
+                if let Err(error) = state.drives.add(name.clone(), descriptors) {
+                    let error = report::chain(&error);
+                    log::error!("{name} of the process before is reset: {error}");
+                    registry.forget(&name)?;
+                }
             } else {
                 log::warn!("The keeper has \"{name}\", which this server does not know");
             }

@@ -86,7 +86,12 @@ impl OpenDrives {
                     memory,
                     ..shared
                 };
-                (drives::open(path, options.clone())?, options)
+                let handed = match (path, keeping) {
+                    (DrivePath::Pci(_), Some(keeping)) => keeping.open_drive(&path.to_string())?,
+                    _ => Vec::new(),
+                };
+                let drive = drives::open_handed_over(path, options.clone(), handed)?;
+                (drive, options)
             }
         };
         let nsid = drive.namespace().nsid;

@@ -116,7 +116,7 @@ pub(super) struct Roster {
     pub(super) offers: Vec<Offer>,
     failed: Vec<Failed>,
     pub(super) held: Vec<HeldDrive>,
-    drives: OpenDrives,
+    pub(super) drives: OpenDrives,
     view: Arc<Mutex<Arc<View>>>,
 }
 
@@ -178,6 +178,13 @@ impl Roster {
             }
         }
         self.forget_unlisted();
+        let controllers = self.drives.controllers();
+        for drive in &controllers {
+            drive.controller().end_inheritance();
+        }
+        if let Some(keeping) = &self.terms.keeping {
+            keeping.forget_drives_but(&controllers);
+        }
         self.publish();
         Ok(())
     }
@@ -735,11 +742,15 @@ impl Roster {
             let is_used = offers.iter().any(|offer| Arc::ptr_eq(&offer.drive, drive));
             is_used || held.iter().any(|held| Arc::ptr_eq(&held.drive, drive))
         });
+        let Some(keeping) = &terms.keeping else {
+            return;
+        };
         for path in closed {
-            if let (DrivePath::Memory(bytes), Some(keeping)) = (path, &terms.keeping) {
+            if let DrivePath::Memory(bytes) = path {
                 keeping.forget_memory(bytes);
             }
         }
+        keeping.forget_drives_but(&drives.controllers());
     }
 
     pub(super) fn publish(&self) {

@@ -4,14 +4,17 @@ use std::env;
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use nvme_mpt::Drive;
 use nvme_mpt::memory::system;
+use nvme_mpt_vmm::report;
 
 use super::roster::Roster;
 use crate::function_thread::FunctionHandle;
-use crate::kept::FIRST_STAGE;
 use crate::kept::predecessor::{Successor, UpgradeError};
+use crate::kept::{FIRST_STAGE, Keeping};
 
 /// End of the path of a program that was replaced or removed, as the kernel reports it.
 const DELETED: &[u8] = b" (deleted)";
@@ -37,13 +40,56 @@ impl Roster {
             let id = self.offers[place].entry.id.clone();
             UpgradeError::Function { id, reason }
         })?;
+        let drives = RestingDrives::begin(keeping, self.drives.controllers());
         if ends() {
             return Err(UpgradeError::Ending);
         }
         successor.hand_over(keeping, rested)?;
         // They rest until the process has ended.
-        std::mem::forget(resting);
+        std::mem::forget((resting, drives));
         Ok(number)
+    }
+}
+
+/// Drives that rest for the next server. They go on when this is dropped.
+struct RestingDrives<'a> {
+    keeping: &'a Keeping,
+    drives: Vec<Arc<Drive>>,
+}
+
+impl<'a> RestingDrives<'a> {
+    /// Has drives rest that go on in the next process. A drive that cannot is reset by that process.
+    fn begin(keeping: &'a Keeping, drives: Vec<Arc<Drive>>) -> Self {
+        let mut resting = Self {
+            keeping,
+            drives: Vec::new(),
+        };
+        for drive in drives {
+            let path = drive.path();
+            let kept = match drive.controller().hand_over() {
+                Ok(None) => continue,
+                Ok(Some(handed)) => keeping.hand_drive_over(path, &handed),
+                Err(error) => {
+                    log::warn!("The next server resets drive {path}: {error}");
+                    continue;
+                }
+            };
+            if let Err(error) = kept {
+                let error = report::chain(&error);
+                log::warn!("The next server resets drive {path}: {error}");
+            }
+            resting.drives.push(drive);
+        }
+        resting
+    }
+}
+
+impl Drop for RestingDrives<'_> {
+    fn drop(&mut self) {
+        for drive in &self.drives {
+            drive.controller().take_back();
+            self.keeping.take_drive_back(drive.path());
+        }
     }
 }
 

@@ -25,7 +25,11 @@ use nvme_software::key_value::{KeyValueController, KeyValueError};
 use nvme_software::model::{KvProfile, Profile};
 use nvme_software::zones::ZoneError;
 use nvme_vfio::function::PciAddress;
-use nvme_vfio::{ControllerError, ControllerOptions, VfioBacking, VfioController, VfioError};
+use nvme_vfio::{
+    ControllerError, ControllerOptions, HandedOver, VfioBacking, VfioController, VfioError,
+};
+
+use crate::report;
 
 /// Errors of opening a drive.
 #[derive(Debug, thiserror::Error)]
@@ -250,7 +254,29 @@ pub fn open_on(
     options: DriveOptions,
     threads: &Threads,
 ) -> Result<Arc<Drive>, OpenDriveError> {
-    let open = || open_controller(path, &options, threads);
+    open_with(path, options, threads, Vec::new())
+}
+
+/// [Opens](open) a drive with what another process has [handed over](HostController::hand_over) of it. A drive that
+/// cannot go on is opened anew.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_handed_over(
+    path: &DrivePath,
+    options: DriveOptions,
+    handed: Vec<OwnedFd>,
+) -> Result<Arc<Drive>, OpenDriveError> {
+    open_with(path, options, &Threads::default(), handed)
+}
+
+fn open_with(
+    path: &DrivePath,
+    options: DriveOptions,
+    threads: &Threads,
+    handed: Vec<OwnedFd>,
+) -> Result<Arc<Drive>, OpenDriveError> {
+    let open = || open_controller(path, &options, threads, handed);
     let controller = opened::find_or_open(path, &options, open)?;
     Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
@@ -266,6 +292,7 @@ fn open_controller(
     path: &DrivePath,
     options: &DriveOptions,
     threads: &Threads,
+    handed: Vec<OwnedFd>,
 ) -> Result<Arc<dyn HostController>, OpenDriveError> {
     let lba_size = options.lba_size;
     let lba_shift = match lba_size {
@@ -325,11 +352,20 @@ fn open_controller(
             software(SoftwareController::file(file, lba_shift).map_err(failed)?)?
         }
         DrivePath::Pci(address) => {
-            let backing = VfioBacking::open(*address)?;
             let options = ControllerOptions {
                 deadline: options.deadline,
                 learning: options.learning,
             };
+            if !handed.is_empty() {
+                match go_on(*address, handed, options, threads) {
+                    Ok(controller) => return Ok(controller),
+                    Err(error) => {
+                        let error = report::chain(&error);
+                        log::warn!("Drive {path} is reset, as it cannot go on: {error}");
+                    }
+                }
+            }
+            let backing = VfioBacking::open(*address)?;
             VfioController::open(Arc::new(backing), options, threads).map_err(|source| {
                 OpenDriveError::Controller {
                     path: path.to_string(),
@@ -338,6 +374,18 @@ fn open_controller(
             })?
         }
     })
+}
+
+/// Goes on with a physical drive that another process has handed over.
+fn go_on(
+    address: PciAddress,
+    handed: Vec<OwnedFd>,
+    options: ControllerOptions,
+    threads: &Threads,
+) -> Result<Arc<VfioController>, ControllerError> {
+    let mut handed = HandedOver::read(handed)?;
+    let backing = handed.backing(address)?;
+    VfioController::handed_over(Arc::new(backing), handed, options, threads)
 }
 
 /// Returns the error for a path that leads to nothing.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use super::drive::Placed;
-use super::faults::{FaultError, Faults, Request};
+use super::faults::{ENABLE, FaultError, Faults, Request};
 use crate::guest::qmp::Qmp;
 
 /// QEMU's name of the port, which the lab finds it by.
@@ -43,6 +43,10 @@ fn line_socket(folder: &Path) -> PathBuf {
     folder.join("control.line")
 }
 
+fn drive_log(folder: &Path) -> PathBuf {
+    folder.join("drives.log")
+}
+
 fn monitor_socket(folder: &Path) -> PathBuf {
     folder.join("control.monitor")
 }
@@ -62,6 +66,10 @@ impl Control {
             &socket("lab.monitor", monitor_socket(folder)),
             "-qmp",
             "chardev:lab.monitor",
+            "-d",
+            &format!("trace:{ENABLE}"),
+            "-D",
+            &drive_log(folder).display().to_string(),
         ];
         arguments.map(str::to_owned).to_vec()
     }
@@ -72,7 +80,7 @@ impl Control {
             UnixStream::connect(&path).map_err(|source| ControlError::Socket { path, source })
         };
         let monitor = Qmp::new(connect(monitor_socket(folder))?).map_err(FaultError::Monitor)?;
-        let mut faults = Faults::new(monitor, drives)?;
+        let mut faults = Faults::new(monitor, drives, drive_log(folder))?;
         let line = connect(line_socket(folder))?;
         let ours = line.try_clone().map_err(|source| ControlError::Socket {
             path: line_socket(folder),

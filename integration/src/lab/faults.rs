@@ -2,6 +2,9 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::fs;
+use std::io;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde_json::{Value, json};
@@ -44,6 +47,8 @@ pub enum Action {
     Unplug,
     /// `plug DRIVE`: it is put into its slot again.
     Plug,
+    /// `enables DRIVE`: the answer is the number of times that CC.EN was set, of all drives together.
+    Enables,
 }
 
 /// Direction that fails.
@@ -57,13 +62,16 @@ pub enum Direction {
     Flush,
 }
 
+/// QEMU's trace of a drive whose CC.EN is set.
+pub(super) const ENABLE: &str = "pci_nvme_mmio_start_success";
+
 /// A request that was not fulfilled.
 #[derive(Debug, Error)]
 pub enum FaultError {
     /// Not a request.
     #[error(
         "'{text}' is no request: freeze DRIVE, thaw DRIVE, slow DRIVE IOPS, fail DRIVE read|write|flush \
-         [BLOCK], heal DRIVE, warn DRIVE BITS, unplug DRIVE or plug DRIVE"
+         [BLOCK], heal DRIVE, warn DRIVE BITS, unplug DRIVE, plug DRIVE or enables DRIVE"
     )]
     NotARequest {
         /// Request.
@@ -80,6 +88,14 @@ pub enum FaultError {
     NotPluggable {
         /// Its name.
         drive: String,
+    },
+    /// QEMU's log cannot be read.
+    #[error("Cannot read QEMU's log {path}")]
+    Log {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
     },
     /// QEMU does not do it.
     #[error(transparent)]
@@ -124,6 +140,7 @@ fn parse(words: &[&str]) -> Option<Request> {
         ["warn", drive, bits] => (drive, Action::Warn(bits.parse().ok()?)),
         ["unplug", drive] => (drive, Action::Unplug),
         ["plug", drive] => (drive, Action::Plug),
+        ["enables", drive] => (drive, Action::Enables),
         _ => return None,
     };
     Some(Request {
@@ -148,14 +165,17 @@ pub(super) struct Faults {
     drives: Vec<Placed>,
     /// The drives that have a node in between that makes them fail.
     failing: HashSet<String>,
+    /// QEMU's log of [`ENABLE`].
+    log: PathBuf,
 }
 
 impl Faults {
-    pub(super) fn new(monitor: Qmp, drives: Vec<Placed>) -> Result<Self, FaultError> {
+    pub(super) fn new(monitor: Qmp, drives: Vec<Placed>, log: PathBuf) -> Result<Self, FaultError> {
         let mut faults = Self {
             monitor,
             drives,
             failing: HashSet::new(),
+            log,
         };
         for drive in faults.drives.clone() {
             faults.limit(&drive)?;
@@ -199,6 +219,14 @@ impl Faults {
                 }
                 self.ask("device_add", drive.device())?;
                 self.limit(&drive)?;
+            }
+            Action::Enables => {
+                let log = fs::read_to_string(&self.log).map_err(|source| FaultError::Log {
+                    path: self.log.clone(),
+                    source,
+                })?;
+                let enables = log.lines().filter(|line| line.contains(ENABLE));
+                return Ok(enables.count().to_string());
             }
         }
         Ok(String::new())

@@ -14,7 +14,7 @@ use std::time::Duration;
 use integration::lab::{LabDrive, inside};
 use integration::process::Supervised;
 use integration::progress::say;
-use integration::server::{DriveStats, FunctionOptions, Server};
+use integration::server::{DriveStats, FunctionOptions, Replacement, Server};
 
 use crate::client::{Client, Contents, Counts, Outcome, Work};
 use crate::fixture::{Bench, Failure, at, await_that, expect, iommu_faults, sh};
@@ -46,8 +46,11 @@ pub(crate) const GROUP: Group = Group::Inside {
         }),
         (
             "a_hundred_kept_servers_are_killed_under_a_client",
-            |bench| native::outlives(bench, 100),
+            |bench| native::outlives(bench, Replacement::Kill, 100),
         ),
+        ("a_hundred_upgrades_reset_no_drive", |bench| {
+            native::outlives(bench, Replacement::Upgrade, 100)
+        }),
     ],
 };
 

@@ -29,7 +29,12 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("served_verified_given_back", giveback::stopped),
         ("leased_to_functions_elsewhere", leased),
         ("taken_up_by_the_next_servers", |bench| taken_up(bench, 3)),
-        ("outlives_kept_servers", |bench| outlives(bench, 10)),
+        ("outlives_kept_servers", |bench| {
+            outlives(bench, Replacement::Kill, 10)
+        }),
+        ("outlives_upgrades_without_a_reset", |bench| {
+            outlives(bench, Replacement::Upgrade, 10)
+        }),
         ("examined_by_doctor", doctor::examined),
         ("pulled_and_plugged", pulled),
     ],
@@ -135,21 +140,30 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Kills servers of a physical drive under a keeper, each with commands of a vfio-user client in flight. The client
-/// verifies what it reads, and notices nothing but the time.
-pub(crate) fn outlives(bench: &Bench, servers: u32) -> Result<(), Failure> {
+/// Replaces servers of a physical drive under a keeper, each with commands of a vfio-user client in flight. The client
+/// verifies what it reads, and notices nothing but the time. No upgrade resets the drive.
+pub(crate) fn outlives(bench: &Bench, how: Replacement, servers: u32) -> Result<(), Failure> {
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
     let function = FunctionOptions::new("f", &a, format!("0+{RANGE}"));
     let mut server = bench.serve_kept(&[function])?;
     let faults = iommu_faults()?;
     let client = working("f", &server, 7)?;
+    let enables = enables()?;
     let mut rng = Rng::new(3);
     for _ in 0..servers {
         let enough = client.completed() + 1 + rng.below(COMMANDS);
         client.wait_for("to complete commands", || client.completed() >= enough)?;
-        server.replace(Replacement::Kill)?;
+        server.replace(how)?;
     }
+    let resets = self::enables()? - enables;
+    let expected = match how {
+        Replacement::Kill => u64::from(servers),
+        Replacement::Upgrade => 0,
+    };
+    expect(resets == expected, || {
+        format!("The drive was enabled {resets} times, not {expected}")
+    })?;
     client.advance()?;
     let Outcome { counts, contents } = client.finish()?;
     server.expect_alive()?;
@@ -161,11 +175,18 @@ pub(crate) fn outlives(bench: &Bench, servers: u32) -> Result<(), Failure> {
     let unlike = counts.errors + counts.retried + counts.withdrawn + counts.doubled + counts.lost();
     expect(unlike == 0, || format!("The client noticed: {counts:?}"))?;
     say(&format!(
-        "        {servers} servers killed, {} commands, I/O stood still for {:.1?} at most",
+        "        {how:?}: {servers} servers replaced, {} commands, I/O stood still for {:.1?} at most",
         counts.completed, counts.stall
     ));
     inside::bind("a", "nvme")?;
     contents.check_device(&inside::block_device("a", 1)?, 0)
+}
+
+/// Returns how often drives were enabled so far, as the machine around the lab has seen it.
+fn enables() -> Result<u64, Failure> {
+    let said = inside::control("enables a")?;
+    said.parse()
+        .map_err(|error| Failure::from(format!("{said}: {error}")))
 }
 
 /// A client that has written its range.

@@ -155,6 +155,10 @@ impl Folder {
         symlink(self.folder.path().join(target), path).unwrap();
     }
 
+    fn read(&self, path: &str) -> String {
+        fs::read_to_string(self.folder.path().join(path)).unwrap()
+    }
+
     fn remove(&self, path: &str) {
         let path = self.folder.path().join(path);
         match path.symlink_metadata().unwrap().is_dir() {
@@ -563,4 +567,70 @@ fn the_host_of_this_test_is_examined() {
     assert_eq!(report.sections.len(), 1);
     let kernel = &report.sections[0].checks[0];
     assert_ne!(kernel.outcome, Outcome::NotChecked, "{report}");
+}
+
+/// Tries a namespace of the drive out. Returns the only check, and what was to be given up.
+fn try_out(folder: &Folder, nsid: u32, consent: bool) -> (Check, Option<scratch::Subject>) {
+    let address = ADDRESS.parse().unwrap();
+    let mut report = examine(&folder.host, Some(address));
+    let mut asked = None;
+    let path = DrivePath::Pci(address);
+    report.try_out(&folder.host, &path, nsid, Duration::ZERO, &mut |subject| {
+        asked = Some(subject.clone());
+        consent
+    });
+    let checks = report.sections.pop().unwrap().checks;
+    let [check] = &checks[..] else {
+        panic!("{checks:#?}");
+    };
+    (check.clone(), asked)
+}
+
+#[test]
+fn a_drive_of_the_host_is_taken_after_consent_alone() {
+    use Outcome::{NotChecked, Problem};
+    let folder = Folder::new("nvme");
+    folder.write("sys/bus/pci/drivers/nvme/unbind", b"");
+    folder.write("sys/bus/pci/drivers_probe", b"");
+    let told = || folder.read("sys/bus/pci/drivers/nvme/unbind");
+    let (check, asked) = try_out(&folder, 9, true);
+    expect(
+        &[check],
+        "scratch.setup",
+        Problem,
+        "shows no namespace 9",
+        "",
+    );
+    assert_eq!(asked, None);
+    folder.write("dev/nvme0n1", &[&[0; 512][..], b"EFI PART"].concat());
+    let (check, asked) = try_out(&folder, 1, false);
+    expect(&[check], "scratch.setup", NotChecked, "Not confirmed", "");
+    let asked = asked.unwrap();
+    assert_eq!((&*asked.word, asked.nsid), ("S1", 1));
+    assert_eq!(asked.former_use, Some("a GUID partition table"));
+    assert_eq!(told(), "");
+    // This kernel does nothing, but was asked.
+    let (check, _) = try_out(&folder, 1, true);
+    expect(
+        &[check],
+        "scratch.setup",
+        Problem,
+        "does not take 0000:01:00.0",
+        "",
+    );
+    assert_eq!(told(), ADDRESS);
+    folder.write("sys/bus/pci/drivers/nvme/unbind", b"");
+    folder.write("proc/42/comm", b"smartd\n");
+    symlink("/dev/null", folder.folder.path().join("dev/nvme0")).unwrap();
+    fs::create_dir(folder.folder.path().join("proc/42/fd")).unwrap();
+    symlink("/dev/null", folder.folder.path().join("proc/42/fd/3")).unwrap();
+    let (check, asked) = try_out(&folder, 1, true);
+    expect(
+        &[check],
+        "scratch.setup",
+        Problem,
+        "is open in process 42 (smartd)",
+        "",
+    );
+    assert_eq!((asked, told()), (None, String::new()));
 }

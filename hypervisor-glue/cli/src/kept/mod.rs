@@ -69,6 +69,23 @@ pub enum KeepingError {
     Ledger(#[from] LeaseError),
 }
 
+/// Reports the server's state to its keeper, or to a service manager that keeps nothing, as sd_notify(3) has it.
+pub(crate) fn notify(keeping: Option<&Keeping>, assignments: &str) {
+    let notified = match keeping {
+        Some(keeping) => keeping.registry.store().notify(assignments),
+        None => Store::from_env().and_then(|store| match store {
+            Some(store) => store.notify(assignments),
+            None => Ok(()),
+        }),
+    };
+    if let Err(error) = notified {
+        log::error!(
+            "The keeper is not told {assignments}: {}",
+            report::chain(&error)
+        );
+    }
+}
+
 /// A server's descriptors in its keeper.
 #[derive(Debug)]
 pub(crate) struct Keeping {
@@ -284,16 +301,6 @@ impl Keeping {
         {
             log::error!(
                 "The keeper is not asked to let go of memory: {}",
-                report::chain(&error)
-            );
-        }
-    }
-
-    /// Tells the keeper of the server's state, as sd_notify(3) has it.
-    pub(crate) fn notify(&self, assignments: &str) {
-        if let Err(error) = self.registry.store().notify(assignments) {
-            log::error!(
-                "The keeper is not told {assignments}: {}",
                 report::chain(&error)
             );
         }

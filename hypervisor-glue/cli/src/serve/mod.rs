@@ -44,7 +44,7 @@ use crate::change::{Change, FunctionEntry};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
-use crate::kept::{Keeping, KeepingError, crashes};
+use crate::kept::{self, Keeping, KeepingError, crashes};
 use crate::metrics::{MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::socket_access;
 use crate::signals::EndSignals;
@@ -176,17 +176,13 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;
-    if let Some(keeping) = &keeping {
-        keeping.notify("READY=1");
-    }
+    kept::notify(keeping.as_deref(), "READY=1");
     let signal = signal
         .recv()
         .unwrap_or_else(|error| Err(io::Error::other(error)));
     let signal = signal.map_err(ServeError::Signals)?;
     log::info!("{signal}: no more clients are taken, and the functions are reset");
-    if let Some(keeping) = &keeping {
-        keeping.notify("STOPPING=1");
-    }
+    kept::notify(keeping.as_deref(), "STOPPING=1");
     server.end()
 }
 

@@ -17,6 +17,7 @@ mod messages;
 mod metrics;
 mod owners;
 mod serve;
+mod service;
 mod sizes;
 mod support;
 mod vmms;

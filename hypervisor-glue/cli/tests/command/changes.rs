@@ -21,7 +21,7 @@ fn ask(bench: &Bench, command: &str, arguments: &[&str]) -> Result<String, Strin
 }
 
 /// Ids, origins and states.
-fn list(bench: &Bench) -> Vec<(String, String, String)> {
+pub(crate) fn list(bench: &Bench) -> Vec<(String, String, String)> {
     let listed: Value = serde_json::from_str(&ask(bench, "list", &["--json"]).unwrap()).unwrap();
     let text = |value: &Value| match value {
         Value::String(text) => text.clone(),
@@ -43,7 +43,7 @@ fn entry(id: &str, origin: &str, state: &str) -> (String, String, String) {
 }
 
 /// Starts the server with a file of functions and drives.
-fn serve_file(bench: &Bench, file: &str) -> Result<Server, String> {
+pub(crate) fn serve_file(bench: &Bench, file: &str) -> Result<Server, String> {
     fs::write(bench.path("serve.toml"), file).unwrap();
     let mut serve = bench.serve_command("one", &[]);
     serve.args(["--config", "serve.toml"]);

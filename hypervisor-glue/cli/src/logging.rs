@@ -1,15 +1,24 @@
 //! Log messages to standard error, so few that no guest or client can flood it.
 //!
+//! In systemd's journal, each message has its priority.
+//!
 //! Every function has a control thread of its own, so that a limit per thread is a limit per
 //! function: a noisy guest silences itself and no other guest, whichever module logs about it.
 
 use std::cell::RefCell;
-use std::io::Write;
+use std::env;
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use env_logger::{Builder, Env, Logger};
-use log::{Log, Metadata, Record};
+pub use log::LevelFilter;
+use log::{Level, Log, Metadata, Record};
 use nvme_mpt::clock::monotonic;
 
 /// Messages that a thread may log at once.
@@ -18,24 +27,47 @@ const BURST: u32 = 20;
 /// Time that a thread that has used its burst waits for each further message.
 const REFILL: Duration = Duration::from_secs(1);
 
-/// Logs warnings and errors to standard error, or what the environment variable `RUST_LOG` asks for.
-pub fn start() {
-    let inner = Builder::from_env(Env::default().default_filter_or("warn"))
-        .format(|out, record| {
-            let time = out.timestamp();
+/// Logs to standard error: messages of a level and above, or what the environment variable `RUST_LOG` asks for.
+pub fn start(least: LevelFilter) {
+    let to_journal = is_journal(env::var_os("JOURNAL_STREAM"), io::stderr());
+    let inner = Builder::from_env(Env::default().default_filter_or(least.as_str()))
+        .format(move |out, record| {
             let current = thread::current();
             let thread = current.name().unwrap_or("?");
-            writeln!(
-                out,
-                "{time} {} [{thread}] {}",
-                record.level(),
-                record.args()
-            )
+            let message = record.args();
+            if to_journal {
+                // It has the time by itself.
+                let priority = priority(record.level());
+                return writeln!(out, "<{priority}>[{thread}] {message}");
+            }
+            let time = out.timestamp();
+            let level = record.level();
+            writeln!(out, "{time} {level} [{thread}] {message}")
         })
         .build();
     log::set_max_level(inner.filter());
     // An error means that there is a logger already, which then does the work.
     let _ = log::set_boxed_logger(Box::new(Limited { inner }));
+}
+
+/// Returns whether a stream is the connection to systemd's journal that `JOURNAL_STREAM` names, as `DEVICE:INODE`.
+fn is_journal(named: Option<OsString>, stream: impl AsFd) -> bool {
+    let file = stream.as_fd().try_clone_to_owned().map(File::from);
+    let Ok(status) = file.and_then(|file| file.metadata()) else {
+        return false;
+    };
+    let is = format!("{}:{}", status.dev(), status.ino());
+    named.is_some_and(|named| named == *is)
+}
+
+/// Returns the priority of a level, as syslog(3) and the journal have it.
+const fn priority(level: Level) -> u8 {
+    match level {
+        Level::Error => 3,
+        Level::Warn => 4,
+        Level::Info => 6,
+        Level::Debug | Level::Trace => 7,
+    }
 }
 
 /// A logger that takes a bounded number of messages from each thread.
@@ -44,7 +76,28 @@ struct Limited {
 }
 
 thread_local! {
-    static BUCKET: RefCell<Bucket> = RefCell::new(Bucket::full(monotonic()));
+    static BUDGET: RefCell<Budget> = RefCell::new(Budget::full());
+}
+
+/// Messages of a thread, or of several threads that work for one client.
+#[derive(Clone, Debug)]
+pub(crate) struct Budget(Arc<Mutex<Bucket>>);
+
+impl Budget {
+    pub(crate) fn full() -> Self {
+        Self(Arc::new(Mutex::new(Bucket::full(monotonic()))))
+    }
+
+    /// Gives the budget to the current thread, in place of its own.
+    pub(crate) fn give_to_this_thread(&self) {
+        BUDGET.set(self.clone());
+    }
+
+    fn take(&self) -> Verdict {
+        // Each change is complete before anything can panic.
+        let mut bucket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        bucket.take(monotonic())
+    }
 }
 
 impl Log for Limited {
@@ -56,12 +109,8 @@ impl Log for Limited {
         if !self.inner.matches(record) {
             return;
         }
-        // A thread that ends, or one that logs while it logs, is not limited.
-        let verdict = BUCKET.try_with(|bucket| {
-            bucket
-                .try_borrow_mut()
-                .map_or(Verdict::Pass, |mut bucket| bucket.take(monotonic()))
-        });
+        // A thread that ends is not limited.
+        let verdict = BUDGET.try_with(|budget| budget.borrow().take());
         match verdict.unwrap_or(Verdict::Pass) {
             Verdict::Pass => self.inner.log(record),
             Verdict::PassAfter(left_out) => {
@@ -98,6 +147,7 @@ enum Verdict {
 }
 
 /// A token bucket.
+#[derive(Debug)]
 struct Bucket {
     tokens: u32,
     /// Time at which `tokens` was right.
@@ -140,6 +190,8 @@ impl Bucket {
 
 #[cfg(test)]
 mod tests {
+    use nvme_mpt::poller::start_thread;
+
     use super::*;
 
     #[test]
@@ -160,6 +212,28 @@ mod tests {
             bucket.take(start + Duration::from_secs(2)),
             Verdict::PassAfter(1)
         );
+    }
+
+    #[test]
+    fn threads_of_one_client_share_a_budget() {
+        let budget = Budget::full();
+        let given = budget.clone();
+        let is_given = move || {
+            given.give_to_this_thread();
+            BUDGET.with_borrow(|own| Arc::ptr_eq(&own.0, &given.0))
+        };
+        assert!(start_thread("client", is_given).unwrap().join().unwrap());
+        assert!(!BUDGET.with_borrow(|own| Arc::ptr_eq(&own.0, &budget.0)));
+    }
+
+    #[test]
+    fn the_journal_is_the_stream_that_systemd_names() {
+        let file = tempfile::tempfile().unwrap();
+        let status = file.metadata().unwrap();
+        let named = |inode: u64| Some(OsString::from(format!("{}:{inode}", status.dev())));
+        assert!(is_journal(named(status.ino()), &file));
+        assert!(!is_journal(named(status.ino() + 1), &file));
+        assert!(!is_journal(None, &file));
     }
 
     #[test]

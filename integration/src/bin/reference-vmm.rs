@@ -5,9 +5,10 @@ use std::process::ExitCode;
 use clap::Parser;
 use integration::vmm::Ended;
 use integration::vmm::options::{self, Options};
+use nvme_mpt_cli::logging::{self, LevelFilter};
 
 fn main() -> ExitCode {
-    nvme_mpt_cli::logging::start();
+    logging::start(LevelFilter::Warn);
     match options::run(Options::parse()) {
         Ok(Ended::PoweredOff | Ended::Suspended) => ExitCode::SUCCESS,
         // No supervisor would start it again.

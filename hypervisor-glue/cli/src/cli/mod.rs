@@ -37,6 +37,7 @@ use crate::change::{Change, Changed};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::kept::FIRST_STAGE;
+use crate::logging::LevelFilter;
 use crate::metrics::{MetricsAddress, MetricsOptions};
 use crate::serve::{ServeOptions, serve};
 use crate::{bind, control, drives, logging, profile};
@@ -45,8 +46,8 @@ use nvme_mpt_vmm::report;
 
 /// Help of what the log has.
 const LOG_HELP: &str = "Environment:
-  RUST_LOG  Least level of the log on standard error: error, warn (the default), info, debug or trace; or levels of \
-modules, as in RUST_LOG=warn,nvme_mpt_cli=info";
+  RUST_LOG  Least level of the log on standard error: error, warn (the default), info (that of serve), debug or trace; \
+or levels of modules, as in RUST_LOG=warn,nvme_mpt_cli=info";
 
 /// Lets many virtual machines share one NVMe drive.
 #[derive(Debug, Parser)]
@@ -316,7 +317,10 @@ pub fn run() -> ExitCode {
         return failure(&nvme_mpt_keep::first_stage(arguments));
     }
     let Cli { command } = Cli::parse();
-    logging::start();
+    logging::start(match command {
+        Command::Serve(_) => LevelFilter::Info,
+        _ => LevelFilter::Warn,
+    });
     let result = match command {
         Command::Serve(options) => run_serve(options),
         Command::Keep(options) => return run_keep(&options),

@@ -79,6 +79,7 @@ fn run(mut roster: Roster, requests: &Receiver<Request>) -> Roster {
 fn upgrade(roster: &Roster, binary: Option<&Path>, reply: Reply) {
     match roster.upgrade(binary) {
         Ok(process) => {
+            log::info!("Process {process} takes the place of this server");
             reply.send(Ok(Changed::Upgraded { process }));
             // At once: whatever this process did now would be done to what its successor has.
             std::process::exit(0);

@@ -41,6 +41,7 @@ use vfio_user_server::{Listener, SocketAccess};
 use super::error::LimitsError;
 use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::kept::crashes::CRASHES_SET_ASIDE;
+use crate::logging::Budget;
 use crate::stats::FunctionStats;
 
 /// Time between two looks for a lease that is about to end.
@@ -137,6 +138,8 @@ pub(super) struct LeaseTable {
     socket: PathBuf,
     access: SocketAccess,
     connections: Mutex<BTreeMap<u64, Connection>>,
+    /// Messages about the VMMs of each user, who could connect without end.
+    budgets: Mutex<BTreeMap<u32, Budget>>,
     /// The server ends.
     ends: AtomicBool,
 }
@@ -155,6 +158,7 @@ impl LeaseTable {
             pollers,
             socket: socket_of(state_dir, &process::id().to_string()),
             connections: Mutex::default(),
+            budgets: Mutex::default(),
             ends: AtomicBool::new(false),
         })
     }
@@ -322,6 +326,12 @@ impl LeaseTable {
         }
     }
 
+    fn budget(&self, user: u32) -> Budget {
+        let budgets = self.budgets.lock();
+        let mut budgets = budgets.unwrap_or_else(PoisonError::into_inner);
+        budgets.entry(user).or_insert_with(Budget::full).clone()
+    }
+
     fn admit(
         &self,
         number: u64,
@@ -467,8 +477,13 @@ impl Leases for Admitting<'_> {
         parts: Option<KeptParts>,
         stop: &AtomicBool,
     ) -> Admission {
-        self.table
-            .admit(self.number, peer, options, parts.as_ref(), stop)
+        let table = self.table;
+        let admission = table.admit(self.number, peer, options, parts.as_ref(), stop);
+        if let Admission::Refused(reason) = &admission {
+            let Peer { pid, uid, .. } = peer;
+            log::info!("The VMM in process {pid} of user {uid} is refused: {reason}");
+        }
+        admission
     }
 
     fn set_rates(&self, _: &Arc<dyn HostSide>, rates: RateLimits) {
@@ -633,7 +648,9 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
         )));
     }
     let owned = table.clone();
+    let budget = table.budget(peer.uid);
     let work = move || {
+        budget.give_to_this_thread();
         let admitting = Admitting {
             table: &owned,
             number,

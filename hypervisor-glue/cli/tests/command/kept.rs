@@ -517,7 +517,13 @@ fn a_server_goes_on_if_its_successor_cannot_take_over() {
     });
     assert_eq!(kept.server(), server);
     kept.upgrade(&bench);
-    assert_ne!(kept.server(), server);
+    let successor = kept.server();
+    assert_ne!(successor, server);
+    let logged = format!(
+        "Process {} takes the place of this server",
+        successor.unwrap()
+    );
+    assert!(kept.log().contains(&logged), "{}", kept.log());
     kept.stop();
 }
 

@@ -4,7 +4,9 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 
-use crate::support::Bench;
+use vfio_user::Client;
+
+use crate::support::{Bench, Server};
 
 /// Returns the complaint of a command that is refused.
 fn complaint(bench: &Bench, command: &str, arguments: &[&str]) -> String {
@@ -118,4 +120,30 @@ fn the_help_has_the_variable_that_sets_the_level_of_the_log() {
             .unwrap()
             .contains("RUST_LOG")
     );
+}
+
+#[test]
+fn the_log_of_a_server_has_clients_and_limits_by_default() {
+    let bench = Bench::new();
+    let mut serve = bench.serve_command("one", &["socket=a.sock,path=drive.img,id=a"]);
+    serve.env_remove("RUST_LOG");
+    let server = Server::start(serve).unwrap();
+    let socket = bench.path("a.sock");
+    let client = Client::new(&socket).unwrap();
+    assert!(Client::new(&socket).is_err());
+    drop(client);
+    // It is taken once the one before is gone.
+    let _next = Client::new(&socket).unwrap();
+    bench.ask("limit", &["a", "iops=500"]).unwrap();
+    let (status, log) = server.signal("TERM");
+    assert!(status.success(), "{log}");
+    for line in [
+        "INFO [a] A client has connected to",
+        "WARN [a] Refused a client on",
+        "INFO [a] vfio-user: the client has disconnected",
+        "INFO [changes] Function a has new limits: iops=500",
+        "INFO [main] SIGTERM: no more clients are taken",
+    ] {
+        assert!(log.contains(line), "{line}:\n{log}");
+    }
 }

@@ -48,7 +48,7 @@ impl Bench {
             .args(["--state-dir", "state"])
             .args(arguments)
             .current_dir(&self.folder)
-            .env_remove("RUST_LOG")
+            .env("RUST_LOG", "warn")
             .stdin(Stdio::null());
         nvme_mpt
     }

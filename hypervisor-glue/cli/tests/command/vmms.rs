@@ -490,7 +490,11 @@ fn a_guest_that_names_what_it_has_not_is_refused_and_its_neighbour_verifies_its_
 #[test]
 fn a_vmm_is_refused_what_another_has() {
     let bench = Bench::new();
-    let server = server(&bench);
+    let mut serve = bench.serve_command("one", &[]);
+    serve
+        .args(["--drive", "path=drive.img"])
+        .env_remove("RUST_LOG");
+    let server = Server::start(serve).unwrap();
     let mut first = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
     assert_eq!(first.report(), "attached");
     for (options, reason) in [
@@ -526,7 +530,15 @@ fn a_vmm_is_refused_what_another_has() {
     let listed = ask(&bench, "list", &[]).unwrap();
     assert!(!listed.contains("own"), "{listed}");
     own.end();
-    server.stop();
+    let (status, log) = server.signal("TERM");
+    assert!(status.success(), "{log}");
+    for line in [
+        "Lease first is that of a function in process",
+        "is refused: ",
+        "Lease first of a function in a VMM ended",
+    ] {
+        assert!(log.contains(line), "{line}:\n{log}");
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //! - [`process`] and [`progress`]: child processes that never outlive us, and steps a person can follow;
 //! - [`provision`]: makes the guests and finds a QEMU, from Debian's own signed packages, into a cache;
 //! - [`guest`]: boots a guest, runs commands in it, plugs devices, kills it;
+//! - [`package`]: the Debian package;
 //! - [`server`]: `nvme-mpt serve` as a child, and its statistics;
 //! - [`checks`]: one harness and one bench for checks that boot machines;
 //! - [`lab`]: an emulated host with NVMe drives, an IOMMU and KVM, for all that needs one;
@@ -19,6 +20,7 @@ pub mod demo;
 pub mod guest;
 pub mod lab;
 pub mod load;
+pub mod package;
 pub mod process;
 pub mod programs;
 pub mod progress;
@@ -93,6 +95,7 @@ mod tests {
         let commands = [
             super::demo::Options::command(),
             super::lab::options::Options::command(),
+            super::package::Options::command(),
             super::throughput::Options::command(),
             super::verify::Options::command(),
         ];

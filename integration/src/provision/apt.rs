@@ -186,7 +186,7 @@ fn file_size(path: &Path) -> Result<u64, ProvisionError> {
 }
 
 /// The mirror from which this machine takes the packages of its own suite.
-fn mirror() -> Result<String, ProvisionError> {
+pub(super) fn mirror() -> Result<String, ProvisionError> {
     let release = read("/etc/os-release")?;
     let value = |key| {
         release

@@ -68,6 +68,7 @@ pub fn on_path(program: &str) -> bool {
         .any(|folder| folder.join(program).is_file())
 }
 
-fn is_root() -> bool {
+/// Returns whether this process runs as root.
+pub fn is_root() -> bool {
     process::run(Command::new("id").arg("-u")).is_ok_and(|uid| uid.trim() == "0")
 }

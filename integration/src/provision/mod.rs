@@ -13,6 +13,7 @@ use crate::process::ProcessError;
 pub mod apt;
 pub mod cache;
 mod cpio;
+pub mod debian;
 pub mod host;
 pub(crate) mod image;
 pub mod kernel;

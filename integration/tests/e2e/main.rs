@@ -4,11 +4,12 @@
 //! check's name. These tests need minutes: `cargo test` alone does not run them, `cargo verify` runs the group
 //! `modes`, and `cargo verify --full` runs all of them. [`checks`] is the harness.
 
+use std::env;
 use std::process::ExitCode;
 use std::sync::{Arc, OnceLock};
 
 use clap::Parser;
-use integration::checks::{self, Options};
+use integration::checks::{self, FULL, Options};
 
 mod btrfs;
 mod doorbells;
@@ -23,6 +24,7 @@ mod lifecycle;
 mod linux;
 mod modes;
 mod nvme_cli;
+mod package;
 mod pauses;
 mod profiles;
 mod reset;
@@ -76,9 +78,13 @@ const GROUPS: &[Group] = &[
     tenants::GROUP,
 ];
 
+/// Groups that need more than Debian's packages: with `--full` alone.
+const FULL_GROUPS: &[Group] = &[package::GROUP];
+
 fn main() -> ExitCode {
-    let groups = GROUPS.iter().copied().map(Group::checks).collect();
-    checks::run(Options::parse(), groups)
+    let full = env::var_os(FULL).map(|_| FULL_GROUPS).unwrap_or_default();
+    let groups = GROUPS.iter().chain(full).copied();
+    checks::run(Options::parse(), groups.map(Group::checks).collect())
 }
 
 impl Group {

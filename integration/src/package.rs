@@ -1,0 +1,108 @@
+//! The Debian package of the command and its service. `[package.metadata.deb]` of the command lists its files.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Parser;
+use thiserror::Error;
+
+use crate::process::{self, ProcessError};
+use crate::progress::{Step, say};
+use crate::server;
+
+/// Shells whose completions are in the package.
+const SHELLS: [&str; 3] = ["bash", "fish", "zsh"];
+
+/// Builds the Debian package into target/debian
+///
+/// It needs cargo-deb: cargo install --locked cargo-deb@3.8.0
+#[derive(Debug, Parser)]
+#[command(name = "debian", version)]
+pub struct Options {
+    /// Its version, in place of that of the workspace and revision 1
+    #[arg(long, value_name = "VERSION")]
+    deb_version: Option<String>,
+}
+
+/// The package cannot be built.
+#[derive(Debug, Error)]
+pub enum PackageError {
+    /// A program failed.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// A file cannot be written.
+    #[error("Cannot use {path}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// cargo-deb is missing, or cannot build it.
+    #[error(
+        "Cannot build the package; cargo-deb is installed by `cargo install --locked cargo-deb@3.8.0`"
+    )]
+    CargoDeb(#[source] ProcessError),
+}
+
+/// Builds the package, and prints its path.
+///
+/// # Errors
+/// See [`PackageError`].
+pub fn run(options: &Options) -> Result<(), PackageError> {
+    let folder = crate::target_dir().join("debian");
+    let package = build(&folder, options.deb_version.as_deref())?;
+    say(&package.display().to_string());
+    Ok(())
+}
+
+/// Builds the package into a folder, and returns its path.
+///
+/// # Errors
+/// See [`PackageError`].
+pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageError> {
+    let program = server::build()?;
+    write_generated(&program)?;
+    let step = Step::start("Building the Debian package".to_owned());
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command
+        .args(["deb", "--no-build", "--quiet", "--package", "nvme-mpt-cli"])
+        .arg("--output")
+        .arg(folder);
+    if let Some(version) = version {
+        command.args(["--deb-version", version]);
+    }
+    command.current_dir(crate::workspace_dir());
+    let output = process::run(&mut command).map_err(PackageError::CargoDeb)?;
+    step.done("");
+    Ok(PathBuf::from(output.trim()))
+}
+
+/// Writes the manual pages and completions, which the command makes of itself.
+fn write_generated(program: &Path) -> Result<(), PackageError> {
+    let folder = crate::target_dir().join("release/package");
+    let at = |path: &Path| {
+        let path = path.to_owned();
+        move |source| PackageError::File { path, source }
+    };
+    // A command that is gone has no page.
+    match fs::remove_dir_all(&folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&folder)(error)),
+        _ => {}
+    }
+    let pages = folder.join("man");
+    process::run(Command::new(program).arg("man").arg(&pages))?;
+    process::run(
+        Command::new("gzip")
+            .args(["--best", "--no-name", "--recursive"])
+            .arg(&pages),
+    )?;
+    for shell in SHELLS {
+        let text = process::run(Command::new(program).args(["completions", shell]))?;
+        let path = folder.join(format!("nvme-mpt.{shell}"));
+        fs::write(&path, text).map_err(at(&path))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,87 @@
+//! A Debian 12 as it is installed, with systemd as its first process and an agent that the host talks to.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::cache::Cache;
+use super::host::{self, Tool};
+use super::{ProvisionError, apt, at, image};
+use crate::process;
+use crate::progress::Step;
+
+const SUITE: &str = "bookworm";
+const PACKAGES: &str = "systemd,systemd-sysv,udev";
+const TOOLS: [Tool; 1] = [Tool {
+    program: "mmdebstrap",
+    package: "mmdebstrap",
+}];
+
+const AGENT: &str = include_str!("../../../resources/guest/agent");
+const AGENT_UNIT: &str = "\
+[Unit]
+Description=Commands of the host
+DefaultDependencies=no
+After=local-fs.target systemd-udevd.service
+
+[Service]
+ExecStart=/bin/sh /usr/local/sbin/agent
+";
+/// Target that a guest boots into by default.
+const TARGET: &str = "multi-user.target.wants";
+
+/// Returns the image of its file system, made now if the cache has none of this recipe.
+///
+/// Its packages are configured, and `dpkg` knows them. Only root can make it.
+///
+/// # Errors
+/// If packages can't be fetched or installed.
+pub fn provide() -> Result<PathBuf, ProvisionError> {
+    let cache = Cache::open()?;
+    let recipe = format!("{PACKAGES} of {SUITE}: {AGENT} {AGENT_UNIT}");
+    let folder = cache.entry("debian", &recipe, |folder| {
+        host::ensure(&TOOLS)?;
+        let root = folder.join("root");
+        install(&root)?;
+        add_agent(&root)?;
+        image::make(&root, &folder.join("disk"))?;
+        fs::remove_dir_all(&root).map_err(at(&root))
+    })?;
+    Ok(folder.join("disk"))
+}
+
+/// Makes an image of a file system with all that is in `folder`.
+///
+/// # Errors
+/// If the folder can't be read or the image not written.
+pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
+    image::make(folder, disk)
+}
+
+fn install(root: &Path) -> Result<(), ProvisionError> {
+    let step = Step::start(format!("Installing Debian {SUITE} into a folder"));
+    let mut command = Command::new("mmdebstrap");
+    command
+        .args(["--mode=root", "--variant=minbase", "--include", PACKAGES])
+        .arg(SUITE)
+        .arg(root)
+        .arg(apt::mirror()?);
+    process::run(&mut command)?;
+    step.done("");
+    Ok(())
+}
+
+fn add_agent(root: &Path) -> Result<(), ProvisionError> {
+    let agent = root.join("usr/local/sbin/agent");
+    fs::write(&agent, AGENT).map_err(at(&agent))?;
+    let units = root.join("etc/systemd/system");
+    let unit = units.join("agent.service");
+    fs::write(&unit, AGENT_UNIT).map_err(at(&unit))?;
+    let wants = units.join(TARGET);
+    fs::create_dir_all(&wants).map_err(at(&wants))?;
+    let link = wants.join("agent.service");
+    symlink("../agent.service", &link).map_err(at(&link))?;
+    // It is the root of the file system, which every user has to pass.
+    fs::set_permissions(root, fs::Permissions::from_mode(0o755)).map_err(at(root))
+}

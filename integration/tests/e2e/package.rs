@@ -1,0 +1,226 @@
+//! The Debian package: its files, and its life on a Debian 12 with systemd.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use integration::guest::{Guest, GuestConfig};
+use integration::process;
+use integration::progress::say;
+use integration::provision::{debian, host};
+use integration::{package, programs};
+
+use crate::Group;
+use crate::fixture::{Bench, Failure, PATIENCE, at, expect};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "package",
+    checks: &[
+        ("has_its_files", has_its_files),
+        ("guests_outlive_its_upgrade", guests_outlive_its_upgrade),
+    ],
+};
+
+/// Files of the package, beside manual pages and documents.
+const FILES: [&str; 9] = [
+    "./etc/nvme-mpt.toml",
+    "./usr/bin/nvme-mpt",
+    "./usr/lib/systemd/system/nvme-mpt.service",
+    "./usr/lib/sysusers.d/nvme-mpt.conf",
+    "./usr/lib/udev/rules.d/70-nvme-mpt.rules",
+    "./usr/share/bash-completion/completions/nvme-mpt",
+    "./usr/share/doc/nvme-mpt/copyright",
+    "./usr/share/fish/vendor_completions.d/nvme-mpt.fish",
+    "./usr/share/zsh/vendor-completions/_nvme-mpt",
+];
+
+fn dpkg_deb(option: &str, package: &Path) -> Result<String, Failure> {
+    Ok(process::run(
+        Command::new("dpkg-deb").arg(option).arg(package),
+    )?)
+}
+
+fn has_its_files(bench: &Bench) -> Result<(), Failure> {
+    let package = package::build(&bench.folder().join("package"), None)?;
+    let listing = dpkg_deb("--contents", &package)?;
+    let files: BTreeSet<&str> = listing
+        .lines()
+        .filter_map(|line| line.split_whitespace().last())
+        .collect();
+    for file in FILES {
+        expect(files.contains(file), || {
+            format!("{file} is absent:\n{listing}")
+        })?;
+    }
+    let help = process::run(Command::new(bench.program()).arg("-h"))?;
+    let (_, commands) = help
+        .split_once("Commands:\n")
+        .ok_or("No commands in the help")?;
+    let commands = commands.lines().take_while(|line| !line.is_empty());
+    let names = commands.filter_map(|line| line.split_whitespace().next());
+    for name in names.filter(|name| *name != "help") {
+        let page = format!("./usr/share/man/man1/nvme-mpt-{name}.1.gz");
+        expect(files.contains(&*page), || {
+            format!("{page} is absent:\n{listing}")
+        })?;
+    }
+    let control = bench.folder().join("control");
+    process::run(
+        Command::new("dpkg-deb")
+            .arg("--control")
+            .arg(&package)
+            .arg(&control),
+    )?;
+    let read = |name: &str| fs::read_to_string(control.join(name)).map_err(at(control.join(name)));
+    let configuration = read("conffiles")?;
+    expect(configuration == "/etc/nvme-mpt.toml\n", || {
+        format!("Configuration files: {configuration}")
+    })?;
+    let (postinst, prerm) = (read("postinst")?, read("prerm")?);
+    expect(
+        postinst.contains("systemctl reload nvme-mpt.service"),
+        || postinst.clone(),
+    )?;
+    expect(
+        !postinst.contains("restart") && !prerm.contains("restart"),
+        || format!("The service is restarted by one of these:\n{postinst}\n{prerm}"),
+    )
+}
+
+/// A Debian 12 with packages in `/mnt`.
+fn boot(bench: &Bench, packages: &Path) -> Result<Guest, Failure> {
+    let disk = bench.folder().join("packages");
+    debian::disk(packages, &disk)?;
+    let root = debian::provide()?;
+    let namespace = |number: u32, image: &Path| {
+        let image = image.display();
+        [
+            "-drive".to_owned(),
+            format!("if=none,id=image{number},format=raw,snapshot=on,file={image}"),
+            "-device".to_owned(),
+            format!("nvme-ns,bus=controller,drive=image{number},nsid={number}"),
+        ]
+    };
+    let controller = [
+        "-device".to_owned(),
+        "nvme,id=controller,serial=debian".to_owned(),
+    ];
+    let namespaces = [namespace(1, &root), namespace(2, &disk)].concat();
+    let arguments = controller.iter().chain(&namespaces).map(String::as_str);
+    let config = GuestConfig::new("debian")
+        .vcpus(2)
+        .memory_mib(1024)
+        .root_on_drive()
+        .kernel_arguments("init=/lib/systemd/systemd systemd.show_status=0")
+        .qemu_arguments(arguments);
+    let guest = Guest::start_booting(&bench.v6_1()?, &config, bench.folder())?;
+    guest.await_ready(PATIENCE)?;
+    guest.check("mount -o ro /dev/nvme0n2 /mnt", PATIENCE)?;
+    Ok(guest)
+}
+
+/// Returns the server's process.
+fn main_pid(guest: &Guest) -> Result<String, Failure> {
+    let text = guest.check(
+        "systemctl show --property MainPID --value nvme-mpt",
+        PATIENCE,
+    )?;
+    Ok(text.trim().to_owned())
+}
+
+/// Waits until so many servers were ready, one after the other.
+fn await_servers(guest: &Guest, count: usize) -> Result<(), Failure> {
+    let script = format!(
+        "until [ $(journalctl --unit nvme-mpt --output cat --no-pager | grep --count --line-regexp ready) = {count} ] && \
+           systemctl is-active --quiet nvme-mpt; do sleep 0.2; done"
+    );
+    guest.check(&script, PATIENCE)?;
+    Ok(())
+}
+
+/// A client goes on while the service is reloaded, its package upgraded, and its server killed.
+fn guests_outlive_its_upgrade(bench: &Bench) -> Result<(), Failure> {
+    if !host::is_root() {
+        say("        NOT CHECKED: package: only root can install a Debian into a folder");
+        return Ok(());
+    }
+    let packages = bench.folder().join("mnt");
+    fs::create_dir(&packages).map_err(at(&packages))?;
+    for (revision, name) in [("1", "first.deb"), ("2", "second.deb")] {
+        let version = format!("{}-{revision}", env!("CARGO_PKG_VERSION"));
+        let package = package::build(&bench.folder().join("package"), Some(&version))?;
+        fs::rename(&package, packages.join(name)).map_err(at(&package))?;
+    }
+    let [load] = &programs::build("nvme-load", &["nvme-load"])?[..] else {
+        return Err("One program was built".into());
+    };
+    fs::copy(load, packages.join("nvme-load")).map_err(at(load))?;
+    let guest = boot(bench, &packages)?;
+    let check = |script: &str| guest.check(script, PATIENCE);
+
+    check("dpkg --install /mnt/first.deb && systemctl is-active nvme-mpt")?;
+    let first = main_pid(&guest)?;
+    let status = check(&format!("cat /proc/{first}/status"))?;
+    let uid = check("id --user nvme-mpt")?;
+    let uid = format!("Uid:\t{}", uid.trim());
+    for line in [
+        &uid,
+        "CapEff:\t0000000000000000",
+        "CapBnd:\t0000000000000000",
+        "Seccomp:\t2",
+    ] {
+        expect(status.contains(line), || {
+            format!("It lacks '{line}':\n{status}")
+        })?;
+    }
+    check(
+        "cd /var/lib/nvme-mpt && truncate --size 64M a.img && chown nvme-mpt: a.img && \
+         nvme-mpt add socket=/run/nvme-mpt/a.sock,mode=0660,owner=:kvm,path=a.img,id=a",
+    )?;
+    let access = check("stat --format '%a %U:%G' /run/nvme-mpt/a.sock")?;
+    expect(access.trim() == "660 nvme-mpt:kvm", || access.clone())?;
+
+    // Its client has one connection, until it is told to end.
+    let client = guest.start(
+        "until [ -e /run/stop ]; do \
+           /mnt/nvme-load /run/nvme-mpt/a.sock --verify --interrupts --range 4M --count 2000 --timeout 600 || exit; \
+           echo again; \
+         done",
+    )?;
+    check("until nvme-mpt list | grep --quiet connected; do sleep 0.2; done")?;
+    let mut servers = vec![first];
+    for change in [
+        "systemctl reload nvme-mpt",
+        "dpkg --install /mnt/second.deb",
+        "kill -9 $(systemctl show --property MainPID --value nvme-mpt)",
+    ] {
+        check(change)?;
+        await_servers(&guest, servers.len() + 1)?;
+        servers.push(main_pid(&guest)?);
+    }
+    check("touch /run/stop")?;
+    guest.finish_well(client, PATIENCE)?;
+    let version = check("dpkg-query --show --showformat '${Version}' nvme-mpt")?;
+    expect(version.ends_with("-2"), || version.clone())?;
+    let listed = check("nvme-mpt list --json")?;
+    expect(listed.contains("\"id\":\"a\""), || listed.clone())?;
+    let journal = check("journalctl --unit nvme-mpt --output cat --no-pager")?;
+    let different: BTreeSet<&String> = servers.iter().collect();
+    expect(different.len() == 4, || {
+        format!("Servers {servers:?}:\n{journal}")
+    })?;
+    for word in [" ERROR ", "lost"] {
+        expect(!journal.contains(word), || format!("{word}:\n{journal}"))?;
+    }
+
+    check("systemctl stop nvme-mpt")?;
+    let result = check("systemctl show --property Result --value nvme-mpt; nvme-mpt leases")?;
+    expect(result.starts_with("success\nNo leases"), || result.clone())?;
+    check("systemctl start nvme-mpt && dpkg --remove nvme-mpt")?;
+    check(
+        "! systemctl is-active nvme-mpt && ! [ -e /run/nvme-mpt ] && ls /var/lib/nvme-mpt/leases.json",
+    )?;
+    check("[ -e /etc/nvme-mpt.toml ] && dpkg --purge nvme-mpt && ! [ -e /etc/nvme-mpt.toml ]")?;
+    Ok(())
+}

@@ -338,6 +338,10 @@ impl HostLease for SoftwareLease {
         checked.map_err(io::Error::other)
     }
 
+    fn let_go(&self) {
+        self.medium.let_go();
+    }
+
     fn subscribe(&self, events: &Arc<EventQueue>) {
         self.medium.subscribe(events);
         if let Some(zones) = &self.zones {

@@ -81,6 +81,10 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
         Ok(())
     }
 
+    /// Lets go of what keeps the next process from the lease, as [`HostLease::let_go`](nvme_mpt::drive::HostLease::let_go)
+    /// has it.
+    fn let_go(&self) {}
+
     /// Reports new damage to these events from now on.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;

@@ -341,6 +341,11 @@ impl Attachment {
         self.window.renew_table();
     }
 
+    /// Lets go of what keeps the next process from the lease. The function is paused, and this process ends at once.
+    pub fn let_go(&self) {
+        self.holding.host().let_go();
+    }
+
     /// The VM's memory.
     #[must_use]
     pub fn window(&self) -> &DmaWindow {

@@ -105,6 +105,10 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// Returns the error of the kernel or of the drive; any error if the lease has lost writes.
     fn flush(&self) -> io::Result<()>;
 
+    /// Lets go of what keeps the next process from the lease. No command is in flight, and this process ends at once: the
+    /// kernel may need some time for the rest.
+    fn let_go(&self) {}
+
     /// Reports [changes](Self::changes) of the lease and new damage to these events from now on.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;

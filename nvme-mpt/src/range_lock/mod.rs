@@ -165,6 +165,14 @@ impl RangeLock {
         Ok(are_some.then(|| describe(&holders)))
     }
 
+    /// Lets go of all ranges, also if the kernel keeps the file open for I/O.
+    pub fn let_go(&self) {
+        let ranges = self.ranges().clone();
+        for (start, length) in ranges {
+            self.give_up(start, length);
+        }
+    }
+
     /// Lets go of a range that was [added](Self::add).
     pub fn give_up(&self, start: u64, length: u64) {
         self.ranges().retain(|range| *range != (start, length));
@@ -286,6 +294,23 @@ mod tests {
             lock.add_as(user, start, 1 << 10)?;
             Ok(lock)
         }
+    }
+
+    #[test]
+    fn ranges_are_let_go_of_while_something_keeps_the_file_open() {
+        let image = Image::new();
+        let user = process_user();
+        let lock = image.claim(user, 0).expect("free");
+        lock.add_as(user, 1 << 12, 1 << 10).expect("free");
+        let kept = lock.file().try_clone().expect("descriptor");
+        let is_free = |start| {
+            let taken = RangeLock::take(image.open(true), start, 1 << 10).expect("fcntl");
+            taken.is_some()
+        };
+        assert!(!is_free(0) && !is_free(1 << 12));
+        lock.let_go();
+        assert!(is_free(0) && is_free(1 << 12));
+        drop(kept);
     }
 
     /// A user that this test is not.

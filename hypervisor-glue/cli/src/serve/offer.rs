@@ -224,6 +224,13 @@ impl Offer {
         ))
     }
 
+    /// Lets go of what keeps the next server from the lease. The function rests, and this process ends at once.
+    pub(super) fn let_go(&self) {
+        if let Some(attachment) = self.attachment.upgrade() {
+            attachment.let_go();
+        }
+    }
+
     /// Returns whether the guest has less than `size`, and its lease no more than that.
     pub(super) fn grows_to(&self, size: Bytes) -> bool {
         // A function that has ended by itself has no lease.

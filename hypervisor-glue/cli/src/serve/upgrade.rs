@@ -47,6 +47,9 @@ impl Roster {
         successor.hand_over(keeping, rested)?;
         // They rest until the process has ended.
         std::mem::forget((resting, drives));
+        for offer in &self.offers {
+            offer.let_go();
+        }
         Ok(number)
     }
 }

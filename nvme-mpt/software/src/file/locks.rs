@@ -88,6 +88,14 @@ impl Locks {
         result
     }
 
+    /// Lets go of all locks: nothing is in flight.
+    pub(super) fn let_go(&self) {
+        let below = self.below.iter().flatten();
+        std::iter::once(&self.file)
+            .chain(below)
+            .for_each(RangeLock::let_go);
+    }
+
     /// Calls `keep` with the open files that have the locks.
     ///
     /// # Errors

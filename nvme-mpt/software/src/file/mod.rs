@@ -278,6 +278,10 @@ impl LeasedMedium for FileLease {
         self.file.sync()
     }
 
+    fn let_go(&self) {
+        self.file.let_go();
+    }
+
     fn subscribe(&self, events: &Arc<EventQueue>) {
         self.file.subscribe(events);
     }

@@ -81,6 +81,13 @@ pub(crate) struct LeasedFile {
 }
 
 impl LeasedFile {
+    /// Lets go of the locks on its bytes: nothing is in flight.
+    pub(super) fn let_go(&self) {
+        if let Some(locks) = &self.locks {
+            locks.let_go();
+        }
+    }
+
     pub(super) fn open(
         shared: Arc<SharedFile>,
         name: &str,

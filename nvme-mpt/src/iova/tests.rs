@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 
 use super::*;
+use crate::kept::keep_for_good;
 use crate::memory::{Cell64, memfd};
 
 const PAGE: u64 = 4096;
@@ -82,13 +83,13 @@ fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
         let iova = range.start() + page * PAGE;
         let permit = space.budget.for_driver();
         let mapped = range.map(iova, &whole, part, Access::ReadWrite, permit);
-        std::mem::forget(mapped.expect("map"));
+        keep_for_good(mapped.expect("map"));
     }
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
     let lists = space.map(&own, Access::Read).expect("map");
     let mappings = space.mappings(outdated().0);
     let starts = iommu.starts();
-    std::mem::forget((lists, range, own, whole));
+    keep_for_good((lists, range, own, whole));
     (mappings, file, starts)
 }
 

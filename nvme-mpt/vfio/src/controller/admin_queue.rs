@@ -114,6 +114,11 @@ impl AdminQueue {
         Ok(queue)
     }
 
+    /// Returns whether there are events that nobody has taken. The drive raises none of their kind meanwhile.
+    pub(super) fn has_events(&self) -> bool {
+        !self.events.is_empty()
+    }
+
     /// Returns the positions, and the memory file, for another process.
     pub(super) fn hand_over(&self) -> io::Result<(AdminState, OwnedFd)> {
         let state = AdminState {

@@ -49,12 +49,10 @@ impl DoorbellBuffer {
         let buffer = Self::of_file(space, file)?;
         let first = Doorbell::SqTail(QueueId(1)).offset(dstrd) as usize;
         for page in [0, EVENT_IDX] {
-            let io_queues = buffer.memory.bytes(page + first, EVENT_IDX - first);
-            io_queues
-                .ok_or(ControllerError::HandOver(
-                    "its Doorbell Buffer has no I/O queues",
-                ))?
-                .zero();
+            let len = EVENT_IDX.checked_sub(first);
+            let io_queues = len.and_then(|len| buffer.memory.bytes(page + first, len));
+            let none = ControllerError::HandOver("its Doorbell Buffer has no I/O queues");
+            io_queues.ok_or(none)?.zero();
         }
         Ok(buffer)
     }

@@ -166,6 +166,8 @@ impl VfioController {
 
     /// Has the drive rest. Returns the descriptors of [`HandedOver::read`].
     pub(super) fn rest(&self) -> io::Result<Vec<OwnedFd>> {
+        // A supervisor that resets the drive may take minutes, while functions of other drives rest as well.
+        self.drive.check_can_rest()?;
         self.end_supervisor();
         let handed = self.drive.hand_over();
         if handed.is_err() {
@@ -241,16 +243,23 @@ impl PhysicalDrive {
         })
     }
 
-    fn hand_over(&self) -> Result<Vec<OwnedFd>, ControllerError> {
-        let pairs = lock(&self.pairs);
-        let mut admin = lock(&self.admin);
+    fn check_can_rest(&self) -> Result<(), ControllerError> {
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
         if self.reset_wanted.load(Ordering::Acquire) {
             return Err(ControllerError::Resetting);
         }
-        self.registers.check_works()?;
+        self.registers.check_works()
+    }
+
+    fn hand_over(&self) -> Result<Vec<OwnedFd>, ControllerError> {
+        let pairs = lock(&self.pairs);
+        let mut admin = lock(&self.admin);
+        self.check_can_rest()?;
+        if admin.has_events() {
+            return Err(no_state("one of its events is not dealt with yet"));
+        }
         let memory = ControllerError::Memory;
         let header = memfd(c"nvme-mpt-drive", STATE_AT as u64).map_err(memory)?;
         let mapping = Mapping::shared(header.as_fd(), 0, STATE_AT, Access::ReadWrite);

@@ -172,6 +172,7 @@ pub(crate) fn wipe_with(
     }
     while let Some(range) = lease.unwiped().first().copied() {
         warn!(
+            lease = lease.id();
             "Lease {}: {range} of {name}, with another lease's data, is being wiped",
             lease.id()
         );
@@ -183,7 +184,7 @@ pub(crate) fn wipe_with(
         host.flush().map_err(failed)?;
         lease.wiped()?;
         WIPED.1.fetch_add(1, Ordering::Relaxed);
-        warn!("Lease {}: {range} of {name} is wiped", lease.id());
+        warn!(lease = lease.id(); "Lease {}: {range} of {name} is wiped", lease.id());
     }
     Ok(())
 }

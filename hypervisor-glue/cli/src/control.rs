@@ -27,6 +27,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::change::{Change, Changed, FunctionEntry};
 use crate::faults::{DriveFaults, FaultRequest};
+use crate::logging::LogFilter;
 use crate::owner::user_name;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
@@ -134,6 +135,11 @@ enum Request {
     },
     /// The functions of the server.
     List {},
+    /// The filter of its log, changed before if there is one in the request.
+    Log {
+        /// The new filter.
+        filter: Option<String>,
+    },
     /// A change of its functions.
     Change {
         /// Request.
@@ -151,6 +157,8 @@ enum Answer {
     Faults(Vec<DriveFaults>),
     /// To [`Request::List`].
     List(Vec<FunctionEntry>),
+    /// To [`Request::Log`]: the filter now.
+    Log(String),
     /// To [`Request::Change`].
     Changed(Changed),
     /// To what is no request, or cannot be done.
@@ -170,6 +178,12 @@ pub trait Service: Send + 'static {
 
     /// Returns its functions.
     fn list(&self) -> Vec<FunctionEntry>;
+
+    /// Changes the filter of its log, if there is a new one, and returns the one that it has then.
+    ///
+    /// # Errors
+    /// Why it cannot be done, in words.
+    fn log(&self, filter: Option<&str>) -> Result<String, String>;
 
     /// Changes its functions, which may take long, and replies when it is done.
     fn change(&self, change: Change, reply: Reply);
@@ -313,6 +327,10 @@ impl<S: Service> Clients<S> {
                 Err(reason) => Answer::Error(reason),
             },
             Ok(Request::List {}) => Answer::List(self.service.list()),
+            Ok(Request::Log { filter }) => match self.service.log(filter.as_deref()) {
+                Ok(filter) => Answer::Log(filter),
+                Err(reason) => Answer::Error(reason),
+            },
             Ok(Request::Change { change }) => {
                 self.service.change(change, Reply(stream));
                 return Ok(());
@@ -376,6 +394,18 @@ pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFault
 pub fn query_functions(path: &Path) -> Result<Vec<FunctionEntry>, ControlError> {
     match ask(path, &Request::List {})? {
         Answer::List(functions) => Ok(functions),
+        other => Err(other.unexpected(path)),
+    }
+}
+
+/// Has the server on the control socket at `path` log what passes `filter`, if there is one. Returns the filter of its log.
+///
+/// # Errors
+/// There is no server, it refuses, or there is no answer that can be understood.
+pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, ControlError> {
+    let filter = filter.map(LogFilter::to_string);
+    match ask(path, &Request::Log { filter })? {
+        Answer::Log(filter) => Ok(filter),
         other => Err(other.unexpected(path)),
     }
 }
@@ -536,6 +566,13 @@ mod tests {
                     }])
                 }
                 _ => Err("no such drive".to_owned()),
+            }
+        }
+
+        fn log(&self, filter: Option<&str>) -> Result<String, String> {
+            match filter {
+                Some("info") | None => Ok("info".to_owned()),
+                Some(other) => Err(format!("no {other}")),
             }
         }
 

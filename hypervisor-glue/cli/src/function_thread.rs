@@ -17,6 +17,7 @@ use vmm_device::EndError;
 
 use crate::adaptor::Served;
 use crate::kept::crashes::end_by_panic;
+use crate::logging::work_for;
 use crate::stats::{AdminStats, FunctionStats, ResetCounts};
 use nvme_mpt::clock;
 use nvme_mpt::deadline::{Deadline, SystemClock};
@@ -200,6 +201,7 @@ impl FunctionThread {
         let crashes = function.server.device().crashes();
         let control_function = move || {
             end_by_panic();
+            work_for(&function.id);
             recorded(crashes.as_ref(), || {
                 let control = function.control.clone();
                 control.run(&function.id.clone(), &mut function);

@@ -8,7 +8,7 @@ use integration::vmm::options::{self, Options};
 use nvme_mpt_cli::logging::{self, LevelFilter};
 
 fn main() -> ExitCode {
-    logging::start(LevelFilter::Warn);
+    logging::start(None, LevelFilter::Warn);
     match options::run(Options::parse()) {
         Ok(Ended::PoweredOff | Ended::Suspended) => ExitCode::SUCCESS,
         // No supervisor would start it again.

@@ -88,6 +88,7 @@ impl Attachment {
                 let given = growth.given << shift;
                 if let Err(error) = lease.truncate(given) {
                     log::error!(
+                        lease = lease.id();
                         "Lease {} keeps extents that it cannot use: {error}",
                         lease.id()
                     );

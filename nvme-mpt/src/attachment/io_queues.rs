@@ -203,6 +203,7 @@ impl Attachment {
             && pair.members() > 1
         {
             info!(
+                lease = self.lease().id(), queue = qid.0;
                 "I/O queue {qid} of lease {} shares a queue pair of drive {}, which has no other",
                 self.lease().id(),
                 self.drive().path(),

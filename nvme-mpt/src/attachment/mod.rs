@@ -490,9 +490,9 @@ impl Drop for Attachment {
         // A share that is not the attachment's is that of a queue, or of a flush.
         if Arc::strong_count(&self.holding) > 1 {
             let id = self.lease().id();
-            warn!("Lease {id} is detached with commands in flight, and ends with the last of them");
+            warn!(lease = id; "Lease {id} is detached with commands in flight, and ends with the last of them");
             if let Err(error) = self.lease().mark_ending() {
-                error!("Lease {id} is not marked as ending: {error}");
+                error!(lease = id; "Lease {id} is not marked as ending: {error}");
             }
         }
         self.steward.outlive(overdue);

@@ -17,6 +17,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+use serde_json::json;
 use thiserror::Error;
 
 use nvme_mpt::lease::{CONTROL_SOCKET, FormerData};
@@ -37,7 +38,7 @@ use crate::change::{Change, Changed};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::kept::FIRST_STAGE;
-use crate::logging::LevelFilter;
+use crate::logging::{LevelFilter, LogFilter};
 use crate::metrics::{MetricsAddress, MetricsOptions};
 use crate::serve::{ServeOptions, serve};
 use crate::{bind, control, drives, logging, profile};
@@ -72,6 +73,7 @@ enum Command {
     Leases(Leases),
     Stats(Stats),
     Top(Top),
+    Log(ChangeLog),
     Fault(Fault),
     Profile(Profile),
     Drives(Drives),
@@ -132,10 +134,43 @@ struct Serve {
     /// Write metrics into a file for the node exporter, every 15 s: a name ending in .prom in its textfile folder
     #[arg(long, value_name = "PATH")]
     metrics_file: Option<PathBuf>,
+    /// Messages of the log: a least level (off, error, warn, info, debug, trace), or levels of modules, as in
+    /// warn,nvme_vfio=debug [default: that of RUST_LOG, else info]
+    #[arg(
+        long,
+        value_name = "FILTER",
+        value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| told(&error))
+    )]
+    log: Option<LogFilter>,
     #[command(flatten)]
     state: State,
     #[command(flatten)]
     control: Control,
+}
+
+/// Show or change the messages that a running server logs
+///
+/// The change lasts until the server ends or is replaced: `serve --log` is for all times.
+#[derive(Args, Debug)]
+struct ChangeLog {
+    /// New filter: a least level (off, error, warn, info, debug, trace), or levels of modules, as in
+    /// warn,nvme_vfio=debug
+    #[arg(value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| told(&error)))]
+    filter: Option<LogFilter>,
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+impl ChangeLog {
+    fn run(&self) -> Result<(), Box<dyn Error>> {
+        let filter = control::request_log(&self.server.control(), self.filter.as_ref())?;
+        let mut out = io::stdout().lock();
+        match self.server.json {
+            true => writeln!(out, "{}", json!({ "log": filter }))?,
+            false => writeln!(out, "{filter}")?,
+        }
+        Ok(())
+    }
 }
 
 /// Keep the drives of VMs on vfio-user while their server is replaced
@@ -317,10 +352,10 @@ pub fn run() -> ExitCode {
         return failure(&nvme_mpt_keep::first_stage(arguments));
     }
     let Cli { command } = Cli::parse();
-    logging::start(match command {
-        Command::Serve(_) => LevelFilter::Info,
-        _ => LevelFilter::Warn,
-    });
+    match &command {
+        Command::Serve(serve) => logging::start(serve.log.clone(), LevelFilter::Info),
+        _ => logging::start(None, LevelFilter::Warn),
+    }
     let result = match command {
         Command::Serve(options) => run_serve(options),
         Command::Keep(options) => return run_keep(&options),
@@ -335,6 +370,7 @@ pub fn run() -> ExitCode {
         Command::Leases(options) => run_leases(options),
         Command::Stats(options) => options.run(),
         Command::Top(options) => options.run(),
+        Command::Log(options) => options.run(),
         Command::Fault(options) => run_fault(options),
         Command::Profile(options) => run_profile(&options),
         Command::Drives(options) => run_drives(options),

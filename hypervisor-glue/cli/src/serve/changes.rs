@@ -99,20 +99,23 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
     Ok(match change {
         Change::Add { options } => {
             let entry = roster.add(options.parse()?)?;
-            log::info!("Added function {} on {}", entry.id, entry.socket.display());
+            let (id, socket) = (entry.id.as_str(), entry.socket.display());
+            log::info!(function = id; "Added function {id} on {socket}");
             Changed::Added(entry)
         }
         Change::Remove { id, force } => {
             let (function, trouble) = roster.remove(&id, force)?;
-            log::info!("Removed function {}", function.id);
+            let id = function.id.as_str();
+            log::info!(function = id; "Removed function {id}");
             if let Some(trouble) = &trouble {
-                log::error!("{trouble}");
+                log::error!(function = id; "{trouble}");
             }
             Changed::Removed { function, trouble }
         }
         Change::Limit { id, limits } => {
             let entry = roster.limit(&id, &limits)?;
-            log::info!("Function {} has new limits: {limits}", entry.id);
+            let id = entry.id.as_str();
+            log::info!(function = id; "Function {id} has new limits: {limits}");
             Changed::Limited(entry)
         }
         Change::Resize {
@@ -121,13 +124,14 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
             truncate,
         } => {
             let entry = roster.resize(&id, Bytes(bytes), truncate)?;
-            log::info!("Function {} has {} now", entry.id, Bytes(bytes));
+            let id = entry.id.as_str();
+            log::info!(function = id; "Function {id} has {} now", Bytes(bytes));
             Changed::Resized(entry)
         }
         Change::Reserve { options } => {
             let reserved = roster.reserve(options.parse()?)?;
             let Reserved { id, owner, .. } = &reserved;
-            log::info!("Lease {id} is reserved for user {owner}");
+            log::info!(lease = id.as_str(); "Lease {id} is reserved for user {owner}");
             Changed::Reserved(reserved)
         }
         // It ends the process: see `upgrade`.

@@ -41,7 +41,7 @@ use vfio_user_server::{Listener, SocketAccess};
 use super::error::LimitsError;
 use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::kept::crashes::CRASHES_SET_ASIDE;
-use crate::logging::Budget;
+use crate::logging::{Budget, work_for};
 use crate::stats::FunctionStats;
 
 /// Time between two looks for a lease that is about to end.
@@ -219,7 +219,7 @@ impl LeaseTable {
         if let Some(thread) = thread
             && thread.join().is_err()
         {
-            log::error!("The thread of lease {id} panicked");
+            log::error!(lease = id; "The thread of lease {id} panicked");
         }
         Some(entry)
     }
@@ -371,6 +371,7 @@ impl LeaseTable {
             Err(error) => return Admission::Refused(report::chain(&error)),
         };
         let id = attachment.lease().id().to_owned();
+        work_for(&id);
         log::info!("Lease {id} is that of a function in process {pid} of user {uid}");
         let extents = attachment.lease().extents();
         let mut lease = Lease {

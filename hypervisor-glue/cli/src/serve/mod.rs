@@ -45,6 +45,7 @@ use crate::control::{ControlError, ControlListener, ControlServer, Reply, Servic
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
 use crate::kept::{self, Keeping, KeepingError, crashes};
+use crate::logging::{self, LogFilter};
 use crate::metrics::{MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::socket_access;
 use crate::signals::EndSignals;
@@ -402,6 +403,23 @@ impl Service for Controlled {
         let mut entries = self.figures.view().entries();
         entries.extend(self.figures.leases.entries());
         entries
+    }
+
+    fn log(&self, filter: Option<&str>) -> Result<String, String> {
+        if let Some(text) = filter {
+            let filter: LogFilter = text.parse().map_err(|error| format!("{error}"))?;
+            let say = || log::info!("The log has what passes {filter} from now on");
+            let is_said = log::log_enabled!(log::Level::Info);
+            if is_said {
+                say();
+            }
+            logging::set_filter(filter.clone());
+            if !is_said {
+                say();
+            }
+        }
+        let filter = logging::filter().ok_or("it has no log of its own")?;
+        Ok(filter.to_string())
     }
 
     fn change(&self, change: Change, reply: Reply) {

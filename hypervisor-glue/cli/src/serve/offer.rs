@@ -152,6 +152,7 @@ impl Offer {
              and add it again, or reload the file with --force"
         );
         log::error!(
+            function = id;
             "Function {id} on {} fails: {reason}",
             declared.function.socket.display()
         );

@@ -640,6 +640,7 @@ impl Roster {
         } = function;
         let reason = report::chain(error);
         log::error!(
+            function = id.as_str();
             "Function {id}, which there was before this server, cannot be offered: {reason}"
         );
         let entry = FunctionEntry {

@@ -12,6 +12,7 @@ mod documents;
 mod kept;
 mod leases;
 mod limits;
+mod logs;
 mod manual;
 mod messages;
 mod metrics;

@@ -805,6 +805,7 @@ impl Drop for Lease {
             && let Err(error) = self.ledger.give_back(slot)
         {
             log::error!(
+                lease = self.id.as_str();
                 "Lease {} was not released and stays, stale: {error}",
                 self.id
             );

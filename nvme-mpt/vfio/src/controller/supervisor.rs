@@ -198,7 +198,7 @@ impl Supervisor {
     /// Abort (Base 2.0, section 5.1). One at a time, so the drive's limit (`ACL`) does not matter.
     fn abort(&self, qid: QueueId, cid: CommandId) -> Result<(), ControllerError> {
         let name = self.drive.backing.name();
-        warn!("Drive {name}: command {cid} of queue {qid} is overdue, and aborted");
+        warn!(drive = name; "Drive {name}: command {cid} of queue {qid} is overdue, and aborted");
         let mut sqe = Sqe::new(AdminOpcode::ABORT.0);
         Abort { sqid: qid, cid }.write_to(&mut sqe);
         self.drive.counters.aborts.fetch_add(1, Ordering::Relaxed);

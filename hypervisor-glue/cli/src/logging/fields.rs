@@ -1,0 +1,102 @@
+//! Fields of a message in systemd's journal: `FUNCTION`, `LEASE`, `QUEUE`, `DRIVE` and `THREAD`.
+//!
+//! A message has the fields that its place in the code names. One of a thread that works for a single function has the
+//! function and its lease by that.
+
+use std::cell::RefCell;
+
+use log::kv::{Error, Key, Source, Value, VisitSource};
+
+thread_local! {
+    static FUNCTION: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Names the function that this thread works for, by the id of its lease.
+pub(crate) fn work_for(id: &str) {
+    FUNCTION.set(Some(id.to_owned()));
+}
+
+/// Passes the id of the function that this thread works for to `use_it`. A thread that ends works for none.
+pub(super) fn with_function<T>(use_it: impl FnOnce(Option<&str>) -> T) -> T {
+    // The closure is there for one of both calls.
+    let mut use_it = Some(use_it);
+    let named = FUNCTION.try_with(|function| {
+        let function = function.borrow();
+        use_it.take().map(|use_it| use_it(function.as_deref()))
+    });
+    match (named, use_it) {
+        (Ok(Some(result)), _) => result,
+        (_, Some(use_it)) => use_it(None),
+        (_, None) => unreachable!("one of both calls has it"),
+    }
+}
+
+/// Fields of one message.
+pub(super) struct Fields<'a> {
+    /// Those that its place in the code names.
+    pub(super) own: &'a dyn Source,
+    /// Id of the function that its thread works for.
+    pub(super) function: Option<&'a str>,
+    pub(super) thread: &'a str,
+}
+
+impl Source for Fields<'_> {
+    fn visit<'kvs>(&'kvs self, visitor: &mut dyn VisitSource<'kvs>) -> Result<(), Error> {
+        self.own.visit(visitor)?;
+        if let Some(id) = self.function {
+            for key in ["function", "lease"] {
+                if self.own.get(Key::from(key)).is_none() {
+                    visitor.visit_pair(Key::from(key), Value::from(id))?;
+                }
+            }
+        }
+        visitor.visit_pair(Key::from("thread"), Value::from(self.thread))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Seen(Vec<(String, String)>);
+
+    impl<'kvs> VisitSource<'kvs> for Seen {
+        fn visit_pair(&mut self, key: Key<'kvs>, value: Value<'kvs>) -> Result<(), Error> {
+            self.0.push((key.to_string(), value.to_string()));
+            Ok(())
+        }
+    }
+
+    fn seen(own: &dyn Source) -> Vec<(String, String)> {
+        let mut seen = Seen(Vec::new());
+        with_function(|function| {
+            let thread = "vm7";
+            let fields = Fields {
+                own,
+                function,
+                thread,
+            };
+            fields.visit(&mut seen).unwrap();
+        });
+        seen.0
+    }
+
+    fn pairs(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+        let owned = |(key, value): &(&str, &str)| ((*key).to_owned(), (*value).to_owned());
+        pairs.iter().map(owned).collect()
+    }
+
+    #[test]
+    fn a_message_has_its_own_fields_and_those_of_its_thread() {
+        let own = [("queue", Value::from(3_u16))];
+        assert_eq!(seen(&own), pairs(&[("queue", "3"), ("thread", "vm7")]));
+        work_for("vm7");
+        let of_thread = [("function", "vm7"), ("lease", "vm7"), ("thread", "vm7")];
+        let expected = [&[("queue", "3")][..], &of_thread].concat();
+        assert_eq!(seen(&own), pairs(&expected));
+        // A message about another function has that one alone.
+        let own = [("lease", Value::from("vm9"))];
+        let expected = [("lease", "vm9"), ("function", "vm7"), ("thread", "vm7")];
+        assert_eq!(seen(&own), pairs(&expected));
+    }
+}

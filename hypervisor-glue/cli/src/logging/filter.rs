@@ -1,0 +1,173 @@
+//! Filters of the log: a least level, or levels of modules.
+
+use std::fmt;
+use std::str::FromStr;
+
+use env_filter::{Builder, Filter};
+use log::LevelFilter;
+use thiserror::Error;
+
+/// Levels, as a person writes them.
+const LEVELS: &str = "off, error, warn, info, debug or trace";
+
+/// A text that is no filter.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum FilterError {
+    /// A level is none.
+    #[error("no level: '{level}'; it is {LEVELS}")]
+    Level {
+        /// The text.
+        level: String,
+    },
+    /// A module has no name.
+    #[error("'{part}' names no module: write MODULE=LEVEL, as in nvme_vfio=debug")]
+    Module {
+        /// The text.
+        part: String,
+    },
+    /// Two levels are for the same messages.
+    #[error("two levels are for {what}: leave one out")]
+    Twice {
+        /// Messages, for a person.
+        what: String,
+    },
+    /// There is nothing in it.
+    #[error(
+        "a filter of the log is LEVEL or MODULE=LEVEL, separated by commas; a level is {LEVELS}"
+    )]
+    Empty,
+}
+
+/// A filter of the log, as in `info` or `warn,nvme_vfio=debug`. Modules without a level of their own have the least level
+/// that stands alone; without one, they log nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogFilter {
+    least: Option<LevelFilter>,
+    modules: Vec<(String, LevelFilter)>,
+}
+
+impl LogFilter {
+    /// Returns the filter, which matches records.
+    pub(super) fn build(&self) -> Filter {
+        let mut builder = Builder::new();
+        builder.filter_level(self.least.unwrap_or(LevelFilter::Off));
+        for (module, level) in &self.modules {
+            builder.filter_module(module, *level);
+        }
+        builder.build()
+    }
+}
+
+impl From<LevelFilter> for LogFilter {
+    fn from(least: LevelFilter) -> Self {
+        Self {
+            least: Some(least),
+            modules: Vec::new(),
+        }
+    }
+}
+
+impl FromStr for LogFilter {
+    type Err = FilterError;
+
+    fn from_str(text: &str) -> Result<Self, FilterError> {
+        let mut filter = Self {
+            least: None,
+            modules: Vec::new(),
+        };
+        for part in text.split(',').map(str::trim) {
+            let level = |level: &str| {
+                level.parse().map_err(|_| FilterError::Level {
+                    level: level.to_owned(),
+                })
+            };
+            let Some((module, of_module)) = part.split_once('=') else {
+                if part.is_empty() {
+                    return Err(FilterError::Empty);
+                }
+                if filter.least.replace(level(part)?).is_some() {
+                    let what = "all modules".to_owned();
+                    return Err(FilterError::Twice { what });
+                }
+                continue;
+            };
+            let module = module.trim();
+            let is_name = |letter: char| letter.is_ascii_alphanumeric() || "_:".contains(letter);
+            if module.is_empty() || !module.chars().all(is_name) {
+                let part = part.to_owned();
+                return Err(FilterError::Module { part });
+            }
+            if filter.modules.iter().any(|(other, _)| other == module) {
+                let what = format!("module {module}");
+                return Err(FilterError::Twice { what });
+            }
+            let of_module = level(of_module.trim())?;
+            filter.modules.push((module.to_owned(), of_module));
+        }
+        Ok(filter)
+    }
+}
+
+impl fmt::Display for LogFilter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let level = |level: &LevelFilter| level.as_str().to_ascii_lowercase();
+        let least = self.least.iter().map(level);
+        let modules = self.modules.iter();
+        let modules = modules.map(|(module, of_module)| format!("{module}={}", level(of_module)));
+        let parts: Vec<_> = least.chain(modules).collect();
+        f.write_str(&parts.join(","))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use log::{Level, Metadata};
+
+    use super::*;
+
+    #[test]
+    fn modules_have_levels_of_their_own() {
+        let filter: LogFilter = "warn, nvme_vfio=debug,nvme_mpt::lease=off".parse().unwrap();
+        assert_eq!(
+            filter.to_string(),
+            "warn,nvme_vfio=debug,nvme_mpt::lease=off"
+        );
+        let built = filter.build();
+        let is_logged = |target: &str, level| {
+            built.enabled(&Metadata::builder().target(target).level(level).build())
+        };
+        assert!(is_logged("nvme_mpt_cli::serve", Level::Warn));
+        assert!(!is_logged("nvme_mpt_cli::serve", Level::Info));
+        assert!(is_logged("nvme_vfio::controller", Level::Debug));
+        assert!(!is_logged("nvme_mpt::lease::ledger", Level::Error));
+        assert_eq!(built.filter(), LevelFilter::Debug);
+        assert_eq!(LogFilter::from(LevelFilter::Info).to_string(), "info");
+    }
+
+    #[test]
+    fn other_modules_log_nothing_without_a_level() {
+        let filter: LogFilter = "nvme_vfio=info".parse().unwrap();
+        let mut other = Metadata::builder();
+        other.target("nvme_mpt").level(Level::Error);
+        assert!(!filter.build().enabled(&other.build()));
+    }
+
+    #[test]
+    fn what_is_no_filter_is_refused_by_name() {
+        for (text, error) in [
+            ("inof", "no level: 'inof'; it is off, error, warn"),
+            ("nvme_vfio", "no level: 'nvme_vfio'"),
+            ("nvme_vfio=", "no level: ''"),
+            ("nvme_vfio=loud", "no level: 'loud'"),
+            ("=debug", "'=debug' names no module"),
+            ("a b=debug", "'a b=debug' names no module"),
+            ("info,warn", "two levels are for all modules"),
+            ("a=info,a=warn", "two levels are for module a"),
+            ("", "a filter of the log is LEVEL or MODULE=LEVEL"),
+            ("info,", "a filter of the log is LEVEL or MODULE=LEVEL"),
+        ] {
+            let told = text.parse::<LogFilter>().unwrap_err().to_string();
+            assert!(told.starts_with(error), "{text}: {told}");
+        }
+    }
+}

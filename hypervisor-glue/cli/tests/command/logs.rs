@@ -1,0 +1,160 @@
+//! The log of a server: its filter, and its fields in systemd's journal.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::net::UnixDatagram;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use nvme_mpt_tests::not_checked::not_checked;
+use vfio_user::Client;
+
+use crate::support::{Bench, Server};
+
+const FUNCTION: &str = "socket=a.sock,path=drive.img,id=a";
+
+/// Runs a command with a folder in place of the journal's. Its standard error is a file that says to be the journal's.
+const IN_JOURNAL: &str = r#"
+set -e
+mount -t tmpfs tmpfs /run
+mkdir -p /run/systemd/journal
+mount --bind "$1" /run/systemd/journal
+exec 2> "$2"
+JOURNAL_STREAM=$(stat --dereference --format=%d:%i /proc/self/fd/2)
+export JOURNAL_STREAM
+shift 2
+exec "$@"
+"#;
+
+#[test]
+fn the_filter_of_the_log_changes_while_the_server_runs() {
+    let bench = Bench::new();
+    let mut serve = bench.serve_command("one", &[FUNCTION]);
+    serve.args(["--log", "warn"]).env("RUST_LOG", "trace");
+    let server = Server::start(serve).unwrap();
+    assert_eq!(bench.ask("log", &[]).unwrap(), "warn\n");
+    bench.ask("limit", &["a", "iops=500"]).unwrap();
+    let wide = "warn,nvme_mpt_cli=info";
+    assert_eq!(bench.ask("log", &[wide]).unwrap(), format!("{wide}\n"));
+    bench.ask("limit", &["a", "iops=600"]).unwrap();
+    let narrow = bench.ask("log", &["--json", "error"]).unwrap();
+    assert_eq!(narrow, "{\"log\":\"error\"}\n");
+    bench.ask("limit", &["a", "iops=700"]).unwrap();
+    let refused = bench.ask("log", &["inof"]).unwrap_err();
+    assert!(refused.contains("no level: 'inof'"), "{refused}");
+    assert_eq!(bench.ask("log", &[]).unwrap(), "error\n");
+
+    let (status, log) = server.signal("TERM");
+    assert!(status.success(), "{log}");
+    let messages: Vec<_> = log
+        .lines()
+        .filter_map(|line| line.split_once("] "))
+        .collect();
+    let messages: Vec<_> = messages.iter().map(|(_, message)| *message).collect();
+    assert_eq!(
+        messages,
+        [
+            "The log has what passes warn,nvme_mpt_cli=info from now on",
+            "Function a has new limits: iops=600",
+            "The log has what passes error from now on",
+        ]
+    );
+}
+
+#[test]
+fn a_filter_in_the_environment_that_is_none_is_reported() {
+    let bench = Bench::new();
+    let mut serve = bench.serve_command("one", &[FUNCTION]);
+    serve.env("RUST_LOG", "loud");
+    let server = Server::start(serve).unwrap();
+    assert_eq!(bench.ask("log", &[]).unwrap(), "info\n");
+    let (status, log) = server.signal("TERM");
+    assert!(status.success(), "{log}");
+    assert!(
+        log.contains("WARN [main] RUST_LOG is not heeded: no level: 'loud'"),
+        "{log}"
+    );
+}
+
+#[test]
+fn messages_in_the_journal_have_their_function_and_its_lease() {
+    if !nix::unistd::getuid().is_root() {
+        return not_checked("root alone can put a folder in place of the journal's");
+    }
+    let bench = Bench::new();
+    let folder = bench.path("journal");
+    fs::create_dir(&folder).unwrap();
+    let journal = UnixDatagram::bind(folder.join("socket")).unwrap();
+    journal
+        .set_read_timeout(Some(Duration::from_secs(180)))
+        .unwrap();
+    let await_message = |part: &str| loop {
+        let mut entry = vec![0; 1 << 16];
+        let length = journal.recv(&mut entry).unwrap();
+        let fields = fields_of(&entry[..length]);
+        if fields
+            .get("MESSAGE")
+            .is_some_and(|text| text.contains(part))
+        {
+            return fields;
+        }
+    };
+
+    let serve = bench.serve_command("one", &[FUNCTION]);
+    let errors = bench.path("errors");
+    let mut inside = Command::new("unshare");
+    inside
+        .args(["--mount", "sh", "-c", IN_JOURNAL, "sh"])
+        .args([&folder, &errors])
+        .arg(serve.get_program())
+        .args(serve.get_args())
+        .args(["--log", "info"])
+        .current_dir(bench.path(""))
+        .stdin(Stdio::null());
+    let server = Server::start(inside).unwrap();
+
+    let client = Client::new(&bench.path("a.sock")).unwrap();
+    let connected = await_message("A client has connected to");
+    for (field, value) in [
+        ("FUNCTION", "a"),
+        ("LEASE", "a"),
+        ("THREAD", "a"),
+        ("PRIORITY", "5"),
+        ("SYSLOG_IDENTIFIER", "nvme-mpt"),
+    ] {
+        assert_eq!(connected[field], value, "{field}");
+    }
+    bench.ask("limit", &["a", "iops=500"]).unwrap();
+    let limited = await_message("has new limits: iops=500");
+    assert_eq!(limited["FUNCTION"], "a");
+    assert_eq!(limited["THREAD"], "changes");
+    drop(client);
+    assert_eq!(await_message("has disconnected")["FUNCTION"], "a");
+
+    let (status, printed) = server.signal("TERM");
+    assert!(status.success(), "{printed}");
+    let ending = await_message("SIGTERM: no more clients are taken");
+    assert_eq!(ending.get("FUNCTION"), None);
+    assert_eq!(fs::read_to_string(errors).unwrap(), "");
+}
+
+/// Returns the fields of an entry in the journal's native protocol. A value with line ends follows its length.
+fn fields_of(entry: &[u8]) -> BTreeMap<String, String> {
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+    let mut fields = BTreeMap::new();
+    let mut rest = entry;
+    while !rest.is_empty() {
+        let end = rest.iter().position(|byte| *byte == b'\n').unwrap();
+        let (line, after) = (&rest[..end], &rest[end + 1..]);
+        if let Some(equals) = line.iter().position(|byte| *byte == b'=') {
+            fields.insert(text(&line[..equals]), text(&line[equals + 1..]));
+            rest = after;
+            continue;
+        }
+        let (length, after) = after.split_first_chunk().unwrap();
+        let (value, after) = after.split_at(u64::from_le_bytes(*length) as usize);
+        fields.insert(text(line), text(value));
+        rest = &after[1..];
+    }
+    fields
+}

@@ -6,10 +6,6 @@ use std::process::Command;
 use crate::process::{self, ProcessError};
 use crate::progress::Step;
 
-/// Packages that have our programs. All are named in each build, whatever it builds: other packages ask for other
-/// features of shared dependencies, and nearly all crates would be compiled once more.
-const PACKAGES: [&str; 2] = ["nvme-mpt-cli", "integration"];
-
 /// Builds programs, announced as `what`, and returns where they lie.
 ///
 /// # Errors
@@ -17,10 +13,9 @@ const PACKAGES: [&str; 2] = ["nvme-mpt-cli", "integration"];
 pub fn build(what: &str, programs: &[&str]) -> Result<Vec<PathBuf>, ProcessError> {
     let step = Step::start(format!("Building {what}"));
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.args(["build", "--release"]);
-    for package in PACKAGES {
-        command.args(["--package", package]);
-    }
+    // Of the workspace, as tests are: with less of it, other features of shared dependencies would be asked for, and
+    // nearly all crates would be compiled once more.
+    command.args(["build", "--release", "--workspace"]);
     for program in programs {
         command.args(["--bin", program]);
     }

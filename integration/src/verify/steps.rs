@@ -350,7 +350,7 @@ fn share_of_machines(
 
 /// Runs checks that boot machines: a program of its own, which reports as it goes on.
 fn machines(context: &mut Context, name: &str, more: &[&str]) -> Result<(), VerifyError> {
-    let mut arguments = vec!["test", "--release", "--package", "integration", "--test"];
+    let mut arguments = vec!["test", "--release", "--workspace", "--test"];
     arguments.extend([name, "--"]);
     arguments.extend(more);
     let mut command = context.cargo(&arguments);

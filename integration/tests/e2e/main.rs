@@ -1,6 +1,6 @@
 //! End-to-end tests: unmodified guests on a stock QEMU, with drives served by `nvme-mpt serve`.
 //!
-//! `cargo test --release --package integration --test e2e -- [--list] [--shard I/N] [FILTER]`: FILTER is a part of a
+//! `cargo test --release --workspace --test e2e -- [--list] [--shard I/N] [FILTER]`: FILTER is a part of a
 //! check's name. These tests need minutes: `cargo test` alone does not run them, `cargo verify` runs the group
 //! `modes`, and `cargo verify --full` runs all of them. [`checks`] is the harness.
 

@@ -1,6 +1,6 @@
 //! Tests on an emulated host with NVMe drives, an IOMMU and KVM: see `integration::lab`.
 //!
-//! `cargo test --release --package integration --test lab -- [--list] [--once] [--shard I/N] [FILTER]`: FILTER is a
+//! `cargo test --release --workspace --test lab -- [--list] [--once] [--shard I/N] [FILTER]`: FILTER is a
 //! part of a check's name. These tests need many minutes: `cargo test` alone does not run them, `cargo verify` runs
 //! the group `native`, and `cargo verify --full` runs all of them.
 //!

@@ -1,8 +1,12 @@
 //! Fuzz targets for a while each: libFuzzer on the stable compiler, without further tools.
 
 use std::fs;
+use std::num::NonZero;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, ScopedJoinHandle};
 
 use super::command::{TARGET, Worth};
 use super::{Context, VerifyError};
@@ -20,19 +24,21 @@ const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer
      -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
      -Ccodegen-units=1";
 
+/// Runs every target for a while, as many at once as there are processors: a target has one thread.
 pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
-    run_targets(context, run_target)
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    run_targets(context, run_target, processors)
 }
 
 /// Runs every input of the corpora once.
 pub(super) fn run_corpora(context: &mut Context) -> Result<(), VerifyError> {
-    run_targets(context, run_corpus)
+    run_targets(context, run_corpus, 1)
 }
 
 /// Runs one target, whose program is built.
 type RunTarget = fn(&mut Context, target: &str, program: &Path) -> Result<(), VerifyError>;
 
-fn run_targets(context: &mut Context, run: RunTarget) -> Result<(), VerifyError> {
+fn run_targets(context: &mut Context, run: RunTarget, at_once: usize) -> Result<(), VerifyError> {
     let build = [
         "build",
         "--release",
@@ -52,13 +58,33 @@ fn run_targets(context: &mut Context, run: RunTarget) -> Result<(), VerifyError>
             log: context.log.clone(),
         });
     }
-    let mut result = Ok(());
-    for target in targets {
-        let outcome = run(context, &target, &programs.join(&target));
-        if outcome.is_err() {
-            context.count.failed += 1;
+    let targets = Mutex::new(targets.into_iter());
+    let next = || {
+        let mut targets = targets.lock().unwrap_or_else(PoisonError::into_inner);
+        targets.next()
+    };
+    let work = |mut own: Context| {
+        let mut result = Ok(());
+        while let Some(target) = next() {
+            own.log = own.log.with_file_name(format!("fuzz-{target}.log"));
+            // The log of an earlier run does not belong to this one.
+            let _ = fs::remove_file(&own.log);
+            let outcome = run(&mut own, &target, &programs.join(&target));
+            own.count.failed += u64::from(outcome.is_err());
+            // The others are worth knowing of as well.
+            result = result.and(outcome);
         }
-        // The others are worth knowing of as well.
+        (own.count, result)
+    };
+    let ran: Vec<_> = thread::scope(|scope| {
+        let start = |_| scope.spawn(|| work(context.beside()));
+        let workers: Vec<_> = (0..at_once).map(start).collect();
+        workers.into_iter().map(ScopedJoinHandle::join).collect()
+    });
+    let mut result = Ok(());
+    for worker in ran {
+        let (count, outcome) = worker.unwrap_or_else(|panic| resume_unwind(panic));
+        context.count.add(count);
         result = result.and(outcome);
     }
     result

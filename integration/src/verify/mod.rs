@@ -136,6 +136,19 @@ struct Context<'a> {
     not_checked: Vec<String>,
 }
 
+impl Context<'_> {
+    /// Tools of a part of the step that runs beside others, with counts of its own.
+    fn beside(&self) -> Self {
+        Self {
+            options: self.options,
+            folder: self.folder,
+            log: self.log.clone(),
+            count: Count::default(),
+            not_checked: Vec::new(),
+        }
+    }
+}
+
 /// Condition under which a step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum When {

@@ -33,6 +33,12 @@ pub enum AttachError {
          with poll=dedicated"
     )]
     MemoryMayWait,
+    /// An event-driven poller would not notice stores to mapped doorbells.
+    #[error(
+        "No store to a mapped doorbell wakes an event-driven poller: use another way of doorbells than doorbells=mapped, \
+         or poll= without :event"
+    )]
+    NoEvents,
     /// A physical drive pins its VMs' memory, for which page faults may not wait.
     #[error(
         "Drive {drive} is physical and pins the memory of all its VMs, so that memory in any kind of file could \

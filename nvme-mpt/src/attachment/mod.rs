@@ -130,6 +130,10 @@ impl Attachment {
             }
         }
         poll.check()?;
+        let doorbells = poll.doorbells(doorbells);
+        if poll.spin == Spin::Event && doorbells == DoorbellMode::Mapped {
+            return Err(AttachError::NoEvents);
+        }
         let identity = lease.identity();
         let serial = match serial {
             Some(serial) => {

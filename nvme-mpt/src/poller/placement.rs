@@ -204,6 +204,7 @@ mod tests {
             "shared",
             "dedicated",
             "shared:busy",
+            "shared:event@1",
             "dedicated@3",
             "dedicated:busy@2+3",
         ] {

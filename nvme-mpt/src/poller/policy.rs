@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::affinity::{self, NoSuchProcessor};
+use crate::doorbell::DoorbellMode;
 
 /// Sharing of a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,9 +24,24 @@ pub enum Spin {
     Adaptive,
     /// It never parks. (It still yields to others on its processor.)
     Busy,
+    /// It parks as soon as a pass finds no work. A doorbell or a completion of the drive wakes it once for all that has
+    /// come by then.
+    Event,
 }
 
-/// Polling of a guest controller's queues: `MODE[:adaptive|:busy][@CPU[+CPU…]]`.
+impl Spin {
+    /// Time without work after which a poller parks, in ticks, of one that would spin for `spin`; `None` if it never does.
+    #[inline]
+    pub(super) fn patience(self, spin: u64) -> Option<u64> {
+        match self {
+            Self::Adaptive => Some(spin),
+            Self::Busy => None,
+            Self::Event => Some(0),
+        }
+    }
+}
+
+/// Polling of a guest controller's queues: `MODE[:adaptive|:busy|:event][@CPU[+CPU…]]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PollPolicy {
     /// Sharing of a poller.
@@ -46,8 +62,8 @@ impl FromStr for PollPolicy {
             None => (text, None),
         };
         let (placement, spin) = mode.split_once(':').unwrap_or((mode, "adaptive"));
-        let form = "use shared or dedicated, then :adaptive or :busy, then @ and processor \
-                    numbers joined by +, as in dedicated:busy@2+3";
+        let form = "use shared or dedicated, then :adaptive, :busy or :event, then @ and \
+                    processor numbers joined by +, as in dedicated:busy@2+3";
         let placement = match placement {
             "shared" => Placement::Shared,
             "dedicated" => Placement::Dedicated,
@@ -56,6 +72,7 @@ impl FromStr for PollPolicy {
         let spin = match spin {
             "adaptive" => Spin::Adaptive,
             "busy" => Spin::Busy,
+            "event" => Spin::Event,
             _ => return Err(format!("`{spin}` is no way of spinning; {form}")),
         };
         let parse = |cpu: &str| {
@@ -74,6 +91,18 @@ impl FromStr for PollPolicy {
 }
 
 impl PollPolicy {
+    /// Returns the path of doorbell writes to a poller of this policy, by the path that was asked for.
+    ///
+    /// No store to a mapped register wakes a poller, so an event-driven one has no registers mapped by
+    /// [`DoorbellMode::Auto`].
+    #[must_use]
+    pub fn doorbells(&self, asked: DoorbellMode) -> DoorbellMode {
+        match (self.spin, asked) {
+            (Spin::Event, DoorbellMode::Auto) => DoorbellMode::Shadow,
+            (_, asked) => asked,
+        }
+    }
+
     /// Refuses a policy that names a processor that this machine does not have.
     ///
     /// # Errors
@@ -89,12 +118,43 @@ impl fmt::Display for PollPolicy {
             Placement::Shared => "shared",
             Placement::Dedicated => "dedicated",
         })?;
-        if self.spin == Spin::Busy {
-            f.write_str(":busy")?;
-        }
+        f.write_str(match self.spin {
+            Spin::Adaptive => "",
+            Spin::Busy => ":busy",
+            Spin::Event => ":event",
+        })?;
         for (i, cpu) in self.cpus.iter().enumerate() {
             write!(f, "{}{cpu}", if i == 0 { '@' } else { '+' })?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_way_of_spinning_bounds_the_time_without_work() {
+        assert_eq!(Spin::Adaptive.patience(7), Some(7));
+        assert_eq!(Spin::Busy.patience(7), None);
+        assert_eq!(Spin::Event.patience(7), Some(0));
+    }
+
+    #[test]
+    fn doorbells_of_an_event_driven_poller_are_not_mapped_unasked() {
+        let [event, adaptive] = ["dedicated:event", "dedicated"];
+        let [event, adaptive] = [event, adaptive].map(|text| {
+            let policy: PollPolicy = text.parse().expect("valid");
+            policy
+        });
+        for (policy, asked, given) in [
+            (&event, DoorbellMode::Auto, DoorbellMode::Shadow),
+            (&event, DoorbellMode::Trap, DoorbellMode::Trap),
+            (&event, DoorbellMode::Mapped, DoorbellMode::Mapped),
+            (&adaptive, DoorbellMode::Auto, DoorbellMode::Auto),
+        ] {
+            assert_eq!(policy.doorbells(asked), given, "{policy}: {asked}");
+        }
     }
 }

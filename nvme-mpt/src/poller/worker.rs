@@ -347,7 +347,9 @@ impl Worker {
                 Rests::Some => spin_time.shortest(),
                 Rests::All => 0,
             };
-            let parks = spin == Spin::Adaptive && (idle >= patience || self.queues.is_empty());
+            let parks = spin
+                .patience(patience)
+                .is_some_and(|patience| idle >= patience || self.queues.is_empty());
             let leaves = courtesy.is_due(now, idle);
             if !(parks || leaves) || self.until_due(now).is_some_and(|ticks| ticks <= due_soon) {
                 continue;

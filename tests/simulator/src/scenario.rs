@@ -211,7 +211,11 @@ impl Host {
             blocks: self.drive.blocks(),
             former_data: FormerData::Kept,
         });
-        let policies = ["shared", "dedicated"];
+        // No store to a mapped doorbell wakes an event-driven poller.
+        let policies = match doorbells {
+            DoorbellMode::Mapped => &["shared", "dedicated"][..],
+            _ => &["shared", "dedicated", "shared:event", "dedicated:event"],
+        };
         let policy = policies[rng.below(policies.len() as u64) as usize];
         let config = AttachmentConfig {
             drive: self.drive.clone(),

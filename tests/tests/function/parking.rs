@@ -69,6 +69,48 @@ fn commands_whose_completions_wake_the_poller() {
     pauses(&host, Setup::nth(0).poll("dedicated"), 2_000);
 }
 
+/// No poller sleeps as often as one that never spins, and none is as much at the mercy of its wake-ups.
+#[test]
+fn event_driven_pollers_with_each_way_of_doorbells_that_wakes_them() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(LEASE).unwrap();
+    for (host, poll) in [
+        (Host::new("memory:16M", 512), "shared:event"),
+        (Host::of_file(file.path(), 512), "dedicated:event"),
+    ] {
+        for doorbells in [DoorbellMode::Shadow, DoorbellMode::Trap] {
+            pauses(&host, Setup::nth(0).poll(poll).doorbells(doorbells), 2_000);
+        }
+    }
+}
+
+#[test]
+fn an_event_driven_poller_wakes_once_for_a_batch() {
+    const BATCHES: u64 = 200;
+    const BATCH: u16 = 16;
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::nth(0).poll("shared:event"));
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 32);
+    let data = machine.memory.alloc(4096).unwrap();
+    let data = prp::buffer(&data, 0, 4096).unwrap().pointer;
+    wait_for("the poller sleeps", || host.parks() > 0);
+    let before = host.parks();
+    for batch in 1..=BATCHES {
+        for cid in 0..BATCH {
+            let read = Sqe::read(1, u64::from(cid), 8)
+                .with_data(data)
+                .with_cid(cid);
+            assert!(queue.push(&read));
+        }
+        queue.ring();
+        let cids: Vec<_> = (0..BATCH).collect();
+        queue.drain(&cids, HANG).unwrap();
+        wait_for("the poller sleeps", || host.parks() >= before + batch);
+    }
+    assert_eq!(host.parks(), before + BATCHES);
+}
+
 #[test]
 fn two_guests_with_one_poller() {
     let host = Host::new("memory:32M", 512);

@@ -6,7 +6,7 @@ use nvme_mpt_tests::model::{Limits, Model, Op};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use crate::common::{Host, LEASE, MODES, Setup};
+use crate::common::{Host, LEASE, MODES, Setup, fitting};
 
 /// One way to run commands.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +36,7 @@ fn variants() -> impl Strategy<Value = Variant> {
         prop::sample::select(MODES.to_vec()),
         prop::sample::select(vec![false, false, false, true]),
         prop_oneof![Just(0), any::<u32>().prop_map(spread)],
-        prop::sample::select(vec!["shared", "dedicated", "shared:busy"]),
+        prop::sample::select(vec!["shared", "dedicated", "shared:busy", "shared:event"]),
         prop::sample::select(vec![SMALL, SMALL, SMALL, LARGE]),
     )
         .prop_map(
@@ -46,7 +46,7 @@ fn variants() -> impl Strategy<Value = Variant> {
                 doorbells,
                 scattered,
                 taken,
-                poll,
+                poll: fitting(poll, doorbells),
                 transfer,
             },
         )

@@ -52,7 +52,7 @@ fn variants() -> impl Strategy<Value = Variant> {
             DoorbellBufferUse::Watched,
             DoorbellBufferUse::Asked,
         ]),
-        prop::sample::select(vec!["shared", "dedicated", "shared:busy"]),
+        prop::sample::select(vec!["shared", "dedicated", "shared:busy", "shared:event"]),
         select(&[32 << 10, 32 << 10, 1 << 20]),
     )
         .prop_map(|(drive, more, doorbell_buffer, poll, transfer)| Variant {

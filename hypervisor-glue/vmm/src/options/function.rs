@@ -8,7 +8,7 @@ use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::learn::{Choice, Learning};
 use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::{RateLimit, RateLimits};
-use nvme_mpt::poller::Placement;
+use nvme_mpt::poller::{Placement, Spin};
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
@@ -168,6 +168,14 @@ impl FunctionOptions {
                 value: options.memory.to_string(),
                 other: "poll=dedicated",
                 why: "page faults in such memory may stop its pollers",
+            });
+        }
+        if options.poll.spin == Spin::Event && options.doorbells == DoorbellMode::Mapped {
+            return Err(OptionError::Needs {
+                key: "doorbells",
+                value: options.doorbells.to_string(),
+                other: "a poller that looks for itself, poll=shared or dedicated without :event",
+                why: "a guest's store to a mapped doorbell wakes no poller",
             });
         }
         options.check_size()?;

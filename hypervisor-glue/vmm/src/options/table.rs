@@ -90,8 +90,8 @@ of queues= [default: 0]",
     option(
         "poll",
         "POLICY",
-        "shared or dedicated, then :adaptive or :busy, then @ and processor numbers joined
-by +, as in dedicated:busy@2+3 [default: shared]",
+        "shared or dedicated, then :adaptive, :busy or :event, then @ and processor numbers
+joined by +, as in dedicated:busy@2+3 [default: shared]",
     ),
     option(
         "fixed",

@@ -259,6 +259,11 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "Option \"timeout\" cannot be \"0\"\n  A timeout is 1 to 3600 whole seconds",
         ),
         (
+            "path=/d,doorbells=mapped,poll=shared:event",
+            "Option \"doorbells=mapped\" needs a poller that looks for itself, poll=shared or dedicated without \
+             :event: a guest's store to a mapped doorbell wakes no poller; add that, or leave it out",
+        ),
+        (
             "path=/d,memory=any",
             "Option \"memory=any\" needs poll=dedicated: page faults in such memory may stop its pollers; add \
              that, or leave it out",

@@ -45,6 +45,14 @@ pub(crate) const MODES: [DoorbellMode; 3] = [
     DoorbellMode::Trap,
 ];
 
+/// Returns a way of polling that goes with a way to ring: no store to a mapped doorbell wakes an event-driven poller.
+pub(crate) fn fitting(poll: &'static str, doorbells: DoorbellMode) -> &'static str {
+    match doorbells {
+        DoorbellMode::Mapped => poll.strip_suffix(":event").unwrap_or(poll),
+        _ => poll,
+    }
+}
+
 /// Time after which a wait is called a hang: much longer than a loaded machine needs. A virtual machine may also stand
 /// still for a minute, in which its clock goes on.
 pub(crate) const HANG: Duration = Duration::from_secs(180);

@@ -19,7 +19,9 @@ use proptest::prelude::*;
 use vmm_device::{Bar, FunctionState, MsixMasking, SnapshotError};
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, Host, LEASE, MODES, Machine, NOWHERE, Setup, Suspended, queue_pair};
+use crate::common::{
+    HANG, Host, LEASE, MODES, Machine, NOWHERE, Setup, Suspended, fitting, queue_pair,
+};
 use load::Load;
 
 /// All that a guest has in its memory.
@@ -60,7 +62,7 @@ fn variants() -> impl Strategy<Value = Variant> {
     (
         any::<bool>(),
         prop::sample::select(MODES.to_vec()),
-        prop::sample::select(vec!["shared", "dedicated", "shared:busy"]),
+        prop::sample::select(vec!["shared", "dedicated", "shared:busy", "shared:event"]),
         1_u16..4,
         prop::sample::select(vec![2_u32, 3, 16, 64]),
         any::<u64>(),
@@ -68,7 +70,7 @@ fn variants() -> impl Strategy<Value = Variant> {
         .prop_map(|(file, doorbells, poll, queues, entries, seed)| Variant {
             file,
             doorbells,
-            poll,
+            poll: fitting(poll, doorbells),
             queues,
             entries,
             seed,

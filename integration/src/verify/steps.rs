@@ -225,7 +225,7 @@ fn long(context: &mut Context) -> Result<(), VerifyError> {
 
 fn loom(context: &mut Context) -> Result<(), VerifyError> {
     let packages = MODELLED.map(|package| ["--package", package]).concat();
-    let arguments = [&["test"][..], &packages, &["--release", "--lib", "loom"]].concat();
+    let arguments = [&["test"][..], &packages, &["--profile", "model", "--lib", "loom"]].concat();
     let mut command = context.cargo_apart(&arguments, "loom", "--cfg loom");
     context.run(&mut command, Worth::ItsTests)
 }

@@ -192,7 +192,7 @@ struct Outcome {
     not_checked: Vec<String>,
 }
 
-/// Needs of the builds beside Rust.
+/// Needs of the builds and tests beside Rust.
 const TOOLS: &[Tool] = &[
     Tool {
         program: "cc",
@@ -205,6 +205,11 @@ const TOOLS: &[Tool] = &[
     Tool {
         program: "valgrind",
         package: "valgrind",
+    },
+    // For a test of subvolumes.
+    Tool {
+        program: "mkfs.btrfs",
+        package: "btrfs-progs",
     },
 ];
 

@@ -8,6 +8,7 @@
 //! when it is done. A client that goes meanwhile changes nothing about that.
 
 use std::io::{self, Read, Write};
+use std::num::NonZeroU64;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -29,6 +30,7 @@ use crate::change::{Change, Changed, FunctionEntry};
 use crate::faults::{DriveFaults, FaultRequest};
 use crate::logging::LogFilter;
 use crate::owner::user_name;
+use crate::room::DriveRoom;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
@@ -140,6 +142,11 @@ enum Request {
         /// The new filter.
         filter: Option<String>,
     },
+    /// The room of its drives.
+    Room {
+        /// Bytes of a unit, a power of two; `None` for the unit of each drive.
+        unit: Option<NonZeroU64>,
+    },
     /// A change of its functions.
     Change {
         /// Request.
@@ -159,6 +166,8 @@ enum Answer {
     List(Vec<FunctionEntry>),
     /// To [`Request::Log`]: the filter now.
     Log(String),
+    /// To [`Request::Room`].
+    Room(Vec<DriveRoom>),
     /// To [`Request::Change`].
     Changed(Changed),
     /// To what is no request, or cannot be done.
@@ -184,6 +193,12 @@ pub trait Service: Send + 'static {
     /// # Errors
     /// Why it cannot be done, in words.
     fn log(&self, filter: Option<&str>) -> Result<String, String>;
+
+    /// Returns the room of its drives, for leases of `unit` bytes, or of the unit of each drive.
+    ///
+    /// # Errors
+    /// Why it is not known, in words.
+    fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String>;
 
     /// Changes its functions, which may take long, and replies when it is done.
     fn change(&self, change: Change, reply: Reply);
@@ -331,6 +346,10 @@ impl<S: Service> Clients<S> {
                 Ok(filter) => Answer::Log(filter),
                 Err(reason) => Answer::Error(reason),
             },
+            Ok(Request::Room { unit }) => match self.service.room(unit) {
+                Ok(room) => Answer::Room(room),
+                Err(reason) => Answer::Error(reason),
+            },
             Ok(Request::Change { change }) => {
                 self.service.change(change, Reply(stream));
                 return Ok(());
@@ -406,6 +425,18 @@ pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, Co
     let filter = filter.map(LogFilter::to_string);
     match ask(path, &Request::Log { filter })? {
         Answer::Log(filter) => Ok(filter),
+        other => Err(other.unexpected(path)),
+    }
+}
+
+/// Asks the server on the control socket at `path` for the room of its drives, for leases of `unit` bytes or of the unit of
+/// each drive.
+///
+/// # Errors
+/// There is no server, it refuses, or there is no answer that can be understood.
+pub fn query_room(path: &Path, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, ControlError> {
+    match ask(path, &Request::Room { unit })? {
+        Answer::Room(room) => Ok(room),
         other => Err(other.unexpected(path)),
     }
 }
@@ -580,6 +611,13 @@ mod tests {
             Vec::new()
         }
 
+        fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String> {
+            match unit {
+                Some(_) => Ok(Vec::new()),
+                None => Err("no ledger".to_owned()),
+            }
+        }
+
         fn change(&self, change: Change, reply: Reply) {
             // Far from the control thread, which serves others meanwhile.
             let answer = move || match change {
@@ -644,6 +682,9 @@ mod tests {
         let error = request_change(&path, remove).unwrap_err();
         assert!(error.to_string().ends_with("refused: not now"), "{error}");
         assert_eq!(query_functions(&path).unwrap(), []);
+        assert_eq!(query_room(&path, NonZeroU64::new(1 << 20)).unwrap(), []);
+        let error = query_room(&path, None).unwrap_err();
+        assert!(error.to_string().ends_with("refused: no ledger"), "{error}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! `nvme-mpt serve` opens drives, leases their parts, and offers each function over vfio-user ([`serve`]). An
 //! [`adaptor`] makes an NVMe function a `vfio_user_server::Device`, and a [`function_thread`] runs the
-//! two. Other commands ask a server on its control socket ([`control`]): for its figures ([`stats`]), to change its
+//! two. Other commands ask a server on its control socket ([`control`]): for its figures ([`stats`]) and its drives' room ([`room`]), to change its
 //! functions ([`change`]) and the faults of its drives ([`faults`]). The rest find the host's physical drives
 //! ([`drives`]), take them from the host's own driver ([`mod@bind`]), make profiles of drives ([`profile`]), and report on
 //! a host and a drive ([`doctor`]).
@@ -33,6 +33,7 @@ pub mod logging;
 pub mod metrics;
 mod owner;
 pub mod profile;
+pub mod room;
 pub mod serve;
 mod set_aside;
 pub mod signals;

@@ -1,6 +1,7 @@
 //! Opens what an option string describes: a drive, a lease of a part of it, and what attaches a guest
 //! controller to that. If a drive server has the drive, all of that is in the server.
 
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -8,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use nvme_mpt::drive::ReserveError;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
-    Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted,
+    Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, Ledger, Room, Wanted,
 };
 use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
@@ -105,6 +106,26 @@ impl Ledgers {
         }
     }
 
+    /// Returns the unit of leases by size of a drive, and its room for leases of `unit`, or of that unit.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn room(&self, drive: &Drive, unit: Option<NonZeroU64>) -> Result<(u64, Room), LeaseError> {
+        let unit = unit.map_or_else(|| default_unit(drive), NonZeroU64::get);
+        let namespace = drive.namespace();
+        let bytes = namespace.blocks << namespace.lba_shift;
+        let ledger = self.ledger_of(drive);
+        let room = ledger.room(drive.identity(), namespace.nsid, bytes, unit)?;
+        Ok((unit, room))
+    }
+
+    fn ledger_of(&self, drive: &Drive) -> &Ledger {
+        match drive.is_private() {
+            true => &self.private,
+            false => &self.shared,
+        }
+    }
+
     fn lease(
         &self,
         options: &FunctionOptions,
@@ -113,11 +134,7 @@ impl Ledgers {
         wanted: Wanted,
     ) -> Result<Lease, OpenError> {
         let namespace = drive.namespace();
-        let ledger = if drive.is_private() {
-            &self.private
-        } else {
-            &self.shared
-        };
+        let ledger = self.ledger_of(drive);
         let request = LeaseRequest {
             id,
             drive: drive.identity(),
@@ -141,12 +158,17 @@ const UNIT: u64 = 1 << 30;
 /// Smallest unit, in bytes, that is taken for one.
 const SMALLEST_UNIT: u64 = 1 << 20;
 
+/// Returns the unit of leases by size, in bytes, where the operator gives none.
+fn default_unit(drive: &Drive) -> u64 {
+    let multiple = drive.controller().whole_lease();
+    multiple.map_or(UNIT, |multiple| multiple.max(SMALLEST_UNIT))
+}
+
 /// Returns what `options` ask for by size.
 fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<Wanted, OpenError> {
     let LeaseSize { size, unit } = asked;
     let multiple = drive.controller().whole_lease();
-    let default = multiple.map_or(UNIT, |multiple| multiple.max(SMALLEST_UNIT));
-    let unit = unit.map_or(default, |unit| unit.0);
+    let unit = unit.map_or_else(|| default_unit(drive), |unit| unit.0);
     match multiple {
         Some(multiple) if !unit.is_multiple_of(multiple) => Err(OpenError::Unit {
             drive: drive.path().to_owned(),

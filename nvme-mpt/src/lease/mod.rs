@@ -14,6 +14,7 @@
 //! * `kept`: the ledger of private drives in a memory file, for the process after this one.
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * `tenants`: which id last held a range, and what becomes of its data.
+//! * `room`: the ids that have parts of a drive, and what is free of it.
 //! * `terms`: the owner and the limits of an id.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
@@ -28,6 +29,7 @@ pub mod identity;
 mod kept;
 pub mod ledger;
 mod private;
+mod room;
 mod store;
 mod tenants;
 mod terms;
@@ -38,6 +40,7 @@ pub use extents::Extents;
 pub use identity::LeaseIdentity;
 pub use ledger::{Lease, LeaseRequest, Ledger, Wanted};
 pub use private::PrivateError;
+pub use room::{Room, RoomUse};
 pub use store::{CONTROL_SOCKET, SERVER_SOCKETS, StoreError, make_state_folder, open_state_folder};
 pub use tenants::{FormerData, Left};
 pub use terms::{Claim, LeaseTerms};

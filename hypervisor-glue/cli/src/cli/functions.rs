@@ -4,6 +4,7 @@ use std::env;
 use std::error::Error;
 use std::fs;
 use std::io::{self, Write};
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -13,7 +14,7 @@ use nvme_mpt_vmm::options::{OptionText, RateChange, Reservation, table};
 use super::{RunningServer, told};
 use crate::change::{Change, Changed, Reserved};
 use crate::serve::{introduce, user_name};
-use crate::{control, list};
+use crate::{control, list, room};
 
 /// Add a function to a running server, also for its next start
 ///
@@ -102,6 +103,19 @@ pub(super) struct Resize {
 /// Show the functions of a running server
 #[derive(Args, Debug)]
 pub(super) struct List {
+    #[command(flatten)]
+    server: RunningServer,
+}
+
+/// Show the ids that have parts of each drive of a running server, and what is free
+///
+/// Data of an id takes room until `nvme-mpt leases release ID`.
+#[derive(Args, Debug)]
+pub(super) struct ShowRoom {
+    /// Count what is free in units of so many bytes, as in 16M: a power of two from 1M on [default: 1G; of zones, one
+    /// zone]
+    #[arg(long, value_name = "SIZE", value_parser = parse_unit)]
+    unit: Option<Bytes>,
     #[command(flatten)]
     server: RunningServer,
 }
@@ -258,6 +272,36 @@ impl List {
             writeln!(out, "No functions; add one with `nvme-mpt add`")?;
         } else {
             write!(out, "{}", list::table(&functions))?;
+        }
+        Ok(())
+    }
+}
+
+/// Smallest unit of leases by size, in bytes.
+const LEAST_UNIT: u64 = 1 << 20;
+
+fn parse_unit(text: &str) -> Result<Bytes, String> {
+    match text.parse::<Bytes>() {
+        Ok(unit) if unit.0.is_power_of_two() && unit.0 >= LEAST_UNIT => Ok(unit),
+        Ok(_) => Err("a unit is a power of two from 1M on".to_owned()),
+        Err(error) => Err(told(&error)),
+    }
+}
+
+impl ShowRoom {
+    pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
+        let unit = self.unit.and_then(|unit| NonZeroU64::new(unit.0));
+        let rooms = control::query_room(&self.server.control(), unit)?;
+        let mut out = io::stdout().lock();
+        if self.server.json {
+            writeln!(out, "{}", serde_json::to_string(&rooms)?)?;
+        } else if rooms.is_empty() {
+            writeln!(
+                out,
+                "No drives; open one with `nvme-mpt serve --drive` or `nvme-mpt add`"
+            )?;
+        } else {
+            write!(out, "{}", room::table(&rooms))?;
         }
         Ok(())
     }

@@ -28,7 +28,8 @@ use nvme_vfio::function::{HostRoot, PciAddress};
 
 use self::doctor::Doctor;
 use self::functions::{
-    Add, Limit, List, Reload, Remove, Reserve, Resize, Upgrade, function_help, function_synopsis,
+    Add, Limit, List, Reload, Remove, Reserve, Resize, ShowRoom, Upgrade, function_help,
+    function_synopsis,
 };
 use self::leases::{Leases, run_leases};
 use self::manual::{Completions, Man};
@@ -69,6 +70,7 @@ enum Command {
     Limit(Limit),
     Resize(Resize),
     List(List),
+    Room(ShowRoom),
     Reload(Reload),
     Leases(Leases),
     Stats(Stats),
@@ -366,6 +368,7 @@ pub fn run() -> ExitCode {
         Command::Limit(options) => options.run(),
         Command::Resize(options) => options.run(),
         Command::List(options) => options.run(),
+        Command::Room(options) => options.run(),
         Command::Reload(options) => options.run(),
         Command::Leases(options) => run_leases(options),
         Command::Stats(options) => options.run(),

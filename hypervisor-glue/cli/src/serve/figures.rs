@@ -1,14 +1,18 @@
 //! Figures of a server, for its control socket and for its metrics.
 
+use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use nvme_mpt::lease::LeaseError;
 use nvme_mpt::wipe::wiped;
 use nvme_mpt::{Drive, Pollers};
+use nvme_mpt_vmm::open::Ledgers;
 
 use super::leases::LeaseTable;
 use super::view::View;
 use crate::function_thread::FunctionHandle;
 use crate::metrics::{Snapshot, Source};
+use crate::room::DriveRoom;
 use crate::stats::{DriveStats, ServerStats};
 
 /// Places of a server's figures.
@@ -17,6 +21,7 @@ pub(super) struct Figures {
     pub(super) view: Arc<Mutex<Arc<View>>>,
     pub(super) leases: Arc<LeaseTable>,
     pub(super) pollers: Arc<Pollers>,
+    pub(super) ledgers: Arc<Ledgers>,
 }
 
 impl Figures {
@@ -41,6 +46,17 @@ impl Figures {
             drives: drives.collect(),
             pollers: self.pollers.stats(),
         }
+    }
+}
+
+impl Figures {
+    /// Returns the room of all drives.
+    pub(super) fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, LeaseError> {
+        let view = self.view();
+        let drives = view.drives.iter();
+        drives
+            .map(|drive| DriveRoom::of(drive, &self.ledgers, unit))
+            .collect()
     }
 }
 

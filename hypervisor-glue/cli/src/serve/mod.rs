@@ -19,6 +19,7 @@ mod view;
 
 use std::fs;
 use std::io::{self, Write};
+use std::num::NonZeroU64;
 use std::path::{self, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,6 +49,7 @@ use crate::kept::{self, Keeping, KeepingError, crashes};
 use crate::logging::{self, LogFilter};
 use crate::metrics::{MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::socket_access;
+use crate::room::DriveRoom;
 use crate::signals::EndSignals;
 use crate::stats::ServerStats;
 
@@ -342,6 +344,7 @@ impl Server {
             view: roster.view(),
             leases: roster.leases(),
             pollers: roster.pollers(),
+            ledgers: roster.terms.ledgers.clone(),
         };
         // VMMs that came before the drives are open would open them themselves.
         let lease_server =
@@ -420,6 +423,12 @@ impl Service for Controlled {
         }
         let filter = logging::filter().ok_or("it has no log of its own")?;
         Ok(filter.to_string())
+    }
+
+    fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String> {
+        self.figures
+            .room(unit)
+            .map_err(|error| report::chain(&error))
     }
 
     fn change(&self, change: Change, reply: Reply) {

@@ -44,6 +44,40 @@ fn leases(bench: &Bench) -> Vec<Value> {
     leases
 }
 
+/// Returns what `nvme-mpt room` shows of the one drive in MiB: what is free, and id, size and use of its parts.
+fn room(bench: &Bench) -> (u64, Vec<(String, u64, bool)>) {
+    let shown = bench.ask("room", &["--json", "--unit", "1M"]).unwrap();
+    let drives: Vec<Value> = serde_json::from_str(&shown).unwrap();
+    assert_eq!(drives.len(), 1, "{shown}");
+    let mib = |entry: &Value, key: &str| entry[key].as_u64().unwrap() / MIB;
+    let uses = drives[0]["uses"].as_array().unwrap().iter();
+    let uses = uses.map(|entry| {
+        let id = entry["id"].as_str().unwrap().to_owned();
+        (id, mib(entry, "bytes"), entry["leased"].as_bool().unwrap())
+    });
+    (mib(&drives[0], "free"), uses.collect())
+}
+
+#[test]
+fn room_is_taken_by_leases_and_by_data_that_was_not_released() {
+    let bench = Bench::new();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--drive", "path=drive.img"]);
+    let _server = Server::start(serve).unwrap();
+    assert_eq!(room(&bench), (64, vec![]));
+    bench.ask("add", &[&sized("a", "20M")]).unwrap();
+    assert_eq!(room(&bench), (44, vec![("a".to_owned(), 20, true)]));
+    bench.ask("remove", &["a"]).unwrap();
+    assert_eq!(room(&bench), (44, vec![("a".to_owned(), 20, false)]));
+    let output = bench.run("leases", &["release", "a"]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(room(&bench), (64, vec![]));
+    let table = bench.ask("room", &[]).unwrap();
+    assert!(table.contains("free"), "{table}");
+    let complaint = bench.ask("room", &["--unit", "3M"]).unwrap_err();
+    assert!(complaint.contains("power of two"), "{complaint}");
+}
+
 /// Starts and lengths in MiB of an entry's extents.
 fn extents_of(entry: &Value) -> Vec<(u64, u64)> {
     let parts = entry["extents"].as_array().unwrap().iter();

@@ -14,6 +14,7 @@ use super::entry::LeaseEntry;
 use super::error::LeaseError;
 use super::extents::{Extents, joined};
 use super::holder::Slot;
+use super::room;
 use super::store::{Record, Records, StoreError};
 use super::tenants::{self, FormerData, Found, Place, Tenant};
 use crate::origin::extent::{self, Stretch};
@@ -342,6 +343,26 @@ fn extend(
     let parts = own.iter().copied().chain(chosen).collect();
     // None overlap, since what is the lease's own is not free.
     Extents::new(parts).map_err(|_| no_room())
+}
+
+/// Returns the bytes that leases in units of `unit` bytes can have, and the parts that ids have: leases first.
+pub(super) fn uses<'a>(
+    records: &'a Records,
+    area: &Area<'_>,
+    unit: u64,
+) -> (u64, Vec<room::Used<'a>>) {
+    let leases = records.leases.iter().flat_map(|record| {
+        let shared = area.shared_with(record);
+        shared.into_iter().map(|range| (&*record.id, range, true))
+    });
+    let data = area.found(&records.tenants);
+    let data = data.iter().filter(|found| !found.tenant.is_free());
+    let data = data.map(|found| (&*found.tenant.id, found.range, false));
+    let used: Vec<room::Used<'a>> = leases.chain(data).collect();
+    let taken: Vec<ByteRange> = used.iter().map(|(_, range, _)| *range).collect();
+    let free = allocate::free(area.capacity / unit, unit, &taken, &[]);
+    let units = free.usable.iter().map(|run| run.end - run.start);
+    (units.sum::<u64>() * unit, used)
 }
 
 /// Enters the extents of a lease for its id. Data in them that is not its own is marked to be wiped.

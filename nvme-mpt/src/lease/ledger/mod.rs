@@ -13,6 +13,7 @@ use super::extents::Extents;
 use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
 use super::kept::KeptRecords;
+use super::room::{Room, room};
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
 use super::terms::{Claim, LeaseTerms};
@@ -252,6 +253,29 @@ impl Ledger {
         match &*self.0 {
             Book::Folder(folder) => Ok(folder.read()?.terms),
             Book::Process { records, .. } => Ok(lock(records).terms.clone()),
+        }
+    }
+
+    /// Returns the room of a namespace of `capacity` bytes for leases in units of `unit` bytes, above 0.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn room(
+        &self,
+        drive: &str,
+        nsid: Nsid,
+        capacity: u64,
+        unit: u64,
+    ) -> Result<Room, LeaseError> {
+        let area = Area {
+            id: "",
+            drive,
+            nsid,
+            capacity,
+        };
+        match &*self.0 {
+            Book::Folder(folder) => Ok(room(&folder.read()?, &area, unit)),
+            Book::Process { records, .. } => Ok(room(&lock(records), &area, unit)),
         }
     }
 

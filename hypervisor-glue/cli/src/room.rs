@@ -1,0 +1,126 @@
+//! Report of `nvme-mpt room`: room of each drive of a server, and the ids that have parts of it.
+
+use std::fmt;
+use std::num::NonZeroU64;
+
+use nvme_mpt::Drive;
+use nvme_mpt::lease::{LeaseError, Room, RoomUse};
+use nvme_mpt::range::Bytes;
+use nvme_mpt_vmm::open::Ledgers;
+use serde::{Deserialize, Serialize};
+
+use crate::table::Table;
+
+/// Room of a namespace of a drive.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DriveRoom {
+    /// The drive, as in `path=`.
+    pub drive: String,
+    /// The namespace.
+    pub nsid: u32,
+    /// Bytes of the namespace.
+    pub bytes: u64,
+    /// Bytes of a logical block.
+    pub lba_bytes: u32,
+    /// Bytes of a unit of leases by size.
+    pub unit: u64,
+    /// Its room.
+    #[serde(flatten)]
+    pub room: Room,
+}
+
+impl DriveRoom {
+    /// Returns the room of a drive for leases of `unit`, or of the drive's own unit.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn of(
+        drive: &Drive,
+        ledgers: &Ledgers,
+        unit: Option<NonZeroU64>,
+    ) -> Result<Self, LeaseError> {
+        let (unit, room) = ledgers.room(drive, unit)?;
+        let namespace = drive.namespace();
+        Ok(Self {
+            drive: drive.path().to_string(),
+            nsid: namespace.nsid.0,
+            bytes: namespace.blocks << namespace.lba_shift,
+            lba_bytes: 1 << namespace.lba_shift,
+            unit,
+            room,
+        })
+    }
+}
+
+/// Returns the table of drives and of ids on them.
+pub(crate) fn table(rooms: &[DriveRoom]) -> impl fmt::Display {
+    let mut table = Table::of_text();
+    table.row(
+        ["DRIVE", "NAMESPACE", "ID", "SIZE", "USE"]
+            .map(str::to_owned)
+            .into(),
+    );
+    for room in rooms {
+        let mut row = |id: &str, bytes, used: &str| {
+            let cells = [
+                &*room.drive,
+                &room.nsid.to_string(),
+                id,
+                &Bytes(bytes).to_string(),
+                used,
+            ];
+            table.row(cells.map(str::to_owned).into());
+        };
+        for RoomUse { id, bytes, leased } in &room.room.uses {
+            row(id, *bytes, if *leased { "leased" } else { "data" });
+        }
+        row("-", room.room.free, "free");
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_json_has_the_names_that_programs_read_and_the_table_one_row_per_id() {
+        let used = |id: &str, leased| RoomUse {
+            id: id.to_owned(),
+            bytes: 2 << 30,
+            leased,
+        };
+        let room = DriveRoom {
+            drive: "0000:01:00.0".to_owned(),
+            nsid: 1,
+            bytes: (8 << 30) + 512,
+            lba_bytes: 512,
+            unit: 1 << 30,
+            room: Room {
+                free: 4 << 30,
+                uses: vec![used("a", true), used("b", false)],
+            },
+        };
+        let json = serde_json::to_value(&room).unwrap();
+        for key in ["nsid", "bytes", "lba_bytes", "unit", "free"] {
+            assert!(json[key].is_u64(), "{key}");
+        }
+        assert_eq!(json["uses"][0]["id"], "a");
+        assert_eq!(json["uses"][1]["leased"], false);
+        assert_eq!(serde_json::from_value::<DriveRoom>(json).unwrap(), room);
+
+        let table = table(&[room]).to_string();
+        let rows: Vec<Vec<&str>> = table
+            .lines()
+            .map(|line| line.split_whitespace().collect())
+            .collect();
+        let drive = "0000:01:00.0";
+        let expected = [
+            vec!["DRIVE", "NAMESPACE", "ID", "SIZE", "USE"],
+            vec![drive, "1", "a", "2G", "leased"],
+            vec![drive, "1", "b", "2G", "data"],
+            vec![drive, "1", "-", "4G", "free"],
+        ];
+        assert_eq!(rows, expected);
+    }
+}

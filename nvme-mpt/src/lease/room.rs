@@ -1,0 +1,123 @@
+//! Room of a drive: the ids that have parts of it, and what a new lease by size can have.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::by_size::{self, Area};
+use super::store::Records;
+use crate::range::ByteRange;
+
+/// Room of a namespace of a drive.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Room {
+    /// Bytes that leases by size can have, in whole units.
+    pub free: u64,
+    /// Ids that have parts of the namespace, in their order.
+    pub uses: Vec<RoomUse>,
+}
+
+/// Part of a namespace that an id has.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RoomUse {
+    /// The id.
+    pub id: String,
+    /// Bytes that are leased to the id, or have data of it that was not released.
+    pub bytes: u64,
+    /// True if the ledger has a lease of the id, held or stale.
+    pub leased: bool,
+}
+
+/// Returns the room of `area` for leases in units of `unit` bytes.
+pub(super) fn room(records: &Records, area: &Area<'_>, unit: u64) -> Room {
+    let (free, used) = by_size::uses(records, area, unit);
+    let mut uses = BTreeMap::<String, RoomUse>::new();
+    for (id, range, leased) in used {
+        let entry = uses.entry(id.to_owned()).or_insert_with(|| RoomUse {
+            id: id.to_owned(),
+            bytes: 0,
+            leased: false,
+        });
+        // A lease is entered first. Its bytes are its data as well.
+        if leased || !entry.leased {
+            entry.bytes += range.length();
+        }
+        entry.leased |= leased;
+    }
+    Room {
+        free,
+        uses: uses.into_values().collect(),
+    }
+}
+
+/// Part of a namespace: its id, its bytes, and whether it is leased.
+pub(super) type Used<'a> = (&'a str, ByteRange, bool);
+
+#[cfg(test)]
+mod tests {
+    use super::super::{FormerData, LeaseError, LeaseRequest, Ledger, Wanted};
+    use super::*;
+    use crate::spec::ids::Nsid;
+
+    const GIB: u64 = 1 << 30;
+
+    fn request(id: &str, wanted: Wanted) -> LeaseRequest<'_> {
+        LeaseRequest {
+            id,
+            drive: "file:/drive",
+            nsid: Nsid(1),
+            wanted,
+            lba_shift: 9,
+            blocks: (10 * GIB + 4096) >> 9,
+            former_data: FormerData::Refused,
+        }
+    }
+
+    fn by_size(id: &str, gib: u64) -> LeaseRequest<'_> {
+        request(
+            id,
+            Wanted::Size {
+                bytes: gib * GIB,
+                unit: GIB,
+                whole: false,
+            },
+        )
+    }
+
+    fn shown(ledger: &Ledger) -> Result<(u64, Vec<(String, u64, bool)>), LeaseError> {
+        let room = ledger.room("file:/drive", Nsid(1), 10 * GIB + 4096, GIB)?;
+        let uses = room.uses.into_iter();
+        let uses = uses.map(|entry| (entry.id, entry.bytes / GIB, entry.leased));
+        Ok((room.free / GIB, uses.collect()))
+    }
+
+    #[test]
+    fn leases_and_data_take_room_until_the_data_is_released() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Ledger::open(&dir.path().join("state"));
+        for ledger in [folder, Ledger::in_process()] {
+            assert_eq!(shown(&ledger).unwrap(), (10, vec![]));
+            let a = ledger.acquire(&by_size("a", 3)).unwrap();
+            let b = ledger.acquire(&by_size("b", 2)).unwrap();
+            let use_of = |id: &str, gib, leased| (id.to_owned(), gib, leased);
+            let (of_a, of_b) = (use_of("a", 3, true), use_of("b", 2, true));
+            assert_eq!(shown(&ledger).unwrap(), (5, vec![of_a.clone(), of_b]));
+            b.release().unwrap();
+            let of_b = use_of("b", 2, false);
+            assert_eq!(shown(&ledger).unwrap(), (5, vec![of_a.clone(), of_b]));
+            ledger.decide_data("b", FormerData::Wiped).unwrap();
+            assert_eq!(shown(&ledger).unwrap(), (7, vec![of_a]));
+            drop(a);
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_unit_takes_the_unit() {
+        let ledger = Ledger::in_process();
+        let half: ByteRange = "512M+1M".parse().unwrap();
+        let _half = ledger.acquire(&request("half", Wanted::At(half))).unwrap();
+        assert_eq!(shown(&ledger).unwrap().0, 9);
+        let room = ledger.room("file:/other", Nsid(1), 10 * GIB, GIB).unwrap();
+        assert_eq!((room.free, room.uses), (10 * GIB, vec![]));
+    }
+}

@@ -1,0 +1,90 @@
+// Package claims reads the claims of a cluster, and keeps those allocated that keep their data.
+package claims
+
+import (
+	"context"
+	"fmt"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/parameters"
+)
+
+// page is the number of claims that are asked for at once.
+const page = 500
+
+// Cluster is the API server of a cluster.
+type Cluster struct {
+	Client kubernetes.Interface
+}
+
+// Get returns a claim, and nil if there is none.
+func (c Cluster) Get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
+	claim, err := c.Client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("claim %s/%s cannot be read from the API server: %w", namespace, name, err)
+	}
+	return claim, nil
+}
+
+// List returns all claims, as the API server has them at this moment.
+func (c Cluster) List(ctx context.Context) ([]resourceapi.ResourceClaim, error) {
+	var all []resourceapi.ResourceClaim
+	options := metav1.ListOptions{Limit: page}
+	for {
+		list, err := c.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, options)
+		if err != nil {
+			return nil, fmt.Errorf("the claims cannot be read from the API server: %w", err)
+		}
+		all = append(all, list.Items...)
+		if list.Continue == "" {
+			return all, nil
+		}
+		options.Continue = list.Continue
+	}
+}
+
+// Results returns the allocation results of this driver, in their order.
+func Results(claim *resourceapi.ResourceClaim) []resourceapi.DeviceRequestAllocationResult {
+	if claim.Status.Allocation == nil {
+		return nil
+	}
+	var own []resourceapi.DeviceRequestAllocationResult
+	for _, result := range claim.Status.Allocation.Devices.Results {
+		if result.Driver == names.Driver {
+			own = append(own, result)
+		}
+	}
+	return own
+}
+
+// IsKept reports whether data of a claim outlives its pods.
+func IsKept(claim *resourceapi.ResourceClaim) (bool, error) {
+	for _, result := range Results(claim) {
+		function, err := parameters.Of(claim, result.Request)
+		if err != nil {
+			return false, err
+		}
+		if function.Fate(claim) == parameters.Keep {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// IsHeld reports whether the claim stays allocated without a pod.
+func IsHeld(claim *resourceapi.ResourceClaim) bool {
+	for _, consumer := range claim.Status.ReservedFor {
+		if isHold(consumer) {
+			return true
+		}
+	}
+	return false
+}

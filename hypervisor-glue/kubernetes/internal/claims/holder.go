@@ -1,0 +1,113 @@
+package claims
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+)
+
+// holdResource names the consumer that keeps a claim allocated. Kubernetes has no object of it: its controller of claims
+// leaves consumers alone that it does not know (Kubernetes 1.36, pkg/controller/resourceclaim/controller.go).
+const holdResource = "leases"
+
+func isHold(consumer resourceapi.ResourceClaimConsumerReference) bool {
+	return consumer.APIGroup == names.Driver && consumer.Resource == holdResource
+}
+
+func holdOf(claim *resourceapi.ResourceClaim) resourceapi.ResourceClaimConsumerReference {
+	return resourceapi.ResourceClaimConsumerReference{
+		APIGroup: names.Driver,
+		Resource: holdResource,
+		Name:     claim.Name,
+		// Unique among the consumers of the claim, which are pods.
+		UID: claim.UID,
+	}
+}
+
+// Hold makes the claim stay allocated if it keeps its data, and lets go of one that is being deleted. A claim without a
+// consumer would be deallocated, and its next pod might be placed on another node.
+//
+// It changes one claim in one step, by a condition on the version that it looked at. So a hold that fails is made by the
+// next call.
+func (c Cluster) Hold(ctx context.Context, claim *resourceapi.ResourceClaim) error {
+	kept, err := IsKept(claim)
+	if err != nil {
+		// Parameters that a node plugin refuses: no function is made of them, so there is no data.
+		kept = false
+	}
+	wanted := kept && claim.DeletionTimestamp == nil
+	if wanted == IsHeld(claim) {
+		return nil
+	}
+	changed := claim.DeepCopy()
+	if wanted {
+		changed.Status.ReservedFor = append(changed.Status.ReservedFor, holdOf(claim))
+	} else {
+		changed.Status.ReservedFor = slices.DeleteFunc(changed.Status.ReservedFor, isHold)
+	}
+	_, err = c.Client.ResourceV1().ResourceClaims(claim.Namespace).UpdateStatus(ctx, changed, metav1.UpdateOptions{})
+	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
+		// It has another version now, which the watch brings.
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("claim %s/%s cannot be held: allow this account to update resourceclaims/status and resourceclaims/binding: %w",
+			claim.Namespace, claim.Name, err)
+	}
+	return nil
+}
+
+// HoldAll holds all claims that are to be held. It returns all errors.
+func (c Cluster) HoldAll(ctx context.Context) error {
+	all, err := c.List(ctx)
+	if err != nil {
+		return err
+	}
+	var failed []error
+	for i := range all {
+		failed = append(failed, c.Hold(ctx, &all[i]))
+	}
+	return errors.Join(failed...)
+}
+
+// Watch holds claims from now on, as they come and change, until the context ends or the API server closes the watch.
+func (c Cluster) Watch(ctx context.Context, report func(error)) error {
+	list, err := c.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{Limit: 1})
+	if err != nil {
+		return fmt.Errorf("the claims cannot be read from the API server: %w", err)
+	}
+	watch, err := c.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).Watch(ctx, metav1.ListOptions{ResourceVersion: list.ResourceVersion})
+	if err != nil {
+		return fmt.Errorf("the claims cannot be watched: %w", err)
+	}
+	defer watch.Stop()
+	// Those that are there already. What changes meanwhile comes by the watch.
+	if err := c.HoldAll(ctx); err != nil {
+		report(err)
+	}
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case event, open := <-watch.ResultChan():
+			if !open {
+				return nil
+			}
+			claim, isClaim := event.Object.(*resourceapi.ResourceClaim)
+			if !isClaim {
+				// The version is too old, for example.
+				return nil
+			}
+			if err := c.Hold(ctx, claim); err != nil {
+				report(err)
+			}
+		}
+	}
+}

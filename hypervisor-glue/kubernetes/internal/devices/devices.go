@@ -1,0 +1,216 @@
+// Package devices describes the drives of a node to the scheduler.
+package devices
+
+import (
+	"fmt"
+	"hash/fnv"
+	"regexp"
+	"sort"
+	"strings"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
+)
+
+const (
+	// TaintFailed is the taint of a drive that failed or was removed.
+	TaintFailed = names.Driver + "/failed"
+	// TaintUnreachable is the taint of drives whose server does not answer.
+	TaintUnreachable = names.Driver + "/unreachable"
+
+	healthOK     = "ok"
+	healthFailed = "failed"
+
+	// attributeLength is the longest text of an attribute.
+	attributeLength = resourceapi.DeviceAttributeMaxValueLength
+	pciBusID        = "resource.kubernetes.io/pciBusID"
+)
+
+// Rate is a capacity that no drive reports: the operator's estimate.
+type Rate struct {
+	// Total is what claims get in all; 0 for a capacity that is not published.
+	Total int64
+	// Default is consumed by a request that asks for none; 0 for no limit.
+	Default int64
+}
+
+// Rates has the capacities of a drive that the operator sets.
+type Rates struct {
+	IOPS, Bandwidth Rate
+}
+
+// Facts are what the server reports of a node.
+type Facts struct {
+	Drives     []server.Drive
+	Rooms      []server.Room
+	Leases     []server.Lease
+	HostDrives []server.HostDrive
+	// IsCounted reports whether the scheduler counts the lease as part of the drive.
+	IsCounted func(lease string) bool
+}
+
+var (
+	pciAddress  = regexp.MustCompile(`^[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$`)
+	notInLabels = regexp.MustCompile(`[^a-z0-9]+`)
+)
+
+// Name returns the name of a drive's device: that of its PCI address, or one made from its path.
+func Name(drive string) string {
+	label := strings.Trim(notInLabels.ReplaceAllString(strings.ToLower(drive), "-"), "-")
+	if pciAddress.MatchString(drive) {
+		return "pci-" + label
+	}
+	hash := fnv.New32a()
+	_, _ = hash.Write([]byte(drive)) // It never fails.
+	const labelLength = 48
+	label = strings.Trim(label[max(0, len(label)-labelLength):], "-")
+	return strings.TrimPrefix(fmt.Sprintf("%s-%08x", label, hash.Sum32()), "-")
+}
+
+// isPublished reports whether claims can have parts of a drive: it outlives its server.
+func isPublished(drive string) bool {
+	return !strings.HasPrefix(drive, "memory:") && !strings.HasPrefix(drive, "null:")
+}
+
+// Of returns the devices of all drives, in the order of their names.
+func Of(facts Facts, rates Rates) []resourceapi.Device {
+	rooms := make(map[string]server.Room, len(facts.Rooms))
+	for _, room := range facts.Rooms {
+		rooms[room.Drive] = room
+	}
+	var all []resourceapi.Device
+	for _, drive := range facts.Drives {
+		room, known := rooms[drive.Path]
+		if known && isPublished(drive.Path) {
+			all = append(all, device(drive, room, facts, rates))
+		}
+	}
+	sort.Slice(all, func(i, j int) bool { return all[i].Name < all[j].Name })
+	return all
+}
+
+func device(drive server.Drive, room server.Room, facts Facts, rates Rates) resourceapi.Device {
+	device := resourceapi.Device{
+		Name:                     Name(drive.Path),
+		AllowMultipleAllocations: new(true),
+		Attributes:               attributes(drive, room, facts),
+		Capacity: map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
+			names.Size: size(room, facts.IsCounted),
+		},
+	}
+	if pairs := drive.QueuePairs; pairs != nil {
+		device.Capacity[names.Queues] = amount(queues(pairs, room, facts), resource.DecimalSI, 0)
+	}
+	if rate := rates.IOPS; rate.Total > 0 {
+		device.Capacity[names.IOPS] = amount(rate.Total, resource.DecimalSI, rate.Default)
+	}
+	if rate := rates.Bandwidth; rate.Total > 0 {
+		device.Capacity[names.Bandwidth] = amount(rate.Total, resource.BinarySI, rate.Default)
+	}
+	if drive.Gone {
+		device.Taints = append(device.Taints, resourceapi.DeviceTaint{
+			Key:    TaintFailed,
+			Effect: resourceapi.DeviceTaintEffectNoSchedule,
+		})
+	}
+	return device
+}
+
+func attributes(drive server.Drive, room server.Room, facts Facts) map[resourceapi.QualifiedName]resourceapi.DeviceAttribute {
+	text := func(value string) resourceapi.DeviceAttribute {
+		value = strings.TrimSpace(value)
+		return resourceapi.DeviceAttribute{StringValue: new(value[:min(len(value), attributeLength)])}
+	}
+	health := healthOK
+	if drive.Gone {
+		health = healthFailed
+	}
+	kind := "software"
+	if pciAddress.MatchString(drive.Path) {
+		kind = "physical"
+	}
+	found := map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{
+		"model":   text(drive.Model),
+		"health":  text(health),
+		"kind":    text(kind),
+		"lbaSize": {IntValue: new(room.LBABytes)},
+	}
+	for _, host := range facts.HostDrives {
+		if host.Address != drive.Path {
+			continue
+		}
+		found[pciBusID] = text(host.Address)
+		if host.NUMANode != nil {
+			found["numaNode"] = resourceapi.DeviceAttribute{IntValue: host.NUMANode}
+		}
+	}
+	return found
+}
+
+// size returns the capacity of bytes: what is free, and what the scheduler counts already.
+func size(room server.Room, isCounted func(string) bool) resourceapi.DeviceCapacity {
+	bytes := room.Free
+	for _, use := range room.Uses {
+		if isCounted(use.ID) {
+			bytes += use.Bytes
+		}
+	}
+	bytes -= bytes % room.Unit
+	quantity := func(bytes int64) *resource.Quantity { return resource.NewQuantity(bytes, resource.BinarySI) }
+	capacity := resourceapi.DeviceCapacity{Value: *quantity(bytes)}
+	switch unit := room.Unit; {
+	case bytes >= 2*unit:
+		capacity.RequestPolicy = &resourceapi.CapacityRequestPolicy{
+			Default:    quantity(unit),
+			ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: quantity(unit), Step: quantity(unit)},
+		}
+	case bytes == unit:
+		// A range would have no step.
+		capacity.RequestPolicy = &resourceapi.CapacityRequestPolicy{
+			Default:     quantity(unit),
+			ValidValues: []resource.Quantity{*quantity(unit)},
+		}
+	}
+	return capacity
+}
+
+// queues returns the queue pairs that claims can reserve in all. One pair stays for queues that share.
+func queues(pairs *server.QueuePairs, room server.Room, facts Facts) int64 {
+	others := pairs.Reserved
+	here := make(map[string]bool, len(room.Uses))
+	for _, use := range room.Uses {
+		here[use.ID] = true
+	}
+	for _, lease := range facts.Leases {
+		if here[lease.ID] && facts.IsCounted(lease.ID) {
+			others -= lease.ReservedPairs
+		}
+	}
+	return max(0, pairs.Total-1-max(0, others))
+}
+
+func amount(total int64, format resource.Format, byDefault int64) resourceapi.DeviceCapacity {
+	return resourceapi.DeviceCapacity{
+		Value: *resource.NewQuantity(total, format),
+		RequestPolicy: &resourceapi.CapacityRequestPolicy{
+			Default: resource.NewQuantity(min(byDefault, total), format),
+		},
+	}
+}
+
+// Unreachable returns the devices with the taint of drives whose server does not answer.
+func Unreachable(all []resourceapi.Device) []resourceapi.Device {
+	tainted := make([]resourceapi.Device, 0, len(all))
+	for i := range all {
+		device := all[i].DeepCopy()
+		device.Taints = append(device.Taints, resourceapi.DeviceTaint{
+			Key:    TaintUnreachable,
+			Effect: resourceapi.DeviceTaintEffectNoSchedule,
+		})
+		tainted = append(tainted, *device)
+	}
+	return tainted
+}

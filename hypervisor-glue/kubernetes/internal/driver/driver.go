@@ -1,0 +1,180 @@
+// Package driver is the DRA driver of one node: it publishes the node's drives, and makes functions for claims.
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/klog/v2"
+
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/devices"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/node"
+)
+
+const (
+	// sliceLength is the most devices of a slice with taints.
+	sliceLength = 64
+	// fullCollections is the number of rounds after which leases that have a function are collected, too.
+	fullCollections = 40
+)
+
+// Options are the places and choices of a driver.
+type Options struct {
+	Node   *node.Node
+	Client kubernetes.Interface
+	Rates  devices.Rates
+	// KubeletDir is kubelet's folder, with plugins and plugins_registry.
+	KubeletDir string
+	// Interval is the time between two looks at the server.
+	Interval time.Duration
+}
+
+// Driver is a DRA driver.
+type Driver struct {
+	options Options
+	// last has the devices that were published last.
+	last []resourceapi.Device
+}
+
+// New returns a driver, which does nothing yet.
+func New(options Options) *Driver {
+	return &Driver{options: options}
+}
+
+// Run serves kubelet until the context ends.
+func (d *Driver) Run(ctx context.Context) error {
+	data := filepath.Join(d.options.KubeletDir, "plugins", names.Driver)
+	if err := os.MkdirAll(data, 0o750); err != nil {
+		return fmt.Errorf("the plugin's folder cannot be made: mount %s into the plugin: %w", filepath.Dir(data), err)
+	}
+	helper, err := kubeletplugin.Start(ctx, plugin{d.options.Node},
+		kubeletplugin.KubeClient(d.options.Client),
+		kubeletplugin.NodeName(d.options.Node.Name),
+		kubeletplugin.DriverName(names.Driver),
+		kubeletplugin.PluginDataDirectoryPath(data),
+		kubeletplugin.RegistrarDirectoryPath(filepath.Join(d.options.KubeletDir, "plugins_registry")),
+	)
+	if err != nil {
+		return fmt.Errorf("kubelet cannot be served: %w", err)
+	}
+	defer helper.Stop()
+	ticker := time.NewTicker(d.options.Interval)
+	defer ticker.Stop()
+	for round := 0; ; round++ {
+		resources := d.Resources(ctx, round%fullCollections == 0)
+		if err := helper.PublishResources(ctx, resources); err != nil {
+			return fmt.Errorf("the drives cannot be published: %w", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		}
+	}
+}
+
+// Resources collects leases of claims that are gone, and returns what the node has. Drives whose server does not answer are
+// tainted.
+func (d *Driver) Resources(ctx context.Context, all bool) resourceslice.DriverResources {
+	logger := klog.FromContext(ctx)
+	collected, err := d.options.Node.Collect(ctx, all)
+	for _, id := range collected.Released {
+		logger.Info("Released a lease whose claim is gone", "lease", id)
+	}
+	if err != nil {
+		logger.Error(err, "Leases of claims that are gone were not all released")
+	}
+	facts, err := d.facts(ctx, collected.Unallocated)
+	shown := d.last
+	if err != nil {
+		logger.Error(err, "The server does not report its drives")
+		shown = devices.Unreachable(d.last)
+	} else {
+		d.last = devices.Of(facts, d.options.Rates)
+		shown = d.last
+	}
+	var pool resourceslice.Pool
+	for len(shown) > sliceLength {
+		pool.Slices = append(pool.Slices, resourceslice.Slice{Devices: shown[:sliceLength]})
+		shown = shown[sliceLength:]
+	}
+	// Also if there are none: a pool without a slice is no pool.
+	pool.Slices = append(pool.Slices, resourceslice.Slice{Devices: shown})
+	return resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{d.options.Node.Name: pool}}
+}
+
+func (d *Driver) facts(ctx context.Context, unallocated sets.Set[string]) (devices.Facts, error) {
+	server := d.options.Node.Server
+	drives, err1 := server.Drives(ctx)
+	rooms, err2 := server.Rooms(ctx)
+	leases, err3 := server.Leases(ctx)
+	host, err4 := server.HostDrives(ctx)
+	facts := devices.Facts{
+		Drives:     drives,
+		Rooms:      rooms,
+		Leases:     leases,
+		HostDrives: host,
+		IsCounted: func(lease string) bool {
+			_, isClaim := names.Claim(lease)
+			return isClaim && !unallocated.Has(lease)
+		},
+	}
+	return facts, errors.Join(err1, err2, err3, err4)
+}
+
+// plugin answers kubelet.
+type plugin struct {
+	node *node.Node
+}
+
+var _ kubeletplugin.DRAPlugin = plugin{}
+
+func (p plugin) PrepareResourceClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
+	results := make(map[types.UID]kubeletplugin.PrepareResult, len(claims))
+	for _, claim := range claims {
+		prepared, err := p.node.Prepare(ctx, claim)
+		result := kubeletplugin.PrepareResult{Err: err}
+		for _, function := range prepared {
+			result.Devices = append(result.Devices, kubeletplugin.Device{
+				Requests:     []string{function.Result.Request},
+				PoolName:     function.Result.Pool,
+				DeviceName:   function.Result.Device,
+				ShareID:      function.Result.ShareID,
+				CDIDeviceIDs: []string{function.CDIDevice},
+			})
+		}
+		results[claim.UID] = result
+	}
+	return results, nil
+}
+
+func (p plugin) UnprepareResourceClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) (map[types.UID]error, error) {
+	results := make(map[types.UID]error, len(claims))
+	for _, claim := range claims {
+		results[claim.UID] = p.node.Unprepare(ctx, claim.UID, claim.Namespace, claim.Name)
+	}
+	return results, nil
+}
+
+// HandleError reports errors of the background. All of them are tried again, but for fields that the API server drops.
+func (p plugin) HandleError(ctx context.Context, err error, message string) {
+	logger := klog.FromContext(ctx)
+	var dropped *resourceslice.DroppedFieldsError
+	if errors.As(err, &dropped) {
+		logger.Error(err, "The API server leaves out what drives need: enable the feature gates DRAConsumableCapacity and DRADeviceTaints",
+			"fields", dropped.DisabledFeatures())
+		return
+	}
+	logger.Error(err, message)
+}

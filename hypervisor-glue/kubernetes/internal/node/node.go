@@ -1,0 +1,540 @@
+// Package node makes functions for claims on one node, and takes them away again.
+//
+// The ledger of nvme-mpt is the truth of a node, and the API server that of the cluster. This package keeps no state of
+// its own: each call reads what is there and makes what is missing. So a plugin that dies between two steps is started
+// anew, and the same call leads to the same end.
+package node
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
+
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/cdi"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/claims"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/devices"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/parameters"
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
+)
+
+// SocketName is the name of the socket in the folder that a container gets.
+const SocketName = "nvme.sock"
+
+// containerRoot has the folders of sockets in containers.
+const containerRoot = "/run/nvme-mpt"
+
+// podClaimAnnotation has the name by which a pod knows a claim that was made for it from a template.
+const podClaimAnnotation = "resource.kubernetes.io/pod-claim-name"
+
+// Cluster is the part of the API server that is asked for.
+type Cluster interface {
+	// Get returns a claim, and nil if there is none.
+	Get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
+	// List returns all claims, as they are at this moment.
+	List(ctx context.Context) ([]resourceapi.ResourceClaim, error)
+}
+
+// Node makes functions for claims.
+type Node struct {
+	// Name is the node's name, and that of its pool.
+	Name    string
+	Server  *server.Server
+	Cluster Cluster
+	// Folder has the sockets of claims. The server and container runtimes know it by the same path.
+	Folder string
+	CDI    cdi.Folder
+	// HoldPatience is the time for which Prepare waits until a claim that keeps its data is held.
+	HoldPatience time.Duration
+	// After is called after each step that leaves a trace. Tests end the process there.
+	After func(step string)
+
+	mutex sync.Mutex
+}
+
+// Prepared is a function that is ready for containers.
+type Prepared struct {
+	Result    resourceapi.DeviceRequestAllocationResult
+	CDIDevice string
+}
+
+func (n *Node) after(step string) {
+	if n.After != nil {
+		n.After(step)
+	}
+}
+
+// state is what a server reports.
+type state struct {
+	rooms     []server.Room
+	functions map[string]server.Function
+}
+
+func (n *Node) state(ctx context.Context) (state, error) {
+	rooms, err := n.Server.Rooms(ctx)
+	if err != nil {
+		return state{}, err
+	}
+	list, err := n.Server.Functions(ctx)
+	if err != nil {
+		return state{}, err
+	}
+	functions := make(map[string]server.Function, len(list))
+	for _, function := range list {
+		functions[function.ID] = function
+	}
+	return state{rooms, functions}, nil
+}
+
+// has returns the drive on which the id has a lease or data, if it has any.
+func (s state) has(id string) (drive string, found bool) {
+	for _, room := range s.rooms {
+		for _, use := range room.Uses {
+			if use.ID == id {
+				return room.Drive, true
+			}
+		}
+	}
+	return "", false
+}
+
+// ids returns the leases of claims that have a function, a lease or data.
+func (s state) ids() sets.Set[string] {
+	found := sets.New[string]()
+	add := func(id string) {
+		if _, isClaim := names.Claim(id); isClaim {
+			found.Insert(id)
+		}
+	}
+	for id := range s.functions {
+		add(id)
+	}
+	for _, room := range s.rooms {
+		for _, use := range room.Uses {
+			add(use.ID)
+		}
+	}
+	return found
+}
+
+// Prepare makes the functions of an allocated claim, and the CDI devices by which containers get their sockets.
+func (n *Node) Prepare(ctx context.Context, claim *resourceapi.ResourceClaim) ([]Prepared, error) {
+	wrap := func(err error) error {
+		return fmt.Errorf("claim %s/%s (%s): %w", claim.Namespace, claim.Name, claim.UID, err)
+	}
+	// Before the lock: other claims are not held up.
+	if err := n.awaitHold(ctx, claim); err != nil {
+		return nil, wrap(err)
+	}
+	n.mutex.Lock()
+	defer n.mutex.Unlock()
+	prepared, err := n.prepare(ctx, claim)
+	if err != nil {
+		return nil, wrap(err)
+	}
+	return prepared, nil
+}
+
+// holdPause is the time between two looks at a claim that is to be held.
+const holdPause = 200 * time.Millisecond
+
+// awaitHold waits until a claim that keeps its data is held. One that is not might be allocated on another node after its
+// pod, away from its data.
+func (n *Node) awaitHold(ctx context.Context, claim *resourceapi.ResourceClaim) error {
+	kept, err := claims.IsKept(claim)
+	if err != nil || !kept || claims.IsHeld(claim) {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, n.HoldPatience)
+	defer cancel()
+	for {
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("its data is to outlive its pods, and it is not held yet: start `nvme-mpt-dra hold` in the cluster, "+
+				"or set data: %s in the claim's parameters", parameters.Wipe)
+		case <-time.After(holdPause):
+		}
+		now, err := n.Cluster.Get(ctx, claim.Namespace, claim.Name)
+		if err != nil {
+			return err
+		}
+		if now == nil || now.UID != claim.UID {
+			return errors.New("it is gone")
+		}
+		if claims.IsHeld(now) {
+			return nil
+		}
+	}
+}
+
+func (n *Node) prepare(ctx context.Context, claim *resourceapi.ResourceClaim) ([]Prepared, error) {
+	now, err := n.state(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var prepared []Prepared
+	var mounts []cdi.Mount
+	for index, result := range claims.Results(claim) {
+		options, err := n.options(claim, index, result, now)
+		if err != nil {
+			return nil, fmt.Errorf("request %s: %w", result.Request, err)
+		}
+		if err := n.offer(ctx, options, now); err != nil {
+			return nil, fmt.Errorf("request %s: %w", result.Request, err)
+		}
+		mounts = append(mounts, cdi.Mount{
+			HostPath:      filepath.Dir(options.Socket),
+			ContainerPath: containerFolder(claim, index),
+			Options:       []string{"bind", "ro", "nosuid", "nodev", "noexec"},
+		})
+		prepared = append(prepared, Prepared{Result: result, CDIDevice: cdi.Name(claim.UID, index)})
+	}
+	if err := n.CDI.Write(claim.UID, mounts); err != nil {
+		return nil, err
+	}
+	n.after("CDI file")
+	return prepared, nil
+}
+
+// offer makes a function, unless it is there.
+func (n *Node) offer(ctx context.Context, options server.Options, now state) error {
+	if err := n.makeFolder(filepath.Dir(options.Socket)); err != nil {
+		return err
+	}
+	n.after("folder")
+	if function, there := now.functions[options.ID]; there {
+		if function.State.Failed != "" {
+			return fmt.Errorf("its function cannot be offered: %s", function.State.Failed)
+		}
+		if function.Socket != options.Socket {
+			return fmt.Errorf("its function has the socket %s: remove it with `nvme-mpt remove %s`", function.Socket, options.ID)
+		}
+		return nil
+	}
+	err := n.Server.Add(ctx, options)
+	if err != nil {
+		// Room may be that of claims which are gone.
+		collected, _, collectError := n.collect(ctx, false)
+		if collectError != nil || len(collected) == 0 {
+			return errors.Join(err, collectError)
+		}
+		err = n.Server.Add(ctx, options)
+	}
+	if err != nil {
+		return err
+	}
+	n.after("function")
+	return nil
+}
+
+// makeFolder makes the folder of a socket, which belongs to the server's user.
+func (n *Node) makeFolder(path string) error {
+	user, err := n.Server.User()
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(path, 0o755); err != nil {
+		return fmt.Errorf("the folder of the socket cannot be made: mount %s into the plugin: %w", n.Folder, err)
+	}
+	if !user.IsOther() {
+		return nil
+	}
+	if err := os.Chown(path, user.UID, user.GID); err != nil {
+		return fmt.Errorf("the folder of the socket cannot be given to the server's user: let the plugin have CAP_CHOWN: %w", err)
+	}
+	return nil
+}
+
+// options returns the options of the function for a result.
+func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resourceapi.DeviceRequestAllocationResult, now state) (server.Options, error) {
+	var none server.Options
+	if result.Pool != n.Name {
+		return none, fmt.Errorf("device %s belongs to pool %s, and this is node %s: the claim was allocated for another node", result.Device, result.Pool, n.Name)
+	}
+	function, err := parameters.Of(claim, result.Request)
+	if err != nil {
+		return none, err
+	}
+	var room *server.Room
+	for i := range now.rooms {
+		if devices.Name(now.rooms[i].Drive) == result.Device {
+			room = &now.rooms[i]
+		}
+	}
+	if room == nil {
+		return none, fmt.Errorf("the server has no drive for device %s: give it to `nvme-mpt serve` with --drive", result.Device)
+	}
+	id := names.Lease(claim.UID, index)
+	if drive, found := now.has(id); found && drive != room.Drive {
+		return none, fmt.Errorf("its data is on drive %s, and it was allocated on %s: delete the claim to give the data up", drive, room.Drive)
+	}
+	amount := func(name resourceapi.QualifiedName) int64 {
+		quantity := result.ConsumedCapacity[name]
+		return quantity.Value()
+	}
+	size := amount(names.Size)
+	if size <= 0 {
+		return none, fmt.Errorf("the scheduler granted no part of device %s: enable the feature gate DRAConsumableCapacity in all components of the cluster", result.Device)
+	}
+	return server.Options{
+		ID:        id,
+		Socket:    filepath.Join(n.claimFolder(claim.UID), strconv.Itoa(index), SocketName),
+		Drive:     room.Drive,
+		Size:      size,
+		Unit:      n.Server.Unit,
+		Reserve:   amount(names.Queues),
+		Queues:    atLeast(function.Queues, amount(names.Queues)),
+		IOPS:      amount(names.IOPS),
+		Bandwidth: amount(names.Bandwidth),
+		Weight:    function.Weight,
+		Owner:     function.Owner,
+		Mode:      function.Mode,
+	}, nil
+}
+
+// serverQueues is the server's default for the most I/O queue pairs of a guest.
+const serverQueues = 16
+
+// atLeast returns the queue pairs that a guest needs for those that are reserved; 0 for the server's default.
+func atLeast(asked, reserved int64) int64 {
+	if asked == 0 && reserved <= serverQueues {
+		return 0
+	}
+	return max(asked, reserved)
+}
+
+func (n *Node) claimFolder(claim types.UID) string {
+	return filepath.Join(n.Folder, string(claim))
+}
+
+// containerFolder returns the folder of a socket in a container: by the names of claim and request that the pod uses.
+func containerFolder(claim *resourceapi.ResourceClaim, index int) string {
+	name := claim.Name
+	if podName := claim.Annotations[podClaimAnnotation]; podName != "" {
+		name = podName
+	}
+	results := claims.Results(claim)
+	request := parameters.Base(results[index].Request)
+	before := 0
+	for _, result := range results[:index] {
+		if parameters.Base(result.Request) == request {
+			before++
+		}
+	}
+	folder := request
+	if before > 0 {
+		// Of a request with a count.
+		folder = fmt.Sprintf("%s.%d", request, before)
+	}
+	return filepath.Join(containerRoot, name, folder)
+}
+
+// Unprepare takes the functions of a claim away. Their data stays if the claim keeps it.
+func (n *Node) Unprepare(ctx context.Context, uid types.UID, namespace, name string) error {
+	n.mutex.Lock()
+	defer n.mutex.Unlock()
+	if err := n.unprepare(ctx, uid, namespace, name); err != nil {
+		return fmt.Errorf("claim %s/%s (%s): %w", namespace, name, uid, err)
+	}
+	return nil
+}
+
+func (n *Node) unprepare(ctx context.Context, uid types.UID, namespace, name string) error {
+	now, err := n.state(ctx)
+	if err != nil {
+		return err
+	}
+	var ids []string
+	for _, id := range sets.List(now.ids()) {
+		if of, _ := names.Claim(id); of == uid {
+			ids = append(ids, id)
+		}
+	}
+	for _, id := range ids {
+		if _, there := now.functions[id]; !there {
+			continue
+		}
+		// Containers of the claim have ended, so a VMM that is connected has outlived its pod.
+		if err := n.Server.Remove(ctx, id, true); err != nil {
+			return err
+		}
+		n.after("function removed")
+	}
+	if len(ids) > 0 {
+		kept, err := n.kept(ctx, uid, namespace, name)
+		if err != nil {
+			return err
+		}
+		for _, id := range ids {
+			if kept.Has(id) {
+				continue
+			}
+			if err := n.release(ctx, id); err != nil {
+				return err
+			}
+		}
+	}
+	return n.forget(uid)
+}
+
+// release gives the data of an id up, if it has any.
+func (n *Node) release(ctx context.Context, id string) error {
+	rooms, err := n.Server.Rooms(ctx)
+	if err != nil {
+		return err
+	}
+	if _, found := (state{rooms: rooms}).has(id); !found {
+		return nil
+	}
+	if err := n.Server.Release(ctx, id); err != nil {
+		return err
+	}
+	n.after("data released")
+	return nil
+}
+
+// forget removes the files of a claim.
+func (n *Node) forget(uid types.UID) error {
+	if err := n.CDI.Remove(uid); err != nil {
+		return err
+	}
+	n.after("CDI file removed")
+	if err := os.RemoveAll(n.claimFolder(uid)); err != nil {
+		return fmt.Errorf("the folder of the sockets cannot be removed: %w", err)
+	}
+	n.after("folder removed")
+	return nil
+}
+
+// kept returns the ids of a claim whose data stays: none if the claim is gone or goes.
+func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string) (sets.Set[string], error) {
+	kept := sets.New[string]()
+	claim, err := n.Cluster.Get(ctx, namespace, name)
+	if err != nil {
+		return nil, err
+	}
+	if claim == nil || claim.UID != uid || claim.DeletionTimestamp != nil {
+		return kept, nil
+	}
+	results := claims.Results(claim)
+	for index, result := range results {
+		function, err := parameters.Of(claim, result.Request)
+		if err != nil {
+			return nil, err
+		}
+		if function.Fate(claim) == parameters.Keep {
+			kept.Insert(names.Lease(uid, index))
+		}
+	}
+	return kept, nil
+}
+
+// Collected is the end of leases whose claims are gone.
+type Collected struct {
+	// Released are the leases that were given up.
+	Released []string
+	// Unallocated are leases that have data, and whose claims are not allocated.
+	Unallocated sets.Set[string]
+}
+
+// Collect gives up leases and files of claims that the API server does not have any more. Without all, it looks only at
+// those that have no function, and asks the API server only if there are any.
+func (n *Node) Collect(ctx context.Context, all bool) (Collected, error) {
+	n.mutex.Lock()
+	defer n.mutex.Unlock()
+	released, unallocated, err := n.collect(ctx, all)
+	return Collected{released, unallocated}, err
+}
+
+func (n *Node) collect(ctx context.Context, all bool) (released []string, unallocated sets.Set[string], err error) {
+	unallocated = sets.New[string]()
+	// Before the claims: a claim is older than its lease.
+	now, err := n.state(ctx)
+	if err != nil {
+		return nil, unallocated, err
+	}
+	suspects := sets.New[types.UID]()
+	running := sets.New[types.UID]()
+	for id := range now.ids() {
+		uid, _ := names.Claim(id)
+		if _, there := now.functions[id]; there {
+			running.Insert(uid)
+		}
+		suspects.Insert(uid)
+	}
+	files, err := n.files()
+	if err != nil {
+		return nil, unallocated, err
+	}
+	suspects = suspects.Union(files)
+	if !all {
+		suspects = suspects.Difference(running)
+	}
+	if suspects.Len() == 0 {
+		return nil, unallocated, nil
+	}
+	list, err := n.Cluster.List(ctx)
+	if err != nil {
+		return nil, unallocated, err
+	}
+	known := make(map[types.UID]*resourceapi.ResourceClaim, len(list))
+	for i := range list {
+		known[list[i].UID] = &list[i]
+	}
+	for _, id := range sets.List(now.ids()) {
+		uid, _ := names.Claim(id)
+		claim := known[uid]
+		if claim != nil && claim.Status.Allocation == nil {
+			unallocated.Insert(id)
+		}
+		if claim != nil || !suspects.Has(uid) {
+			continue
+		}
+		if _, there := now.functions[id]; there {
+			// Without force: a VMM that has it belongs to a pod that lives.
+			if err := n.Server.Remove(ctx, id, false); err != nil {
+				return released, unallocated, err
+			}
+			n.after("function removed")
+		}
+		if err := n.release(ctx, id); err != nil {
+			return released, unallocated, err
+		}
+		released = append(released, id)
+	}
+	for _, uid := range sets.List(files) {
+		if known[uid] == nil && suspects.Has(uid) {
+			if err := n.forget(uid); err != nil {
+				return released, unallocated, err
+			}
+		}
+	}
+	return released, unallocated, nil
+}
+
+// files returns the claims that have a CDI file or a folder.
+func (n *Node) files() (sets.Set[types.UID], error) {
+	found, err := n.CDI.Claims()
+	if err != nil {
+		return nil, err
+	}
+	files := sets.New(found...)
+	entries, err := os.ReadDir(n.Folder)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("the folder of sockets cannot be read: %w", err)
+	}
+	for _, entry := range entries {
+		files.Insert(types.UID(entry.Name()))
+	}
+	return files, nil
+}

@@ -1,0 +1,143 @@
+// Package parameters reads the opaque parameters of claims and classes.
+package parameters
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+)
+
+const (
+	// APIVersion is the version of the parameters.
+	APIVersion = names.Driver + "/v1alpha1"
+	// Kind is their kind.
+	Kind = "FunctionParameters"
+)
+
+// Data is the fate of a claim's data when its last pod has ended.
+type Data string
+
+const (
+	// Keep leaves the data to the claim's next pod, until the claim is deleted.
+	Keep Data = "keep"
+	// Wipe gives the data up. It is erased before another claim gets its place.
+	Wipe Data = "wipe"
+)
+
+// Function has the parameters of a function.
+type Function struct {
+	APIVersion string `json:"apiVersion"`
+	Kind       string `json:"kind"`
+	// Data is the fate of the data. By default, data of a claim that was made for a pod is wiped, and other data is kept.
+	Data Data `json:"data,omitempty"`
+	// Owner owns the socket: USER, USER:GROUP or :GROUP, in numbers.
+	Owner string `json:"owner,omitempty"`
+	// Mode is the socket's mode in octal digits.
+	Mode string `json:"mode,omitempty"`
+	// Queues is the most I/O queue pairs that the guest gets.
+	Queues int64 `json:"queues,omitempty"`
+	// Weight is the share beside other busy guests of a physical drive.
+	Weight int64 `json:"weight,omitempty"`
+}
+
+var (
+	ownerForm = regexp.MustCompile(`^([0-9]{1,10})?(:[0-9]{1,10})?$`)
+	modeForm  = regexp.MustCompile(`^0?[0-7]{3}$`)
+)
+
+// Of returns the parameters of a request of a claim: those of the class, and those of the claim over them.
+func Of(claim *resourceapi.ResourceClaim, request string) (Function, error) {
+	var merged Function
+	for _, config := range configurations(claim) {
+		opaque := config.Opaque
+		if opaque == nil || opaque.Driver != names.Driver {
+			continue
+		}
+		if len(config.Requests) > 0 && !concerns(config.Requests, request) {
+			continue
+		}
+		if err := merge(&merged, opaque.Parameters.Raw); err != nil {
+			return merged, fmt.Errorf("parameters of claim %s/%s: %w", claim.Namespace, claim.Name, err)
+		}
+	}
+	return merged, nil
+}
+
+type configuration struct {
+	Requests []string
+	Opaque   *resourceapi.OpaqueDeviceConfiguration
+}
+
+// configurations returns those of the allocation, which has those of classes first; without it those of the claim.
+func configurations(claim *resourceapi.ResourceClaim) []configuration {
+	var found []configuration
+	if claim.Status.Allocation == nil {
+		for _, config := range claim.Spec.Devices.Config {
+			found = append(found, configuration{config.Requests, config.Opaque})
+		}
+		return found
+	}
+	for _, config := range claim.Status.Allocation.Devices.Config {
+		found = append(found, configuration{config.Requests, config.Opaque})
+	}
+	return found
+}
+
+// concerns reports whether a configuration for requests is one for a request, or for a subrequest of it.
+func concerns(requests []string, request string) bool {
+	return slices.Contains(requests, request) || slices.Contains(requests, Base(request))
+}
+
+// Base returns the request of a subrequest, as in "disk" of "disk/large".
+func Base(request string) string {
+	before, _, _ := strings.Cut(request, "/")
+	return before
+}
+
+func merge(into *Function, raw []byte) error {
+	decoder := json.NewDecoder(bytes.NewReader(raw))
+	decoder.DisallowUnknownFields()
+	into.APIVersion, into.Kind = "", ""
+	if err := decoder.Decode(into); err != nil {
+		return fmt.Errorf("not %s of %s: %w", Kind, APIVersion, err)
+	}
+	return into.check()
+}
+
+func (f *Function) check() error {
+	switch {
+	case f.APIVersion != APIVersion || f.Kind != Kind:
+		return fmt.Errorf("%s of %q: use kind %s of %s", f.Kind, f.APIVersion, Kind, APIVersion)
+	case f.Data != "" && f.Data != Keep && f.Data != Wipe:
+		return fmt.Errorf("data %q: use %s or %s", f.Data, Keep, Wipe)
+	case !ownerForm.MatchString(f.Owner):
+		return fmt.Errorf("owner %q: use numbers, as in 107, 107:107 or :107", f.Owner)
+	case f.Mode != "" && !modeForm.MatchString(f.Mode):
+		return fmt.Errorf("mode %q: use octal digits, as in 0660", f.Mode)
+	case f.Queues < 0 || f.Queues > 64:
+		return fmt.Errorf("queues %d: use 1 to 64", f.Queues)
+	case f.Weight < 0 || f.Weight > 1000:
+		return fmt.Errorf("weight %d: use 1 to 1000", f.Weight)
+	}
+	return nil
+}
+
+// Fate returns what becomes of a claim's data when its last pod has ended.
+func (f *Function) Fate(claim *resourceapi.ResourceClaim) Data {
+	if f.Data != "" {
+		return f.Data
+	}
+	for _, owner := range claim.OwnerReferences {
+		if owner.APIVersion == "v1" && owner.Kind == "Pod" {
+			return Wipe
+		}
+	}
+	return Keep
+}

@@ -1,6 +1,6 @@
 //! Provides what the guests need: a QEMU with a vfio-user client, kernels, a user land.
 //!
-//! Everything comes from Debian's own signed packages, of the mirror that the machine uses already;
+//! Everything comes from Debian's own signed packages, of the mirror that the machine uses already, but for [`go`];
 //! nothing on the machine is upgraded. The [cache](cache::Cache) keeps the results.
 
 use std::io;
@@ -14,6 +14,7 @@ pub mod apt;
 pub mod cache;
 mod cpio;
 pub mod debian;
+pub mod go;
 pub mod host;
 pub(crate) mod image;
 pub mod kernel;

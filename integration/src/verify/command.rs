@@ -244,11 +244,19 @@ fn not_checked_in(line: &str) -> Option<String> {
 }
 
 /// Counts in a line of cargo or of a test program: `test result: ok. 3 passed; 0 failed; …`, a crate that is built,
-/// or a guest that is lost.
+/// a guest that is lost, or a package of Go's.
 fn results_in(line: &str) -> Option<Count> {
     if line.contains(LOST) {
         return Some(Count {
             lost: 1,
+            ..Count::default()
+        });
+    }
+    // A package of Go's, whose tests are not counted one by one.
+    if line.starts_with("ok  \t") || line.starts_with("FAIL\t") {
+        return Some(Count {
+            passed: u64::from(line.starts_with("ok")),
+            failed: u64::from(line.starts_with("FAIL")),
             ..Count::default()
         });
     }
@@ -327,8 +335,13 @@ mod tests {
         assert_eq!((built.built, built.passed), (1, 0));
         let lost = results_in(&format!("test vmms::qemu ... {LOST}")).unwrap();
         assert_eq!((lost.lost, lost.failed), (1, 0));
+        let go = |line| results_in(line).map(|count| (count.passed, count.failed));
+        assert_eq!(go("ok  \tmodule/package\t1.5s"), Some((1, 0)));
+        assert_eq!(go("FAIL\tmodule/package\t1.5s"), Some((0, 1)));
+        assert_eq!(go("?   \tmodule/package\t[no test files]"), None);
         for other in [
             "",
+            "FAIL",
             "x passed, y failed",
             "test linux::v6_1 ... 3 passed; 0 failed",
             "3 passed, 0 failed",

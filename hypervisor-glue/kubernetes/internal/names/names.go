@@ -45,5 +45,9 @@ func Claim(lease string) (types.UID, bool) {
 	if len(rest) > uidLength && rest[uidLength] != '.' {
 		return "", false
 	}
-	return types.UID(rest[:uidLength]), true
+	uid := rest[:uidLength]
+	if strings.Trim(uid, "0123456789abcdef-") != "" {
+		return "", false
+	}
+	return types.UID(uid), true
 }

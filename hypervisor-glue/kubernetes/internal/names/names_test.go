@@ -17,7 +17,7 @@ func TestLeasesNameTheirClaims(t *testing.T) {
 			t.Errorf("%s is a lease of %s, %v", lease, found, is)
 		}
 	}
-	for _, other := range []string{"", "claim-", "claim-7", "vm1", "claim-6c9a6d0f-5b3e-4d5f-9a60-0a1b2c3d4e5f0"} {
+	for _, other := range []string{"", "claim-", "claim-7", "claim-../../../../../../../../etc/hosts.allow.", "vm1", "claim-6c9a6d0f-5b3e-4d5f-9a60-0a1b2c3d4e5f0"} {
 		if found, is := Claim(other); is {
 			t.Errorf("%q is a lease of %s", other, found)
 		}

@@ -371,7 +371,7 @@ func (n *Node) unprepare(ctx context.Context, uid types.UID, namespace, name str
 		n.after("function removed")
 	}
 	if len(ids) > 0 {
-		kept, err := n.kept(ctx, uid, namespace, name)
+		kept, err := n.kept(ctx, uid, namespace, name, ids)
 		if err != nil {
 			return err
 		}
@@ -416,8 +416,8 @@ func (n *Node) forget(uid types.UID) error {
 	return nil
 }
 
-// kept returns the ids of a claim whose data stays: none if the claim is gone or goes.
-func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string) (sets.Set[string], error) {
+// kept returns those of the ids of a claim whose data stays: none if the claim is gone or goes.
+func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string, ids []string) (sets.Set[string], error) {
 	kept := sets.New[string]()
 	claim, err := n.Cluster.Get(ctx, namespace, name)
 	if err != nil {
@@ -426,14 +426,18 @@ func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string) 
 	if claim == nil || claim.UID != uid || claim.DeletionTimestamp != nil {
 		return kept, nil
 	}
-	results := claims.Results(claim)
-	for index, result := range results {
-		function, err := parameters.Of(claim, result.Request)
+	// By the request of each. A claim that lost its allocation has one answer for all of them.
+	requests := make(map[string]string, len(ids))
+	for index, result := range claims.Results(claim) {
+		requests[names.Lease(uid, index)] = result.Request
+	}
+	for _, id := range ids {
+		function, err := parameters.Of(claim, requests[id])
 		if err != nil {
 			return nil, err
 		}
 		if function.Fate(claim) == parameters.Keep {
-			kept.Insert(names.Lease(uid, index))
+			kept.Insert(id)
 		}
 	}
 	return kept, nil
@@ -535,6 +539,12 @@ func (n *Node) files() (sets.Set[types.UID], error) {
 	}
 	for _, entry := range entries {
 		files.Insert(types.UID(entry.Name()))
+	}
+	// Others may have put theirs there.
+	for uid := range files {
+		if _, isClaim := names.Claim(names.Lease(uid, 0)); !isClaim {
+			files.Delete(uid)
+		}
 	}
 	return files, nil
 }

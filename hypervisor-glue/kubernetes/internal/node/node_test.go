@@ -377,9 +377,11 @@ func TestParametersDecideOverData(t *testing.T) {
 		data parameters.Data
 		pod  bool
 		goes bool
+		lost bool
 		kept bool
 	}{
 		{name: "a claim of its own", kept: true},
+		{name: "a claim of its own that lost its allocation", lost: true, kept: true},
 		{name: "a claim of its own that says wipe", data: parameters.Wipe},
 		{name: "a claim of its own that is being deleted", goes: true},
 		{name: "a claim of a pod", pod: true},
@@ -395,6 +397,9 @@ func TestParametersDecideOverData(t *testing.T) {
 			b.prepare(t, claim)
 			if test.goes {
 				claim.DeletionTimestamp = new(metav1.Now())
+			}
+			if test.lost {
+				claim.Status.Allocation = nil
 			}
 			b.unprepare(t, claim)
 			if _, ids := b.room(t); (len(ids) > 0) != test.kept {
@@ -568,7 +573,18 @@ func TestOtherLeasesAreLeftAlone(t *testing.T) {
 		if err := s.Add(t.Context(), options); err != nil {
 			t.Fatal(err)
 		}
+		others := []string{filepath.Join(b.Folder, "lost+found"), filepath.Join(string(b.CDI), "gpu.json")}
+		for _, path := range others {
+			if err := os.MkdirAll(path, 0o755); err != nil {
+				t.Fatal(err)
+			}
+		}
 		b.collect(t, true)
+		for _, path := range others {
+			if _, err := os.Stat(path); err != nil {
+				t.Error(err)
+			}
+		}
 		if functions := b.functions(t); !slices.Equal(functions, []string{"by-hand"}) {
 			t.Errorf("functions %v", functions)
 		}

@@ -431,9 +431,9 @@ func TestOptionsAreThoseOfGrantAndParameters(t *testing.T) {
 
 func TestWhatCannotBePreparedIsRefusedWithARemedy(t *testing.T) {
 	for _, test := range []struct {
-		name   string
-		break_ func(b *bench, claim *resourceapi.ResourceClaim)
-		says   string
+		name  string
+		spoil func(b *bench, claim *resourceapi.ResourceClaim)
+		says  string
 	}{
 		{"another node", func(_ *bench, claim *resourceapi.ResourceClaim) {
 			claim.Status.Allocation.Devices.Results[0].Pool = "worker-2"
@@ -462,7 +462,7 @@ func TestWhatCannotBePreparedIsRefusedWithARemedy(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			b := newBench(t, testserver.Fake(t))
 			claim := forPod(b.claim(1, 3))
-			test.break_(b, claim)
+			test.spoil(b, claim)
 			_, err := b.Prepare(t.Context(), claim)
 			if err == nil || !strings.Contains(err.Error(), test.says) || !strings.Contains(err.Error(), "default/disk-1") {
 				t.Errorf("the error is %v", err)

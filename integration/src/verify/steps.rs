@@ -19,8 +19,11 @@ const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "n
 const PRIVATE: [&str; 3] = ["nvme-mpt-tests", "nvme-mpt-simulator", "integration"];
 /// The crate that boots PCs, on PCs alone.
 const OF_PCS: &str = "integration";
-/// Folder of the Kubernetes driver.
-const DRA_DRIVER: &str = "hypervisor-glue/kubernetes";
+/// Modules of Go: the Kubernetes driver, and its tests against parts of Kubernetes.
+const DRA_MODULES: [&str; 2] = [
+    "hypervisor-glue/kubernetes",
+    "hypervisor-glue/kubernetes/conformance",
+];
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
 /// Linker and C library of `AARCH64`.
 const AARCH64_TOOLS: [Tool; 2] = [
@@ -142,7 +145,7 @@ pub(super) const ALL: &[Step] = &[
     },
     Step {
         name: "kubernetes",
-        what: "the DRA driver against the server and the scheduler's own allocator",
+        what: "the DRA driver against the server and parts of Kubernetes",
         when: When::Full,
         is_shared_out: false,
         run: kubernetes,
@@ -333,33 +336,37 @@ fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
     let mut build = context.cargo(&["build", "--release", "--package", "nvme-mpt-cli"]);
     context.run(&mut build, Worth::One)?;
     let go = go::go()?;
-    let command = |program: &Path, arguments: &[&str]| {
+    let command = |program: &Path, folder: &str, arguments: &[&str]| {
         let mut command = Command::new(program);
         command
             .args(arguments)
-            .current_dir(crate::workspace_dir().join(DRA_DRIVER))
+            .current_dir(crate::workspace_dir().join(folder))
             .env("CGO_ENABLED", "0")
             .env("GOTOOLCHAIN", "local");
         command
     };
-    let mut format = command(&go.with_file_name("gofmt"), &["-l", "."]);
+    let mut format = command(&go.with_file_name("gofmt"), DRA_MODULES[0], &["-l", "."]);
     let unformatted = process::run(&mut format)?;
     if !unformatted.trim().is_empty() {
         return Err(VerifyError::Failed {
             command: "gofmt -l .".to_owned(),
             log: context.log.clone(),
-            what: format!("Run gofmt -w in {DRA_DRIVER}:\n{unformatted}"),
+            what: format!("Run gofmt -w in {}:\n{unformatted}", DRA_MODULES[0]),
         });
     }
     let unoptimized = "-gcflags=all=-N -l";
-    let mut vet = command(&go, &["vet", unoptimized, "./..."]);
-    context.run(&mut vet, Worth::One)?;
-    let mut test = command(&go, &["test", "-vet=off", "-count=1", unoptimized, "./..."]);
-    test.env(
-        "NVME_MPT_BINARY",
-        crate::target_dir().join("release/nvme-mpt"),
-    );
-    context.run(&mut test, Worth::ItsTests)
+    for module in DRA_MODULES {
+        let mut vet = command(&go, module, &["vet", unoptimized, "./..."]);
+        context.run(&mut vet, Worth::One)?;
+        let arguments = ["test", "-vet=off", "-count=1", unoptimized, "./..."];
+        let mut test = command(&go, module, &arguments);
+        test.env(
+            "NVME_MPT_BINARY",
+            crate::target_dir().join("release/nvme-mpt"),
+        );
+        context.run(&mut test, Worth::ItsTests)?;
+    }
+    Ok(())
 }
 
 fn guest(context: &mut Context) -> Result<(), VerifyError> {

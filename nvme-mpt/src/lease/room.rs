@@ -84,7 +84,10 @@ mod tests {
         )
     }
 
-    fn shown(ledger: &Ledger) -> Result<(u64, Vec<(String, u64, bool)>), LeaseError> {
+    /// GiB that are free; ids, their GiB, and whether they have leases.
+    type Shown = (u64, Vec<(String, u64, bool)>);
+
+    fn shown(ledger: &Ledger) -> Result<Shown, LeaseError> {
         let room = ledger.room("file:/drive", Nsid(1), 10 * GIB + 4096, GIB)?;
         let uses = room.uses.into_iter();
         let uses = uses.map(|entry| (entry.id, entry.bytes / GIB, entry.leased));

@@ -44,8 +44,11 @@ fn leases(bench: &Bench) -> Vec<Value> {
     leases
 }
 
-/// Returns what `nvme-mpt room` shows of the one drive in MiB: what is free, and id, size and use of its parts.
-fn room(bench: &Bench) -> (u64, Vec<(String, u64, bool)>) {
+/// Id that has a part of a drive, MiB of the part, and whether it is leased.
+type Part = (String, u64, bool);
+
+/// Returns what `nvme-mpt room` shows of the one drive: MiB that are free, and the parts of ids.
+fn room(bench: &Bench) -> (u64, Vec<Part>) {
     let shown = bench.ask("room", &["--json", "--unit", "1M"]).unwrap();
     let drives: Vec<Value> = serde_json::from_str(&shown).unwrap();
     assert_eq!(drives.len(), 1, "{shown}");

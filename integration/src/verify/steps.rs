@@ -239,7 +239,12 @@ fn long(context: &mut Context) -> Result<(), VerifyError> {
 
 fn loom(context: &mut Context) -> Result<(), VerifyError> {
     let packages = MODELLED.map(|package| ["--package", package]).concat();
-    let arguments = [&["test"][..], &packages, &["--profile", "model", "--lib", "loom"]].concat();
+    let arguments = [
+        &["test"][..],
+        &packages,
+        &["--profile", "model", "--lib", "loom"],
+    ]
+    .concat();
     let mut command = context.cargo_apart(&arguments, "loom", "--cfg loom");
     context.run(&mut command, Worth::ItsTests)
 }
@@ -333,7 +338,7 @@ fn aarch64(context: &mut Context) -> Result<(), VerifyError> {
 /// The driver's tests ask the server that is built here. One build of its dependencies, without optimization, is shared by
 /// lints and tests.
 fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
-    let mut build = context.cargo(&["build", "--release", "--package", "nvme-mpt-cli"]);
+    let mut build = context.cargo(&["build", "--release", "--workspace", "--bin", "nvme-mpt"]);
     context.run(&mut build, Worth::One)?;
     let go = go::go()?;
     let command = |program: &Path, folder: &str, arguments: &[&str]| {

@@ -76,7 +76,7 @@ pub use attachment::{
     AttachError, Attachment, AttachmentConfig, FunctionParts, KeptFiles, KeptParts,
 };
 pub use dma::{DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion};
-pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage};
+pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};
 pub use drive::{Drive, DriveError};
 pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, HostSideEvent, QueueFailure};
 pub use host::Limits;

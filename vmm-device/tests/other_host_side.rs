@@ -112,7 +112,12 @@ impl Recorded {
     fn new() -> Self {
         let window = DmaWindow::new(Arc::new(IovaSpace::software()));
         let events = EventQueue::new().unwrap();
-        let doorbells = DoorbellPage::new(DoorbellMode::Trap, QUEUE_PAIRS).unwrap();
+        let doorbells = DoorbellPage::new(
+            DoorbellMode::Trap,
+            nvme_mpt::DoorbellStride::default(),
+            QUEUE_PAIRS,
+        )
+        .unwrap();
         let vectors = (0..=QUEUE_PAIRS).map(|_| InterruptVector::new());
         let shared = SharedParts {
             doorbells: Arc::new(doorbells),

@@ -45,6 +45,11 @@ enum ResumeError {
     Queues(#[from] StateError),
     #[error("it has not what the guest was promised: detach the drive and attach it again")]
     Other,
+    #[error(
+        "its doorbells have another stride (CAP.DSTRD {here}, but the guest was told {told}): detach the drive and attach \
+         it again"
+    )]
+    Stride { told: u8, here: u8 },
     #[error("the kernel refused")]
     Io(#[from] io::Error),
 }
@@ -52,7 +57,7 @@ enum ResumeError {
 impl ResumeError {
     /// Returns whether it is of no use to ask once more.
     fn is_final(&self) -> bool {
-        matches!(self, Self::Other)
+        matches!(self, Self::Other | Self::Stride { .. })
     }
 }
 
@@ -162,6 +167,10 @@ impl Watch {
             socket,
             ..
         } = given;
+        let (told, here) = (self.promised.dstrd, attached.dstrd);
+        if told != here {
+            return Err(ResumeError::Stride { told, here });
+        }
         if !attached.keeps(&self.promised) {
             return Err(ResumeError::Other);
         }

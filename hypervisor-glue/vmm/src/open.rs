@@ -287,12 +287,22 @@ pub fn attach_with(
     };
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
+    let queue_pairs = options.queue_pairs();
+    if queue_pairs < options.queues {
+        log::warn!(
+            "Function {id} has {queue_pairs} of {} I/O queue pairs: with doorbell-stride={}, its Doorbell Buffer has \
+             room for no more; use doorbells=mapped or trap, or doorbell-stride=4",
+            options.queues,
+            options.doorbell_stride
+        );
+    }
     let config = AttachmentConfig {
         drive: drive.clone(),
         lease,
-        queue_pairs: options.queues,
+        queue_pairs,
         reservation,
         doorbells: options.doorbells,
+        doorbell_stride: options.doorbell_stride,
         pollers: pollers.clone(),
         poll: options.poll.clone(),
         learning: options.fixed,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::dma::MemoryKinds;
-use crate::doorbell::DoorbellMode;
+use crate::doorbell::{DoorbellMode, DoorbellStride};
 use crate::drive::Drive;
 use crate::drive::Reservation;
 use crate::learn::Learning;
@@ -22,12 +22,14 @@ pub struct AttachmentConfig {
     pub drive: Arc<Drive>,
     /// The part of it that is leased.
     pub lease: Lease,
-    /// I/O queue pairs, 1 to [`MAX_QUEUE_PAIRS`](super::MAX_QUEUE_PAIRS).
+    /// I/O queue pairs, 1 to [`DoorbellStride::queue_pairs_max`].
     pub queue_pairs: u16,
     /// Queue pairs of the drive that belong to the lease, if any do.
     pub reservation: Option<Reservation>,
     /// Path of doorbell writes to the pollers.
     pub doorbells: DoorbellMode,
+    /// Bytes from one doorbell to the next.
+    pub doorbell_stride: DoorbellStride,
     /// Polling of the queues.
     pub poll: PollPolicy,
     /// Choices for all that learns; those [of the drive](Learning::of_drive) are taken when it is opened.

@@ -2,7 +2,6 @@
 
 use std::io;
 
-use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::drive::HostLeaseError;
 use crate::lease::{Extents, LeaseError};
 use crate::poller::NoSuchProcessor;
@@ -12,8 +11,13 @@ use crate::range::ByteRange;
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// More queue pairs than there can be, or none.
-    #[error("{0} I/O queue pairs are not possible; use 1 to {MAX_QUEUE_PAIRS}")]
-    InvalidQueuePairs(u16),
+    #[error("{queue_pairs} I/O queue pairs are not possible; use 1 to {most}")]
+    InvalidQueuePairs {
+        /// Number that was asked for.
+        queue_pairs: u16,
+        /// Most that doorbell mode and stride allow.
+        most: u16,
+    },
     /// A serial number that does not fit its field.
     #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]
     InvalidSerial(String),

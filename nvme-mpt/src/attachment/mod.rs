@@ -40,7 +40,7 @@ pub(crate) use holding::Holding;
 use crate::clock::Rate;
 use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
-use crate::doorbell::{DoorbellMode, DoorbellPage, MAX_QUEUE_PAIRS};
+use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::drive::{HostLeaseError, HostNamespace, Reservation};
 use crate::event::EventQueue;
@@ -107,6 +107,7 @@ impl Attachment {
             queue_pairs,
             reservation,
             doorbells,
+            doorbell_stride,
             poll,
             learning,
             pollers,
@@ -114,8 +115,9 @@ impl Attachment {
             rates,
             serial,
         } = config;
-        if queue_pairs == 0 || queue_pairs > MAX_QUEUE_PAIRS {
-            return Err(AttachError::InvalidQueuePairs(queue_pairs));
+        let most = doorbell_stride.queue_pairs_max(doorbells);
+        if queue_pairs == 0 || queue_pairs > most {
+            return Err(AttachError::InvalidQueuePairs { queue_pairs, most });
         }
         if let Some(range) = lease.unwiped().first().copied() {
             return Err(AttachError::Unwiped(range));
@@ -191,7 +193,7 @@ impl Attachment {
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
         let (page, events, live) = match parts {
             FunctionParts::Own | FunctionParts::Outliving => {
-                let page = DoorbellPage::new(doorbells, queue_pairs)?;
+                let page = DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?;
                 let outlives = matches!(parts, FunctionParts::Outliving);
                 let live = outlives.then(|| LiveState::new(queue_pairs)).transpose()?;
                 let events = match outlives {
@@ -201,12 +203,12 @@ impl Attachment {
                 (page, events, live)
             }
             FunctionParts::Continued(None) => {
-                let page = DoorbellPage::new(doorbells, queue_pairs)?;
+                let page = DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?;
                 let live = LiveState::new(queue_pairs)?;
                 (page, EventQueue::new()?, Some(live))
             }
             FunctionParts::Continued(Some(files)) => (
-                DoorbellPage::kept(files.doorbells, doorbells, queue_pairs)?,
+                DoorbellPage::kept(files.doorbells, doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::new()?,
                 Some(LiveState::kept(files.live, queue_pairs)?),
             ),
@@ -215,7 +217,7 @@ impl Attachment {
                 live,
                 events,
             }) => (
-                DoorbellPage::kept(file, doorbells, queue_pairs)?,
+                DoorbellPage::kept(file, doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::read_elsewhere(Some(events))?,
                 Some(LiveState::kept(live, queue_pairs)?),
             ),

@@ -178,7 +178,12 @@ impl World {
         profile: Option<Profile>,
         rng: &mut Rng,
     ) -> (Self, Vec<QueuePair>) {
-        let doorbells = DoorbellPage::new(DoorbellMode::Trap, QUEUE_PAIRS).expect("memory");
+        let doorbells = DoorbellPage::new(
+            DoorbellMode::Trap,
+            nvme_mpt::DoorbellStride::default(),
+            QUEUE_PAIRS,
+        )
+        .expect("memory");
         let stride = 4_u64 << doorbells.dstrd();
         let count = 1 + rng.below(2) as u16;
         let mut queues = KeptQueues {
@@ -302,6 +307,7 @@ fn serve(kept: &Arc<Kept>, blocks: Blocks, profile: Option<&Profile>, life: u64)
         lease: lease.unwrap_or_else(|error| panic!("no lease: {error}")),
         queue_pairs: QUEUE_PAIRS,
         reservation: None,
+        doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: DoorbellMode::Trap,
         poll: "dedicated".parse().expect("a policy"),
         learning: Learning::default(),

@@ -418,7 +418,12 @@ fn finish(kind: &str, left: &Left, live_len: u64) -> usize {
     let live = sealed_memfd(c"live", live_len).unwrap();
     let mapping = Mapping::shared(live.as_fd(), 0, LIVE, Access::ReadWrite).unwrap();
     mapping.bytes(0, LIVE).unwrap().copy_from(&left.live);
-    let doorbells = DoorbellPage::new(DoorbellMode::Trap, Setup::default().queue_pairs).unwrap();
+    let doorbells = DoorbellPage::new(
+        DoorbellMode::Trap,
+        nvme_mpt::DoorbellStride::default(),
+        Setup::default().queue_pairs,
+    )
+    .unwrap();
     doorbells.store(Doorbell::CqHead(QUEUE), FIRST);
     // The guest goes on.
     doorbells.store(Doorbell::SqTail(QUEUE), TAIL);
@@ -505,7 +510,12 @@ fn end_anywhere(kind: &str) -> Vec<usize> {
     let live_len = File::from(live.fd().try_clone_to_owned().unwrap());
     let live_len = live_len.metadata().unwrap().len();
     let live_memory = Mapping::shared(live.fd(), 0, LIVE, Access::ReadWrite).unwrap();
-    let doorbells = DoorbellPage::new(DoorbellMode::Trap, setup.queue_pairs).unwrap();
+    let doorbells = DoorbellPage::new(
+        DoorbellMode::Trap,
+        nvme_mpt::DoorbellStride::default(),
+        setup.queue_pairs,
+    )
+    .unwrap();
     let numbers = [memory.as_fd(), live.fd(), doorbells.fd()].map(|fd| fd.as_raw_fd());
     let names = format!("{kind} {} {} {}", numbers[0], numbers[1], numbers[2]);
     let mut command = Command::new(env::current_exe().unwrap());
@@ -570,7 +580,12 @@ fn a_process_may_end_at_any_instruction() {
 fn new_files() -> Files {
     let pairs = Setup::default().queue_pairs;
     let live = LiveState::new(pairs).unwrap();
-    let doorbells = DoorbellPage::new(DoorbellMode::Trap, pairs).unwrap();
+    let doorbells = DoorbellPage::new(
+        DoorbellMode::Trap,
+        nvme_mpt::DoorbellStride::default(),
+        pairs,
+    )
+    .unwrap();
     Files {
         memory: File::from(memfd(c"guest", MEMORY as u64).unwrap()),
         live: live.fd().try_clone_to_owned().unwrap(),

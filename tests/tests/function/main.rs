@@ -34,6 +34,7 @@ mod ranges;
 mod resets;
 mod sgl;
 mod snapshot;
+mod strides;
 mod timed;
 mod toggling;
 mod zones;

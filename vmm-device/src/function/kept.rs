@@ -642,6 +642,11 @@ mod tests {
         other.facts.namespace.blocks -= 1;
         assert!(matches!(refused(&other), TakeUpError::Promise));
         let mut other = state.clone();
+        other.registers.cap ^= 4 << 32;
+        let error = refused(&other);
+        assert!(matches!(error, TakeUpError::State(_)));
+        assert!(error.to_string().contains("doorbell stride (CAP.DSTRD)"));
+        let mut other = state.clone();
         other.registers.csts = 0xFFFF;
         assert!(matches!(refused(&other), TakeUpError::State(_)));
         let mut other = state.clone();

@@ -43,6 +43,14 @@ impl Registers {
             asq,
             acq,
         } = *state;
+        let (saved, here) = (Cap(cap).dstrd(), self.cap.dstrd());
+        if saved != here {
+            return Err(StateError::Mismatch {
+                promise: "doorbell stride (CAP.DSTRD)".to_owned(),
+                saved: saved.to_string(),
+                here: here.to_string(),
+            });
+        }
         if cap != self.cap.0 {
             return Err(StateError::Mismatch {
                 promise: "CAP".to_owned(),

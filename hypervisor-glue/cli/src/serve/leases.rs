@@ -64,6 +64,7 @@ const OTHERS_KEYS: &[&str] = &[
     "lease",
     "queues",
     "doorbells",
+    "doorbell-stride",
     "iops",
     "bandwidth",
     "serial",

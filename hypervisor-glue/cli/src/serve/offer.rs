@@ -363,16 +363,19 @@ fn summary(options: &FunctionOptions, drive: &Drive, attachment: &Attachment) ->
             1_u64 << namespace.lba_shift
         ),
     };
+    let queue_pairs = match attachment.max_queue_pairs() {
+        pairs if pairs == options.queues => format!("{pairs} queue pairs"),
+        pairs => format!("{pairs} of {} queue pairs", options.queues),
+    };
     let drive = match options.path {
         DrivePath::Pci(_) => format!("{} namespace {}", options.path, drive.namespace().nsid),
         _ => options.path.to_string(),
     };
     format!(
-        "{drive}, range {} ({contents}); serial {}; doorbells {}, poll {}, {} queue pairs",
+        "{drive}, range {} ({contents}); serial {}; doorbells {}, poll {}, {queue_pairs}",
         attachment.lease().extents(),
         namespace.serial,
         options.doorbells,
         options.poll,
-        attachment.max_queue_pairs(),
     )
 }

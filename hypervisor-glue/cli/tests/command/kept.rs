@@ -372,13 +372,25 @@ fn report(end: End, name: &str, figures: Vec<(u64, Vec<Duration>)>) {
 }
 
 fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: usize) {
+    survives_with(end, drive, doorbells, keeps, times, "");
+}
+
+/// As [`survives`], for a function with further options, each after a comma.
+fn survives_with(
+    end: End,
+    drive: &str,
+    doorbells: DoorbellMode,
+    keeps: bool,
+    times: usize,
+    options: &str,
+) {
     let bench = Bench::new();
     let mode = match doorbells {
         DoorbellMode::Mapped => "mapped",
         DoorbellMode::Trap => "trap",
         _ => "shadow",
     };
-    let function = format!("path={drive},socket=a.sock,doorbells={mode}");
+    let function = format!("path={drive},socket=a.sock,doorbells={mode}{options}");
     let kept = Kept::start(&bench, &[&function]);
     let guest = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
     let figures = run_beside(vec![guest], times, || match end {
@@ -391,6 +403,19 @@ fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: 
     let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
     kept.stop();
     assert!(!exists(&bench.path("a.sock")));
+}
+
+#[test]
+fn clients_with_doorbells_4_bytes_apart_survive_kills_and_upgrades() {
+    for doorbells in [
+        DoorbellMode::Shadow,
+        DoorbellMode::Mapped,
+        DoorbellMode::Trap,
+    ] {
+        for end in [End::Kill, End::Upgrade] {
+            survives_with(end, "memory:64M", doorbells, true, 5, ",doorbell-stride=4");
+        }
+    }
 }
 
 #[test]

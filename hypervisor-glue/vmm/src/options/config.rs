@@ -46,6 +46,13 @@ pub struct FunctionConfig {
     /// Path of the guest's doorbell writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub doorbells: Option<String>,
+    /// Bytes from one doorbell to the next.
+    #[serde(
+        default,
+        rename = "doorbell-stride",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub doorbell_stride: Option<u16>,
     /// Polling of the guest's queues.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll: Option<String>,
@@ -108,6 +115,7 @@ impl FunctionConfig {
         "reserve",
         "lease",
         "doorbells",
+        "doorbell-stride",
         "poll",
         "fixed",
         "memory",
@@ -145,6 +153,7 @@ impl FunctionConfig {
             reserve: parsed("reserve", get("reserve"), str::parse)?,
             lease: get("lease"),
             doorbells: get("doorbells"),
+            doorbell_stride: parsed("doorbell-stride", get("doorbell-stride"), str::parse)?,
             poll: get("poll"),
             fixed: get("fixed"),
             memory: get("memory"),
@@ -232,6 +241,7 @@ impl FunctionConfig {
             reserve,
             lease,
             doorbells,
+            doorbell_stride,
             poll,
             fixed,
             memory,
@@ -257,6 +267,10 @@ impl FunctionConfig {
             ("reserve", reserve.map(|pairs| pairs.to_string())),
             ("lease", lease.clone()),
             ("doorbells", doorbells.clone()),
+            (
+                "doorbell-stride",
+                doorbell_stride.map(|bytes| bytes.to_string()),
+            ),
             ("poll", poll.clone()),
             ("fixed", fixed.clone()),
             ("memory", memory.clone()),
@@ -296,13 +310,14 @@ mod tests {
             ("range", "1M+2M"),
             ("queues", "3"),
             ("doorbells", "trap"),
+            ("doorbell-stride", "4"),
             ("poll", "shared"),
             ("fixed", "moderation"),
             ("serial", "S 1"),
             ("lba", "4K"),
         ];
         let config = config(&pairs).expect("valid");
-        let string = "path=\"/srv/a,b.img\",range=1M+2M,queues=3,doorbells=trap,poll=shared,\
+        let string = "path=\"/srv/a,b.img\",range=1M+2M,queues=3,doorbells=trap,doorbell-stride=4,poll=shared,\
                       fixed=moderation,serial=S 1,lba=4096";
         let options: FunctionOptions = string.parse().expect("valid");
         assert_eq!(config.options().expect("valid"), options);

@@ -11,7 +11,7 @@ use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::poller::{Placement, Spin};
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
+use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::Profile;
 
@@ -77,6 +77,8 @@ pub struct FunctionOptions {
     pub id: Option<String>,
     /// Path of the guest's doorbell writes.
     pub doorbells: DoorbellMode,
+    /// Bytes from one doorbell to the next.
+    pub doorbell_stride: DoorbellStride,
     /// Polling of the guest's queues.
     pub poll: PollPolicy,
     /// Choices for all that learns.
@@ -112,6 +114,13 @@ pub(super) const UNSHARED: &str =
 const DEFAULT_QUEUES: u16 = 16;
 
 impl FunctionOptions {
+    /// Returns the I/O queue pairs of [`Self::queues`] for which the doorbells have room.
+    #[must_use]
+    pub fn queue_pairs(&self) -> u16 {
+        let most = self.doorbell_stride.queue_pairs_max(self.doorbells);
+        self.queues.min(most)
+    }
+
     /// Returns the options that the function asks of its drive. Those that it leaves open are as a drive has them that
     /// is open already.
     #[must_use]
@@ -142,6 +151,7 @@ impl FunctionOptions {
             reserve: take(keys, "reserve", str::parse)?.unwrap_or_default(),
             id: take_id(keys)?,
             doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
+            doorbell_stride: take(keys, "doorbell-stride", str::parse)?.unwrap_or_default(),
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
             fixed: take(keys, "fixed", str::parse)?.unwrap_or_default(),
             memory: take(keys, "memory", str::parse)?.unwrap_or_default(),
@@ -180,12 +190,12 @@ impl FunctionOptions {
         }
         options.check_size()?;
         match options.meaningless() {
-            None if options.reserve > options.queues => Err(OptionError::Value {
+            None if options.reserve > options.queue_pairs() => Err(OptionError::Value {
                 key: "reserve",
                 value: options.reserve.to_string(),
                 source: format!(
                     "The function has {} I/O queue pairs: reserve at most that, or raise queues=",
-                    options.queues
+                    options.queue_pairs()
                 )
                 .into(),
             }),

@@ -10,7 +10,7 @@ use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::{DoorbellMode, MemoryKinds, PollPolicy};
+use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::model::Profile;
 
 use super::*;
@@ -39,6 +39,7 @@ fn a_path_is_enough() {
             reserve: 0,
             id: None,
             doorbells: DoorbellMode::Auto,
+            doorbell_stride: DoorbellStride::Widest,
             poll: PollPolicy::default(),
             fixed: Learning::default(),
             memory: MemoryKinds::Resident,
@@ -58,7 +59,7 @@ fn a_path_is_enough() {
 #[test]
 fn every_option_is_understood_in_any_order() {
     let options = function(
-        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,fixed=spin+doorbells,memory=any,iops=20000+500,bandwidth=1G,data=wipe,doorbells=mapped,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,fixed=spin+doorbells,memory=any,iops=20000+500,bandwidth=1G,data=wipe,doorbells=mapped,doorbell-stride=4,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
     );
     assert_eq!(
         options,
@@ -70,6 +71,7 @@ fn every_option_is_understood_in_any_order() {
             reserve: 0,
             id: Some("vm-1".to_owned()),
             doorbells: DoorbellMode::Mapped,
+            doorbell_stride: DoorbellStride::Bytes4,
             poll: "dedicated".parse().unwrap(),
             fixed: Learning {
                 spin: Choice::Fixed,
@@ -124,13 +126,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,length=4",
-            "There is no option \"length\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, poll, fixed, memory, iops, \
+            "There is no option \"length\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
              bandwidth, weight, data, serial, \
              lba, profile, faults, namespace, timeout, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, poll, fixed, memory, iops, \
+            "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
              bandwidth, weight, data, serial, \
              lba, profile, faults, namespace, timeout, reconnect",
         ),

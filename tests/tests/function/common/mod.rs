@@ -20,7 +20,9 @@ use nvme_mpt::limit::RateLimits;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
-use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Gpa, Learning, Pollers};
+use nvme_mpt::{
+    Attachment, AttachmentConfig, DoorbellStride, Drive, FunctionParts, Gpa, Learning, Pollers,
+};
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::command::{Sqe, admin};
@@ -240,6 +242,7 @@ impl Host {
             reservation: (setup.reserve > 0)
                 .then(|| self.drive.reserve(id, setup.reserve).unwrap()),
             doorbells,
+            doorbell_stride: setup.stride,
             poll: setup.poll.parse().unwrap(),
             learning: setup.learning,
             pollers: self.pollers.clone(),
@@ -304,6 +307,8 @@ pub(crate) struct Setup {
     /// Unit of a lease by size, which lies anywhere.
     pub(crate) unit: Option<u64>,
     pub(crate) doorbells: DoorbellMode,
+    /// As in `doorbell-stride=`.
+    pub(crate) stride: DoorbellStride,
     /// As in `poll=`.
     pub(crate) poll: &'static str,
     pub(crate) learning: Learning,
@@ -325,6 +330,7 @@ impl Default for Setup {
             length: LEASE,
             unit: None,
             doorbells: DoorbellMode::Shadow,
+            stride: DoorbellStride::default(),
             poll: "shared",
             learning: Learning::default(),
             rates: RateLimits::default(),

@@ -148,7 +148,12 @@ impl Guest {
         let blocks = LeasedBlocks::new(nsids, 9, &[whole], None).expect("one part");
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(
-                DoorbellPage::new(crate::doorbell::DoorbellMode::Trap, 1).expect("memory"),
+                DoorbellPage::new(
+                    crate::doorbell::DoorbellMode::Trap,
+                    crate::DoorbellStride::default(),
+                    1,
+                )
+                .expect("memory"),
             ),
             silence: Silence::new(false),
             events: Arc::new(EventQueue::new().expect("eventfd")),

@@ -10,6 +10,8 @@
 //! standing still: a round later, EventIdx would ask for a register write. For the same reason the CQ head is read
 //! once per half round.
 
+mod stride;
+
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs::File;
@@ -17,6 +19,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::str::FromStr;
 use std::sync::Arc;
+
+use stride::CACHE_LINE_DSTRD;
+pub use stride::DoorbellStride;
 
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::RegionTable;
@@ -87,25 +92,6 @@ impl fmt::Display for DoorbellMode {
     }
 }
 
-/// A cache line per doorbell (`CAP.DSTRD` = 4), so that two vCPUs never write the same line.
-const CACHE_LINE_DSTRD: u8 = 4;
-
-/// The widest `CAP.DSTRD` up to a cache line that serves `queue_pairs` I/O queue pairs.
-///
-/// The Doorbell Buffer has the stride of the registers but only one memory page, which bounds it:
-/// a cache line up to 31 queue pairs, half of one up to 63, a quarter for 64. A stride of a page,
-/// to trap one queue's doorbell and map another's, would leave the buffer room for no I/O queue at
-/// all. Without the buffer there is no bound.
-#[must_use]
-pub fn choose_dstrd(mode: DoorbellMode, queue_pairs: u16) -> u8 {
-    let fits = |dstrd: &u8| Doorbell::area(queue_pairs, *dstrd) <= PAGE_SIZE;
-    if mode.offers_buffer() {
-        (0..=CACHE_LINE_DSTRD).rev().find(fits).unwrap_or(0)
-    } else {
-        CACHE_LINE_DSTRD
-    }
-}
-
 /// The doorbell registers of one guest controller: host memory behind BAR0 from offset 1000h.
 ///
 /// A trapped write is stored here; while the page is mapped, the guest stores here itself.
@@ -122,8 +108,8 @@ impl DoorbellPage {
     ///
     /// # Errors
     /// Returns the kernel's error when it has no memory to give.
-    pub fn new(mode: DoorbellMode, queue_pairs: u16) -> io::Result<Self> {
-        let dstrd = choose_dstrd(mode, queue_pairs);
+    pub fn new(mode: DoorbellMode, stride: DoorbellStride, queue_pairs: u16) -> io::Result<Self> {
+        let dstrd = stride.dstrd(mode, queue_pairs);
         let len = Self::file_len(dstrd, queue_pairs);
         let fd = crate::memory::sealed_memfd(c"nvme-mpt-doorbells", len)?;
         let mapping = Mapping::shared(fd.as_fd(), 0, len as usize, Access::ReadWrite)?;
@@ -140,12 +126,17 @@ impl DoorbellPage {
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file has another size or can be cut short; the kernel's error when it
     /// cannot be mapped.
-    pub fn kept(fd: OwnedFd, mode: DoorbellMode, queue_pairs: u16) -> io::Result<Self> {
+    pub fn kept(
+        fd: OwnedFd,
+        mode: DoorbellMode,
+        stride: DoorbellStride,
+        queue_pairs: u16,
+    ) -> io::Result<Self> {
         if !crate::memory::is_size_sealed(fd.as_fd()) {
             let text = "the file of the doorbells can be cut short";
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
-        Self::of_file(fd, choose_dstrd(mode, queue_pairs), queue_pairs)
+        Self::of_file(fd, stride.dstrd(mode, queue_pairs), queue_pairs)
     }
 
     /// Doorbells that another process has made, by the values of its [`Self::dstrd`] and its number of queue pairs.
@@ -407,16 +398,17 @@ pub(crate) mod tests {
     #[test]
     fn kept_doorbells_are_those_that_were_made_and_nothing_that_can_be_cut_short() {
         let mode = DoorbellMode::Trap;
-        let made = DoorbellPage::new(mode, 4).expect("memory");
+        let stride = DoorbellStride::default();
+        let made = DoorbellPage::new(mode, stride, 4).expect("memory");
         let doorbell = Doorbell::SqTail(QueueId(2));
         made.store(doorbell, 7);
         let file = || made.fd().try_clone_to_owned().expect("a descriptor");
-        let kept = DoorbellPage::kept(file(), mode, 4).expect("the same");
+        let kept = DoorbellPage::kept(file(), mode, stride, 4).expect("the same");
         assert_eq!((kept.load(doorbell), kept.dstrd()), (7, made.dstrd()));
         File::from(file()).set_len(0).expect_err("sealed");
 
         let refused = |fd, pairs| {
-            let error = DoorbellPage::kept(fd, mode, pairs).expect_err("no good");
+            let error = DoorbellPage::kept(fd, mode, stride, pairs).expect_err("no good");
             assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         };
         refused(file(), 64);
@@ -430,22 +422,9 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn strides_fit_the_doorbell_buffer() {
-        let dstrd = |queues| choose_dstrd(DoorbellMode::Shadow, queues);
-        assert_eq!(
-            (dstrd(1), dstrd(31), dstrd(32), dstrd(63), dstrd(64)),
-            (4, 4, 3, 3, 2)
-        );
-        for queues in 1..=64 {
-            assert!(Doorbell::area(queues, dstrd(queues)) <= PAGE_SIZE);
-        }
-        assert_eq!(choose_dstrd(DoorbellMode::Auto, 64), 2);
-        assert_eq!(choose_dstrd(DoorbellMode::Mapped, 64), 4);
-    }
-
-    #[test]
     fn only_doorbells_of_queues_that_can_exist() {
-        let page = DoorbellPage::new(DoorbellMode::Shadow, 3).expect("memory");
+        let stride = DoorbellStride::default();
+        let page = DoorbellPage::new(DoorbellMode::Shadow, stride, 3).expect("memory");
         assert_eq!(page.len(), 4096);
         let last = Doorbell::CqHead(QueueId(3));
         assert_eq!(page.at_bar_offset(0x1000 + 7 * 64), Some(last));
@@ -459,7 +438,7 @@ pub(crate) mod tests {
         page.clear();
         assert_eq!(page.load(last), 0);
         assert_eq!(
-            DoorbellPage::new(DoorbellMode::Trap, 64)
+            DoorbellPage::new(DoorbellMode::Trap, stride, 64)
                 .expect("memory")
                 .len(),
             12288

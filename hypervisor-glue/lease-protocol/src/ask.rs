@@ -107,6 +107,7 @@ pub(crate) fn ask_for_lease(
         }
     };
     channel.set_patience(PATIENCE).map_err(set_up)?;
+    channel.expect_queue_pairs(attached.facts.queue_pairs);
     let parts = <[OwnedFd; PARTS]>::try_from(descriptors).map_err(|descriptors| {
         let (came, said) = (descriptors.len(), PARTS);
         answer(ChannelError::Descriptors { came, said })

@@ -7,6 +7,7 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use nvme_mpt::deadline::{Deadline, SystemClock};
@@ -19,10 +20,13 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
-/// Most bytes of a message's JSON.
+/// Most bytes of a message's JSON, for a lease of up to 64 queue pairs.
 pub const MESSAGE_MAX: usize = 4 << 20;
 
-/// Most descriptors of a message: a bell for each poller of 64 queue pairs.
+/// Most bytes for each queue pair of a lease with more of them: the state of one that holds all completions that it can.
+const BYTES_PER_PAIR: usize = MESSAGE_MAX / 64;
+
+/// Most descriptors of a message. With more new bells, a VMM asks again.
 pub const DESCRIPTORS_MAX: usize = 64;
 
 /// Time in which a message that began has to arrive, or to be taken.
@@ -40,8 +44,13 @@ pub enum ChannelError {
     #[error("the other side does not go on")]
     Timeout,
     /// A message is larger than one may be.
-    #[error("a message of {0} bytes came, but it may have {MESSAGE_MAX}")]
-    TooLarge(usize),
+    #[error("a message of {length} bytes came, but it may have {most}")]
+    TooLarge {
+        /// Bytes of the message.
+        length: usize,
+        /// Most bytes that it may have.
+        most: usize,
+    },
     /// A message has other descriptors than it says.
     #[error("a message came with {came} descriptors instead of {said}")]
     Descriptors {
@@ -63,17 +72,36 @@ pub enum ChannelError {
 
 /// A connection.
 #[derive(Debug)]
-pub(crate) struct Channel(UnixStream);
+pub(crate) struct Channel {
+    stream: UnixStream,
+    /// Most bytes of a message's JSON.
+    most: AtomicUsize,
+}
 
 impl Channel {
     /// Over a socket that is blocking.
     pub(crate) fn new(stream: UnixStream) -> io::Result<Self> {
         stream.set_write_timeout(Some(TRANSFER))?;
-        Ok(Self(stream))
+        let most = MESSAGE_MAX.into();
+        Ok(Self { stream, most })
+    }
+
+    /// Lets messages have the size that a lease with so many queue pairs needs.
+    pub(crate) fn expect_queue_pairs(&self, queue_pairs: u16) {
+        let most = MESSAGE_MAX.max(usize::from(queue_pairs) * BYTES_PER_PAIR);
+        self.most.store(most, Ordering::Relaxed);
+    }
+
+    fn check_length(&self, length: usize) -> Result<(), ChannelError> {
+        let most = self.most.load(Ordering::Relaxed);
+        match length <= most {
+            true => Ok(()),
+            false => Err(ChannelError::TooLarge { length, most }),
+        }
     }
 
     pub(crate) fn stream(&self) -> &UnixStream {
-        &self.0
+        &self.stream
     }
 
     /// Sends a message.
@@ -85,9 +113,7 @@ impl Channel {
         let mut bytes = vec![0; HEADER];
         serde_json::to_writer(&mut bytes, message)?;
         let length = bytes.len() - HEADER;
-        if length > MESSAGE_MAX {
-            return Err(ChannelError::TooLarge(length));
-        }
+        self.check_length(length)?;
         let number = descriptors.len();
         if number > DESCRIPTORS_MAX {
             let said = DESCRIPTORS_MAX;
@@ -103,10 +129,10 @@ impl Channel {
         }
         let sent = retry_on_intr(|| {
             let part = [IoSlice::new(&bytes)];
-            sendmsg(&self.0, &part, &mut control, SendFlags::NOSIGNAL)
+            sendmsg(&self.stream, &part, &mut control, SendFlags::NOSIGNAL)
         });
         let sent = sent.map_err(io::Error::from).map_err(failure)?;
-        (&self.0).write_all(&bytes[sent..]).map_err(failure)
+        (&self.stream).write_all(&bytes[sent..]).map_err(failure)
     }
 
     /// Receives a request, which begins within `patience`, or at any time. Then it has to arrive.
@@ -114,7 +140,7 @@ impl Channel {
         &self,
         patience: Option<Duration>,
     ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
-        self.0.set_read_timeout(patience)?;
+        self.stream.set_read_timeout(patience)?;
         let mut deadline = None;
         self.receive(|| {
             // The first part has come.
@@ -122,14 +148,14 @@ impl Channel {
                 deadline.get_or_insert_with(|| Deadline::after(&SystemClock::shared(), TRANSFER));
             match deadline.left() {
                 Duration::ZERO => Err(ChannelError::Timeout),
-                left => Ok(self.0.set_read_timeout(Some(left))?),
+                left => Ok(self.stream.set_read_timeout(Some(left))?),
             }
         })
     }
 
     /// Sets the time that [`Self::receive_answer`] waits for each part of an answer.
     pub(crate) fn set_patience(&self, patience: Duration) -> io::Result<()> {
-        self.0.set_read_timeout(Some(patience))
+        self.stream.set_read_timeout(Some(patience))
     }
 
     /// Receives an answer. A sandbox of the VMM need not allow any thread to change the socket.
@@ -155,9 +181,7 @@ impl Channel {
             let word = [0, 1, 2, 3].map(|byte| header[at + byte]);
             u32::from_le_bytes(word) as usize
         });
-        if length > MESSAGE_MAX {
-            return Err(ChannelError::TooLarge(length));
-        }
+        self.check_length(length)?;
         if descriptors.len() != number {
             let (came, said) = (descriptors.len(), number);
             return Err(ChannelError::Descriptors { came, said });
@@ -167,7 +191,7 @@ impl Channel {
         while bytes.len() < length {
             before_part()?;
             let room = (length - bytes.len()).min(part.len());
-            match (&self.0).read(&mut part[..room]) {
+            match (&self.stream).read(&mut part[..room]) {
                 Ok(0) => return Err(ChannelError::Closed),
                 Ok(read) => bytes.extend_from_slice(&part[..read]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -186,7 +210,12 @@ impl Channel {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let received = retry_on_intr(|| {
             let flags = RecvFlags::CMSG_CLOEXEC;
-            recvmsg(&self.0, &mut [IoSliceMut::new(buffer)], &mut control, flags)
+            recvmsg(
+                &self.stream,
+                &mut [IoSliceMut::new(buffer)],
+                &mut control,
+                flags,
+            )
         });
         let received = received.map_err(io::Error::from).map_err(failure)?;
         for message in control.drain() {

@@ -34,6 +34,7 @@ use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 use zerocopy::FromBytes;
 
+use crate::DESCRIPTORS_MAX;
 use crate::ask::{AttachError, Given, OPENING_PATIENCE, PATIENCE, Reach, ask_for_lease};
 use crate::link::{DirtyLog, Link, Lost};
 use crate::message::{Attached, DirtyPages, Doorbells, Outcome, Request, Smart};
@@ -299,13 +300,17 @@ impl RemoteHostSide {
         let mut bells = self.bells();
         let bells = &mut *bells;
         // Without a server the queues are still there for the guest.
-        if let Some(doorbells) = self.doorbells(&mut bells.by_number) {
+        while let Some((doorbells, new)) = self.doorbells(&mut bells.by_number) {
             bells.doorbells = doorbells;
+            if new < DESCRIPTORS_MAX {
+                break;
+            }
         }
         bells.doorbells.clone()
     }
 
-    fn doorbells(&self, bells: &mut BTreeMap<u64, Arc<EventFd>>) -> Option<IoDoorbells> {
+    /// Asks for the doorbells. Returns them, and the number of bells that are new.
+    fn doorbells(&self, bells: &mut BTreeMap<u64, Arc<EventFd>>) -> Option<(IoDoorbells, usize)> {
         let mut state = self.link.state();
         let answer = self
             .link
@@ -317,6 +322,7 @@ impl RemoteHostSide {
             bells: named,
             new_bells,
         } = doorbells;
+        let new = new_bells.len();
         for (number, descriptor) in new_bells.into_iter().zip(descriptors) {
             match eventfd::take(descriptor) {
                 Ok(bell) => {
@@ -333,11 +339,12 @@ impl RemoteHostSide {
             let bell: &Arc<EventFd> = bells.get(&number)?;
             Some((doorbell, DoorbellWaker::from(bell.clone())))
         };
-        Some(IoDoorbells {
+        let doorbells = IoDoorbells {
             are_buffered,
             are_silent,
             wakers: named.into_iter().filter_map(waker).collect(),
-        })
+        };
+        Some((doorbells, new))
     }
 }
 

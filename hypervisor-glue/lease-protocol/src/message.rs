@@ -6,6 +6,7 @@ use std::time::Duration;
 use nvme_mpt::crossing;
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::host::Changes;
+use nvme_mpt::interrupt::vectors_of;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::spec::ids::QueueId;
@@ -96,7 +97,7 @@ impl Attached {
         } = &self.facts;
         let shift = u32::from(namespace.lba_shift);
         (1..=MAX_QUEUE_PAIRS).contains(queue_pairs)
-            && self.vectors == queue_pairs + 1
+            && self.vectors == vectors_of(*queue_pairs)
             && (9..=16).contains(&shift)
             && namespace.blocks <= u64::MAX >> shift
     }
@@ -211,7 +212,8 @@ pub(crate) enum VectorChange {
 }
 
 /// Reply to [`Request::IoDoorbells`]. Descriptors: the bells of pollers that are new, in the order of
-/// [`Self::new_bells`].
+/// [`Self::new_bells`]. If there are [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) of them, doorbells of others may be left
+/// out, and the VMM asks again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Doorbells {
     pub(crate) are_buffered: bool,

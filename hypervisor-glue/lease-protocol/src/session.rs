@@ -21,7 +21,7 @@ use serde::Serialize;
 use thiserror::Error;
 use zerocopy::IntoBytes;
 
-use crate::channel::{Channel, ChannelError};
+use crate::channel::{Channel, ChannelError, DESCRIPTORS_MAX};
 use crate::message::{
     Attached, DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, PARTS, RANGES_MAX, Region,
     Request, Smart, VERSION, VectorChange,
@@ -272,9 +272,10 @@ impl Session {
             id: host.stats().id,
             facts: host.facts(),
             dstrd: doorbells.dstrd(),
-            // At most 65.
+            // At most 128.
             vectors: vectors.len() as u16,
         }));
+        self.channel.expect_queue_pairs(host.facts().queue_pairs);
         let events = eventfd::share(&events)?;
         self.channel
             .send(&attached, &[doorbells.fd(), live.fd(), events.as_fd()])?;
@@ -530,6 +531,8 @@ impl Served<'_> {
         for (doorbell, waker) in &doorbells.wakers {
             let number = match self.bells.iter().find(|(_, bell)| bell.is_of(waker)) {
                 Some((number, _)) => *number,
+                // The VMM asks again.
+                None if new.len() == DESCRIPTORS_MAX => continue,
                 None => {
                     let Some((number, descriptor)) = self.make_bell(waker)? else {
                         continue;

@@ -161,13 +161,17 @@ impl MappedDoorbells {
 
 /// Doorbells that only wake a poller, by guest address.
 #[derive(Debug, Default)]
-pub(super) struct TiedDoorbells(BTreeMap<Gpa, DoorbellWaker>);
+pub(super) struct TiedDoorbells {
+    tied: BTreeMap<Gpa, DoorbellWaker>,
+    /// Number of them at which the VMM refused another one, while any is tied: KVM has a bound for all devices of a VM.
+    most: Option<usize>,
+}
 
 impl TiedDoorbells {
     /// Ties what is to be tied now, where BAR0 is now, and nothing else.
     pub(super) fn follow(&mut self, function: &NvmeFunction, vmm: &dyn Vmm) {
         let wanted = Self::wanted(function);
-        self.0.retain(|address, waker| {
+        self.tied.retain(|address, waker| {
             if wanted.get(address) == Some(waker) {
                 return true;
             }
@@ -176,19 +180,30 @@ impl TiedDoorbells {
             }
             false
         });
+        if wanted.is_empty() {
+            self.most = None;
+        }
         for (address, waker) in wanted {
-            if self.0.contains_key(&address) {
+            if self.tied.contains_key(&address) {
                 continue;
+            }
+            if self.most.is_some_and(|most| self.tied.len() >= most) {
+                break;
             }
             match vmm.tie(address, waker.eventfd()) {
                 Ok(()) => {
                     // A write may have signalled the poller of the queue before, a moment ago: this
                     // one looks for itself. A counter that is full wakes it as well.
                     let _ = waker.eventfd().write(1);
-                    self.0.insert(address, waker);
+                    self.tied.insert(address, waker);
                 }
                 Err(error) => {
-                    log::warn!("Doorbell writes exit to the VMM: {}", report::chain(&error));
+                    log::warn!(
+                        "Writes of doorbells beyond {} exit to the VMM: {}",
+                        self.tied.len(),
+                        report::chain(&error)
+                    );
+                    self.most = Some(self.tied.len());
                 }
             }
         }

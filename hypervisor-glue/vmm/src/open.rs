@@ -287,19 +287,10 @@ pub fn attach_with(
     };
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
-    let queue_pairs = options.queue_pairs();
-    if queue_pairs < options.queues {
-        log::warn!(
-            "Function {id} has {queue_pairs} of {} I/O queue pairs: with doorbell-stride={}, its Doorbell Buffer has \
-             room for no more; use doorbells=mapped or trap, or doorbell-stride=4",
-            options.queues,
-            options.doorbell_stride
-        );
-    }
     let config = AttachmentConfig {
         drive: drive.clone(),
         lease,
-        queue_pairs,
+        queue_pairs: options.queue_pairs(),
         reservation,
         doorbells: options.doorbells,
         doorbell_stride: options.doorbell_stride,
@@ -357,6 +348,9 @@ pub fn host_side(
     pollers: &Arc<Pollers>,
 ) -> Result<(String, Arc<dyn HostSide>), OpenError> {
     let options = function.options();
+    for caution in options.cautions() {
+        log::warn!("A function on {}: {caution}", options.path);
+    }
     // Other drives are in the memory of the process that opens them.
     if matches!(options.path, DrivePath::Pci(_) | DrivePath::File(_)) {
         let text = function.text().to_string();

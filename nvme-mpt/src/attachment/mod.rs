@@ -45,7 +45,7 @@ use crate::drive::Drive;
 use crate::drive::{HostLeaseError, HostNamespace, Reservation};
 use crate::event::EventQueue;
 use crate::host::{ChangeLog, CommandSets, Limits};
-use crate::interrupt::{Coalescing, InterruptVector};
+use crate::interrupt::{Coalescing, InterruptVector, vectors_of};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
 use crate::live::LiveState;
@@ -75,7 +75,7 @@ pub struct Attachment {
     window: DmaWindow,
     context: Arc<QueueContext>,
     coalescing: Arc<Coalescing>,
-    /// By number: that of the admin queue, then one for each I/O queue pair.
+    /// By number, [`vectors_of`] the queue pairs.
     vectors: Vec<Arc<InterruptVector>>,
     /// Index 0 is queue 1.
     counters: Vec<Arc<QueueCounters>>,
@@ -263,7 +263,9 @@ impl Attachment {
             window,
             context,
             coalescing: Arc::default(),
-            vectors: (0..=queue_pairs).map(|_| InterruptVector::new()).collect(),
+            vectors: (0..vectors_of(queue_pairs))
+                .map(|_| InterruptVector::new())
+                .collect(),
             counters: std::iter::repeat_with(Arc::default)
                 .take(queue_pairs.into())
                 .collect(),

@@ -42,8 +42,13 @@ fn impossible_attachments_are_refused_by_name() {
         change(&mut config);
         Attachment::new(config).expect_err("refused").to_string()
     };
-    assert!(attach(|config| config.queue_pairs = 0).contains("1 to 64"));
-    assert!(attach(|config| config.queue_pairs = 65).contains("65"));
+    assert!(attach(|config| config.queue_pairs = 0).contains("1 to 511"));
+    assert!(attach(|config| config.queue_pairs = 512).contains("512"));
+    let message = attach(|config| {
+        config.queue_pairs = 32;
+        config.doorbell_stride = crate::DoorbellStride::Bytes64;
+    });
+    assert!(message.contains("1 to 31"), "{message}");
     let message = attach(|config| config.memory = MemoryKinds::Any);
     assert!(message.contains("poll=dedicated"), "{message}");
     assert!(attach(|config| config.serial = Some("x".repeat(21))).contains("20 printable"));

@@ -31,7 +31,7 @@ use crate::spec::registers::offset::DOORBELLS;
 use crate::sync::{Ordering, fence};
 
 /// I/O queue pairs that a guest controller can have at most.
-pub const MAX_QUEUE_PAIRS: u16 = 64;
+pub const MAX_QUEUE_PAIRS: u16 = 1024;
 
 /// Path of a guest's doorbell writes to a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

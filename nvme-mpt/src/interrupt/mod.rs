@@ -14,6 +14,20 @@ use crate::memory::eventfd;
 use crate::memory::notifier::ForeignEventFd;
 use crate::memory::sync::{Mutex, MutexGuard};
 
+/// Most vectors that a function may have: a hypervisor in wide use stops at 128.
+pub const VECTORS_MAX: u16 = 128;
+
+/// Returns the number of vectors of a function with so many I/O queue pairs: one for each, and one for the admin queue, up
+/// to [`VECTORS_MAX`]. Further completion queues share vectors, as their guest's driver chooses (Base 2.0, section 5.5,
+/// Interrupt Vector).
+#[must_use]
+pub const fn vectors_of(queue_pairs: u16) -> u16 {
+    match queue_pairs {
+        0..VECTORS_MAX => queue_pairs + 1,
+        _ => VECTORS_MAX,
+    }
+}
+
 pub(crate) use gate::{InterruptGate, Standing};
 
 /// The same vector in the process that raises it for I/O queues, if that is another one.

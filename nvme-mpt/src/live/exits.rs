@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use super::{MAGIC, POSITIONS};
+use super::{MAGIC, PAIR, POSITIONS};
 use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory::{Access, Cell64, Mapping};
 use crate::spec::ids::QueueId;
@@ -19,10 +19,25 @@ pub(super) const EXITS: usize = 128;
 /// Largest number of exits that is believed, so that sums of them do not overflow.
 const EXITS_MAX: u64 = 1 << 48;
 
+/// Queue pairs whose words lie before those of the first pair.
+const AT_FIRST: usize = (POSITIONS - EXITS) / 8;
+
+/// Offset of the word of a later pair, in the page of the pair's own positions.
+const OF_PAIR: usize = 128;
+const _: () = assert!(super::SQ_HEAD + 8 <= OF_PAIR && OF_PAIR + 8 <= POSITIONS);
+
+/// Offset of the word of the pair with this index.
+fn place(index: usize) -> usize {
+    match index {
+        0..AT_FIRST => EXITS + 8 * index,
+        _ => POSITIONS + index * PAIR + OF_PAIR,
+    }
+}
+
 fn words(mapping: &Arc<Mapping>) -> Box<[Cell64]> {
     let words = 0..usize::from(MAX_QUEUE_PAIRS);
     words
-        .map_while(|index| Cell64::new(mapping, EXITS + 8 * index))
+        .map_while(|index| Cell64::new(mapping, place(index)))
         .collect()
 }
 
@@ -42,10 +57,14 @@ impl ExitCounter {
     pub fn of_file(live: BorrowedFd<'_>) -> io::Result<Self> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "live state of another layout");
         let file = File::from(live.try_clone_to_owned()?);
-        if file.metadata()?.len() < POSITIONS as u64 {
+        let len = file.metadata()?.len();
+        let most = place(MAX_QUEUE_PAIRS.into()) as u64;
+        if len < POSITIONS as u64 {
             return Err(invalid());
         }
-        let mapping = Mapping::shared(file.as_fd(), 0, POSITIONS, Access::ReadWrite)?;
+        // At most 100 MB, of which pages are taken for queues alone.
+        let len = len.min(most) as usize;
+        let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite)?;
         let mapping = Arc::new(mapping);
         match Cell64::new(&mapping, 0) {
             Some(magic) if magic.load() == MAGIC => Ok(Self(words(&mapping))),
@@ -99,16 +118,37 @@ mod tests {
             counter.count(QueueId(1));
         }
         counter.count(QueueId(64));
-        for none in [0, 65] {
+        for none in [0, MAX_QUEUE_PAIRS + 1] {
             counter.count(QueueId(none));
         }
-        let exits = |state: &LiveState| [0, 1, 2, 64, 65].map(|qid| state.exits(QueueId(qid)));
+        let exits = |state: &LiveState| {
+            [0, 1, 2, 64, MAX_QUEUE_PAIRS + 1].map(|qid| state.exits(QueueId(qid)))
+        };
         assert_eq!(exits(&first), [0, 3, 0, 1, 0]);
         let fd = first.fd().try_clone_to_owned().expect("descriptor");
         let next = LiveState::kept(fd, 2).expect("the layout");
         assert_eq!(exits(&next), [0; 5]);
         counter.count(QueueId(2));
         assert_eq!(exits(&next), [0, 0, 1, 0, 0]);
+    }
+
+    #[test]
+    fn each_pair_has_a_word_of_its_own_beside_its_positions() {
+        let state = LiveState::new(MAX_QUEUE_PAIRS).expect("memory");
+        let counter = ExitCounter::of_file(state.fd()).expect("the layout");
+        for qid in 1..=MAX_QUEUE_PAIRS {
+            let queue = state.queue(QueueId(qid)).expect("a queue");
+            queue.tail.store(u64::MAX);
+            queue.head.store(u64::MAX);
+            for _ in 0..qid {
+                counter.count(QueueId(qid));
+            }
+        }
+        for qid in 1..=MAX_QUEUE_PAIRS {
+            let queue = state.queue(QueueId(qid)).expect("a queue");
+            assert_eq!((queue.tail.load(), queue.head.load()), (u64::MAX, u64::MAX));
+            assert_eq!(state.exits(QueueId(qid)), u64::from(qid));
+        }
     }
 
     #[test]

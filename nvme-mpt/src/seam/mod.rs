@@ -85,7 +85,7 @@ pub struct SharedParts {
     /// The VM's memory, in which the function reaches the admin queue. It follows [`HostSide::map`] and
     /// [`HostSide::unmap`].
     pub memory: GuestMemory,
-    /// Interrupt vectors, by number: that of the admin queue, then one for each I/O queue pair. The host side raises
+    /// Interrupt vectors, by number: that of the admin queue, then those of I/O queue pairs. The host side raises
     /// them; the function masks and connects them.
     pub vectors: Vec<Arc<InterruptVector>>,
     /// Live state of the queues, if the function outlives the process of its host side. The function keeps the file, and

@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::status::INVALID_INTERRUPT_VECTOR;
 use vmm_device::{Bar, MsixMasking};
 
 use crate::common::bystander::Bystander;
-use crate::common::{HANG, Host, LEASE, MODES, Machine, Setup};
+use crate::common::{HANG, Host, LEASE, LOW, MODES, Machine, Setup, admin_status};
 
 /// Queue pair `id` of 64 entries, on the vector of the same number.
 fn interrupting(machine: &Machine, controller: &mut Controller, id: u16) -> QueuePair {
@@ -97,6 +99,35 @@ fn a_guest_that_waits_for_interrupts_is_never_left_waiting() {
             assert!(stats.interrupts <= stats.commands, "{stats:?}");
         }
         bystander.finish();
+    }
+}
+
+#[test]
+fn more_queues_than_vectors_share_vectors() {
+    const LAST: u16 = 127;
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup {
+        queue_pairs: 300,
+        ..Setup::nth(0).doorbells(DoorbellMode::Mapped)
+    });
+    assert_eq!(machine.interrupts.len(), usize::from(LAST) + 1);
+    let mut controller = machine.attach();
+    let beyond = Sqe::create_cq(1, LOW, 16, Some(LAST + 1));
+    let refused = admin_status(&mut controller, beyond);
+    assert_eq!(refused, INVALID_INTERRUPT_VECTOR);
+    let last = machine.interrupts[usize::from(LAST)].clone();
+    let mut queues = [LAST, 200, 300].map(|id| {
+        let options = QueueOptions::interrupting(64, LAST, last.clone());
+        controller.create_queue_pair(id, &options).unwrap()
+    });
+    for round in 0..60 {
+        let queue = &mut queues[round % 3];
+        submit(queue, 2);
+        assert_eq!(last.wait(HANG).unwrap(), 1, "{round}");
+        assert_eq!(consume(queue), 2);
+    }
+    for interrupt in &machine.interrupts[1..usize::from(LAST)] {
+        assert_eq!(interrupt.take().unwrap(), 0, "no other vector");
     }
 }
 

@@ -4,10 +4,11 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use nvme_mpt::DoorbellStride;
 use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::completion::Cqe;
-use nvme_mpt_tests::controller::{Controller, QueueOptions};
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
 use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE};
@@ -93,34 +94,107 @@ fn a_queue_pair_of_two_sizes() {
     }
 }
 
+/// Writes by each queue, and reads by each what the next one wrote.
+fn pass_round(disks: &mut [Disk], seed: u64) {
+    let count = disks.len() as u64;
+    let mut bytes = vec![0; 4096];
+    for (disk, queue) in disks.iter_mut().zip(0..) {
+        rng::fill_blocks(&mut bytes, seed, 8 * queue, 512);
+        disk.write(8 * queue, &bytes).unwrap();
+    }
+    for (disk, queue) in disks.iter_mut().zip(1..) {
+        let slba = 8 * (queue % count);
+        rng::fill_blocks(&mut bytes, seed, slba, 512);
+        assert_eq!(disk.read(slba, 8).unwrap(), bytes, "queue {queue}");
+    }
+}
+
+/// Namespace 1 through a queue pair of few entries.
+fn small_disk(controller: &mut Controller, id: u16) -> Disk {
+    let queue = queue_pair(controller, id, 4);
+    let mut disk = Disk::new(controller, queue, 1).unwrap();
+    disk.timeout = HANG;
+    disk
+}
+
 #[test]
-fn sixty_four_queue_pairs() {
-    for mode in MODES {
+fn as_many_queue_pairs_as_their_doorbells_have_room_for() {
+    for (mode, stride, most) in [
+        (DoorbellMode::Shadow, DoorbellStride::Widest, 511),
+        (DoorbellMode::Mapped, DoorbellStride::Widest, 1024),
+        (DoorbellMode::Trap, DoorbellStride::Bytes4, 1024),
+    ] {
         let host = Host::new("memory:32M", 512);
         let bystander = Bystander::start(&host, &Setup::nth(1));
         let setup = Setup {
-            queue_pairs: 64,
+            queue_pairs: most,
+            stride,
             ..Setup::nth(0).doorbells(mode)
         };
         let machine = host.machine(&setup);
+        // Doorbells are in BAR0 as a whole, whose size is a power of two.
+        let area = 0x1000
+            + (u64::from(most) + 1)
+                * 2
+                * if most == 1024 && stride == DoorbellStride::Widest {
+                    64
+                } else {
+                    4
+                };
+        assert_eq!(
+            machine.function().bar_size(vmm_device::Bar::Registers),
+            area.next_power_of_two().max(0x4000)
+        );
         let mut controller = machine.attach();
-        let mut disks: Vec<Disk> = (1..=64).map(|id| disk(&mut controller, id)).collect();
-        let refused = Sqe::create_cq(65, LOW, 16, None);
+        let mut disks: Vec<Disk> = (1..=most)
+            .map(|id| small_disk(&mut controller, id))
+            .collect();
+        let refused = Sqe::create_cq(most + 1, LOW, 16, None);
         assert_eq!(admin_status(&mut controller, refused), INVALID_QUEUE_ID);
-        let mut bytes = vec![0; 4096];
-        for round in 0..8 {
-            for (disk, queue) in disks.iter_mut().zip(0..) {
-                rng::fill_blocks(&mut bytes, round, 8 * queue, 512);
-                disk.write(8 * queue, &bytes).unwrap();
-            }
-            // Each reads what another one wrote.
-            for (disk, queue) in disks.iter_mut().zip(1..) {
-                let slba = 8 * (queue % 64);
-                rng::fill_blocks(&mut bytes, round, slba, 512);
-                assert_eq!(disk.read(slba, 8).unwrap(), bytes, "{mode:?} queue {queue}");
+        for seed in 0..3 {
+            pass_round(&mut disks, seed);
+        }
+        // All of them are paused, saved and taken up elsewhere.
+        let suspended = machine.suspend();
+        let machine = host.restore(&suspended, &setup).unwrap();
+        machine.function().resume();
+        controller.move_to(machine.bar()).unwrap();
+        for disk in &mut disks {
+            disk.queue.move_to(&machine.bar()).unwrap();
+        }
+        pass_round(&mut disks, 3);
+        controller.shutdown(false).unwrap();
+        bystander.finish();
+    }
+}
+
+#[test]
+fn an_admin_queue_of_4096_entries() {
+    let host = Host::new("memory:16M", 512);
+    for mode in MODES {
+        let machine = host.machine(&Setup::nth(0).doorbells(mode));
+        let config = Config {
+            doorbells: mode,
+            admin_entries: 4096,
+            admin_timeout: HANG,
+            ..Config::default()
+        };
+        let mut controller =
+            Controller::attach(machine.bar(), machine.memory.clone(), config, 4).unwrap();
+        // As many at once as there may be, round after round.
+        let feature = Sqe::new(admin::GET_FEATURES, 0).with_cdw(10, 0x07);
+        for batch in [1, 4095, 4095, 17] {
+            let queue = controller.admin_queue().unwrap();
+            let cids = (0..batch).map(|_| queue.submit(feature).unwrap());
+            let cids: Vec<u16> = cids.collect();
+            queue.ring();
+            for cid in cids {
+                let cqe = queue.wait(cid, HANG).unwrap();
+                assert!(cqe.status().is_success(), "{cqe:?}");
             }
         }
-        bystander.finish();
+        let mut disk = disk(&mut controller, 1);
+        disk.verify(0, 8).unwrap();
     }
 }
 

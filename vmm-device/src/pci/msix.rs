@@ -16,8 +16,8 @@ pub(super) const BAR_SIZE: u64 = 0x2000;
 const ENTRY_SIZE: usize = 16;
 /// Vector Control: Mask Bit. The other bits are reserved.
 const MASK_BIT: u32 = 1;
-/// Most vectors that a function may have: a hypervisor in wide use stops at 128.
-pub const MSIX_VECTORS_MAX: u16 = 128;
+/// Most vectors that a function may have.
+pub const MSIX_VECTORS_MAX: u16 = nvme_mpt::interrupt::VECTORS_MAX;
 const _: () = assert!(MSIX_VECTORS_MAX as usize * ENTRY_SIZE <= PBA_OFFSET as usize);
 
 /// Side that holds interrupts back while a vector is masked.

@@ -5,14 +5,15 @@
 
 use std::fmt;
 
+use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
+
 use super::{FunctionState, SnapshotError, VERSION};
 
 /// First bytes of every snapshot.
 pub(super) const MAGIC: &str = "nvme-mpt function state";
 
-/// Most bytes of a state: 64 Completion Queues that each hold all completions that they can take
-/// three of them.
-const STATE_MAX: usize = 8 << 20;
+/// Most bytes of a state. A Completion Queue that holds all completions that it can takes less than 128 KiB.
+const STATE_MAX: usize = MAX_QUEUE_PAIRS as usize * (128 << 10);
 
 /// Most bytes of the first line, its end included.
 const LINE_MAX: usize = 128;

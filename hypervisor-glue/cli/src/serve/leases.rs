@@ -73,6 +73,10 @@ const OTHERS_KEYS: &[&str] = &[
     "reconnect",
 ];
 
+/// Number of I/O queue pairs that is too large for a VMM whose user is neither root nor the server's own: each takes memory
+/// of the server, which a physical drive pins.
+const OTHERS_QUEUES: u16 = 65;
+
 /// A lease of a function in a VMM.
 #[derive(Debug)]
 struct Lease {
@@ -432,14 +436,23 @@ fn check_others_keys(options: &str, uid: u32) -> Result<(), Admission> {
         return Err(Admission::NotServed);
     }
     let key = options.pairs().find(|(key, _)| !OTHERS_KEYS.contains(key));
-    let Some((key, _)) = key else {
-        return Ok(());
-    };
-    Err(Admission::Refused(format!(
-        "Option \"{key}\" is not for VMMs of user {uid}: leave it out, or run the VMM as the user of the server. The \
-         options are {}",
-        OTHERS_KEYS.join(", ")
-    )))
+    if let Some((key, _)) = key {
+        return Err(Admission::Refused(format!(
+            "Option \"{key}\" is not for VMMs of user {uid}: leave it out, or run the VMM as the user of the server. The \
+             options are {}",
+            OTHERS_KEYS.join(", ")
+        )));
+    }
+    let queues = options
+        .get("queues")
+        .and_then(|queues| queues.parse::<u16>().ok());
+    match queues {
+        Some(queues @ OTHERS_QUEUES..) => Err(Admission::Refused(format!(
+            "Option \"queues={queues}\" is not for VMMs of user {uid}: use less than {OTHERS_QUEUES}, or run the VMM as \
+             the user of the server"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Returns the facts of a lease for a person.

@@ -56,6 +56,9 @@ impl Offer {
         let ServedFunction {
             socket, function, ..
         } = &declared.function;
+        for caution in function.cautions() {
+            log::warn!("The function on {}: {caution}", socket.display());
+        }
         let mut keeping = terms.keeping.as_ref();
         if let Some(kept) = keeping.filter(|_| !outlives_process(function)) {
             log::warn!(

@@ -254,7 +254,7 @@ fn a_function_that_cannot_be_added_changes_nothing() {
         ("socket=b.sock,path=none.img", "truncate -s 16G"),
         (
             "socket=b.sock,path=memory:1M,queues=0",
-            "A function has 1 to 64",
+            "A function has 1 to 1024",
         ),
         (
             "socket=b.sock,path=memory:1M,length=1",

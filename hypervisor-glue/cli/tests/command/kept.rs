@@ -419,6 +419,14 @@ fn clients_with_doorbells_4_bytes_apart_survive_kills_and_upgrades() {
 }
 
 #[test]
+fn a_client_of_a_function_with_1024_queue_pairs_survives_kills_and_upgrades() {
+    for end in [End::Kill, End::Upgrade] {
+        let options = ",queues=1024";
+        survives_with(end, "memory:64M", DoorbellMode::Mapped, true, 3, options);
+    }
+}
+
+#[test]
 fn a_client_on_memory_survives_200_kills() {
     survives(End::Kill, "memory:64M", DoorbellMode::Shadow, true, 200);
 }

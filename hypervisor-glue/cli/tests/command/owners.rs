@@ -104,6 +104,10 @@ fn a_vmm_of_another_user_gets_the_leases_that_it_owns() {
         ),
         ("path=drive.img,id=first,profile=nvm", "Option \"profile\""),
         (
+            "path=drive.img,range=0+16M,id=first,queues=65",
+            "Option \"queues=65\" is not for VMMs of user 1001",
+        ),
+        (
             "path=drive.img,range=0+16M,id=second",
             "Lease \"second\" belongs to no user",
         ),

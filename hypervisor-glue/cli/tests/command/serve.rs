@@ -170,7 +170,7 @@ fn wrong_options_are_told_before_anything_is_done() {
         ),
         (
             "socket=a.sock,path=memory:1M,queues=0",
-            "A function has 1 to 64",
+            "A function has 1 to 1024",
         ),
         (
             "socket=a.sock,path=memory:1X",

@@ -121,6 +121,29 @@ impl FunctionOptions {
         self.queues.min(most)
     }
 
+    /// Returns what a person should know of the function's queues, in sentences.
+    #[must_use]
+    pub fn cautions(&self) -> Vec<String> {
+        let mut cautions = Vec::new();
+        let (asked, pairs) = (self.queues, self.queue_pairs());
+        if pairs < asked {
+            let bytes = 4 << self.doorbell_stride.dstrd(self.doorbells, pairs);
+            let narrower = match self.doorbell_stride {
+                DoorbellStride::Bytes64 => ", or doorbell-stride=4",
+                DoorbellStride::Widest | DoorbellStride::Bytes4 => "",
+            };
+            cautions.push(format!(
+                "{pairs} of {asked} I/O queue pairs remain, as its Doorbell Buffer has room for no more, {bytes} bytes \
+                 apart; use doorbells=mapped or trap{narrower}"
+            ));
+        }
+        if pairs == 1 {
+            let caution = "UEFI firmware (OVMF) does not find the drive, as its driver creates two I/O queue pairs; use queues=2 or more";
+            cautions.push(caution.to_owned());
+        }
+        cautions
+    }
+
     /// Returns the options that the function asks of its drive. Those that it leaves open are as a drive has them that
     /// is open already.
     #[must_use]

@@ -64,7 +64,8 @@ from 1M on [default: 1G; a zone on a drive of zones]",
     option(
         "queues",
         "N",
-        "most I/O queue pairs that the guest gets, 1 to 64 [default: 16]",
+        "most I/O queue pairs that the guest gets, 1 to 1024; at most 511 beside a Doorbell Buffer,
+which doorbells=mapped and trap have none of [default: 16]",
     ),
     option(
         "reserve",

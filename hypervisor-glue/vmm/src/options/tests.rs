@@ -113,6 +113,42 @@ fn every_option_is_understood_in_any_order() {
 }
 
 #[test]
+fn queues_that_the_doorbell_buffer_has_no_room_for_are_named_and_so_is_one_alone() {
+    let cautions = |text: &str| {
+        let options = function(&format!("path=null:1G,{text}"));
+        (options.queue_pairs(), options.cautions().join("\n"))
+    };
+    for (text, pairs) in [
+        ("queues=511", 511),
+        ("queues=31,doorbell-stride=64", 31),
+        ("queues=511,doorbell-stride=4", 511),
+        ("queues=1024,doorbells=mapped", 1024),
+        ("queues=1024,doorbells=trap,doorbell-stride=64", 1024),
+        ("queues=2", 2),
+    ] {
+        assert_eq!(cautions(text), (pairs, String::new()), "{text}");
+    }
+    for (text, pairs, words) in [
+        ("queues=512", 511, ["511 of 512", "4 bytes apart"]),
+        (
+            "queues=40,doorbell-stride=64,doorbells=shadow",
+            31,
+            ["31 of 40", "doorbell-stride=4"],
+        ),
+        ("queues=1", 1, ["OVMF", "queues=2"]),
+    ] {
+        let (left, caution) = cautions(text);
+        assert_eq!(left, pairs, "{text}");
+        for word in words {
+            assert!(caution.contains(word), "{text}: {caution}");
+        }
+    }
+    let reserved =
+        complaint::<FunctionOptions>("path=0000:01:00.0,queues=40,doorbell-stride=64,reserve=32");
+    assert!(reserved.contains("31 I/O queue pairs"), "{reserved}");
+}
+
+#[test]
 fn a_comma_in_a_path_is_quoted() {
     assert_eq!(function("path=\"/a,b\"").path, "/a,b".parse().unwrap());
 }
@@ -138,11 +174,11 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,queues=0",
-            "Option \"queues\" cannot be \"0\"\n  A function has 1 to 64 I/O queue pairs",
+            "Option \"queues\" cannot be \"0\"\n  A function has 1 to 1024 I/O queue pairs",
         ),
         (
-            "path=/d,queues=65",
-            "Option \"queues\" cannot be \"65\"\n  A function has 1 to 64 I/O queue pairs",
+            "path=/d,queues=1025",
+            "Option \"queues\" cannot be \"1025\"\n  A function has 1 to 1024 I/O queue pairs",
         ),
         (
             "path=0000:01:00.0,lba=512",

@@ -5,7 +5,7 @@ mod hand_over;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -47,6 +47,9 @@ struct Asked {
     maps: Mutex<u32>,
     refuses: AtomicBool,
     tied: Mutex<BTreeMap<u64, RawFd>>,
+    /// Most doorbells that can be tied, if not 0, and the number that were refused.
+    ties_max: AtomicUsize,
+    ties_refused: AtomicUsize,
     messages: Mutex<Vec<(u16, u64, u32)>>,
     vectors: Mutex<Vec<EventFd>>,
     /// Messages that came when their vector had been signalled already.
@@ -76,8 +79,13 @@ impl Vmm for FakeVmm {
 
     fn tie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError> {
         let fd = eventfd.as_raw_fd();
-        let before = self.0.tied.lock().unwrap().insert(address.0, fd);
-        assert_eq!(before, None);
+        let mut tied = self.0.tied.lock().unwrap();
+        let most = self.0.ties_max.load(Ordering::Relaxed);
+        if most > 0 && tied.len() == most {
+            self.0.ties_refused.fetch_add(1, Ordering::Relaxed);
+            return Err(VmmError::new("tie a doorbell", "There are too many"));
+        }
+        assert_eq!(tied.insert(address.0, fd), None);
         Ok(())
     }
 
@@ -541,6 +549,42 @@ fn doorbells_in_guest_memory_wake_pollers_without_an_exit() {
     device.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
     device.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
     assert_eq!(asked.tied_at(0), NOWHERE);
+}
+
+#[test]
+fn doorbells_beyond_those_that_a_vmm_ties_exit_and_are_asked_for_once() {
+    let (device, asked) = device(DoorbellMode::Auto);
+    asked.ties_max.store(3, Ordering::Relaxed);
+    let refused = || asked.ties_refused.load(Ordering::Relaxed);
+    device.map_memory(region()).unwrap();
+    place(&device, BAR0, BAR);
+    let buffer = DoorbellBuffer {
+        shadow: Gpa(0x8_0000),
+        event_idx: Gpa(0x9_0000),
+    };
+    with(&device, |function| {
+        let host = function.host();
+        host.set_doorbell_buffer_within(buffer, DRAIN_DEADLINE)
+            .unwrap();
+    });
+    create(&device, 1);
+    create(&device, 2);
+    assert_eq!(asked.tied_at(BAR), [0x1080, 0x10C0, 0x1100]);
+    assert_eq!(refused(), 1);
+    for _ in 0..10 {
+        look(&device);
+    }
+    assert_eq!(refused(), 1, "it is not asked again at each access");
+    // A write of the last one exits, and reaches its queue.
+    device.write_bar(Bar::Registers, 0x1140, &0_u32.to_le_bytes());
+    // There is room once another one is gone.
+    with(&device, |function| {
+        let host = function.host();
+        host.delete_sq_within(QueueId(1), DRAIN_DEADLINE).unwrap();
+    });
+    look(&device);
+    assert_eq!(asked.tied_at(BAR), [0x10C0, 0x1100, 0x1140]);
+    assert_eq!(refused(), 1);
 }
 
 #[test]

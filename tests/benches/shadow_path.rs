@@ -419,6 +419,7 @@ fn rig(case: &Case) -> Rig {
         drive: drive.clone(),
         queue_pairs: 64,
         reservation: None,
+        mdts: None,
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: nvme_mpt::DoorbellMode::Shadow,
         poll: PollPolicy::default(),

@@ -147,6 +147,7 @@ pub(crate) fn attachment_with(
         lease,
         queue_pairs: QUEUE_PAIRS,
         reservation: None,
+        mdts: None,
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: mode,
         poll: PollPolicy::default(),

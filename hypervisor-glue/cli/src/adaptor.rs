@@ -527,6 +527,7 @@ mod tests {
             lease,
             queue_pairs: QUEUE_PAIRS,
             reservation: None,
+            mdts: None,
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells,
             poll: PollPolicy::default(),

@@ -292,6 +292,7 @@ pub fn attach_with(
         lease,
         queue_pairs: options.queue_pairs(),
         reservation,
+        mdts: options.mdts,
         doorbells: options.doorbells,
         doorbell_stride: options.doorbell_stride,
         pollers: pollers.clone(),

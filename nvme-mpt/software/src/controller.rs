@@ -10,7 +10,7 @@ use nvme_mpt::drive::{
     HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
 };
 use nvme_mpt::event::EventQueue;
-use nvme_mpt::host::{ChangeLog, CommandSetDescription, Damage, Limits};
+use nvme_mpt::host::{ChangeLog, CommandSetDescription, Damage, Limits, Mdts};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::live::LossRecord;
 use nvme_mpt::range::{ByteRange, LbaRange};
@@ -43,7 +43,7 @@ pub struct SoftwareController {
     iova_space: Arc<IovaSpace>,
 }
 
-/// Most bytes of a command that moves or names data: 1 MiB.
+/// Most bytes of a command that moves or names data, 1 MiB, unless the operator chooses.
 const MAX_TRANSFER_LOG2: u8 = 20;
 
 /// Promises of the software controller over any store.
@@ -232,6 +232,10 @@ impl HostController for SoftwareController {
 
     fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    fn mdts_max(&self) -> Mdts {
+        Mdts::MAX
     }
 
     fn namespaces(&self) -> Vec<HostNamespace> {

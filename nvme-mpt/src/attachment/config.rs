@@ -10,6 +10,7 @@ use crate::dma::MemoryKinds;
 use crate::doorbell::{DoorbellMode, DoorbellStride};
 use crate::drive::Drive;
 use crate::drive::Reservation;
+use crate::host::Mdts;
 use crate::learn::Learning;
 use crate::lease::Lease;
 use crate::limit::RateLimits;
@@ -26,6 +27,8 @@ pub struct AttachmentConfig {
     pub queue_pairs: u16,
     /// Queue pairs of the drive that belong to the lease, if any do.
     pub reservation: Option<Reservation>,
+    /// Most data of a command; the drive's own if not given.
+    pub mdts: Option<Mdts>,
     /// Path of doorbell writes to the pollers.
     pub doorbells: DoorbellMode,
     /// Bytes from one doorbell to the next.

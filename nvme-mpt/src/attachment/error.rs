@@ -3,9 +3,10 @@
 use std::io;
 
 use crate::drive::HostLeaseError;
+use crate::host::Mdts;
 use crate::lease::{Extents, LeaseError};
 use crate::poller::NoSuchProcessor;
-use crate::range::ByteRange;
+use crate::range::{ByteRange, Bytes};
 
 /// Why a guest controller cannot attach.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +18,18 @@ pub enum AttachError {
         queue_pairs: u16,
         /// Most that doorbell mode and stride allow.
         most: u16,
+    },
+    /// More data of a command than the drive takes, or less than its command set promises.
+    #[error("{asked} as most data of a command is not possible on {drive}; use {least} to {most}")]
+    InvalidMdts {
+        /// The drive.
+        drive: String,
+        /// Size that was asked for.
+        asked: Mdts,
+        /// Bytes that the command set promises.
+        least: Bytes,
+        /// Most that the drive takes.
+        most: Mdts,
     },
     /// A serial number that does not fit its field.
     #[error("Serial number `{0}` is not possible; use 1 to 20 printable ASCII characters")]

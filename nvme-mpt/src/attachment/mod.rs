@@ -44,7 +44,7 @@ use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::drive::{HostLeaseError, HostNamespace, Reservation};
 use crate::event::EventQueue;
-use crate::host::{ChangeLog, CommandSets, Limits};
+use crate::host::{ChangeLog, CommandSets, Limits, Mdts};
 use crate::interrupt::{Coalescing, InterruptVector, vectors_of};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
@@ -53,6 +53,7 @@ use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::RecvTimeoutError;
 use crate::park::Silence;
 use crate::poller::{Placement, PollPolicy, Pollers, Spin};
+use crate::range::Bytes;
 use crate::seam::{GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
 use crate::shadow::{
     CommandSet, LeasedBlocks, Nsids, NvmCommands, NvmFacts, QueueContext, ShadowQueue,
@@ -106,6 +107,7 @@ impl Attachment {
             lease,
             queue_pairs,
             reservation,
+            mdts,
             doorbells,
             doorbell_stride,
             poll,
@@ -118,6 +120,20 @@ impl Attachment {
         let most = doorbell_stride.queue_pairs_max(doorbells);
         if queue_pairs == 0 || queue_pairs > most {
             return Err(AttachError::InvalidQueuePairs { queue_pairs, most });
+        }
+        let mut limits = *drive.limits();
+        if let Some(asked) = mdts {
+            let most = drive.controller().mdts_max();
+            let least = limits.own_bytes_max.max(Mdts::MIN.bytes());
+            if asked > most || asked.bytes() < least {
+                return Err(AttachError::InvalidMdts {
+                    drive: drive.path().to_owned(),
+                    asked,
+                    least: Bytes(least),
+                    most,
+                });
+            }
+            limits = limits.with_mdts(asked);
         }
         if let Some(range) = lease.unwiped().first().copied() {
             return Err(AttachError::Unwiped(range));
@@ -168,7 +184,6 @@ impl Attachment {
         };
         let blocks = LeasedBlocks::new(nsids, drive.lba_shift(), &extents, unit_blocks);
         let blocks = blocks.ok_or_else(|| AttachError::Units(lease.id().to_owned()))?;
-        let mut limits = *drive.limits();
         if unit_blocks.is_some() {
             // A command in parts is not atomic beyond a block.
             (limits.awun_z, limits.awupf_z) = (0, 0);

@@ -23,6 +23,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         lease: lease.expect("free"),
         queue_pairs: 1,
         reservation: None,
+        mdts: None,
         doorbell_stride: crate::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),
@@ -49,6 +50,11 @@ fn impossible_attachments_are_refused_by_name() {
         config.doorbell_stride = crate::DoorbellStride::Bytes64;
     });
     assert!(message.contains("1 to 31"), "{message}");
+    let message = attach(|config| config.mdts = Some(Mdts::MAX));
+    assert!(
+        message.contains("2M") && message.contains("8K to 1M"),
+        "{message}"
+    );
     let message = attach(|config| config.memory = MemoryKinds::Any);
     assert!(message.contains("poll=dedicated"), "{message}");
     assert!(attach(|config| config.serial = Some("x".repeat(21))).contains("20 printable"));

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
 use super::reservation::{Reservation, ReserveError};
 use crate::event::EventQueue;
-use crate::host::{Limits, TemperatureThresholds};
+use crate::host::{Limits, Mdts, TemperatureThresholds};
 use crate::iova::IovaSpace;
 use crate::spec::ids::Nsid;
 use crate::spec::log::{ErrorInformation, SmartHealth};
@@ -69,6 +69,12 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
 
     /// Returns its abilities.
     fn limits(&self) -> &Limits;
+
+    /// Returns the most data of one command that a function on it can be given; that of [`Self::limits`] unless the
+    /// operator chooses.
+    fn mdts_max(&self) -> Mdts {
+        Mdts::of_pages(self.limits().mdts)
+    }
 
     /// Its active namespaces, by ascending identifier.
     fn namespaces(&self) -> Vec<HostNamespace>;

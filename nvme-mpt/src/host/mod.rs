@@ -11,6 +11,7 @@ mod changes;
 mod data;
 mod description;
 mod lists;
+mod mdts;
 mod queue;
 
 use serde::{Deserialize, Serialize};
@@ -25,6 +26,7 @@ pub use description::{
 };
 pub(crate) use lists::LIST_BYTES;
 pub use lists::ListMemory;
+pub use mdts::Mdts;
 pub use queue::{
     Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair,
 };
@@ -69,6 +71,22 @@ impl Limits {
     #[must_use]
     pub fn max_transfer(&self) -> u64 {
         crate::address::PAGE_SIZE << self.mdts
+    }
+
+    /// The same abilities, for a guest whose commands transfer up to `mdts`.
+    ///
+    /// The list of a slot has room for the SGL descriptors of the usual limit. So a guest with a larger one has PRPs alone.
+    #[must_use]
+    pub fn with_mdts(self, mdts: Mdts) -> Self {
+        let sgls = match mdts.pages_log2() > self.mdts {
+            true => 0,
+            false => self.sgl_descriptors_max,
+        };
+        Self {
+            mdts: mdts.pages_log2(),
+            sgl_descriptors_max: sgls,
+            ..self
+        }
     }
 
     /// Returns whether a host controller with these abilities keeps what was promised by `promised`.

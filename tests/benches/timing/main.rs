@@ -99,6 +99,7 @@ impl Rig {
             drive,
             queue_pairs: 1,
             reservation: None,
+            mdts: None,
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: nvme_mpt::DoorbellMode::Shadow,
             poll: PollPolicy::default(),

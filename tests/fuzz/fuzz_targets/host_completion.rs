@@ -98,6 +98,7 @@ impl Lane {
             lease: ledger.acquire(&request).expect("a lease"),
             queue_pairs: 1,
             reservation: None,
+            mdts: None,
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),

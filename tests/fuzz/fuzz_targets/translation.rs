@@ -146,6 +146,7 @@ impl Lane {
             queue_pairs: 1,
             reservation: None,
             // The registers, which no data can be written over.
+            mdts: None,
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: DoorbellMode::Trap,
             poll: PollPolicy::default(),

@@ -66,6 +66,7 @@ impl Host {
             lease,
             queue_pairs: QUEUE_PAIRS,
             reservation: None,
+            mdts: None,
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: mode,
             poll: PollPolicy::default(),

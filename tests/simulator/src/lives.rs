@@ -307,6 +307,7 @@ fn serve(kept: &Arc<Kept>, blocks: Blocks, profile: Option<&Profile>, life: u64)
         lease: lease.unwrap_or_else(|error| panic!("no lease: {error}")),
         queue_pairs: QUEUE_PAIRS,
         reservation: None,
+        mdts: None,
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: DoorbellMode::Trap,
         poll: "dedicated".parse().expect("a policy"),

@@ -222,6 +222,7 @@ impl Host {
             lease: lease.unwrap_or_else(|error| panic!("no lease: {error}")),
             queue_pairs: 4,
             reservation: None,
+            mdts: None,
             doorbell_stride: nvme_mpt::DoorbellStride::default(),
             doorbells: match doorbells {
                 DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,

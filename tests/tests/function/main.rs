@@ -37,4 +37,5 @@ mod snapshot;
 mod strides;
 mod timed;
 mod toggling;
+mod transfers;
 mod zones;

@@ -38,6 +38,7 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
         lease,
         queue_pairs: 1,
         reservation: None,
+        mdts: None,
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),

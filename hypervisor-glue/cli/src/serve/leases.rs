@@ -63,6 +63,7 @@ const OTHERS_KEYS: &[&str] = &[
     "id",
     "lease",
     "queues",
+    "mdts",
     "doorbells",
     "doorbell-stride",
     "iops",

@@ -158,6 +158,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         lease: lease.expect("free"),
         queue_pairs: 1,
         reservation: None,
+        mdts: None,
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: DoorbellMode::Shadow,
         poll: PollPolicy::default(),

@@ -40,6 +40,9 @@ pub struct FunctionConfig {
     /// I/O queue pairs of a physical drive that belong to the function alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reserve: Option<u16>,
+    /// Most data of a command.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mdts: Option<String>,
     /// Name of the lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<String>,
@@ -113,6 +116,7 @@ impl FunctionConfig {
         "unit",
         "queues",
         "reserve",
+        "mdts",
         "lease",
         "doorbells",
         "doorbell-stride",
@@ -151,6 +155,7 @@ impl FunctionConfig {
             unit: get("unit"),
             queues: parsed("queues", get("queues"), str::parse)?,
             reserve: parsed("reserve", get("reserve"), str::parse)?,
+            mdts: get("mdts"),
             lease: get("lease"),
             doorbells: get("doorbells"),
             doorbell_stride: parsed("doorbell-stride", get("doorbell-stride"), str::parse)?,
@@ -239,6 +244,7 @@ impl FunctionConfig {
             unit,
             queues,
             reserve,
+            mdts,
             lease,
             doorbells,
             doorbell_stride,
@@ -265,6 +271,7 @@ impl FunctionConfig {
             ("unit", unit.clone()),
             ("queues", queues.map(|queues| queues.to_string())),
             ("reserve", reserve.map(|pairs| pairs.to_string())),
+            ("mdts", mdts.clone()),
             ("lease", lease.clone()),
             ("doorbells", doorbells.clone()),
             (
@@ -309,6 +316,7 @@ mod tests {
             ("path", "/srv/a,b.img"),
             ("range", "1M+2M"),
             ("queues", "3"),
+            ("mdts", "128K"),
             ("doorbells", "trap"),
             ("doorbell-stride", "4"),
             ("poll", "shared"),
@@ -317,7 +325,7 @@ mod tests {
             ("lba", "4K"),
         ];
         let config = config(&pairs).expect("valid");
-        let string = "path=\"/srv/a,b.img\",range=1M+2M,queues=3,doorbells=trap,doorbell-stride=4,poll=shared,\
+        let string = "path=\"/srv/a,b.img\",range=1M+2M,queues=3,mdts=131072,doorbells=trap,doorbell-stride=4,poll=shared,\
                       fixed=moderation,serial=S 1,lba=4096";
         let options: FunctionOptions = string.parse().expect("valid");
         assert_eq!(config.options().expect("valid"), options);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
+use nvme_mpt::host::Mdts;
 use nvme_mpt::learn::{Choice, Learning};
 use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::{RateLimit, RateLimits};
@@ -73,6 +74,8 @@ pub struct FunctionOptions {
     pub queues: u16,
     /// I/O queue pairs of a physical drive that belong to the function alone, at most [`Self::queues`].
     pub reserve: u16,
+    /// Most data of a command; the drive's own if not given.
+    pub mdts: Option<Mdts>,
     /// Name of the function and of its lease.
     pub id: Option<String>,
     /// Path of the guest's doorbell writes.
@@ -172,6 +175,7 @@ impl FunctionOptions {
             size: take_size(keys)?,
             queues: take(keys, "queues", parse_queues)?.unwrap_or(DEFAULT_QUEUES),
             reserve: take(keys, "reserve", str::parse)?.unwrap_or_default(),
+            mdts: take(keys, "mdts", str::parse)?,
             id: take_id(keys)?,
             doorbells: take(keys, "doorbells", str::parse)?.unwrap_or_default(),
             doorbell_stride: take(keys, "doorbell-stride", str::parse)?.unwrap_or_default(),

@@ -74,6 +74,12 @@ which doorbells=mapped and trap have none of [default: 16]",
 of queues= [default: 0]",
     ),
     option(
+        "mdts",
+        "SIZE",
+        "most data of one command, a power of two from 8K to 2M; at most 1M on a physical drive
+[default: 1M]",
+    ),
+    option(
         "id",
         "ID",
         "name of the function and of its lease [default: made from drive and range]",

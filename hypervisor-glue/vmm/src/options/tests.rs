@@ -37,6 +37,7 @@ fn a_path_is_enough() {
             size: None,
             queues: 16,
             reserve: 0,
+            mdts: None,
             id: None,
             doorbells: DoorbellMode::Auto,
             doorbell_stride: DoorbellStride::Widest,
@@ -59,7 +60,7 @@ fn a_path_is_enough() {
 #[test]
 fn every_option_is_understood_in_any_order() {
     let options = function(
-        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,fixed=spin+doorbells,memory=any,iops=20000+500,bandwidth=1G,data=wipe,doorbells=mapped,doorbell-stride=4,id=vm-1,queues=4,range=64G+64G,path=memory:1T",
+        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,fixed=spin+doorbells,memory=any,iops=20000+500,bandwidth=1G,data=wipe,doorbells=mapped,doorbell-stride=4,id=vm-1,queues=4,mdts=2M,range=64G+64G,path=memory:1T",
     );
     assert_eq!(
         options,
@@ -69,6 +70,7 @@ fn every_option_is_understood_in_any_order() {
             size: None,
             queues: 4,
             reserve: 0,
+            mdts: Some("2M".parse().unwrap()),
             id: Some("vm-1".to_owned()),
             doorbells: DoorbellMode::Mapped,
             doorbell_stride: DoorbellStride::Bytes4,
@@ -162,13 +164,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,length=4",
-            "There is no option \"length\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
+            "There is no option \"length\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
              bandwidth, weight, data, serial, \
              lba, profile, faults, namespace, timeout, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
+            "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
              bandwidth, weight, data, serial, \
              lba, profile, faults, namespace, timeout, reconnect",
         ),

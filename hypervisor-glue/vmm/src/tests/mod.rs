@@ -183,6 +183,7 @@ fn learning(
         lease,
         queue_pairs: QUEUE_PAIRS,
         reservation: None,
+        mdts: None,
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells,
         poll: poll.parse().unwrap(),

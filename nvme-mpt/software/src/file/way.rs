@@ -3,12 +3,14 @@
 //! Both at once lose data: the cache may write a page back over what was written past it, and reports an error of
 //! write-back to every user of the file. So the file decides on the way, never a command or a guest's buffer.
 
+use nvme_mpt::host::Mdts;
+
 /// Bytes of the blocks that are read, changed and written as a whole where a command changes part of one. Leases begin
 /// and end at multiples of it, so no other process changes the rest of a block.
 pub(super) const UNIT: u64 = nvme_mpt::range::BOUNDARY;
 
 /// The most of a file that one command transfers, rounded out to whole blocks.
-pub(super) const STAGE_MAX: usize = (1 << 20) + 2 * UNIT as usize;
+pub(super) const STAGE_MAX: usize = Mdts::MAX.bytes() as usize + 2 * UNIT as usize;
 
 /// Demands of the file system and the device on transfers past the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

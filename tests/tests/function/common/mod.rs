@@ -241,6 +241,7 @@ impl Host {
             queue_pairs: setup.queue_pairs,
             reservation: (setup.reserve > 0)
                 .then(|| self.drive.reserve(id, setup.reserve).unwrap()),
+            mdts: setup.mdts.map(|mdts| mdts.parse().unwrap()),
             doorbells,
             doorbell_stride: setup.stride,
             poll: setup.poll.parse().unwrap(),
@@ -307,6 +308,8 @@ pub(crate) struct Setup {
     /// Unit of a lease by size, which lies anywhere.
     pub(crate) unit: Option<u64>,
     pub(crate) doorbells: DoorbellMode,
+    /// As in `mdts=`.
+    pub(crate) mdts: Option<&'static str>,
     /// As in `doorbell-stride=`.
     pub(crate) stride: DoorbellStride,
     /// As in `poll=`.
@@ -330,6 +333,7 @@ impl Default for Setup {
             length: LEASE,
             unit: None,
             doorbells: DoorbellMode::Shadow,
+            mdts: None,
             stride: DoorbellStride::default(),
             poll: "shared",
             learning: Learning::default(),

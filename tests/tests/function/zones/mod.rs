@@ -452,6 +452,7 @@ fn lease(host: &Host, start: u64, length: u64) -> Result<Attachment, AttachError
         lease,
         queue_pairs: 1,
         reservation: None,
+        mdts: None,
         doorbell_stride: nvme_mpt::DoorbellStride::default(),
         doorbells: nvme_mpt::DoorbellMode::Trap,
         poll: "shared".parse().unwrap(),

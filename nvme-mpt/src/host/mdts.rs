@@ -1,0 +1,84 @@
+//! Most data of one command that a function lets its guest transfer (Base 2.0, Figure 275, `MDTS`).
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::address::PAGE_SIZE;
+use crate::range::Bytes;
+
+/// Maximum Data Transfer Size: a power of two of 4 KiB pages, from 8 KiB to 2 MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Mdts(u8);
+
+impl Mdts {
+    /// The smallest one, 8 KiB: the value of a page, 0, stands for no limit.
+    pub const MIN: Self = Self(1);
+
+    /// The largest one, 2 MiB: a PRP list of its pages is one page.
+    pub const MAX: Self = Self(9);
+
+    /// From a power of two of pages; the nearest one for others.
+    #[must_use]
+    pub fn of_pages(log2: u8) -> Self {
+        Self(log2).clamp(Self::MIN, Self::MAX)
+    }
+
+    /// Returns the power of two of pages, as Identify has it.
+    #[must_use]
+    pub const fn pages_log2(self) -> u8 {
+        self.0
+    }
+
+    /// Returns the number of bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        PAGE_SIZE << self.0
+    }
+}
+
+impl FromStr for Mdts {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wrong = "It is a power of two from 8K to 2M; of 4K there is no MDTS, as its value stands for no limit";
+        let Bytes(bytes) = text.parse().map_err(|_| wrong)?;
+        let sizes = (Self::MIN.0..=Self::MAX.0).map(Self);
+        let mut found = sizes.filter(|mdts| mdts.bytes() == bytes);
+        found.next().ok_or(wrong)
+    }
+}
+
+impl fmt::Display for Mdts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Bytes(self.bytes()).fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_powers_of_two_from_8_kib_to_2_mib() {
+        for (text, log2) in [("8K", 1), ("8192", 1), ("128K", 5), ("1M", 8), ("2048K", 9)] {
+            let mdts: Mdts = text.parse().expect(text);
+            assert_eq!(mdts.pages_log2(), log2, "{text}");
+            assert_eq!(mdts.to_string().parse(), Ok(mdts));
+        }
+        for wrong in [
+            "4K",
+            "",
+            "0",
+            "2K",
+            "4095",
+            "12K",
+            "4M",
+            "1G",
+            "x",
+            "18446744073709551615T",
+        ] {
+            assert!(wrong.parse::<Mdts>().is_err(), "{wrong}");
+        }
+        assert_eq!(Mdts::of_pages(200), Mdts::MAX);
+    }
+}

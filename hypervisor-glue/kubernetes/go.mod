@@ -1,4 +1,4 @@
-module github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes
+module nvme-mpt.internal/kubernetes
 
 go 1.26.0
 

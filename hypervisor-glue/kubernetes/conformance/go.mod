@@ -1,10 +1,10 @@
-module github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/conformance
+module nvme-mpt.internal/kubernetes/conformance
 
 go 1.26.0
 
 // Parts of Kubernetes itself, for tests alone.
 require (
-	github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes v0.0.0
+	nvme-mpt.internal/kubernetes v0.0.0
 	k8s.io/kubernetes v1.36.0
 )
 
@@ -83,7 +83,7 @@ require (
 	sigs.k8s.io/yaml v1.6.0 // indirect
 )
 
-replace github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes => ../
+replace nvme-mpt.internal/kubernetes => ../
 
 // k8s.io/kubernetes names no versions of its parts.
 replace (

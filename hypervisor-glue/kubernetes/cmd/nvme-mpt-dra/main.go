@@ -21,12 +21,12 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/cdi"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/claims"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/devices"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/driver"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/node"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/cdi"
+	"nvme-mpt.internal/kubernetes/internal/claims"
+	"nvme-mpt.internal/kubernetes/internal/devices"
+	"nvme-mpt.internal/kubernetes/internal/driver"
+	"nvme-mpt.internal/kubernetes/internal/node"
+	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
 const usage = "use `nvme-mpt-dra node` on each node with drives, and `nvme-mpt-dra hold` once in the cluster; -help after either has the options"

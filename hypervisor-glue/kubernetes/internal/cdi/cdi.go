@@ -12,7 +12,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/names"
 )
 
 // version is the oldest version of CDI with all that is used here: mounts, and dots in names of devices.

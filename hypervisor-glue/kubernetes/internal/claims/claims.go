@@ -10,8 +10,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/parameters"
+	"nvme-mpt.internal/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/parameters"
 )
 
 // page is the number of claims that are asked for at once.

@@ -14,7 +14,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/names"
 )
 
 func claim(name string, change func(*resourceapi.ResourceClaim)) *resourceapi.ResourceClaim {

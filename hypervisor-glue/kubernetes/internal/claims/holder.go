@@ -10,7 +10,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/names"
 )
 
 // holdResource names the consumer that keeps a claim allocated. Kubernetes has no object of it: its controller of claims

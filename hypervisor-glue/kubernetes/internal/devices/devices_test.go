@@ -6,8 +6,8 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
 const gib = 1 << 30

@@ -18,8 +18,8 @@ import (
 	"k8s.io/dynamic-resource-allocation/structured"
 	"sigs.k8s.io/yaml"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
 const (

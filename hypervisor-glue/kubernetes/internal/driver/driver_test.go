@@ -22,13 +22,13 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 	kubelet "k8s.io/kubelet/pkg/apis/dra/v1"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/cdi"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/claims"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/devices"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/node"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/testserver"
+	"nvme-mpt.internal/kubernetes/internal/cdi"
+	"nvme-mpt.internal/kubernetes/internal/claims"
+	"nvme-mpt.internal/kubernetes/internal/devices"
+	"nvme-mpt.internal/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/node"
+	"nvme-mpt.internal/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/testserver"
 )
 
 const (

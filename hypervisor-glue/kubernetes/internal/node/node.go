@@ -20,12 +20,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/cdi"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/claims"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/devices"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/parameters"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/cdi"
+	"nvme-mpt.internal/kubernetes/internal/claims"
+	"nvme-mpt.internal/kubernetes/internal/devices"
+	"nvme-mpt.internal/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/parameters"
+	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
 // SocketName is the name of the socket in the folder that a container gets.

@@ -19,13 +19,13 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/cdi"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/devices"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/node"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/parameters"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/testserver"
+	"nvme-mpt.internal/kubernetes/internal/cdi"
+	"nvme-mpt.internal/kubernetes/internal/devices"
+	"nvme-mpt.internal/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/node"
+	"nvme-mpt.internal/kubernetes/internal/parameters"
+	"nvme-mpt.internal/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/testserver"
 )
 
 const nodeName = "worker-1"

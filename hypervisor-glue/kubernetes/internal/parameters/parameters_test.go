@@ -8,7 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/names"
+	"nvme-mpt.internal/kubernetes/internal/names"
 )
 
 func opaque(driver, text string) resourceapi.DeviceConfiguration {

@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/testserver"
+	"nvme-mpt.internal/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/testserver"
 )
 
 func TestMain(m *testing.M) {

@@ -12,7 +12,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
 // State is the state of a fake server. It lies in a file, which the fake commands change.

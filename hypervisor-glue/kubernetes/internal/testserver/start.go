@@ -11,7 +11,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/nvme-mpt/nvme-mpt/hypervisor-glue/kubernetes/internal/server"
+	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
 // Variable is the environment variable with the path of the real nvme-mpt.

@@ -70,7 +70,8 @@ struct Files([File; 3]);
 
 impl Files {
     fn new(mode: DoorbellMode) -> Self {
-        let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS).expect("memory");
+        let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS)
+            .expect("memory");
         let live = LiveState::new(QUEUE_PAIRS).expect("memory");
         let memory = memfd(c"guest", MEMORY).expect("memory");
         Self([share(doorbells.fd()), share(live.fd()), File::from(memory)])

@@ -70,7 +70,8 @@ struct Left {
 impl Left {
     fn new(mode: DoorbellMode, queues: &KeptQueues, input: &mut Input<'_>, choices: u8) -> Self {
         let memory = File::from(memfd(c"guest", MEMORY).expect("memory"));
-        let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS).expect("memory");
+        let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS)
+            .expect("memory");
         let numbers = [
             Doorbell::SqTail(FIRST),
             Doorbell::CqHead(FIRST),

@@ -87,7 +87,7 @@ impl PhysicalDrive {
             self.note_sharing(&pairs);
         }
         let lease = lease.to_owned();
-        info!(drive = name, lease = lease; "Drive {name}: {asked} queue pairs belong to lease {lease}");
+        info!(drive = name, lease = lease.as_str(); "Drive {name}: {asked} queue pairs belong to lease {lease}");
         pairs.holders.push(Holder {
             key,
             pairs: ReservedPairs {

@@ -272,6 +272,8 @@ fn asan(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo_apart(&arguments, "asan", "-Zsanitizer=address");
     // The sanitizer's switch is unstable; what it instruments is the stable compiler's code.
     command.env("RUSTC_BOOTSTRAP", "1");
+    // The tests run for longer than their build takes. Checks of arithmetic stay.
+    command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
     context.run(&mut command, Worth::ItsTests)
 }
 

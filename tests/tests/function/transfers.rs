@@ -41,6 +41,8 @@ fn check(host: &Host, mdts: &'static str, bytes: usize) {
         let mut found = vec![0; bytes];
         buffer.read(offset, &mut found);
         assert!(found == expected, "{mdts} {offset}: other data");
+        let compare = Sqe::compare(1, 8, blocks).with_data(data.pointer);
+        assert_eq!(status(&mut queue, compare), SUCCESS, "{mdts} {offset}");
         // A block more is refused before anything is looked at.
         let beyond = Sqe::read(1, 8, blocks + 1).with_data(data.pointer);
         assert_eq!(status(&mut queue, beyond), INVALID_FIELD, "{mdts}");

@@ -3,6 +3,7 @@
 use std::io;
 
 use super::way::STAGE_MAX;
+use nvme_mpt::host::Mdts;
 use nvme_mpt::memory::{Mapping, RawBytes};
 
 /// Size of a command's need of such memory.
@@ -18,7 +19,7 @@ pub(super) enum Need {
 const SMALL: usize = 32 << 10;
 
 /// Bytes of data beside a large stage: the most that one command moves.
-const DATA: usize = 1 << 20;
+const DATA: usize = Mdts::MAX.bytes() as usize;
 
 /// Most pieces of memory at once; commands that find none wait.
 const SMALL_MAX: usize = 64;

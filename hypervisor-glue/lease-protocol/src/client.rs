@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::dma::HeldMemory;
+use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::host::{Changes, Damage};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
@@ -299,8 +300,11 @@ impl RemoteHostSide {
     fn renew_doorbells(&self) -> IoDoorbells {
         let mut bells = self.bells();
         let bells = &mut *bells;
-        // Without a server the queues are still there for the guest.
-        while let Some((doorbells, new)) = self.doorbells(&mut bells.by_number) {
+        for _ in 0..=usize::from(MAX_QUEUE_PAIRS) / DESCRIPTORS_MAX {
+            // Without a server the queues are still there for the guest.
+            let Some((doorbells, new)) = self.doorbells(&mut bells.by_number) else {
+                break;
+            };
             bells.doorbells = doorbells;
             if new < DESCRIPTORS_MAX {
                 break;

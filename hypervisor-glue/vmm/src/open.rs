@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use nvme_mpt::drive::ReserveError;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
-    Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, Ledger, Room, Wanted,
+    Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, Ledger, MIN_UNIT, Room, Wanted,
 };
 use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
@@ -155,13 +155,10 @@ impl Ledgers {
 /// Unit of leases by size, in bytes, where neither the operator nor the drive has one.
 const UNIT: u64 = 1 << 30;
 
-/// Smallest unit, in bytes, that is taken for one.
-const SMALLEST_UNIT: u64 = 1 << 20;
-
 /// Returns the unit of leases by size, in bytes, where the operator gives none.
 fn default_unit(drive: &Drive) -> u64 {
     let multiple = drive.controller().whole_lease();
-    multiple.map_or(UNIT, |multiple| multiple.max(SMALLEST_UNIT))
+    multiple.map_or(UNIT, |multiple| multiple.max(MIN_UNIT))
 }
 
 /// Returns what `options` ask for by size.

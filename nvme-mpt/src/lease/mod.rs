@@ -34,6 +34,7 @@ mod store;
 mod tenants;
 mod terms;
 
+pub use by_size::MIN_UNIT;
 pub use entry::{LeaseEntry, LeaseState};
 pub use error::LeaseError;
 pub use extents::Extents;

@@ -8,6 +8,7 @@ use std::num::NonZeroU64;
 use std::path::PathBuf;
 
 use clap::Args;
+use nvme_mpt::lease::MIN_UNIT;
 use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::options::{OptionText, RateChange, Reservation, table};
 
@@ -277,12 +278,9 @@ impl List {
     }
 }
 
-/// Smallest unit of leases by size, in bytes.
-const LEAST_UNIT: u64 = 1 << 20;
-
 fn parse_unit(text: &str) -> Result<Bytes, String> {
     match text.parse::<Bytes>() {
-        Ok(unit) if unit.0.is_power_of_two() && unit.0 >= LEAST_UNIT => Ok(unit),
+        Ok(unit) if unit.0.is_power_of_two() && unit.0 >= MIN_UNIT => Ok(unit),
         Ok(_) => Err("a unit is a power of two from 1M on".to_owned()),
         Err(error) => Err(told(&error)),
     }

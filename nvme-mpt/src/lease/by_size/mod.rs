@@ -22,8 +22,8 @@ use crate::origin::nvme;
 use crate::range::{ByteRange, Bytes};
 use crate::spec::ids::Nsid;
 
-/// Smallest unit. The ledger's file grows with the number of extents.
-const MIN_UNIT: u64 = 1 << 20;
+/// Smallest unit of leases by size, in bytes. The ledger's file grows with the number of extents.
+pub const MIN_UNIT: u64 = 1 << 20;
 
 /// Most units of a lease.
 const MAX_UNITS: u64 = 1 << 20;

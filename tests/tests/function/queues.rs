@@ -14,7 +14,6 @@ use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
 use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE};
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
-use nvme_mpt_tests::rng;
 use nvme_mpt_tests::status::{
     CQ_INVALID, INVALID_FIELD, INVALID_QUEUE_DELETION, INVALID_QUEUE_ID, INVALID_QUEUE_SIZE,
     PRP_OFFSET_INVALID, SUCCESS,
@@ -23,8 +22,8 @@ use nvme_mpt_tests::status::{
 use crate::common::bystander::Bystander;
 use crate::common::sentinel::Sentinel;
 use crate::common::{
-    HANG, HIGH, Host, LEASE, LOW, MODES, NOWHERE, REGION, Setup, admin_status, disk, queue_pair,
-    status, wait_for, written_file,
+    HANG, HIGH, Host, LEASE, LOW, MODES, NOWHERE, REGION, Setup, admin_status, disk, pass_round,
+    queue_pair, status, wait_for, written_file,
 };
 
 /// MQES + 1 of the software controller.
@@ -91,21 +90,6 @@ fn a_queue_pair_of_two_sizes() {
         queue.attach(&controller.doorbell_buffer().unwrap().clone());
         go_round(&mut queue);
         controller.delete_queue_pair(queue).unwrap();
-    }
-}
-
-/// Writes by each queue, and reads by each what the next one wrote.
-fn pass_round(disks: &mut [Disk], seed: u64) {
-    let count = disks.len() as u64;
-    let mut bytes = vec![0; 4096];
-    for (disk, queue) in disks.iter_mut().zip(0..) {
-        rng::fill_blocks(&mut bytes, seed, 8 * queue, 512);
-        disk.write(8 * queue, &bytes).unwrap();
-    }
-    for (disk, queue) in disks.iter_mut().zip(1..) {
-        let slba = 8 * (queue % count);
-        rng::fill_blocks(&mut bytes, seed, slba, 512);
-        assert_eq!(disk.read(slba, 8).unwrap(), bytes, "queue {queue}");
     }
 }
 

@@ -4,30 +4,14 @@ use nvme_mpt::DoorbellStride;
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
-use nvme_mpt_tests::rng;
 
 use crate::common::bystander::Bystander;
-use crate::common::{Host, MODES, Machine, Setup, disk};
+use crate::common::{Host, MODES, Machine, Setup, disk, pass_round};
 
 fn setup(stride: DoorbellStride, mode: DoorbellMode) -> Setup {
     Setup {
         stride,
         ..Setup::nth(0).doorbells(mode)
-    }
-}
-
-/// Writes by each queue, and reads by each what the next one wrote.
-fn pass_round(disks: &mut [Disk], seed: u64) {
-    let count = disks.len() as u64;
-    let mut bytes = vec![0; 4096];
-    for (disk, queue) in disks.iter_mut().zip(0..) {
-        rng::fill_blocks(&mut bytes, seed, 8 * queue, 512);
-        disk.write(8 * queue, &bytes).unwrap();
-    }
-    for (disk, queue) in disks.iter_mut().zip(1..) {
-        let slba = 8 * (queue % count);
-        rng::fill_blocks(&mut bytes, seed, slba, 512);
-        assert_eq!(disk.read(slba, 8).unwrap(), bytes, "queue {queue}");
     }
 }
 

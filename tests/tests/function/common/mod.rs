@@ -34,6 +34,7 @@ use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece, Region};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::{CSTS_FATAL, Cap};
+use nvme_mpt_tests::rng;
 use nvme_mpt_tests::status::{INVALID_OPCODE, StatusCode};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath};
 use vmm_device::{FunctionState, MsixMasking, NvmeFunction, SnapshotError};
@@ -46,6 +47,21 @@ pub(crate) const MODES: [DoorbellMode; 3] = [
     DoorbellMode::Mapped,
     DoorbellMode::Trap,
 ];
+
+/// Writes by each queue, and reads by each what the next one wrote.
+pub(crate) fn pass_round(disks: &mut [Disk], seed: u64) {
+    let count = disks.len() as u64;
+    let mut bytes = vec![0; 4096];
+    for (disk, queue) in disks.iter_mut().zip(0..) {
+        rng::fill_blocks(&mut bytes, seed, 8 * queue, 512);
+        disk.write(8 * queue, &bytes).unwrap();
+    }
+    for (disk, queue) in disks.iter_mut().zip(1..) {
+        let slba = 8 * (queue % count);
+        rng::fill_blocks(&mut bytes, seed, slba, 512);
+        assert_eq!(disk.read(slba, 8).unwrap(), bytes, "queue {queue}");
+    }
+}
 
 /// Returns a way of polling that goes with a way to ring: no store to a mapped doorbell wakes an event-driven poller.
 pub(crate) fn fitting(poll: &'static str, doorbells: DoorbellMode) -> &'static str {

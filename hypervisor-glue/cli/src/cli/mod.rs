@@ -152,7 +152,7 @@ struct Serve {
 
 /// Show or change the messages that a running server logs
 ///
-/// The change lasts until the server ends or is replaced: `serve --log` is for all times.
+/// The change lasts until the server ends or is replaced. `serve --log` is for good.
 #[derive(Args, Debug)]
 struct ChangeLog {
     /// New filter: a least level (off, error, warn, info, debug, trace), or levels of modules, as in

@@ -16,19 +16,12 @@ pub(crate) fn work_for(id: &str) {
     FUNCTION.set(Some(id.to_owned()));
 }
 
-/// Passes the id of the function that this thread works for to `use_it`. A thread that ends works for none.
-pub(super) fn with_function<T>(use_it: impl FnOnce(Option<&str>) -> T) -> T {
-    // The closure is there for one of both calls.
-    let mut use_it = Some(use_it);
-    let named = FUNCTION.try_with(|function| {
-        let function = function.borrow();
-        use_it.take().map(|use_it| use_it(function.as_deref()))
-    });
-    match (named, use_it) {
-        (Ok(Some(result)), _) => result,
-        (_, Some(use_it)) => use_it(None),
-        (_, None) => unreachable!("one of both calls has it"),
-    }
+/// Returns the id of the function that this thread works for. A thread that ends works for none.
+pub(super) fn function() -> Option<String> {
+    FUNCTION
+        .try_with(|function| function.borrow().clone())
+        .ok()
+        .flatten()
 }
 
 /// Fields of one message.
@@ -69,15 +62,13 @@ mod tests {
 
     fn seen(own: &dyn Source) -> Vec<(String, String)> {
         let mut seen = Seen(Vec::new());
-        with_function(|function| {
-            let thread = "vm7";
-            let fields = Fields {
-                own,
-                function,
-                thread,
-            };
-            fields.visit(&mut seen).unwrap();
-        });
+        let function = function();
+        let fields = Fields {
+            own,
+            function: function.as_deref(),
+            thread: "vm7",
+        };
+        fields.visit(&mut seen).unwrap();
         seen.0
     }
 

@@ -21,8 +21,8 @@ use systemd_journal_logger::JournalLog;
 
 pub(crate) use self::budget::Budget;
 use self::budget::{Verdict, verdict};
+use self::fields::Fields;
 pub(crate) use self::fields::work_for;
-use self::fields::{Fields, with_function};
 pub use self::filter::{FilterError, LogFilter};
 
 /// Variable of the environment with a filter.
@@ -134,15 +134,14 @@ impl Place {
 }
 
 fn send(journal: &JournalLog, record: &Record<'_>, thread: &str) -> io::Result<()> {
-    with_function(|function| {
-        let fields = Fields {
-            own: record.key_values(),
-            function,
-            thread,
-        };
-        let mut with_fields = record.to_builder();
-        journal.journal_send(&with_fields.key_values(&fields).build())
-    })
+    let function = fields::function();
+    let fields = Fields {
+        own: record.key_values(),
+        function: function.as_deref(),
+        thread,
+    };
+    let mut with_fields = record.to_builder();
+    journal.journal_send(&with_fields.key_values(&fields).build())
 }
 
 /// Returns whether a stream is the connection to systemd's journal that `JOURNAL_STREAM` names, as `DEVICE:INODE`.

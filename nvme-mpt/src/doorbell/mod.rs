@@ -365,6 +365,12 @@ impl DoorbellSource {
         }
     }
 
+    /// Returns whether a move of the doorbell from `consumed` is notified: always where there is no Doorbell Buffer.
+    pub(crate) fn is_armed(&self, consumed: u32) -> bool {
+        let event_idx = self.event_idx.as_ref();
+        event_idx.is_none_or(|event_idx| event_idx.published == consumed)
+    }
+
     /// Asks for a notification at the doorbell's next move. See [`EventIdx::arm`].
     pub(crate) fn arm(&mut self, consumed: u32) {
         if let Some(event_idx) = &mut self.event_idx {

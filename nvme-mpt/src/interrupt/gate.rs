@@ -1,10 +1,9 @@
 //! Interrupts of one Completion Queue: at most one signal per batch, and none lost.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Coalescing, InterruptVector};
+use super::{Coalescing, FALLS_BY_ACCESS, InterruptVector, NO_COALESCING, PinEpoch};
 use crate::clock::{Rate, Ticks};
 use crate::learn::{Choice, Moderation, Owed};
 
@@ -24,11 +23,14 @@ pub(crate) struct Standing {
 /// of them. It tells by its CQ head doorbell, which is looked at again until the debt is settled.
 /// An interrupt may also wait for [more completions](Moderation) to tell of; a poller that sleeps wakes up
 /// [in time](Self::due) for that, and keeps no other debt.
+///
+/// The debt of the pin is a level: it is settled once the guest has consumed all entries (PCIe 1.0, section 3.5.1). So the
+/// gate raises the level again when a guest has acknowledged the interrupt and left entries.
 #[derive(Debug)]
 pub(crate) struct InterruptGate {
     vector: Option<Arc<InterruptVector>>,
     coalescing: Arc<Coalescing>,
-    /// Completions posted since the last signal.
+    /// Completions posted since the last signal, and [`TOLD`].
     owed: u32,
     owed_since: Ticks,
     moderation: Moderation,
@@ -36,7 +38,16 @@ pub(crate) struct InterruptGate {
     held_until: Option<Ticks>,
     patience: u64,
     ticks_per_100us: u64,
+    /// Of the pin: when it was signalled, and how long the gate waits for the guest since then.
+    told_at: Ticks,
+    told_patience: u64,
 }
+
+/// Mark in the debt of the pin that the guest was told of entries, and has not consumed all of them. A queue has fewer.
+const TOLD: u32 = 1 << 31;
+
+/// Times by which the gate's patience with a guest grows that leaves its entries.
+const PATIENCE_GROWTH: u64 = 64;
 
 /// A guest whose interrupt handler takes longer than this gets another interrupt: one that says late how far it
 /// consumed is owed it, one that is only slow is not.
@@ -58,6 +69,8 @@ impl InterruptGate {
             moderation: Moderation::new(moderation, rate),
             held_until: None,
             patience: rate.ticks(PATIENCE),
+            told_at: Ticks::default(),
+            told_patience: rate.ticks(PATIENCE),
             ticks_per_100us: rate.ticks(Duration::from_micros(100)),
         }
     }
@@ -109,9 +122,8 @@ impl InterruptGate {
             return false;
         }
         let (threshold, time) = self.coalescing.get();
-        let vector = self.vector.as_ref();
-        let may_wait =
-            !vector.is_some_and(|vector| vector.coalescing_disabled.load(Ordering::Relaxed));
+        let flags = self.vector.as_ref().map_or(0, |vector| vector.flags());
+        let may_wait = flags & NO_COALESCING == 0;
         if may_wait && time != 0 {
             if self.owed < threshold && waited < u64::from(time) * self.ticks_per_100us {
                 return false;
@@ -131,6 +143,73 @@ impl InterruptGate {
         self.signal()
     }
 
+    /// Returns the pin, if the vector is that. It has a way of its own to be settled.
+    #[inline]
+    pub(crate) fn pin(&self) -> Option<&InterruptVector> {
+        let vector = self.vector.as_deref()?;
+        vector.is_pin().then_some(vector)
+    }
+
+    /// As [`Self::settle`], for the pin. `epoch` is a moment before the caller looked how far the guest has consumed.
+    #[cold]
+    pub(crate) fn settle_pin(&mut self, standing: Standing, now: Ticks, epoch: PinEpoch) -> bool {
+        let unconsumed = standing.unconsumed;
+        if !self.owes(unconsumed) {
+            return false;
+        }
+        let flags = self.vector.as_ref().map_or(0, |vector| vector.flags());
+        let (was_told, untold) = (self.owed & TOLD != 0, self.owed & !TOLD);
+        let is_at_it = was_told && unconsumed > untold;
+        let most = self.patience.saturating_mul(PATIENCE_GROWTH);
+        // A level that falls by an access may have fallen before the guest has looked at all entries that it was told
+        // of. Raised once more, it would stay high when the guest has consumed them.
+        let due = Ticks(self.told_at.0.saturating_add(self.told_patience));
+        if is_at_it && flags & FALLS_BY_ACCESS != 0 && now < due {
+            self.held_until = Some(due);
+            return false;
+        }
+        if !is_at_it && flags & NO_COALESCING == 0 && self.holds_back(untold, standing, now) {
+            return false;
+        }
+        if self
+            .vector
+            .as_ref()
+            .is_some_and(|vector| !vector.raise(epoch))
+        {
+            // The guest has not acknowledged the interrupt before. Its acknowledgement wakes the poller.
+            self.held_until = Some(Ticks(now.0.saturating_add(most)));
+            return false;
+        }
+        self.told_patience = match is_at_it {
+            true => self.told_patience.saturating_mul(2).min(most),
+            false => self.patience,
+        };
+        self.owed = TOLD;
+        self.owed_since = now;
+        self.told_at = now;
+        // A poller that sleeps looks again then.
+        self.held_until = Some(Ticks(now.0.saturating_add(self.told_patience)));
+        true
+    }
+
+    /// Returns whether an interrupt waits for more completions to tell of, `untold` of which the guest was not told.
+    fn holds_back(&mut self, untold: u32, standing: Standing, now: Ticks) -> bool {
+        let (threshold, time) = self.coalescing.get();
+        let waited = now.since(self.owed_since);
+        if time != 0 {
+            let ticks = u64::from(time) * self.ticks_per_100us;
+            let holds = untold < threshold && waited < ticks;
+            self.held_until = holds.then(|| Ticks(self.owed_since.0.saturating_add(ticks)));
+            return holds;
+        }
+        let owed = Owed {
+            completions: untold.min(standing.unconsumed),
+            since: self.owed_since,
+        };
+        self.held_until = self.moderation.until(owed, standing.in_flight, now);
+        self.held_until.is_some()
+    }
+
     /// Signals what is owed and not held back, because nobody will look again before that is
     /// [due](Self::due). Returns whether it did.
     pub(crate) fn settle_for_sleep(&mut self, standing: Standing, now: Ticks) -> bool {
@@ -140,7 +219,14 @@ impl InterruptGate {
 
     /// Signals what is owed, because nobody will look again for a while.
     pub(crate) fn settle_now(&mut self, unconsumed: u32) -> bool {
-        self.owes(unconsumed) && self.signal()
+        if !self.owes(unconsumed) {
+            return false;
+        }
+        self.signal();
+        if self.vector.as_ref().is_some_and(|vector| vector.is_pin()) {
+            self.owed = TOLD;
+        }
+        true
     }
 
     /// Returns `true` if a signal is owed to a guest that has so many entries before it. Decides anew on what was held back.
@@ -165,8 +251,10 @@ impl InterruptGate {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use vmm_sys_util::eventfd::EventFd;
 
     use super::*;
+    use crate::interrupt::PinFall;
 
     /// A guest with so many completions before it, and no more to come.
     fn left(unconsumed: u32) -> Standing {
@@ -241,6 +329,73 @@ mod tests {
         vector.set_coalescing_disabled(true);
         gate.post(1, Ticks(0));
         assert!(gate.settle(left(1), Ticks(0)));
+    }
+
+    fn settle_pin(gate: &mut InterruptGate, unconsumed: u32, now: Ticks) -> bool {
+        let epoch = gate.pin().expect("the pin").epoch();
+        gate.settle_pin(left(unconsumed), now, epoch)
+    }
+
+    #[test]
+    fn the_pin_is_owed_until_all_entries_are_consumed() {
+        let (vector, _, mut gate) = gate();
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
+        vector.set_eventfd(Some(eventfd));
+        vector.set_pin(Some(PinFall::Acknowledgement));
+        gate.post(2, Ticks(1));
+        assert!(settle_pin(&mut gate, 2, Ticks(1)));
+        gate.post(1, Ticks(2));
+        assert!(!settle_pin(&mut gate, 1, Ticks(2)), "it is high");
+        let due = gate.due().expect("the poller looks again");
+        assert!(due > Ticks(2) && gate.is_owed());
+        vector.end_of_interrupt();
+        // The guest acknowledges an interrupt while the poller looks at an older head.
+        let before = vector.epoch();
+        vector.end_of_interrupt();
+        assert!(!gate.settle_pin(left(1), Ticks(3), before));
+        assert!(settle_pin(&mut gate, 1, Ticks(3)), "a newer entry");
+        vector.end_of_interrupt();
+        assert!(settle_pin(&mut gate, 1, Ticks(4)), "an entry that was left");
+        vector.end_of_interrupt();
+        assert!(!settle_pin(&mut gate, 0, Ticks(5)));
+        assert!(!gate.is_owed() && gate.due().is_none());
+        // A queue that rests keeps the debt.
+        gate.post(1, Ticks(6));
+        assert!(gate.settle_now(1));
+        assert!(gate.is_owed());
+        assert!(!gate.settle_now(0));
+        assert!(!gate.is_owed());
+    }
+
+    #[test]
+    fn a_pin_that_falls_by_an_access_is_not_raised_for_a_guest_that_is_at_it() {
+        let (vector, _, mut gate) = gate();
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
+        vector.set_eventfd(Some(eventfd));
+        vector.set_pin(Some(PinFall::Access));
+        gate.post(2, Ticks(1));
+        assert!(settle_pin(&mut gate, 2, Ticks(1)));
+        vector.end_of_interrupt();
+        let due = gate.due().expect("it looks again");
+        assert_eq!(due, Ticks(1 + gate.patience));
+        assert!(!settle_pin(&mut gate, 2, Ticks(2)));
+        assert_eq!(gate.due(), Some(due), "the poller may sleep until then");
+        // A guest that is at it finds newer entries by itself.
+        gate.post(1, Ticks(3));
+        assert!(!settle_pin(&mut gate, 3, Ticks(3)));
+        // It has consumed those that it was told of, and not the newer one.
+        assert!(settle_pin(&mut gate, 1, Ticks(4)));
+        vector.end_of_interrupt();
+        // It has left it, and the gate asks less and less often.
+        let mut now = Ticks(4);
+        for growth in [1, 2, 4, 8, 16, 32, 64, 64, 64] {
+            now.0 += growth * gate.patience;
+            assert!(!settle_pin(&mut gate, 1, Ticks(now.0 - 1)), "{growth}");
+            assert!(settle_pin(&mut gate, 1, now), "{growth}");
+            vector.end_of_interrupt();
+        }
+        assert!(!settle_pin(&mut gate, 0, now));
+        assert!(!gate.is_owed());
     }
 
     #[test]

@@ -5,7 +5,7 @@ mod gate;
 mod simulation;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
@@ -47,13 +47,37 @@ pub trait VectorLink: fmt::Debug + Send + Sync {
     fn clear_pending(&self);
 }
 
-/// One MSI-X vector of a guest controller, on its way to the VMM.
+/// One interrupt vector of a guest controller, on its way to the VMM: a message of MSI-X or MSI, or the pin.
+///
+/// # The pin
+/// A vector that [is the pin](Self::set_pin) is a level (PCIe 1.0, section 3.5.1). Its eventfd asserts the level, and
+/// [`Self::end_of_interrupt`] reports that the level fell. In between, no further signal is sent: a VMM that lets the
+/// level fall at the guest's acknowledgement would raise it once more for entries that the guest has consumed. The owner
+/// of a Completion Queue that is not empty signals again after that.
 #[derive(Debug, Default)]
 pub struct InterruptVector {
     state: Mutex<VectorState>,
     signals: AtomicU64,
-    coalescing_disabled: AtomicBool,
+    /// [`NO_COALESCING`], [`PIN`], [`FALLS_BY_ACCESS`].
+    flags: AtomicU8,
     link: Option<Box<dyn VectorLink>>,
+}
+
+/// Coalescing Disable, as a flag of a vector.
+const NO_COALESCING: u8 = 1 << 0;
+/// The vector is the pin.
+const PIN: u8 = 1 << 1;
+/// The pin's level falls at an access to a BAR.
+const FALLS_BY_ACCESS: u8 = 1 << 2;
+
+/// Occasion at which a VMM has the level of the pin fall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PinFall {
+    /// The guest's interrupt controller acknowledges the interrupt.
+    Acknowledgement,
+    /// The guest accesses a BAR, whichever register it is. A driver that stores its doorbells to memory would leave the
+    /// level high for ever.
+    Access,
 }
 
 /// Destination of a vector.
@@ -67,13 +91,32 @@ enum Target {
 struct VectorState {
     target: Option<Target>,
     masked: bool,
+    /// Masked by the controller's own registers.
+    register_masked: bool,
     pending: bool,
+    is_pin: bool,
+    /// The pin's level was raised, and has not fallen yet.
+    asserted: bool,
+    /// Number of times that the level fell.
+    falls: u64,
 }
 
+/// Moment between two falls of the pin's level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PinEpoch(u64);
+
 impl VectorState {
+    fn is_masked(&self) -> bool {
+        self.masked || self.register_masked
+    }
+
     fn deliver(&mut self) {
+        if self.asserted && !self.is_masked() {
+            self.pending = false;
+            return;
+        }
         let delivered = match &self.target {
-            _ if self.masked => false,
+            _ if self.is_masked() => false,
             // A counter that is full already holds a notification, so a failure loses none.
             Some(Target::Own(eventfd)) => eventfd::signal(eventfd).is_ok(),
             // It fails where the kernel has no memory or no room for it. The next signal tells of this one then.
@@ -81,6 +124,7 @@ impl VectorState {
             None => false,
         };
         self.pending = !delivered;
+        self.asserted |= delivered && self.is_pin;
     }
 }
 
@@ -127,17 +171,71 @@ impl InterruptVector {
 
     /// Masks or unmasks the vector. A pending signal is delivered.
     pub fn set_masked(&self, masked: bool) {
+        self.change_masks(|state| state.masked = masked);
+    }
+
+    /// Masks or unmasks the vector by the controller's registers: INTMS and INTMC, or Interrupt Disable. The vector is
+    /// raised while neither this nor [`Self::set_masked`] masks it. A pending signal is delivered.
+    pub fn set_register_masked(&self, masked: bool) {
+        self.change_masks(|state| state.register_masked = masked);
+    }
+
+    fn change_masks(&self, change: impl FnOnce(&mut VectorState)) {
         let mut state = self.state();
+        let before = state.is_masked();
+        change(&mut state);
+        let masked = state.is_masked();
         if let Some(link) = &self.link
-            && state.masked != masked
+            && before != masked
             && link.set_masked(masked)
         {
             state.pending = false;
         }
-        state.masked = masked;
         if state.pending {
             state.deliver();
         }
+    }
+
+    /// Makes the vector the pin, whose level is low, or a message.
+    pub fn set_pin(&self, pin: Option<PinFall>) {
+        let mut state = self.state();
+        state.is_pin = pin.is_some();
+        state.asserted = false;
+        let flags = match pin {
+            None => 0,
+            Some(PinFall::Acknowledgement) => PIN,
+            Some(PinFall::Access) => PIN | FALLS_BY_ACCESS,
+        };
+        self.flags
+            .fetch_and(!(PIN | FALLS_BY_ACCESS), Ordering::Relaxed);
+        self.flags.fetch_or(flags, Ordering::Relaxed);
+    }
+
+    /// Returns whether the vector is the pin, and its level falls at an access to a BAR.
+    #[must_use]
+    pub fn falls_by_access(&self) -> bool {
+        self.flags() & FALLS_BY_ACCESS != 0
+    }
+
+    /// Returns whether the vector is the pin.
+    #[must_use]
+    pub fn is_pin(&self) -> bool {
+        self.flags() & PIN != 0
+    }
+
+    /// The pin's level has fallen, as the guest has acknowledged the interrupt.
+    pub fn end_of_interrupt(&self) {
+        let mut state = self.state();
+        state.asserted = false;
+        state.falls += 1;
+        if state.pending {
+            state.deliver();
+        }
+    }
+
+    /// Returns the present moment, for [`Self::raise`].
+    pub(crate) fn epoch(&self) -> PinEpoch {
+        PinEpoch(self.state().falls)
     }
 
     /// Returns whether a signal waits for the vector to be unmasked or connected.
@@ -161,6 +259,21 @@ impl InterruptVector {
         self.state().deliver();
     }
 
+    /// Raises the pin, unless its level is high already. Returns whether it did.
+    ///
+    /// A level that fell since `epoch` is not raised. The guest has acknowledged an interrupt meanwhile, and may have
+    /// consumed what the caller saw before.
+    fn raise(&self, epoch: PinEpoch) -> bool {
+        let mut state = self.state();
+        let is_high = state.asserted && !state.is_masked();
+        if is_high || PinEpoch(state.falls) != epoch {
+            return false;
+        }
+        self.signals.fetch_add(1, Ordering::Relaxed);
+        state.deliver();
+        true
+    }
+
     /// Returns the number of times that the vector was raised.
     #[must_use]
     pub fn count(&self) -> u64 {
@@ -169,7 +282,14 @@ impl InterruptVector {
 
     /// Coalescing Disable of the Interrupt Vector Configuration feature (Base 2.0, 5.27.1.7).
     pub fn set_coalescing_disabled(&self, disabled: bool) {
-        self.coalescing_disabled.store(disabled, Ordering::Relaxed);
+        match disabled {
+            true => self.flags.fetch_or(NO_COALESCING, Ordering::Relaxed),
+            false => self.flags.fetch_and(!NO_COALESCING, Ordering::Relaxed),
+        };
+    }
+
+    fn flags(&self) -> u8 {
+        self.flags.load(Ordering::Relaxed)
     }
 
     fn state(&self) -> MutexGuard<'_, VectorState> {
@@ -223,6 +343,47 @@ mod tests {
         assert_eq!(theirs.read().expect("delivered once"), 1);
         assert!(!vector.pending());
         assert_eq!(vector.count(), 3);
+    }
+
+    #[test]
+    fn both_masks_hold_a_vector_back() {
+        let vector = InterruptVector::new();
+        let (ours, theirs) = eventfd();
+        vector.set_eventfd(Some(ours));
+        vector.set_masked(true);
+        vector.set_register_masked(true);
+        vector.signal();
+        vector.set_masked(false);
+        theirs.read().expect_err("masked by a register");
+        vector.set_register_masked(false);
+        assert_eq!(theirs.read().expect("delivered once"), 1);
+    }
+
+    #[test]
+    fn the_pin_is_raised_once_until_its_level_falls() {
+        let vector = InterruptVector::new();
+        let (ours, theirs) = eventfd();
+        vector.set_eventfd(Some(ours));
+        vector.set_pin(Some(PinFall::Acknowledgement));
+        vector.signal();
+        vector.signal();
+        assert_eq!(theirs.read().expect("raised"), 1);
+        vector.end_of_interrupt();
+        theirs.read().expect_err("its owner signals what is left");
+        vector.signal();
+        assert_eq!(theirs.read().expect("raised again"), 1);
+        // A signal that came while it was masked is sent once the level has fallen and the mask is gone.
+        vector.set_register_masked(true);
+        vector.signal();
+        assert!(vector.pending());
+        vector.end_of_interrupt();
+        theirs.read().expect_err("masked");
+        vector.set_register_masked(false);
+        assert_eq!(theirs.read().expect("delivered"), 1);
+        vector.set_pin(None);
+        vector.signal();
+        vector.signal();
+        assert_eq!(theirs.read().expect("a message"), 2);
     }
 
     #[test]

@@ -758,9 +758,37 @@ impl ShadowCore {
     }
 
     fn settle_interrupt(&mut self) {
+        if self.cq.gate.pin().is_some() {
+            return self.settle_pin();
+        }
         self.look_at_head();
         let standing = self.standing();
         if self.cq.gate.settle(standing, Ticks::now()) {
+            self.cq.counters.interrupts.add(1);
+        }
+    }
+
+    /// As [`Self::settle_interrupt`], where the interrupt is the pin.
+    #[cold]
+    #[inline(never)]
+    fn settle_pin(&mut self) {
+        let Some((epoch, by_access)) = self
+            .cq
+            .gate
+            .pin()
+            .map(|pin| (pin.epoch(), pin.falls_by_access()))
+        else {
+            return;
+        };
+        self.look_at_head();
+        // The guest has to write the register for the level to fall, and asks by EventIdx whether it is to. A guest that
+        // moved on before it could know is seen once more. It has consumed something each time.
+        while by_access && !self.cq.doorbell.is_armed(self.cq.indices.head().get()) {
+            self.cq.doorbell.arm(self.cq.indices.head().get());
+            self.look_at_head();
+        }
+        let standing = self.standing();
+        if self.cq.gate.settle_pin(standing, Ticks::now(), epoch) {
             self.cq.counters.interrupts.add(1);
         }
     }
@@ -779,9 +807,13 @@ impl ShadowCore {
             return;
         }
         self.look_at_head();
-        let standing = self.standing();
-        if self.cq.gate.settle_for_sleep(standing, Ticks::now()) {
-            self.cq.counters.interrupts.add(1);
+        if self.cq.gate.pin().is_some() {
+            self.settle_pin();
+        } else {
+            let standing = self.standing();
+            if self.cq.gate.settle_for_sleep(standing, Ticks::now()) {
+                self.cq.counters.interrupts.add(1);
+            }
         }
         // The clock ends a rest, so the guest need not notify.
         if self.rests_until.is_none() {

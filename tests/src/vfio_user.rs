@@ -16,12 +16,20 @@ use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 const BAR0: u32 = 0;
 /// VFIO_PCI_CONFIG_REGION_INDEX.
 const CONFIG: u32 = 7;
+/// VFIO_PCI_INTX_IRQ_INDEX.
+const INTX: u32 = 0;
+/// VFIO_PCI_MSI_IRQ_INDEX.
+const MSI: u32 = 1;
 /// VFIO_PCI_MSIX_IRQ_INDEX.
 const MSIX: u32 = 2;
 /// VFIO_REGION_INFO_FLAG_MMAP.
 const REGION_MMAP: u32 = 1 << 2;
 /// VFIO_IRQ_SET_DATA_EVENTFD and VFIO_IRQ_SET_ACTION_TRIGGER.
 const TRIGGER_EVENTFD: u32 = 1 << 2 | 1 << 5;
+/// VFIO_IRQ_SET_DATA_EVENTFD and VFIO_IRQ_SET_ACTION_UNMASK.
+const UNMASK_EVENTFD: u32 = 1 << 2 | 1 << 4;
+/// VFIO_IRQ_SET_DATA_NONE and VFIO_IRQ_SET_ACTION_UNMASK.
+const UNMASK: u32 = 1 << 0 | 1 << 4;
 
 /// A vfio-user client, as the BAR of its device.
 pub struct VfioUserBar {
@@ -126,7 +134,7 @@ impl VfioUserBar {
     /// # Errors
     /// When a request fails, or the device has no MSI-X capability.
     pub fn enable_msix<'a>(&self, vectors: impl IntoIterator<Item = &'a Interrupt>) -> Result<()> {
-        let capability = self.msix_capability()?;
+        let capability = self.capability(0x11, "MSI-X")?;
         let mut table = [0; 4];
         self.config_read(capability + 4, &mut table)?;
         let table = u32::from_le_bytes(table);
@@ -153,8 +161,55 @@ impl VfioUserBar {
         self.config_write(capability + 2, &control.to_le_bytes())
     }
 
-    /// Returns the offset of the MSI-X capability (11h) in configuration space.
-    fn msix_capability(&self) -> Result<u64> {
+    /// Gives the device one eventfd for each MSI message from 0 on, and enables MSI with so many messages.
+    ///
+    /// # Errors
+    /// When a request fails, or the device has no MSI capability.
+    pub fn enable_msi<'a>(&self, vectors: impl IntoIterator<Item = &'a Interrupt>) -> Result<()> {
+        let capability = self.capability(0x05, "MSI")?;
+        let mut count = 0_u32;
+        for interrupt in vectors {
+            self.client()
+                .set_irqs(MSI, TRIGGER_EVENTFD, count, 1, &[interrupt.as_raw_fd()])
+                .map_err(Error::VfioUser)?;
+            count += 1;
+        }
+        self.config_write(capability + 4, &0xfee0_0000_u64.to_le_bytes())?;
+        self.config_write(capability + 12, &0x40_u16.to_le_bytes())?;
+        // MSI Enable, and Multiple Message Enable.
+        let messages = count.max(1).next_power_of_two().trailing_zeros() as u16;
+        self.config_write(capability + 2, &(messages << 4 | 1).to_le_bytes())
+    }
+
+    /// Gives the device an eventfd for its pin. It sends the next signal once [`Self::unmask_pin`] is called, or
+    /// `acknowledged` is signalled if there is one.
+    ///
+    /// # Errors
+    /// When a request fails.
+    pub fn enable_pin(&self, pin: &Interrupt, acknowledged: Option<&Interrupt>) -> Result<()> {
+        self.client()
+            .set_irqs(INTX, TRIGGER_EVENTFD, 0, 1, &[pin.as_raw_fd()])
+            .map_err(Error::VfioUser)?;
+        if let Some(acknowledged) = acknowledged {
+            self.client()
+                .set_irqs(INTX, UNMASK_EVENTFD, 0, 1, &[acknowledged.as_raw_fd()])
+                .map_err(Error::VfioUser)?;
+        }
+        Ok(())
+    }
+
+    /// Tells the device that the level of its pin has fallen.
+    ///
+    /// # Errors
+    /// When the request fails.
+    pub fn unmask_pin(&self) -> Result<()> {
+        self.client()
+            .set_irqs(INTX, UNMASK, 0, 1, &[])
+            .map_err(Error::VfioUser)
+    }
+
+    /// Returns the offset of a capability in configuration space.
+    fn capability(&self, id: u8, name: &'static str) -> Result<u64> {
         let mut pointer = [0; 1];
         self.config_read(0x34, &mut pointer)?;
         // No more capabilities fit: a list that does not end is left here.
@@ -165,12 +220,12 @@ impl VfioUserBar {
             }
             let mut header = [0; 2];
             self.config_read(at, &mut header)?;
-            if header[0] == 0x11 {
+            if header[0] == id {
                 return Ok(at);
             }
             pointer[0] = header[1];
         }
-        Err(Error::Unsupported("MSI-X"))
+        Err(Error::Unsupported(name))
     }
 
     /// Reads configuration space.

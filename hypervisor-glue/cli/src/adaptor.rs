@@ -1,7 +1,7 @@
 //! An NVMe function as the vfio-user server wants a PCI function to be.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
@@ -11,9 +11,10 @@ use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlState, NvmeFunction, TakeUpError
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::kept::function::{
-    KeptClient, KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError,
+    Interrupts, KeptClient, KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError,
 };
 use crate::stats::Stall;
+use nvme_mpt::interrupt::PinFall;
 use nvme_mpt::memory::crash::CrashRecord;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::{eventfd, system};
@@ -67,6 +68,12 @@ pub(crate) trait Served: Device {
 
     /// Returns the record of crashes of work for the function, if it outlives the process.
     fn crashes(&self) -> Option<CrashRecord>;
+
+    /// Returns the eventfd by which the client reports that the level of the pin fell, if it has sent one. The client may
+    /// change it in any way, and it is not read: each signal counts.
+    fn acknowledged(&self) -> Option<&Arc<EventFd>> {
+        None
+    }
 }
 
 /// An NVMe function behind a vfio-user server.
@@ -76,6 +83,9 @@ pub struct NvmeDevice {
     registers: Region,
     /// True if the client can do to this process what it likes.
     is_trusted: bool,
+    /// Type of the interrupts that the client has connected.
+    interrupts: Interrupts,
+    acknowledged: Option<Arc<EventFd>>,
     /// Descriptors and state for the next process, if there is one.
     kept: Option<Arc<KeptFunction>>,
     /// Stall in which it was taken up.
@@ -107,6 +117,8 @@ impl NvmeDevice {
             function,
             registers,
             is_trusted: false,
+            interrupts: Interrupts::default(),
+            acknowledged: None,
             kept: None,
             stall: None,
         })
@@ -135,6 +147,8 @@ impl NvmeDevice {
             user,
             regions,
             vectors,
+            interrupts,
+            acknowledged,
         } = client;
         self.is_trusted = user.is_some_and(system::is_trusted);
         for region in regions {
@@ -149,6 +163,9 @@ impl NvmeDevice {
             true => None,
             false => Some(Notifier::shared()?),
         };
+        self.interrupts = interrupts;
+        self.acknowledged = acknowledged.map(Arc::new);
+        self.follow_interrupts();
         for (vector, KeptVector { masked, eventfd }) in known.iter().zip(vectors) {
             vector.set_masked(masked);
             if let Some(eventfd) = eventfd {
@@ -174,12 +191,52 @@ impl NvmeDevice {
         &mut self.function
     }
 
+    /// Makes the first vector what the client has connected it as.
+    fn follow_interrupts(&self) {
+        let fall = match &self.acknowledged {
+            Some(_) => PinFall::Acknowledgement,
+            None => PinFall::Access,
+        };
+        let is_pin = self.interrupts == Interrupts::Pin;
+        self.function.set_pin(is_pin.then_some(fall));
+    }
+
+    /// Disconnects interrupts of another type, as a function has one at a time.
+    fn switch_to(&mut self, interrupts: Interrupts) {
+        if interrupts == self.interrupts {
+            return;
+        }
+        for vector in self.function.vectors() {
+            vector.set_eventfd(None);
+            vector.set_masked(false);
+        }
+        self.interrupts = interrupts;
+        self.acknowledged = None;
+        self.follow_interrupts();
+        if let Some(kept) = &self.kept {
+            kept.set_interrupts(interrupts);
+        }
+    }
+
+    /// Takes over the eventfd by which the client reports that the pin's level fell, or has it report that by messages.
+    fn acknowledge_by(&mut self, fds: Vec<OwnedFd>) -> io::Result<()> {
+        let eventfd = fds.into_iter().next().map(eventfd::take).transpose()?;
+        if let Some(kept) = &self.kept {
+            let shared = eventfd.as_ref().map(eventfd::share).transpose()?;
+            kept.set_acknowledged(shared.as_ref().map(AsFd::as_fd))?;
+        }
+        self.acknowledged = eventfd.map(Arc::new);
+        self.follow_interrupts();
+        Ok(())
+    }
+
     /// Connects vectors, from number `start` on, with the eventfds in order, and disconnects those that get none. The next
     /// process finds them so.
     fn connect(
-        &self,
+        &mut self,
+        interrupts: Interrupts,
         start: usize,
-        vectors: &[Arc<InterruptVector>],
+        count: usize,
         fds: Vec<OwnedFd>,
     ) -> io::Result<()> {
         // All or none.
@@ -191,13 +248,18 @@ impl NvmeDevice {
             true => None,
             false => Some(Notifier::shared()?),
         };
+        self.switch_to(interrupts);
         if let Some(kept) = &self.kept {
             let shared = eventfds.iter().map(eventfd::share);
             let shared = shared.collect::<io::Result<Vec<_>>>()?;
-            kept.connect(start, vectors.len(), &shared)?;
+            kept.connect(start, count, &shared)?;
+        }
+        if interrupts == Interrupts::Pin {
+            // Its level is low.
+            self.follow_interrupts();
         }
         let mut eventfds = eventfds.into_iter();
-        for vector in vectors {
+        for vector in self.function.vectors().iter().skip(start).take(count) {
             match eventfds.next() {
                 Some(eventfd) => wire(vector, eventfd, notifier.as_ref()),
                 None => vector.set_eventfd(None),
@@ -207,7 +269,10 @@ impl NvmeDevice {
     }
 
     /// Carries out an action on a vector, for the next process too.
-    fn act(&self, number: usize, vector: &InterruptVector, action: IrqAction) {
+    fn act(&mut self, number: usize, action: IrqAction) {
+        let Some(vector) = self.function.vectors().get(number) else {
+            return;
+        };
         let masked = match action {
             IrqAction::Mask => true,
             IrqAction::Unmask => false,
@@ -216,6 +281,9 @@ impl NvmeDevice {
         vector.set_masked(masked);
         if let Some(kept) = &self.kept {
             kept.set_masked(number, masked);
+        }
+        if !masked && self.interrupts == Interrupts::Pin {
+            self.function.end_of_interrupt();
         }
     }
 
@@ -226,6 +294,9 @@ impl NvmeDevice {
             vector.set_eventfd(None);
             vector.set_masked(false);
         }
+        self.interrupts = Interrupts::default();
+        self.acknowledged = None;
+        self.follow_interrupts();
         // The reset comes first, so that no queue finds its memory gone.
         if let Err(error) = self.function.reset_and_unmap() {
             log::error!("Memory of a client that is gone is still in use: {error}");
@@ -261,6 +332,10 @@ impl Served for NvmeDevice {
     fn crashes(&self) -> Option<CrashRecord> {
         let live = self.function.host().shared().live?;
         live.crashes()
+    }
+
+    fn acknowledged(&self) -> Option<&Arc<EventFd>> {
+        self.acknowledged.as_ref()
     }
 }
 
@@ -367,15 +442,18 @@ impl Device for NvmeDevice {
     }
 
     fn irq(&self, index: IrqIndex) -> IrqInfo {
-        match index {
-            IrqIndex::Msix => IrqInfo {
-                // At most 128.
-                count: self.function.vectors().len() as u32,
-                maskable: true,
-                automasked: false,
-                noresize: false,
-            },
-            _ => IrqInfo::default(),
+        let count = match index {
+            IrqIndex::Intx => u32::from(self.function.has_pin()),
+            IrqIndex::Msi => self.function.msi_messages().into(),
+            // At most 128.
+            IrqIndex::Msix => self.function.vectors().len() as u32,
+            IrqIndex::Err | IrqIndex::Req => 0,
+        };
+        IrqInfo {
+            count,
+            maskable: count > 0,
+            automasked: count > 0 && index == IrqIndex::Intx,
+            noresize: false,
         }
     }
 
@@ -387,35 +465,49 @@ impl Device for NvmeDevice {
             action,
             data,
         } = command;
-        if index != IrqIndex::Msix {
+        let interrupts = match index {
+            IrqIndex::Intx => Interrupts::Pin,
+            IrqIndex::Msi => Interrupts::Msi,
+            IrqIndex::Msix => Interrupts::Msix,
             // There are none of the others: clients disconnect them all the same.
+            IrqIndex::Err | IrqIndex::Req => return Ok(()),
+        };
+        let all = self.irq(index).count as usize;
+        let (start, count) = (start as usize, count as usize);
+        let end = start.checked_add(count).filter(|end| *end <= all);
+        let chosen = start..end.ok_or_else(invalid)?;
+        let connects = action == IrqAction::Trigger && matches!(data, IrqData::Connect(_));
+        if interrupts != self.interrupts && !connects {
+            // None of this type are connected.
             return Ok(());
         }
-        let vectors = self.function.vectors();
-        let start = start as usize;
-        let chosen = vectors
-            .get(start..)
-            .and_then(|vectors| vectors.get(..count as usize))
-            .ok_or_else(invalid)?;
         match (action, data) {
             (IrqAction::Trigger, IrqData::None) if count == 0 => {
-                self.connect(0, vectors, Vec::new())
+                self.connect(interrupts, 0, all, Vec::new())
             }
-            (IrqAction::Trigger, IrqData::Connect(fds)) => self.connect(start, chosen, fds),
-            (IrqAction::Trigger, IrqData::Disconnect) => self.connect(start, chosen, Vec::new()),
+            (IrqAction::Trigger, IrqData::Connect(fds)) => {
+                self.connect(interrupts, start, count, fds)
+            }
+            (IrqAction::Trigger, IrqData::Disconnect) => {
+                self.connect(interrupts, start, count, Vec::new())
+            }
             (_, IrqData::None) => {
-                let chosen = (start..).zip(chosen);
-                chosen.for_each(|(number, vector)| self.act(number, vector, action));
+                chosen.for_each(|number| self.act(number, action));
                 Ok(())
             }
             (_, IrqData::Bools(wanted)) => {
-                let wanted = (start..).zip(chosen).zip(wanted);
-                for ((number, vector), _) in wanted.filter(|(_, wanted)| *wanted) {
-                    self.act(number, vector, action);
+                for (number, _) in chosen.zip(wanted).filter(|(_, wanted)| *wanted) {
+                    self.act(number, action);
                 }
                 Ok(())
             }
-            // To be told when the guest masks a vector is for interrupts that mask themselves.
+            (IrqAction::Unmask, IrqData::Connect(fds)) if interrupts == Interrupts::Pin => {
+                self.acknowledge_by(fds)
+            }
+            (IrqAction::Unmask, IrqData::Disconnect) if interrupts == Interrupts::Pin => {
+                self.acknowledge_by(Vec::new())
+            }
+            // To be told when the guest masks or unmasks an interrupt is for the pin, which masks itself.
             (IrqAction::Mask | IrqAction::Unmask, IrqData::Connect(_) | IrqData::Disconnect) => {
                 Err(invalid())
             }
@@ -590,8 +682,15 @@ mod tests {
         }
         for index in IrqIndex::ALL {
             let vectors = u32::from(QUEUE_PAIRS) + 1;
-            let count = if index == IrqIndex::Msix { vectors } else { 0 };
-            assert_eq!(device.irq(index).count, count);
+            let count = match index {
+                IrqIndex::Intx => 1,
+                IrqIndex::Msi => 4,
+                IrqIndex::Msix => vectors,
+                IrqIndex::Err | IrqIndex::Req => 0,
+            };
+            let irq = device.irq(index);
+            assert_eq!((irq.count, irq.maskable), (count, count > 0));
+            assert_eq!(irq.automasked, index == IrqIndex::Intx);
         }
         let mut data = [0xFF; 4];
         device.read(RegionIndex::Rom, 0, &mut data);
@@ -699,6 +798,87 @@ mod tests {
         set(0, 0, IrqAction::Trigger, IrqData::None).unwrap();
         set(2, 1, IrqAction::Trigger, IrqData::None).unwrap();
         assert_eq!(signalled(), [false, false]);
+    }
+
+    fn of(index: IrqIndex, action: IrqAction, data: IrqData) -> IrqCommand {
+        IrqCommand {
+            index,
+            ..msix(0, 1, action, data)
+        }
+    }
+
+    fn connect(eventfd: &EventFd) -> IrqData {
+        IrqData::Connect(vec![eventfd::share(eventfd).unwrap()])
+    }
+
+    #[test]
+    fn interrupts_are_of_one_type_at_a_time() {
+        let mut device = device(DoorbellMode::Shadow);
+        let types = [IrqIndex::Intx, IrqIndex::Msi, IrqIndex::Msix];
+        let eventfds = types.map(|_| EventFd::new(EFD_NONBLOCK).unwrap());
+        for (connected, index) in types.into_iter().enumerate() {
+            let command = of(index, IrqAction::Trigger, connect(&eventfds[connected]));
+            device.set_irqs(command).unwrap();
+            // What is said of the other types concerns none.
+            for other in types.into_iter().filter(|other| *other != index) {
+                for action in [IrqAction::Trigger, IrqAction::Mask] {
+                    device.set_irqs(of(other, action, IrqData::None)).unwrap();
+                }
+                let disconnect = of(other, IrqAction::Trigger, IrqData::Disconnect);
+                device.set_irqs(disconnect).unwrap();
+            }
+            device.function().vectors()[0].signal();
+            let signalled = eventfds.each_ref().map(|eventfd| eventfd.read().is_ok());
+            let mut expected = [false; 3];
+            expected[connected] = true;
+            assert_eq!(signalled, expected);
+            assert_eq!(device.function().vectors()[0].is_pin(), connected == 0);
+        }
+        let beyond = IrqCommand {
+            index: IrqIndex::Msi,
+            ..msix(4, 1, IrqAction::Trigger, IrqData::None)
+        };
+        assert_eq!(errno(device.set_irqs(beyond)), Some(libc::EINVAL));
+    }
+
+    #[test]
+    fn the_pin_masks_itself_until_the_client_unmasks_it() {
+        let mut device = device(DoorbellMode::Shadow);
+        let pin = EventFd::new(EFD_NONBLOCK).unwrap();
+        let set = |device: &mut NvmeDevice, action, data| {
+            device.set_irqs(of(IrqIndex::Intx, action, data)).unwrap();
+        };
+        set(&mut device, IrqAction::Trigger, connect(&pin));
+        let raise = |device: &NvmeDevice| {
+            device.function().vectors()[0].signal();
+            pin.read().is_ok()
+        };
+        assert!(raise(&device));
+        assert!(!raise(&device), "it is high already");
+        set(&mut device, IrqAction::Unmask, IrqData::None);
+        assert!(raise(&device));
+        // As QEMU hands it over to KVM.
+        set(&mut device, IrqAction::Mask, IrqData::None);
+        let acknowledged = EventFd::new(EFD_NONBLOCK).unwrap();
+        assert!(device.acknowledged().is_none());
+        assert!(device.function().vectors()[0].falls_by_access());
+        set(&mut device, IrqAction::Unmask, connect(&acknowledged));
+        assert!(device.acknowledged().is_some());
+        assert!(!device.function().vectors()[0].falls_by_access());
+        assert!(!raise(&device), "it is masked");
+        set(&mut device, IrqAction::Unmask, IrqData::None);
+        assert!(pin.read().is_ok(), "what was pending");
+        device.function_mut().end_of_interrupt();
+        assert!(raise(&device));
+        set(&mut device, IrqAction::Unmask, IrqData::Disconnect);
+        assert!(device.acknowledged().is_none());
+        // Interrupt Disable of the Command register.
+        device.write(RegionIndex::Config, 0x04, &[0x06, 0x04]);
+        assert!(!raise(&device));
+        device.write(RegionIndex::Config, 0x04, &[0x06, 0x00]);
+        assert!(pin.read().is_ok());
+        device.disconnected();
+        assert!(!device.function().vectors()[0].is_pin());
     }
 
     #[test]

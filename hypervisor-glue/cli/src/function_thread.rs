@@ -14,6 +14,8 @@ use std::time::Duration;
 
 use thiserror::Error;
 use vmm_device::EndError;
+use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::EventFd;
 
 use crate::adaptor::Served;
 use crate::kept::crashes::end_by_panic;
@@ -197,7 +199,9 @@ impl FunctionThread {
             inbox,
             control: control.clone(),
             looked: clock::monotonic(),
+            acknowledged: None,
         };
+        function.follow_acknowledged();
         let crashes = function.server.device().crashes();
         let control_function = move || {
             end_by_panic();
@@ -263,6 +267,8 @@ impl Drop for FunctionThread {
 
 /// Token of the function's events. The server's own tokens are [`Server::TOKENS`].
 const EVENTS: u64 = 0x100;
+/// Token of the client's reports that the level of the pin fell.
+const ACKNOWLEDGED: u64 = 0x101;
 
 /// State of the control thread: the server, with the function in it, and requests for figures.
 struct Function<D: Served> {
@@ -273,9 +279,39 @@ struct Function<D: Served> {
     control: Arc<ControlLoop>,
     /// Time of the function's last look at its drive.
     looked: Duration,
+    /// The eventfd that is watched for the pin. It stays open as long as it is watched.
+    acknowledged: Option<Arc<EventFd>>,
 }
 
 impl<D: Served> Function<D> {
+    /// Watches the eventfd that the client has sent for the pin, if it is another one than before.
+    fn follow_acknowledged(&mut self) {
+        let wanted = self.server.device().acknowledged();
+        let watched = self.acknowledged.as_ref();
+        if watched.map(Arc::as_ptr) == wanted.map(Arc::as_ptr) {
+            return;
+        }
+        let wanted = wanted.cloned();
+        if let Some(watched) = watched
+            && let Err(error) = self.control.forget(watched.as_raw_fd())
+        {
+            log::error!("{}: an eventfd is watched still: {error}", self.id);
+        }
+        if let Some(wanted) = &wanted {
+            // Each signal is an event of its own: the client may have it readable, or blocking, as it likes.
+            let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
+            let event = EpollEvent::new(events, ACKNOWLEDGED);
+            let added = self
+                .control
+                .epoll()
+                .ctl(ControlOperation::Add, wanted.as_raw_fd(), event);
+            if let Err(error) = added {
+                log::error!("{}: the pin stays high: {error}", self.id);
+            }
+        }
+        self.acknowledged = wanted;
+    }
+
     /// Leaves the drive as the guest may expect to find it again. The lease goes last.
     fn end(mut self) -> Result<(), EndError> {
         let ended = self.server.device_mut().function_mut().end();
@@ -379,6 +415,10 @@ impl<D: Served> Controlled for Function<D> {
             match u32::try_from(*token) {
                 Ok(token) if Server::<D>::TOKENS.contains(&token) => {
                     self.server.handle(token, &mut self.control.epoll());
+                    self.follow_acknowledged();
+                }
+                Ok(token) if u64::from(token) == ACKNOWLEDGED => {
+                    self.server.device_mut().function_mut().end_of_interrupt();
                 }
                 _ => self.server.device_mut().function_mut().process_events(),
             }

@@ -1,8 +1,8 @@
-//! Keeps the hypervisor's interrupt routes as the guest's MSI-X table says.
+//! Keeps the hypervisor's interrupt routes as the guest's messages say, those of its MSI-X table or of MSI.
 
 use std::io;
 
-use vmm_device::{Bar, MsixMessage, NvmeFunction};
+use vmm_device::{Bar, BarMove, MsixMessage, NvmeFunction};
 
 use crate::report;
 use crate::vmm::Vectors;
@@ -57,6 +57,17 @@ impl Routes {
             offset = offset.saturating_add(dword.len() as u64);
             rest = later;
         }
+    }
+
+    /// Passes a write on to configuration space, which may change the messages of MSI, or enable them or MSI-X. All routes
+    /// are as the messages say before the write unmasks a vector. Returns the BARs that moved.
+    pub(super) fn write_config(
+        &mut self,
+        function: &mut NvmeFunction,
+        offset: u64,
+        data: &[u8],
+    ) -> Vec<BarMove> {
+        function.write_config_routed(offset, data, |function| self.follow_all(function))
     }
 
     /// Sets the routes of all vectors that the guest has given a message.

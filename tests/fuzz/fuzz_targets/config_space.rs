@@ -55,11 +55,14 @@ fn check(function: &NvmeFunction) {
     let mut ids = Vec::new();
     let mut capability = byte(function, 0x34);
     while capability != 0 {
-        assert!(capability >= 0x40 && ids.len() < 3);
+        assert!(capability >= 0x40 && ids.len() < 4);
         ids.push(byte(function, capability.into()));
         capability = byte(function, u64::from(capability) + 1);
     }
-    assert_eq!(ids, [0x01, 0x11, 0x10]);
+    assert_eq!(ids, [0x01, 0x11, 0x10, 0x05]);
+    for vector in [0, 1, 31, 32, u16::MAX] {
+        let _ = function.msix_message(vector);
+    }
     assert_eq!(byte(function, 0x69) & 0x80, 0, "Initiate FLR reads as zero");
 }
 

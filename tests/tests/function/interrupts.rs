@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use nvme_mpt::interrupt::PinFall;
 use nvme_mpt_tests::admin::feature;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Controller, QueueOptions};
@@ -222,6 +223,100 @@ fn none_while_masked_and_one_after() {
         assert_eq!(interrupt.wait(HANG).unwrap(), 1, "{name}");
         assert!(!is_pending(&machine, 1));
         assert_eq!(consume(&mut queue), 4);
+    }
+}
+
+/// Configuration space of the MSI capability: Message Control.
+const MSI_CONTROL: u64 = 0xA2;
+const INTMS: u64 = 0x0C;
+const INTMC: u64 = 0x10;
+
+/// Writes a register of the controller.
+fn write_register(machine: &Machine, offset: u64, value: u32) {
+    let value = value.to_le_bytes();
+    machine.function().write_bar(Bar::Registers, offset, &value);
+}
+
+#[test]
+fn messages_of_msi_wait_for_intmc() {
+    let host = Host::new("memory:32M", 512);
+    let bystander = Bystander::start(&host, &Setup::nth(1));
+    for masking in [MsixMasking::Function, MsixMasking::Client] {
+        let machine = host.machine(&Setup {
+            masking,
+            ..Setup::nth(0)
+        });
+        let mut controller = machine.attach();
+        let mut queue = interrupting(&machine, &mut controller, 1);
+        let interrupt = &machine.interrupts[1];
+        // Four messages.
+        let _moved = machine.function().write_config(MSI_CONTROL, &[0x21]);
+        for round in 1..60 {
+            submit(&mut queue, round);
+            assert_eq!(interrupt.wait(HANG).unwrap(), 1, "one per batch");
+            assert_eq!(consume(&mut queue), round);
+        }
+        let all = 1 << 1;
+        write_register(&machine, INTMS, all);
+        submit(&mut queue, 4);
+        crate::common::wait_for("a pending message", || {
+            machine.function().vectors()[1].pending()
+        });
+        assert_eq!(interrupt.take().unwrap(), 0);
+        write_register(&machine, INTMC, all);
+        assert_eq!(interrupt.wait(HANG).unwrap(), 1);
+        assert_eq!(consume(&mut queue), 4);
+    }
+    bystander.finish();
+}
+
+#[test]
+fn the_pin_is_high_until_all_is_consumed() {
+    let host = Host::new("memory:16M", 512);
+    for poll in ["shared", "shared:busy"] {
+        for mode in MODES {
+            let machine = host.machine(&Setup::nth(0).doorbells(mode).poll(poll));
+            machine.function().set_pin(Some(PinFall::Acknowledgement));
+            let acknowledge = || machine.function().end_of_interrupt();
+            let mut controller = machine.attach();
+            let pin = Arc::clone(&machine.interrupts[0]);
+            // All queues are on the pin, the admin queue too.
+            let mut queues = [1, 2].map(|id| {
+                let options = QueueOptions::interrupting(64, 0, Arc::clone(&pin));
+                controller.create_queue_pair(id, &options).unwrap()
+            });
+            acknowledge();
+            pin.take().unwrap();
+            let mut rng = Rng::new(7);
+            let (mut in_flight, mut done) = ([0; 2], 0);
+            while done < 2000 {
+                for (queue, in_flight) in queues.iter_mut().zip(&mut in_flight) {
+                    let count = rng.below(u64::from(33 - *in_flight)) as u16;
+                    submit(queue, count);
+                    *in_flight += count;
+                }
+                if in_flight == [0; 2] {
+                    continue;
+                }
+                // A handler that leaves entries behind, or all of them, is called again.
+                assert_eq!(pin.wait(HANG).unwrap(), 1, "{mode:?} {poll} {in_flight:?}");
+                for (queue, in_flight) in queues.iter_mut().zip(&mut in_flight) {
+                    if rng.below(3) > 0 {
+                        let found = consume(queue);
+                        *in_flight -= found;
+                        done += found;
+                    }
+                }
+                acknowledge();
+            }
+            while in_flight != [0; 2] {
+                assert_eq!(pin.wait(HANG).unwrap(), 1, "{mode:?} {poll} {in_flight:?}");
+                for (queue, in_flight) in queues.iter_mut().zip(&mut in_flight) {
+                    *in_flight -= consume(queue);
+                }
+                acknowledge();
+            }
+        }
     }
 }
 

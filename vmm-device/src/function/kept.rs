@@ -25,8 +25,16 @@ use crate::{
     state::parts::{AdminState, MsixState, RegistersState},
 };
 
-/// Version of the control state that is stored, and the only one that is taken up.
-const VERSION: u32 = 1;
+/// Version of the control state that is stored. Those up to it are taken up.
+///
+/// | version | since then |
+/// |---|---|
+/// | 1 | |
+/// | 2 | MSI and the pin in configuration space |
+const VERSION: u32 = 2;
+
+/// Version of the state of a function whose guest was offered MSI-X alone. The release before takes it up as well.
+const VERSION_MSIX_ALONE: u32 = 1;
 
 /// Store of a function's control state, which outlives the process.
 pub trait ControlKeeper: fmt::Debug + Send {
@@ -39,7 +47,7 @@ pub trait ControlKeeper: fmt::Debug + Send {
 pub enum TakeUpError {
     /// Another release stored it.
     #[error(
-        "The function's state has version {found}, but this program takes up version {VERSION}; detach the drive and \
+        "The function's state has version {found}, but this program takes up versions up to {VERSION}; detach the drive and \
          attach it again"
     )]
     Version {
@@ -80,7 +88,7 @@ impl ControlState {
     /// [`TakeUpError::Version`].
     pub fn check_version(&self) -> Result<(), TakeUpError> {
         match self.version {
-            VERSION => Ok(()),
+            VERSION_MSIX_ALONE..=VERSION => Ok(()),
             found => Err(TakeUpError::Version { found }),
         }
     }
@@ -110,7 +118,10 @@ pub(super) struct ControlParts<'a> {
 impl ControlParts<'_> {
     pub(super) fn with(&self, admin: AdminState, queues: KeptQueues) -> ControlState {
         ControlState {
-            version: VERSION,
+            version: match self.config.is_of_first_releases() {
+                true => VERSION_MSIX_ALONE,
+                false => VERSION,
+            },
             facts: self.facts.clone(),
             config_space: self.config.save(),
             msix: self.msix.save(),
@@ -189,7 +200,8 @@ impl NvmeFunction {
         self.admin.restore(admin, queues.clone(), &*self.host);
         // The BARs are where the client has them.
         drop(self.config.restore(config_space));
-        self.msix.restore(msix, self.msix_control());
+        self.msix.restore(msix);
+        self.apply_masks();
         // Without Bus Master Enable the queues rest, before they exist.
         self.follow_bus_master();
         if self.registers.is_running()
@@ -204,7 +216,10 @@ impl NvmeFunction {
             self.fail("the process that had its queues ended");
         }
         for vector in self.msix.vectors() {
-            vector.signal();
+            // Owners of queues signal the pin if their guest has left entries: a level without an entry would stay.
+            if !vector.is_pin() || self.admin.has_unconsumed() {
+                vector.signal();
+            }
         }
         // Admin commands may wait whose doorbell was written already. A counter that is full wakes as well.
         let _ = eventfd::signal(self.events_fd());
@@ -630,8 +645,8 @@ mod tests {
         let mut function = survivors.next_function();
         let mut refused = |state: &ControlState| function.take_up(state).unwrap_err();
         let mut other = state.clone();
-        other.version = 2;
-        assert!(matches!(refused(&other), TakeUpError::Version { found: 2 }));
+        other.version = VERSION + 1;
+        assert!(matches!(refused(&other), TakeUpError::Version { found } if found == VERSION + 1));
         let mut other = state.clone();
         other.facts.namespace.serial = "another".into();
         assert!(matches!(refused(&other), TakeUpError::Promise));
@@ -660,7 +675,10 @@ mod tests {
     }
 
     /// States that releases have stored of [`eventful_guest`], by their versions. The last one is of this version.
-    const STORED: [(u32, &str); 1] = [(1, include_str!("stored/control_state_1.json"))];
+    const STORED: [(u32, &str); 2] = [
+        (1, include_str!("stored/control_state_1.json")),
+        (2, include_str!("stored/control_state_2.json")),
+    ];
 
     /// Fields that differ from one ledger to the next.
     const IDENTITY: [&str; 4] = ["serial", "nguid", "eui64", "uuid"];
@@ -768,7 +786,9 @@ mod tests {
             // Each vector was raised, and no client has connected any.
             assert_eq!(after.msix.table, state.msix.table);
             assert!(after.msix.pending.contains(&1));
+            // So is the layout of configuration space, with the version that goes with it.
             assert_eq!(after.config_space, state.config_space);
+            assert_eq!(after.version, version);
             assert_eq!(after.registers, state.registers);
             assert_eq!(after.queues, state.queues);
         }

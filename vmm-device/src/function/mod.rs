@@ -11,6 +11,7 @@ use nvme_mpt::{
     DmaError, DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, HostSideEvent,
     InterruptVector, KeptQueues, LeaseFacts, QueueError, SharedParts,
     deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
+    interrupt::PinFall,
     memory::eventfd,
     spec::{
         ids::QueueId,
@@ -27,7 +28,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::{
     admin::{Admin, Controller, WATCH_INTERVAL},
     pci::{
-        config_space::{Bar, BarMove, ConfigSpace},
+        config_space::{Bar, BarMove, ConfigSpace, Offer},
         msix::{Msix, MsixControl, MsixMasking, MsixMessage},
     },
     registers::{AdminQueues, Capabilities, Registers, Transition},
@@ -146,8 +147,13 @@ impl NvmeFunction {
             queue_entries_max: facts.limits.entries_max,
             dstrd: shared.doorbells.dstrd(),
         };
+        let offer = Offer {
+            msi: true,
+            // A VMM that has the function in its process has no level for it.
+            pin: masking == MsixMasking::Client,
+        };
         Self {
-            config: ConfigSpace::new(shared.doorbells.len() as u64, msix.count()),
+            config: ConfigSpace::new(shared.doorbells.len() as u64, msix.count(), offer),
             msix,
             registers: Registers::new(capabilities),
             admin: Admin::new(&facts, clock.clone()),
@@ -186,8 +192,21 @@ impl NvmeFunction {
     /// trap and whose doorbells it is to map.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
+        self.write_config_routed(offset, data, |_| {})
+    }
+
+    /// As [`Self::write_config`]. Calls `route` before the write unmasks a vector, for a VMM to take over the messages
+    /// that vectors write from then on.
+    #[must_use = "the VMM has to follow the BARs"]
+    pub fn write_config_routed(
+        &mut self,
+        offset: u64,
+        data: &[u8],
+        route: impl FnOnce(&Self),
+    ) -> Vec<BarMove> {
         self.is_touched = true;
         let write = self.config.write(offset, data);
+        route(self);
         if self.is_set_aside {
             return write.moves;
         }
@@ -229,17 +248,22 @@ impl NvmeFunction {
                 self.is_touched = true;
                 let before = self.registers.clone();
                 let transition = self.registers.write(offset, data);
+                self.follow_masks(before.interrupt_mask());
                 if self.is_set_aside {
                     self.stay_failed(transition);
                 } else if let Some(transition) = transition {
+                    let mask = before.interrupt_mask();
                     self.before_access = Some(before);
                     self.carry_out(transition);
                     self.before_access = None;
+                    // A reset clears the mask.
+                    self.follow_masks(mask);
                 }
             }
             Bar::Msix => {
                 self.is_touched = true;
-                self.msix.write(offset, data, self.msix_control());
+                self.msix.write(offset, data);
+                self.apply_masks();
             }
         }
     }
@@ -287,10 +311,44 @@ impl NvmeFunction {
         self.msix.vectors()
     }
 
-    /// A vector's entry in the MSI-X table, as the guest wrote it.
+    /// A vector's message, as the guest has set it up: that of MSI if it is enabled, else its entry in the MSI-X table.
     #[must_use]
     pub fn msix_message(&self, vector: u16) -> Option<MsixMessage> {
-        self.msix.message(vector)
+        let msi = self.config.msi_control();
+        // A guest that enables both finds MSI-X (PCI Local Bus 3.0, section 6.8, leaves that undefined).
+        match msi.enabled && !self.config.msix_control().enabled {
+            true => msi.message(vector),
+            false => self.msix.message(vector),
+        }
+    }
+
+    /// Returns the number of messages that the function has by MSI; 0 if its guest was offered none.
+    #[must_use]
+    pub fn msi_messages(&self) -> u16 {
+        self.config.msi_messages()
+    }
+
+    /// Returns whether the function offers its guest INTx. [`Self::vectors`] has the pin as its first one then.
+    #[must_use]
+    pub fn has_pin(&self) -> bool {
+        self.config.has_pin()
+    }
+
+    /// The level of the pin has fallen at the VMM: the guest has acknowledged the interrupt.
+    pub fn end_of_interrupt(&mut self) {
+        self.ring_admin();
+        let is_high = !self.rests && self.registers.is_running() && self.admin.has_unconsumed();
+        if let Some(pin) = self.msix.vector(ADMIN_VECTOR) {
+            pin.end_of_interrupt();
+            if is_high {
+                pin.signal();
+            }
+        }
+        // Pollers look whether the guest has left entries of their queues.
+        for (_, waker) in self.host.io_doorbells().wakers {
+            // A counter that is full wakes as well.
+            let _ = eventfd::signal(waker.eventfd());
+        }
     }
 
     /// The guest's memory, as far as the VMM has [mapped](HostSide::map) it for the function.
@@ -414,6 +472,7 @@ impl NvmeFunction {
     pub fn reset_and_unmap(&mut self) -> Result<u64, DmaError> {
         let deadline = self.deadline();
         drop(self.reset_by(&deadline));
+        self.config.renew();
         self.host.unmap_all_within(deadline.left())
     }
 
@@ -578,19 +637,47 @@ impl NvmeFunction {
         self.registers.fail();
     }
 
-    /// Message Control, as far as vectors follow it: all are masked without Bus Master Enable.
-    fn msix_control(&self) -> MsixControl {
-        let control = self.config.msix_control();
-        MsixControl {
-            function_masked: control.function_masked || !self.config.is_bus_master(),
-            ..control
+    /// Masks and unmasks vectors as the guest's registers have it: MSI-X, MSI, INTMS and INTMC, and Interrupt Disable. All
+    /// are masked without Bus Master Enable.
+    fn apply_masks(&self) {
+        let (msix, msi) = (self.config.msix_control(), self.config.msi_control());
+        let is_msi = msi.enabled && !msix.enabled;
+        // These registers have no effect with MSI-X (Base 2.0, sections 3.1.3.3 and 3.1.3.4).
+        let mask = match msix.enabled {
+            true => 0,
+            false => self.registers.interrupt_mask(),
+        };
+        for (number, vector) in (0..).zip(self.msix.vectors()) {
+            let is_masked = number < u32::BITS && mask >> number & 1 != 0;
+            let is_off = vector.is_pin() && self.config.is_pin_disabled();
+            vector.set_register_masked(is_masked || is_off);
         }
+        self.msix.apply(MsixControl {
+            function_masked: msix.function_masked && !is_msi || !self.config.is_bus_master(),
+            msi: is_msi.then(|| msi.messages()),
+            ..msix
+        });
+    }
+
+    /// Acts on INTMS and INTMC, if they have changed from this value.
+    fn follow_masks(&self, before: u32) {
+        if self.registers.interrupt_mask() != before {
+            self.apply_masks();
+        }
+    }
+
+    /// Makes the first vector the pin, for a VMM that has connected it as such, or a message again.
+    pub fn set_pin(&self, pin: Option<PinFall>) {
+        if let Some(vector) = self.msix.vector(ADMIN_VECTOR) {
+            vector.set_pin(pin);
+        }
+        self.apply_masks();
     }
 
     /// Has the queues rest while the guest does not let the function master the bus: then nothing of it reads
     /// or writes memory, and no interrupt message is sent.
     fn follow_bus_master(&mut self) {
-        self.msix.apply(self.msix_control());
+        self.apply_masks();
         let rests = self.paused || !self.config.is_bus_master();
         if rests == self.rests {
             return;
@@ -619,6 +706,7 @@ impl NvmeFunction {
         self.registers.reset();
         let stopped = self.stop(deadline);
         self.msix.reset();
+        self.apply_masks();
         self.owed.clear();
         stopped
     }

@@ -130,7 +130,8 @@ impl NvmeFunction {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
         }
         moves.extend(self.config.restore(config_space));
-        self.msix.restore(msix, self.msix_control());
+        self.msix.restore(msix);
+        self.apply_masks();
         self.owed.clone_from(&msix.pending);
         // The interrupt that told of admin completions may have been lost on the way, as those of
         // I/O queues. One too many harms nobody.

@@ -365,6 +365,68 @@ fn interrupts_wait_for_the_guest_to_unmask_them() {
     assert!(interrupt.read().is_err(), "masked by the reset");
 }
 
+/// Writes INTMS or INTMC.
+fn write_mask(function: &mut NvmeFunction, register: u64, vectors: u32) {
+    function.write_bar(Bar::Registers, register, &vectors.to_le_bytes());
+}
+
+#[test]
+fn intms_and_intmc_mask_all_but_msix() {
+    const INTMS: u64 = 0x0C;
+    const INTMC: u64 = 0x10;
+    for masking in [MsixMasking::Function, MsixMasking::Client] {
+        let mut function = fixtures::function(DoorbellMode::Shadow, masking);
+        let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+        function.vectors()[1].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
+        // MSI with two messages.
+        let _ = function.write_config(0xA2, &[0x11]);
+        let raise = |function: &NvmeFunction| {
+            function.vectors()[1].signal();
+            interrupt.read().is_ok()
+        };
+        assert!(raise(&function), "{masking:?}");
+        write_mask(&mut function, INTMS, 0b10);
+        assert!(!raise(&function));
+        write_mask(&mut function, INTMC, 0b01);
+        assert!(interrupt.read().is_err(), "another one");
+        write_mask(&mut function, INTMC, 0b10);
+        assert!(interrupt.read().is_ok(), "what was pending");
+        // A controller reset clears the masks.
+        write_mask(&mut function, INTMS, u32::MAX);
+        function.write_bar(Bar::Registers, 0x14, &0x0046_0001_u32.to_le_bytes());
+        function.write_bar(Bar::Registers, 0x14, &0x0046_0000_u32.to_le_bytes());
+        assert!(raise(&function), "{masking:?}");
+        // With MSI-X they have no effect.
+        write_mask(&mut function, INTMS, u32::MAX);
+        function.write_bar(Bar::Msix, 16 + 12, &[0; 4]);
+        let _ = function.write_config(0x52, &[0x00, 0x80]);
+        assert!(raise(&function), "{masking:?}");
+    }
+}
+
+#[test]
+fn the_pin_is_high_while_the_guest_has_left_admin_completions() {
+    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    guest.function.set_pin(Some(PinFall::Access));
+    let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+    guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
+    guest.function.end_of_interrupt();
+    assert!(pin.read().is_err(), "there was no command");
+    guest.submit(Sqe::new(0x7F));
+    assert!(pin.read().is_ok(), "raised");
+    guest.submit(Sqe::new(0x7F));
+    assert!(pin.read().is_err(), "it is high");
+    for _ in 0..2 {
+        guest.function.end_of_interrupt();
+        assert!(pin.read().is_ok(), "the guest has left the entries");
+    }
+    for _ in 0..2 {
+        assert_ne!(guest.completion().status(), Status::SUCCESS);
+    }
+    guest.function.end_of_interrupt();
+    assert!(pin.read().is_err(), "the entries are consumed");
+}
+
 #[test]
 fn the_guests_memory_can_go_once_the_controller_is_disabled() {
     let mut guest = Guest::ready(DoorbellMode::Shadow);

@@ -33,6 +33,29 @@ pub(super) mod msix {
     pub(in crate::pci) const ENABLE: u16 = 1 << 15;
 }
 
+/// MSI capability with a 64-bit address, without masks of single messages (PCI Local Bus 3.0, section 6.8.1).
+pub(super) mod msi {
+    pub(in crate::pci) const OFFSET: u8 = 0xA0;
+    pub(in crate::pci) const ID: u8 = 0x05;
+    /// Message Control, relative to the capability.
+    pub(in crate::pci) const CONTROL: u8 = 2;
+    /// Message Address, in eight bytes, relative to the capability.
+    pub(in crate::pci) const ADDRESS: u8 = 4;
+    /// Message Data, in two bytes, relative to the capability.
+    pub(in crate::pci) const DATA: u8 = 12;
+    /// Message Control: MSI Enable.
+    pub(in crate::pci) const ENABLE: u16 = 1;
+    /// Message Control: Multiple Message Capable, as a power of two.
+    pub(in crate::pci) const CAPABLE_SHIFT: u16 = 1;
+    /// Message Control: Multiple Message Enable, as a power of two.
+    pub(in crate::pci) const ENABLE_SHIFT: u16 = 4;
+    pub(in crate::pci) const ENABLE_MASK: u16 = 0b111 << ENABLE_SHIFT;
+    /// Message Control: 64-bit Address Capable.
+    pub(in crate::pci) const ADDRESS_64: u16 = 1 << 7;
+    /// Multiple Message Enable and Capable have no larger value.
+    pub(in crate::pci) const MESSAGES_LOG2_MAX: u16 = 5;
+}
+
 /// PCI Express capability, version 2 (PCI Express 4.0, section 7.5.3).
 pub(super) mod pcie {
     pub(in crate::pci) const OFFSET: u8 = 0x60;

@@ -30,13 +30,23 @@ pub enum MsixMasking {
     Client,
 }
 
-/// The two bits of Message Control that a guest writes.
+/// The two bits of Message Control that a guest writes, and MSI in place of MSI-X.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MsixControl {
     /// MSI-X Enable.
     pub(crate) enabled: bool,
     /// Function Mask: as if every vector were masked.
     pub(crate) function_masked: bool,
+    /// Messages of MSI, if the guest has enabled that in the place of MSI-X.
+    pub(crate) msi: Option<u16>,
+}
+
+impl MsixControl {
+    const RESET: Self = Self {
+        enabled: false,
+        function_masked: false,
+        msi: None,
+    };
 }
 
 /// Message that a vector writes when it fires.
@@ -111,10 +121,7 @@ impl Msix {
             table: vec![MsixMessage::RESET; vectors.len()],
             vectors,
         };
-        msix.apply(MsixControl {
-            enabled: false,
-            function_masked: false,
-        });
+        msix.apply(MsixControl::RESET);
         msix
     }
 
@@ -144,9 +151,17 @@ impl Msix {
         if self.masking == MsixMasking::Client {
             return;
         }
-        let all = !control.enabled || control.function_masked;
-        for (entry, vector) in self.table.iter().zip(&self.vectors) {
-            vector.set_masked(all || entry.masked);
+        let MsixControl {
+            enabled,
+            function_masked,
+            msi,
+        } = control;
+        for (number, (entry, vector)) in (0..).zip(self.table.iter().zip(&self.vectors)) {
+            let is_off = match msi {
+                Some(messages) => number >= messages,
+                None => !enabled || entry.masked,
+            };
+            vector.set_masked(is_off || function_masked);
         }
     }
 
@@ -157,10 +172,7 @@ impl Msix {
         for vector in &self.vectors {
             vector.clear_pending();
         }
-        self.apply(MsixControl {
-            enabled: false,
-            function_masked: false,
-        });
+        self.apply(MsixControl::RESET);
     }
 
     /// Table and pending bits, for a snapshot.
@@ -213,9 +225,9 @@ impl Msix {
         Ok(())
     }
 
-    /// Takes over a table that has been checked. Vectors that are pending are raised by whoever has
-    /// the function go on.
-    pub(crate) fn restore(&mut self, state: &MsixState, control: MsixControl) {
+    /// Takes over a table that has been checked. [`Self::apply`] acts on it. Vectors that are pending are raised by
+    /// whoever has the function go on.
+    pub(crate) fn restore(&mut self, state: &MsixState) {
         for (entry, saved) in self.table.iter_mut().zip(&state.table) {
             let MsixEntryState {
                 address,
@@ -228,7 +240,6 @@ impl Msix {
                 masked,
             };
         }
-        self.apply(control);
     }
 
     /// Reads any number of bytes from any offset in BAR4; what is not there reads as zero.
@@ -239,8 +250,8 @@ impl Msix {
         }
     }
 
-    /// Writes any number of bytes to any offset in BAR4; pending bits are read-only.
-    pub(crate) fn write(&mut self, offset: u64, data: &[u8], control: MsixControl) {
+    /// Writes any number of bytes to any offset in BAR4; pending bits are read-only. [`Self::apply`] acts on it.
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
         for (byte, at) in data.iter().zip(Offsets(offset)) {
             let Some((number, within)) = Self::entry_at(at) else {
                 continue;
@@ -252,7 +263,6 @@ impl Msix {
             bytes[within] = *byte;
             *entry = MsixMessage::from_bytes(bytes);
         }
-        self.apply(control);
     }
 
     fn byte(&self, at: u64) -> Option<u8> {
@@ -301,14 +311,17 @@ mod tests {
     const ENABLED: MsixControl = MsixControl {
         enabled: true,
         function_masked: false,
+        msi: None,
     };
     const FUNCTION_MASKED: MsixControl = MsixControl {
         enabled: true,
         function_masked: true,
+        msi: None,
     };
     const DISABLED: MsixControl = MsixControl {
         enabled: false,
         function_masked: false,
+        msi: None,
     };
 
     fn msix(vectors: usize, masking: MsixMasking) -> Msix {
@@ -324,8 +337,13 @@ mod tests {
         eventfd
     }
 
+    fn write(msix: &mut Msix, offset: u64, data: &[u8], control: MsixControl) {
+        msix.write(offset, data);
+        msix.apply(control);
+    }
+
     fn unmask(msix: &mut Msix, vector: u64) {
-        msix.write(vector * 16 + 12, &[0; 4], ENABLED);
+        write(msix, vector * 16 + 12, &[0; 4], ENABLED);
     }
 
     fn read_u32(msix: &Msix, offset: u64) -> u32 {
@@ -338,12 +356,13 @@ mod tests {
     fn entries_read_back_what_was_written() {
         let mut msix = msix(3, MsixMasking::Function);
         assert_eq!(read_u32(&msix, 12), 1, "masked after reset");
-        msix.write(
+        write(
+            &mut msix,
             16,
             &[0x07, 0x00, 0xE0, 0xFE, 0x01, 0, 0, 0, 0x41, 0, 0, 0],
             ENABLED,
         );
-        msix.write(28, &[0xFE, 0xFF, 0xFF, 0xFF], ENABLED);
+        write(&mut msix, 28, &[0xFE, 0xFF, 0xFF, 0xFF], ENABLED);
         assert_eq!(read_u32(&msix, 16), 0xFEE0_0004, "low bits are zero");
         assert_eq!(read_u32(&msix, 20), 1);
         assert_eq!(read_u32(&msix, 24), 0x41);
@@ -392,17 +411,39 @@ mod tests {
     }
 
     #[test]
+    fn msi_takes_the_place_of_the_table() {
+        let msix = msix(4, MsixMasking::Function);
+        let eventfds = [1, 2].map(|vector| with_eventfd(&msix, vector));
+        let control = MsixControl {
+            msi: Some(2),
+            ..DISABLED
+        };
+        msix.apply(control);
+        for vector in [1, 2] {
+            msix.vector(vector).unwrap().signal();
+        }
+        assert_eq!(eventfds[0].read().unwrap(), 1, "whatever its entry says");
+        assert!(eventfds[1].read().is_err(), "the guest has two messages");
+        msix.apply(MsixControl {
+            function_masked: true,
+            ..control
+        });
+        msix.vector(1).unwrap().signal();
+        assert!(eventfds[0].read().is_err(), "no bus master");
+    }
+
+    #[test]
     fn a_client_that_masks_leaves_nothing_to_mask_here() {
         let mut msix = msix(2, MsixMasking::Client);
         let eventfd = with_eventfd(&msix, 1);
         msix.vector(1).unwrap().signal();
         assert_eq!(eventfd.read().unwrap(), 1);
-        msix.write(28, &[1, 0, 0, 0], FUNCTION_MASKED);
+        write(&mut msix, 28, &[1, 0, 0, 0], FUNCTION_MASKED);
         msix.reset();
         msix.vector(1).unwrap().signal();
         assert_eq!(eventfd.read().unwrap(), 1);
         msix.vector(1).unwrap().set_masked(true);
-        msix.write(28, &[0; 4], ENABLED);
+        write(&mut msix, 28, &[0; 4], ENABLED);
         msix.vector(1).unwrap().signal();
         assert!(
             eventfd.read().is_err(),
@@ -427,7 +468,7 @@ mod tests {
             u64::MAX - 2,
         ] {
             for length in [0, 1, 2, 3, 4, 8, 9, 64, 9000] {
-                msix.write(offset, &vec![0; length], ENABLED);
+                write(&mut msix, offset, &vec![0; length], ENABLED);
                 let mut data = vec![0xA5; length];
                 msix.read(offset, &mut data);
                 assert!(data.iter().all(|byte| matches!(byte, 0 | 1)), "{data:x?}");

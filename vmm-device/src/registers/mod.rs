@@ -133,6 +133,11 @@ impl Registers {
         self.cc
     }
 
+    /// Vectors that the guest has masked by INTMS, as bits.
+    pub(crate) fn interrupt_mask(&self) -> u32 {
+        self.interrupt_mask
+    }
+
     /// The admin queues are set up: `CSTS.RDY` follows `CC.EN`.
     pub(crate) fn enabled(&mut self) {
         self.csts = self.csts.with_rdy(true);

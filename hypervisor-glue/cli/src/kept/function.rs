@@ -39,8 +39,16 @@ use super::KEEPER_PATIENCE;
 use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, ReportError, write_report};
 use super::registry::Registry;
 
-/// Version of [`DeviceState`], and the only one that is read.
-const VERSION: u32 = 1;
+/// Version of [`DeviceState`]. Those up to it are read.
+///
+/// | version | since then |
+/// |---|---|
+/// | 1 | |
+/// | 2 | the type of a client's interrupts, and the eventfd of the pin's acknowledgements |
+const VERSION: u32 = 2;
+
+/// Version of the state of a client that uses MSI-X. The release before reads it as well.
+const VERSION_MSIX_ALONE: u32 = 1;
 
 const JOURNAL: u64 = 0;
 const LISTENER: u64 = 1;
@@ -132,6 +140,31 @@ pub(crate) struct ClientState {
     pub(crate) user: Option<u32>,
     regions: Vec<RegionState>,
     pub(crate) vectors: Vec<VectorState>,
+    /// Type of the interrupts that are connected. It is left out where that is MSI-X.
+    #[serde(default, skip_serializing_if = "Interrupts::are_msix")]
+    interrupts: Interrupts,
+    /// Number of the eventfd by which the client reports that the pin's level fell. It is left out where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    acknowledged: Option<u64>,
+}
+
+/// Type of the interrupts that a client has connected: one at a time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Interrupts {
+    /// INTx.
+    Pin,
+    /// MSI.
+    Msi,
+    /// MSI-X, and none at first.
+    #[default]
+    Msix,
+}
+
+impl Interrupts {
+    fn are_msix(&self) -> bool {
+        *self == Self::Msix
+    }
 }
 
 /// A region of the client's memory.
@@ -157,12 +190,21 @@ pub(crate) struct VectorState {
 }
 
 impl ClientState {
+    /// Returns the version of its state.
+    fn version(&self) -> u32 {
+        match (self.interrupts, self.acknowledged) {
+            (Interrupts::Msix, None) => VERSION_MSIX_ALONE,
+            _ => VERSION,
+        }
+    }
+
     fn numbers(&self) -> BTreeSet<u64> {
         let files = self.regions.iter().map(|region| region.file);
         let eventfds = self.vectors.iter().filter_map(|vector| vector.eventfd);
         let eventfds = eventfds.map(|(number, _)| number);
         self.stream
             .into_iter()
+            .chain(self.acknowledged)
             .chain(files)
             .chain(eventfds)
             .collect()
@@ -196,6 +238,10 @@ pub(crate) struct KeptClient {
     pub(crate) user: Option<u32>,
     pub(crate) regions: Vec<MemoryRegion>,
     pub(crate) vectors: Vec<KeptVector>,
+    /// Type of the interrupts that it has connected.
+    pub(crate) interrupts: Interrupts,
+    /// Eventfd by which it reports that the pin's level fell.
+    pub(crate) acknowledged: Option<EventFd>,
 }
 
 /// A vector of a client that the process before had.
@@ -247,7 +293,7 @@ pub(super) fn check_state(journal: OwnedFd) -> Result<(), SurvivorError> {
 
 fn read_state(bytes: &[u8]) -> Result<DeviceState, SurvivorError> {
     let state: DeviceState = serde_json::from_slice(bytes)?;
-    if state.version != VERSION {
+    if !(VERSION_MSIX_ALONE..=VERSION).contains(&state.version) {
         return Err(SurvivorError::Version(state.version));
     }
     state.control.check_version()?;
@@ -390,7 +436,12 @@ impl SurvivingFunction {
                 eventfd: eventfd.transpose()?,
             });
         }
-        let user = client.user;
+        let acknowledged = client
+            .acknowledged
+            .map(|number| -> Result<_, SurvivorError> {
+                Ok(eventfd::take(clone_of(&contents, number, 0)?)?)
+            });
+        let (user, interrupts) = (client.user, client.interrupts);
         let shown = shelf.registry.show(&shelf.name, journal.as_fd());
         shown?;
         let next = contents.keys().next_back().map_or(0, |last| last + 1);
@@ -419,6 +470,8 @@ impl SurvivingFunction {
                 user,
                 regions,
                 vectors,
+                interrupts,
+                acknowledged: acknowledged.transpose()?,
             },
             journal,
             kept: Arc::new(kept),
@@ -627,11 +680,34 @@ impl KeptFunction {
         Ok(())
     }
 
+    /// Notes that interrupts of this type are connected from now on, and none of another type any more.
+    pub(crate) fn set_interrupts(&self, interrupts: Interrupts) {
+        let mut inner = self.inner();
+        let client = &mut inner.client;
+        client.interrupts = interrupts;
+        client.acknowledged = None;
+        client.vectors.clear();
+        inner.is_changed = true;
+    }
+
+    /// Keeps the eventfd by which the client reports that the pin's level fell, or notes that there is none.
+    pub(crate) fn set_acknowledged(&self, eventfd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        let mut inner = self.inner();
+        let number = eventfd.map(|eventfd| inner.put(&[eventfd]));
+        inner.client.acknowledged = number.transpose()?;
+        inner.is_changed = true;
+        Ok(())
+    }
+
     /// Notes that a vector is masked or not.
     pub(crate) fn set_masked(&self, vector: usize, masked: bool) {
         let mut inner = self.inner();
-        inner.vector(vector).masked = masked;
-        inner.is_changed = true;
+        let vector = inner.vector(vector);
+        // A client unmasks the pin after each interrupt, which changes nothing.
+        if vector.masked != masked {
+            vector.masked = masked;
+            inner.is_changed = true;
+        }
     }
 
     /// Returns the state for the next process, unless it is as it was.
@@ -655,7 +731,7 @@ impl KeptFunction {
 
     fn encode(&self, inner: &Inner, control: ControlState) -> Option<Vec<u8>> {
         let state = DeviceState {
-            version: VERSION,
+            version: inner.client.version(),
             socket: self.socket.clone(),
             control,
             client: inner.client.clone(),
@@ -778,7 +854,23 @@ mod tests {
 
     /// States that releases have stored of the same function and client, by their versions. The last one is of this
     /// version.
-    const STORED: [(u32, &str); 1] = [(1, include_str!("stored/device_state_1.json"))];
+    const STORED: [(u32, &str); 2] = [
+        (1, include_str!("stored/device_state_1.json")),
+        (2, include_str!("stored/device_state_2.json")),
+    ];
+
+    /// The client of a state of this version: since version 2, it uses the pin.
+    fn client_of(version: u32) -> ClientState {
+        let client = client();
+        match version {
+            1 => client,
+            _ => ClientState {
+                interrupts: Interrupts::Pin,
+                acknowledged: Some(8),
+                ..client
+            },
+        }
+    }
 
     fn client() -> ClientState {
         let region = RegionState {
@@ -807,6 +899,8 @@ mod tests {
                 vector(Some((6, 1)), true),
                 vector(None, false),
             ],
+            interrupts: Interrupts::Msix,
+            acknowledged: None,
         }
     }
 
@@ -844,10 +938,15 @@ mod tests {
     fn the_states_of_all_versions_are_read() {
         for (version, stored) in STORED {
             let state = read_state(stored.as_bytes()).unwrap();
-            assert!(state.version >= version);
+            assert_eq!(state.version, version);
             assert_eq!(state.socket, Path::new("/run/nvme-mpt/a.sock"));
-            assert_eq!(state.client, client());
-            assert_eq!(state.client.numbers(), BTreeSet::from([4, 5, 6, 7]));
+            assert_eq!(state.client, client_of(version));
+            assert_eq!(state.client.version(), version);
+            let named = [4, 5, 6, 7, 8];
+            let named = named
+                .into_iter()
+                .filter(|number| version > 1 || *number < 8);
+            assert_eq!(state.client.numbers(), named.collect());
         }
     }
 
@@ -860,7 +959,7 @@ mod tests {
             version: VERSION,
             socket: "/run/nvme-mpt/a.sock".into(),
             control,
-            client: client(),
+            client: client_of(VERSION),
         };
         let stored: Value = serde_json::from_str(stored).unwrap();
         let now = serde_json::to_value(&state).unwrap();

@@ -17,6 +17,7 @@ use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
@@ -798,6 +799,91 @@ fn memory_keeps_its_content_for_clients_that_come_later() {
     assert_eq!(disk.read(7, 1).unwrap(), written);
     assert_eq!(controller.identity().unwrap().serial, serial);
     kept.stop();
+}
+
+/// Interrupts of a client that has no MSI-X.
+#[derive(Clone, Copy, Debug)]
+enum Interrupts {
+    Msi,
+    /// The client reports by messages that the level fell.
+    PinByMessage,
+    /// The client reports that by an eventfd.
+    PinByEventfd,
+}
+
+/// A guest that sleeps until it is interrupted goes on with the next server.
+fn interrupts_go_on(interrupts: Interrupts) {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
+    let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+    let bar = Arc::new(VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap());
+    let vectors = [(); 2].map(|()| Arc::new(Interrupt::new().unwrap()));
+    let acknowledged = Interrupt::new().unwrap();
+    let vector = match interrupts {
+        Interrupts::Msi => {
+            bar.enable_msi(vectors.iter().map(Arc::as_ref)).unwrap();
+            1
+        }
+        Interrupts::PinByMessage => {
+            bar.enable_pin(&vectors[0], None).unwrap();
+            0
+        }
+        Interrupts::PinByEventfd => {
+            bar.enable_pin(&vectors[0], Some(&acknowledged)).unwrap();
+            0
+        }
+    };
+    let acknowledge = || match interrupts {
+        Interrupts::Msi => {}
+        Interrupts::PinByMessage => bar.unmask_pin().unwrap(),
+        Interrupts::PinByEventfd => acknowledged.event().write(1).unwrap(),
+    };
+    let config = Config::default();
+    let mut controller = Controller::attach(bar.clone(), memory, config, 1).unwrap();
+    let interrupt = Arc::clone(&vectors[usize::from(vector)]);
+    let options = QueueOptions::interrupting(64, vector, Arc::clone(&interrupt));
+    let mut queue = controller.create_queue_pair(1, &options).unwrap();
+    acknowledge();
+    let mut rounds = |count: u16| {
+        for round in 0..count {
+            let commands = 1 + round % 20;
+            for _ in 0..commands {
+                queue.submit(Sqe::flush(1)).unwrap();
+            }
+            queue.ring();
+            let mut consumed = 0;
+            while consumed < commands {
+                let signals = interrupt.wait(PATIENCE).unwrap();
+                assert!(signals > 0, "{interrupts:?}: {consumed} of {commands}");
+                while let Some(cqe) = queue.poll() {
+                    assert!(cqe.status().is_success());
+                    consumed += 1;
+                }
+                queue.ring();
+                acknowledge();
+            }
+        }
+    };
+    rounds(200);
+    for _ in 0..3 {
+        kept.kill_server();
+        rounds(50);
+        kept.upgrade(&bench);
+        rounds(50);
+    }
+    drop((queue, controller));
+    kept.stop();
+}
+
+#[test]
+fn clients_without_msix_are_interrupted_by_the_next_server() {
+    for interrupts in [
+        Interrupts::Msi,
+        Interrupts::PinByMessage,
+        Interrupts::PinByEventfd,
+    ] {
+        interrupts_go_on(interrupts);
+    }
 }
 
 #[test]

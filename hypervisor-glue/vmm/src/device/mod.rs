@@ -140,8 +140,16 @@ impl FunctionDevice {
     /// function at their new places from now on, and at the old ones no more.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&self, offset: u64, data: &[u8]) -> Vec<BarMove> {
-        self.change(|function| function.write_config(offset, data))
-            .unwrap_or_default()
+        let mut slot = self.shared.slot();
+        let Some(state) = slot.function() else {
+            return Vec::new();
+        };
+        let State {
+            function, routes, ..
+        } = state;
+        let moves = routes.write_config(function, offset, data);
+        state.follow(&*self.shared.vmm);
+        moves
     }
 
     /// Gives a BAR an address, as firmware does. The guest finds it there once it enables accesses.

@@ -622,6 +622,48 @@ fn a_vector_leads_where_its_message_says_before_it_is_raised() {
 }
 
 #[test]
+fn messages_of_msi_lead_where_the_guest_says_before_they_are_raised() {
+    let (device, asked) = device(DoorbellMode::Shadow);
+    let signal = |vector: usize| with(&device, |function| function.vectors()[vector].signal());
+    signal(1);
+    signal(2);
+    // Address and data, two messages, and MSI Enable.
+    configure(&device, 0xA4, &0xFEE0_1000_u64.to_le_bytes());
+    configure(&device, 0xAC, &0x4F_u16.to_le_bytes());
+    assert_eq!(asked.messages(), [], "they are not enabled");
+    configure(&device, 0xA2, &[0x11]);
+    let routed = [(0, 0xFEE0_1000, 0x4E), (1, 0xFEE0_1000, 0x4F)];
+    assert_eq!(asked.messages(), routed);
+    assert!(asked.signalled(1), "what was pending");
+    assert!(!asked.signalled(2), "the guest has two messages");
+    // INTMS and INTMC.
+    device.write_bar(Bar::Registers, 0x0C, &[0x02, 0, 0, 0]);
+    signal(1);
+    signal(0);
+    assert!(asked.signalled(0) && !asked.signalled(1));
+    device.write_bar(Bar::Registers, 0x10, &[0x02, 0, 0, 0]);
+    assert!(asked.signalled(1));
+    // A message that moves.
+    configure(&device, 0xA4, &0xFEE0_2000_u32.to_le_bytes());
+    let moved = routed.map(|(vector, _, data)| (vector, 0xFEE0_2000, data));
+    assert_eq!(asked.messages(), moved);
+    // With MSI-X beside it, the table is what counts, which masks all.
+    configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
+    signal(0);
+    assert!(!asked.signalled(0));
+    configure(&device, MSIX_CONTROL.0, &[0, 0]);
+    assert!(asked.signalled(0), "MSI again");
+    configure(&device, 0xA2, &[0x10]);
+    signal(0);
+    assert!(!asked.signalled(0), "neither of them");
+    assert_eq!(*asked.late.lock().unwrap(), 0);
+    // The function offers no pin where nothing has its level fall.
+    let mut pin = [0xFF];
+    device.read_config(0x3D, &mut pin);
+    assert_eq!(pin, [0]);
+}
+
+#[test]
 fn accesses_find_the_bars_where_the_guest_put_them() {
     let (device, _) = device(DoorbellMode::Shadow);
     place(&device, BAR0, 0xC000_0000);

@@ -1,13 +1,17 @@
-//! PCI configuration space: a type 0 header and three capabilities.
+//! PCI configuration space: a type 0 header and four capabilities.
 //!
 //! All of it is two arrays: what a read returns, and which bits a write changes. Sizing a BAR by
 //! writing all ones, read-only fields and reserved bits all follow from the second one. A write's
 //! other effects (a BAR moves, the function resets) are derived by comparing before and after.
+//!
+//! Releases up to 0.1 had MSI-X alone. A function that goes on keeps what its guest has seen: [`Offer`] is read from the
+//! saved bytes.
 
 use nvme_mpt::{StateError, spec::registers::offset::DOORBELLS};
 
 use super::{
-    capabilities::{msix, pcie, pm},
+    capabilities::{msi, msix, pcie, pm},
+    msi::MsiControl,
     msix::{BAR_SIZE as MSIX_BAR_SIZE, MsixControl, PBA_OFFSET, TABLE_OFFSET},
 };
 
@@ -54,6 +58,11 @@ const SUBSYSTEM_VENDOR_ID: u8 = 0x2C;
 const SUBSYSTEM_ID: u8 = 0x2E;
 const CAPABILITIES_POINTER: u8 = 0x34;
 const INTERRUPT_LINE: u8 = 0x3C;
+const INTERRUPT_PIN: u8 = 0x3D;
+/// Interrupt Pin: INTA#.
+const INTA: u8 = 1;
+/// Interrupt Disable, as a bit of the upper byte of Command.
+const INTERRUPT_DISABLE: u8 = 1 << 2;
 
 /// A memory BAR of the function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -111,11 +120,39 @@ pub(crate) struct ConfigWrite {
     pub(crate) function_level_reset: bool,
 }
 
+/// Interrupts that a function offers its guest beside MSI-X.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Offer {
+    /// MSI.
+    pub(crate) msi: bool,
+    /// INTx: the pin.
+    pub(crate) pin: bool,
+}
+
+impl Offer {
+    /// Releases up to 0.1.
+    const MSIX_ALONE: Self = Self {
+        msi: false,
+        pin: false,
+    };
+
+    /// Returns what the guest of these contents was offered.
+    fn of(contents: &[u8]) -> Self {
+        let at = |offset: u8| contents.get(usize::from(offset)).copied();
+        Self {
+            msi: at(pcie::OFFSET + 1) == Some(msi::OFFSET),
+            pin: at(INTERRUPT_PIN) == Some(INTA),
+        }
+    }
+}
+
 /// Configuration space of one function.
 #[derive(Clone, Debug)]
 pub(crate) struct ConfigSpace {
     contents: [u8; COMPATIBLE_SIZE],
     layout: Layout,
+    /// Offer to a guest that is new.
+    newest: Offer,
     /// Command was written since power-on.
     commanded: bool,
 }
@@ -123,6 +160,9 @@ pub(crate) struct ConfigSpace {
 /// Facts that do not change while a function lives.
 #[derive(Clone, Debug)]
 struct Layout {
+    doorbells: u64,
+    vectors: u16,
+    offer: Offer,
     registers_bar_size: u64,
     /// Contents after a reset.
     reset: [u8; COMPATIBLE_SIZE],
@@ -133,13 +173,27 @@ struct Layout {
 impl ConfigSpace {
     /// Configuration space of a function with so many bytes of doorbells and so many MSI-X
     /// vectors, of which there is at least one.
-    pub(crate) fn new(doorbells: u64, vectors: u16) -> Self {
-        let layout = Layout::new(doorbells, vectors);
+    pub(crate) fn new(doorbells: u64, vectors: u16, newest: Offer) -> Self {
+        let layout = Layout::new(doorbells, vectors, newest);
         Self {
             contents: layout.reset,
             layout,
+            newest,
             commanded: false,
         }
+    }
+
+    /// As after power-on, of a function for a guest that is new.
+    pub(crate) fn renew(&mut self) {
+        let Layout {
+            doorbells, vectors, ..
+        } = self.layout;
+        *self = Self::new(doorbells, vectors, self.newest);
+    }
+
+    /// Returns whether it is as releases up to 0.1 had it.
+    pub(crate) fn is_of_first_releases(&self) -> bool {
+        self.layout.offer == Offer::MSIX_ALONE
     }
 
     /// As after power-on.
@@ -217,7 +271,7 @@ impl ConfigSpace {
         }
         let Layout {
             reset, writable, ..
-        } = &self.layout;
+        } = &self.layout_of(saved);
         for (offset, saved) in saved.iter().enumerate() {
             let (fixed, mask) = (reset[offset] & !writable[offset], !writable[offset]);
             if saved & mask != fixed {
@@ -235,9 +289,24 @@ impl ConfigSpace {
         Ok(())
     }
 
+    /// Returns the layout of contents that this program or an earlier one has saved.
+    fn layout_of(&self, saved: &[u8]) -> Layout {
+        let Layout {
+            doorbells, vectors, ..
+        } = self.layout;
+        let was = Offer::of(saved);
+        let offer = Offer {
+            // What this function does not have is a mismatch.
+            pin: was.pin && self.newest.pin,
+            msi: was.msi && self.newest.msi,
+        };
+        Layout::new(doorbells, vectors, offer)
+    }
+
     /// Takes over contents that have been checked. Returns the BARs that moved.
     pub(crate) fn restore(&mut self, saved: &[u8]) -> Vec<BarMove> {
         let before = self.addresses();
+        self.layout = self.layout_of(saved);
         for (content, saved) in self.contents.iter_mut().zip(saved) {
             *content = *saved;
         }
@@ -279,7 +348,45 @@ impl ConfigSpace {
         MsixControl {
             enabled: control & msix::ENABLE != 0,
             function_masked: control & msix::FUNCTION_MASK != 0,
+            msi: None,
         }
+    }
+
+    /// MSI, as the guest has set it up.
+    pub(crate) fn msi_control(&self) -> MsiControl {
+        let word = |at: u8| {
+            let at = usize::from(msi::OFFSET + at);
+            u16::from_le_bytes([self.contents[at], self.contents[at + 1]])
+        };
+        let control = word(msi::CONTROL);
+        let address = usize::from(msi::OFFSET + msi::ADDRESS);
+        let mut raw = [0; 8];
+        raw.copy_from_slice(&self.contents[address..][..8]);
+        let allocated = (control & msi::ENABLE_MASK) >> msi::ENABLE_SHIFT;
+        MsiControl {
+            enabled: control & msi::ENABLE != 0,
+            messages_log2: allocated.min(messages_log2(self.layout.vectors)),
+            address: u64::from_le_bytes(raw),
+            data: word(msi::DATA),
+        }
+    }
+
+    /// Returns the number of messages that MSI has; 0 if the function does not offer it.
+    pub(crate) fn msi_messages(&self) -> u16 {
+        match self.layout.offer.msi {
+            true => 1 << messages_log2(self.layout.vectors),
+            false => 0,
+        }
+    }
+
+    /// Returns whether the function has a pin.
+    pub(crate) fn has_pin(&self) -> bool {
+        self.layout.offer.pin
+    }
+
+    /// Returns whether the guest has switched the pin off: Interrupt Disable.
+    pub(crate) fn is_pin_disabled(&self) -> bool {
+        self.contents[usize::from(COMMAND) + 1] & INTERRUPT_DISABLE != 0
     }
 
     fn power_state(&self) -> u8 {
@@ -306,17 +413,27 @@ impl ConfigSpace {
     }
 }
 
+/// Messages of MSI for so many vectors, as a power of two.
+fn messages_log2(vectors: u16) -> u16 {
+    // At most 15, for at least one vector.
+    let floor = vectors.checked_ilog2().unwrap_or_default() as u16;
+    floor.min(msi::MESSAGES_LOG2_MAX)
+}
+
 /// An offset as an index: one that is too large for an index is beyond everything anyway.
 fn saturate(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
 impl Layout {
-    fn new(doorbells: u64, vectors: u16) -> Self {
+    fn new(doorbells: u64, vectors: u16, offer: Offer) -> Self {
         let registers_bar_size = (DOORBELLS + doorbells)
             .next_power_of_two()
             .max(REGISTERS_BAR_MIN);
         let mut layout = Self {
+            doorbells,
+            vectors,
+            offer,
             registers_bar_size,
             reset: [0; COMPATIBLE_SIZE],
             writable: [0; COMPATIBLE_SIZE],
@@ -325,6 +442,9 @@ impl Layout {
         layout.power_management();
         layout.msix(vectors);
         layout.pci_express();
+        if offer.msi {
+            layout.msi();
+        }
         layout
     }
 
@@ -349,8 +469,11 @@ impl Layout {
         self.put(SUBSYSTEM_VENDOR_ID, &VENDOR_ID.to_le_bytes());
         self.put(SUBSYSTEM_ID, &DEVICE_ID.to_le_bytes());
         self.put(CAPABILITIES_POINTER, &[pm::OFFSET]);
-        // Firmware keeps a number here. Interrupt Pin stays 0: there is no INTx.
+        // Firmware keeps a number here.
         self.allow(INTERRUPT_LINE, &[0xFF]);
+        if self.offer.pin {
+            self.put(INTERRUPT_PIN, &[INTA]);
+        }
     }
 
     fn power_management(&mut self) {
@@ -377,6 +500,21 @@ impl Layout {
             msix::OFFSET + msix::PBA,
             &(PBA_OFFSET as u32 | bir).to_le_bytes(),
         );
+    }
+
+    fn msi(&mut self) {
+        self.put(pcie::OFFSET + 1, &[msi::OFFSET]);
+        self.put(msi::OFFSET, &[msi::ID, 0]);
+        let capable = messages_log2(self.vectors) << msi::CAPABLE_SHIFT;
+        let control = msi::ADDRESS_64 | capable;
+        self.put(msi::OFFSET + msi::CONTROL, &control.to_le_bytes());
+        self.allow(
+            msi::OFFSET + msi::CONTROL,
+            &(msi::ENABLE | msi::ENABLE_MASK).to_le_bytes(),
+        );
+        // Messages are dwords, so the two low bits of the address are zero.
+        self.allow(msi::OFFSET + msi::ADDRESS, &(!0b11_u64).to_le_bytes());
+        self.allow(msi::OFFSET + msi::DATA, &u16::MAX.to_le_bytes());
     }
 
     fn pci_express(&mut self) {

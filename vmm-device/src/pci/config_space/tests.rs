@@ -2,8 +2,13 @@
 
 use super::*;
 
+const ALL: Offer = Offer {
+    msi: true,
+    pin: true,
+};
+
 fn config_space() -> ConfigSpace {
-    ConfigSpace::new(4096, 65)
+    ConfigSpace::new(4096, 65, ALL)
 }
 
 fn read<const N: usize>(config: &ConfigSpace, offset: u64) -> [u8; N] {
@@ -23,7 +28,7 @@ fn the_header_is_that_of_an_nvme_controller() {
     assert_eq!(read(&config, 8), [0x00, 0x02, 0x08, 0x01]);
     assert_eq!(read(&config, 0x0E), [0x00], "header type 0, one function");
     assert_eq!(read(&config, 0x10), [0x04, 0, 0, 0, 0, 0, 0, 0]);
-    assert_eq!(read(&config, 0x3D), [0x00], "no INTx");
+    assert_eq!(read(&config, 0x3D), [0x01], "INTA#");
 }
 
 #[test]
@@ -40,7 +45,9 @@ fn capabilities_are_chained() {
         read(&config, 0x50),
         [0x11, 0x60, 0x40, 0x00, 4, 0, 0, 0, 4, 0x10, 0, 0]
     );
-    assert_eq!(read(&config, 0x60), [0x10, 0x00, 0x02, 0x00]);
+    assert_eq!(read(&config, 0x60), [0x10, 0xA0, 0x02, 0x00]);
+    // MSI: 64-bit, and 32 messages.
+    assert_eq!(read(&config, 0xA0), [0x05, 0x00, 0x8A, 0x00]);
     assert_eq!(
         read_u32(&config, 0x64),
         0x1000_8000,
@@ -72,7 +79,7 @@ fn the_registers_bar_holds_all_doorbells() {
         (0x82000, 0x10_0000),
     ] {
         assert_eq!(
-            ConfigSpace::new(doorbells, 2).bar_size(Bar::Registers),
+            ConfigSpace::new(doorbells, 2, ALL).bar_size(Bar::Registers),
             size
         );
     }
@@ -163,7 +170,8 @@ fn msix_control_has_two_writable_bits() {
         config.msix_control(),
         MsixControl {
             enabled: true,
-            function_masked: true
+            function_masked: true,
+            msi: None,
         }
     );
     config.write(0x53, &[0x80]);
@@ -171,9 +179,82 @@ fn msix_control_has_two_writable_bits() {
         config.msix_control(),
         MsixControl {
             enabled: true,
-            function_masked: false
+            function_masked: false,
+            msi: None,
         }
     );
+}
+
+#[test]
+fn msi_is_what_the_guest_writes() {
+    let mut config = config_space();
+    config.write(0xA0, &[0xFF; 16]);
+    assert_eq!(
+        read(&config, 0xA0),
+        [0x05, 0, 0xFB, 0, 0xFC, 0xFF, 0xFF, 0xFF]
+    );
+    assert_eq!(
+        read(&config, 0xA8),
+        [0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0, 0]
+    );
+    // 111b is reserved, and no more than there are.
+    let all = MsiControl {
+        enabled: true,
+        messages_log2: 5,
+        address: !0b11,
+        data: 0xFFFF,
+    };
+    assert_eq!(config.msi_control(), all);
+    config.write(0xA2, &[0x11]);
+    assert_eq!(config.msi_control().messages(), 2);
+    config.reset();
+    assert!(!config.msi_control().enabled);
+    for (vectors, messages) in [(1, 1), (2, 2), (5, 4), (32, 32), (65, 32), (128, 32)] {
+        let config = ConfigSpace::new(4096, vectors, ALL);
+        assert_eq!(config.msi_messages(), messages);
+    }
+}
+
+/// Contents as releases up to 0.1 have saved them.
+fn of_first_releases() -> Vec<u8> {
+    let mut config = ConfigSpace::new(4096, 65, Offer::MSIX_ALONE);
+    assert_eq!(read(&config, 0x3D), [0], "no INTx");
+    assert_eq!(read(&config, 0x60), [0x10, 0, 0x02, 0]);
+    config.write(0x10, &0xFEBF_0000_u32.to_le_bytes());
+    config.write(0x04, &[0x06, 0x04]);
+    config.save()
+}
+
+#[test]
+fn a_guest_keeps_the_capabilities_that_it_has_seen() {
+    let saved = of_first_releases();
+    let mut config = config_space();
+    config.check(&saved).unwrap();
+    config.restore(&saved);
+    assert_eq!(config.save(), saved);
+    assert!(config.is_of_first_releases() && !config.has_pin());
+    assert_eq!(config.msi_messages(), 0);
+    // What is not there cannot be written, and a reset brings none.
+    config.write(0xA0, &[0xFF; 16]);
+    assert_eq!(config.save(), saved);
+    config.reset();
+    assert!(config.is_of_first_releases());
+    assert_eq!(read(&config, 0x3D), [0]);
+    // The next guest has all.
+    config.renew();
+    assert_eq!(config.save(), config_space().save());
+    assert!(config.has_pin() && !config.is_of_first_releases());
+}
+
+#[test]
+fn contents_with_more_than_the_function_has_are_refused() {
+    let saved = config_space().save();
+    let no_pin = Offer { pin: false, ..ALL };
+    let config = ConfigSpace::new(4096, 65, no_pin);
+    assert!(config.check(&saved).is_err());
+    let mut saved = of_first_releases();
+    saved[0x3D] = 2;
+    assert!(config_space().check(&saved).is_err());
 }
 
 #[test]

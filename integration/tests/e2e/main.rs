@@ -18,6 +18,7 @@ mod faults;
 mod firmware;
 mod fixture;
 mod hotplug;
+mod interrupts;
 mod kept;
 mod key_value;
 mod lifecycle;
@@ -65,6 +66,7 @@ const GROUPS: &[Group] = &[
     roster::GROUP,
     lifecycle::GROUP,
     hotplug::GROUP,
+    interrupts::GROUP,
     kept::GROUP,
     ext4::GROUP,
     sharing::GROUP,

@@ -1,0 +1,56 @@
+//! Guests that have the pin alone, without MSI and MSI-X.
+
+use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
+use integration::server::FunctionOptions;
+
+use crate::Group;
+use crate::fixture::{
+    Bench, DRIVE_MIB, FUNCTION, Failure, PATIENCE, await_path, expect, expect_no_complaints,
+    function, verified_load,
+};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "interrupts",
+    checks: &[("pin_boots_loads_and_plugs", pin_boots_loads_and_plugs)],
+};
+
+/// The function that is plugged in later.
+const LATER: &str = "later";
+
+fn pin_boots_loads_and_plugs(bench: &Bench) -> Result<(), Failure> {
+    let later = bench.drive("later.img", DRIVE_MIB)?.display().to_string();
+    let later = FunctionOptions::new(LATER, later, format!("0+{DRIVE_MIB}M"));
+    let mut server = bench.serve(&[function(bench)?, later])?;
+    let config = GuestConfig::new("guest")
+        .vcpus(2)
+        .hotplug()
+        .drive(Drive::vfio_user(server.socket(FUNCTION)))
+        .kernel_arguments("pci=nomsi");
+    let mut guest = bench.boot(&config)?;
+    let of_nvme = guest.check("grep nvme /proc/interrupts", PATIENCE)?;
+    expect(
+        of_nvme.contains("IO-APIC") && !of_nvme.contains("MSI"),
+        || format!("The guest has other interrupts than the pin:\n{of_nvme}"),
+    )?;
+    verified_load("boot", 2).run(&guest)?;
+    guest.plug(
+        &Drive::vfio_user(server.socket(LATER))
+            .id("plugged")
+            .bus(HOTPLUG_BUS),
+    )?;
+    await_path(&guest, "/dev/nvme1n1", true)?;
+    verified_load("plugged", 2)
+        .option("filename", "/dev/nvme1n1")
+        .run(&guest)?;
+    // Both at once, and then the first one alone.
+    verified_load("both", 2)
+        .option("filename", "/dev/nvme0n1:/dev/nvme1n1")
+        .run(&guest)?;
+    verified_load("again", 2).run(&guest)?;
+    // A line that stays high is switched off by the kernel.
+    let said = guest.check("dmesg | grep -i 'nobody cared' || true", PATIENCE)?;
+    expect(said.trim().is_empty(), || said.clone())?;
+    expect_no_complaints(&guest)?;
+    server.expect_alive()?;
+    Ok(())
+}

@@ -123,6 +123,7 @@ fn drives_of_keys_and_values_are_refused_with_a_reason() {
         let options = DriveOptions {
             profile: Some(Arc::new(Profile::Kv(KvProfile {
                 max_value: Size(1 << 20),
+                timing: None,
             }))),
             faults: faults.map(|plan| Arc::new(FaultPlan::parse("test", plan).expect("a plan"))),
             ..DriveOptions::default()

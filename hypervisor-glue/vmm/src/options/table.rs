@@ -155,8 +155,9 @@ it first [default: such a range is refused]",
     option(
         "profile",
         "PROFILE",
-        "kind of software drive: nvm or ssd (timing), zns (zones), kv (keys and values), or a
-path with a slash to a file like those in resources/drives [default: as fast as it can be]",
+        "kind of software drive: nvm or ssd (timing), zns (zones), kv or kv-ssd (keys and
+values), or a path with a slash to a file like those in resources/drives [default: as fast as
+it can be]",
     ),
     option(
         "faults",

@@ -2,7 +2,7 @@
 //!
 //! `format` describes a namespace to its guest. `pairs` is what commands do, `memory` and `file` are where pairs are
 //! kept, `queue` takes commands and moves values. A lease has a key space of its own, and a capacity; the two have a name in common, which
-//! is where the lease starts in the drive.
+//! is where the lease starts in the drive. `pace` holds completions back where the profile has a timing.
 //!
 //! A guest's keys need no translation: a lease is a key space, and its queues know no other. Values move between guest
 //! memory and requests in the poller alone, so values are allocated. A queue of a file has at most 4 MiB of them on the
@@ -19,6 +19,7 @@ mod commands;
 mod file;
 mod format;
 mod memory;
+mod pace;
 mod pairs;
 mod queue;
 
@@ -34,7 +35,7 @@ pub use queue::KeyValueQueue;
 use file::FilePairs;
 use memory::MemorySpace;
 
-use super::model::KvProfile;
+use super::model::{KvModel, KvProfile, Timebase};
 use crate::controller::LIMITS;
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
@@ -143,6 +144,8 @@ pub struct KeyValueController {
     namespace: HostNamespace,
     limits: Limits,
     value_bytes_max: u32,
+    /// Says when commands complete; without one they do when the store is done.
+    timing: Option<Arc<KvModel>>,
     home: Home,
     iova_space: Arc<IovaSpace>,
 }
@@ -183,6 +186,10 @@ impl KeyValueController {
             },
             limits,
             value_bytes_max: profile.max_value_bytes(),
+            timing: profile
+                .timing
+                .as_ref()
+                .map(|timing| Arc::new(KvModel::new(timing, Timebase::Host))),
             home,
             iova_space: Arc::new(IovaSpace::software()),
         }
@@ -261,6 +268,7 @@ impl HostController for KeyValueController {
                 capacity: bytes.length(),
                 value_bytes_max: self.value_bytes_max,
             },
+            timing: self.timing.clone(),
             home,
         }))
     }
@@ -278,6 +286,7 @@ impl HostController for KeyValueController {
 #[derive(Clone, Debug)]
 pub struct KeySpace {
     format: NamespaceKeys,
+    timing: Option<Arc<KvModel>>,
     home: SpaceHome,
 }
 

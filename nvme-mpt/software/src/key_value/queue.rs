@@ -11,9 +11,11 @@ use log::{error, warn};
 use super::KeyValueCommands;
 use super::file::{Asked, FilePairs, Mailbox};
 use super::memory::MemorySpace;
+use super::pace::Pace;
 use super::pairs::{Change, Presence, Query, Reply, Request};
 use super::{KeySpace, SpaceHome};
 use crate::looks::{LOOK, LOST, Looks, OVERDUE};
+use crate::model::{KvAccess, KvWork};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
@@ -33,7 +35,26 @@ pub struct KeyValueQueue {
     lane: Lane,
     /// Commands that were submitted and not rung in.
     arriving: Vec<Sqe>,
+    ended: Ended,
+}
+
+/// Commands that ended.
+#[derive(Debug)]
+struct Ended {
     completed: Vec<HostCompletion>,
+    /// Those that are not due, on a drive that keeps time.
+    pace: Option<Pace>,
+}
+
+impl Ended {
+    /// A command ended with a reply, whose data goes into guest memory first.
+    fn add(&mut self, sqe: &Sqe, reply: &Reply, memory: HostMemory<'_>) {
+        let completion = complete(sqe, reply, memory);
+        match &mut self.pace {
+            None => self.completed.push(completion),
+            Some(pace) => pace.hold(completion, work(sqe, reply).as_slice()),
+        }
+    }
 }
 
 /// Way of requests.
@@ -135,19 +156,17 @@ impl KeyValueQueue {
             capacity: keys.format.capacity,
             lane,
             arriving: Vec::with_capacity(room),
-            completed: Vec::with_capacity(room),
+            ended: Ended {
+                completed: Vec::with_capacity(room),
+                pace: keys.timing.map(|model| Pace::new(model, slots)),
+            },
         })
     }
 }
 
 impl FileLane {
     /// Hands requests over to the thread while there is room for what they move.
-    fn advance(
-        &mut self,
-        capacity: u64,
-        memory: HostMemory<'_>,
-        completed: &mut Vec<HostCompletion>,
-    ) {
+    fn advance(&mut self, capacity: u64, memory: HostMemory<'_>, ended: &mut Ended) {
         let mut asked = Vec::new();
         while let Some(sqe) = self.waiting.front() {
             let bytes = bytes_of(sqe);
@@ -172,8 +191,8 @@ impl FileLane {
                         request,
                     });
                 }
-                Ok(None) => completed.push(complete(&sqe, &Reply::DONE, memory)),
-                Err(status) => completed.push(complete(&sqe, &Reply::of(status), memory)),
+                Ok(None) => ended.add(&sqe, &Reply::DONE, memory),
+                Err(status) => ended.add(&sqe, &Reply::of(status), memory),
             }
         }
         if asked.is_empty() {
@@ -211,7 +230,7 @@ impl FileLane {
     }
 
     /// Takes what the thread is done with.
-    fn take_replies(&mut self, memory: HostMemory<'_>, completed: &mut Vec<HostCompletion>) {
+    fn take_replies(&mut self, memory: HostMemory<'_>, ended: &mut Ended) {
         self.mailbox.take(&mut self.replies);
         for (slot, reply) in self.replies.drain(..) {
             let Some(sqe) = self.asked.get(usize::from(slot)) else {
@@ -219,7 +238,7 @@ impl FileLane {
             };
             self.bytes = self.bytes.saturating_sub(bytes_of(sqe));
             self.requests = self.requests.saturating_sub(1);
-            completed.push(complete(sqe, &reply, memory));
+            ended.add(sqe, &reply, memory);
         }
     }
 }
@@ -271,6 +290,19 @@ fn request(sqe: &Sqe, memory: HostMemory<'_>) -> Result<Option<Request>, Status>
         }
         _ => return Err(Status::INVALID_OPCODE),
     }))
+}
+
+/// Returns the work of a command that ended with a reply; nothing if the drive has none with it.
+fn work(sqe: &Sqe, reply: &Reply) -> Option<KvWork> {
+    let (access, bytes) = match KvOpcode(sqe.opcode()) {
+        KvOpcode::STORE => (KvAccess::Store, Store::from(sqe).vs.into()),
+        KvOpcode::RETRIEVE => (KvAccess::Retrieve, reply.data.len() as u64),
+        KvOpcode::LIST => (KvAccess::List, reply.data.len() as u64),
+        KvOpcode::DELETE => (KvAccess::Delete, 0),
+        KvOpcode::EXIST => (KvAccess::Exist, 0),
+        _ => return None,
+    };
+    Some(KvWork { access, bytes })
 }
 
 /// Copies a value out of guest memory.
@@ -331,22 +363,25 @@ impl HostBatch for &mut KeyValueQueue {
             capacity,
             lane,
             arriving,
-            completed,
+            ended,
         } = self;
+        if let Some(pace) = &mut ended.pace {
+            pace.arrive(arriving.iter().map(|sqe| sqe.cid().0));
+        }
         match lane {
             Lane::Memory(space) => {
-                completed.extend(arriving.drain(..).map(|sqe| {
+                for sqe in arriving.drain(..) {
                     let reply = match request(&sqe, memory) {
                         Ok(Some(request)) => space.execute(request, *capacity),
                         Ok(None) => Reply::DONE,
                         Err(status) => Reply::of(status),
                     };
-                    complete(&sqe, &reply, memory)
-                }));
+                    ended.add(&sqe, &reply, memory);
+                }
             }
             Lane::File(lane) => {
                 lane.waiting.extend(arriving.drain(..));
-                lane.advance(*capacity, memory, completed);
+                lane.advance(*capacity, memory, ended);
             }
         }
     }
@@ -364,13 +399,16 @@ impl HostQueue for KeyValueQueue {
     fn reap(&mut self, memory: HostMemory<'_>, mut taker: impl CompletionTaker) {
         if let Lane::File(lane) = &mut self.lane {
             if lane.mailbox.has_replies() {
-                lane.take_replies(memory, &mut self.completed);
-                lane.advance(self.capacity, memory, &mut self.completed);
+                lane.take_replies(memory, &mut self.ended);
+                lane.advance(self.capacity, memory, &mut self.ended);
             }
             lane.look();
         }
-        for completion in self.completed.drain(..) {
+        for completion in self.ended.completed.drain(..) {
             taker.take(completion);
+        }
+        if let Some(pace) = &mut self.ended.pace {
+            pace.release(|completion| taker.take(completion));
         }
     }
 
@@ -387,7 +425,7 @@ impl HostQueue for KeyValueQueue {
                 status: Status::ABORTED_SQ_DELETION,
                 dw0: 0,
             });
-            self.completed.extend(ended);
+            self.ended.completed.extend(ended);
         }
     }
 
@@ -398,11 +436,19 @@ impl HostQueue for KeyValueQueue {
         }
     }
 
+    fn hurry(&mut self, hurried: bool) {
+        if let Some(pace) = &mut self.ended.pace {
+            pace.hurry(hurried);
+        }
+    }
+
     fn next_due(&self) -> Option<Ticks> {
-        match &self.lane {
+        let look = match &self.lane {
             Lane::File(lane) if lane.requests > 0 && !lane.failed => Some(lane.progress.looks.next),
             _ => None,
-        }
+        };
+        let due = self.ended.pace.as_ref().and_then(Pace::next_due);
+        [look, due].into_iter().flatten().min()
     }
 
     fn has_failed(&self) -> bool {

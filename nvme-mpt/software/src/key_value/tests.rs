@@ -9,6 +9,7 @@ use crate::model::Size;
 
 const PROFILE: KvProfile = KvProfile {
     max_value: Size(1 << 20),
+    timing: None,
 };
 
 fn open(path: &Path) -> Result<KeyValueController, KeyValueError> {

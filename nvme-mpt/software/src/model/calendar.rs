@@ -17,8 +17,8 @@ const NONE: u16 = u16::MAX;
 
 /// A time in ticks, plus one tick less than a unit. Cut to whole units it is rounded up, so nothing comes out before
 /// it is due. A time counted from it is rounded up, too, without a further addition.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RoundedUp(pub(super) u64);
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RoundedUp(pub(crate) u64);
 
 /// A slot's completion: its status in the upper half, and the next slot on its page in the lower one. As a word, it
 /// is written and read at once.
@@ -143,7 +143,7 @@ impl Ring {
 
 /// Completions, known by their slots, that wait until they are due.
 #[derive(Debug)]
-pub(super) struct Calendar {
+pub(crate) struct Calendar {
     /// Ticks per unit as a power of two.
     shift: u32,
     /// Ticks added to round a time up: one less than a unit.
@@ -156,7 +156,7 @@ pub(super) struct Calendar {
 impl Calendar {
     /// A calendar for slots 0 to `slots`-1 that tells times apart that are `resolution` ticks apart,
     /// or less.
-    pub(super) fn new(slots: u16, resolution: u64) -> Self {
+    pub(crate) fn new(slots: u16, resolution: u64) -> Self {
         let nothing = Entry::new(Status::SUCCESS, NONE);
         let shift = resolution.max(1).ilog2();
         Self {
@@ -175,7 +175,7 @@ impl Calendar {
 
     /// It is at least `now`: what is put in next is near. Returns `now` rounded up, for due times to be counted from.
     #[inline]
-    pub(super) fn begin(&mut self, now: u64) -> RoundedUp {
+    pub(crate) fn begin(&mut self, now: u64) -> RoundedUp {
         let unit = now >> self.shift;
         // Nothing was released for long: most likely there was nothing.
         if unit > self.near.begin + PAGES / 2 && self.near.first().is_none() {
@@ -186,7 +186,7 @@ impl Calendar {
 
     /// Puts in a completion, for a slot that has none in it. A completion that is due already comes out next.
     #[inline]
-    pub(super) fn hold(&mut self, slot: u16, status: Status, due: RoundedUp) {
+    pub(crate) fn hold(&mut self, slot: u16, status: Status, due: RoundedUp) {
         let unit = due.0 >> self.shift;
         if self.near.has(unit) {
             self.near.enter(slot, status, unit);
@@ -210,7 +210,7 @@ impl Calendar {
     /// Takes out all that is due at `now`; or everything, as if it were due, and then time goes on from
     /// where it was. In one place for both, so that what is done with completions is, too.
     #[inline]
-    pub(super) fn release(&mut self, now: Option<u64>, done: impl FnMut(HostCompletion)) {
+    pub(crate) fn release(&mut self, now: Option<u64>, done: impl FnMut(HostCompletion)) {
         let Self {
             shift, near, later, ..
         } = self;
@@ -235,7 +235,7 @@ impl Calendar {
     }
 
     /// A time in ticks until which nothing comes out; `None` if there is nothing in it.
-    pub(super) fn next_due(&self) -> Option<u64> {
+    pub(crate) fn next_due(&self) -> Option<u64> {
         let near = self.near.first().map(|unit| unit << self.shift);
         [near, self.later.next_due()].into_iter().flatten().min()
     }

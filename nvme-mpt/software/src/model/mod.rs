@@ -2,27 +2,37 @@
 //! in front of a store's queue completes the command then, and not before. The store executes the command.
 //!
 //! `calendar` holds completions until they are due (`due` those that are far away). `timed` is the queue, `profile`
-//! describes a drive, and `simulation` has a model by itself. There is a file for each model.
+//! describes a drive, and `simulation` has a model by itself. `flash`, `timeline` and `tokens` are what models
+//! are made of: dies behind a write buffer, parts that do one thing at a time, bandwidth that is shared. There is a file
+//! for each model.
 //!
 //! The timed queue executes a command at once and holds its completion back. A poller asks each queue for
 //! `next_due()`: it does not sleep for less than 100 us, and wakes 100 us early and spins for the rest. A queue that
 //! stops is hurried: held completions complete at once.
 //!
-//! Model `nvm` has an atomic per unit, model `ssd` one lock, taken once per batch. To add a model: a file here, a
+//! Model `nvm` has an atomic per unit, model `ssd` one lock, taken once per batch. Model `kv` is asked by the queues of
+//! keys and values (`key_value/pace.rs`), and has a lock per command. To add a model: a file here, a
 //! variant of `Profile` and of `Model`, a TOML file in `resources/drives/`.
 
 mod calendar;
 mod due;
+mod flash;
+mod kv;
 mod nvm;
 mod profile;
 pub mod simulation;
 mod ssd;
 mod time;
 mod timed;
+mod timeline;
+mod tokens;
 
+pub(crate) use calendar::{Calendar, RoundedUp};
 pub(crate) use due::DueQueue;
+pub(crate) use kv::{KvAccess, KvModel, KvWork};
 pub use profile::{
-    KvProfile, NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile, ZnsProfile,
+    KvProfile, KvRates, KvTiming, NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile,
+    ZnsProfile,
 };
 pub use ssd::Wear;
 pub(crate) use time::Timebase;
@@ -93,6 +103,7 @@ impl Model {
                 Some(Self::Ssd(Box::new(Mutex::new(model))))
             }
             Profile::Zns(profile) => profile.timing.as_ref().map(nvm),
+            // It is asked about keys, not about blocks.
             Profile::Kv(_) => None,
         }
     }

@@ -18,6 +18,7 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("ssd", include_str!("../../drives/ssd.toml")),
     ("zns", include_str!("../../drives/zns.toml")),
     ("kv", include_str!("../../drives/kv.toml")),
+    ("kv-ssd", include_str!("../../drives/kv-ssd.toml")),
 ];
 
 /// Longest profile that is read: a mistaken path must not be read for ever.
@@ -203,6 +204,36 @@ pub struct ZnsProfile {
 pub struct KvProfile {
     /// Bytes of the largest value; 1 to 1M.
     pub max_value: Size,
+    /// Speed; without it, as fast as it can be.
+    pub timing: Option<KvTiming>,
+}
+
+/// Speed of a drive of keys and values.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvTiming {
+    /// Operations that are done at the same time; 1 to 256.
+    pub units: u16,
+    /// Rates of Store.
+    pub store: KvRates,
+    /// Rates of Retrieve. A List moves its keys at this bandwidth.
+    pub retrieve: KvRates,
+    /// Time of a Delete.
+    pub delete: Span,
+    /// Time of an Exist.
+    pub exist: Span,
+    /// Time of a List without keys.
+    pub list: Span,
+}
+
+/// Rates of an operation with a value.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KvRates {
+    /// An operation with an empty value, on an idle drive.
+    pub latency: Span,
+    /// Of all values in this direction, in bytes per second.
+    pub bandwidth: Size,
 }
 
 /// A model's bandwidths, in bytes per second: 1 MiB/s to 1 TiB/s.
@@ -315,6 +346,30 @@ pub(super) fn require_bandwidth(field: &'static str, size: Size) -> Result<(), U
     require(BANDWIDTHS.contains(&size.0), field, Bytes(size.0), allowed)
 }
 
+/// Fails for dies that no flash has.
+fn require_dies(channels: u16, dies_per_channel: u16) -> Result<(), Unusable> {
+    let few = |number: u16| (1..=64).contains(&number);
+    let allowed = "a drive has 1 to 64";
+    require(few(channels), "channels", channels, allowed)?;
+    let (dies, allowed) = (dies_per_channel, "a channel has 1 to 64");
+    require(few(dies), "dies_per_channel", dies, allowed)
+}
+
+/// A size that is a multiple of another, and not 0.
+fn is_multiple(size: Size, of: u64) -> bool {
+    size.0 != 0 && size.0.is_multiple_of(of)
+}
+
+/// Fails for sizes of what a die reads and programs at once that do not fit one another.
+fn require_units(flash_page: Size, program_unit: Size) -> Result<(), Unusable> {
+    let sound = is_multiple(flash_page, 4096) && flash_page.0 <= 1 << 20;
+    let allowed = "a flash page is a multiple of 4K, up to 1M";
+    require(sound, "flash_page", Bytes(flash_page.0), allowed)?;
+    let sound = is_multiple(program_unit, flash_page.0);
+    let allowed = "a program unit is a multiple of a flash page";
+    require(sound, "program_unit", Bytes(program_unit.0), allowed)
+}
+
 impl NvmProfile {
     fn check(&self) -> Result<(), Unusable> {
         let units = (1..=1024).contains(&self.units);
@@ -330,13 +385,10 @@ impl NvmProfile {
 
 impl SsdProfile {
     fn check(&self) -> Result<(), Unusable> {
-        let few = |number: u16| (1..=64).contains(&number);
-        let allowed = "a drive has 1 to 64";
-        require(few(self.channels), "channels", self.channels, allowed)?;
-        let dies = self.dies_per_channel;
-        require(few(dies), "dies_per_channel", dies, "a channel has 1 to 64")?;
-        let all = self.channels * dies;
-        let sound = few(self.instances) && all.is_multiple_of(self.instances);
+        require_dies(self.channels, self.dies_per_channel)?;
+        let all = self.channels * self.dies_per_channel;
+        let few = (1..=64).contains(&self.instances);
+        let sound = few && all.is_multiple_of(self.instances);
         let allowed = "a drive has 1 to 64, and its dies are divided evenly among them";
         require(sound, "instances", self.instances, allowed)?;
         self.check_sizes()?;
@@ -348,15 +400,9 @@ impl SsdProfile {
     }
 
     fn check_sizes(&self) -> Result<(), Unusable> {
-        let multiple = |size: Size, of: u64| size.0 != 0 && size.0.is_multiple_of(of);
         let shown = |size: Size| Bytes(size.0);
-        let sound = multiple(self.flash_page, 4096) && self.flash_page.0 <= 1 << 20;
-        let allowed = "a flash page is a multiple of 4K, up to 1M";
-        require(sound, "flash_page", shown(self.flash_page), allowed)?;
-        let sound = multiple(self.program_unit, self.flash_page.0);
-        let allowed = "a program unit is a multiple of a flash page";
-        require(sound, "program_unit", shown(self.program_unit), allowed)?;
-        let sound = multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
+        require_units(self.flash_page, self.program_unit)?;
+        let sound = is_multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
         let allowed = "a block is a multiple of a program unit, up to 64M";
         require(sound, "block", shown(self.block), allowed)?;
         // A unit of each instance waits to be full, while room for the next has to come free.
@@ -370,15 +416,12 @@ impl SsdProfile {
 
 impl ZnsProfile {
     fn check(&self) -> Result<(), Unusable> {
-        let power = |size: Size, range: std::ops::RangeInclusive<u64>| {
-            size.0.is_power_of_two() && range.contains(&size.0)
-        };
-        let shown = |size: Size| Bytes(size.0);
-        let sound = power(self.zone_size, 64 << 10..=64 << 30);
+        let Size(size) = self.zone_size;
+        let sound = size.is_power_of_two() && (64 << 10..=64 << 30).contains(&size);
         let allowed = "a zone is a power of two, from 64K to 64G";
-        require(sound, "zone_size", shown(self.zone_size), allowed)?;
+        require(sound, "zone_size", Bytes(size), allowed)?;
         let Size(capacity) = self.zone_capacity;
-        let sound = capacity.is_multiple_of(4096) && (4096..=self.zone_size.0).contains(&capacity);
+        let sound = capacity.is_multiple_of(4096) && (4096..=size).contains(&capacity);
         let allowed = "a zone capacity is a multiple of 4K, up to zone_size";
         require(sound, "zone_capacity", Bytes(capacity), allowed)?;
         let sound = (1..=1024).contains(&self.max_open);
@@ -386,9 +429,10 @@ impl ZnsProfile {
         let sound = (self.max_open..=1024).contains(&self.max_active);
         let allowed = "at least max_open zones are active, and 1024 at most";
         require(sound, "max_active", self.max_active, allowed)?;
-        let sound = power(self.append_limit, 4096..=1 << 20);
+        let Size(limit) = self.append_limit;
+        let sound = limit.is_power_of_two() && (4096..=1 << 20).contains(&limit);
         let allowed = "the limit of a Zone Append is a power of two, from 4K to 1M";
-        require(sound, "append_limit", shown(self.append_limit), allowed)?;
+        require(sound, "append_limit", Bytes(limit), allowed)?;
         self.timing.as_ref().map_or(Ok(()), NvmProfile::check)
     }
 }
@@ -400,12 +444,22 @@ impl KvProfile {
     fn check(&self) -> Result<(), Unusable> {
         let sound = (1..=u64::from(Self::MAX_VALUE)).contains(&self.max_value.0);
         let allowed = "the largest value has 1 to 1M bytes";
-        require(sound, "max_value", Bytes(self.max_value.0), allowed)
+        require(sound, "max_value", Bytes(self.max_value.0), allowed)?;
+        self.timing.as_ref().map_or(Ok(()), KvTiming::check)
     }
 
     /// [`Self::max_value`] as a number of bytes, which is no more than it may be.
     pub(crate) fn max_value_bytes(&self) -> u32 {
         u32::try_from(self.max_value.0).map_or(Self::MAX_VALUE, |bytes| bytes.min(Self::MAX_VALUE))
+    }
+}
+
+impl KvTiming {
+    fn check(&self) -> Result<(), Unusable> {
+        let units = (1..=256).contains(&self.units);
+        require(units, "timing.units", self.units, "a drive has 1 to 256")?;
+        require_bandwidth("timing.store.bandwidth", self.store.bandwidth)?;
+        require_bandwidth("timing.retrieve.bandwidth", self.retrieve.bandwidth)
     }
 }
 
@@ -470,6 +524,22 @@ mod tests {
         for size in ["0", "2M"] {
             let complaint = complaint(&profile(size));
             assert!(complaint.contains("1 to 1M bytes"), "{complaint}");
+        }
+    }
+
+    #[test]
+    fn operations_on_keys_have_rates() {
+        let text = include_str!("../../drives/kv-ssd.toml");
+        for (from, to, said) in [
+            ("units = 16", "units = 0", "timing.units cannot be 0"),
+            ("units = 16", "units = 257", "timing.units cannot be 257"),
+            ("\"1G\"", "\"1K\"", "timing.store.bandwidth cannot be 1K"),
+            ("\"2G\"", "\"2T\"", "timing.retrieve.bandwidth cannot be 2T"),
+            ("exist =", "exists =", "unknown field `exists`"),
+        ] {
+            assert!(text.contains(from), "{from}");
+            let complaint = complaint(&text.replacen(from, to, 1));
+            assert!(complaint.contains(said), "{said}: {complaint}");
         }
     }
 

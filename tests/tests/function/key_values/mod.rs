@@ -6,6 +6,7 @@ mod property;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::command::{DataPointer, Sqe, admin, io, kv};
@@ -41,21 +42,42 @@ fn options(profile: &str) -> DriveOptions {
 
 const PROFILE: &str = "model = \"kv\"\nmax_value = \"1M\"\n";
 
+/// The same drive, with operations that take as long as `latency`.
+fn timed(latency: &str) -> String {
+    format!(
+        "{PROFILE}timing = {{ units = 4, delete = \"{latency}\", exist = \"{latency}\", list = \"{latency}\", \
+         store = {{ latency = \"{latency}\", bandwidth = \"4G\" }}, \
+         retrieve = {{ latency = \"{latency}\", bandwidth = \"4G\" }} }}\n"
+    )
+}
+
 fn host(path: &str) -> Host {
-    Host::of(drives::open(&path.parse().unwrap(), options(PROFILE)).unwrap())
+    host_with(path, PROFILE)
+}
+
+fn host_with(path: &str, profile: &str) -> Host {
+    Host::of(drives::open(&path.parse().unwrap(), options(profile)).unwrap())
 }
 
 fn host_in(path: &Path) -> Host {
+    host_in_with(path, PROFILE)
+}
+
+fn host_in_with(path: &Path, profile: &str) -> Host {
     let path = DrivePath::File(path.to_owned());
     children::let_go();
-    Host::of(drives::open(&path, options(PROFILE)).unwrap())
+    Host::of(drives::open(&path, options(profile)).unwrap())
 }
 
 /// A file for two leases, and the drive in it.
 fn file_host() -> (tempfile::NamedTempFile, Host) {
+    file_host_with(PROFILE)
+}
+
+fn file_host_with(profile: &str) -> (tempfile::NamedTempFile, Host) {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(2 * LEASE).unwrap();
-    let host = host_in(file.path());
+    let host = host_in_with(file.path(), profile);
     (file, host)
 }
 
@@ -440,6 +462,53 @@ fn a_queue_takes_more_than_it_has_on_the_way_at_once() {
     run_all(&mut pairs, &commands(kv::RETRIEVE));
     for (number, (data, _)) in (0..).zip(&buffers) {
         assert!(data.to_vec(0, LEN) == value(number, LEN));
+    }
+}
+
+#[test]
+fn no_operation_completes_before_its_time() {
+    // As in `timed.rs`: longer than a poller spins, and less what the system's clock may be slewed.
+    const AT_LEAST: Duration = Duration::from_micros(9_990);
+    let (_file, in_file) = file_host_with(&timed("10ms"));
+    for host in [host_with(DRIVE, &timed("10ms")), in_file] {
+        let machine = host.machine(&Setup::nth(0));
+        let (_controller, mut pairs) = attach(&machine);
+        let mut operation = |kind: u8| match kind {
+            0 => pairs.store(b"a", &value(1, 5000)).unwrap(),
+            // The completion tells the value's size, although it was held.
+            1 => assert_eq!(pairs.retrieve(b"a", 100).unwrap().1, 5000),
+            2 => assert!(pairs.exists(b"a").unwrap()),
+            3 => assert_eq!(pairs.list(b"", 64).unwrap(), [b"a"]),
+            4 => pairs.delete(b"a").unwrap(),
+            // A key that is not there is looked for as well.
+            _ => assert_eq!(refused(pairs.delete(b"a")), KEY_DOES_NOT_EXIST),
+        };
+        for kind in 0..6 {
+            let begin = Instant::now();
+            operation(kind);
+            let taken = begin.elapsed();
+            assert!(taken >= AT_LEAST, "operation {kind}: {taken:?}");
+        }
+    }
+}
+
+#[test]
+fn a_reset_waits_for_no_operation_that_waits_for_its_time() {
+    let (_file, in_file) = file_host_with(&timed("60s"));
+    for host in [host_with(DRIVE, &timed("60s")), in_file] {
+        let machine = host.machine(&Setup::nth(0));
+        let mut controller = attach_with(&machine, CC_CSS_ALL, DoorbellMode::Shadow);
+        for _ in 0..3 {
+            let mut pairs = open(&mut controller, 1);
+            for key in 0..20 {
+                let sqe = Sqe::key_value(kv::EXIST, 1, &[key], 0);
+                pairs.queue.submit(sqe).unwrap();
+            }
+            // As on a drive: what is in flight is given up, in no time.
+            controller.disable().unwrap();
+            controller.reset().unwrap();
+            controller.set_number_of_queues(4).unwrap();
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use nvme_mpt_tests::status::{CAPACITY_EXCEEDED, KEY_DOES_NOT_EXIST, KEY_EXISTS, 
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use super::{DRIVE, attach_with, file_host, host, open, value};
+use super::{DRIVE, PROFILE, attach_with, file_host_with, host_with, open, timed, value};
 use crate::common::{LEASE, MODES, Setup};
 
 /// A command, chosen by any numbers.
@@ -136,13 +136,18 @@ fn step(
     Ok(())
 }
 
-fn run(in_file: bool, doorbells: DoorbellMode, steps: &[Step]) -> Result<(), TestCaseError> {
+fn run(
+    in_file: bool,
+    profile: &str,
+    doorbells: DoorbellMode,
+    steps: &[Step],
+) -> Result<(), TestCaseError> {
     let (_file, host) = match in_file {
         true => {
-            let (file, host) = file_host();
+            let (file, host) = file_host_with(profile);
             (Some(file), host)
         }
-        false => (None, host(DRIVE)),
+        false => (None, host_with(DRIVE, profile)),
     };
     let setup = Setup {
         start: LEASE,
@@ -177,9 +182,12 @@ proptest! {
     #[test]
     fn any_commands_give_what_a_map_says(
         in_file in any::<bool>(),
+        is_timed in any::<bool>(),
         doorbells in prop::sample::select(MODES.to_vec()),
         steps in prop::collection::vec(steps(), 1..150),
     ) {
-        run(in_file, doorbells, &steps)?;
+        let timed = timed("20us");
+        let profile = if is_timed { &timed } else { PROFILE };
+        run(in_file, profile, doorbells, &steps)?;
     }
 }

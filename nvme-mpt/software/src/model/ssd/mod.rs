@@ -6,25 +6,24 @@
 //! and for the link. Copies and erasures of garbage collection keep dies and channels busy as the
 //! host's commands do, and whoever comes after them waits.
 //!
-//! `geometry` defines where pages lie, and `ftl` maps them and collects garbage. `flash` and
-//! `tokens` define what takes how long. `keep` keeps the map beside a drive's file.
+//! `geometry` defines where pages lie, and `ftl` maps them and collects garbage. `flash` has the instances use dies. `keep` keeps the map beside a drive's file.
 
 mod flash;
 mod ftl;
 mod geometry;
 mod keep;
-mod tokens;
 
 pub use ftl::Wear;
 pub(crate) use keep::beside;
 
+use super::flash::{Flash, FlashParts};
 use super::profile::SsdProfile;
 use super::time::Timebase;
+use super::tokens::Tokens;
 use super::{Access, Work};
-use flash::{Flash, Timed, Units};
+use flash::{Timed, Units};
 use ftl::Ftl;
 use geometry::{FlashPage, Geometry, PAGE, PagesPer};
-use tokens::Tokens;
 
 /// Logical pages of an instance at most, so that its flash pages have numbers of 32 bits.
 const MOST_PAGES: u64 = 1 << 30;
@@ -47,6 +46,21 @@ impl Instance {
             now,
         };
         (&mut self.ftl, timed)
+    }
+}
+
+impl SsdProfile {
+    fn flash(&self) -> FlashParts {
+        FlashParts {
+            channels: self.channels,
+            dies_per_channel: self.dies_per_channel,
+            read: self.read,
+            program: self.program,
+            erase: self.erase,
+            channel_bandwidth: self.channel_bandwidth,
+            write_buffer: self.write_buffer,
+            program_unit: self.program_unit,
+        }
     }
 }
 
@@ -98,7 +112,7 @@ impl SsdModel {
             read_overhead: timebase.of(profile.read_overhead),
             write_overhead: timebase.of(profile.write_overhead),
             link: Tokens::new(profile.link_bandwidth.0, timebase),
-            flash: Flash::new(profile, timebase),
+            flash: Flash::new(&profile.flash(), timebase),
             instances: (0..instances).map(instance).collect(),
         }
     }

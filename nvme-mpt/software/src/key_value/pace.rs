@@ -1,0 +1,203 @@
+//! Completions that wait until the model of their drive is done with them.
+//!
+//! A store carries a command out at once, or as soon as it can. The model counts the command's time from its arrival,
+//! so a store that takes longer adds nothing to that.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::model::{Calendar, Clock, HostClock, KvModel, KvWork, RoundedUp};
+use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::host::{CompletionTaker, HostCompletion};
+
+/// Times that are told apart. A completion is late by so much at most, beside what its poller takes.
+const RESOLUTION: Duration = Duration::from_nanos(250);
+
+/// A command that waits.
+#[derive(Clone, Copy, Debug, Default)]
+struct Waiting {
+    arrived: RoundedUp,
+    dw0: u32,
+}
+
+/// The completions of a queue that are not due.
+#[derive(Debug)]
+pub(super) struct Pace<C = HostClock> {
+    model: Arc<KvModel>,
+    clock: C,
+    held: Calendar,
+    /// By slot.
+    waiting: Box<[Waiting]>,
+    hurried: bool,
+}
+
+impl Pace {
+    pub(super) fn new(model: Arc<KvModel>, slots: u16) -> Self {
+        Self::with_clock(model, slots, HostClock, ticks_in(RESOLUTION))
+    }
+}
+
+impl<C: Clock> Pace<C> {
+    fn with_clock(model: Arc<KvModel>, slots: u16, clock: C, resolution: u64) -> Self {
+        Self {
+            model,
+            clock,
+            held: Calendar::new(slots, resolution),
+            waiting: vec![Waiting::default(); slots.into()].into_boxed_slice(),
+            hurried: false,
+        }
+    }
+
+    /// Commands of some slots arrive now.
+    pub(super) fn arrive(&mut self, slots: impl Iterator<Item = u16>) {
+        let arrived = self.held.begin(self.clock.now());
+        for slot in slots {
+            if let Some(waiting) = self.waiting.get_mut(usize::from(slot)) {
+                waiting.arrived = arrived;
+            }
+        }
+    }
+
+    /// Holds a completion until its work is done, which the drive has only then.
+    pub(super) fn hold(&mut self, completion: HostCompletion, work: &[KvWork]) {
+        let HostCompletion { slot, status, dw0 } = completion;
+        let Some(waiting) = self.waiting.get_mut(usize::from(slot)) else {
+            return;
+        };
+        waiting.dw0 = dw0;
+        let RoundedUp(arrived) = waiting.arrived;
+        let due = work.iter().map(|work| self.model.due(*work, arrived));
+        let due = due.max().unwrap_or(arrived);
+        self.held.hold(slot, status, RoundedUp(due));
+    }
+
+    /// Hands over what is due.
+    pub(super) fn release(&mut self, mut taker: impl CompletionTaker) {
+        let Self { held, waiting, .. } = self;
+        let now = match self.hurried {
+            true => None,
+            false => Some(self.clock.now()),
+        };
+        held.release(now, |completion| {
+            let waiting = waiting.get(usize::from(completion.slot));
+            let dw0 = waiting.map_or(0, |waiting| waiting.dw0);
+            taker.take(HostCompletion { dw0, ..completion });
+        });
+    }
+
+    /// A reset of a drive takes no longer for what it has in flight.
+    pub(super) fn hurry(&mut self, hurried: bool) {
+        self.hurried = hurried;
+    }
+
+    pub(super) fn next_due(&self) -> Option<Ticks> {
+        self.held.next_due().map(Ticks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    use super::*;
+    use crate::model::{KvAccess, Profile, Timebase};
+    use nvme_mpt::spec::status::Status;
+
+    /// A clock that stands still until it is moved.
+    #[derive(Clone, Debug, Default)]
+    struct VirtualClock(Rc<Cell<u64>>);
+
+    impl Clock for VirtualClock {
+        fn now(&self) -> u64 {
+            self.0.get()
+        }
+    }
+
+    const PROFILE: &str = r#"
+        model = "kv"
+        max_value = "1M"
+        [timing]
+        units = 1
+        store = { latency = "20us", bandwidth = "1000000000" }
+        retrieve = { latency = "50us", bandwidth = "1000000000" }
+        delete = "15us"
+        exist = "10us"
+        list = "70us"
+    "#;
+
+    fn pace() -> (VirtualClock, Pace<VirtualClock>) {
+        let Profile::Kv(profile) = Profile::parse("test", PROFILE).expect("sound") else {
+            panic!("another model");
+        };
+        let timing = profile.timing.expect("it has one");
+        let model = Arc::new(KvModel::new(&timing, Timebase::Nanoseconds));
+        let clock = VirtualClock::default();
+        clock.0.set(1_000_000_007);
+        (clock.clone(), Pace::with_clock(model, 4, clock, 1))
+    }
+
+    fn hold(pace: &mut Pace<VirtualClock>, slot: u16, access: KvAccess, bytes: u64) {
+        let (status, dw0) = (Status::SUCCESS, 100 + u32::from(slot));
+        let work = KvWork { access, bytes };
+        pace.hold(HostCompletion { slot, status, dw0 }, &[work]);
+    }
+
+    fn release(pace: &mut Pace<VirtualClock>) -> Vec<(u16, u32)> {
+        let mut done = Vec::new();
+        pace.release(|completion: HostCompletion| done.push((completion.slot, completion.dw0)));
+        done
+    }
+
+    #[test]
+    fn a_completion_comes_out_when_it_is_due_with_what_it_tells() {
+        let (clock, mut pace) = pace();
+        pace.arrive(0..2);
+        hold(&mut pace, 0, KvAccess::Store, 4000);
+        hold(&mut pace, 1, KvAccess::Retrieve, 1000);
+        assert!(release(&mut pace).is_empty());
+        clock.0.update(|now| now + 23_999);
+        assert!(release(&mut pace).is_empty());
+        clock.0.update(|now| now + 1);
+        assert_eq!(release(&mut pace), [(0, 100)]);
+        clock.0.update(|now| now + 50_999);
+        assert!(release(&mut pace).is_empty());
+        clock.0.update(|now| now + 1);
+        assert_eq!(release(&mut pace), [(1, 101)]);
+        assert_eq!(pace.next_due(), None);
+    }
+
+    #[test]
+    fn the_time_of_a_command_begins_with_its_arrival() {
+        let (clock, mut pace) = pace();
+        pace.arrive(0..3);
+        clock.0.update(|now| now + 8_000);
+        hold(&mut pace, 0, KvAccess::Exist, 0);
+        clock.0.update(|now| now + 1_999);
+        assert!(release(&mut pace).is_empty());
+        clock.0.update(|now| now + 1);
+        assert_eq!(release(&mut pace), [(0, 100)]);
+        // A store that is slower than the drive is waited for, and for nothing else.
+        clock.0.update(|now| now + 500_000);
+        hold(&mut pace, 1, KvAccess::Store, 4000);
+        assert_eq!(release(&mut pace), [(1, 101)]);
+        // What the drive has nothing to do for is complete.
+        let status = Status::INVALID_KEY_SIZE;
+        let completion = HostCompletion {
+            slot: 2,
+            status,
+            dw0: 0,
+        };
+        pace.hold(completion, &[]);
+        assert_eq!(release(&mut pace), [(2, 0)]);
+    }
+
+    #[test]
+    fn a_queue_that_is_to_go_waits_for_no_time() {
+        let (_, mut pace) = pace();
+        pace.arrive(0..1);
+        hold(&mut pace, 0, KvAccess::List, 1 << 20);
+        pace.hurry(true);
+        assert_eq!(release(&mut pace), [(0, 100)]);
+    }
+}

@@ -1,0 +1,213 @@
+//! `model = "kv"`: the time of operations on keys, of a latency for each kind and a bandwidth for values.
+//!
+//! The drive has parallel units, each of which does one operation after the other. An operation goes to the unit that
+//! is free first, and keeps it busy for the latency of its kind. A value that is stored moves to the drive before
+//! that; a value or a list that is read moves to the host after it. Values move one after the other in each direction.
+//! So an operation on an idle drive takes its latency and the time of its value.
+//!
+//! The model is asked when the store is done with an operation, and counts from the operation's arrival.
+
+use std::sync::PoisonError;
+
+use super::profile::{KvRates, KvTiming};
+use super::time::Timebase;
+use super::timeline::Timelines;
+use nvme_mpt::memory::sync::Mutex;
+
+/// Kind of an operation on a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum KvAccess {
+    Store,
+    Retrieve,
+    Delete,
+    Exist,
+    List,
+}
+
+/// An operation, and the bytes of its value or list that move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KvWork {
+    pub(crate) access: KvAccess,
+    pub(crate) bytes: u64,
+}
+
+/// The time of a drive of keys and values. All its queues share it.
+#[derive(Debug)]
+pub(crate) struct KvModel {
+    store: u64,
+    retrieve: u64,
+    delete: u64,
+    exist: u64,
+    list: u64,
+    /// Ticks of a byte in each direction.
+    to_drive: f64,
+    to_host: f64,
+    state: Mutex<State>,
+}
+
+/// Each operation depends on all before it, so there is a lock, as a key space has one.
+#[derive(Debug)]
+struct State {
+    units: Timelines,
+    /// A part for each direction.
+    links: Timelines,
+}
+
+/// Parts of the link.
+const TO_DRIVE: usize = 0;
+const TO_HOST: usize = 1;
+
+impl KvModel {
+    /// A timing is sound when its profile was loaded.
+    pub(crate) fn new(timing: &KvTiming, timebase: Timebase) -> Self {
+        let per_byte = |rates: &KvRates| {
+            let many = 1 << 30;
+            timebase.transfer(many, rates.bandwidth.0) as f64 / many as f64
+        };
+        Self {
+            store: timebase.of(timing.store.latency),
+            retrieve: timebase.of(timing.retrieve.latency),
+            delete: timebase.of(timing.delete),
+            exist: timebase.of(timing.exist),
+            list: timebase.of(timing.list),
+            to_drive: per_byte(&timing.store),
+            to_host: per_byte(&timing.retrieve),
+            state: Mutex::new(State {
+                units: Timelines::new(timing.units.into()),
+                links: Timelines::new(2),
+            }),
+        }
+    }
+
+    /// When an operation that arrived `now` is done, in ticks.
+    pub(crate) fn due(&self, work: KvWork, now: u64) -> u64 {
+        // A poisoned model returns wrong times at worst.
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let State { units, links } = &mut *state;
+        let moving = |ticks_per_byte: f64| (work.bytes as f64 * ticks_per_byte).round() as u64;
+        let latency = match work.access {
+            KvAccess::Store => {
+                let there = links.occupy(TO_DRIVE, now, moving(self.to_drive));
+                return units.occupy_first(there, self.store);
+            }
+            KvAccess::Retrieve => self.retrieve,
+            KvAccess::Delete => self.delete,
+            KvAccess::Exist => self.exist,
+            KvAccess::List => self.list,
+        };
+        let found = units.occupy_first(now, latency);
+        if work.bytes == 0 {
+            return found;
+        }
+        links.occupy(TO_HOST, found, moving(self.to_host))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::profile::{Profile, Size};
+    use crate::model::time::Span;
+
+    const KIB: u64 = 1 << 10;
+
+    /// Two units; a value moves a byte in a nanosecond to the drive, and two to the host.
+    fn model() -> KvModel {
+        let rates = |latency, bandwidth| KvRates {
+            latency: Span(latency),
+            bandwidth: Size(bandwidth),
+        };
+        let timing = KvTiming {
+            units: 2,
+            store: rates(20_000, 1_000_000_000),
+            retrieve: rates(50_000, 2_000_000_000),
+            delete: Span(15_000),
+            exist: Span(10_000),
+            list: Span(70_000),
+        };
+        KvModel::new(&timing, Timebase::Nanoseconds)
+    }
+
+    fn work(access: KvAccess, bytes: u64) -> KvWork {
+        KvWork { access, bytes }
+    }
+
+    #[test]
+    fn an_operation_on_an_idle_drive_takes_its_latency_and_the_time_of_its_value() {
+        for (access, bytes, expected) in [
+            (KvAccess::Store, 0, 20_000),
+            (KvAccess::Store, 4000, 24_000),
+            (KvAccess::Store, 1_000_000, 1_020_000),
+            (KvAccess::Retrieve, 0, 50_000),
+            (KvAccess::Retrieve, 4000, 52_000),
+            (KvAccess::Delete, 0, 15_000),
+            (KvAccess::Exist, 0, 10_000),
+            (KvAccess::List, 0, 70_000),
+            (KvAccess::List, 1000, 70_500),
+        ] {
+            // The drive is idle for long, and before anything is in its time.
+            for now in [0, 8_000, 10_000_000_000] {
+                let due = model().due(work(access, bytes), now);
+                assert_eq!(due - now, expected, "{access:?} {bytes} {now}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_unit_does_one_operation_after_the_other() {
+        let model = model();
+        let due: Vec<u64> = (0..5)
+            .map(|_| model.due(work(KvAccess::Exist, 0), 100))
+            .collect();
+        assert_eq!(due, [10_100, 10_100, 20_100, 20_100, 30_100]);
+        // A short one goes to the unit that is free first.
+        assert_eq!(model.due(work(KvAccess::Delete, 0), 100), 35_100);
+        assert_eq!(model.due(work(KvAccess::Exist, 0), 100), 40_100);
+        assert_eq!(model.due(work(KvAccess::Exist, 0), 1_000_000), 1_010_000);
+    }
+
+    #[test]
+    fn values_move_one_after_the_other_in_each_direction() {
+        let model = model();
+        assert_eq!(model.due(work(KvAccess::Store, 100_000), 0), 120_000);
+        assert_eq!(model.due(work(KvAccess::Store, 100_000), 0), 220_000);
+        // The other direction is free, and so is a unit by then.
+        assert_eq!(
+            model.due(work(KvAccess::Retrieve, 100_000), 220_000),
+            320_000
+        );
+        assert_eq!(
+            model.due(work(KvAccess::Retrieve, 100_000), 220_000),
+            370_000
+        );
+    }
+
+    #[test]
+    fn small_values_are_limited_by_the_units_and_large_ones_by_the_bandwidth() {
+        for (bytes, least, most) in [(100, 99_000.0, 100_000.0), (1 << 20, 952.0, 954.0)] {
+            let model = model();
+            let due = (0..1000).map(|_| model.due(work(KvAccess::Store, bytes), 0));
+            let end = due.max().expect("operations");
+            let per_second = 1000.0 / end as f64 * 1e9;
+            assert!(
+                (least..=most).contains(&per_second),
+                "{bytes}: {per_second}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_profile_that_comes_along_takes_what_it_says() {
+        let Profile::Kv(profile) = Profile::named("kv-ssd").expect("comes along") else {
+            panic!("another model");
+        };
+        let timing = profile.timing.expect("it keeps time");
+        let model = KvModel::new(&timing, Timebase::Nanoseconds);
+        let moved = Timebase::Nanoseconds.transfer(4 * KIB, timing.retrieve.bandwidth.0);
+        let due = model.due(work(KvAccess::Retrieve, 4 * KIB), 0);
+        assert!(
+            due.abs_diff(timing.retrieve.latency.0 + moved) <= 1,
+            "{due}"
+        );
+    }
+}

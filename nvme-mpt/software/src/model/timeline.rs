@@ -1,0 +1,58 @@
+//! Parts of a drive that do one thing after the other: dies of flash, units of a drive of keys and values.
+
+/// Parts, each of which does one thing at a time.
+#[derive(Debug)]
+pub(super) struct Timelines {
+    /// When each part is done with all that it was given, in ticks.
+    free: Box<[u64]>,
+}
+
+impl Timelines {
+    pub(super) fn new(parts: usize) -> Self {
+        Self {
+            free: vec![0; parts].into_boxed_slice(),
+        }
+    }
+
+    /// Keeps a part busy for some ticks from `from` on, or from when it is free. Returns when it is done.
+    pub(super) fn occupy(&mut self, part: usize, from: u64, ticks: u64) -> u64 {
+        let Some(free) = self.free.get_mut(part) else {
+            return from;
+        };
+        *free = from.max(*free).saturating_add(ticks);
+        *free
+    }
+
+    /// As [`Self::occupy`], of the part that is free first.
+    pub(super) fn occupy_first(&mut self, from: u64, ticks: u64) -> u64 {
+        let first = self.free.iter().zip(0..).min().map(|(_, part)| part);
+        self.occupy(first.unwrap_or(0), from, ticks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_does_one_thing_after_the_other() {
+        let mut parts = Timelines::new(2);
+        assert_eq!(parts.occupy(0, 100, 10), 110);
+        assert_eq!(parts.occupy(0, 100, 10), 120);
+        assert_eq!(parts.occupy(1, 100, 10), 110);
+        assert_eq!(parts.occupy(0, 500, 1), 501);
+        assert_eq!(parts.occupy(1, 0, u64::MAX), u64::MAX);
+        // No such part keeps nothing waiting.
+        assert_eq!(parts.occupy(2, 7, 10), 7);
+    }
+
+    #[test]
+    fn the_part_that_is_free_first_is_next() {
+        let mut parts = Timelines::new(2);
+        let ends: Vec<u64> = [30, 10, 10, 10, 10]
+            .map(|ticks| parts.occupy_first(0, ticks))
+            .to_vec();
+        assert_eq!(ends, [30, 10, 20, 30, 40]);
+        assert_eq!(Timelines::new(0).occupy_first(5, 10), 5);
+    }
+}

@@ -158,6 +158,9 @@ impl SoftwareController {
         if let Some(file) = zones.file() {
             self.medium.keep_durable_with(file.clone());
         }
+        if let Some(model) = &self.timing {
+            model.fill_zones(zones.written());
+        }
         self.namespace.blocks = zones.blocks();
         self.limits = Limits {
             // Others move, name or lose blocks without regard to write pointers.

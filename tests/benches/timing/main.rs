@@ -329,9 +329,9 @@ fn cases(profile: &Profile) -> Vec<Case> {
     match profile {
         Profile::Nvm(profile) => of_nvm(profile),
         Profile::Ssd(profile) => of_ssd(profile),
-        // Its time is that of model `nvm`.
+        // Its time is that of model `nvm`, or is compared with exact times beside the model.
         Profile::Zns(_) => Vec::new(),
-        // It has none.
+        // As that: it is about keys, and this bench sends reads and writes.
         Profile::Kv(_) => Vec::new(),
     }
 }

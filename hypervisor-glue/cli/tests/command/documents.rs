@@ -126,7 +126,7 @@ fn the_table_of_options_and_the_help_have_the_keys_of_the_parser() {
         keys.contains(&first).then_some(first).filter(|_| explained)
     });
     assert_eq!(helped.collect::<Vec<_>>(), keys, "serve --help");
-    for profile in ["nvm", "ssd", "zns", "kv", "kv-ssd"] {
+    for profile in ["nvm", "ssd", "zns", "zns-ssd", "kv", "kv-ssd"] {
         assert!(help.contains(profile), "serve --help has no `{profile}`");
         assert!(page.contains(&format!("`{profile}`")), "docs/options.md");
     }

@@ -155,7 +155,7 @@ it first [default: such a range is refused]",
     option(
         "profile",
         "PROFILE",
-        "kind of software drive: nvm or ssd (timing), zns (zones), kv or kv-ssd (keys and
+        "kind of software drive: nvm or ssd (timing), zns or zns-ssd (zones), kv or kv-ssd (keys and
 values), or a path with a slash to a file like those in resources/drives [default: as fast as
 it can be]",
     ),

@@ -193,7 +193,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=memory:1G,profile=fast",
-            "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, ssd, zns, kv, kv-ssd, or \
+            "Option \"profile\" cannot be \"fast\"\n  There is no profile `fast`; use nvm, ssd, zns, zns-ssd, kv, kv-ssd, or \
              a path with a slash to one of your own, as in ./drive.toml",
         ),
         (

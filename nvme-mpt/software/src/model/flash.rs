@@ -134,6 +134,11 @@ impl WriteBuffer {
         self.releases.push(Reverse((time, bytes)));
     }
 
+    /// Gives room back whose data is not to be programmed any more.
+    pub(super) fn give_back(&mut self, bytes: u64) {
+        self.used = self.used.saturating_sub(bytes);
+    }
+
     /// When all is programmed that was given to a die.
     pub(super) fn programmed(&self) -> u64 {
         self.programmed

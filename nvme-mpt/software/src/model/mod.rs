@@ -10,7 +10,7 @@
 //! `next_due()`: it does not sleep for less than 100 us, and wakes 100 us early and spins for the rest. A queue that
 //! stops is hurried: held completions complete at once.
 //!
-//! Model `nvm` has an atomic per unit, model `ssd` one lock, taken once per batch. Model `kv` is asked by the queues of
+//! Model `nvm` has an atomic per unit, models `ssd` and `zns` on flash one lock, taken once per batch. Model `kv` is asked by the queues of
 //! keys and values (`key_value/pace.rs`), and has a lock per command. To add a model: a file here, a
 //! variant of `Profile` and of `Model`, a TOML file in `resources/drives/`.
 
@@ -26,13 +26,14 @@ mod time;
 mod timed;
 mod timeline;
 mod tokens;
+mod zns;
 
 pub(crate) use calendar::{Calendar, RoundedUp};
 pub(crate) use due::DueQueue;
 pub(crate) use kv::{KvAccess, KvModel, KvWork};
 pub use profile::{
     KvProfile, KvRates, KvTiming, NvmProfile, NvmRates, Profile, ProfileError, Size, SsdProfile,
-    ZnsProfile,
+    ZnsFlash, ZnsProfile,
 };
 pub use ssd::Wear;
 pub(crate) use time::Timebase;
@@ -53,6 +54,7 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use ssd::SsdModel;
+use zns::ZnsModel;
 
 /// Demand of a command, or of a part of it, on the drive's media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,6 +82,8 @@ pub(crate) enum Model {
     /// Everything in it depends on everything else, so it has a lock, which a queue takes once for
     /// what it rings in together.
     Ssd(Box<Mutex<SsdModel>>),
+    /// As that.
+    Zns(Box<Mutex<ZnsModel>>),
 }
 
 impl Model {
@@ -102,7 +106,13 @@ impl Model {
                 let model = SsdModel::new(profile, blocks, lba_shift, timebase);
                 Some(Self::Ssd(Box::new(Mutex::new(model))))
             }
-            Profile::Zns(profile) => profile.timing.as_ref().map(nvm),
+            Profile::Zns(profile) => match &profile.flash {
+                Some(flash) => {
+                    let model = ZnsModel::new(profile, flash, blocks, lba_shift, timebase);
+                    Some(Self::Zns(Box::new(Mutex::new(model))))
+                }
+                None => profile.timing.as_ref().map(nvm),
+            },
             // It is asked about keys, not about blocks.
             Profile::Kv(_) => None,
         }
@@ -111,8 +121,15 @@ impl Model {
     /// Returns the effects on the drive's flash so far; `None` if it has none.
     pub(crate) fn wear(&self) -> Option<Wear> {
         match self {
-            Self::Nvm(_) => None,
+            Self::Nvm(_) | Self::Zns(_) => None,
             Self::Ssd(model) => Some(lock(model).wear()),
+        }
+    }
+
+    /// Zones hold so many blocks each, in the order in which they lie on the drive. A model without zones takes no note.
+    pub(crate) fn fill_zones(&self, written: impl Iterator<Item = u64>) {
+        if let Self::Zns(model) = self {
+            lock(model).fill(written);
         }
     }
 
@@ -162,11 +179,18 @@ impl Model {
                     model.due(&work, now)
                 });
             }
+            Self::Zns(model) => {
+                let mut model = lock(model);
+                model.begin(now);
+                admit(commands, memory, now, due, |work, now| {
+                    model.due(&work, now)
+                });
+            }
         }
     }
 }
 
-fn lock(model: &Mutex<SsdModel>) -> MutexGuard<'_, SsdModel> {
+fn lock<M>(model: &Mutex<M>) -> MutexGuard<'_, M> {
     // A poisoned model returns wrong times at worst.
     model.lock().unwrap_or_else(PoisonError::into_inner)
 }

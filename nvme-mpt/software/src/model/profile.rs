@@ -17,6 +17,7 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("nvm", include_str!("../../drives/nvm.toml")),
     ("ssd", include_str!("../../drives/ssd.toml")),
     ("zns", include_str!("../../drives/zns.toml")),
+    ("zns-ssd", include_str!("../../drives/zns-ssd.toml")),
     ("kv", include_str!("../../drives/kv.toml")),
     ("kv-ssd", include_str!("../../drives/kv-ssd.toml")),
 ];
@@ -194,8 +195,47 @@ pub struct ZnsProfile {
     pub max_active: u32,
     /// Most bytes of a Zone Append: a power of two, 4K to 1M.
     pub append_limit: Size,
-    /// Speed; without it, as fast as it can be.
+    /// Speed, as of a drive without erase blocks; without it and without `flash`, as fast as it can be.
     pub timing: Option<NvmProfile>,
+    /// The flash that the zones lie on, in place of `timing`.
+    pub flash: Option<ZnsFlash>,
+}
+
+impl ZnsProfile {
+    /// Most zones of a drive: a report of all is made while other queues of the poller wait.
+    pub const ZONES_MAX: u64 = 1 << 16;
+}
+
+/// Flash of a drive of zones.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ZnsFlash {
+    /// Channels to the flash; 1 to 64.
+    pub channels: u16,
+    /// Dies on each channel; 1 to 64.
+    pub dies_per_channel: u16,
+    /// Dies that a zone lies on: a divisor of all dies.
+    pub dies_per_zone: u16,
+    /// Bytes that a die reads at once: a multiple of 4K, up to 1M.
+    pub flash_page: Size,
+    /// Bytes that a die programs at once: a multiple of a flash page.
+    pub program_unit: Size,
+    /// Time in which a die reads a flash page.
+    pub read: Span,
+    /// Time in which a die programs a unit.
+    pub program: Span,
+    /// Time in which a die erases its block of a zone.
+    pub erase: Span,
+    /// Of each channel, in bytes per second.
+    pub channel_bandwidth: Size,
+    /// Of the link to the host, in bytes per second.
+    pub link_bandwidth: Size,
+    /// Memory for data that is not programmed yet: at least a program unit for each active zone, and one more.
+    pub write_buffer: Size,
+    /// Time of the controller itself for a read.
+    pub read_overhead: Span,
+    /// Time of the controller itself for a write.
+    pub write_overhead: Span,
 }
 
 /// `model = "kv"`. The drive has room for as much as what it is in.
@@ -433,7 +473,34 @@ impl ZnsProfile {
         let sound = limit.is_power_of_two() && (4096..=1 << 20).contains(&limit);
         let allowed = "the limit of a Zone Append is a power of two, from 4K to 1M";
         require(sound, "append_limit", Bytes(limit), allowed)?;
+        if let (Some(_), Some(_)) = (&self.timing, &self.flash) {
+            let allowed = "a drive has [timing] or [flash]";
+            return require(false, "flash", "beside [timing]", allowed);
+        }
+        if let Some(flash) = &self.flash {
+            flash.check(self)?;
+        }
         self.timing.as_ref().map_or(Ok(()), NvmProfile::check)
+    }
+}
+
+impl ZnsFlash {
+    fn check(&self, zns: &ZnsProfile) -> Result<(), Unusable> {
+        require_dies(self.channels, self.dies_per_channel)?;
+        let dies = self.channels * self.dies_per_channel;
+        let sound = self.dies_per_zone != 0 && dies.is_multiple_of(self.dies_per_zone);
+        let allowed = "a zone lies on a divisor of all dies";
+        require(sound, "dies_per_zone", self.dies_per_zone, allowed)?;
+        require_units(self.flash_page, self.program_unit)?;
+        let Size(buffer) = self.write_buffer;
+        // Each active zone may have a unit that is not full, and the next one needs room.
+        let least = (u64::from(zns.max_active) + 1).saturating_mul(self.program_unit.0);
+        let allowed =
+            "a write buffer has a program unit for each active zone and one more, and 1G at most";
+        let sound = (least..=1 << 30).contains(&buffer);
+        require(sound, "write_buffer", Bytes(buffer), allowed)?;
+        require_bandwidth("channel_bandwidth", self.channel_bandwidth)?;
+        require_bandwidth("link_bandwidth", self.link_bandwidth)
     }
 }
 
@@ -524,6 +591,44 @@ mod tests {
         for size in ["0", "2M"] {
             let complaint = complaint(&profile(size));
             assert!(complaint.contains("1 to 1M bytes"), "{complaint}");
+        }
+    }
+
+    #[test]
+    fn zones_lie_on_flash_that_has_room_for_them() {
+        let text = include_str!("../../drives/zns-ssd.toml");
+        for (from, to, said) in [
+            ("channels = 8", "channels = 65", "channels cannot be 65"),
+            (
+                "dies_per_zone = 8",
+                "dies_per_zone = 5",
+                "dies_per_zone cannot be 5",
+            ),
+            (
+                "dies_per_zone = 8",
+                "dies_per_zone = 0",
+                "dies_per_zone cannot be 0",
+            ),
+            (
+                "program_unit = \"96K\"",
+                "program_unit = \"100K\"",
+                "program_unit cannot be 100K",
+            ),
+            (
+                "write_buffer = \"8M\"",
+                "write_buffer = \"1439K\"",
+                "write_buffer cannot be 1439K",
+            ),
+            (
+                "[flash]",
+                "timing = { units = 1, stripe = \"4K\", read = { latency = \"1us\", bandwidth = \"1G\" }, \
+                 write = { latency = \"1us\", bandwidth = \"1G\" } }\n[flash]",
+                "flash cannot be beside [timing]",
+            ),
+        ] {
+            assert!(text.contains(from), "{from}");
+            let complaint = complaint(&text.replacen(from, to, 1));
+            assert!(complaint.contains(said), "{said}: {complaint}");
         }
     }
 

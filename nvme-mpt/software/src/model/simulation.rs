@@ -148,6 +148,11 @@ impl Simulation {
                 model.begin(self.now);
                 model.due(work, self.now)
             }
+            Model::Zns(model) => {
+                let mut model = lock(model);
+                model.begin(self.now);
+                model.due(work, self.now)
+            }
         }
         .max(self.now)
     }

@@ -42,9 +42,6 @@ use nvme_mpt::range::{ByteRange, Bytes, LbaRange};
 use nvme_mpt::shadow::CommandSet;
 use nvme_mpt::spec::ids::Lba;
 
-/// Most zones of a drive: a report of all is made while other queues of the poller wait.
-const MAX_ZONES: u64 = 1 << 16;
-
 /// Why a drive cannot be divided into zones, or a range of it not be leased.
 #[derive(Debug, thiserror::Error)]
 pub enum ZoneError {
@@ -61,8 +58,9 @@ pub enum ZoneError {
     },
     /// More zones than are supported.
     #[error(
-        "Zones of {zone} make {zones} of the drive's {capacity}, and there can be {MAX_ZONES}: \
-         choose a profile with a zone_size of {least} or more"
+        "Zones of {zone} make {zones} of the drive's {capacity}, and there can be {}: \
+         choose a profile with a zone_size of {least} or more",
+        ZnsProfile::ZONES_MAX
     )]
     TooMany {
         /// Size of the drive.
@@ -182,9 +180,14 @@ impl Zones {
             return Err(ZoneError::NoZone { capacity, zone });
         }
         let count = match u32::try_from(zones) {
-            Ok(count) if zones <= MAX_ZONES => count,
+            Ok(count) if zones <= ZnsProfile::ZONES_MAX => count,
             _ => {
-                let least = Bytes(capacity.0.div_ceil(MAX_ZONES).next_power_of_two());
+                let least = Bytes(
+                    capacity
+                        .0
+                        .div_ceil(ZnsProfile::ZONES_MAX)
+                        .next_power_of_two(),
+                );
                 return Err(ZoneError::TooMany {
                     capacity,
                     zone,
@@ -216,6 +219,13 @@ impl Zones {
     /// Blocks of each of them.
     pub(super) fn size(&self) -> u64 {
         self.geometry.size
+    }
+
+    /// Blocks that were written to each of them.
+    pub(super) fn written(&self) -> impl Iterator<Item = u64> {
+        let words = self.kept.words();
+        (0..self.count as usize)
+            .map(|zone| table::written(words.load(zone), self.geometry.capacity))
     }
 
     /// Blocks of all of them.
@@ -339,7 +349,7 @@ impl LeasedZones {
         let block = |byte: u64| (byte >> self.lba_shift).saturating_sub(self.start.0);
         let end = block(range.end()).div_ceil(size);
         // A drive has 65,536 zones at most.
-        let zones = (block(range.start()) / size) as u32..end.min(MAX_ZONES) as u32;
+        let zones = (block(range.start()) / size) as u32..end.min(ZnsProfile::ZONES_MAX) as u32;
         self.lock().table.empty(zones);
     }
 

@@ -45,6 +45,12 @@ const TIMING: &str = "[timing]\nunits = 4\nstripe = \"4K\"\n\
                       read = { latency = \"20us\", bandwidth = \"4G\" }\n\
                       write = { latency = \"20us\", bandwidth = \"4G\" }\n";
 
+const FLASH: &str = "[flash]\nchannels = 2\ndies_per_channel = 2\ndies_per_zone = 2\n\
+                     flash_page = \"16K\"\nprogram_unit = \"48K\"\n\
+                     read = \"20us\"\nprogram = \"60us\"\nerase = \"200us\"\n\
+                     channel_bandwidth = \"1G\"\nlink_bandwidth = \"4G\"\nwrite_buffer = \"1M\"\n\
+                     read_overhead = \"2us\"\nwrite_overhead = \"2us\"\n";
+
 fn options(profile: &str, faults: Option<&str>) -> DriveOptions {
     DriveOptions {
         lba_size: 4096,
@@ -171,10 +177,13 @@ fn each_guest_has_zones_of_its_own_from_zero_on() {
     let image = std::fs::File::create(&file).unwrap();
     image.set_len(32 << 20).unwrap();
     let timed = format!("{PROFILE}{TIMING}");
+    let on_flash = format!("{PROFILE}{FLASH}");
     for (path, profile) in [
         (DRIVE, PROFILE),
         (DRIVE, timed.as_str()),
+        (DRIVE, on_flash.as_str()),
         (file.to_str().unwrap(), PROFILE),
+        (file.to_str().unwrap(), on_flash.as_str()),
     ] {
         let drive = drives::open(&path.parse().unwrap(), options(profile, None)).unwrap();
         let host = Host::of(drive);
@@ -480,7 +489,15 @@ fn part_of_a_zone_is_not_leased() {
 /// A guest sends commands against all rules, several at a time, while another one is careful.
 #[test]
 fn a_guest_that_does_anything_with_its_zones_leaves_those_of_others_alone() {
-    let host = host(DRIVE);
+    let on_flash = format!("{PROFILE}{FLASH}");
+    for profile in [PROFILE, &on_flash] {
+        anything_goes(profile);
+    }
+}
+
+fn anything_goes(profile: &str) {
+    let options = options(profile, None);
+    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));
     let mut guests = machines.each_ref().map(attach);
     let [(_, hostile), (_, careful)] = &mut guests;

@@ -69,6 +69,11 @@ impl Zone {
     }
 }
 
+/// Returns the blocks that were written to a zone that is kept as a word.
+pub(super) fn written(word: u64, capacity: u64) -> u64 {
+    Zone::from_word(word, capacity).written
+}
+
 /// The zones of a lease.
 #[derive(Debug)]
 pub(super) struct ZoneTable {

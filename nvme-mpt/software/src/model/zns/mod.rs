@@ -1,0 +1,271 @@
+//! `model = "zns"` with `[flash]`: zones on the dies of a drive of NAND flash.
+//!
+//! A zone lies on some of the dies, a block on each, and its program units go around them. Zones that follow one
+//! another lie on other dies, until all dies have one. So a zone has the bandwidth of its dies, and zones on other
+//! dies add theirs.
+//!
+//! A write is done when it is in the write buffer. A unit that is full goes over its die's channel and is programmed as
+//! a whole, and its room is free again. A unit that is not full waits in the buffer, and is read from there. The buffer
+//! outlives a power failure, so a Flush waits for nothing. A read waits for its dies, for their channels and for the
+//! link. A reset erases the zone's block on each of its dies, after what these were given before.
+//!
+//! The model sees what a drive's store gets, below the layer of zones: a reset is a Deallocate of what was written of a
+//! zone, from its start. It counts what is written to a zone, as queues may hand on their writes in another order.
+//! A Finish is invisible. So at most as many units stay in the buffer as zones can be active, and beyond that the unit
+//! that has waited longest is programmed as it is.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use super::flash::{Flash, FlashParts};
+use super::profile::{ZnsFlash, ZnsProfile};
+use super::time::Timebase;
+use super::tokens::Tokens;
+use super::{Access, Work};
+
+/// What a zone holds, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Zone {
+    /// Written since it was reset.
+    written: u64,
+    /// Those of them that are in the buffer, in a unit that is not full.
+    held: u64,
+    /// What it held when it was reset, while its blocks are given back by and by.
+    was: u64,
+}
+
+impl Zone {
+    /// Those that were given to a die.
+    fn on_flash(&self) -> u64 {
+        self.written - self.held
+    }
+}
+
+/// A drive of zones on flash. All its queues share it.
+#[derive(Debug)]
+pub(crate) struct ZnsModel {
+    block_bytes: u64,
+    zone_bytes: u64,
+    capacity: u64,
+    flash_page: u64,
+    unit: u64,
+    dies_per_zone: u64,
+    /// Groups of so many dies.
+    groups: u64,
+    read_overhead: u64,
+    write_overhead: u64,
+    link: Tokens,
+    flash: Flash,
+    zones: Box<[Zone]>,
+    /// Zones with a unit in the buffer that is not full, the one that has waited longest first.
+    open: VecDeque<u32>,
+    open_max: usize,
+    /// When a write last found room after it had waited: those after it find none before.
+    room_at: u64,
+}
+
+impl ZnsFlash {
+    fn parts(&self) -> FlashParts {
+        FlashParts {
+            channels: self.channels,
+            dies_per_channel: self.dies_per_channel,
+            read: self.read,
+            program: self.program,
+            erase: self.erase,
+            channel_bandwidth: self.channel_bandwidth,
+            write_buffer: self.write_buffer,
+            program_unit: self.program_unit,
+        }
+    }
+}
+
+impl ZnsModel {
+    /// A drive with so many blocks, all of whose zones are empty. A profile is sound when it was loaded.
+    pub(super) fn new(
+        profile: &ZnsProfile,
+        flash: &ZnsFlash,
+        blocks: u64,
+        lba_shift: u8,
+        timebase: Timebase,
+    ) -> Self {
+        let dies = u64::from(flash.channels) * u64::from(flash.dies_per_channel);
+        let zones = (blocks << lba_shift) / profile.zone_size.0;
+        let open_max = profile.max_active as usize;
+        Self {
+            block_bytes: 1 << lba_shift,
+            zone_bytes: profile.zone_size.0,
+            capacity: profile.zone_capacity.0,
+            flash_page: flash.flash_page.0,
+            unit: flash.program_unit.0,
+            dies_per_zone: flash.dies_per_zone.into(),
+            groups: dies / u64::from(flash.dies_per_zone),
+            read_overhead: timebase.of(flash.read_overhead),
+            write_overhead: timebase.of(flash.write_overhead),
+            link: Tokens::new(flash.link_bandwidth.0, timebase),
+            flash: Flash::new(&flash.parts(), timebase),
+            // A drive with more of them is refused when it is divided.
+            zones: vec![Zone::default(); zones.min(ZnsProfile::ZONES_MAX) as usize]
+                .into_boxed_slice(),
+            open: VecDeque::with_capacity(open_max + 1),
+            open_max,
+            room_at: 0,
+        }
+    }
+
+    /// The zones hold so many blocks each, all of them on flash.
+    pub(super) fn fill(&mut self, written: impl Iterator<Item = u64>) {
+        for (zone, blocks) in self.zones.iter_mut().zip(written) {
+            let written = (blocks * self.block_bytes).min(self.capacity);
+            *zone = Zone {
+                written,
+                ..Zone::default()
+            };
+        }
+    }
+
+    /// Commands arrive at `now`, and none before it any more.
+    pub(super) fn begin(&mut self, now: u64) {
+        self.link.forget(now);
+        self.flash.forget(now);
+    }
+
+    /// When something that arrives `now` is done.
+    pub(super) fn due(&mut self, work: &Work, now: u64) -> u64 {
+        match work.access {
+            Access::Read => self.read(work, now),
+            Access::Write => {
+                let now = now.saturating_add(self.write_overhead);
+                let sent = self.link.transfer(now, work.blocks * self.block_bytes);
+                self.parts(work).fold(sent, |done, (zone, bytes)| {
+                    done.max(self.write(zone, bytes.end - bytes.start, sent))
+                })
+            }
+            Access::Deallocate => {
+                let now = now.saturating_add(self.write_overhead);
+                self.parts(work).fold(now, |done, (zone, bytes)| {
+                    done.max(self.deallocate(zone, bytes, now))
+                })
+            }
+            Access::Flush => now,
+        }
+    }
+
+    /// Zones that have some of the blocks of a command, and which bytes of them.
+    fn parts(&self, work: &Work) -> impl Iterator<Item = (u32, Range<u64>)> + use<> {
+        let zone_bytes = self.zone_bytes;
+        let first = work.slba.saturating_mul(self.block_bytes);
+        let end = first.saturating_add(work.blocks * self.block_bytes);
+        let zones = first / zone_bytes..end.div_ceil(zone_bytes);
+        zones.map(move |zone| {
+            let start = zone * zone_bytes;
+            let bytes = first.max(start) - start..(end - start).min(zone_bytes);
+            (u32::try_from(zone).unwrap_or(u32::MAX), bytes)
+        })
+    }
+
+    /// The die that a program unit of a zone lies on.
+    fn die(&self, zone: u32, unit: u64) -> usize {
+        let group = u64::from(zone) % self.groups;
+        (group * self.dies_per_zone + unit % self.dies_per_zone) as usize
+    }
+
+    fn read(&mut self, work: &Work, now: u64) -> u64 {
+        let now = now.saturating_add(self.read_overhead);
+        let mut there = now;
+        for (zone, bytes) in self.parts(work) {
+            // The drive's memory serves what was never written, and what waits to be programmed.
+            let on_flash = self.zones.get(zone as usize).map_or(0, Zone::on_flash);
+            let end = bytes.end.min(on_flash);
+            let mut at = bytes.start;
+            while at < end {
+                let next = (at / self.flash_page + 1) * self.flash_page;
+                let die = self.die(zone, at / self.unit);
+                let read = self.flash.read(die, now, next.min(end) - at);
+                there = there.max(read);
+                at = next;
+            }
+        }
+        self.link.transfer(there, work.blocks * self.block_bytes)
+    }
+
+    /// Takes bytes that are with the controller. Returns when they are in the buffer.
+    fn write(&mut self, zone: u32, bytes: u64, sent: u64) -> u64 {
+        let Some(&Zone { written, .. }) = self.zones.get(zone as usize) else {
+            return sent;
+        };
+        // A full zone is written from its start only if it was emptied unseen, as by another process.
+        let full = written >= self.capacity;
+        let mut here = match full {
+            true => Zone::default(),
+            false => self.zones[zone as usize],
+        };
+        here.was = 0;
+        let mut rest = bytes.min(self.capacity - here.written);
+        let mut done = sent;
+        while rest > 0 {
+            let piece = rest.min(self.unit - here.written % self.unit);
+            let asked = done.max(self.room_at);
+            done = self.flash.buffer.admit(asked, piece);
+            if done > asked {
+                self.room_at = done;
+            }
+            here.written += piece;
+            here.held += piece;
+            rest -= piece;
+            if here.written.is_multiple_of(self.unit) || here.written == self.capacity {
+                self.close(zone);
+                self.program(zone, &mut here, done);
+            } else if here.held == piece {
+                self.open.push_back(zone);
+            }
+        }
+        self.zones[zone as usize] = here;
+        if self.open.len() > self.open_max
+            && let Some(oldest) = self.open.pop_front()
+        {
+            let mut longest = self.zones[oldest as usize];
+            self.program(oldest, &mut longest, done);
+            self.zones[oldest as usize] = longest;
+        }
+        done
+    }
+
+    /// Programs the unit that a zone has in the buffer.
+    fn program(&mut self, zone: u32, here: &mut Zone, now: u64) {
+        let held = std::mem::take(&mut here.held);
+        let die = self.die(zone, here.written.saturating_sub(1) / self.unit);
+        let programmed = self.flash.program(die, now, self.unit);
+        self.flash.buffer.release(programmed, held);
+    }
+
+    /// A zone has no unit in the buffer any more.
+    fn close(&mut self, zone: u32) {
+        self.open.retain(|open| *open != zone);
+    }
+
+    fn deallocate(&mut self, zone: u32, bytes: Range<u64>, now: u64) -> u64 {
+        let Some(&here) = self.zones.get(zone as usize) else {
+            return now;
+        };
+        if here.written > 0 && bytes.start == 0 {
+            self.close(zone);
+            self.flash.buffer.give_back(here.held);
+            self.zones[zone as usize] = Zone {
+                was: here.written,
+                ..Zone::default()
+            };
+            let first = self.die(zone, 0);
+            let dies = first..first + self.dies_per_zone as usize;
+            return dies.fold(now, |done, die| done.max(self.flash.erase(die, now)));
+        }
+        // The rest of a reset: the blocks are erased.
+        if bytes.start < here.was {
+            return now;
+        }
+        // Zeroes, which are programmed like other data.
+        self.write(zone, bytes.end - bytes.start, now)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -40,6 +40,16 @@ pub enum OpenError {
         /// Number of bytes that it is to be a multiple of.
         multiple: Bytes,
     },
+    /// Leases of the drive have whole units of its own, and no unit of a lease by size is one.
+    #[error(
+        "Leases by size have units of a power of two, and {drive} has zones of {zone}: use range= in place of size="
+    )]
+    NoUnit {
+        /// The drive.
+        drive: String,
+        /// Number of bytes that its leases are multiples of.
+        zone: Bytes,
+    },
     /// A lease of a range has no size to change.
     #[error(
         "The function has a range=, which stays as it is; a function with size= can be resized"
@@ -167,6 +177,10 @@ fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<Wanted, OpenError> {
     let multiple = drive.controller().whole_lease();
     let unit = unit.map_or_else(|| default_unit(drive), |unit| unit.0);
     match multiple {
+        Some(multiple) if !multiple.is_power_of_two() => Err(OpenError::NoUnit {
+            drive: drive.path().to_owned(),
+            zone: Bytes(multiple),
+        }),
         Some(multiple) if !unit.is_multiple_of(multiple) => Err(OpenError::Unit {
             drive: drive.path().to_owned(),
             unit: Bytes(unit),

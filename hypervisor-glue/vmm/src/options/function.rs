@@ -14,7 +14,7 @@ use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::faults::FaultPlan;
-use nvme_software::model::Profile;
+use nvme_software::model::{Profile, Size};
 
 use crate::drives::{DriveOptions, DrivePath};
 
@@ -143,6 +143,16 @@ impl FunctionOptions {
         if pairs == 1 {
             let caution = "UEFI firmware (OVMF) does not find the drive, as its driver creates two I/O queue pairs; use queues=2 or more";
             cautions.push(caution.to_owned());
+        }
+        if let Some(Profile::Zns(zones)) = self.profile.as_deref()
+            && let Size(size) = zones.zone_size
+            && !size.is_power_of_two()
+        {
+            cautions.push(format!(
+                "Linux makes no disk of it, as it takes zones of a power of two alone, and these have {}; use such a \
+                 zone_size for guests with Linux",
+                Bytes(size)
+            ));
         }
         cautions
     }

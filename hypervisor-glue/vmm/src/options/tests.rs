@@ -115,6 +115,19 @@ fn every_option_is_understood_in_any_order() {
 }
 
 #[test]
+fn zones_that_linux_does_not_take_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("odd.toml");
+    let profile = "model = \"zns\"\nzone_size = \"96M\"\nzone_capacity = \"96M\"\n\
+                   max_open = 1\nmax_active = 1\nappend_limit = \"64K\"\n";
+    std::fs::write(&path, profile).unwrap();
+    let options = function(&format!("path=null:1G,profile={}", path.display()));
+    let caution = options.cautions().join("\n");
+    assert!(caution.contains("Linux makes no disk of it"), "{caution}");
+    assert!(caution.contains("these have 96M"), "{caution}");
+}
+
+#[test]
 fn queues_that_the_doorbell_buffer_has_no_room_for_are_named_and_so_is_one_alone() {
     let cautions = |text: &str| {
         let options = function(&format!("path=null:1G,{text}"));
@@ -127,6 +140,7 @@ fn queues_that_the_doorbell_buffer_has_no_room_for_are_named_and_so_is_one_alone
         ("queues=1024,doorbells=mapped", 1024),
         ("queues=1024,doorbells=trap,doorbell-stride=64", 1024),
         ("queues=2", 2),
+        ("queues=2,profile=zns", 2),
     ] {
         assert_eq!(cautions(text), (pairs, String::new()), "{text}");
     }

@@ -185,7 +185,7 @@ pub struct SsdProfile {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZnsProfile {
-    /// Bytes from the start of a zone to that of the next: a power of two, 64K to 64G.
+    /// Bytes from the start of a zone to that of the next: a multiple of 4K, 64K to 64G. Linux takes powers of two.
     pub zone_size: Size,
     /// Those of them that can be written: a multiple of 4K.
     pub zone_capacity: Size,
@@ -457,8 +457,8 @@ impl SsdProfile {
 impl ZnsProfile {
     fn check(&self) -> Result<(), Unusable> {
         let Size(size) = self.zone_size;
-        let sound = size.is_power_of_two() && (64 << 10..=64 << 30).contains(&size);
-        let allowed = "a zone is a power of two, from 64K to 64G";
+        let sound = size.is_multiple_of(4096) && (64 << 10..=64 << 30).contains(&size);
+        let allowed = "a zone is a multiple of 4K, from 64K to 64G";
         require(sound, "zone_size", Bytes(size), allowed)?;
         let Size(capacity) = self.zone_capacity;
         let sound = capacity.is_multiple_of(4096) && (4096..=size).contains(&capacity);
@@ -628,6 +628,26 @@ mod tests {
         ] {
             assert!(text.contains(from), "{from}");
             let complaint = complaint(&text.replacen(from, to, 1));
+            assert!(complaint.contains(said), "{said}: {complaint}");
+        }
+    }
+
+    #[test]
+    fn zones_have_any_size_of_whole_pages() {
+        let text = include_str!("../../drives/zns.toml");
+        let with = |size: &str| text.replacen("\"64M\"", &format!("\"{size}\""), 1);
+        for size in ["96M", "49156K", "64G"] {
+            Profile::parse("here", &with(size)).expect(size);
+        }
+        for (size, said) in [
+            (
+                "98305K",
+                "zone_size cannot be 98305K; a zone is a multiple of 4K",
+            ),
+            ("32K", "zone_size cannot be 32K"),
+            ("32M", "zone_capacity cannot be 48M"),
+        ] {
+            let complaint = complaint(&with(size));
             assert!(complaint.contains(said), "{said}: {complaint}");
         }
     }

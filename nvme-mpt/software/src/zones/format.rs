@@ -34,7 +34,7 @@ pub struct NamespaceZones {
 /// Division of a lease into zones, in logical blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// Zone Size: from the start of a zone to that of the next, a power of two.
+    /// Zone Size: from the start of a zone to that of the next.
     pub size: u64,
     /// Zone Capacity: those of them that can be written.
     pub capacity: u64,

@@ -89,6 +89,23 @@ fn a_lease_has_whole_zones_and_its_share_of_the_resources() {
     }
 }
 
+#[test]
+fn zones_have_sizes_that_are_no_power_of_two() {
+    let odd = PROFILE.replace("\"1M\"", "\"1540K\"");
+    let drive = Zones::new(&profile(&odd), &namespace(16 << 20), None).expect("zones");
+    assert_eq!((drive.count, drive.size(), drive.blocks()), (10, 385, 3850));
+    let zone = 1540 << 10;
+    let lease = drive.lease(range(3 * zone, 7 * zone)).expect("a lease");
+    let geometry = Geometry {
+        size: 385,
+        capacity: 192,
+    };
+    assert_eq!(lease.format().geometry, geometry);
+    let refused = drive.lease(range(3 * zone, 2 << 20)).expect_err("refused");
+    let said = "length 2M of the range is not a multiple of the drive's zone size of 1540K: 1540K and 3080K are";
+    assert!(refused.to_string().contains(said), "{refused}");
+}
+
 /// A drive's file, in a folder of its own.
 fn file() -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().expect("a folder");

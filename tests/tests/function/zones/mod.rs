@@ -486,6 +486,67 @@ fn part_of_a_zone_is_not_leased() {
     lease(&host, ZONE, 3 * ZONE).unwrap();
 }
 
+#[test]
+fn zones_of_a_size_that_is_no_power_of_two_begin_where_their_guest_finds_them() {
+    // 384 blocks of 4 KiB, all of which can be written.
+    const ODD: u64 = 384;
+    let profile = PROFILE
+        .replace("\"1M\"", "\"1536K\"")
+        .replace("\"768K\"", "\"1536K\"");
+    for timing in ["", TIMING, FLASH] {
+        let options = options(&format!("{profile}{timing}"), None);
+        let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+        let setup = |first: u64, zones: u64| Setup {
+            start: first * ODD * 4096,
+            ..Setup::whole(zones * ODD * 4096)
+        };
+        let machines = [setup(0, 7), setup(7, 11)].map(|setup| host.machine(&setup));
+        let mut guests = machines.each_ref().map(attach);
+        for (tag, (_, disk)) in (1..).zip(&mut guests) {
+            for start in [2 * ODD, 5 * ODD] {
+                let whole = blocks(tag, start, ODD);
+                for (slba, part) in (start..).step_by(128).zip(whole.chunks(128 * 4096)) {
+                    disk.write(slba, part).unwrap();
+                }
+                assert_eq!(
+                    disk.zone(start).unwrap(),
+                    zone(state::FULL, start, u64::MAX)
+                );
+                let next = start + ODD;
+                let data = blocks(tag, next, 5);
+                assert_eq!(disk.append(next, &data).unwrap(), next);
+            }
+        }
+        let counts = [7, 11];
+        for ((tag, (_, disk)), count) in (1..).zip(&mut guests).zip(counts) {
+            let (found, zones) = disk.report_zones(0, 20, 0, false).unwrap();
+            assert_eq!((found, zones.len() as u64), (count, count));
+            let starts: Vec<u64> = zones.iter().map(|zone| zone.start).collect();
+            let expected: Vec<u64> = (0..count).map(|zone| zone * ODD).collect();
+            assert_eq!(starts, expected);
+            // Across a boundary.
+            let slba = 3 * ODD - 9;
+            assert_eq!(disk.read(slba, 14).unwrap(), blocks(tag, slba, 14));
+            assert_eq!(refused(disk.write(2 * ODD + 1, &[0; 4096])), ZONE_IS_FULL);
+            assert_eq!(refused(disk.zone_action(256, action::RESET)), INVALID_FIELD);
+            assert_eq!(refused(disk.zone(count * ODD)), LBA_OUT_OF_RANGE);
+        }
+        let [(_, first), (_, second)] = &mut guests;
+        first.all_zones_action(action::RESET).unwrap();
+        assert_eq!(first.report_zones(0, 20, 1, false).unwrap().0, 7);
+        assert_eq!(first.read(2 * ODD, 8).unwrap(), vec![0; 8 * 4096]);
+        let slba = 5 * ODD + 100;
+        assert_eq!(second.read(slba, 8).unwrap(), blocks(2, slba, 8));
+    }
+    let options = options(&profile, None);
+    let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
+    let refused = lease(&host, ZONE, 3 << 20).unwrap_err().to_string();
+    assert!(
+        refused.contains("zone size of 1536K: 0 and 1536K are"),
+        "{refused}"
+    );
+}
+
 /// A guest sends commands against all rules, several at a time, while another one is careful.
 #[test]
 fn a_guest_that_does_anything_with_its_zones_leaves_those_of_others_alone() {

@@ -156,8 +156,8 @@ it first [default: such a range is refused]",
         "profile",
         "PROFILE",
         "kind of software drive: nvm or ssd (timing), zns or zns-ssd (zones), kv or kv-ssd (keys and
-values), or a path with a slash to a file like those in resources/drives [default: as fast as
-it can be]",
+values), or a path with a slash to a file like those in resources/drives [default: as fast
+as it can be]",
     ),
     option(
         "faults",

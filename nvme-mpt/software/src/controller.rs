@@ -390,6 +390,9 @@ impl HostLease for SoftwareLease {
     fn wiped(&self, range: &ByteRange) {
         if let Some(zones) = &self.zones {
             zones.empty(range);
+            if let Some(model) = &self.drive.timing {
+                model.empty_zones(range.start()..range.end());
+            }
         }
     }
 

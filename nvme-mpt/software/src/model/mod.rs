@@ -133,6 +133,13 @@ impl Model {
         }
     }
 
+    /// The zones in a range of bytes are empty. A model without zones takes no note.
+    pub(crate) fn empty_zones(&self, bytes: std::ops::Range<u64>) {
+        if let Self::Zns(model) = self {
+            lock(model).empty(bytes);
+        }
+    }
+
     /// Takes up the state that a drive in a file was closed with. A model without one has none.
     pub(crate) fn restore(&self, drive: &Path) {
         if let Self::Ssd(model) = self

@@ -123,6 +123,19 @@ impl ZnsModel {
         }
     }
 
+    /// The zones that have a byte of a range are empty, however they became so.
+    pub(super) fn empty(&mut self, bytes: Range<u64>) {
+        let end = bytes.end.div_ceil(self.zone_bytes);
+        let zones = self.zones.len().min(end as usize);
+        for index in (bytes.start / self.zone_bytes) as usize..zones {
+            if let Some(&Zone { held, .. }) = self.zones.get(index) {
+                self.close(index as u32);
+                self.flash.buffer.give_back(held);
+                self.zones[index] = Zone::default();
+            }
+        }
+    }
+
     /// Commands arrive at `now`, and none before it any more.
     pub(super) fn begin(&mut self, now: u64) {
         self.link.forget(now);

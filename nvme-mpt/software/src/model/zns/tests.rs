@@ -224,6 +224,24 @@ fn zeroes_are_programmed_like_other_data() {
 }
 
 #[test]
+fn zones_that_were_wiped_are_empty() {
+    let mut model = drive(&flash());
+    model.fill([20, 20, 20].into_iter());
+    // A wipe writes zeroes to zones that are empty already, too.
+    let zeroes = work(Access::Deallocate, 3, 0, 48 * KIB);
+    assert_eq!(taken(&mut model, zeroes, 0), WRITE);
+    assert_eq!(model.open, [3]);
+    model.empty(96 * KIB..4 * 96 * KIB);
+    let written: Vec<u64> = model.zones.iter().map(|zone| zone.written / KIB).collect();
+    assert_eq!(written, [80, 0, 0, 0, 0, 0, 0, 0]);
+    assert!(model.open.is_empty());
+    // All the room is there again once the unit is programmed.
+    let write = work(Access::Write, 1, 0, 80 * KIB);
+    assert_eq!(taken(&mut model, write, 10_000_000), WRITE);
+    model.empty(0..u64::MAX);
+}
+
+#[test]
 fn blocks_that_are_in_no_zone_cost_nothing_of_the_flash() {
     let mut model = drive(&flash());
     for access in [Access::Read, Access::Write, Access::Deallocate] {

@@ -45,6 +45,8 @@ pub mod kv {
     pub const LIST: u8 = 0x06;
     pub const DELETE: u8 = 0x10;
     pub const EXIST: u8 = 0x14;
+    /// Vendor specific.
+    pub const BATCH: u8 = 0x85;
 }
 
 /// CDW12: Force Unit Access.
@@ -274,6 +276,13 @@ impl Sqe {
             .with_cdw(15, dword(12))
             .with_cdw(10, size)
             .with_cdw(11, key.len() as u32)
+    }
+
+    /// Batch, the vendor specific command on keys, of so many operations in data of so many bytes.
+    pub const fn batch(nsid: u32, operations: u8, length: u32) -> Self {
+        Self::new(kv::BATCH, nsid)
+            .with_cdw(10, length)
+            .with_cdw(11, operations as u32)
     }
 
     /// Create I/O Completion Queue. `entries` counts from one.

@@ -24,6 +24,54 @@ pub mod option {
     pub const NO_COMPRESSION: u32 = 1 << 10;
 }
 
+/// An operation of a Batch (`docs/software-drives.md`).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Operation {
+    /// Opcode of the command that does the same.
+    pub opcode: u8,
+    /// Key, of 16 bytes at most.
+    pub key: Vec<u8>,
+    /// Store options, as in dword 11 of a Store.
+    pub options: u32,
+    /// Value of a Store.
+    pub value: Vec<u8>,
+}
+
+/// Status of an operation of a Batch.
+pub mod step {
+    #![expect(missing_docs, reason = "the names say what the documentation does")]
+    pub const DONE: u8 = 0;
+    pub const KEY_DOES_NOT_EXIST: u8 = 1;
+    pub const KEY_EXISTS: u8 = 2;
+    pub const CAPACITY_EXCEEDED: u8 = 3;
+    pub const INVALID_KEY_SIZE: u8 = 4;
+    pub const INVALID_VALUE_SIZE: u8 = 5;
+    pub const INVALID: u8 = 6;
+}
+
+/// The data of a Batch: an entry of 32 bytes for each operation, then their values.
+///
+/// # Panics
+/// When a key is longer than an entry has room for.
+pub fn batch_data(operations: &[Operation]) -> Vec<u8> {
+    let mut entries = Vec::new();
+    let mut values: Vec<u8> = Vec::new();
+    for operation in operations {
+        let offset = 32 * operations.len() + values.len();
+        let mut entry = [0; 32];
+        entry[0] = operation.opcode;
+        entry[1] = operation.key.len() as u8;
+        entry[2] = (operation.options >> 8) as u8;
+        entry[4..8].copy_from_slice(&(operation.value.len() as u32).to_le_bytes());
+        entry[8..8 + operation.key.len()].copy_from_slice(&operation.key);
+        entry[24..28].copy_from_slice(&(offset as u32).to_le_bytes());
+        entries.extend(entry);
+        values.extend(&operation.value);
+    }
+    entries.extend(values);
+    entries
+}
+
 /// A namespace's own description (section 4.1.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Namespace {
@@ -219,6 +267,23 @@ impl KeyValues {
     pub fn delete(&mut self, key: &[u8]) -> Result<()> {
         let sqe = Sqe::key_value(kv::DELETE, self.nsid, key, 0);
         self.command(sqe).map(drop)
+    }
+
+    /// Carries out 8 operations at most. Returns the status of each.
+    ///
+    /// # Errors
+    /// As [`KeyValues::command`].
+    ///
+    /// # Panics
+    /// When a key is longer than an operation has room for.
+    pub fn batch(&mut self, operations: &[Operation]) -> Result<Vec<u8>> {
+        let bytes = batch_data(operations);
+        let (data, offset, prepared) = self.transfer.prepare(&self.memory, bytes.len())?;
+        data.write(offset, &bytes);
+        let sqe = Sqe::batch(self.nsid, operations.len() as u8, bytes.len() as u32);
+        let cqe = self.command(sqe.with_data(prepared.pointer))?;
+        let status = |index| (cqe.dw0() >> (4 * index)) as u8 & 0xF;
+        Ok((0..operations.len()).map(status).collect())
     }
 
     /// Keys from one on, or from the first one for an empty key, as many as `room` bytes hold.

@@ -48,6 +48,78 @@ command! {
     }
 }
 
+command! {
+    /// Batch, a vendor specific command: Stores, Deletes and Exists that are carried out together. Its data begins with a
+    /// [`BatchOperation`] for each, and holds their values. Dword 0 of its completion has a [`StepStatus`] for each.
+    pub struct Batch {
+        /// Bytes of its data.
+        length: u32 = cdw10[31:0];
+        /// Number of operations.
+        count: u8 = cdw11[7:0];
+    }
+}
+
+impl Batch {
+    /// Most operations: dword 0 of the completion has room for the status of as many.
+    pub const OPERATIONS_MAX: u8 = 8;
+
+    /// Bits of an operation's status in dword 0 of the completion, the first operation's in the lowest.
+    pub const STATUS_BITS: u32 = 4;
+}
+
+bit_field! {
+    /// Options of a Store in a [`Batch`]: those of [`Store`], in the same order.
+    pub struct StoreOptions(u8) {
+        /// The key is there already, or nothing is stored.
+        must_exist / with_must_exist: bool [0];
+        /// The key is not there yet, or nothing is stored.
+        must_not_exist / with_must_not_exist: bool [1];
+        /// The value is not to be compressed.
+        no_compression / with_no_compression: bool [2];
+    }
+}
+
+/// Operation of a [`Batch`].
+#[repr(C)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+pub struct BatchOperation {
+    /// Opcode of the command that does the same: Store, Delete or Exist.
+    pub opcode: u8,
+    /// Key Length, in bytes.
+    pub key_length: u8,
+    /// Options of a Store.
+    pub options: StoreOptions,
+    /// Reserved.
+    pub rsvd3: u8,
+    /// Value Size of a Store, in bytes.
+    pub value_size: u32,
+    /// Key, from its first byte on.
+    pub key: [u8; KEY_LENGTH_MAX],
+    /// Place of a Store's value, in bytes from the start of the Batch's data.
+    pub value_offset: u32,
+    /// Reserved.
+    pub rsvd28: u32,
+}
+
+const _: () = assert!(size_of::<BatchOperation>() == 32);
+const _: () = assert!(offset_of!(BatchOperation, key) == 8);
+const _: () = assert!(offset_of!(BatchOperation, value_offset) == 24);
+
+open_enum! {
+    /// Status of an operation of a [`Batch`], in [`Batch::STATUS_BITS`] bits.
+    pub struct StepStatus(u8) {
+        DONE = 0, "Done";
+        KEY_DOES_NOT_EXIST = 1, "Key Does Not Exist";
+        KEY_EXISTS = 2, "Key Exists";
+        CAPACITY_EXCEEDED = 3, "Capacity Exceeded";
+        INVALID_KEY_SIZE = 4, "Invalid Key Size";
+        INVALID_VALUE_SIZE = 5, "Invalid Value Size";
+        INVALID = 6, "Invalid Opcode or options";
+    }
+}
+
 /// Longest key, in bytes (KV 1.0, section 2.1).
 pub const KEY_LENGTH_MAX: usize = 16;
 
@@ -279,6 +351,27 @@ mod tests {
         let sorted = [&b""[..], b"a", b"a\0", b"ab", b"abc", b"b", b"\xff"].map(key);
         assert_eq!(keys, sorted);
         assert_eq!(Key::new(&[0; 17]), None);
+    }
+
+    #[test]
+    fn an_operation_of_a_batch_is_laid_out_as_documented() {
+        let operation = BatchOperation {
+            opcode: KvOpcode::STORE.0,
+            key_length: 3,
+            options: StoreOptions::default().with_must_not_exist(true),
+            value_size: 0x1234,
+            key: *b"abc\0\0\0\0\0\0\0\0\0\0\0\0\0",
+            value_offset: 0x20,
+            ..BatchOperation::default()
+        };
+        assert_eq!(
+            operation.as_bytes(),
+            b"\x01\x03\x02\0\x34\x12\0\0abc\0\0\0\0\0\0\0\0\0\0\0\0\0\x20\0\0\0\0\0\0\0"
+        );
+        let mut sqe = Sqe::new(KvOpcode::BATCH.0);
+        let (length, count) = (4096, 8);
+        Batch { length, count }.write_to(&mut sqe);
+        assert_eq!((sqe.cdw10, sqe.cdw11), (4096, 8));
     }
 
     #[test]

@@ -68,6 +68,8 @@ open_enum! {
         LIST = 0x06, "List";
         DELETE = 0x10, "Delete";
         EXIST = 0x14, "Exist";
+        /// Vendor specific: several operations in one command ([`Batch`](crate::key_value::Batch)).
+        BATCH = 0x85, "Batch";
     }
 }
 
@@ -113,6 +115,7 @@ mod tests {
         assert_eq!(of(KvOpcode::STORE.0), DataTransfer::HostToController);
         assert_eq!(of(KvOpcode::LIST.0), DataTransfer::ControllerToHost);
         assert_eq!(of(KvOpcode::EXIST.0), DataTransfer::None);
+        assert_eq!(of(KvOpcode::BATCH.0), DataTransfer::HostToController);
         assert_eq!(of(AdminOpcode::IDENTIFY.0), DataTransfer::ControllerToHost);
         assert_eq!(
             of(AdminOpcode::DOORBELL_BUFFER_CONFIG.0),

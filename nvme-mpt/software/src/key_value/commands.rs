@@ -7,7 +7,7 @@ use nvme_mpt::shadow::{
     CommandSet, CompletedCommand, Failure, NvmCommands, Traffic, Translator, Untranslated, location,
 };
 use nvme_mpt::spec::ids::Nsid;
-use nvme_mpt::spec::key_value::{Key, KeyList, List, Retrieve, Store};
+use nvme_mpt::spec::key_value::{Batch, BatchOperation, Key, KeyList, List, Retrieve, Store};
 use nvme_mpt::spec::opcode::KvOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
@@ -46,13 +46,16 @@ impl CommandSet for KeyValueCommands {
     fn is_repeatable(guest: &Sqe) -> bool {
         match KvOpcode(guest.opcode()) {
             KvOpcode::STORE => !Store::from(guest).must_not_exist,
-            KvOpcode::DELETE => false,
+            KvOpcode::DELETE | KvOpcode::BATCH => false,
             _ => true,
         }
     }
 
     /// Store and Retrieve have the opcodes of Write and Read. A value may be smaller than the host's buffer.
     fn traffic(completed: &CompletedCommand) -> Traffic {
+        if completed.opcode.0 == KvOpcode::BATCH.0 {
+            return Traffic::Written(completed.bytes);
+        }
         match NvmCommands::traffic(completed) {
             Traffic::Read(bytes) => Traffic::Read(bytes.min(completed.dw0)),
             other => other,
@@ -81,13 +84,15 @@ fn translate_command(
         | KvOpcode::RETRIEVE
         | KvOpcode::LIST
         | KvOpcode::DELETE
-        | KvOpcode::EXIST => {
+        | KvOpcode::EXIST
+        | KvOpcode::BATCH => {
             translator.check_common(guest)?;
             translator.begin(host, opcode.0, slot);
             match opcode {
                 KvOpcode::STORE => store(translator, guest, slot, host),
                 KvOpcode::RETRIEVE => retrieve(translator, guest, slot, host),
                 KvOpcode::LIST => list(translator, guest, slot, host),
+                KvOpcode::BATCH => batch(translator, guest, slot, host),
                 KvOpcode::DELETE | KvOpcode::EXIST => {
                     key(guest)?.write_to(host);
                     Ok(0)
@@ -164,6 +169,32 @@ fn list(
         guest,
         command.hbs,
         Direction::ToGuest,
+        slot,
+        host,
+    )
+}
+
+/// The operations are in the guest's memory, and are looked at once they are copied.
+fn batch(
+    translator: &mut Translator,
+    guest: &Sqe,
+    slot: u16,
+    host: &mut Sqe,
+) -> Result<u32, Failure> {
+    let command = Batch::from(guest);
+    if !(1..=Batch::OPERATIONS_MAX).contains(&command.count) {
+        return Err(Failure::at(Status::INVALID_FIELD, location::CDW11));
+    }
+    let least = usize::from(command.count) * size_of::<BatchOperation>();
+    if (command.length as usize) < least {
+        return Err(Failure::at(Status::INVALID_FIELD, location::CDW10));
+    }
+    command.write_to(host);
+    value(
+        translator,
+        guest,
+        command.length,
+        Direction::FromGuest,
         slot,
         host,
     )

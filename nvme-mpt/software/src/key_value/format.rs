@@ -14,13 +14,14 @@ use zerocopy::FromZeros;
 use super::pairs::PAIR_BYTES;
 
 /// Commands of the command set.
-pub(super) const COMMANDS: [IoCommand; 6] = [
+pub(super) const COMMANDS: [IoCommand; 7] = [
     IoCommand::reading(KvOpcode::FLUSH.0),
     IoCommand::writing(KvOpcode::STORE.0),
     IoCommand::reading(KvOpcode::RETRIEVE.0),
     IoCommand::reading(KvOpcode::LIST.0),
     IoCommand::writing(KvOpcode::DELETE.0),
     IoCommand::reading(KvOpcode::EXIST.0),
+    IoCommand::writing(KvOpcode::BATCH.0),
 ];
 
 /// Facts that the function enters into Identify Namespace.

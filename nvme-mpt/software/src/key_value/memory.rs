@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::PoisonError;
 
-use super::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, change};
+use super::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, carry_out, change};
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::spec::key_value::Key;
 
@@ -29,6 +29,7 @@ impl MemorySpace {
         let result = match request {
             Request::Query(query) => answer(pairs, query),
             Request::Change(asked) => change(pairs, usage, capacity, asked),
+            Request::Batch(steps) => carry_out(pairs, usage, capacity, steps),
         };
         match result {
             Ok(reply) => reply,

@@ -1,6 +1,6 @@
 //! Drives of keys and values: the Key Value Command Set over memory or a file.
 //!
-//! `format` describes a namespace to its guest. `pairs` is what commands do, `memory` and `file` are where pairs are
+//! `format` describes a namespace to its guest. `pairs` is what commands do, `batch` has several of them in one, `memory` and `file` are where pairs are
 //! kept, `queue` takes commands and moves values. A lease has a key space of its own, and a capacity; the two have a name in common, which
 //! is where the lease starts in the drive. `pace` holds completions back where the profile has a timing.
 //!
@@ -11,6 +11,7 @@
 //! A Retrieve or List whose memory the VMM takes away meanwhile fails with Data Transfer Error: its address is
 //! resolved when the reply is there.
 
+mod batch;
 mod commands;
 #[cfg_attr(
     not(feature = "key-value-files"),

@@ -59,14 +59,18 @@ impl<C: Clock> Pace<C> {
     }
 
     /// Holds a completion until its work is done, which the drive has only then.
-    pub(super) fn hold(&mut self, completion: HostCompletion, work: &[KvWork]) {
+    pub(super) fn hold<'a>(
+        &mut self,
+        completion: HostCompletion,
+        work: impl IntoIterator<Item = &'a KvWork>,
+    ) {
         let HostCompletion { slot, status, dw0 } = completion;
         let Some(waiting) = self.waiting.get_mut(usize::from(slot)) else {
             return;
         };
         waiting.dw0 = dw0;
         let RoundedUp(arrived) = waiting.arrived;
-        let due = work.iter().map(|work| self.model.due(*work, arrived));
+        let due = work.into_iter().map(|work| self.model.due(*work, arrived));
         let due = due.max().unwrap_or(arrived);
         self.held.hold(slot, status, RoundedUp(due));
     }
@@ -190,6 +194,25 @@ mod tests {
         };
         pace.hold(completion, &[]);
         assert_eq!(release(&mut pace), [(2, 0)]);
+    }
+
+    #[test]
+    fn a_batch_is_complete_when_its_last_step_is() {
+        let (clock, mut pace) = pace();
+        pace.arrive(0..1);
+        let work = [(KvAccess::Store, 4000), (KvAccess::Exist, 0)];
+        let work = work.map(|(access, bytes)| KvWork { access, bytes });
+        let (status, dw0) = (Status::SUCCESS, 0x10);
+        let completion = HostCompletion {
+            slot: 0,
+            status,
+            dw0,
+        };
+        pace.hold(completion, &work);
+        clock.0.update(|now| now + 33_999);
+        assert!(release(&mut pace).is_empty());
+        clock.0.update(|now| now + 1);
+        assert_eq!(release(&mut pace), [(0, 0x10)]);
     }
 
     #[test]

@@ -1,7 +1,10 @@
 //! Effects of the Key Value Command Set's commands on the pairs of a key space, wherever those are.
 
-use nvme_mpt::spec::key_value::{Key, KeyList};
+use nvme_mpt::spec::key_value::{Batch, Key, KeyList, StepStatus};
 use nvme_mpt::spec::status::Status;
+
+use super::batch;
+use crate::model::{KvAccess, KvWork};
 
 /// Bytes of a capacity that a pair takes besides its value: the key, and its overhead.
 pub(super) const PAIR_BYTES: u64 = 64;
@@ -23,6 +26,30 @@ pub(super) struct Usage {
 pub(super) enum Request {
     Query(Query),
     Change(Change),
+    /// Steps that are carried out together, or the status of those that cannot be.
+    Batch(Vec<Result<Step, StepStatus>>),
+}
+
+/// Step of a batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Change(Change),
+    /// Asks whether a key is there.
+    Exist {
+        key: Key,
+    },
+}
+
+impl Step {
+    /// Returns the work that a drive has with it.
+    fn work(&self) -> KvWork {
+        let (access, bytes) = match self {
+            Self::Change(Change::Store { value, .. }) => (KvAccess::Store, value.len() as u64),
+            Self::Change(Change::Delete { .. }) => (KvAccess::Delete, 0),
+            Self::Exist { .. } => (KvAccess::Exist, 0),
+        };
+        KvWork { access, bytes }
+    }
 }
 
 /// Request that changes nothing.
@@ -64,6 +91,8 @@ pub(super) struct Reply {
     pub(super) dw0: u32,
     /// Data for the host, if it has as much room.
     pub(super) data: Vec<u8>,
+    /// The work of the steps of a batch.
+    pub(super) steps: Vec<KvWork>,
 }
 
 impl Reply {
@@ -76,6 +105,7 @@ impl Reply {
             status,
             dw0: 0,
             data: Vec::new(),
+            steps: Vec::new(),
         }
     }
 }
@@ -138,6 +168,31 @@ fn sized(value: usize) -> Reply {
         dw0: value as u32,
         ..Reply::DONE
     }
+}
+
+/// Carries out the steps of a batch in their order. One that fails leaves the others as they are.
+pub(super) fn carry_out<P: PairsMut>(
+    pairs: &mut P,
+    usage: &mut Usage,
+    capacity: u64,
+    steps: Vec<Result<Step, StepStatus>>,
+) -> Result<Reply, P::Error> {
+    let mut reply = Reply::DONE;
+    for (step, index) in steps.into_iter().zip(0..) {
+        let StepStatus(status) = match step {
+            Ok(step) => {
+                reply.steps.push(step.work());
+                let ended = match step {
+                    Step::Change(asked) => change(pairs, usage, capacity, asked)?,
+                    Step::Exist { key } => answer(pairs, Query::Exist { key })?,
+                };
+                batch::status_of(ended.status)
+            }
+            Err(status) => status,
+        };
+        reply.dw0 |= u32::from(status) << (Batch::STATUS_BITS * index);
+    }
+    Ok(reply)
 }
 
 /// Makes a change to pairs that use some of a capacity.

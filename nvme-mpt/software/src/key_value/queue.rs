@@ -9,17 +9,18 @@ use std::sync::Arc;
 use log::{error, warn};
 
 use super::KeyValueCommands;
+use super::batch;
 use super::file::{Asked, FilePairs, Mailbox};
 use super::memory::MemorySpace;
 use super::pace::Pace;
 use super::pairs::{Change, Presence, Query, Reply, Request};
-use super::{KeySpace, SpaceHome};
+use super::{KeySpace, NamespaceKeys, SpaceHome};
 use crate::looks::{LOOK, LOST, Looks, OVERDUE};
 use crate::model::{KvAccess, KvWork};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
-use nvme_mpt::spec::key_value::{Key, List, Retrieve, Store};
+use nvme_mpt::spec::key_value::{Batch, Key, List, Retrieve, Store};
 use nvme_mpt::spec::opcode::KvOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
@@ -31,7 +32,7 @@ const BYTES_ON_THE_WAY: usize = 4 << 20;
 /// A queue of a key space.
 #[derive(Debug)]
 pub struct KeyValueQueue {
-    capacity: u64,
+    format: NamespaceKeys,
     lane: Lane,
     /// Commands that were submitted and not rung in.
     arriving: Vec<Sqe>,
@@ -52,7 +53,7 @@ impl Ended {
         let completion = complete(sqe, reply, memory);
         match &mut self.pace {
             None => self.completed.push(completion),
-            Some(pace) => pace.hold(completion, work(sqe, reply).as_slice()),
+            Some(pace) => pace.hold(completion, work(sqe, reply).iter().chain(&reply.steps)),
         }
     }
 }
@@ -153,7 +154,7 @@ impl KeyValueQueue {
             }),
         };
         Ok(Self {
-            capacity: keys.format.capacity,
+            format: keys.format,
             lane,
             arriving: Vec::with_capacity(room),
             ended: Ended {
@@ -166,7 +167,7 @@ impl KeyValueQueue {
 
 impl FileLane {
     /// Hands requests over to the thread while there is room for what they move.
-    fn advance(&mut self, capacity: u64, memory: HostMemory<'_>, ended: &mut Ended) {
+    fn advance(&mut self, format: &NamespaceKeys, memory: HostMemory<'_>, ended: &mut Ended) {
         let mut asked = Vec::new();
         while let Some(sqe) = self.waiting.front() {
             let bytes = bytes_of(sqe);
@@ -176,7 +177,7 @@ impl FileLane {
             let Some(sqe) = self.waiting.pop_front() else {
                 break;
             };
-            match request(&sqe, memory) {
+            match request(&sqe, format, memory) {
                 Ok(Some(request)) => {
                     let slot = sqe.cid().0;
                     let Some(place) = self.asked.get_mut(usize::from(slot)) else {
@@ -187,7 +188,7 @@ impl FileLane {
                     asked.push(Asked {
                         mailbox: self.mailbox.clone(),
                         slot,
-                        capacity,
+                        capacity: format.capacity,
                         request,
                     });
                 }
@@ -247,14 +248,27 @@ impl FileLane {
 fn bytes_of(sqe: &Sqe) -> usize {
     // Those with data have its length in the same place.
     let data = match KvOpcode(sqe.opcode()) {
-        KvOpcode::STORE | KvOpcode::RETRIEVE | KvOpcode::LIST => Retrieve::from(sqe).hbs,
+        KvOpcode::STORE | KvOpcode::RETRIEVE | KvOpcode::LIST | KvOpcode::BATCH => {
+            Retrieve::from(sqe).hbs
+        }
         _ => 0,
     };
     data as usize + size_of::<Asked>()
 }
 
 /// Returns the request of a command; nothing if it is complete.
-fn request(sqe: &Sqe, memory: HostMemory<'_>) -> Result<Option<Request>, Status> {
+fn request(
+    sqe: &Sqe,
+    format: &NamespaceKeys,
+    memory: HostMemory<'_>,
+) -> Result<Option<Request>, Status> {
+    if KvOpcode(sqe.opcode()) == KvOpcode::BATCH {
+        let Batch { length, count } = Batch::from(sqe);
+        // The guest may write to it meanwhile, so it is looked at here.
+        let data = fetch(sqe, length, memory)?;
+        let steps = batch::steps(&data, count, format.value_bytes_max)?;
+        return Ok(Some(Request::Batch(steps)));
+    }
     let key = Key::of(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
     Ok(Some(match KvOpcode(sqe.opcode()) {
         // The effect of a completed command is durable, or ends with the process.
@@ -292,7 +306,7 @@ fn request(sqe: &Sqe, memory: HostMemory<'_>) -> Result<Option<Request>, Status>
     }))
 }
 
-/// Returns the work of a command that ended with a reply; nothing if the drive has none with it.
+/// Returns the work of a command that ended with a reply; nothing if the drive has none with it, or with its steps alone.
 fn work(sqe: &Sqe, reply: &Reply) -> Option<KvWork> {
     let (access, bytes) = match KvOpcode(sqe.opcode()) {
         KvOpcode::STORE => (KvAccess::Store, Store::from(sqe).vs.into()),
@@ -360,7 +374,7 @@ impl HostBatch for &mut KeyValueQueue {
 
     fn ring(self, memory: HostMemory<'_>) {
         let KeyValueQueue {
-            capacity,
+            format,
             lane,
             arriving,
             ended,
@@ -371,8 +385,8 @@ impl HostBatch for &mut KeyValueQueue {
         match lane {
             Lane::Memory(space) => {
                 for sqe in arriving.drain(..) {
-                    let reply = match request(&sqe, memory) {
-                        Ok(Some(request)) => space.execute(request, *capacity),
+                    let reply = match request(&sqe, format, memory) {
+                        Ok(Some(request)) => space.execute(request, format.capacity),
                         Ok(None) => Reply::DONE,
                         Err(status) => Reply::of(status),
                     };
@@ -381,7 +395,7 @@ impl HostBatch for &mut KeyValueQueue {
             }
             Lane::File(lane) => {
                 lane.waiting.extend(arriving.drain(..));
-                lane.advance(*capacity, memory, ended);
+                lane.advance(format, memory, ended);
             }
         }
     }
@@ -400,7 +414,7 @@ impl HostQueue for KeyValueQueue {
         if let Lane::File(lane) = &mut self.lane {
             if lane.mailbox.has_replies() {
                 lane.take_replies(memory, &mut self.ended);
-                lane.advance(self.capacity, memory, &mut self.ended);
+                lane.advance(&self.format, memory, &mut self.ended);
             }
             lane.look();
         }

@@ -13,7 +13,7 @@ use nvme_mpt_tests::command::{DataPointer, Sqe, admin, io, kv};
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::identify::cns;
-use nvme_mpt_tests::key_value::{CSI, KeyValues, Namespace, option};
+use nvme_mpt_tests::key_value::{CSI, KeyValues, Namespace, Operation, batch_data, option, step};
 use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::registers::{CC_CSS_ALL, CC_CSS_NVM};
 use nvme_mpt_tests::status::{
@@ -463,6 +463,124 @@ fn a_queue_takes_more_than_it_has_on_the_way_at_once() {
     for (number, (data, _)) in (0..).zip(&buffers) {
         assert!(data.to_vec(0, LEN) == value(number, LEN));
     }
+}
+
+fn store(key: &[u8], value: Vec<u8>, options: u32) -> Operation {
+    Operation {
+        opcode: kv::STORE,
+        key: key.to_vec(),
+        options,
+        value,
+    }
+}
+
+fn on_key(opcode: u8, key: &[u8]) -> Operation {
+    Operation {
+        opcode,
+        ..store(key, Vec::new(), 0)
+    }
+}
+
+#[test]
+fn operations_of_a_batch_are_carried_out_in_their_order_and_each_has_its_status() {
+    let (_file, in_file) = file_host();
+    for host in [host(DRIVE), in_file] {
+        let machine = host.machine(&Setup::nth(1));
+        let (mut controller, mut pairs) = attach(&machine);
+        let found = pairs.batch(&[
+            store(b"a", value(1, 9000), option::MUST_NOT_EXIST),
+            store(b"a", value(2, 10), option::MUST_NOT_EXIST),
+            store(b"b", value(3, 0), 0),
+            on_key(kv::EXIST, b"b"),
+            on_key(kv::DELETE, b"b"),
+            on_key(kv::EXIST, b"b"),
+            store(b"c", value(4, 70), option::MUST_EXIST),
+            store(b"0123456789abcdef", value(5, 70), 0),
+        ]);
+        use step::{DONE, KEY_DOES_NOT_EXIST, KEY_EXISTS};
+        let expected = [
+            DONE,
+            KEY_EXISTS,
+            DONE,
+            DONE,
+            DONE,
+            KEY_DOES_NOT_EXIST,
+            KEY_DOES_NOT_EXIST,
+            DONE,
+        ];
+        assert_eq!(found.unwrap(), expected);
+        assert_eq!(pairs.retrieve(b"a", 9000).unwrap().0, value(1, 9000));
+        let keys = [&b"0123456789abcdef"[..], b"a"];
+        assert_eq!(pairs.list(b"", 4096).unwrap(), keys);
+        let namespace = KeyValues::namespace(&mut controller, 1).unwrap();
+        assert_eq!(namespace.used, 64 + 9024 + 64 + 128);
+        // What is wrong with an operation is its own.
+        let found = pairs.batch(&[
+            on_key(kv::DELETE, b""),
+            on_key(kv::RETRIEVE, b"a"),
+            store(
+                b"d",
+                value(1, 1),
+                option::MUST_EXIST | option::MUST_NOT_EXIST,
+            ),
+            on_key(kv::EXIST, b"a"),
+        ]);
+        let expected = [step::INVALID_KEY_SIZE, step::INVALID, step::INVALID, DONE];
+        assert_eq!(found.unwrap(), expected);
+    }
+}
+
+#[test]
+fn a_batch_that_is_none_changes_nothing() {
+    let host = host(DRIVE);
+    let machine = host.machine(&Setup::nth(1));
+    let (_controller, mut pairs) = attach(&machine);
+    let data = machine.memory.alloc(8192).unwrap();
+    let pointer = prp::buffer(&data, 0, 4096).unwrap().pointer;
+    let whole = batch_data(&[store(b"a", value(1, 100), 0), store(b"b", value(1, 100), 0)]);
+    let mut status = |bytes: &[u8], count, length| {
+        data.write(0, bytes);
+        let sqe = Sqe::batch(1, count, length).with_data(pointer);
+        status(&mut pairs.queue, sqe)
+    };
+    for (count, length) in [
+        (0, 264),
+        (9, 4096),
+        (255, 4096),
+        (2, 0),
+        (2, 63),
+        // The second value ends beyond the data.
+        (2, 263),
+        (2, 2 << 20),
+    ] {
+        assert_eq!(
+            status(&whole, count, length),
+            INVALID_FIELD,
+            "{count} {length}"
+        );
+    }
+    // Two values that lie in each other are more than the data.
+    let mut shared = whole.clone();
+    for operation in [0, 32] {
+        shared[operation + 4..operation + 8].copy_from_slice(&200_u32.to_le_bytes());
+        shared[operation + 24..operation + 28].copy_from_slice(&64_u32.to_le_bytes());
+    }
+    assert_eq!(status(&shared, 2, 264), INVALID_FIELD);
+    let nowhere = Sqe::batch(1, 2, 264).with_data(DataPointer::prp(NOWHERE, 0));
+    assert_eq!(
+        pairs
+            .queue
+            .submit_and_wait(nowhere, HANG)
+            .unwrap()
+            .status()
+            .code(),
+        DATA_TRANSFER_ERROR
+    );
+    assert!(pairs.list(b"", 4096).unwrap().is_empty());
+    let sqe = Sqe::batch(1, 2, 264).with_data(pointer);
+    data.write(0, &whole);
+    pairs.command(sqe).unwrap();
+    assert_eq!(pairs.list(b"", 4096).unwrap(), [b"a", b"b"]);
 }
 
 #[test]

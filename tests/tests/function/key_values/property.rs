@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 
 use nvme_mpt_tests::Error;
+use nvme_mpt_tests::command::kv;
 use nvme_mpt_tests::disk::Transfer;
 use nvme_mpt_tests::doorbell::DoorbellMode;
-use nvme_mpt_tests::key_value::{KeyValues, option};
+use nvme_mpt_tests::key_value::{KeyValues, Operation, option, step as step_status};
 use nvme_mpt_tests::registers::CC_CSS_ALL;
 use nvme_mpt_tests::status::{CAPACITY_EXCEEDED, KEY_DOES_NOT_EXIST, KEY_EXISTS, SUCCESS};
 use proptest::prelude::*;
@@ -38,7 +39,7 @@ fn steps() -> impl Strategy<Value = Step> {
         (200..5000_usize, 2..30_usize)
             .prop_map(|(piece, per_segment)| Transfer::Sgl { piece, per_segment }),
     ];
-    (0..12_u8, key, size, options, transfer).prop_map(|(command, key, size, options, transfer)| {
+    (0..14_u8, key, size, options, transfer).prop_map(|(command, key, size, options, transfer)| {
         Step {
             command,
             key,
@@ -116,6 +117,43 @@ fn step(
                 None => KEY_DOES_NOT_EXIST,
             };
             prop_assert_eq!(code(&result), expected);
+        }
+        12.. => {
+            // A store, and what comes of it.
+            let operation = |opcode, value| Operation {
+                opcode,
+                key: key.clone(),
+                options: 0,
+                value,
+            };
+            let bytes = value(tag, *size);
+            let used: u64 = model.values().map(|value| footprint(value)).sum();
+            let left = used - there.map_or(0, |value| footprint(value));
+            let fits = left + footprint(&bytes) <= CAPACITY;
+            let (missing, done) = (step_status::KEY_DOES_NOT_EXIST, step_status::DONE);
+            let exists = |is_there: bool| if is_there { done } else { missing };
+            let before = exists(there.is_some());
+            let after = exists(there.is_some() || fits);
+            let deletes = size % 2 == 0;
+            let last = if deletes { kv::DELETE } else { kv::EXIST };
+            let found = pairs.batch(&[
+                operation(kv::EXIST, Vec::new()),
+                operation(kv::STORE, bytes.clone()),
+                operation(last, Vec::new()),
+                operation(kv::EXIST, Vec::new()),
+            ]);
+            let stored = match fits {
+                true => done,
+                false => step_status::CAPACITY_EXCEEDED,
+            };
+            let at_last = if deletes { missing } else { after };
+            prop_assert_eq!(found.unwrap(), [before, stored, after, at_last]);
+            if fits {
+                model.insert(key.clone(), bytes);
+            }
+            if deletes {
+                model.remove(key);
+            }
         }
         _ => {
             let room = 4 + size % 200;

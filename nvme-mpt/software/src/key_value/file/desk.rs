@@ -9,7 +9,7 @@ use std::sync::{Arc, PoisonError};
 use log::error;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use crate::key_value::pairs::{Change, Query, Reply, Request};
+use crate::key_value::pairs::{Change, Query, Reply, Request, Step};
 use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
 
 /// Most requests on one key space in a transaction, and bytes that they move after which no more of them
@@ -36,6 +36,13 @@ impl Asked {
             Request::Change(Change::Store { value, .. }) => value.len(),
             Request::Query(Query::Retrieve { room, .. } | Query::List { room, .. }) => *room,
             Request::Change(Change::Delete { .. }) | Request::Query(Query::Exist { .. }) => 0,
+            Request::Batch(steps) => steps
+                .iter()
+                .map(|step| match step {
+                    Ok(Step::Change(Change::Store { value, .. })) => value.len(),
+                    _ => 0,
+                })
+                .sum(),
         }
     }
 }

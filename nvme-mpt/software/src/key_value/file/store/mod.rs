@@ -14,7 +14,7 @@ use redb::{
 use super::Usages;
 use super::desk::Asked;
 use super::synced::Synced;
-use crate::key_value::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, change};
+use crate::key_value::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, carry_out, change};
 use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, Key};
 use nvme_mpt::spec::status::Status;
 
@@ -116,7 +116,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
         let database = self.database.insert(database);
         let changes = requests
             .iter()
-            .any(|(_, _, request)| matches!(request, Request::Change(_)));
+            .any(|(_, _, request)| !matches!(request, Request::Query(_)));
         if changes {
             let transaction = database.begin_write()?;
             return change_all(transaction, requests, &self.usages);
@@ -148,18 +148,18 @@ fn change_all(
                 let table = &table;
                 answer(&Space { table, name }, query)?
             }
-            Request::Change(asked) => {
+            asked => {
                 let mut usage_now = match changed.get(&name) {
                     Some(usage) => *usage,
                     None => usages.get(name),
                 };
                 let table = &mut table;
-                let reply = change(
-                    &mut SpaceMut { table, name },
-                    &mut usage_now,
-                    capacity,
-                    asked,
-                )?;
+                let (space, usage) = (&mut SpaceMut { table, name }, &mut usage_now);
+                let reply = match asked {
+                    Request::Query(query) => answer(space, query)?,
+                    Request::Change(asked) => change(space, usage, capacity, asked)?,
+                    Request::Batch(steps) => carry_out(space, usage, capacity, steps)?,
+                };
                 if reply.status.is_success() {
                     changed.insert(name, usage_now);
                 }

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::key_value::file::desk::Mailbox;
-use crate::key_value::pairs::{Change, Query};
+use crate::key_value::pairs::{Change, Query, Step};
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
 /// Something that was done to a disk since it was last synced.
@@ -197,6 +197,18 @@ fn requests(changes: &Changes) -> Vec<Request> {
     requests.collect()
 }
 
+/// The same changes as steps of a batch, if they are to be one.
+fn together(as_one: bool, requests: Vec<Request>) -> Vec<Request> {
+    if !as_one {
+        return requests;
+    }
+    let steps = requests.into_iter().map(|request| match request {
+        Request::Change(asked) => Ok(Step::Change(asked)),
+        other => panic!("no change: {other:?}"),
+    });
+    vec![Request::Batch(steps.collect())]
+}
+
 fn apply(model: &mut BTreeMap<u8, Vec<u8>>, changes: &Changes) {
     for (number, value) in changes {
         match value {
@@ -223,12 +235,13 @@ proptest! {
         last in prop::collection::vec((0..8_u8, prop::option::weighted(0.7, (any::<u8>(), 0..20_000_usize))), 1..6),
         chances in prop::collection::vec(any::<bool>(), 64),
         failing in 0..12_usize,
+        as_one in any::<bool>(),
     ) {
         let disk = Disk::default();
         let (mut store, _) = open(&disk);
         let mut model = BTreeMap::new();
         for changes in &batches {
-            for reply in carry_out(&mut store, 5, requests(changes)) {
+            for reply in carry_out(&mut store, 5, together(as_one, requests(changes))) {
                 let status = reply.status;
                 prop_assert!(status.is_success() || status == Status::KV_KEY_DOES_NOT_EXIST);
             }
@@ -242,7 +255,7 @@ proptest! {
 
         // The power fails while the last ones are carried out: after some of its writes.
         disk.lock().writes_left = Some(failing);
-        let replies = carry_out(&mut store, 5, requests(&last));
+        let replies = carry_out(&mut store, 5, together(as_one, requests(&last)));
         let mut changed = model.clone();
         apply(&mut changed, &last);
         let done = replies.iter().all(|reply| reply.status != Status::UNRECOVERED_ERROR);

@@ -1,0 +1,212 @@
+//! Batch, a vendor specific command: several operations on keys in one command.
+//!
+//! The operations are carried out in their order, with no other command in between. One that fails leaves the others as
+//! they are. Each has its status in dword 0 of the completion.
+
+use super::pairs::{Change, Presence, Step};
+use nvme_mpt::spec::key_value::{Batch, BatchOperation, Key, StepStatus};
+use nvme_mpt::spec::opcode::KvOpcode;
+use nvme_mpt::spec::status::Status;
+use zerocopy::FromBytes;
+
+/// Returns the steps of a Batch with so many operations, whose data a guest wrote. Those that cannot be carried out are
+/// their status.
+///
+/// # Errors
+/// Invalid Field if the data is not that of a Batch; nothing of it is carried out then.
+pub(super) fn steps(
+    data: &[u8],
+    count: u8,
+    value_bytes_max: u32,
+) -> Result<Vec<Result<Step, StepStatus>>, Status> {
+    let mut operations = data;
+    let mut bytes = 0;
+    (0..count.min(Batch::OPERATIONS_MAX))
+        .map(|_| {
+            let (operation, rest) = BatchOperation::read_from_prefix(operations)
+                .map_err(|_too_short| Status::INVALID_FIELD)?;
+            operations = rest;
+            if KvOpcode(operation.opcode) == KvOpcode::STORE {
+                // Values that share their bytes would be more memory than the data is.
+                bytes += u64::from(operation.value_size);
+            }
+            if bytes > data.len() as u64 {
+                return Err(Status::INVALID_FIELD);
+            }
+            step(&operation, data, value_bytes_max)
+        })
+        .collect()
+}
+
+fn step(
+    operation: &BatchOperation,
+    data: &[u8],
+    value_bytes_max: u32,
+) -> Result<Result<Step, StepStatus>, Status> {
+    let opcode = KvOpcode(operation.opcode);
+    // The value's place is that of the guest's program, and an error there is one of the whole.
+    let value = match opcode {
+        KvOpcode::STORE => {
+            let start = operation.value_offset as usize;
+            let end = start.checked_add(operation.value_size as usize);
+            let value = end.and_then(|end| data.get(start..end));
+            value.ok_or(Status::INVALID_FIELD)?
+        }
+        _ => &[],
+    };
+    let bytes = operation.key.get(..usize::from(operation.key_length));
+    let Some(key) = bytes.and_then(Key::new).filter(|key| !key.is_empty()) else {
+        return Ok(Err(StepStatus::INVALID_KEY_SIZE));
+    };
+    let options = operation.options;
+    Ok(match opcode {
+        KvOpcode::STORE if operation.value_size > value_bytes_max => {
+            Err(StepStatus::INVALID_VALUE_SIZE)
+        }
+        KvOpcode::STORE => match (options.must_exist(), options.must_not_exist()) {
+            (true, true) => Err(StepStatus::INVALID),
+            (must_exist, must_not_exist) => Ok(Step::Change(Change::Store {
+                key,
+                value: value.to_vec(),
+                only_if: match (must_exist, must_not_exist) {
+                    (true, _) => Some(Presence::Present),
+                    (_, true) => Some(Presence::Absent),
+                    _ => None,
+                },
+            })),
+        },
+        KvOpcode::DELETE => Ok(Step::Change(Change::Delete { key })),
+        KvOpcode::EXIST => Ok(Step::Exist { key }),
+        _ => Err(StepStatus::INVALID),
+    })
+}
+
+/// Returns the status of a step that ended as a command of its own would.
+pub(super) fn status_of(status: Status) -> StepStatus {
+    match status {
+        Status::SUCCESS => StepStatus::DONE,
+        Status::KV_KEY_DOES_NOT_EXIST => StepStatus::KEY_DOES_NOT_EXIST,
+        Status::KEY_EXISTS => StepStatus::KEY_EXISTS,
+        Status::CAPACITY_EXCEEDED => StepStatus::CAPACITY_EXCEEDED,
+        _ => StepStatus::INVALID,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use zerocopy::IntoBytes;
+
+    use super::*;
+    use nvme_mpt::spec::key_value::StoreOptions;
+
+    fn operation(opcode: KvOpcode, key: &[u8]) -> BatchOperation {
+        let mut operation = BatchOperation {
+            opcode: opcode.0,
+            key_length: key.len() as u8,
+            ..BatchOperation::default()
+        };
+        operation.key[..key.len()].copy_from_slice(key);
+        operation
+    }
+
+    fn data(operations: &[BatchOperation], values: &[u8]) -> Vec<u8> {
+        [operations.as_bytes(), values].concat()
+    }
+
+    #[test]
+    fn each_operation_becomes_a_step_or_has_the_status_of_its_error() {
+        let store = |key: &[u8], offset, size, options| BatchOperation {
+            options,
+            value_offset: offset,
+            value_size: size,
+            ..operation(KvOpcode::STORE, key)
+        };
+        let none = StoreOptions::default();
+        let both = none.with_must_exist(true).with_must_not_exist(true);
+        let operations = [
+            store(b"a", 8 * 32, 3, none.with_must_not_exist(true)),
+            store(b"0123456789abcdef", 8 * 32 + 2, 3, none),
+            operation(KvOpcode::DELETE, b"b"),
+            operation(KvOpcode::EXIST, b"c"),
+            operation(KvOpcode::EXIST, b""),
+            store(b"d", 8 * 32, 5, none),
+            store(b"e", 8 * 32, 0, both),
+            operation(KvOpcode::RETRIEVE, b"f"),
+        ];
+        let key = |bytes: &[u8]| Key::new(bytes).expect("short");
+        let change = |key, value: &[u8], only_if| {
+            Ok(Step::Change(Change::Store {
+                key,
+                value: value.to_vec(),
+                only_if,
+            }))
+        };
+        let expected = vec![
+            change(key(b"a"), b"one", Some(Presence::Absent)),
+            change(key(b"0123456789abcdef"), b"eXY", None),
+            Ok(Step::Change(Change::Delete { key: key(b"b") })),
+            Ok(Step::Exist { key: key(b"c") }),
+            Err(StepStatus::INVALID_KEY_SIZE),
+            Err(StepStatus::INVALID_VALUE_SIZE),
+            Err(StepStatus::INVALID),
+            Err(StepStatus::INVALID),
+        ];
+        let data = data(&operations, b"oneXY");
+        assert_eq!(steps(&data, 8, 4), Ok(expected));
+        let long = BatchOperation {
+            key_length: 17,
+            ..operation(KvOpcode::DELETE, b"b")
+        };
+        let found = steps(long.as_bytes(), 1, 4);
+        assert_eq!(found, Ok(vec![Err(StepStatus::INVALID_KEY_SIZE)]));
+    }
+
+    #[test]
+    fn data_that_ends_before_its_operations_or_values_do_is_refused() {
+        let whole = data(&[operation(KvOpcode::DELETE, b"b"); 2], &[]);
+        assert!(steps(&whole, 2, 4).is_ok());
+        for (data, count) in [(&whole[..], 3), (&whole[..63], 2), (&[], 1)] {
+            assert_eq!(steps(data, count, 4), Err(Status::INVALID_FIELD));
+        }
+        // Values that lie in each other are not longer than the data.
+        let whole = BatchOperation {
+            value_size: 64,
+            ..operation(KvOpcode::STORE, b"a")
+        };
+        assert_eq!(
+            steps(&data(&[whole; 2], &[]), 2, 64),
+            Err(Status::INVALID_FIELD)
+        );
+        for (offset, size) in [(32, 1), (33, 0), (u32::MAX, u32::MAX), (0, 33)] {
+            let store = BatchOperation {
+                value_offset: offset,
+                value_size: size,
+                ..operation(KvOpcode::STORE, b"a")
+            };
+            let found = steps(store.as_bytes(), 1, 4);
+            assert_eq!(found, Err(Status::INVALID_FIELD), "{offset} {size}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_data_is_some_steps_or_refused(
+            mut data in prop::collection::vec(any::<u8>(), 0..300),
+            opcodes in prop::collection::vec(prop::sample::select(vec![0x01, 0x02, 0x10, 0x14]), 8),
+            count in any::<u8>(),
+        ) {
+            for (place, opcode) in data.iter_mut().step_by(32).zip(opcodes) {
+                *place = opcode;
+            }
+            if let Ok(found) = steps(&data, count, 100) {
+                prop_assert_eq!(found.len(), usize::from(count.min(8)));
+                for step in found.into_iter().flatten() {
+                    if let Step::Change(Change::Store { value, .. }) = step {
+                        prop_assert!(value.len() <= 100);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -111,6 +111,7 @@
 )]
 #![cfg_attr(not(all(feature = "kvm", target_arch = "x86_64")), forbid(unsafe_code))]
 
+mod clerk;
 pub mod control;
 mod device;
 mod doorbells;

@@ -1,6 +1,7 @@
 //! Opens what an option string describes: a drive, a lease of a part of it, and what attaches a guest
 //! controller to that. If a drive server has the drive, all of that is in the server.
 
+use std::io;
 use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,6 +20,7 @@ use nvme_mpt::{
 use nvme_mpt_lease_protocol::attach_anywhere;
 use thiserror::Error;
 
+use crate::clerk::Clerk;
 use crate::drives::{self, DrivePath, OpenDriveError};
 use crate::options::{AskedFunction, FunctionOptions, LeaseSize};
 
@@ -85,6 +87,8 @@ pub struct Ledgers {
     state_dir: PathBuf,
     /// Right by which leases are asked for.
     claim: Claim,
+    /// Names this process in the shared ledger. Without it, the thread that asks for a lease does.
+    clerk: Option<Arc<Clerk>>,
 }
 
 impl Ledgers {
@@ -96,7 +100,19 @@ impl Ledgers {
             private: Ledger::in_process(),
             state_dir: state_dir.to_owned(),
             claim: Claim::Operator,
+            clerk: None,
         }
+    }
+
+    /// The same, for a process whose functions go on from one before. Leases that it takes over do not wait for the
+    /// disk: a thread enters this process as their holder soon after.
+    ///
+    /// # Errors
+    /// Returns the kernel's error. There is no such thread.
+    pub fn with_clerk(self) -> io::Result<Self> {
+        let clerk = Clerk::start(self.shared.clone())?;
+        let clerk = Some(Arc::new(clerk));
+        Ok(Self { clerk, ..self })
     }
 
     /// The same, whose ledger of private drives is `private`: that of the process before, and of the next one.
@@ -113,6 +129,7 @@ impl Ledgers {
             private: self.private.clone(),
             state_dir: self.state_dir.clone(),
             claim,
+            clerk: self.clerk.clone(),
         }
     }
 
@@ -158,7 +175,12 @@ impl Ledgers {
                 _ => options.data,
             },
         };
-        Ok(ledger.acquire_by(self.claim, &request)?)
+        let lease = ledger.acquire_by(self.claim, &request)?;
+        match &self.clerk {
+            Some(clerk) => clerk.ask(),
+            None => ledger.name_holder()?,
+        }
+        Ok(lease)
     }
 }
 

@@ -175,9 +175,8 @@ impl Attachment {
                 other => AttachError::Lease(other),
             })?;
         host.set_weight(rates.weight.unwrap_or_default());
-        if let Some(reservation) = &reservation {
-            lease.note_reserved(reservation.pairs())?;
-        }
+        let reserved_pairs = reservation.as_ref().map_or(0, Reservation::pairs);
+        lease.note_reserved(reserved_pairs)?;
         let nsids = Nsids {
             guest: GUEST_NSID,
             host: lease.nsid(),

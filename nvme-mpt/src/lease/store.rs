@@ -239,7 +239,7 @@ impl From<RangeRecords> for Records {
 pub(super) struct Records {
     version: u32,
     /// The next slot to give out. Slots are not used twice, so that a record found later under the
-    /// same slot is the same lease.
+    /// same slot is the same lease. A lease that is taken over keeps its slot.
     pub(super) next_slot: u64,
     pub(super) leases: Vec<Record>,
     /// The ids that last held ranges.
@@ -267,18 +267,39 @@ impl Records {
         self.leases.iter().find(|record| record.slot == slot.0)
     }
 
-    /// Marks the lease of `slot` as ending; `false` if there is none.
+    /// Marks the lease of `slot` as ending; `false` if it is, or if there is none.
     pub(super) fn mark_ending(&mut self, slot: Slot) -> bool {
         self.of_slot(slot)
-            .map(|record| record.ending = true)
-            .is_some()
+            .is_some_and(|record| !std::mem::replace(&mut record.ending, true))
     }
 
-    /// Notes the queue pairs that belong to the lease of `slot`; `false` if there is none.
+    /// Notes the queue pairs that belong to the lease of `slot`; `false` if it has as many, or if there is none.
     pub(super) fn note_reserved(&mut self, slot: Slot, pairs: u16) -> bool {
         self.of_slot(slot)
-            .map(|record| record.reserved_pairs = pairs)
-            .is_some()
+            .is_some_and(|record| std::mem::replace(&mut record.reserved_pairs, pairs) != pairs)
+    }
+
+    /// Returns whether the two differ at most in the processes that hold leases, and in the order of tenants.
+    pub(super) fn says_the_same_as(&self, other: &Self) -> bool {
+        let same_leases = self.leases.len() == other.leases.len()
+            && self.leases.iter().zip(&other.leases).all(|(one, other)| {
+                let pid = other.pid;
+                Record { pid, ..one.clone() } == *other
+            });
+        let has = |all: &[Tenant], tenant| all.contains(tenant);
+        let same_tenants = self.tenants.len() == other.tenants.len()
+            && self
+                .tenants
+                .iter()
+                .all(|tenant| has(&other.tenants, tenant))
+            && other
+                .tenants
+                .iter()
+                .all(|tenant| has(&self.tenants, tenant));
+        same_leases
+            && same_tenants
+            && (self.version, self.next_slot) == (other.version, other.next_slot)
+            && self.terms == other.terms
     }
 
     pub(super) fn of_slot(&mut self, slot: Slot) -> Option<&mut Record> {
@@ -519,18 +540,35 @@ impl Exclusive<'_> {
         {
             return Err(lost(&holders.users_from(slot)));
         }
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false);
-        let file = open_file(&path, &mut options)?;
-        let holder = Holder::take(file, slot)
-            .map_err(|source| StoreError::Io {
-                action: "take a holder's lock in",
-                path: path.clone(),
-                source,
-            })?
+        let holder = self
+            .hold(slot)?
             .ok_or_else(|| lost(&holders.users_from(slot)))?;
         records.next_slot += 1;
         Ok((slot, holder))
+    }
+
+    /// Takes the slot of a lease whose holder died.
+    pub(super) fn take_over(&self, slot: Slot) -> Result<Holder, StoreError> {
+        let path = self.folder.holders_lock();
+        // Whoever takes slots has the ledger locked, as this process does now.
+        self.hold(slot)?.ok_or_else(|| StoreError::Io {
+            action: "take over a lease in",
+            path,
+            source: io::ErrorKind::WouldBlock.into(),
+        })
+    }
+
+    /// Takes a slot; `None` if it has a holder.
+    fn hold(&self, slot: Slot) -> Result<Option<Holder>, StoreError> {
+        let path = self.folder.holders_lock();
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        let file = open_file(&path, &mut options)?;
+        Holder::take(file, slot).map_err(|source| StoreError::Io {
+            action: "take a holder's lock in",
+            path,
+            source,
+        })
     }
 
     /// Replaces the ledger by `records`.

@@ -123,6 +123,9 @@ pub enum ServeError {
     /// The thread of changes cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
+    /// The thread that names this process in the ledger cannot be started.
+    #[error("Cannot start the thread that names this process in the ledger of leases")]
+    Clerk(#[source] io::Error),
     /// Crashes of this server cannot be counted.
     #[error("Cannot count crashes of this server for the functions that cause them")]
     Crashes(#[source] io::Error),
@@ -239,7 +242,9 @@ fn start(
     let listener = ControlListener::bind(&control)?;
     let mut ledgers = Ledgers::open(&state_dir);
     if let Some(keeping) = &keeping {
-        ledgers = ledgers.with_private(keeping.private_ledger());
+        let private = keeping.private_ledger();
+        let ledgers_of_next = ledgers.with_private(private).with_clerk();
+        ledgers = ledgers_of_next.map_err(ServeError::Clerk)?;
     }
     let pollers = match &keeping {
         Some(_) => Pollers::on(crashes::threads()),

@@ -1,6 +1,6 @@
 //! The ledger: who holds which parts of which drive.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
@@ -92,7 +92,11 @@ pub struct Ledger(Arc<Book>);
 #[derive(Debug)]
 enum Book {
     /// In a folder, for all processes that use the same one.
-    Folder(Folder),
+    Folder {
+        folder: Folder,
+        /// Slots of leases that this process took over, and that the ledger names another process for.
+        unnamed: Mutex<BTreeSet<Slot>>,
+    },
     /// In this process, for drives that no other process can reach.
     Process {
         records: Mutex<Records>,
@@ -108,7 +112,10 @@ impl Ledger {
     /// made when the first lease is given out.
     #[must_use]
     pub fn open(dir: &Path) -> Self {
-        Self(Arc::new(Book::Folder(Folder::new(dir))))
+        Self(Arc::new(Book::Folder {
+            folder: Folder::new(dir),
+            unnamed: Mutex::default(),
+        }))
     }
 
     /// A ledger of this process, for drives that no other process can reach.
@@ -146,6 +153,9 @@ impl Ledger {
     /// Gives out what `request` asks for, unless someone has part of it. A lease with the same id,
     /// drive and range whose holder died is taken over. So is one with the same id and drive by a lease by size.
     ///
+    /// A lease that is taken over just as it was is not written, as a write takes the disk's time and the holder's
+    /// guest waits. Call [`Self::name_holder`] afterwards.
+    ///
     /// # Errors
     /// The range overlaps another lease or does not lie on the drive, or the drive has no room for the size. The id is
     /// taken or none. The ledger's file cannot be used.
@@ -164,22 +174,27 @@ impl Ledger {
     ) -> Result<Lease, LeaseError> {
         request.check()?;
         let (slot, holder, parts) = match &*self.0 {
-            Book::Folder(folder) => {
+            Book::Folder { folder, unnamed } => {
                 let exclusive = folder.lock()?;
-                let mut records = folder.read()?;
+                let before = folder.read()?;
+                let mut records = before.clone();
                 let holders = folder.holders()?;
                 claim.check_owner(&records, request.id)?;
                 let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
                     .map_err(|refusal| refusal.into_error(&request.area(), folder.path()))?;
                 claim.check_extents(&records, &request.area(), &admitted.extents)?;
-                if let Some(stale) = admitted.taken_over {
-                    records.remove(stale);
-                }
                 // The slot is held before the lease is in the ledger, and until the lease is out of
                 // it again. So no process ever sees a living holder's lease as stale.
-                let (slot, holder) = exclusive.take_slot(&mut records)?;
+                let (slot, holder) = match admitted.taken_over {
+                    Some(slot) => (slot, exclusive.take_over(slot)?),
+                    None => exclusive.take_slot(&mut records)?,
+                };
                 let parts = enter(&mut records, request, admitted, slot, claim);
-                exclusive.write(&records)?;
+                if records.says_the_same_as(&before) {
+                    lock(unnamed).insert(slot);
+                } else {
+                    exclusive.write(&records)?;
+                }
                 (slot, Some(holder), parts)
             }
             Book::Process { .. } => self.update(|records| {
@@ -214,7 +229,7 @@ impl Ledger {
     /// The ledger's file cannot be used.
     pub fn list(&self) -> Result<Vec<LeaseEntry>, LeaseError> {
         match &*self.0 {
-            Book::Folder(folder) => {
+            Book::Folder { folder, .. } => {
                 let records = folder.read()?;
                 let holders = folder.holders()?;
                 let mut entries = Vec::with_capacity(records.leases.len());
@@ -245,13 +260,35 @@ impl Ledger {
         }
     }
 
+    /// Enters this process for leases that it took over without a write. The ledger has named the process before for
+    /// them, which people would look for.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used. The next call tries again.
+    pub fn name_holder(&self) -> Result<(), LeaseError> {
+        let Book::Folder { unnamed, .. } = &*self.0 else {
+            return Ok(());
+        };
+        let slots = lock(unnamed).clone();
+        if slots.is_empty() {
+            return Ok(());
+        }
+        self.change(|records| {
+            let records = records.leases.iter_mut();
+            let ours = records.filter(|record| slots.contains(&Slot(record.slot)));
+            ours.map(|record| record.pid = own_pid()).count() > 0
+        })?;
+        lock(unnamed).retain(|slot| !slots.contains(slot));
+        Ok(())
+    }
+
     /// Returns the terms of all ids that have some.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn terms(&self) -> Result<BTreeMap<String, LeaseTerms>, LeaseError> {
         match &*self.0 {
-            Book::Folder(folder) => Ok(folder.read()?.terms),
+            Book::Folder { folder, .. } => Ok(folder.read()?.terms),
             Book::Process { records, .. } => Ok(lock(records).terms.clone()),
         }
     }
@@ -274,7 +311,7 @@ impl Ledger {
             capacity,
         };
         match &*self.0 {
-            Book::Folder(folder) => Ok(room(&folder.read()?, &area, unit)),
+            Book::Folder { folder, .. } => Ok(room(&folder.read()?, &area, unit)),
             Book::Process { records, .. } => Ok(room(&lock(records), &area, unit)),
         }
     }
@@ -296,7 +333,7 @@ impl Ledger {
             true => Ok(()),
             false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
         };
-        if let Book::Folder(folder) = &*self.0 {
+        if let Book::Folder { folder, .. } = &*self.0 {
             // As in `release`.
             check(&folder.read()?)?;
         }
@@ -331,7 +368,7 @@ impl Ledger {
             Ok(entry)
         };
         match &*self.0 {
-            Book::Folder(folder) => {
+            Book::Folder { folder, .. } => {
                 // Looked up without the lock at first, since locking makes the folder, and a
                 // mistyped one should not appear.
                 find(&folder.read()?)?;
@@ -369,7 +406,7 @@ impl Ledger {
             }
         };
         match &*self.0 {
-            Book::Folder(folder) => {
+            Book::Folder { folder, .. } => {
                 // As in `release`.
                 decided(&mut folder.read()?)?;
                 let exclusive = folder.lock()?;
@@ -385,7 +422,7 @@ impl Ledger {
     /// Folder of the ledger, for the commands that a text names; empty for one of this process.
     fn path(&self) -> &Path {
         match &*self.0 {
-            Book::Folder(folder) => folder.path(),
+            Book::Folder { folder, .. } => folder.path(),
             Book::Process { .. } => Path::new(""),
         }
     }
@@ -396,7 +433,7 @@ impl Ledger {
         change: impl FnOnce(&mut Records) -> Result<T, LeaseError>,
     ) -> Result<T, LeaseError> {
         match &*self.0 {
-            Book::Folder(folder) => {
+            Book::Folder { folder, .. } => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 let value = change(&mut records)?;
@@ -425,11 +462,11 @@ impl Ledger {
         self.change(|records| records.remove(slot))
     }
 
-    /// Changes the record of a holder's lease. `change` returns whether there is one: there is none if an
+    /// Changes the record of a holder's lease. `change` returns whether it changed something: there is no record if an
     /// operator has released the lease by force.
     fn change(&self, change: impl FnOnce(&mut Records) -> bool) -> Result<(), StoreError> {
         match &*self.0 {
-            Book::Folder(folder) => {
+            Book::Folder { folder, .. } => {
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
                 if change(&mut records) {
@@ -472,7 +509,7 @@ fn enter(
     claim: Claim,
 ) -> Parts {
     let Admitted {
-        taken_over: _,
+        taken_over,
         extents,
         former,
     } = admitted;
@@ -489,7 +526,7 @@ fn enter(
             (Some(unit), unwiped)
         }
     };
-    records.leases.push(Record {
+    let record = Record {
         id: request.id.to_owned(),
         drive: request.drive.to_owned(),
         nsid: request.nsid.0,
@@ -499,7 +536,18 @@ fn enter(
         slot: slot.0,
         ending: false,
         reserved_pairs: 0,
-    });
+    };
+    match taken_over.and_then(|stale| records.of_slot(stale)) {
+        // The next holder most likely reserves as many pairs again.
+        Some(stale) => {
+            let reserved_pairs = stale.reserved_pairs;
+            *stale = Record {
+                reserved_pairs,
+                ..record
+            };
+        }
+        None => records.leases.push(record),
+    }
     claim.enter(&mut records.terms, request.id);
     // Ids whose last bytes this lease got.
     records.forget_unknown();
@@ -734,7 +782,7 @@ impl Lease {
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {
-            Book::Folder(_) => self.names_on(&self.drive),
+            Book::Folder { .. } => self.names_on(&self.drive),
             Book::Process { salt, .. } => self.names_on(&format!("{}#{salt:016x}", self.drive)),
         }
     }

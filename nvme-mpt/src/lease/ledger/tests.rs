@@ -1,5 +1,7 @@
 //! Leases that overlap, go stale, and are released, through two ledgers of one folder and in memory.
 
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::process;
 
 use super::super::entry::LeaseState;
@@ -283,6 +285,134 @@ fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
     // Alive, it is taken over by nobody.
     ledger.acquire(&request("a", "0+1G")).unwrap_err();
     drop(again);
+    assert_eq!(ledger.list().unwrap(), []);
+}
+
+/// Returns the number of the ledger's file, which each write replaces by another file.
+fn file_of(dir: &tempfile::TempDir) -> u64 {
+    let file = std::fs::File::open(ledger_file(dir)).unwrap();
+    // The file before keeps its number as long as it is open.
+    let number = file.metadata().unwrap().ino();
+    std::mem::forget(file);
+    number
+}
+
+fn ledger_file(dir: &tempfile::TempDir) -> PathBuf {
+    dir.path().join("state/leases.json")
+}
+
+/// Has the ledger name a process for its leases.
+fn name_process(dir: &tempfile::TempDir, pid: u32) {
+    let text = std::fs::read_to_string(ledger_file(dir)).unwrap();
+    let own = format!("\"pid\": {}", process::id());
+    assert!(text.contains(&own), "{text}");
+    let text = text.replace(&own, &format!("\"pid\": {pid}"));
+    std::fs::write(ledger_file(dir), text).unwrap();
+}
+
+#[test]
+fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
+    let (dir, [ledger, _]) = both();
+    let sized = |id| LeaseRequest {
+        wanted: Wanted::Size {
+            bytes: 3 << 20,
+            unit: 1 << 20,
+            whole: false,
+        },
+        ..request(id, "0+1G")
+    };
+    let requests = [
+        request("a", "1G+1G"),
+        sized("b"),
+        request("c", "4G+1G"),
+        sized("d"),
+    ];
+    let leases = requests.map(|request| ledger.acquire(&request).unwrap());
+    leases[2].note_reserved(3).unwrap();
+    let extents = leases.each_ref().map(Lease::extents);
+    leases.into_iter().for_each(die);
+    name_process(&dir, 7);
+    let before = file_of(&dir);
+
+    // In another order, and by other open files of the ledger, as the next process has them.
+    let next = Ledger::open(&dir.path().join("state"));
+    let again: Vec<_> = requests
+        .iter()
+        .rev()
+        .map(|request| next.acquire(request).unwrap())
+        .collect();
+    let taken_over: Vec<_> = again.iter().rev().map(Lease::extents).collect();
+    assert_eq!(taken_over, extents);
+    again[1].note_reserved(3).unwrap();
+    assert_eq!(file_of(&dir), before);
+    for entry in ledger.list().unwrap() {
+        assert_eq!((entry.state, entry.pid), (LeaseState::Held, 7));
+    }
+    // Alive, it is taken over by nobody.
+    for request in &requests {
+        ledger.acquire(request).unwrap_err();
+    }
+
+    // One write names the process for all of them.
+    next.name_holder().unwrap();
+    let named = file_of(&dir);
+    assert_ne!(named, before);
+    for entry in ledger.list().unwrap() {
+        assert_eq!((entry.state, entry.pid), (LeaseState::Held, process::id()));
+    }
+    next.name_holder().unwrap();
+    assert_eq!(file_of(&dir), named);
+
+    // A slot that was taken over stands for its lease alone.
+    let beside = next.acquire(&request("e", "8G+1G")).unwrap();
+    drop(again);
+    let ids: Vec<_> = ledger.list().unwrap().into_iter().map(|e| e.id).collect();
+    assert_eq!(ids, ["e"]);
+    drop(beside);
+}
+
+#[test]
+fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
+    let (dir, [ledger, _]) = both();
+    let partition = LeaseRequest {
+        drive: "1073741824+4294967296 of file:/drive",
+        ..request("a", "0+1G")
+    };
+    let lease = ledger.acquire(&request("a", "1G+1G")).unwrap();
+    // It was ending.
+    lease.mark_ending().unwrap();
+    die(lease);
+    let mut before = file_of(&dir);
+    die(ledger.acquire(&request("a", "1G+1G")).unwrap());
+    assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
+    assert_eq!(ledger.list().unwrap()[0].state, LeaseState::Stale);
+    // By another path.
+    die(ledger.acquire(&partition).unwrap());
+    assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
+    // Its owner is another one.
+    die(ledger.acquire_by(Claim::For(1), &partition).unwrap());
+    assert_ne!(std::mem::replace(&mut before, file_of(&dir)), file_of(&dir));
+    die(ledger.acquire_by(Claim::For(1), &partition).unwrap());
+    assert_eq!(file_of(&dir), before);
+    // Queue pairs that it does not reserve any more.
+    let lease = ledger.acquire(&partition).unwrap();
+    lease.note_reserved(3).unwrap();
+    die(lease);
+    let lease = ledger.acquire(&partition).unwrap();
+    lease.note_reserved(0).unwrap();
+    assert_eq!(ledger.list().unwrap()[0].reserved_pairs, 0);
+    drop(lease);
+}
+
+#[test]
+fn a_lease_that_was_taken_over_and_released_is_not_named_again() {
+    let (dir, [ledger, _]) = both();
+    die(ledger.acquire(&request("a", "0+1G")).unwrap());
+    let again = ledger.acquire(&request("a", "0+1G")).unwrap();
+    drop(again);
+    let before = file_of(&dir);
+    ledger.name_holder().unwrap();
+    assert_eq!(file_of(&dir), before);
     assert_eq!(ledger.list().unwrap(), []);
 }
 

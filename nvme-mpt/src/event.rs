@@ -102,6 +102,15 @@ pub struct ErrorEntry {
     pub parameter_location: u16,
 }
 
+/// Process other than this one that reads the eventfd of an [`EventQueue`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventReader {
+    /// It can do to this process what it likes, as [`is_trusted`](crate::memory::system::is_trusted) has it.
+    Trusted,
+    /// It may fill the counter, and have the next signal wait. So each signal takes a [`Notifier`].
+    Untrusted,
+}
+
 /// Events on their way to the guest controller's control thread.
 #[derive(Debug)]
 pub struct EventQueue {
@@ -124,18 +133,22 @@ impl EventQueue {
     }
 
     /// An empty queue whose eventfd another process reads: one that it has kept, or a new one. Without a [`Notifier`] in
-    /// this process, that process can make reports wait.
+    /// this process, an untrusted one can make reports wait.
     ///
     /// # Errors
     /// Returns the kernel's error when there are no file descriptors left.
-    pub fn read_elsewhere(kept: Option<EventFd>) -> io::Result<Self> {
+    pub fn read_elsewhere(kept: Option<EventFd>, reader: EventReader) -> io::Result<Self> {
         let eventfd = match kept {
             Some(eventfd) => eventfd,
             None => EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
         };
+        let notifier = match reader {
+            EventReader::Trusted => None,
+            EventReader::Untrusted => Notifier::shared().ok(),
+        };
         Ok(Self {
             is_read_elsewhere: true,
-            ..Self::with(eventfd, Notifier::shared().ok())
+            ..Self::with(eventfd, notifier)
         })
     }
 

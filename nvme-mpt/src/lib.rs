@@ -78,7 +78,9 @@ pub use attachment::{
 pub use dma::{DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};
 pub use drive::{Drive, DriveError};
-pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, HostSideEvent, QueueFailure};
+pub use event::{
+    DriveEvent, ErrorEntry, Event, EventQueue, EventReader, HostSideEvent, QueueFailure,
+};
 pub use host::Limits;
 pub use interrupt::InterruptVector;
 pub use learn::Learning;

@@ -28,8 +28,8 @@ use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::spec::registers::Doorbell as Register;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, Drive, FunctionParts, Gpa, Learning, MemoryRegion,
-    PollPolicy, Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, Drive, EventReader, FunctionParts, Gpa, Learning,
+    MemoryRegion, PollPolicy, Pollers, SqConfig,
 };
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
@@ -430,7 +430,7 @@ fn rig(case: &Case) -> Rig {
         serial: None,
     };
     let parts = match case.live {
-        true => FunctionParts::Outliving,
+        true => FunctionParts::Outliving(EventReader::Trusted),
         false => FunctionParts::Own,
     };
     let attachment = Arc::new(Attachment::with_parts(config, parts).unwrap());

@@ -159,7 +159,7 @@ impl NvmeDevice {
             let (had, has) = (vectors.len(), known.len());
             return Err(ResumeError::Vectors { had, has });
         }
-        let notifier = match self.is_trusted {
+        let notifier = match self.is_trusted || vectors.iter().all(|one| one.eventfd.is_none()) {
             true => None,
             false => Some(Notifier::shared()?),
         };

@@ -10,6 +10,7 @@ use crate::dma::MemoryKinds;
 use crate::doorbell::{DoorbellMode, DoorbellStride};
 use crate::drive::Drive;
 use crate::drive::Reservation;
+use crate::event::EventReader;
 use crate::host::Mdts;
 use crate::learn::Learning;
 use crate::lease::Lease;
@@ -64,9 +65,9 @@ pub enum FunctionParts {
     /// The function is in this process, and ends with it.
     Own,
     /// The function is in another process, and is new. Its queues have live state.
-    Outliving,
+    Outliving(EventReader),
     /// The function has them from a process that ended. They are untrusted.
-    Kept(KeptParts),
+    Kept(KeptParts, EventReader),
     /// The function is in this process, and goes on in the next one. Its queues have live state. The files are those of
     /// the process before this one, if there was one, and are untrusted.
     Continued(Option<KeptFiles>),

@@ -206,34 +206,30 @@ impl Attachment {
         };
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
         let (page, events, live) = match parts {
-            FunctionParts::Own | FunctionParts::Outliving => {
-                let page = DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?;
-                let outlives = matches!(parts, FunctionParts::Outliving);
-                let live = outlives.then(|| LiveState::new(queue_pairs)).transpose()?;
-                let events = match outlives {
-                    true => EventQueue::read_elsewhere(None)?,
-                    false => EventQueue::new()?,
-                };
-                (page, events, live)
-            }
-            FunctionParts::Continued(None) => {
-                let page = DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?;
-                let live = LiveState::new(queue_pairs)?;
-                (page, EventQueue::new()?, Some(live))
-            }
+            FunctionParts::Own => (
+                DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?,
+                EventQueue::new()?,
+                None,
+            ),
+            FunctionParts::Outliving(reader) => (
+                DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?,
+                EventQueue::read_elsewhere(None, reader)?,
+                Some(LiveState::new(queue_pairs)?),
+            ),
+            FunctionParts::Continued(None) => (
+                DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?,
+                EventQueue::new()?,
+                Some(LiveState::new(queue_pairs)?),
+            ),
             FunctionParts::Continued(Some(files)) => (
                 DoorbellPage::kept(files.doorbells, doorbells, doorbell_stride, queue_pairs)?,
                 EventQueue::new()?,
                 Some(LiveState::kept(files.live, queue_pairs)?),
             ),
-            FunctionParts::Kept(KeptParts {
-                doorbells: file,
-                live,
-                events,
-            }) => (
-                DoorbellPage::kept(file, doorbells, doorbell_stride, queue_pairs)?,
-                EventQueue::read_elsewhere(Some(events))?,
-                Some(LiveState::kept(live, queue_pairs)?),
+            FunctionParts::Kept(parts, reader) => (
+                DoorbellPage::kept(parts.doorbells, doorbells, doorbell_stride, queue_pairs)?,
+                EventQueue::read_elsewhere(Some(parts.events), reader)?,
+                Some(LiveState::kept(parts.live, queue_pairs)?),
             ),
         };
         let events = Arc::new(events);

@@ -33,8 +33,8 @@ use nvme_mpt::memory::memfd;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    AttachError, Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, FunctionParts,
-    Gpa, HostSide, KeptParts, KeptQueues, MemoryRegion, SqConfig,
+    AttachError, Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader,
+    FunctionParts, Gpa, HostSide, KeptParts, KeptQueues, MemoryRegion, SqConfig,
 };
 use nvme_mpt_fuzz::{Host, Input, QUEUE_PAIRS};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -112,11 +112,14 @@ impl Left {
 
     /// An attachment of the process that comes next, with the guest's memory.
     fn attach(&self, mode: DoorbellMode) -> Result<Attachment, AttachError> {
-        let parts = FunctionParts::Kept(KeptParts {
-            doorbells: share(self.doorbells.fd()).into(),
-            live: share(self.live.as_fd()).into(),
-            events: EventFd::new(EFD_NONBLOCK).expect("eventfd"),
-        });
+        let parts = FunctionParts::Kept(
+            KeptParts {
+                doorbells: share(self.doorbells.fd()).into(),
+                live: share(self.live.as_fd()).into(),
+                events: EventFd::new(EFD_NONBLOCK).expect("eventfd"),
+            },
+            EventReader::Trusted,
+        );
         let attachment = HOST.attachment(mode, parts)?;
         let region = MemoryRegion {
             gpa: Gpa(0),

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::{
-    AttachError, Attachment, AttachmentConfig, DoorbellMode, Drive, FunctionParts, Gpa, Learning,
-    MemoryRegion, PollPolicy, Pollers,
+    AttachError, Attachment, AttachmentConfig, DoorbellMode, Drive, EventReader, FunctionParts,
+    Gpa, Learning, MemoryRegion, PollPolicy, Pollers,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
@@ -84,7 +84,7 @@ impl Host {
 #[must_use]
 pub fn attachment(mode: DoorbellMode) -> Attachment {
     // Its queues have live state, as a function in a VMM needs.
-    let attachment = Host::open().attachment(mode, FunctionParts::Outliving);
+    let attachment = Host::open().attachment(mode, FunctionParts::Outliving(EventReader::Trusted));
     attachment.expect("an attachment")
 }
 

@@ -26,8 +26,9 @@ use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellMode, DoorbellPage, Drive, FunctionParts, Gpa,
-    HostSide, KeptParts, KeptQueues, Learning, MemoryKinds, MemoryRegion, Pollers, SqConfig,
+    Attachment, AttachmentConfig, CqConfig, DoorbellMode, DoorbellPage, Drive, EventReader,
+    FunctionParts, Gpa, HostSide, KeptParts, KeptQueues, Learning, MemoryKinds, MemoryRegion,
+    Pollers, SqConfig,
 };
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
 use nvme_mpt_tests::doorbell::Doorbell as GuestDoorbell;
@@ -297,11 +298,14 @@ fn serve(kept: &Arc<Kept>, blocks: Blocks, profile: Option<&Profile>, life: u64)
         former_data: FormerData::Kept,
     });
     let share = |fd: std::os::fd::BorrowedFd<'_>| fd.try_clone_to_owned().expect("descriptors");
-    let parts = FunctionParts::Kept(KeptParts {
-        doorbells: share(kept.doorbells.fd()),
-        live: share(kept.live.fd()),
-        events: EventFd::new(0).expect("descriptors"),
-    });
+    let parts = FunctionParts::Kept(
+        KeptParts {
+            doorbells: share(kept.doorbells.fd()),
+            live: share(kept.live.fd()),
+            events: EventFd::new(0).expect("descriptors"),
+        },
+        EventReader::Trusted,
+    );
     let config = AttachmentConfig {
         drive,
         lease: lease.unwrap_or_else(|error| panic!("no lease: {error}")),

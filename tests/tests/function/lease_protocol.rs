@@ -11,7 +11,7 @@ use nvme_mpt::lease::FormerData;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{Attachment, CqConfig, FunctionParts, Gpa, MemoryRegion, SqConfig};
+use nvme_mpt::{Attachment, CqConfig, EventReader, FunctionParts, Gpa, MemoryRegion, SqConfig};
 use nvme_mpt_lease_protocol::{MESSAGE_MAX, Session, SessionError, VERSION};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
@@ -32,7 +32,11 @@ fn opening() -> Vec<u8> {
 /// Has a session read bytes until they end. Returns its end, what it said, and its lease.
 fn said(host: &Host, bytes: &[u8]) -> (Result<(), SessionError>, Vec<u8>, Weak<Attachment>) {
     let (mut vmm, server) = UnixStream::pair().unwrap();
-    let attachment = host.attachment_with("lease", &Setup::nth(0), FunctionParts::Outliving);
+    let attachment = host.attachment_with(
+        "lease",
+        &Setup::nth(0),
+        FunctionParts::Outliving(EventReader::Trusted),
+    );
     let attached: Weak<Attachment> = Arc::downgrade(&attachment);
     let lease = OneLease(Mutex::new(Some(attachment)));
     let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
@@ -93,7 +97,11 @@ fn what_is_no_message_ends_its_own_lease_alone() {
 fn a_descriptor_that_nobody_asked_for_is_refused() {
     let host = Host::new("memory:16M", 512);
     let (vmm, server) = UnixStream::pair().unwrap();
-    let attachment = host.attachment_with("lease", &Setup::nth(0), FunctionParts::Outliving);
+    let attachment = host.attachment_with(
+        "lease",
+        &Setup::nth(0),
+        FunctionParts::Outliving(EventReader::Trusted),
+    );
     let lease = OneLease(Mutex::new(Some(attachment)));
     let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
     let sent = [opening(), message("\"status\"", 0)];
@@ -127,7 +135,11 @@ fn another_version_is_refused_by_name() {
 fn doorbell_writes_that_come_to_a_vmm_are_figures_of_the_server() {
     const PAGE: u64 = 4096;
     let host = Host::new("memory:16M", 512);
-    let attachment = host.attachment_with("lease", &Setup::nth(0), FunctionParts::Outliving);
+    let attachment = host.attachment_with(
+        "lease",
+        &Setup::nth(0),
+        FunctionParts::Outliving(EventReader::Trusted),
+    );
     let function = remote::host_side(attachment.clone());
     let region = MemoryRegion {
         gpa: Gpa(0),

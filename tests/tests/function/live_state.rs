@@ -30,8 +30,8 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::spec::zns::ZoneAppend;
 use nvme_mpt::{
-    Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, FunctionParts, Gpa, HostSide,
-    KeptParts, KeptQueues, MemoryRegion, SqConfig,
+    Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader, FunctionParts,
+    Gpa, HostSide, KeptParts, KeptQueues, MemoryRegion, SqConfig,
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::faults::FaultPlan;
@@ -148,11 +148,14 @@ fn attach(host: &Host, files: Files) -> Arc<Attachment> {
         live,
         doorbells,
     } = files;
-    let parts = FunctionParts::Kept(KeptParts {
-        doorbells,
-        live,
-        events: EventFd::new(0).unwrap(),
-    });
+    let parts = FunctionParts::Kept(
+        KeptParts {
+            doorbells,
+            live,
+            events: EventFd::new(0).unwrap(),
+        },
+        EventReader::Trusted,
+    );
     let attachment = host.attachment_with("function", &Setup::default(), parts);
     let region = MemoryRegion {
         gpa: Gpa(0),

@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
-use nvme_mpt::{Attachment, FunctionParts, HostSide, KeptParts};
+use nvme_mpt::{Attachment, EventReader, FunctionParts, HostSide, KeptParts};
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
 use nvme_mpt_tests::controller::Controller;
@@ -176,11 +176,14 @@ fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
 fn kept(attachment: &Attachment) -> FunctionParts {
     let parts = attachment.shared();
     let share = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().unwrap();
-    FunctionParts::Kept(KeptParts {
-        doorbells: share(parts.doorbells.fd()),
-        live: share(parts.live.unwrap().fd()),
-        events: EventFd::new(0).unwrap(),
-    })
+    FunctionParts::Kept(
+        KeptParts {
+            doorbells: share(parts.doorbells.fd()),
+            live: share(parts.live.unwrap().fd()),
+            events: EventFd::new(0).unwrap(),
+        },
+        EventReader::Trusted,
+    )
 }
 
 /// Servers come and go while the function and its guest are the same.
@@ -199,7 +202,8 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
     };
 
     let server = host();
-    let attachment = server.attachment_with("a", &setup, FunctionParts::Outliving);
+    let attachment =
+        server.attachment_with("a", &setup, FunctionParts::Outliving(EventReader::Trusted));
     assert!(!attachment.damage().lost_writes);
     write().unwrap();
     // The one that ends flushes, and no guest hears of it.
@@ -223,7 +227,8 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
     attachment.flush_within(MINUTE).expect("another VMM");
 
     // Its neighbour hears of it, and the server is killed before this one flushes.
-    let neighbour = server.attachment_with("b", &other, FunctionParts::Outliving);
+    let neighbour =
+        server.attachment_with("b", &other, FunctionParts::Outliving(EventReader::Trusted));
     write().unwrap();
     neighbour.flush_within(MINUTE).unwrap_err();
     let parts = kept(&attachment);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::{FormerData, LeaseState};
 use nvme_mpt::poller::Threads;
-use nvme_mpt::{FunctionParts, HostSide, KeptParts};
+use nvme_mpt::{EventReader, FunctionParts, HostSide, KeptParts};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, attach_over};
 use nvme_mpt_tests::command::{DataPointer, Sqe, admin};
 use nvme_mpt_tests::controller::Controller;
@@ -331,7 +331,11 @@ impl Server {
     /// Serves a function, with a guest on it.
     fn with_machine(host: &Host) -> (Self, Machine) {
         let setup = Setup::nth(0);
-        let attachment = host.attachment_with("served", &setup, FunctionParts::Outliving);
+        let attachment = host.attachment_with(
+            "served",
+            &setup,
+            FunctionParts::Outliving(EventReader::Trusted),
+        );
         let clock = host.clock.clone();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let stream = theirs.try_clone().unwrap();

@@ -30,7 +30,7 @@ use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::crash::{self, CrashRecord};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
-use nvme_mpt::{AttachError, Attachment, FunctionParts, HostSide, KeptParts, Pollers};
+use nvme_mpt::{AttachError, Attachment, EventReader, FunctionParts, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
 use nvme_mpt_vmm::drives::{self, DrivePath};
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
@@ -309,6 +309,7 @@ impl LeaseTable {
         &self,
         options: &FunctionOptions,
         claim: Claim,
+        reader: EventReader,
         parts: Option<&KeptParts>,
         stop: &AtomicBool,
     ) -> Result<Attachment, OpenError> {
@@ -317,7 +318,10 @@ impl LeaseTable {
             let waits = self.connections().values().any(Connection::is_ending);
             let parts = parts.map(KeptParts::share).transpose();
             let parts = parts.map_err(AttachError::Io)?;
-            let parts = parts.map_or(FunctionParts::Outliving, FunctionParts::Kept);
+            let parts = match parts {
+                Some(parts) => FunctionParts::Kept(parts, reader),
+                None => FunctionParts::Outliving(reader),
+            };
             match open::open_with(options, &ledgers, &self.pollers, parts, stop) {
                 Err(OpenError::Lease(
                     error @ (LeaseError::OtherOwner { .. }
@@ -347,10 +351,10 @@ impl LeaseTable {
         stop: &AtomicBool,
     ) -> Admission {
         let Peer { pid, uid, .. } = peer;
-        let claim = match peer.is_trusted() {
-            true => Claim::Every(uid),
+        let (claim, reader) = match peer.is_trusted() {
+            true => (Claim::Every(uid), EventReader::Trusted),
             false => match check_others_keys(options, uid) {
-                Ok(()) => Claim::Own(uid),
+                Ok(()) => (Claim::Own(uid), EventReader::Untrusted),
                 Err(admission) => return admission,
             },
         };
@@ -371,7 +375,7 @@ impl LeaseTable {
                 "The function brought the server down {count} times: detach the drive and attach it again"
             ));
         }
-        let open = || self.open(&options, claim, parts, stop);
+        let open = || self.open(&options, claim, reader, parts, stop);
         let attachment = match crash::recorded(crashes.as_ref(), open) {
             Ok(attachment) => Arc::new(attachment),
             Err(error) => return Admission::Refused(report::chain(&error)),

@@ -24,7 +24,7 @@ use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::{Rng, fill_blocks};
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 
-use crate::support::{Bench, PATIENCE, exists};
+use crate::support::{Bench, PATIENCE, exists, has_aio};
 
 /// Bytes of an I/O.
 const PIECE: usize = 4096;
@@ -906,6 +906,7 @@ fn stalls_are_measured_and_resets_counted_on() {
             _ => kept.upgrade(&bench),
         }
         let after = figures();
+        assert!(!has_aio(&kept.server().unwrap()));
         assert_eq!(after["stall"]["cause"], end, "{after}");
         let seconds = after["stall"]["seconds"].as_f64().unwrap();
         assert!(seconds > 0.0 && seconds < PATIENCE.as_secs_f64(), "{after}");
@@ -915,6 +916,7 @@ fn stalls_are_measured_and_resets_counted_on() {
     await_waiting(&bench);
     kept.kill_server();
     let after = figures();
+    assert!(!has_aio(&kept.server().unwrap()));
     assert!(after["stall"].is_null(), "no VMM waited: {after}");
     kept.stop();
 }

@@ -1,6 +1,6 @@
 //! The `nvme-mpt` command as a process, for tests.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -208,4 +208,11 @@ impl Drop for Server {
 /// Returns whether a file exists, dangling or not.
 pub(crate) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
+}
+
+/// Returns whether a process has a context of asynchronous I/O. The kernel takes tens of milliseconds to end a process
+/// that has one.
+pub(crate) fn has_aio(pid: &str) -> bool {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    maps.contains("/[aio]")
 }

@@ -21,7 +21,8 @@ use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::stats::{PollerStats, QueueStats};
 use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellStride, Drive, FunctionParts, Gpa, Learning, Pollers,
+    Attachment, AttachmentConfig, DoorbellStride, Drive, EventReader, FunctionParts, Gpa, Learning,
+    Pollers,
 };
 use nvme_mpt_tests::admin::log;
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
@@ -229,7 +230,7 @@ impl Host {
     /// An attachment to the lease of that name.
     pub(crate) fn attachment(&self, id: &str, setup: &Setup) -> Arc<Attachment> {
         let parts = match remote::is_chosen() {
-            true => FunctionParts::Outliving,
+            true => FunctionParts::Outliving(EventReader::Trusted),
             false => FunctionParts::Own,
         };
         self.attachment_with(id, setup, parts)

@@ -144,6 +144,12 @@ impl InterruptVector {
         })
     }
 
+    /// Returns whether the vector may be the pin. A host side in another process raises messages alone.
+    #[must_use]
+    pub fn can_be_pin(&self) -> bool {
+        self.link.is_none()
+    }
+
     /// Connects the vector to the VMM, or disconnects it. A pending signal is delivered.
     pub fn set_eventfd(&self, eventfd: Option<EventFd>) {
         let mut state = self.state();

@@ -147,10 +147,11 @@ impl NvmeFunction {
             queue_entries_max: facts.limits.entries_max,
             dstrd: shared.doorbells.dstrd(),
         };
+        let mut vectors = shared.vectors.iter();
         let offer = Offer {
             msi: true,
             // A VMM that has the function in its process has no level for it.
-            pin: masking == MsixMasking::Client,
+            pin: masking == MsixMasking::Client && vectors.all(|vector| vector.can_be_pin()),
         };
         Self {
             config: ConfigSpace::new(shared.doorbells.len() as u64, msix.count(), offer),

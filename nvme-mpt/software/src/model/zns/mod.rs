@@ -23,14 +23,14 @@ use super::time::Timebase;
 use super::tokens::Tokens;
 use super::{Access, Work};
 
-/// What a zone holds, in bytes.
+/// Content of a zone, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Zone {
     /// Written since it was reset.
     written: u64,
-    /// Those of them that are in the buffer, in a unit that is not full.
+    /// Bytes in the buffer, in a unit that is not full.
     held: u64,
-    /// What it held when it was reset, while its blocks are given back by and by.
+    /// Bytes before its last reset, until the next write. Deallocations below it are parts of that reset.
     was: u64,
 }
 

@@ -27,7 +27,7 @@ use thiserror::Error;
 use super::extents::Extents;
 use super::holder::{Holder, Holders, Slot};
 use super::private::{PrivateError, let_others_through, make_folder, open_file};
-use super::tenants::{Place, Tenant};
+use super::tenants::{self, Place, Tenant};
 use super::terms::TermsOfIds;
 use crate::deadline::{Deadline, SystemClock};
 use crate::range::ByteRange;
@@ -286,18 +286,8 @@ impl Records {
                 let pid = other.pid;
                 Record { pid, ..one.clone() } == *other
             });
-        let has = |all: &[Tenant], tenant| all.contains(tenant);
-        let same_tenants = self.tenants.len() == other.tenants.len()
-            && self
-                .tenants
-                .iter()
-                .all(|tenant| has(&other.tenants, tenant))
-            && other
-                .tenants
-                .iter()
-                .all(|tenant| has(&self.tenants, tenant));
         same_leases
-            && same_tenants
+            && tenants::are_same(&self.tenants, &other.tenants)
             && (self.version, self.next_slot) == (other.version, other.next_slot)
             && self.terms == other.terms
     }

@@ -273,6 +273,18 @@ impl Tenant {
     }
 }
 
+/// Returns whether two lists have the same entries, in any order.
+pub(super) fn are_same(some: &[Tenant], others: &[Tenant]) -> bool {
+    some.len() == others.len() && sorted(some) == sorted(others)
+}
+
+/// Returns entries in the order of the bytes that they name.
+fn sorted(tenants: &[Tenant]) -> Vec<&Tenant> {
+    let mut sorted: Vec<&Tenant> = tenants.iter().collect();
+    sorted.sort_by_key(|&tenant| (tenant.nsid, tenant.range.start(), &tenant.drive));
+    sorted
+}
+
 /// An entry, as a drive that holds its bytes numbers them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Found<'a> {
@@ -496,6 +508,28 @@ mod tests {
         assert_eq!(in_the_way(&tenants, &place("b", 15, 2)), None);
         assert!(in_the_way(&tenants, &place("b", 10, 7)).is_some());
         assert!(in_the_way(&tenants, &place("b", 17, 3)).is_some());
+    }
+
+    #[test]
+    fn lists_are_the_same_in_any_order() {
+        let mut tenants = Vec::new();
+        for (id, start) in [("a", 10), ("b", 30), ("c", 50)] {
+            enter(&mut tenants, &place(id, start, 10), FormerData::Refused);
+        }
+        let other = Place {
+            drive: "file:/other",
+            ..place("b", 10, 10)
+        };
+        enter(&mut tenants, &other, FormerData::Refused);
+        let mut others = tenants.clone();
+        others.rotate_left(1);
+        others.swap(0, 2);
+        assert!(are_same(&tenants, &others));
+        assert!(!are_same(&tenants, &others[1..]));
+        others[0].released = true;
+        assert!(!are_same(&tenants, &others));
+        others[0] = others[1].clone();
+        assert!(!are_same(&tenants, &others));
     }
 
     #[test]

@@ -274,9 +274,14 @@ impl Ledger {
             return Ok(());
         }
         self.change(|records| {
-            let records = records.leases.iter_mut();
-            let ours = records.filter(|record| slots.contains(&Slot(record.slot)));
-            ours.map(|record| record.pid = own_pid()).count() > 0
+            let mut found = false;
+            for record in &mut records.leases {
+                if slots.contains(&Slot(record.slot)) {
+                    record.pid = own_pid();
+                    found = true;
+                }
+            }
+            found
         })?;
         lock(unnamed).retain(|slot| !slots.contains(slot));
         Ok(())

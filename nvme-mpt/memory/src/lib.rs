@@ -11,7 +11,8 @@
 //!   them. [`Room`] is the permit to fill an entry of a Completion Queue.
 //! - [`SlotRecords`] are the commands in flight, in memory that outlives the process that writes them.
 //! - [`crash`] counts crashes of the process for the work that caused them.
-//! - [`sync`] has the locks, channels, atomics and threads, which a simulator replaces.
+//! - [`sync`] has the locks, channels, atomics and threads, and [`files`] the files of the ledger, which a simulator
+//!   replaces.
 //! - [`clock`] reads the time stamp counter. [`system`], [`file_system`], [`device_mapper`] and [`eventfd`] make the
 //!   system calls that std has no safe interface for.
 //!
@@ -64,6 +65,7 @@ pub mod crash;
 pub mod device_mapper;
 pub mod eventfd;
 pub mod file_system;
+pub mod files;
 mod host_ring;
 mod indices;
 mod mapping;

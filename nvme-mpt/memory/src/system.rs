@@ -1,5 +1,5 @@
 //! System calls without a safe interface in std: a thread's processor and its time there, locks on ranges of files, the
-//! process's user; and the source of all random numbers.
+//! process's user; the process's number; and the source of all random numbers.
 #![expect(
     unsafe_code,
     reason = "sched_setaffinity, clock_gettime, fcntl and getauxval take raw arguments"
@@ -10,6 +10,8 @@ use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::os::fd::AsRawFd;
+#[cfg(not(simulation))]
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
@@ -72,6 +74,20 @@ pub fn process_user() -> u32 {
     // SAFETY: getauxval reads what the kernel gave the process at its start, and has no preconditions.
     let user = unsafe { libc::getauxval(libc::AT_EUID) };
     u32::try_from(user).unwrap_or(u32::MAX)
+}
+
+/// Returns the number of this process.
+///
+/// The kernel is asked once: a thread in a sandbox may be forbidden to ask it again.
+#[must_use]
+pub fn process_id() -> u32 {
+    #[cfg(simulation)]
+    return crate::simulation::process() as u32;
+    #[cfg(not(simulation))]
+    {
+        static OWN: LazyLock<u32> = LazyLock::new(std::process::id);
+        *OWN
+    }
 }
 
 /// Returns whether processes of a user can do to this process what they like: those of root and of its own user.

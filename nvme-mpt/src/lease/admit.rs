@@ -5,13 +5,14 @@ use std::path::Path;
 
 use super::allocate::Need;
 use super::by_size::{self, Area, Former};
-use super::entry::{LeaseEntry, LeaseState, own_pid};
+use super::entry::{LeaseEntry, LeaseState};
 use super::error::LeaseError;
 use super::extents::{Extents, list};
 use super::holder::Slot;
 use super::ledger::{LeaseRequest, Wanted};
 use super::store::{Record, Records, StoreError};
 use super::tenants::{self, FormerData, Left};
+use crate::memory::system::process_id;
 use crate::origin::extent::{self, Stretch};
 use crate::origin::nvme;
 use crate::range::{ByteRange, Bytes};
@@ -67,7 +68,7 @@ impl Refusal {
                 range,
                 drive,
                 remedy: match other.state {
-                    LeaseState::Held if other.pid == own_pid() => {
+                    LeaseState::Held if other.pid == process_id() => {
                         "choose ranges that do not overlap".to_owned()
                     }
                     LeaseState::Held => {

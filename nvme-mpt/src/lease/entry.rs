@@ -1,21 +1,13 @@
 //! A lease as others see it.
 
 use std::fmt;
-use std::process;
-use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
 use super::extents::{Extents, LISTED};
 use super::store::Record;
+use crate::memory::system::process_id;
 use crate::range::ByteRange;
-
-/// This process. It asks the kernel once, when a lease is taken: whoever is told of a lease that is not
-/// to be had may be a thread that a sandbox lets ask for nothing.
-pub(super) fn own_pid() -> u32 {
-    static OWN: LazyLock<u32> = LazyLock::new(process::id);
-    *OWN
-}
 
 /// State of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,7 +107,7 @@ impl fmt::Display for LeaseEntry {
             self.id, self.extents, self.drive
         )?;
         match self.state {
-            LeaseState::Held if self.pid == own_pid() => write!(f, "held by this process)"),
+            LeaseState::Held if self.pid == process_id() => write!(f, "held by this process)"),
             LeaseState::Held => write!(f, "held by process {})", self.pid),
             LeaseState::Ending => write!(
                 f,

@@ -6,11 +6,15 @@
 //! pid would tell neither that a process died and its number was given out again, nor anything
 //! about a process in another container.
 
-use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 
-use crate::range_lock::{self, Kind, RangeLock};
+use log::warn;
+
+use crate::memory::files::{File, is_lock_excluded, try_lock, unlock};
+use crate::memory::system::LockKind;
+use crate::range_lock::{self, Kind};
 
 /// A byte of the lock file that stands for one lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -28,13 +32,36 @@ impl Slot {
 pub(super) struct Holder {
     // The lock belongs to this open file description, hence one description per holder. Rust opens
     // it with O_CLOEXEC, so that no program started later keeps a lease alive.
-    _lock: RangeLock,
+    file: File,
+    slot: Slot,
 }
 
 impl Holder {
     /// Takes `slot` in a lock file that was opened for this holder alone. `None`: another one holds it.
     pub(super) fn take(file: File, slot: Slot) -> io::Result<Option<Self>> {
-        Ok(RangeLock::take(file, slot.0, 1)?.map(|_lock| Self { _lock }))
+        let is_free = try_lock(&file, LockKind::Exclusive, slot.0, 1)?;
+        Ok(is_free.then_some(Self { file, slot }))
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        // The description may outlive this, in a child that was just forked.
+        if let Err(error) = unlock(&self.file, self.slot.0, 1) {
+            warn!("The lock of a lease's holder stays until its file is closed: {error}");
+        }
+    }
+}
+
+/// Finds the processes with locks on bytes in `range` of a file, for messages.
+pub(super) fn users(file: &File, kind: Kind, range: &Range<u64>) -> range_lock::Holders {
+    #[cfg(not(simulation))]
+    return range_lock::find(file, kind, range);
+    // Nothing in /proc is about simulated processes.
+    #[cfg(simulation)]
+    {
+        let _ = (file, kind, range);
+        range_lock::Holders::default()
     }
 }
 
@@ -66,7 +93,7 @@ impl Holders {
     /// The processes with locks on `first` or a slot above it.
     pub(super) fn users_from(&self, first: Slot) -> range_lock::Holders {
         match &self.0 {
-            Some(file) => range_lock::find(file, Kind::Range, &(first.0..u64::MAX)),
+            Some(file) => users(file, Kind::Range, &(first.0..u64::MAX)),
             None => range_lock::Holders::default(),
         }
     }
@@ -75,7 +102,8 @@ impl Holders {
         let Some(file) = &self.0 else {
             return Ok(false);
         };
-        range_lock::is_locked(file, start, length)
+        // Only an exclusive lock is in the way of a shared one.
+        is_lock_excluded(file, LockKind::Shared, start, length)
     }
 }
 

@@ -1,13 +1,14 @@
 //! A folder and files of one user: a lock on a file that others may open keeps its owner out.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::fs::Permissions;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use log::{info, warn};
 use thiserror::Error;
 
+use crate::memory::files::{self, DirBuilder, File, MetadataExt, OpenOptions};
 use crate::memory::system::process_user;
 
 const FOLDER_MODE: u32 = 0o700;
@@ -85,20 +86,20 @@ fn check_owner(path: &Path, owner: u32, user: u32) -> Result<(), PrivateError> {
 /// See [`PrivateError`].
 pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<(), PrivateError> {
     if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent).map_err(failed("make the folder", parent))?;
+        files::create_dir_all(parent).map_err(failed("make the folder", parent))?;
     }
     match DirBuilder::new().mode(FOLDER_MODE).create(path) {
         Ok(()) => return Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(failed("make the state folder", path)(error)),
     }
-    let status = fs::metadata(path).map_err(failed("look at the state folder", path))?;
+    let status = files::metadata(path).map_err(failed("look at the state folder", path))?;
     check_owner(path, status.uid(), process_user())?;
     let mode = status.mode() & PERMISSIONS;
     if mode & !(FOLDER_MODE | OTHERS_SEARCH) == 0 {
         return Ok(());
     }
-    let mut entries = fs::read_dir(path).map_err(failed("list the state folder", path))?;
+    let mut entries = files::read_dir(path).map_err(failed("list the state folder", path))?;
     let only_own = entries.all(|entry| {
         let name = entry.map(|entry| entry.file_name());
         name.is_ok_and(|name| name.to_str().is_some_and(&is_own))
@@ -109,7 +110,7 @@ pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<
             path.display()
         );
         let permissions = Permissions::from_mode(FOLDER_MODE);
-        return fs::set_permissions(path, permissions)
+        return files::set_permissions(path, permissions)
             .map_err(failed("take permissions from others at", path));
     }
     if mode & OTHERS_WRITE != 0 {
@@ -131,7 +132,7 @@ pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<
 /// # Errors
 /// See [`PrivateError`].
 pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateError> {
-    let status = fs::metadata(path).map_err(failed("look at the state folder", path))?;
+    let status = files::metadata(path).map_err(failed("look at the state folder", path))?;
     let mode = status.mode() & PERMISSIONS;
     if mode & OTHERS_SEARCH == OTHERS_SEARCH {
         return Ok(());
@@ -140,7 +141,7 @@ pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateError> {
         "Other users may pass through the state folder {} from now on, to sockets for VMMs",
         path.display()
     );
-    fs::set_permissions(path, Permissions::from_mode(mode | OTHERS_SEARCH))
+    files::set_permissions(path, Permissions::from_mode(mode | OTHERS_SEARCH))
         .map_err(failed("let other users through", path))
 }
 
@@ -166,6 +167,8 @@ pub(super) fn open_file(path: &Path, options: &mut OpenOptions) -> Result<File, 
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn mode_of(path: &Path) -> u32 {

@@ -7,16 +7,22 @@
 //!   `leases.json.new`, which is synced, renamed over the old one, and made to last by a sync of the
 //!   folder. A file that a crash leaves under the temporary name is ignored and written over.
 //! * `leases.lock`: locked by the process that is about to change the ledger. It is not the ledger itself, since
-//!   a lock on a file that is then replaced excludes no other process.
+//!   a lock on a file that is then replaced excludes no other process. Its first byte is 1 from before the rename until
+//!   after the sync of the folder: a process that dies in between leaves a ledger which a crash of the machine may take
+//!   back. So the next process that locks the ledger and finds a 1 syncs the folder first.
 //! * `holders.lock`: the slots of the living holders, see [`super::holder`].
 //!
 //! The folder and its files belong to one user, and no other may open them (`private`): a lock that another
 //! user could take there would refuse every lease.
 //!
+//! A sync of the folder says nothing of the folder's own name. So all folders above it are synced before the first ledger
+//! appears.
+//!
 //! Readers take no lock: the rename shows them one whole state or the other.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::TryLockError;
 use std::io::{self, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -25,17 +31,24 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::extents::Extents;
-use super::holder::{Holder, Holders, Slot};
+use super::holder::{Holder, Holders, Slot, users};
 use super::private::{PrivateError, let_others_through, make_folder, open_file};
 use super::tenants::{self, Place, Tenant};
 use super::terms::TermsOfIds;
 use crate::deadline::{Deadline, SystemClock};
+use crate::memory::files::{self, File, OpenOptions};
 use crate::range::ByteRange;
-use crate::range_lock::{Holders as LockHolders, Kind, describe, find};
+use crate::range_lock::{Holders as LockHolders, Kind, describe};
 
 const LEDGER: &str = "leases.json";
 const LOCK: &str = "leases.lock";
 const HOLDERS: &str = "holders.lock";
+
+/// First byte of the lock file while a ledger is in place that may not be durable yet.
+const REPLACING: u8 = 1;
+
+/// First byte of the lock file once the ledger is durable.
+const DURABLE: u8 = 0;
 
 /// Version of the ledger's format.
 const VERSION: u32 = 4;
@@ -368,6 +381,7 @@ enum Step {
     Created,
     Written,
     Synced,
+    AboveSynced,
     Renamed,
     FolderSynced,
 }
@@ -391,7 +405,7 @@ pub(super) struct Folder {
 #[derive(Debug)]
 pub(super) struct Exclusive<'folder> {
     folder: &'folder Folder,
-    _lock: File,
+    lock: File,
 }
 
 /// Name of a server's control socket in its state folder.
@@ -444,7 +458,7 @@ impl Folder {
     /// Returns the present state. Before the first lease there is no file.
     pub(super) fn read(&self) -> Result<Records, StoreError> {
         let path = self.ledger();
-        match fs::read(&path) {
+        match files::read(&path) {
             Ok(text) => Records::parse(&path, &text),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Records::default()),
             Err(source) => Err(StoreError::Io {
@@ -479,7 +493,7 @@ impl Folder {
         }
     }
 
-    /// Waits until nobody else changes the ledger. Makes the folder if it is the first.
+    /// Waits until nobody else changes the ledger. Makes the folder if it is the first. The ledger is durable then.
     pub(super) fn lock(&self) -> Result<Exclusive<'_>, StoreError> {
         make_state_folder(&self.path)?;
         let path = self.path.join(LOCK);
@@ -489,19 +503,21 @@ impl Folder {
             source,
         };
         let mut options = OpenOptions::new();
-        let lock = open_file(&path, options.write(true).create(true).truncate(false))?;
+        let lock = open_file(
+            &path,
+            options.read(true).write(true).create(true).truncate(false),
+        )?;
         let deadline = Deadline::after(&SystemClock::shared(), LOCK_PATIENCE);
         loop {
             match lock.try_lock() {
                 Ok(()) => {
-                    return Ok(Exclusive {
-                        folder: self,
-                        _lock: lock,
-                    });
+                    let exclusive = Exclusive { folder: self, lock };
+                    exclusive.settle()?;
+                    return Ok(exclusive);
                 }
                 Err(TryLockError::Error(source)) => return Err(error(source)),
                 Err(TryLockError::WouldBlock) if deadline.has_passed() => {
-                    let holders = describe(&find(&lock, Kind::Whole, &(0..u64::MAX)));
+                    let holders = describe(&users(&lock, Kind::Whole, &(0..u64::MAX)));
                     return Err(StoreError::Locked { path, holders });
                 }
                 // Asked again and again, rather than waited for: a wait has no deadline.
@@ -579,16 +595,64 @@ impl Exclusive<'_> {
         let mut options = OpenOptions::new();
         let file = open_file(&temporary, options.write(true).create(true).truncate(true))?;
         write_synced(file, &text).map_err(failed("write the ledger to", &temporary))?;
+        if files::metadata(&ledger).is_err() {
+            self.sync_above()
+                .map_err(failed("sync the folders above", &self.folder.path))?;
+        }
         self.rename_synced(&temporary, &ledger)
             .map_err(failed("replace the ledger", &ledger))
     }
 
     /// A crash after this leaves the new ledger; before, the old one.
     fn rename_synced(&self, temporary: &Path, ledger: &Path) -> io::Result<()> {
-        fs::rename(temporary, ledger)?;
+        self.lock.write_all_at(&[REPLACING], 0)?;
+        files::rename(temporary, ledger)?;
         reached(Step::Renamed)?;
+        self.sync_folder()
+    }
+
+    /// Makes the ledger's name durable.
+    fn sync_folder(&self) -> io::Result<()> {
         File::open(&self.folder.path)?.sync_all()?;
-        reached(Step::FolderSynced)
+        reached(Step::FolderSynced)?;
+        // If the byte stays, the next process syncs the folder once more.
+        let _ = self.lock.write_all_at(&[DURABLE], 0);
+        Ok(())
+    }
+
+    /// Makes the ledger durable if the process that replaced it died before it was. What is given out because of a ledger
+    /// must not outlive it.
+    fn settle(&self) -> Result<(), StoreError> {
+        let mut state = [DURABLE];
+        let settled = match self.lock.read_at(&mut state, 0) {
+            Ok(_) if state == [REPLACING] => self.sync_folder(),
+            read => read.map(|_| ()),
+        };
+        settled.map_err(|source| StoreError::Io {
+            action: "make durable what a process that died left of the ledger in",
+            path: self.folder.path.clone(),
+            source,
+        })
+    }
+
+    /// Makes the names of the folder and of those above it durable, as far as this user may and their file systems can.
+    fn sync_above(&self) -> io::Result<()> {
+        use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
+        let path = std::path::absolute(&self.folder.path)?;
+        for folder in path.ancestors().skip(1) {
+            match File::open(folder).and_then(|folder| folder.sync_all()) {
+                Err(error)
+                    if !matches!(
+                        error.kind(),
+                        InvalidInput | PermissionDenied | ReadOnlyFilesystem | Unsupported
+                    ) =>
+                {
+                    return Err(error);
+                }
+                _ => {}
+            }
+        }
+        reached(Step::AboveSynced)
     }
 }
 
@@ -619,6 +683,8 @@ fn reached(step: Step) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::super::terms::LeaseTerms;
     use super::*;
 
@@ -667,6 +733,39 @@ mod tests {
             folder.lock().unwrap().write(&records(&["c"])).unwrap();
             assert_eq!(folder.read().unwrap(), records(&["c"]), "{step:?}");
         }
+    }
+
+    #[test]
+    fn a_ledger_whose_process_died_before_it_was_durable_is_made_so_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        CRASH_AFTER.set(Some(Step::Renamed));
+        folder.lock().unwrap().write(&records(&["a"])).unwrap_err();
+        // It would reach the sync of the folder, and no further.
+        CRASH_AFTER.set(Some(Step::FolderSynced));
+        let error = folder.lock().unwrap_err();
+        assert!(error.to_string().contains("that died left"), "{error}");
+        assert_eq!(CRASH_AFTER.get(), None);
+        // Now it does, once.
+        drop(folder.lock().unwrap());
+        CRASH_AFTER.set(Some(Step::FolderSynced));
+        drop(folder.lock().unwrap());
+        assert_eq!(CRASH_AFTER.take(), Some(Step::FolderSynced));
+        assert_eq!(folder.read().unwrap(), records(&["a"]));
+    }
+
+    #[test]
+    fn the_folders_above_are_durable_before_the_first_ledger_appears() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(&dir.path().join("above/state"));
+        CRASH_AFTER.set(Some(Step::AboveSynced));
+        folder.lock().unwrap().write(&records(&["a"])).unwrap_err();
+        assert_eq!(CRASH_AFTER.get(), None);
+        assert_eq!(folder.read().unwrap(), Records::default());
+        folder.lock().unwrap().write(&records(&["a"])).unwrap();
+        CRASH_AFTER.set(Some(Step::AboveSynced));
+        folder.lock().unwrap().write(&records(&["b"])).unwrap();
+        assert_eq!(CRASH_AFTER.take(), Some(Step::AboveSynced), "once only");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use generator::{Generator, Gn};
-use nvme_mpt::memory::simulation::{self, Event, Simulator, Work, stores};
+use nvme_mpt::memory::simulation::{self, Event, Simulator, Work, files, stores};
 use nvme_mpt_tests::rng::Rng;
 
 use crate::runs::Less;
@@ -235,6 +235,7 @@ impl Engine {
         for actor in killed {
             stores::drain(actor);
         }
+        files::end_process(process);
     }
 
     fn add(&self, name: &str, process: u64, work: Work) {
@@ -422,6 +423,11 @@ impl Simulator for Engine {
         self.current.get().unwrap_or(usize::MAX)
     }
 
+    fn process(&self) -> u64 {
+        let actor = self.current.get();
+        actor.map_or(0, |actor| self.with_core(|core| core.actors[actor].process))
+    }
+
     fn turn(&self, event: Event) {
         let Some(actor) = self.current.get() else {
             return;
@@ -450,10 +456,7 @@ impl Simulator for Engine {
     }
 
     fn start(&self, name: &str, work: Work) {
-        let process = self.current.get().map_or(0, |current| {
-            self.with_core(|core| core.actors[current].process)
-        });
-        self.add(name, process, work);
+        self.add(name, self.process(), work);
     }
 
     fn random(&self) -> u64 {

@@ -9,6 +9,7 @@
 
 pub mod atomics;
 pub mod channel;
+pub mod files;
 pub mod locks;
 pub mod stores;
 pub mod threads;
@@ -30,6 +31,9 @@ pub trait Simulator {
 
     /// Returns the number of the actor that runs.
     fn actor(&self) -> usize;
+
+    /// Returns the number of the process that the actor is a thread of.
+    fn process(&self) -> u64;
 
     /// Lets others go on, before the actor does what `event` says.
     fn turn(&self, event: Event);
@@ -91,6 +95,18 @@ pub enum Step {
     Record,
     /// A slot of the live state is marked: its number, and the mark.
     Mark,
+    /// A file or folder is opened, or made.
+    OpenFile,
+    /// A file is read, or looked at: its number and the offset.
+    ReadFile,
+    /// A file is written: its number and the offset.
+    WriteFile,
+    /// A file or folder is synced: its number.
+    SyncFile,
+    /// A folder is made, or a file is renamed.
+    ChangeFolder,
+    /// A lock of a file is taken, let go or looked at: its number and the first byte.
+    LockFile,
     /// A guest stores a doorbell: its value.
     GuestRings,
     /// A guest reads EventIdx, after it stored a doorbell: of this value.
@@ -114,6 +130,8 @@ impl Step {
                 | Self::LookForCompletion
                 | Self::HalfTaken
                 | Self::ReadRegister
+                | Self::ReadFile
+                | Self::LockFile
         )
     }
 }
@@ -193,6 +211,12 @@ pub fn wait_for<T>(time: Option<Duration>, mut attempt: impl FnMut() -> Option<T
         }
         wait(until);
     }
+}
+
+/// Returns the number of the process that the actor is a thread of.
+#[must_use]
+pub fn process() -> u64 {
+    with(Simulator::process).unwrap_or_default()
 }
 
 /// Returns the time since the simulation began.

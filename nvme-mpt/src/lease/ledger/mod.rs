@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError};
 
 use super::admit::{Admitted, admit};
 use super::by_size::{self, Area};
-use super::entry::{LeaseEntry, own_pid};
+use super::entry::LeaseEntry;
 use super::error::{ID_MAX, LeaseError};
 use super::extents::Extents;
 use super::holder::{Holder, Slot};
@@ -18,7 +18,7 @@ use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
 use super::terms::{Claim, LeaseTerms};
 use crate::memory::sync::{Mutex, MutexGuard};
-use crate::memory::system::random;
+use crate::memory::system::{process_id, random};
 use crate::range::{ByteRange, Bytes, LbaRange};
 use crate::spec::ids::{Lba, Nsid};
 
@@ -277,7 +277,7 @@ impl Ledger {
             let mut found = false;
             for record in &mut records.leases {
                 if slots.contains(&Slot(record.slot)) {
-                    record.pid = own_pid();
+                    record.pid = process_id();
                     found = true;
                 }
             }
@@ -537,7 +537,7 @@ fn enter(
         nsid: request.nsid.0,
         extents: extents.clone(),
         unit,
-        pid: own_pid(),
+        pid: process_id(),
         slot: slot.0,
         ending: false,
         reserved_pairs: 0,

@@ -1,0 +1,736 @@
+//! Files and folders on a simulated disk.
+//!
+//! All processes see what one of them wrote at once. A crash of the machine leaves what was synced, and any part of
+//! the rest: none, all, the first changes, or some of them; of a write its first bytes, or zeroes in its place. A file's
+//! sync makes its content durable, and not its name: that is a change of its folder, which has a sync of its own.
+//!
+//! A process that ends keeps its changes, and loses its locks.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::{Permissions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Component, Path};
+use std::time::Duration;
+
+use super::{Step, acted, process, random, turn, wait_for};
+use crate::system::{LockKind, process_user};
+
+/// Number of the root folder among the nodes.
+const ROOT: usize = 0;
+
+/// Longest time that a sync takes, in nanoseconds, as a power of two.
+const SYNC_BITS: u64 = 22;
+
+/// A change of a folder that was not synced.
+#[derive(Clone, Debug)]
+enum Change {
+    Added(OsString, usize),
+    Renamed(OsString, OsString, usize),
+}
+
+impl Change {
+    fn apply(&self, entries: &mut Entries) {
+        match self {
+            Self::Added(name, node) => {
+                entries.insert(name.clone(), *node);
+            }
+            Self::Renamed(from, to, node) => {
+                if entries.get(from) == Some(node) {
+                    entries.remove(from);
+                }
+                entries.insert(to.clone(), *node);
+            }
+        }
+    }
+}
+
+/// A change of a file that was not synced.
+#[derive(Clone, Debug)]
+enum Write {
+    Truncated,
+    Bytes(usize, Vec<u8>),
+}
+
+impl Write {
+    fn apply(&self, content: &mut Vec<u8>) {
+        match self {
+            Self::Truncated => content.clear(),
+            Self::Bytes(at, bytes) => {
+                let end = at + bytes.len();
+                if content.len() < end {
+                    content.resize(end, 0);
+                }
+                content[*at..end].copy_from_slice(bytes);
+            }
+        }
+    }
+
+    /// Applies what a crash leaves of it.
+    fn apply_torn(&self, content: &mut Vec<u8>) {
+        let Self::Bytes(at, bytes) = self else {
+            return self.apply(content);
+        };
+        match random() % 4 {
+            0 => Self::Bytes(*at, vec![0; bytes.len()]).apply(content),
+            1 => {
+                let len = random() as usize % (bytes.len() + 1);
+                Self::Bytes(*at, bytes[..len].to_vec()).apply(content);
+            }
+            _ => self.apply(content),
+        }
+    }
+}
+
+type Entries = BTreeMap<OsString, usize>;
+
+/// State that all see, the state that is durable, and the changes between them.
+#[derive(Clone, Debug)]
+struct Synced<S, C> {
+    seen: S,
+    durable: S,
+    changes: Vec<C>,
+    /// Changes that were synced.
+    synced: usize,
+}
+
+impl<S: Clone + Default, C> Synced<S, C> {
+    /// Returns an empty state.
+    fn new() -> Self {
+        Self {
+            seen: S::default(),
+            durable: S::default(),
+            changes: Vec::new(),
+            synced: 0,
+        }
+    }
+
+    fn change(&mut self, change: C, apply: impl Fn(&C, &mut S)) {
+        apply(&change, &mut self.seen);
+        self.changes.push(change);
+    }
+
+    /// Returns the number of changes that were made.
+    const fn count(&self) -> usize {
+        self.synced + self.changes.len()
+    }
+
+    /// Makes the first changes durable, of all that were made.
+    fn sync(&mut self, count: usize, apply: impl Fn(&C, &mut S)) {
+        let new = count.saturating_sub(self.synced);
+        for change in self.changes.drain(..new) {
+            apply(&change, &mut self.durable);
+        }
+        self.synced += new;
+    }
+
+    /// Leaves what a crash of the machine leaves.
+    fn crash(&mut self, apply: impl Fn(&C, &mut S)) {
+        let changes = std::mem::take(&mut self.changes);
+        let (way, first) = (random() % 4, random() as usize % (changes.len() + 1));
+        for (number, change) in changes.iter().enumerate() {
+            let survives = match way {
+                0 => false,
+                1 => true,
+                2 => number < first,
+                _ => random().is_multiple_of(2),
+            };
+            if survives {
+                apply(change, &mut self.durable);
+            }
+        }
+        self.seen = self.durable.clone();
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Content {
+    Folder(Synced<Entries, Change>),
+    File(Synced<Vec<u8>, Write>),
+}
+
+impl Content {
+    fn folder() -> Self {
+        Self::Folder(Synced::new())
+    }
+
+    fn file() -> Self {
+        Self::File(Synced::new())
+    }
+}
+
+/// A lock on bytes of a file, or on all of it.
+#[derive(Clone, Copy, Debug)]
+struct Lock {
+    open: u64,
+    /// Of flock, which lock the whole file and exclude no ranges.
+    is_whole: bool,
+    exclusive: bool,
+    start: u64,
+    end: u64,
+}
+
+/// A file or a folder.
+#[derive(Clone, Debug)]
+struct Node {
+    content: Content,
+    mode: u32,
+    locks: Vec<Lock>,
+}
+
+/// The disk of the simulated machine.
+#[derive(Debug)]
+struct Disk {
+    nodes: Vec<Node>,
+    /// Process of each open file.
+    opened: BTreeMap<u64, u64>,
+    /// Writes and syncs per failure of one; never for 0.
+    failing: u64,
+}
+
+impl Disk {
+    fn new() -> Self {
+        Self {
+            nodes: vec![Node {
+                content: Content::folder(),
+                mode: 0o755,
+                locks: Vec::new(),
+            }],
+            opened: BTreeMap::new(),
+            failing: 0,
+        }
+    }
+
+    fn entries(&mut self, folder: usize) -> io::Result<&mut Synced<Entries, Change>> {
+        match &mut self.nodes[folder].content {
+            Content::Folder(entries) => Ok(entries),
+            Content::File(_) => Err(io::ErrorKind::NotADirectory.into()),
+        }
+    }
+
+    fn bytes(&mut self, file: usize) -> io::Result<&mut Synced<Vec<u8>, Write>> {
+        match &mut self.nodes[file].content {
+            Content::File(bytes) => Ok(bytes),
+            Content::Folder(_) => Err(io::ErrorKind::IsADirectory.into()),
+        }
+    }
+
+    fn find(&mut self, path: &Path) -> io::Result<usize> {
+        let mut node = ROOT;
+        for component in path.components() {
+            if let Component::Normal(name) = component {
+                let found = self.entries(node)?.seen.get(name).copied();
+                node = found.ok_or(io::ErrorKind::NotFound)?;
+            }
+        }
+        Ok(node)
+    }
+
+    /// Returns the folder that a path lies in, and the name there.
+    fn place<'p>(&mut self, path: &'p Path) -> io::Result<(usize, &'p OsStr)> {
+        let parent = path.parent().unwrap_or(path);
+        let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        Ok((self.find(parent)?, name))
+    }
+
+    fn add(&mut self, path: &Path, content: Content, mode: u32) -> io::Result<usize> {
+        let (folder, name) = self.place(path)?;
+        let node = self.nodes.len();
+        let added = Change::Added(name.to_owned(), node);
+        self.entries(folder)?.change(added, Change::apply);
+        self.nodes.push(Node {
+            content,
+            mode,
+            locks: Vec::new(),
+        });
+        Ok(node)
+    }
+
+    fn open(&mut self, node: usize) -> File {
+        let open = OPENED.replace(OPENED.get() + 1);
+        self.opened.insert(open, process());
+        File {
+            open,
+            node,
+            position: 0,
+        }
+    }
+
+    /// Fails now and then.
+    fn try_it(&self, kind: io::ErrorKind) -> io::Result<()> {
+        match self.failing > 0 && random().is_multiple_of(self.failing) {
+            true => Err(kind.into()),
+            false => Ok(()),
+        }
+    }
+
+    fn close(&mut self, open: u64) {
+        self.opened.remove(&open);
+        for node in &mut self.nodes {
+            node.locks.retain(|lock| lock.open != open);
+        }
+    }
+
+    /// Returns whether another open file has a lock that excludes this one.
+    fn is_excluded(&self, node: usize, wanted: &Lock) -> bool {
+        self.nodes[node].locks.iter().any(|lock| {
+            lock.open != wanted.open
+                && lock.is_whole == wanted.is_whole
+                && (lock.exclusive || wanted.exclusive)
+                && lock.start < wanted.end
+                && wanted.start < lock.end
+        })
+    }
+}
+
+thread_local! {
+    static DISK: RefCell<Disk> = RefCell::new(Disk::new());
+    static OPENED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+fn with_disk<T>(call: impl FnOnce(&mut Disk) -> T) -> T {
+    DISK.with_borrow_mut(call)
+}
+
+/// Begins with an empty disk, on which one write or sync in `failing` fails; none for 0.
+pub fn format(failing: u64) {
+    with_disk(|disk| {
+        *disk = Disk {
+            failing,
+            ..Disk::new()
+        };
+    });
+}
+
+/// Ends all that a process has open. Its changes stay.
+pub fn end_process(process: u64) {
+    with_disk(|disk| {
+        let opened = disk.opened.iter();
+        let its = opened.filter(|(_, of)| **of == process);
+        let its: Vec<u64> = its.map(|(open, _)| *open).collect();
+        its.into_iter().for_each(|open| disk.close(open));
+    });
+}
+
+/// Crashes the machine. All processes have ended before.
+pub fn crash() {
+    with_disk(|disk| {
+        disk.opened.clear();
+        for node in &mut disk.nodes {
+            node.locks.clear();
+            match &mut node.content {
+                Content::Folder(entries) => entries.crash(Change::apply),
+                Content::File(bytes) => bytes.crash(Write::apply_torn),
+            }
+        }
+    });
+}
+
+/// As [`std::fs::File`], for what the ledger does with one.
+#[derive(Debug)]
+pub struct File {
+    open: u64,
+    node: usize,
+    position: usize,
+}
+
+impl File {
+    /// Opens a file or a folder to read.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
+        OpenOptions::new().read(true).open(path)
+    }
+
+    /// Takes the lock of flock on the whole file, if it is free.
+    ///
+    /// # Errors
+    /// As [`std::fs::File::try_lock`].
+    pub fn try_lock(&self) -> Result<(), TryLockError> {
+        let lock = Lock {
+            open: self.open,
+            is_whole: true,
+            exclusive: true,
+            start: 0,
+            end: u64::MAX,
+        };
+        match take(self, lock) {
+            true => Ok(()),
+            false => Err(TryLockError::WouldBlock),
+        }
+    }
+
+    /// Makes the content of a file durable, or the names in a folder.
+    ///
+    /// # Errors
+    /// The disk fails.
+    pub fn sync_all(&self) -> io::Result<()> {
+        turn(Step::SyncFile, [self.node as u64, 0]);
+        let count = with_disk(|disk| match &disk.nodes[self.node].content {
+            Content::Folder(entries) => entries.count(),
+            Content::File(bytes) => bytes.count(),
+        });
+        // Changes that others make meanwhile are not durable for that.
+        if random().is_multiple_of(4) {
+            let time = random() % (1 << (random() % SYNC_BITS));
+            let _waited = wait_for(Some(Duration::from_nanos(time)), || None::<()>);
+        }
+        with_disk(|disk| {
+            disk.try_it(io::ErrorKind::Other)?;
+            match &mut disk.nodes[self.node].content {
+                Content::Folder(entries) => entries.sync(count, Change::apply),
+                Content::File(bytes) => bytes.sync(count, Write::apply),
+            }
+            Ok(())
+        })
+    }
+
+    /// Returns its owner and permissions.
+    ///
+    /// # Errors
+    /// None.
+    pub fn metadata(&self) -> io::Result<Metadata> {
+        Ok(with_disk(|disk| Metadata(disk.nodes[self.node].mode)))
+    }
+
+    /// Changes its permissions.
+    ///
+    /// # Errors
+    /// None.
+    pub fn set_permissions(&self, permissions: Permissions) -> io::Result<()> {
+        with_disk(|disk| disk.nodes[self.node].mode = permissions.mode());
+        Ok(())
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        // A thread that ends has no disk any more.
+        let _ended = DISK.try_with(|disk| disk.borrow_mut().close(self.open));
+        acted();
+    }
+}
+
+impl io::Write for File {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // The kernel may write less than it is asked for.
+        let len = match bytes.len() > 1 && random().is_multiple_of(4) {
+            true => 1 + random() as usize % bytes.len(),
+            false => bytes.len(),
+        };
+        let written = self.write_at(&bytes[..len], self.position as u64)?;
+        self.position += written;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl FileExt for File {
+    fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+        turn(Step::ReadFile, [self.node as u64, offset]);
+        with_disk(|disk| {
+            let content = &disk.bytes(self.node)?.seen;
+            let there = content.get(offset as usize..).unwrap_or_default();
+            let len = there.len().min(bytes.len());
+            bytes[..len].copy_from_slice(&there[..len]);
+            Ok(len)
+        })
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        turn(Step::WriteFile, [self.node as u64, offset]);
+        with_disk(|disk| {
+            disk.try_it(io::ErrorKind::StorageFull)?;
+            let write = Write::Bytes(offset as usize, bytes.to_vec());
+            disk.bytes(self.node)?.change(write, Write::apply);
+            Ok(bytes.len())
+        })
+    }
+}
+
+/// As [`std::fs::Metadata`]: the permissions. The owner is the user of this process.
+#[derive(Clone, Copy, Debug)]
+pub struct Metadata(u32);
+
+/// As [`std::os::unix::fs::MetadataExt`].
+pub trait MetadataExt {
+    /// Returns the owner.
+    fn uid(&self) -> u32;
+    /// Returns the permissions.
+    fn mode(&self) -> u32;
+}
+
+impl MetadataExt for Metadata {
+    fn uid(&self) -> u32 {
+        process_user()
+    }
+
+    fn mode(&self) -> u32 {
+        self.0
+    }
+}
+
+/// As [`std::fs::OpenOptions`]. All files can be read and written.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OpenOptions {
+    create: bool,
+    truncate: bool,
+    mode: u32,
+}
+
+impl OpenOptions {
+    /// Opens what is there.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Has no effect.
+    pub const fn read(&mut self, _: bool) -> &mut Self {
+        self
+    }
+
+    /// Has no effect.
+    pub const fn write(&mut self, _: bool) -> &mut Self {
+        self
+    }
+
+    /// Makes a file that is not there.
+    pub const fn create(&mut self, create: bool) -> &mut Self {
+        self.create = create;
+        self
+    }
+
+    /// Empties the file.
+    pub const fn truncate(&mut self, truncate: bool) -> &mut Self {
+        self.truncate = truncate;
+        self
+    }
+
+    /// Opens a file or a folder.
+    ///
+    /// # Errors
+    /// There is none, or the disk is full.
+    pub fn open(&self, path: impl AsRef<Path>) -> io::Result<File> {
+        let path = path.as_ref();
+        turn(Step::OpenFile, [0; 2]);
+        with_disk(|disk| {
+            let node = match disk.find(path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound && self.create => {
+                    disk.try_it(io::ErrorKind::StorageFull)?;
+                    disk.add(path, Content::file(), self.mode)?
+                }
+                found => found?,
+            };
+            if self.truncate {
+                disk.bytes(node)?.change(Write::Truncated, Write::apply);
+            }
+            Ok(disk.open(node))
+        })
+    }
+}
+
+impl OpenOptionsExt for OpenOptions {
+    fn mode(&mut self, mode: u32) -> &mut Self {
+        self.mode = mode;
+        self
+    }
+
+    fn custom_flags(&mut self, _: i32) -> &mut Self {
+        self
+    }
+}
+
+/// As [`std::fs::DirBuilder`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DirBuilder(u32);
+
+impl DirBuilder {
+    /// Makes folders without permissions, unless others are set.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes a folder.
+    ///
+    /// # Errors
+    /// It is there, or what it would lie in is not.
+    pub fn create(&self, path: impl AsRef<Path>) -> io::Result<()> {
+        let path = path.as_ref();
+        turn(Step::ChangeFolder, [0; 2]);
+        with_disk(|disk| {
+            if disk.find(path).is_ok() {
+                return Err(io::ErrorKind::AlreadyExists.into());
+            }
+            disk.add(path, Content::folder(), self.0).map(|_| ())
+        })
+    }
+}
+
+impl DirBuilderExt for DirBuilder {
+    fn mode(&mut self, mode: u32) -> &mut Self {
+        self.0 = mode;
+        self
+    }
+}
+
+/// As [`std::fs::create_dir_all`].
+///
+/// # Errors
+/// A file is in the way.
+pub fn create_dir_all(path: impl AsRef<Path>) -> io::Result<()> {
+    let mut ancestors: Vec<&Path> = path.as_ref().ancestors().collect();
+    ancestors.reverse();
+    for folder in ancestors {
+        match DirBuilder(0o755).create(folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// As [`std::fs::metadata`].
+///
+/// # Errors
+/// There is no such file.
+pub fn metadata(path: impl AsRef<Path>) -> io::Result<Metadata> {
+    turn(Step::ReadFile, [0; 2]);
+    with_disk(|disk| {
+        let node = disk.find(path.as_ref())?;
+        Ok(Metadata(disk.nodes[node].mode))
+    })
+}
+
+/// As [`std::fs::read`].
+///
+/// # Errors
+/// There is no such file.
+pub fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
+    let file = File::open(path)?;
+    turn(Step::ReadFile, [file.node as u64, 0]);
+    with_disk(|disk| Ok(disk.bytes(file.node)?.seen.clone()))
+}
+
+/// A name in a folder.
+#[derive(Clone, Debug)]
+pub struct DirEntry(OsString);
+
+impl DirEntry {
+    /// Returns the name.
+    #[must_use]
+    pub fn file_name(&self) -> OsString {
+        self.0.clone()
+    }
+}
+
+/// As [`std::fs::read_dir`].
+///
+/// # Errors
+/// There is no such folder.
+pub fn read_dir(path: impl AsRef<Path>) -> io::Result<std::vec::IntoIter<io::Result<DirEntry>>> {
+    turn(Step::ReadFile, [0; 2]);
+    with_disk(|disk| {
+        let node = disk.find(path.as_ref())?;
+        let names = disk.entries(node)?.seen.keys();
+        let names: Vec<_> = names.map(|name| Ok(DirEntry(name.clone()))).collect();
+        Ok(names.into_iter())
+    })
+}
+
+/// As [`std::fs::rename`], within one folder.
+///
+/// # Errors
+/// There is no such file, or the disk fails.
+pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
+    turn(Step::ChangeFolder, [0; 2]);
+    with_disk(|disk| {
+        let node = disk.find(from.as_ref())?;
+        let (folder, from) = disk.place(from.as_ref())?;
+        let (other, to) = disk.place(to.as_ref())?;
+        if folder != other {
+            return Err(io::ErrorKind::CrossesDevices.into());
+        }
+        disk.try_it(io::ErrorKind::Other)?;
+        let renamed = Change::Renamed(from.to_owned(), to.to_owned(), node);
+        disk.entries(folder)?.change(renamed, Change::apply);
+        Ok(())
+    })
+}
+
+/// As [`std::fs::set_permissions`].
+///
+/// # Errors
+/// There is no such file.
+pub fn set_permissions(path: impl AsRef<Path>, permissions: Permissions) -> io::Result<()> {
+    with_disk(|disk| {
+        let node = disk.find(path.as_ref())?;
+        disk.nodes[node].mode = permissions.mode();
+        Ok(())
+    })
+}
+
+fn take(file: &File, lock: Lock) -> bool {
+    turn(Step::LockFile, [file.node as u64, lock.start]);
+    with_disk(|disk| {
+        let is_free = !disk.is_excluded(file.node, &lock);
+        if is_free {
+            disk.nodes[file.node].locks.push(lock);
+        }
+        is_free
+    })
+}
+
+fn range(file: &File, kind: LockKind, start: u64, length: u64) -> Lock {
+    Lock {
+        open: file.open,
+        is_whole: false,
+        exclusive: kind == LockKind::Exclusive,
+        start,
+        end: match length {
+            0 => u64::MAX,
+            length => start.saturating_add(length),
+        },
+    }
+}
+
+/// As [`crate::system::try_lock`].
+///
+/// # Errors
+/// None.
+pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
+    Ok(take(file, range(file, kind, start, length)))
+}
+
+/// As [`crate::system::unlock`], of all that the file has locked.
+///
+/// # Errors
+/// None.
+pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
+    turn(Step::LockFile, [file.node as u64, start]);
+    let gone = range(file, LockKind::Shared, start, length);
+    with_disk(|disk| {
+        disk.nodes[file.node].locks.retain(|lock| {
+            lock.open != file.open || lock.start >= gone.end || gone.start >= lock.end
+        });
+    });
+    acted();
+    Ok(())
+}
+
+/// As [`crate::system::is_lock_excluded`].
+///
+/// # Errors
+/// None.
+pub fn is_lock_excluded(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
+    let lock = range(file, kind, start, length);
+    turn(Step::LockFile, [file.node as u64, start]);
+    Ok(with_disk(|disk| disk.is_excluded(file.node, &lock)))
+}

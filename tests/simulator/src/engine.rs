@@ -127,6 +127,13 @@ thread_local! {
 #[derive(Debug)]
 pub(crate) struct Process(u64);
 
+impl Process {
+    /// Its number, which no other process of the simulation has.
+    pub(crate) const fn number(&self) -> u64 {
+        self.0
+    }
+}
+
 /// Outcome of a simulation without a failure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {

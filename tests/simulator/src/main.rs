@@ -15,6 +15,8 @@ mod history;
 #[cfg(simulation)]
 mod hostile;
 #[cfg(simulation)]
+mod ledger;
+#[cfg(simulation)]
 mod lives;
 #[cfg(simulation)]
 mod mutations;

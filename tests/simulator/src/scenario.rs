@@ -28,6 +28,7 @@ use vmm_device::{MsixMasking, NvmeFunction};
 use crate::guest::{BLOCKS, Buffers, Conditions, Guest, Machine, Persona, Shared};
 use crate::history::BLOCK;
 use crate::hostile;
+use crate::ledger;
 use crate::lives::World;
 use crate::runs::Less;
 
@@ -71,11 +72,13 @@ pub(crate) enum Scenario {
     Limits,
     /// A server that dies at any step, and the next one that takes its queues up.
     Lives,
+    /// Processes with leases of one drive, which die, on a machine that crashes.
+    Ledger,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 12] = [
+    pub(crate) const ALL: [(&str, Self); 13] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -88,6 +91,7 @@ impl Scenario {
         ("physical-pauses", Self::PhysicalPauses),
         ("limits", Self::Limits),
         ("lives", Self::Lives),
+        ("ledger", Self::Ledger),
     ];
 
     /// The scenario of a seed.
@@ -269,8 +273,10 @@ fn profile(rng: &mut Rng) -> Profile {
 /// Runs a world from its beginning to its end.
 pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
     let mut rng = Rng::new(seed);
-    if scenario == Scenario::Lives {
-        return run_lives(scenario, less, &mut rng);
+    match scenario {
+        Scenario::Lives => return run_lives(scenario, less, &mut rng),
+        Scenario::Ledger => return ledger::run(less, &mut rng),
+        _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     // The last lease is that of a guest that lies, if there is one.

@@ -1,0 +1,83 @@
+//! A drive with a cache that a crash of the machine loses.
+
+use std::io;
+
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::host::{HostMemory, Limits};
+use nvme_mpt::memory::simulation::{Step, process, turn};
+use nvme_mpt::shadow::HostQueuePair;
+use nvme_mpt::spec::nvm::ReadWrite;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+use nvme_software::{LeasedMedium, Medium, Pace, SoftwareQueue, Store};
+
+use super::judge::{CELL, CELLS, Judge};
+
+/// Size of a logical block, as a power of two.
+pub(super) const LBA_SHIFT: u8 = 12;
+
+/// A process's side of the drive. The judge has the content.
+#[derive(Clone, Debug)]
+pub(super) struct Cells(pub(super) Judge);
+
+impl Store for Cells {
+    fn execute(&mut self, sqe: &Sqe, _: HostMemory<'_>) -> Status {
+        let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+        let blocks = u64::from(nlb_z) + 1;
+        let [first, count] = [slba.0, blocks].map(|blocks| {
+            let bytes = blocks << LBA_SHIFT;
+            assert!(bytes.is_multiple_of(CELL), "a wipe of {bytes} bytes");
+            (bytes / CELL) as usize
+        });
+        assert_eq!(NvmOpcode(sqe.opcode()), NvmOpcode::WRITE_ZEROES);
+        for cell in first..first + count {
+            turn(Step::Submit, [cell as u64, 0]);
+            self.0.zeroed(process(), cell);
+        }
+        Status::SUCCESS
+    }
+
+    fn prefetch(&self, _: &Sqe) {}
+}
+
+impl Medium for Cells {
+    fn identity(&self) -> String {
+        "simulated:cells".to_owned()
+    }
+
+    fn model(&self) -> &'static str {
+        "Simulated cells"
+    }
+
+    fn bytes(&self) -> u64 {
+        CELLS as u64 * CELL
+    }
+
+    fn limits(&self, limits: Limits) -> Limits {
+        // So a wipe takes several commands.
+        Limits {
+            no_data_bytes_max: 2 * CELL,
+            ..limits
+        }
+    }
+
+    fn open_lease(
+        &self,
+        _: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+        Ok(Box::new(self.clone()))
+    }
+}
+
+impl LeasedMedium for Cells {
+    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+        Ok(pace.queue(SoftwareQueue::new(self.clone(), slots), slots))
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        turn(Step::SyncFile, [0; 2]);
+        self.0.flushed();
+        Ok(())
+    }
+}

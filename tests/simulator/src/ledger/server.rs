@@ -1,0 +1,352 @@
+//! A process with leases, as a server has them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use nvme_mpt::Drive;
+use nvme_mpt::lease::{
+    Claim, FormerData, Lease, LeaseError, LeaseRequest, Ledger, PrivateError, StoreError, Wanted,
+};
+use nvme_mpt::memory::clock;
+use nvme_mpt::memory::simulation::{Step, turn};
+use nvme_mpt::memory::sync::JoinHandle;
+use nvme_mpt::poller::start_thread;
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::wipe::{WipeError, wipe};
+use nvme_mpt_tests::rng::Rng;
+use nvme_software::SoftwareController;
+
+use super::World;
+use super::drive::{Cells, LBA_SHIFT};
+use super::judge::{CELL, CELLS, Doing, Facts, IDS, Id, Outcome, Request};
+
+/// Size of the smallest unit of leases by size.
+const UNIT: u64 = 1 << 20;
+
+/// A lease that the process has.
+struct Held {
+    request: Request,
+    lease: Lease,
+}
+
+/// A process.
+pub(super) struct Server {
+    world: Arc<World>,
+    seat: usize,
+    rng: Rng,
+    ledger: Ledger,
+    drive: Arc<Drive>,
+    held: Vec<Held>,
+}
+
+impl Server {
+    pub(super) fn new(world: Arc<World>, seat: usize, rng: Rng) -> Self {
+        let cells = Cells(world.judge.clone());
+        let controller = SoftwareController::over(cells, LBA_SHIFT);
+        let drive = Drive::new("simulated", Arc::new(controller), None);
+        Self {
+            ledger: Ledger::open(&world.folder),
+            drive: drive.expect("a namespace"),
+            world,
+            seat,
+            rng,
+            held: Vec::new(),
+        }
+    }
+
+    /// Lives until the process is killed, or ends by itself.
+    pub(super) fn live(mut self) {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let clerk = self.start_clerk(&is_over);
+        let had = std::mem::take(&mut self.world.seats()[self.seat].had);
+        for request in had {
+            if self.rng.below(8) > 0 {
+                self.take(request);
+            }
+        }
+        while self.rng.below(24) > 0 {
+            self.do_something();
+            if self.rng.below(4) == 0 {
+                let bits = self.rng.below(16);
+                clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
+            }
+        }
+        is_over.store(true, Ordering::Relaxed);
+        while !self.held.is_empty() {
+            self.give_back(0);
+        }
+        let _ended = clerk.join();
+        self.world.seats()[self.seat].is_left = true;
+    }
+
+    /// Starts the thread that names this process in the ledger.
+    fn start_clerk(&mut self, is_over: &Arc<AtomicBool>) -> JoinHandle<()> {
+        let (world, ledger, is_over) = (self.world.clone(), self.ledger.clone(), is_over.clone());
+        let bits = 16 + self.rng.below(6);
+        let work = move || {
+            while !is_over.load(Ordering::Relaxed) {
+                clock::sleep(Duration::from_nanos(1 << bits));
+                if let Err(error) = ledger.name_holder() {
+                    outcome(&world, &error);
+                }
+            }
+        };
+        start_thread("clerk", work).expect("an actor")
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        self.rng.below(bound as u64) as usize
+    }
+
+    fn do_something(&mut self) {
+        let held = match self.held.len() {
+            0 => None,
+            count => Some(self.below(count)),
+        };
+        match (self.rng.below(32), held) {
+            (0..6, _) | (6..19, None) => {
+                let request = self.request();
+                self.take(request);
+            }
+            (6..11, Some(which)) => self.give_back(which),
+            (11..13, Some(which)) => self.use_all(which),
+            (13..15, Some(which)) => self.grow(which),
+            (15..17, Some(which)) => self.truncate(which),
+            (17..19, Some(which)) => self.note(which),
+            (19..23, _) => self.look(&[]),
+            (23..25, _) => self.name(),
+            (25..28, _) => self.release(),
+            _ => self.decide(),
+        }
+    }
+
+    /// Makes up a request. Ids ask for few different ranges, so that they ask for one again.
+    fn request(&mut self) -> Request {
+        let id = self.below(IDS.len());
+        let wanted = match self.below(2) {
+            0 => {
+                let cells = [2, 6, 7, 12][self.below(4)];
+                let start = (7 * id + [0, 3, 6][self.below(3)]).min(CELLS - cells);
+                let range = ByteRange::new(start as u64 * CELL, cells as u64 * CELL);
+                Wanted::At(range.expect("a range"))
+            }
+            _ => {
+                let unit = UNIT << (self.rng.below(8) / 7);
+                Wanted::Size {
+                    bytes: unit * (1 + self.rng.below(3)),
+                    unit,
+                    whole: self.rng.below(6) == 0,
+                }
+            }
+        };
+        let fates = [FormerData::Wiped, FormerData::Refused, FormerData::Kept];
+        Request {
+            id,
+            wanted,
+            fate: fates[self.below(8).min(5) / 2],
+            owner: [None, None, Some(1001), Some(1002)][self.below(4)],
+        }
+    }
+
+    /// Asks for a lease, and uses it.
+    fn take(&mut self, request: Request) {
+        let Request {
+            id,
+            wanted,
+            fate,
+            owner,
+        } = request;
+        let asked = LeaseRequest {
+            id: IDS[id],
+            drive: self.drive.identity(),
+            nsid: self.drive.namespace().nsid,
+            wanted,
+            lba_shift: LBA_SHIFT,
+            blocks: self.drive.blocks(),
+            former_data: fate,
+        };
+        let claim = owner.map_or(Claim::Operator, Claim::For);
+        // The next process asks for it again, also if this one dies before it knows of the lease.
+        self.world.seats()[self.seat].had.push(request);
+        let token = self.world.judge.begin(id, Doing::Acquire(request));
+        match self.ledger.acquire_by(claim, &asked) {
+            Ok(lease) => {
+                self.world.judge.granted(token, Facts::of(&lease));
+                self.held.push(Held { request, lease });
+                self.wipe(self.held.len() - 1);
+            }
+            Err(error) => {
+                let outcome = outcome(&self.world, &error);
+                self.world.judge.end(token, outcome);
+                self.world.seats()[self.seat].had.pop();
+            }
+        }
+    }
+
+    /// Wipes what is to be wiped of a lease, and uses it. A lease that cannot be wiped is given back.
+    fn wipe(&mut self, which: usize) {
+        let is_stopped = AtomicBool::new(self.rng.below(16) == 0);
+        let Held { request, lease } = &self.held[which];
+        let result = wipe(&self.drive, lease, &is_stopped);
+        self.world.judge.wiped(request.id, &lease.unwiped());
+        match result {
+            Ok(()) => self.use_all(which),
+            Err(WipeError::Interrupted { .. }) => self.give_back(which),
+            Err(WipeError::Ledger(error)) => {
+                outcome(&self.world, &error);
+                self.give_back(which);
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Reads all of a lease, and writes some of it.
+    fn use_all(&mut self, which: usize) {
+        let Held { request, lease } = &self.held[which];
+        let (id, judge) = (request.id, &self.world.judge);
+        let shares = 1 + self.rng.below(2);
+        for at in 0..judge.cells(id) {
+            turn(Step::Submit, [id as u64, at as u64]);
+            judge.used(id, at, self.rng.below(shares) == 0);
+        }
+        if self.rng.below(2) == 0 {
+            let host = self.drive.open_lease(lease.id(), &lease.blocks(), None);
+            let flushed = host.map(|host| host.flush());
+            flushed.expect("a lease").expect("a flush");
+        }
+    }
+
+    fn give_back(&mut self, which: usize) {
+        let Held { request, lease } = self.held.swap_remove(which);
+        self.world.seats()[self.seat]
+            .had
+            .retain(|had| *had != request);
+        if self.rng.below(4) == 0 {
+            self.world.judge.ends(request.id);
+            if let Err(error) = lease.mark_ending() {
+                outcome(&self.world, &error);
+            }
+        }
+        let token = self.world.judge.begin(request.id, Doing::GiveBack);
+        let outcome = match self.rng.below(2) {
+            0 => {
+                drop(lease);
+                Outcome::Unknown
+            }
+            _ => self.outcome_of(lease.release()),
+        };
+        self.world.judge.end(token, outcome);
+    }
+
+    fn grow(&mut self, which: usize) {
+        let more = self.rng.below(3);
+        let Held { request, lease } = &self.held[which];
+        let unit = lease.unit().unwrap_or(UNIT);
+        let bytes = lease.extents().length() + more * unit;
+        let token = self.world.judge.begin(request.id, Doing::Grow);
+        match lease.grow(bytes) {
+            Ok(_) => {
+                self.world.judge.grown(token, Facts::of(lease));
+                self.wipe(which);
+            }
+            Err(error) => {
+                let outcome = outcome(&self.world, &error);
+                self.world.judge.end(token, outcome);
+            }
+        }
+    }
+
+    fn truncate(&mut self, which: usize) {
+        let units = 1 + self.rng.below(3);
+        let Held { request, lease } = &self.held[which];
+        let bytes = units * lease.unit().unwrap_or(UNIT);
+        if lease.unit().is_none() || bytes > lease.extents().length() {
+            return;
+        }
+        let to = (bytes / CELL) as usize;
+        let token = self.world.judge.begin(request.id, Doing::Truncate(to));
+        let outcome = self.outcome_of(lease.truncate(bytes));
+        self.world.judge.end(token, outcome);
+        if outcome != Outcome::Done {
+            self.give_back(which);
+        }
+    }
+
+    /// Enters something about a lease that is not its bytes.
+    fn note(&mut self, which: usize) {
+        let number = self.rng.below(3);
+        let Held { request, lease } = &self.held[which];
+        let token = self.world.judge.begin(request.id, Doing::Note);
+        let noted = match number {
+            0 => lease.note_limits(None),
+            1 => lease.note_limits(Some("iops=100".to_owned())),
+            _ => lease.note_reserved(1),
+        };
+        let outcome = self.outcome_of(noted);
+        self.world.judge.end(token, outcome);
+    }
+
+    /// Looks at all leases.
+    fn look(&self, named: &[Id]) {
+        let look = self.world.judge.look();
+        match self.ledger.list() {
+            Ok(entries) => self.world.judge.judge_list(&look, &entries, named),
+            Err(error) => panic!("no list: {error}"),
+        }
+    }
+
+    /// Names this process in the ledger for all its leases.
+    fn name(&self) {
+        let held = self.held.iter().map(|held| held.request.id);
+        let held: Vec<Id> = held.collect();
+        match self.ledger.name_holder() {
+            Ok(()) => self.look(&held),
+            Err(error) => {
+                outcome(&self.world, &error);
+            }
+        }
+    }
+
+    /// The operator releases the lease of a holder that died.
+    fn release(&mut self) {
+        let id = self.below(IDS.len());
+        let token = self.world.judge.begin(id, Doing::Release);
+        let outcome = self.outcome_of(self.ledger.release(IDS[id], false));
+        self.world.judge.end(token, outcome);
+    }
+
+    /// The operator decides what becomes of an id's data.
+    fn decide(&mut self) {
+        let id = self.below(IDS.len());
+        let fate = [FormerData::Kept, FormerData::Wiped, FormerData::Wiped][self.below(3)];
+        let token = self.world.judge.begin(id, Doing::Decide(fate));
+        let outcome = self.outcome_of(self.ledger.decide_data(IDS[id], fate));
+        self.world.judge.end(token, outcome);
+    }
+
+    fn outcome_of<T>(&self, result: Result<T, LeaseError>) -> Outcome {
+        match result {
+            Ok(_) => Outcome::Done,
+            Err(error) => outcome(&self.world, &error),
+        }
+    }
+}
+
+/// Returns what an error leaves.
+///
+/// # Panics
+/// The ledger cannot be used, and the disk is not to blame.
+fn outcome(world: &World, error: &LeaseError) -> Outcome {
+    match error {
+        LeaseError::Store(StoreError::Io { .. } | StoreError::Private(PrivateError::Io { .. }))
+            if world.fails =>
+        {
+            Outcome::Unknown
+        }
+        LeaseError::Store(StoreError::Locked { .. }) => Outcome::Unknown,
+        LeaseError::Store(error) => panic!("{error}: {error:?}"),
+        LeaseError::Gone { id } => panic!("lease {id} is not in the ledger any more"),
+        _ => Outcome::Refused,
+    }
+}

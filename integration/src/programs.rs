@@ -27,3 +27,42 @@ pub fn build(what: &str, programs: &[&str]) -> Result<Vec<PathBuf>, ProcessError
         .map(|program| release.join(program))
         .collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Packages that the workspace's crates use along such edges, with the features that are asked of each.
+    fn packages(edges: &str) -> BTreeSet<String> {
+        let arguments = ["tree", "--offline", "--workspace", "--edges", edges];
+        let format = ["--prefix", "none", "--format", "{p} with {f}"];
+        let output = process::run(
+            Command::new(env!("CARGO"))
+                .args([&arguments[..], &format].concat())
+                .current_dir(crate::workspace_dir()),
+        )
+        .unwrap();
+        let is_shown_again = " (*)";
+        output
+            .lines()
+            .map(|line| line.trim_end_matches(is_shown_again).to_owned())
+            .filter(|line| !line.is_empty())
+            .collect()
+    }
+
+    /// A dependency that tests alone ask more of is compiled twice, as is every crate above it.
+    #[test]
+    fn programs_and_tests_share_one_build() {
+        let programs = packages("normal,build");
+        let tests = packages("normal,build,dev");
+        let twice: Vec<_> = programs.difference(&tests).collect();
+        assert!(programs.len() > 100, "too few packages: {}", programs.len());
+        assert!(
+            twice.is_empty(),
+            "Let the dependencies of programs, in the workspace's Cargo.toml or in integration/Cargo.toml, ask for \
+             what tests ask of these: {twice:#?}"
+        );
+    }
+}

@@ -42,6 +42,9 @@ pub struct Options {
     /// Only the end-to-end tests with this in their name
     #[arg(long, value_name = "FILTER")]
     e2e_filter: Option<String>,
+    /// Without the end-to-end tests with this in their name, as `modes`, which step `guest` runs
+    #[arg(long, value_name = "FILTER")]
+    e2e_skip: Option<String>,
     /// Only the tests in the lab with this in their name
     #[arg(long, value_name = "FILTER")]
     lab_filter: Option<String>,

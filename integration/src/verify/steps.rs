@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use super::command::{TARGET, Worth};
-use super::{Context, Step, VerifyError, When, fuzz};
+use super::{Context, Options, Step, VerifyError, When, fuzz};
 use crate::checks::FULL;
 use crate::process;
 use crate::provision::go;
@@ -385,26 +385,31 @@ fn host(context: &mut Context) -> Result<(), VerifyError> {
 }
 
 fn e2e(context: &mut Context) -> Result<(), VerifyError> {
-    let filter = context.options.e2e_filter.clone();
-    share_of_machines(context, "e2e", filter.as_deref())
+    let Options {
+        e2e_filter,
+        e2e_skip,
+        ..
+    } = context.options;
+    let skip = e2e_skip.iter().flat_map(|skip| ["--skip", skip.as_str()]);
+    let arguments = skip.chain(e2e_filter.as_deref()).collect();
+    share_of_machines(context, "e2e", arguments)
 }
 
 fn lab(context: &mut Context) -> Result<(), VerifyError> {
-    let filter = context.options.lab_filter.clone();
-    share_of_machines(context, "lab", filter.as_deref())
+    let filter = context.options.lab_filter.as_deref();
+    share_of_machines(context, "lab", filter.into_iter().collect())
 }
 
 fn share_of_machines(
     context: &mut Context,
     name: &str,
-    filter: Option<&str>,
+    more: Vec<&str>,
 ) -> Result<(), VerifyError> {
     let shard = context.options.shard.map(|shard| shard.to_string());
-    let mut arguments = Vec::new();
+    let mut arguments = more;
     if let Some(shard) = &shard {
         arguments.extend(["--shard", shard]);
     }
-    arguments.extend(filter);
     machines(context, name, &arguments)
 }
 

@@ -2,13 +2,19 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
 
 use super::{Drive, GuestConfig, machine_arguments};
 use crate::process::{self, ProcessError, Supervised};
-use crate::provision::Assets;
+use crate::provision::{Assets, Qemu};
+
+/// There is no UEFI firmware beside this QEMU.
+#[derive(Debug, Error)]
+#[error("QEMU has no UEFI firmware beside it: install the package ovmf")]
+pub struct NoUefi;
 
 /// Firmware did not do what it should.
 #[derive(Debug, Error)]
@@ -16,9 +22,9 @@ pub enum FirmwareError {
     /// QEMU could not be run.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// There is no UEFI firmware beside this QEMU.
-    #[error("QEMU has no UEFI firmware beside it: install the package ovmf")]
-    NoUefi,
+    /// There is no UEFI firmware.
+    #[error(transparent)]
+    NoUefi(#[from] NoUefi),
     /// The text never appeared.
     #[error(
         "{expected:?} is not on the firmware's console:\n{console}\nThe end of QEMU's log:\n{log}"
@@ -42,31 +48,40 @@ pub enum Firmware {
     Uefi,
 }
 
-/// Starts a machine with nothing but firmware and a drive, and waits until `expected` is on its console.
+impl Firmware {
+    /// Has a machine begin with it.
+    pub(super) fn add_to(self, command: &mut Command, qemu: &Qemu) -> Result<(), NoUefi> {
+        if self == Self::Uefi {
+            let image = qemu.uefi_firmware().ok_or(NoUefi)?;
+            command.arg("-bios").arg(image);
+        }
+        Ok(())
+    }
+}
+
+/// Starts a machine with nothing but firmware and drives, and waits until `expected` is on its console. It boots from the
+/// drive with a [boot index](Drive::boot_index).
 ///
 /// # Errors
 /// If it does not within `patience`.
 pub fn await_console(
     assets: &Assets,
     firmware: Firmware,
-    mut drive: Drive,
+    drives: &[Drive],
     folder: &Path,
     expected: &str,
     patience: Duration,
 ) -> Result<(), FirmwareError> {
-    drive.boot_index = Some(0);
     let console = folder.join("firmware.console");
     let mut command = assets.qemu.command();
     machine_arguments(&mut command, &GuestConfig::new("firmware"));
-    if firmware == Firmware::Uefi {
-        let image = assets.qemu.uefi_firmware().ok_or(FirmwareError::NoUefi)?;
-        command.arg("-bios").arg(image);
-    }
+    firmware.add_to(&mut command, &assets.qemu)?;
     command
         .arg("-serial")
-        .arg(format!("file:{}", console.display()))
-        .arg("-device")
-        .arg(drive.properties().to_string());
+        .arg(format!("file:{}", console.display()));
+    for drive in drives {
+        command.arg("-device").arg(drive.properties().to_string());
+    }
     let mut qemu = Supervised::spawn("firmware", &command, &folder.join("firmware.qemu.log"))?;
     let deadline = Instant::now() + patience;
     loop {

@@ -31,6 +31,7 @@ pub use agent::Agent;
 pub use channel::{ChannelError, Job, Output};
 pub use qmp::QmpError;
 
+use firmware::{Firmware, NoUefi};
 use qmp::Qmp;
 
 /// Time that QEMU waits for an answer to a vfio-user message; 5 s by default.
@@ -125,6 +126,9 @@ pub enum GuestError {
         /// The end of what it printed.
         text: String,
     },
+    /// There is no firmware of the kind that was asked for.
+    #[error(transparent)]
+    Firmware(#[from] NoUefi),
     /// QEMU's monitor refused something or went away.
     #[error("Guest {guest}: {reason}")]
     Monitor {
@@ -188,6 +192,13 @@ impl Drive {
     #[must_use]
     pub fn id(mut self, id: &str) -> Self {
         self.id = id.to_owned();
+        self
+    }
+
+    /// Sets its place in the firmware's boot order.
+    #[must_use]
+    pub fn boot_index(mut self, index: u32) -> Self {
+        self.boot_index = Some(index);
         self
     }
 
@@ -289,6 +300,7 @@ pub struct GuestConfig {
     hotplug: bool,
     virtual_iommu: bool,
     root_on_drive: bool,
+    firmware: Option<Firmware>,
     kernel_arguments: String,
     reboots: bool,
     accelerator: Accelerator,
@@ -306,6 +318,7 @@ impl GuestConfig {
             hotplug: false,
             virtual_iommu: false,
             root_on_drive: false,
+            firmware: None,
             kernel_arguments: String::new(),
             reboots: false,
             accelerator: Accelerator::here(),
@@ -353,6 +366,14 @@ impl GuestConfig {
     pub fn root_on_drive(mut self) -> Self {
         self.root_on_drive = true;
         self.kernel_arguments(ROOT_ARGUMENTS)
+    }
+
+    /// Has firmware boot what it finds on the drive with a [boot index](Drive::boot_index), in place of a kernel that QEMU
+    /// loads.
+    #[must_use]
+    pub fn firmware(mut self, firmware: Firmware) -> Self {
+        self.firmware = Some(firmware);
+        self
     }
 
     /// Adds to the kernel's command line.
@@ -434,11 +455,20 @@ impl Guest {
 
         let mut command = assets.qemu.command();
         machine_arguments(&mut command, config);
+        match config.firmware {
+            Some(firmware) => firmware.add_to(&mut command, &assets.qemu)?,
+            None => {
+                command
+                    .arg("-kernel")
+                    .arg(&assets.kernel.image)
+                    .arg("-append")
+                    .arg(format!("{KERNEL_ARGUMENTS}{}", config.kernel_arguments));
+                if !config.root_on_drive {
+                    command.arg("-initrd").arg(&assets.initramfs);
+                }
+            }
+        }
         command
-            .arg("-kernel")
-            .arg(&assets.kernel.image)
-            .arg("-append")
-            .arg(format!("{KERNEL_ARGUMENTS}{}", config.kernel_arguments))
             .arg("-serial")
             .arg(format!("file:{}", console.display()))
             .arg("-chardev")
@@ -450,9 +480,6 @@ impl Guest {
                 path("monitor").display()
             ))
             .args(["-qmp", "chardev:monitor"]);
-        if !config.root_on_drive {
-            command.arg("-initrd").arg(&assets.initramfs);
-        }
         for drive in &config.drives {
             if let Some(block_device) = drive.block_device() {
                 let thread = format!("iothread,id={}", drive.io_thread());

@@ -11,6 +11,7 @@ use thiserror::Error;
 use crate::process::ProcessError;
 
 pub mod apt;
+pub mod bootable;
 pub mod cache;
 mod cpio;
 pub mod debian;

@@ -1,23 +1,48 @@
 //! Use of the drive by firmware, long before an operating system.
+//!
+//! Each check is made with the drive alone, and with a zoned drive and one of keys and values before it, which firmware
+//! has to pass over.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
-use integration::guest::Drive;
 use integration::guest::firmware::{Firmware, await_console};
+use integration::guest::{Drive, Guest, GuestConfig};
+use integration::process;
+use integration::progress::say;
+use integration::provision::{bootable, host};
+use integration::server::{FunctionOptions, Server};
 
 use crate::Group;
-use crate::fixture::{Bench, FUNCTION, Failure, at, function};
+use crate::fixture::{Bench, FUNCTION, Failure, at, expect, expect_no_complaints, function};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "firmware",
     checks: &[
-        ("bios_boots_from_the_drive", bios_boots_from_the_drive),
+        ("bios_boots_from_the_drive", |bench| bios_boots(bench, &[])),
+        ("bios_boots_from_the_drive_beside_others", |bench| {
+            bios_boots(bench, &others(bench)?)
+        }),
         ("uefi_sees_the_drive", uefi_sees_the_drive),
     ],
 };
 
+/// A Debian of its own has to be made for these.
+pub(crate) const FULL_GROUP: Group = Group::Alone {
+    name: "debian",
+    checks: &[
+        ("uefi_boots_it", |bench| uefi_boots_debian(bench, &[])),
+        ("uefi_boots_it_beside_others", |bench| {
+            uefi_boots_debian(bench, &others(bench)?)
+        }),
+    ],
+};
+
+/// A Debian on an emulated processor, which GRUB loads through the firmware's driver.
+const BOOT_PATIENCE: Duration = Duration::from_secs(600);
 const PATIENCE: Duration = Duration::from_secs(120);
 const GREETING: &[u8] = b"booted from NVMe\0";
 
@@ -43,20 +68,49 @@ fn boot_sector() -> Vec<u8> {
     sector
 }
 
-fn bios_boots_from_the_drive(bench: &Bench) -> Result<(), Failure> {
+/// Zones whose blocks can all be written.
+const ZONES: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"4M\"\n\
+                     max_open = 4\nmax_active = 4\nappend_limit = \"64K\"\n";
+
+/// A zoned drive, and one of keys and values.
+fn others(bench: &Bench) -> Result<[FunctionOptions; 2], Failure> {
+    let profile = bench.folder().join("zones.toml");
+    fs::write(&profile, ZONES).map_err(at(&profile))?;
+    let zoned = bench.drive("zoned.img", 64)?.display().to_string();
+    let pairs = bench.drive("pairs.img", 64)?.display().to_string();
+    Ok([
+        FunctionOptions::new("zoned", zoned, "0+64M")
+            .option(format!("profile={}", profile.display())),
+        FunctionOptions::new("pairs", pairs, "0+64M").option("profile=kv"),
+    ])
+}
+
+/// A server with these functions, and drives for a machine that boots from the last one.
+fn serve(
+    bench: &Bench,
+    others: &[FunctionOptions],
+    boots: FunctionOptions,
+) -> Result<(Server, Vec<Drive>), Failure> {
+    let server = bench.serve(&[others, &[boots]].concat())?;
+    let drive = |id: &str| Drive::vfio_user(server.socket(id)).id(id);
+    let mut drives: Vec<Drive> = others.iter().map(|other| drive(&other.id)).collect();
+    drives.push(drive(FUNCTION).boot_index(0));
+    Ok((server, drives))
+}
+
+fn bios_boots(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Failure> {
     let function = function(bench)?;
-    let path = std::path::PathBuf::from(&function.path);
+    let path = PathBuf::from(&function.path);
     File::options()
         .write(true)
         .open(&path)
         .and_then(|mut file| file.write_all(&boot_sector()))
         .map_err(at(path))?;
-    let server = bench.serve(&[function])?;
-    let drive = Drive::vfio_user(server.socket(FUNCTION));
+    let (_server, drives) = serve(bench, others, function)?;
     await_console(
         bench.v6_12(),
         Firmware::Bios,
-        drive,
+        &drives,
         bench.folder(),
         "booted from NVMe",
         PATIENCE,
@@ -66,15 +120,80 @@ fn bios_boots_from_the_drive(bench: &Bench) -> Result<(), Failure> {
 
 /// The UEFI shell begins with a list of all block devices, by their paths.
 fn uefi_sees_the_drive(bench: &Bench) -> Result<(), Failure> {
-    let server = bench.serve(&[function(bench)?])?;
-    let drive = Drive::vfio_user(server.socket(FUNCTION));
+    let (_server, drives) = serve(bench, &[], function(bench)?)?;
     await_console(
         bench.v6_12(),
         Firmware::Uefi,
-        drive,
+        &drives,
         bench.folder(),
         "NVMe(0x1,",
         PATIENCE,
     )?;
     Ok(())
+}
+
+/// OVMF finds GRUB on the drive, GRUB the kernel, and the kernel its root, which takes writes.
+fn uefi_boots_debian(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Failure> {
+    if !host::is_root() {
+        say("        NOT CHECKED: debian: only root can install a Debian into a folder");
+        return Ok(());
+    }
+    let (function, disk) = debian(bench)?;
+    let (mut server, drives) = serve(bench, others, function)?;
+    let mut config = GuestConfig::new("debian")
+        .memory_mib(1024)
+        .firmware(Firmware::Uefi);
+    for drive in drives {
+        config = config.drive(drive);
+    }
+    let mut guest = Guest::start_booting(bench.v6_12(), &config, bench.folder())?;
+    guest.await_ready(BOOT_PATIENCE)?;
+    let check = |script: &str| guest.check(script, BOOT_PATIENCE);
+
+    check("test -d /sys/firmware/efi")?;
+    let root = check("findmnt --noheadings --output SOURCE /")?;
+    let namespace = root.trim().trim_end_matches("p2");
+    let serial = check(&format!("cat /sys/block/{}/device/serial", name(namespace)))?;
+    let serials = server.function_stats(FUNCTION)?.serial;
+    expect(serial.trim() == serials, || {
+        format!("Its root is on {root}, the drive of serial {serial}, not {serials}")
+    })?;
+    let found = check("ls -d /sys/class/nvme/nvme* | wc -l")?;
+    expect(found.trim() == (others.len() + 1).to_string(), || {
+        format!("The guest has {found} controllers")
+    })?;
+    check(&format!("echo {NOTE} > /note && sync"))?;
+    expect_no_complaints(&guest)?;
+    guest.power_off(BOOT_PATIENCE)?;
+    server.expect_alive()?;
+
+    // In the file system of its partition.
+    process::run(Command::new("grep").args(["-q", "-a", NOTE]).arg(&disk))?;
+    Ok(())
+}
+
+/// Text that a guest leaves on its root.
+const NOTE: &str = "this_guest_was_booted_by_firmware";
+
+/// The name of a block device.
+fn name(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or(path)
+}
+
+/// A function on a drive with a Debian, and the drive's file.
+fn debian(bench: &Bench) -> Result<(FunctionOptions, PathBuf), Failure> {
+    let image = bootable::provide()?;
+    let drive = bench.drive("debian.img", 0)?;
+    process::run(
+        Command::new("cp")
+            .arg("--sparse=always")
+            .args([Path::new(&image), &drive]),
+    )?;
+    let bytes = fs::metadata(&drive).map_err(at(&drive))?.len();
+    let function = FunctionOptions::new(
+        FUNCTION,
+        drive.display().to_string(),
+        format!("0+{}M", bytes >> 20),
+    );
+    Ok((function, drive))
 }

@@ -81,7 +81,7 @@ const GROUPS: &[Group] = &[
 ];
 
 /// Groups that need more than Debian's packages: with `--full` alone.
-const FULL_GROUPS: &[Group] = &[package::GROUP];
+const FULL_GROUPS: &[Group] = &[package::GROUP, firmware::FULL_GROUP];
 
 fn main() -> ExitCode {
     let full = env::var_os(FULL).map(|_| FULL_GROUPS).unwrap_or_default();

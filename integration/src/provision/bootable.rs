@@ -1,0 +1,131 @@
+//! A disk with a Debian 12 that UEFI firmware boots: GRUB and the kernel on an EFI system partition, and the file
+//! system of [`debian`] on a partition of its own.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::apt::{self, Suites};
+use super::cache::Cache;
+use super::host::{self, Tool};
+use super::kernel::{Kernel, KernelChoice};
+use super::{ProvisionError, at, debian};
+use crate::process;
+
+const SUITES: Suites = Suites {
+    known: &["bookworm"],
+    preferred: "bookworm",
+};
+const LOADER_PACKAGES: &[&str] = &["grub-efi-amd64-bin"];
+/// GRUB with its modules in it. It reads `/EFI/debian/grub.cfg` of the partition that it comes from.
+const LOADER: &str = "usr/lib/grub/x86_64-efi/monolithic/grubx64.efi";
+const TOOLS: [Tool; 2] = [
+    Tool {
+        program: "sfdisk",
+        package: "fdisk",
+    },
+    Tool {
+        program: "mformat",
+        package: "mtools",
+    },
+];
+
+const MIB: u64 = 1 << 20;
+/// The EFI system partition in MiB: the table lies before it.
+const SYSTEM_PARTITION: (u64, u64) = (1, 64);
+/// MiB after the last partition, for the copy of the table.
+const END: u64 = 1;
+/// The unique identifier of the partition that is the root: which number its drive gets is the kernel's choice.
+const ROOT: &str = "4d9bdff4-5a02-4b3c-9a4b-6e2f2f0f8f01";
+
+/// Commands of GRUB, without a menu.
+fn loader_configuration() -> String {
+    format!(
+        "linux /vmlinuz root=PARTUUID={ROOT} rw console=ttyS0 panic=-1 no_timer_check \
+         nvme_core.io_timeout=600 nvme_core.admin_timeout=600 systemd.show_status=0\nboot\n"
+    )
+}
+
+/// Returns the image of the disk, made now if the cache has none of this recipe. Only root can make it.
+///
+/// # Errors
+/// If packages can't be fetched or installed.
+pub fn provide() -> Result<PathBuf, ProvisionError> {
+    // The cache has one user at a time.
+    let root = debian::provide()?;
+    let cache = Cache::open()?;
+    let kernel = Kernel::provide(&cache, &KernelChoice::V6_1)?;
+    let configuration = loader_configuration();
+    let recipe = format!(
+        "{root:?} by {LOADER_PACKAGES:?} of {SUITES:?} and {kernel:?}: {SYSTEM_PARTITION:?} {configuration}"
+    );
+    let folder = cache.entry("bootable", &recipe, |folder| {
+        host::ensure(&TOOLS)?;
+        let packages = folder.join("packages");
+        fs::create_dir(&packages).map_err(at(&packages))?;
+        apt::unpack(SUITES, LOADER_PACKAGES, &packages)?;
+        let text = folder.join("grub.cfg");
+        fs::write(&text, &configuration).map_err(at(&text))?;
+        let system = folder.join("system");
+        let files = [
+            (packages.join(LOADER), "::/EFI/BOOT/BOOTX64.EFI"),
+            (text, "::/EFI/debian/grub.cfg"),
+            (kernel.image.clone(), "::/vmlinuz"),
+        ];
+        make_system_partition(&system, &files)?;
+        make_disk(&folder.join("disk"), &system, &root)?;
+        fs::remove_file(&system).map_err(at(&system))?;
+        fs::remove_dir_all(&packages).map_err(at(&packages))
+    })?;
+    Ok(folder.join("disk"))
+}
+
+/// Makes a FAT file system of files, each with its path in it.
+fn make_system_partition(image: &Path, files: &[(PathBuf, &str)]) -> Result<(), ProvisionError> {
+    let (_, mib) = SYSTEM_PARTITION;
+    let sectors = (mib * MIB / 512).to_string();
+    let tool = |name: &str| {
+        let mut command = Command::new(name);
+        command.arg("-i").arg(image);
+        command
+    };
+    process::run(tool("mformat").args(["-C", "-F", "-T", &sectors, "::"]))?;
+    process::run(tool("mmd").args(["::/EFI", "::/EFI/BOOT", "::/EFI/debian"]))?;
+    for (file, path) in files {
+        process::run(tool("mcopy").arg(file).arg(path))?;
+    }
+    Ok(())
+}
+
+/// Makes a disk of two partitions with these contents.
+fn make_disk(disk: &Path, system: &Path, root: &Path) -> Result<(), ProvisionError> {
+    let root_mib = fs::metadata(root).map_err(at(root))?.len().div_ceil(MIB);
+    let (start, mib) = SYSTEM_PARTITION;
+    let root_start = start + mib;
+    fs::File::create(disk)
+        .and_then(|file| file.set_len((root_start + root_mib + END) * MIB))
+        .map_err(at(disk))?;
+    let table = disk.with_extension("table");
+    let text = format!(
+        "label: gpt\n\
+         start={start}MiB, size={mib}MiB, type=uefi\n\
+         start={root_start}MiB, size={root_mib}MiB, type=linux, uuid={ROOT}\n"
+    );
+    fs::write(&table, text).map_err(at(&table))?;
+    // Debian keeps it where only root's PATH leads.
+    let script = "exec /sbin/sfdisk --quiet \"$0\" < \"$1\"";
+    process::run(
+        Command::new("sh")
+            .args(["-c", script])
+            .arg(disk)
+            .arg(&table),
+    )?;
+    for (partition, start) in [(system, start), (root, root_start)] {
+        let input = format!("if={}", partition.display());
+        let output = format!("of={}", disk.display());
+        let seek = format!("seek={start}");
+        let how = ["bs=1M", "conv=notrunc,sparse", "status=none"];
+        process::run(Command::new("dd").args([input, output, seek]).args(how))?;
+    }
+    fs::remove_file(&table).map_err(at(&table))
+}

@@ -126,166 +126,100 @@ struct Case {
     live: bool,
 }
 
+/// The case that others differ from.
+const NULL_4K: Case = Case {
+    name: "null-4k",
+    drive: On::Software("null:64G"),
+    size: 4096,
+    queues: 1,
+    depth: 32,
+    write: false,
+    extents: 1,
+    live: false,
+};
+
 const CASES: &[Case] = &[
-    Case {
-        name: "null-4k",
-        drive: On::Software("null:64G"),
-        size: 4096,
-        queues: 1,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
-    },
+    NULL_4K,
     Case {
         name: "null-4k-qd1",
-        drive: On::Software("null:64G"),
-        size: 4096,
-        queues: 1,
         depth: 1,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "null-128k",
-        drive: On::Software("null:64G"),
         size: 128 << 10,
-        queues: 1,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "memory-4k",
         drive: On::Software("memory:1G"),
-        size: 4096,
-        queues: 1,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "memory-4k-write",
         drive: On::Software("memory:1G"),
-        size: 4096,
-        queues: 1,
-        depth: 32,
         write: true,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "memory-128k",
         drive: On::Software("memory:1G"),
         size: 128 << 10,
-        queues: 1,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "null-4k-4-queues",
-        drive: On::Software("null:64G"),
-        size: 4096,
         queues: 4,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "null-4k-16-queues",
-        drive: On::Software("null:64G"),
-        size: 4096,
         queues: 16,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "null-4k-64-queues",
-        drive: On::Software("null:64G"),
-        size: 4096,
         queues: 64,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "null-4k-100-extents",
-        drive: On::Software("null:64G"),
-        size: 4096,
-        queues: 1,
-        depth: 32,
-        write: false,
         extents: 100,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "null-4k-live",
-        drive: On::Software("null:64G"),
-        size: 4096,
-        queues: 1,
-        depth: 32,
-        write: false,
-        extents: 1,
         live: true,
+        ..NULL_4K
     },
     Case {
         name: "null-4k-live-qd1",
-        drive: On::Software("null:64G"),
-        size: 4096,
-        queues: 1,
         depth: 1,
-        write: false,
-        extents: 1,
         live: true,
+        ..NULL_4K
     },
     Case {
         name: "vfio-4k-live",
         drive: PHYSICAL,
-        size: 4096,
-        queues: 1,
-        depth: 32,
-        write: false,
-        extents: 1,
         live: true,
+        ..NULL_4K
     },
     Case {
         name: "vfio-4k",
         drive: PHYSICAL,
-        size: 4096,
-        queues: 1,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "vfio-4k-qd1",
         drive: PHYSICAL,
-        size: 4096,
-        queues: 1,
         depth: 1,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "vfio-128k",
         drive: PHYSICAL,
         size: 128 << 10,
-        queues: 1,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "vfio-4k-shared",
@@ -293,12 +227,8 @@ const CASES: &[Case] = &[
             queue_pairs: 1,
             max_transfer: 1 << 20,
         },
-        size: 4096,
         queues: 4,
-        depth: 32,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
     Case {
         name: "vfio-1m-split",
@@ -307,11 +237,8 @@ const CASES: &[Case] = &[
             max_transfer: 128 << 10,
         },
         size: 1 << 20,
-        queues: 1,
         depth: 4,
-        write: false,
-        extents: 1,
-        live: false,
+        ..NULL_4K
     },
 ];
 

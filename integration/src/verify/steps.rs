@@ -278,7 +278,11 @@ fn asan(context: &mut Context) -> Result<(), VerifyError> {
 }
 
 fn bench(context: &mut Context) -> Result<(), VerifyError> {
-    let benches = context.targets("tests/Cargo.toml", "bench")?;
+    let manifests = ["tests/Cargo.toml", "integration/Cargo.toml"];
+    let mut benches = Vec::new();
+    for manifest in manifests {
+        benches.extend(context.targets(manifest, "bench")?);
+    }
     for name in &benches {
         let arguments = ["bench", "--workspace", "--bench", name, "--", "--smoke"];
         let mut command = context.cargo(&arguments);
@@ -286,7 +290,7 @@ fn bench(context: &mut Context) -> Result<(), VerifyError> {
     }
     if benches.is_empty() {
         return Err(VerifyError::NothingTested {
-            command: "the benchmarks of tests/Cargo.toml".to_owned(),
+            command: format!("the benchmarks of {manifests:?}"),
             log: context.log.clone(),
         });
     }

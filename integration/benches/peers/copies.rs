@@ -1,0 +1,46 @@
+//! The least that a drive in memory can do: a loop that copies random blocks.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use integration::checks::{Failure, at};
+use nvme_mpt::memory::system::pin_this_thread;
+
+use super::{DRIVE, SERVER};
+
+/// Buffers that the loop copies to in turn, as a guest has with as many commands in flight.
+const BUFFERS: usize = 128;
+/// Copies between two looks at the clock.
+const BATCH: usize = 1024;
+
+/// Returns the copies per second on the processor of the servers.
+pub(crate) fn per_second(size: usize, seconds: u32) -> Result<f64, Failure> {
+    let copied = std::thread::spawn(move || {
+        pin_this_thread(SERVER).map_err(at("the thread's processors"))?;
+        Ok::<_, Failure>(copy(size, seconds))
+    });
+    copied.join().map_err(|_| "The loop panicked")?
+}
+
+fn copy(size: usize, seconds: u32) -> f64 {
+    let source: Vec<u8> = (0..DRIVE).map(|at| (at / 7) as u8).collect();
+    let mut buffers = vec![1_u8; BUFFERS * size];
+    let blocks = source.len() / size;
+    let mut random = 1_u64;
+    let (mut copies, started) = (0_u64, Instant::now());
+    let end = Duration::from_secs(u64::from(seconds));
+    while started.elapsed() < end {
+        for turn in 0..BATCH {
+            // Xorshift: cheap, and no order that a processor foresees.
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let from = (random as usize % blocks) * size;
+            let to = (turn % BUFFERS) * size;
+            buffers[to..to + size].copy_from_slice(&source[from..from + size]);
+            black_box(&mut buffers);
+        }
+        copies += BATCH as u64;
+    }
+    copies as f64 / started.elapsed().as_secs_f64()
+}

@@ -1,0 +1,277 @@
+//! The pairs that are measured, with the ratio that each should reach.
+
+use std::path::PathBuf;
+
+/// A drive of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Drive {
+    Null,
+    Memory,
+    /// A file in memory.
+    Tmpfs,
+    /// A file on the disk with the build.
+    Disk,
+}
+
+impl Drive {
+    pub(crate) const ALL: [Self; 4] = [Self::Null, Self::Memory, Self::Tmpfs, Self::Disk];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::Memory => "memory",
+            Self::Tmpfs => "tmpfs",
+            Self::Disk => "disk",
+        }
+    }
+
+    /// Returns the folder for its file, if it is one.
+    pub(crate) fn folder(self) -> Option<PathBuf> {
+        match self {
+            Self::Null | Self::Memory => None,
+            Self::Tmpfs => Some("/dev/shm".into()),
+            Self::Disk => Some(integration::target_dir()),
+        }
+    }
+}
+
+/// A block device of SPDK.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Device {
+    Null,
+    Malloc,
+    /// Linux's asynchronous I/O, on the file in memory.
+    AioOnTmpfs,
+    /// The same, on the file on the disk.
+    AioOnDisk,
+    /// io_uring, on the file on the disk.
+    UringOnDisk,
+}
+
+impl Device {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::Malloc => "malloc",
+            Self::AioOnTmpfs => "aio-tmpfs",
+            Self::AioOnDisk => "aio-disk",
+            Self::UringOnDisk => "uring-disk",
+        }
+    }
+}
+
+/// Something to be held against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Peer {
+    /// SPDK's target, with its own client for both.
+    Spdk(Device),
+    /// A loop that copies random blocks of memory, and does nothing else.
+    Copies,
+}
+
+impl Peer {
+    pub(crate) fn device(self) -> Option<Device> {
+        match self {
+            Self::Spdk(device) => Some(device),
+            Self::Copies => None,
+        }
+    }
+}
+
+/// Random reads or writes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Load {
+    /// Bytes of a command.
+    pub(crate) size: u32,
+    /// Commands in flight.
+    pub(crate) depth: u16,
+    pub(crate) is_write: bool,
+}
+
+/// A drive and its peer under one load.
+#[derive(Debug)]
+pub(crate) struct Row {
+    pub(crate) name: &'static str,
+    pub(crate) drive: Drive,
+    pub(crate) peer: Peer,
+    pub(crate) load: Load,
+    /// Ratio that it should reach.
+    pub(crate) goal: &'static str,
+}
+
+const fn reads(size: u32, depth: u16) -> Load {
+    Load {
+        size,
+        depth,
+        is_write: false,
+    }
+}
+
+const fn writes(size: u32, depth: u16) -> Load {
+    Load {
+        size,
+        depth,
+        is_write: true,
+    }
+}
+
+const fn row(name: &'static str, drive: Drive, peer: Peer, load: Load, goal: &'static str) -> Row {
+    Row {
+        name,
+        drive,
+        peer,
+        load,
+        goal,
+    }
+}
+
+const K4: u32 = 4 << 10;
+const K128: u32 = 128 << 10;
+const NULL: Peer = Peer::Spdk(Device::Null);
+const MALLOC: Peer = Peer::Spdk(Device::Malloc);
+const TMPFS: Peer = Peer::Spdk(Device::AioOnTmpfs);
+const AIO: Peer = Peer::Spdk(Device::AioOnDisk);
+const URING: Peer = Peer::Spdk(Device::UringOnDisk);
+
+pub(crate) const ROWS: &[Row] = &[
+    row(
+        "null, 4K reads, depth 1",
+        Drive::Null,
+        NULL,
+        reads(K4, 1),
+        "1.3",
+    ),
+    row(
+        "null, 4K reads, depth 32",
+        Drive::Null,
+        NULL,
+        reads(K4, 32),
+        "1.9",
+    ),
+    row(
+        "null, 4K reads, depth 128",
+        Drive::Null,
+        NULL,
+        reads(K4, 128),
+        "2.2",
+    ),
+    row(
+        "memory, 4K reads, depth 1",
+        Drive::Memory,
+        MALLOC,
+        reads(K4, 1),
+        "1.3",
+    ),
+    row(
+        "memory, 4K reads, depth 32",
+        Drive::Memory,
+        MALLOC,
+        reads(K4, 32),
+        "",
+    ),
+    row(
+        "memory, 4K writes, depth 32",
+        Drive::Memory,
+        MALLOC,
+        writes(K4, 32),
+        "",
+    ),
+    row(
+        "memory, 128K reads, depth 32",
+        Drive::Memory,
+        MALLOC,
+        reads(K128, 32),
+        "1.05",
+    ),
+    row(
+        "memory, 4K copies, depth 32",
+        Drive::Memory,
+        Peer::Copies,
+        reads(K4, 32),
+        "0.95",
+    ),
+    row(
+        "memory, 4K copies, depth 128",
+        Drive::Memory,
+        Peer::Copies,
+        reads(K4, 128),
+        "0.95",
+    ),
+    row(
+        "tmpfs, aio, 4K reads, depth 1",
+        Drive::Tmpfs,
+        TMPFS,
+        reads(K4, 1),
+        "1.2",
+    ),
+    row(
+        "tmpfs, aio, 4K reads, depth 32",
+        Drive::Tmpfs,
+        TMPFS,
+        reads(K4, 32),
+        "1.2",
+    ),
+    row(
+        "tmpfs, aio, 4K reads, depth 128",
+        Drive::Tmpfs,
+        TMPFS,
+        reads(K4, 128),
+        "1.2",
+    ),
+    row(
+        "tmpfs, aio, 4K writes, depth 32",
+        Drive::Tmpfs,
+        TMPFS,
+        writes(K4, 32),
+        "",
+    ),
+    row(
+        "tmpfs, aio, 128K reads, depth 32",
+        Drive::Tmpfs,
+        TMPFS,
+        reads(K128, 32),
+        "1.0",
+    ),
+    row(
+        "disk, aio, 4K reads, depth 1",
+        Drive::Disk,
+        AIO,
+        reads(K4, 1),
+        "1.2",
+    ),
+    row(
+        "disk, aio, 4K reads, depth 32",
+        Drive::Disk,
+        AIO,
+        reads(K4, 32),
+        "1.2",
+    ),
+    row(
+        "disk, aio, 128K reads, depth 32",
+        Drive::Disk,
+        AIO,
+        reads(K128, 32),
+        "1.2",
+    ),
+    row(
+        "disk, uring, 4K reads, depth 1",
+        Drive::Disk,
+        URING,
+        reads(K4, 1),
+        "1.2",
+    ),
+    row(
+        "disk, uring, 4K reads, depth 32",
+        Drive::Disk,
+        URING,
+        reads(K4, 32),
+        "1.2",
+    ),
+    row(
+        "disk, uring, 128K reads, depth 32",
+        Drive::Disk,
+        URING,
+        reads(K128, 32),
+        "1.2",
+    ),
+];

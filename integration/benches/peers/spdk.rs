@@ -1,0 +1,208 @@
+//! SPDK's target with its block devices, and SPDK's client.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use integration::checks::{Failure, at};
+use integration::process::{self, Supervised};
+use serde_json::{Value, json};
+
+use super::rows::{Device, Drive, Load};
+use super::{CLIENT, DRIVE, Files, PEER, SERVER, signal};
+
+/// MiB of huge pages of the target and of the client.
+const TARGET_MIB: u64 = 768;
+const CLIENT_MIB: u64 = 256;
+/// Huge pages of 2 MiB that both need.
+const HUGE_PAGES: u64 = (TARGET_MIB + CLIENT_MIB) / 2;
+const BLOCK: u64 = 512;
+/// Begin of subsystems' names.
+const NQN: &str = "nqn.2024-01.io.peer";
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The target, and the client's program.
+pub(crate) struct Spdk {
+    target: Supervised,
+    client: PathBuf,
+    folder: PathBuf,
+}
+
+impl Spdk {
+    /// Starts the target of a build, with a subsystem for each device.
+    pub(crate) fn start(
+        build: &Path,
+        folder: &Path,
+        devices: impl Iterator<Item = Device>,
+        files: &Files,
+    ) -> Result<Self, Failure> {
+        expect_huge_pages()?;
+        let program = |name: &str| {
+            let path = build.join("build/bin").join(name);
+            match path.is_file() {
+                true => Ok(path),
+                false => Err(Failure::from(format!(
+                    "SPDK={}: there is no {}. Build it there, with --with-vfio-user.",
+                    build.display(),
+                    path.display()
+                ))),
+            }
+        };
+        let (target, client) = (program("nvmf_tgt")?, program("spdk_nvme_perf")?);
+        let folder = folder.join("spdk");
+        fs::create_dir(&folder).map_err(at(&folder))?;
+        let socket = folder.join("rpc");
+        let mut command = Command::new(&target);
+        command
+            .args(["-m", &format!("{:#x}", 1 << SERVER)])
+            .args(["-s", &TARGET_MIB.to_string(), "-r"])
+            .arg(&socket);
+        let target = Supervised::spawn("nvmf_tgt", &command, &folder.join("log"))?;
+        let mut spdk = Self {
+            target,
+            client,
+            folder,
+        };
+        spdk.await_socket(&socket)?;
+        let call = |method: &str, parameters: Value| call(&socket, method, parameters);
+        call("nvmf_create_transport", json!({"trtype": "VFIOUSER"}))?;
+        for device in devices {
+            let (name, folder) = (device.name(), spdk.folder_of(device));
+            if folder.exists() {
+                continue;
+            }
+            create(device, files, call)?;
+            fs::create_dir(&folder).map_err(at(&folder))?;
+            let nqn = nqn(device);
+            call(
+                "nvmf_create_subsystem",
+                json!({"nqn": nqn, "allow_any_host": true, "serial_number": name}),
+            )?;
+            call(
+                "nvmf_subsystem_add_ns",
+                json!({"nqn": nqn, "namespace": {"bdev_name": name}}),
+            )?;
+            let address = json!({"trtype": "VFIOUSER", "traddr": folder, "trsvcid": "0"});
+            call(
+                "nvmf_subsystem_add_listener",
+                json!({"nqn": nqn, "listen_address": address}),
+            )?;
+        }
+        Ok(spdk)
+    }
+
+    /// Waits until the target answers requests.
+    fn await_socket(&mut self, socket: &Path) -> Result<(), Failure> {
+        let deadline = Instant::now() + PATIENCE;
+        while UnixStream::connect(socket).is_err() {
+            if self.target.ended()?.is_some() || Instant::now() >= deadline {
+                let log = process::file_tail(self.target.log());
+                return Err(format!("SPDK's target did not start:\n{log}").into());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Returns the folder by which its client finds a device.
+    pub(crate) fn folder_of(&self, device: Device) -> PathBuf {
+        self.folder.join(device.name())
+    }
+
+    /// Returns the commands per second of a load on the controller in `folder`: on a device of the target, or on ours.
+    pub(crate) fn load(
+        &self,
+        folder: &Path,
+        device: Option<Device>,
+        load: Load,
+        seconds: u32,
+    ) -> Result<f64, Failure> {
+        // Without a name it takes any controller for one of discovery, which has no namespace. Ours has no such name.
+        let nqn = device.map_or_else(|| format!("{NQN}:ours"), nqn);
+        let transport = format!("trtype:VFIOUSER traddr:{} subnqn:{nqn}", folder.display());
+        let text = process::run(
+            Command::new(&self.client)
+                .args(["-r", &transport])
+                .args(["-q", &load.depth.to_string()])
+                .args(["-o", &load.size.to_string()])
+                .args([
+                    "-w",
+                    if load.is_write {
+                        "randwrite"
+                    } else {
+                        "randread"
+                    },
+                ])
+                .args(["-t", &seconds.to_string()])
+                .args(["-c", &format!("{:#x}", 1 << CLIENT)])
+                // In one file: it names a region by one descriptor.
+                .args(["-s", &CLIENT_MIB.to_string(), "-g"]),
+        )?;
+        let total = text.lines().find(|line| line.starts_with("Total"));
+        let figures = total.and_then(|line| line.split_once(':'));
+        let figure =
+            figures.and_then(|(_, figures)| figures.split_whitespace().next()?.parse().ok());
+        figure.ok_or_else(|| format!("SPDK's client printed no total:\n{text}").into())
+    }
+
+    pub(crate) fn pause(&self) -> Result<(), Failure> {
+        signal("-STOP", self.target.pid())
+    }
+
+    pub(crate) fn resume(&self) -> Result<(), Failure> {
+        signal("-CONT", self.target.pid())
+    }
+}
+
+fn nqn(device: Device) -> String {
+    format!("{NQN}:{}", device.name())
+}
+
+fn create(
+    device: Device,
+    files: &Files,
+    call: impl Fn(&str, Value) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let name = device.name();
+    let blocks = DRIVE / BLOCK;
+    let in_memory = json!({"name": name, "num_blocks": blocks, "block_size": BLOCK});
+    let on = |file: PathBuf| json!({"name": name, "filename": file, "block_size": BLOCK});
+    match device {
+        Device::Null => call("bdev_null_create", in_memory),
+        Device::Malloc => call("bdev_malloc_create", in_memory),
+        Device::AioOnTmpfs => call("bdev_aio_create", on(files.path(Drive::Tmpfs, PEER)?)),
+        Device::AioOnDisk => call("bdev_aio_create", on(files.path(Drive::Disk, PEER)?)),
+        Device::UringOnDisk => call("bdev_uring_create", on(files.path(Drive::Disk, PEER)?)),
+    }
+}
+
+/// A request by JSON-RPC 2.0.
+fn call(socket: &Path, method: &str, parameters: Value) -> Result<(), Failure> {
+    let mut stream = UnixStream::connect(socket).map_err(at(socket))?;
+    let request = json!({"jsonrpc": "2.0", "id": 1, "method": method, "params": parameters});
+    stream
+        .write_all(request.to_string().as_bytes())
+        .map_err(at(socket))?;
+    let mut answers = serde_json::Deserializer::from_reader(&stream).into_iter::<Value>();
+    let answer = answers.next().ok_or("SPDK's target did not answer")??;
+    match answer.get("error") {
+        Some(error) => Err(format!("SPDK's target refused {request}: {error}").into()),
+        None => Ok(()),
+    }
+}
+
+fn expect_huge_pages() -> Result<(), Failure> {
+    let path = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
+    let free = fs::read_to_string(path).map_err(at(path))?;
+    if free.trim().parse::<u64>().unwrap_or(0) < HUGE_PAGES {
+        return Err(format!(
+            "SPDK needs {HUGE_PAGES} free huge pages of 2 MiB, and there are {}. Run: echo {HUGE_PAGES} > /proc/sys/vm/nr_hugepages",
+            free.trim()
+        )
+        .into());
+    }
+    Ok(())
+}

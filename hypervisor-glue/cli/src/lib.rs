@@ -7,7 +7,7 @@
 //! ([`drives`]), take them from the host's own driver ([`mod@bind`]), make profiles of drives ([`profile`]), and report on
 //! a host and a drive ([`doctor`]).
 //!
-//! `kept` has what outlives a server in its keeper ([`nvme_mpt_keep`]), with which its successor goes on. `set_aside` has functions
+//! [`confine`] has the kernel confine a server. `kept` has what outlives it in its keeper ([`nvme_mpt_keep`]), with which its successor goes on. `set_aside` has functions
 //! that brought a server down.
 //!
 //! [`top`] shows rates in a terminal. [`metrics`] offers a server's figures to Prometheus. [`logging`] is what a program of ours logs with.
@@ -22,6 +22,7 @@ pub mod attach;
 pub mod bind;
 pub mod change;
 pub mod cli;
+pub mod confine;
 pub mod control;
 pub mod doctor;
 pub mod drives;

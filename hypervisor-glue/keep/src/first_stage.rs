@@ -69,7 +69,8 @@ fn pass(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<
 }
 
 /// Starts a command beside this process, which is to take its place: with these descriptors by their names, and with this
-/// process's keeper. `first_stage` are the arguments with which this program calls [`first_stage`].
+/// process's keeper. `first_stage` are the arguments with which this program calls [`first_stage`]. `variables` are added to
+/// the environment.
 ///
 /// This process names its successor to the keeper by `MAINPID=`, once the successor may take over.
 ///
@@ -79,12 +80,14 @@ fn pass(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<
 pub fn start_successor(
     first_stage: &[OsString],
     command: &[OsString],
+    variables: &[(&str, String)],
     descriptors: &[(&str, BorrowedFd<'_>)],
 ) -> Result<Child, KeeperError> {
     let names: Vec<_> = descriptors.iter().map(|(name, _)| *name).collect();
     let descriptors: Vec<_> = descriptors.iter().map(|(_, fd)| *fd).collect();
     let mut first = Command::new("/proc/self/exe");
     first.args(first_stage).args(command);
+    first.envs(variables.iter().map(|(name, value)| (name, value)));
     let Started { mut child, passed } = start(&mut first, names.join(":").into(), &descriptors)?;
     if let Err(error) = passed {
         // It ends by itself.

@@ -139,6 +139,40 @@ fn await_servers(guest: &Guest, count: usize) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The service is refused an image that it could use by its unit and by modes, until its file has a rule and it is started anew.
+fn uses_files_of_its_rules(guest: &Guest) -> Result<(), Failure> {
+    let check = |script: &str| guest.check(script, PATIENCE);
+    check(
+        "mkdir --parents /srv/images /etc/systemd/system/nvme-mpt.service.d && \
+         truncate --size 64M /srv/images/b.img && chown --recursive nvme-mpt: /srv/images && \
+         printf '[Service]\\nReadWritePaths=/srv/images\\n' > /etc/systemd/system/nvme-mpt.service.d/images.conf && \
+         systemctl daemon-reload && systemctl restart nvme-mpt",
+    )?;
+    let log = check("journalctl --unit nvme-mpt --output cat --no-pager")?;
+    for line in [
+        "Confined by seccomp\n",
+        // Of the kernel of Debian 12.
+        "Confined by Landlock 2: files; this kernel does not restrict truncation (Linux 6.2), TCP (Linux 6.7)",
+    ] {
+        expect(log.contains(line), || format!("It lacks '{line}':\n{log}"))?;
+    }
+    let add = "nvme-mpt add socket=/run/nvme-mpt/b.sock,path=/srv/images/b.img,id=b";
+    let told = check(&format!("! {add} 2>&1"))?;
+    for part in [
+        "Landlock refuses this server the use of /srv/images/b.img (rw)",
+        "--landlock-rules path=/srv/images,access=rw",
+    ] {
+        expect(told.contains(part), || told.clone())?;
+    }
+    check(
+        "printf '[[landlock-rule]]\\npath = \"/srv/images\"\\naccess = \"rw\"\\n' >> /etc/nvme-mpt.toml && \
+         kill -9 $(systemctl show --property MainPID --value nvme-mpt)",
+    )?;
+    check(&format!("until {add}; do sleep 0.2; done"))?;
+    check("nvme-mpt remove b")?;
+    Ok(())
+}
+
 /// A client goes on while the service is reloaded, its package upgraded, and its server killed.
 fn guests_outlive_its_upgrade(bench: &Bench) -> Result<(), Failure> {
     if !host::is_root() {
@@ -219,6 +253,7 @@ fn guests_outlive_its_upgrade(bench: &Bench) -> Result<(), Failure> {
         format!("Of the function:\n{of_function}")
     })?;
 
+    uses_files_of_its_rules(&guest)?;
     check("systemctl stop nvme-mpt")?;
     let result = check("systemctl show --property Result --value nvme-mpt; nvme-mpt leases")?;
     expect(result.starts_with("success\nNo leases"), || result.clone())?;

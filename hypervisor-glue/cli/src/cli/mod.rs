@@ -14,6 +14,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
@@ -36,14 +37,17 @@ use self::manual::{Completions, Man};
 use self::top::Top;
 use self::watch::Stats;
 use crate::change::{Change, Changed};
+use crate::confine::{Confinement, FileRule, Seccomp};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::kept::FIRST_STAGE;
 use crate::logging::{LevelFilter, LogFilter};
 use crate::metrics::{MetricsAddress, MetricsOptions};
-use crate::serve::{ServeOptions, serve};
+use crate::serve::{ServeOptions, descriptions, serve};
 use crate::{bind, control, drives, logging, profile};
-use nvme_mpt_vmm::options::{STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path};
+use nvme_mpt_vmm::options::{
+    OptionError, STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path,
+};
 use nvme_mpt_vmm::report;
 
 /// Help of what the log has.
@@ -98,16 +102,16 @@ struct Serve {
         value_name = "OPTIONS",
         help = function_synopsis(),
         long_help = format!("{}\n\nCan be given many times.", function_help()),
-        value_parser = |text: &str| text.parse::<ServedFunction>().map_err(|error| told(&error))
+        value_parser = Given::<ServedFunction>::parse
     )]
-    functions: Vec<ServedFunction>,
+    functions: Vec<Given<ServedFunction>>,
     #[arg(
         long = "drive",
         value_name = "OPTIONS",
         help = drive_help(),
-        value_parser = |text: &str| text.parse::<ServedDrive>().map_err(|error| told(&error))
+        value_parser = Given::<ServedDrive>::parse
     )]
-    drives: Vec<ServedDrive>,
+    drives: Vec<Given<ServedDrive>>,
     /// File with functions and drives, like resources/serve.toml; `reload` reads it again
     #[arg(long = "config", value_name = "FILE")]
     file: Option<PathBuf>,
@@ -144,6 +148,30 @@ struct Serve {
         value_parser = |text: &str| text.parse::<LogFilter>().map_err(|error| told(&error))
     )]
     log: Option<LogFilter>,
+    /// Filter of the server's system calls: true, false, or log, which refuses none and has the kernel's audit log name them
+    #[arg(
+        long,
+        value_name = "true|false|log",
+        default_value = "true",
+        value_parser = |text: &str| text.parse::<Seccomp>().map_err(|error| told(&error))
+    )]
+    seccomp: Seccomp,
+    /// Let the server use the files of its functions, drives and folders alone, by Landlock
+    ///
+    /// That is what the arguments, the file and earlier runs name at its start. The log reports what the kernel enforces.
+    #[arg(long)]
+    landlock: bool,
+    /// Files that the server may use beside them, for functions that come later: path=FOLDER,access=rw
+    ///
+    /// path= is a folder or a file, access= letters of r (read), w (write) and x (execute, for `upgrade --binary`). Can be
+    /// given many times.
+    #[arg(
+        long,
+        value_name = "path=FOLDER,access=rwx",
+        requires = "landlock",
+        value_parser = |text: &str| text.parse::<FileRule>().map_err(|error| told(&error))
+    )]
+    landlock_rules: Vec<FileRule>,
     #[command(flatten)]
     state: State,
     #[command(flatten)]
@@ -341,6 +369,26 @@ impl Control {
 #[error("--json is an option of {0} alone: leave it out")]
 struct JsonError(&'static str);
 
+/// An argument that is made of options, with the files that these name.
+#[derive(Clone, Debug)]
+struct Given<T> {
+    value: T,
+    described: Vec<PathBuf>,
+}
+
+impl<T: FromStr<Err = OptionError>> Given<T> {
+    fn parse(text: &str) -> Result<Self, String> {
+        let given = || {
+            let options = text.parse()?;
+            Ok(Self {
+                value: text.parse()?,
+                described: descriptions(&options),
+            })
+        };
+        given().map_err(|error: OptionError| told(&error))
+    }
+}
+
 /// An error and its causes, as the command line's parser shows it.
 fn told(error: &dyn Error) -> String {
     report::chain(error)
@@ -421,9 +469,14 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         (_, true) => FormerData::Wiped,
         _ => FormerData::Refused,
     };
+    let described = options.functions.iter().flat_map(|given| &given.described);
+    let of_drives = options.drives.iter().flat_map(|given| &given.described);
+    let described = described.chain(of_drives).cloned().collect();
+    let functions = options.functions.into_iter();
+    let drives = options.drives.into_iter();
     let options = ServeOptions {
-        functions: options.functions,
-        drives: options.drives,
+        functions: functions.map(|given| given.value).collect(),
+        drives: drives.map(|given| given.value).collect(),
         file: options.file,
         data,
         state_dir: options.state.state_dir,
@@ -433,6 +486,12 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
             address: options.metrics,
             file: options.metrics_file,
         },
+        confinement: Confinement {
+            seccomp: options.seccomp,
+            landlock: options.landlock,
+            rules: options.landlock_rules,
+        },
+        described,
     };
     Ok(serve(options, &mut io::stdout())?)
 }

@@ -26,6 +26,7 @@ use thiserror::Error;
 use super::function::{SurvivorError, check_state};
 use super::registry::Registry;
 use super::{KEEPER_PATIENCE, Keeping};
+use crate::confine::LandlockRefusal;
 
 /// Name of the successor's end of the socket.
 const SOCKET: &str = "predecessor";
@@ -128,6 +129,9 @@ pub(crate) enum UpgradeError {
     /// The next server ended before it could take over.
     #[error("The next server ended with {0} before it could take over; the log has its reason")]
     Ended(String),
+    /// This server may not execute the program of the next one.
+    #[error(transparent)]
+    Landlock(#[from] LandlockRefusal),
     /// The next server does not become ready.
     #[error("The next server is not ready after {} seconds", PATIENCE.as_secs())]
     Late,
@@ -164,13 +168,14 @@ impl Successor {
         keeping: &Keeping,
         first_stage: &[OsString],
         command: &[OsString],
+        variables: &[(&str, String)],
     ) -> Result<Self, UpgradeError> {
         let (socket, theirs) = UnixStream::pair()?;
         let registry: &Registry = keeping.registry();
         let process = registry.pass_on(JOURNAL, |descriptors| {
             let mut all: Vec<(&str, BorrowedFd<'_>)> = descriptors;
             all.push((SOCKET, theirs.as_fd()));
-            start_successor(first_stage, command, &all)
+            start_successor(first_stage, command, variables, &all)
         })?;
         Ok(Self {
             socket,

@@ -5,7 +5,9 @@ use std::io::{self, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use super::needs::descriptions;
 use crate::change::Origin;
+use crate::confine::FileRule;
 use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::range::Bytes;
@@ -106,7 +108,7 @@ pub enum FileError {
         source: Box<toml::de::Error>,
     },
     /// A table that means nothing.
-    #[error("{} has \"{key}\"; a file has [[drive]] and [[function]] alone", path.display())]
+    #[error("{} has \"{key}\"; a file has [[drive]], [[function]] and [[landlock-rule]] alone", path.display())]
     Unknown {
         /// The file.
         path: PathBuf,
@@ -144,6 +146,10 @@ pub enum FileError {
 pub(super) struct Declarations {
     pub(super) functions: Vec<DeclaredFunction>,
     pub(super) drives: Vec<ServedDrive>,
+    /// Files of `profile=` and `faults=`.
+    pub(super) described: Vec<PathBuf>,
+    /// Rules for Landlock.
+    pub(super) rules: Vec<FileRule>,
 }
 
 impl Declarations {
@@ -158,7 +164,9 @@ impl Declarations {
 
     fn parse(path: &Path, text: &str) -> Result<Self, FileError> {
         let file = Tables { path };
-        let [functions, drives] = file.read(text)?;
+        let [functions, drives, rules] = file.read(text)?;
+        let described = functions.iter().chain(&drives).flat_map(descriptions);
+        let described = described.collect();
         let functions = (1..).zip(functions).map(|(number, text)| {
             DeclaredFunction::read(Origin::File, text)
                 .map_err(|source| file.option("function", number, source))
@@ -167,9 +175,14 @@ impl Declarations {
             let drive = text.to_string().parse();
             drive.map_err(|source| file.option("drive", number, source))
         });
+        let rules = (1..).zip(rules).map(|(number, text)| {
+            FileRule::read(&text).map_err(|source| file.option("landlock-rule", number, source))
+        });
         Ok(Self {
             functions: functions.collect::<Result<_, _>>()?,
             drives: drives.collect::<Result<_, _>>()?,
+            described,
+            rules: rules.collect::<Result<_, _>>()?,
         })
     }
 }
@@ -180,16 +193,17 @@ struct Tables<'a> {
 }
 
 impl Tables<'_> {
-    /// Reads the option strings of the functions and of the drives.
-    fn read(&self, text: &str) -> Result<[Vec<OptionText>; 2], FileError> {
+    /// Reads the option strings of the functions, of the drives and of the rules for Landlock.
+    fn read(&self, text: &str) -> Result<[Vec<OptionText>; 3], FileError> {
         let mut table: Table = toml::from_str(text).map_err(|source| FileError::Syntax {
             path: self.path.to_owned(),
             source: Box::new(source),
         })?;
         let functions = self.take(&mut table, "function")?;
         let drives = self.take(&mut table, "drive")?;
+        let rules = self.take(&mut table, "landlock-rule")?;
         match table.keys().next() {
-            None => Ok([functions, drives]),
+            None => Ok([functions, drives, rules]),
             Some(key) => Err(self.unknown(key)),
         }
     }
@@ -293,7 +307,7 @@ impl AddedFile {
                 });
             }
         };
-        let [functions, _] = Tables { path: &self.path }.read(&text)?;
+        let [functions, ..] = Tables { path: &self.path }.read(&text)?;
         Ok(functions)
     }
 
@@ -342,6 +356,7 @@ mod tests {
     use nvme_mpt_vmm::report;
 
     use super::*;
+    use crate::confine::FileAccess;
 
     fn parse(text: &str) -> Result<Declarations, FileError> {
         Declarations::parse(Path::new("/etc/serve.toml"), text)
@@ -351,7 +366,13 @@ mod tests {
     fn a_file_has_the_same_keys_as_the_command_line() {
         let text = "[[drive]]\npath = \"memory:1G\"\nlba = 4096\n\n\
             [[function]]\nsocket = \"a.sock\"\npath = \"memory:1G\"\nrange = \"0+64M\"\nqueues = 4\nmode = 0o660\n";
-        let Declarations { functions, drives } = parse(text).unwrap();
+        let Declarations {
+            functions,
+            drives,
+            described,
+            rules,
+        } = parse(text).unwrap();
+        assert!(described.is_empty() && rules.is_empty());
         let argument: ServedFunction =
             "socket=/etc/a.sock,path=memory:1G,range=0+64M,queues=4,mode=0660"
                 .parse()
@@ -388,7 +409,32 @@ mod tests {
             assert!(told.contains(complaint), "{told}");
         }
         let error = parse("function = 3\n").unwrap_err();
-        assert!(error.to_string().contains("[[function]] alone"), "{error}");
+        assert!(
+            error.to_string().contains("[[landlock-rule]] alone"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_file_has_rules_and_names_further_files() {
+        let text = "[[landlock-rule]]\npath = \"images\"\naccess = \"rw\"\n\n\
+            [[function]]\nsocket = \"a.sock\"\npath = \"memory:1G\"\nprofile = \"ssd\"\nfaults = \"none\"\n";
+        let declared = parse(text).unwrap();
+        let rule = FileRule::new("/etc/images", FileAccess::WRITE);
+        assert_eq!(declared.rules, [rule]);
+        assert!(declared.described.is_empty());
+        let text: OptionText = "path=a,profile=./slow.toml,faults=some.toml"
+            .parse()
+            .unwrap();
+        let described = descriptions(&text.absolute(Path::new("/etc")));
+        assert_eq!(
+            described,
+            ["/etc/./slow.toml", "/etc/some.toml"].map(PathBuf::from)
+        );
+        let error = parse("[[landlock-rule]]\npath = \"/srv\"\naccess = \"ro\"\n").unwrap_err();
+        let told = report::chain(&error);
+        assert!(told.contains("landlock-rule 1 is not one"), "{told}");
+        assert!(told.contains("letters of rwx"), "{told}");
     }
 
     #[test]

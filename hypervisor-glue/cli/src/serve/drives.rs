@@ -8,6 +8,7 @@ use nvme_mpt_vmm::options::FunctionOptions;
 use thiserror::Error;
 
 use super::offer::outlives_process;
+use crate::confine::LandlockRefusal;
 use crate::kept::{Keeping, KeepingError};
 
 /// A drive cannot be opened for a function.
@@ -26,6 +27,9 @@ pub enum DriveError {
     /// It cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenDriveError),
+    /// The server may not use its files.
+    #[error(transparent)]
+    Landlock(#[from] LandlockRefusal),
     /// Its content cannot be kept for the next process.
     #[error(transparent)]
     Keeping(Box<KeepingError>),

@@ -16,6 +16,7 @@ use thiserror::Error;
 
 use super::declared::FileError;
 use super::drives::DriveError;
+use crate::confine::LandlockRefusal;
 use crate::function_thread::FunctionThreadError;
 use crate::owner::UnknownOwner;
 
@@ -37,6 +38,9 @@ pub enum OfferError {
     /// The owner of its socket is not known.
     #[error(transparent)]
     Owner(#[from] UnknownOwner),
+    /// The server may not use its files.
+    #[error(transparent)]
+    Landlock(#[from] LandlockRefusal),
     /// Its doorbells cannot be offered.
     #[error("Cannot share the doorbells; raise the limit on open files")]
     Doorbells(#[source] io::Error),
@@ -121,6 +125,9 @@ pub enum ChangeError {
     /// The function's options are wrong.
     #[error(transparent)]
     Option(#[from] OptionError),
+    /// The server may not use the files that options name.
+    #[error(transparent)]
+    Landlock(#[from] LandlockRefusal),
     /// A function cannot be offered.
     #[error("Cannot offer the function on {}", socket.display())]
     Function {

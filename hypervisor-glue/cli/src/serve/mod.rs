@@ -2,7 +2,7 @@
 //! signal asks for the end. Functions come and go meanwhile.
 //!
 //! `declared` has functions as they are declared, `drives` the drives that are open, `figures` what control socket and metrics report, `offer` one function that is
-//! offered, `roster` all of them, `leases` those of functions that are in VMMs, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
+//! offered, `roster` all of them, `leases` those of functions that are in VMMs, `needs` the files that all of it uses, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
 //! their report to other threads.
 
 mod changes;
@@ -11,6 +11,7 @@ mod drives;
 mod error;
 mod figures;
 mod leases;
+mod needs;
 mod offer;
 mod reload;
 mod roster;
@@ -20,7 +21,7 @@ mod view;
 use std::fs;
 use std::io::{self, Write};
 use std::num::NonZeroU64;
-use std::path::{self, PathBuf};
+use std::path::{self, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
@@ -42,6 +43,7 @@ use self::leases::{LeaseServer, LeaseTable};
 use self::roster::{Roster, Terms};
 use crate::attach;
 use crate::change::{Change, FunctionEntry};
+use crate::confine::{ConfineError, Confined, Confinement, confine};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
@@ -56,6 +58,7 @@ use crate::stats::ServerStats;
 pub use self::declared::FileError;
 pub use self::drives::DriveError;
 pub use self::error::{ChangeError, LimitsError, OfferError};
+pub(crate) use self::needs::descriptions;
 pub(crate) use crate::owner::user_name;
 pub use crate::owner::{UnknownOwner, user_number};
 
@@ -78,6 +81,10 @@ pub struct ServeOptions {
     pub vmm_socket: VmmSocket,
     /// Ways in which it offers its metrics.
     pub metrics: MetricsOptions,
+    /// What the kernel is to confine it by.
+    pub confinement: Confinement,
+    /// Files of `profile=` and `faults=` of [`Self::functions`] and [`Self::drives`], which the next server reads again.
+    pub described: Vec<PathBuf>,
 }
 
 /// A server cannot be started, or did not end well.
@@ -129,6 +136,9 @@ pub enum ServeError {
     /// Crashes of this server cannot be counted.
     #[error("Cannot count crashes of this server for the functions that cause them")]
     Crashes(#[source] io::Error),
+    /// The process cannot be confined.
+    #[error(transparent)]
+    Confine(#[from] ConfineError),
     /// Signals cannot be waited for.
     #[error("Cannot wait for SIGTERM and SIGINT")]
     Signals(#[source] io::Error),
@@ -156,13 +166,16 @@ impl From<ChangeError> for ServeError {
 }
 
 /// Offers functions until SIGTERM or SIGINT comes, and reports it on `out`: a block for each function,
-/// and "ready".
+/// and "ready". The process is confined from then on, for good.
 ///
 /// # Errors
 /// Something cannot be offered: then nothing is, and nothing stays behind. Or something did not end
 /// well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
     let signals = EndSignals::hold_back().map_err(ServeError::Signals)?;
+    // All threads inherit it.
+    let rules = needs::of_server(&options)?;
+    let confined = confine(&options.confinement, rules)?;
     let stop = Arc::new(AtomicBool::new(false));
     // A wait at the start, as for a range that is wiped, ends with a signal as well.
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
@@ -172,7 +185,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     // All that can be wrong with the arguments is found before the server that this one replaces ends.
     let keeping = Keeping::find(|| check(&options))?;
     let metrics = metrics_listener(&options.metrics, keeping.as_deref())?;
-    let (listener, roster) = start(options, keeping.clone(), stop)?;
+    let (listener, roster) = start(options, keeping.clone(), stop, confined)?;
     announce(&roster, out).map_err(ServeError::Print)?;
     if keeping.is_none() && roster.entries().next().is_some() {
         let lost = "Without a keeper: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help keep`";
@@ -216,6 +229,7 @@ fn start(
     options: ServeOptions,
     keeping: Option<Arc<Keeping>>,
     stop: Arc<AtomicBool>,
+    confined: Confined,
 ) -> Result<(ControlListener, Roster), ServeError> {
     let ServeOptions {
         functions,
@@ -226,18 +240,15 @@ fn start(
         control,
         vmm_socket,
         metrics: _,
+        confinement: _,
+        described: _,
     } = options;
     let VmmSocket { mode, owner } = vmm_socket;
     let access = socket_access(mode, owner.as_ref())?;
     // Before anything is opened: a folder that others may use is reported at once.
     make_state_folder(&state_dir).map_err(ServeError::StateDir)?;
     let file = file.map(absolute).transpose()?;
-    if let Some(folder) = control.parent() {
-        fs::create_dir_all(folder).map_err(|source| ServeError::ControlDir {
-            path: folder.to_owned(),
-            source,
-        })?;
-    }
+    make_control_folder(&control)?;
     // The socket keeps a second server from the file with the functions that were added.
     let listener = ControlListener::bind(&control)?;
     let mut ledgers = Ledgers::open(&state_dir);
@@ -262,9 +273,20 @@ fn start(
         added: AddedFile::beside(&control),
         keeping,
         stop,
+        confined,
     });
     roster.start(functions, drives)?;
     Ok((listener, roster))
+}
+
+fn make_control_folder(control: &Path) -> Result<(), ServeError> {
+    let Some(folder) = control.parent() else {
+        return Ok(());
+    };
+    fs::create_dir_all(folder).map_err(|source| ServeError::ControlDir {
+        path: folder.to_owned(),
+        source,
+    })
 }
 
 /// Opens the place of the metrics. VMs of the server before do not lose their drives for one that cannot be had.

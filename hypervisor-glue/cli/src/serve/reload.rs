@@ -15,7 +15,10 @@ impl Roster {
     /// Makes the functions those of the file, without touching one that did not change.
     pub(super) fn reload(&mut self, force: bool) -> Result<Reloaded, ChangeError> {
         let file = self.terms.file.as_ref().ok_or(ChangeError::NoFile)?;
-        let Declarations { functions, drives } = Declarations::read(file)?;
+        // Rules for Landlock hold for the process.
+        let Declarations {
+            functions, drives, ..
+        } = Declarations::read(file)?;
         let mut wanted: Vec<DeclaredFunction> = functions
             .into_iter()
             .map(|declared| self.resolved(declared))

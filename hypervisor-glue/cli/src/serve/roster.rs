@@ -21,12 +21,14 @@ use nvme_mpt_vmm::options::{
 use nvme_mpt_vmm::report;
 
 use super::declared::{AddedFile, Declarations, DeclaredFunction};
-use super::drives::OpenDrives;
+use super::drives::{DriveError, OpenDrives};
 use super::error::{ChangeError, OfferError};
 use super::leases::LeaseTable;
+use super::needs::{descriptions, of_description, of_drive, of_function};
 use super::offer::Offer;
 use super::view::View;
 use crate::change::{FunctionEntry, FunctionState, Origin, Reserved};
+use crate::confine::{Confined, FileRule};
 use crate::function_thread::{FunctionThreadError, Leave};
 use crate::kept::Keeping;
 use crate::owner::user_number;
@@ -107,6 +109,8 @@ pub(super) struct Terms {
     pub(super) keeping: Option<Arc<Keeping>>,
     /// Set when the server is to end: long waits end early.
     pub(super) stop: Arc<AtomicBool>,
+    /// Confinement that the next process inherits.
+    pub(super) confined: Confined,
 }
 
 /// All functions of a server. Dropped, none is offered any more.
@@ -202,7 +206,18 @@ impl Roster {
         // A decision about the data of a tenant before holds once, not at each start: by then the range may
         // have been another tenant's.
         let again = text.clone().with("data", None);
-        let declared = DeclaredFunction::read(Origin::Added, text)?;
+        let described = || {
+            descriptions(&again)
+                .iter()
+                .map(|path| of_description(path))
+                .collect()
+        };
+        let declared = DeclaredFunction::read(Origin::Added, text);
+        let explained = |error| match self.terms.confined.explain(error, described) {
+            Ok(error) => ChangeError::from(error),
+            Err(refusal) => refusal.into(),
+        };
+        let declared = declared.map_err(explained)?;
         let place = self.offers.len();
         self.offer_all(vec![declared])?;
         self.offers[place].declared.text = Some(again);
@@ -278,6 +293,7 @@ impl Roster {
         function.path = resolved(&function.path);
         let path = function.path.clone();
         let reserved = self.reserve_for(&owner, &function, limits.as_ref());
+        let reserved = reserved.map_err(|error| self.explained(error, || of_drive(&function)));
         self.close_unused();
         reserved.map_err(|source| ChangeError::Reserve { path, source })
     }
@@ -557,6 +573,21 @@ impl Roster {
         declared: &DeclaredFunction,
         batch: &[DeclaredFunction],
     ) -> Result<(), OfferError> {
+        let offered = self.offer_unexplained(declared, batch);
+        offered.map_err(|error| self.explained(error, || of_function(&declared.function)))
+    }
+
+    /// Returns the error with its cause, if that is Landlock.
+    fn explained(&self, error: OfferError, wanted: impl FnOnce() -> Vec<FileRule>) -> OfferError {
+        let explained = self.terms.confined.explain(error, wanted);
+        explained.unwrap_or_else(OfferError::from)
+    }
+
+    fn offer_unexplained(
+        &mut self,
+        declared: &DeclaredFunction,
+        batch: &[DeclaredFunction],
+    ) -> Result<(), OfferError> {
         let socket = &declared.function.socket;
         let mut others = self.offers.iter().map(|offer| &offer.declared.function);
         if let Some(error) = others.find_map(|other| taken(&declared.function, other)) {
@@ -696,9 +727,12 @@ impl Roster {
             let drive = self
                 .drives
                 .open(function, std::iter::once(function), keeping);
-            let drive = drive.map_err(|source| ChangeError::Drive {
-                path: function.path.clone(),
-                source,
+            let drive = drive.map_err(|error| {
+                let explained = self.terms.confined.explain(error, || of_drive(function));
+                ChangeError::Drive {
+                    path: function.path.clone(),
+                    source: explained.unwrap_or_else(DriveError::from),
+                }
             })?;
             self.held.push(HeldDrive { origin, drive });
         }

@@ -12,6 +12,7 @@ use nvme_mpt::memory::system;
 use nvme_mpt_vmm::report;
 
 use super::roster::Roster;
+use crate::confine::{FileAccess, FileRule, LandlockRefusal};
 use crate::function_thread::FunctionHandle;
 use crate::kept::predecessor::{Successor, UpgradeError};
 use crate::kept::{FIRST_STAGE, Keeping};
@@ -27,11 +28,18 @@ impl Roster {
             Some(binary) => binary.to_owned(),
             None => own_program()?,
         };
-        let mut command: Vec<OsString> = vec![program.into()];
+        let mut command: Vec<OsString> = vec![program.clone().into()];
         command.extend(env::args_os().skip(1));
         let ends = || self.terms.stop.load(Ordering::Relaxed);
-        let mut successor = Successor::start(keeping, &[FIRST_STAGE.into()], &command)?;
-        successor.await_ready(ends)?;
+        let mut successor = Successor::start(
+            keeping,
+            &[FIRST_STAGE.into()],
+            &command,
+            &[self.terms.confined.variable()],
+        )?;
+        if let Err(error) = successor.await_ready(ends) {
+            return Err(self.explain_upgrade(error, &program));
+        }
         let number = successor.number();
         let offers = self.offers.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
@@ -51,6 +59,17 @@ impl Roster {
             offer.let_go();
         }
         Ok(number)
+    }
+
+    /// Returns the error of a successor with its cause, if Landlock lets the server execute no such program.
+    fn explain_upgrade(&self, error: UpgradeError, program: &Path) -> UpgradeError {
+        let executed = FileRule::new(program, FileAccess::EXECUTE);
+        match self.terms.confined.refused([executed]) {
+            Some(rule) if matches!(error, UpgradeError::Ended(_)) => {
+                LandlockRefusal::new(rule, Box::new(error)).into()
+            }
+            _ => error,
+        }
     }
 }
 

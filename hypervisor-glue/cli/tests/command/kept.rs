@@ -37,14 +37,14 @@ const DEPTH: usize = 16;
 const PER_ADMIN: u64 = 200;
 
 /// A keeper with its server. Both are ended when it is dropped.
-struct Kept {
+pub(crate) struct Kept {
     keeper: Child,
     ready: Receiver<()>,
     log: PathBuf,
 }
 
 impl Kept {
-    fn start(bench: &Bench, functions: &[&str]) -> Self {
+    pub(crate) fn start(bench: &Bench, functions: &[&str]) -> Self {
         Self::start_as(bench, &["--deaths", "100000", "--delay", "0"], functions)
     }
 
@@ -52,7 +52,7 @@ impl Kept {
         Self::start_command(bench, options, &bench.serve_command("one", functions))
     }
 
-    fn start_command(bench: &Bench, options: &[&str], serve: &Command) -> Self {
+    pub(crate) fn start_command(bench: &Bench, options: &[&str], serve: &Command) -> Self {
         let log = bench.path("log");
         let mut keeper = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"))
             .arg("keep")
@@ -87,7 +87,7 @@ impl Kept {
         }
     }
 
-    fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         fs::read_to_string(&self.log).unwrap()
     }
 
@@ -97,7 +97,7 @@ impl Kept {
     }
 
     /// Returns the server's process, which is the keeper's only child.
-    fn server(&self) -> Option<String> {
+    pub(crate) fn server(&self) -> Option<String> {
         let keeper = self.keeper.id();
         let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
         let first = children.split(' ').next().filter(|pid| !pid.is_empty());
@@ -111,14 +111,14 @@ impl Kept {
     }
 
     /// Kills the server, and waits for the next one.
-    fn kill_server(&self) {
+    pub(crate) fn kill_server(&self) {
         let server = self.server().expect("a server");
         Self::send("KILL", &server);
         self.await_ready();
     }
 
     /// Replaces the server, and waits for the next one.
-    fn upgrade(&self, bench: &Bench) {
+    pub(crate) fn upgrade(&self, bench: &Bench) {
         let before = self.server().expect("a server");
         let printed = bench
             .ask("upgrade", &[])
@@ -129,7 +129,7 @@ impl Kept {
     }
 
     /// Ends both in order. No function was set aside, however many servers were killed.
-    fn stop(self) {
+    pub(crate) fn stop(self) {
         let log = self.log();
         assert!(!log.contains("set aside"), "{log}");
         self.end();

@@ -7,6 +7,7 @@
 
 mod changes;
 mod churn;
+mod confine;
 mod doctor;
 mod documents;
 mod kept;

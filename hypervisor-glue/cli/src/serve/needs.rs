@@ -1,0 +1,122 @@
+//! Files that a server uses, as rules for Landlock.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nvme_mpt::lease::make_state_folder;
+use nvme_mpt::origin::Origin;
+use nvme_mpt_vmm::drives::DrivePath;
+use nvme_mpt_vmm::options::{FunctionOptions, OptionText, ServedFunction};
+
+use super::declared::{AddedFile, Declarations};
+use super::error::ChangeError;
+use super::{ServeError, ServeOptions, absolute, make_control_folder};
+use crate::confine::{FileAccess, FileRule, FileRules};
+use crate::metrics::MetricsAddress;
+
+/// Returns the rules of a server with these options, if it is to be confined by Landlock. Makes its folders, as a rule is for
+/// what is there.
+pub(super) fn of_server(options: &ServeOptions) -> Result<Option<FileRules>, ServeError> {
+    let ServeOptions {
+        functions,
+        drives,
+        file,
+        data: _,
+        state_dir,
+        control,
+        vmm_socket: _,
+        metrics,
+        confinement,
+        described,
+    } = options;
+    if !confinement.landlock {
+        return Ok(None);
+    }
+    make_state_folder(state_dir).map_err(ServeError::StateDir)?;
+    make_control_folder(control)?;
+    let mut needed = vec![
+        FileRule::new(state_dir, FileAccess::WRITE),
+        of_folder_of(control, FileAccess::WRITE),
+    ];
+    let mut port = None;
+    match &metrics.address {
+        Some(MetricsAddress::Tcp(address)) => port = Some(address.port()),
+        Some(MetricsAddress::Unix(path)) => needed.push(of_folder_of(path, FileAccess::WRITE)),
+        None => {}
+    }
+    let file_of_metrics = metrics.file.iter();
+    needed.extend(file_of_metrics.map(|path| of_folder_of(path, FileAccess::WRITE)));
+    needed.extend(functions.iter().flat_map(of_function));
+    needed.extend(drives.iter().flat_map(|served| of_drive(&served.drive)));
+    needed.extend(described.iter().map(|path| of_description(path)));
+
+    let mut rules = confinement.rules.clone();
+    if let Some(file) = file.clone().map(absolute).transpose()? {
+        let declared = Declarations::read(&file).map_err(ChangeError::from)?;
+        needed.push(of_folder_of(&file, FileAccess::READ));
+        let functions = declared.functions.iter();
+        needed.extend(functions.flat_map(|declared| of_function(&declared.function)));
+        let drives = declared.drives.iter();
+        needed.extend(drives.flat_map(|served| of_drive(&served.drive)));
+        needed.extend(declared.described.iter().map(|path| of_description(path)));
+        rules.extend(declared.rules);
+    }
+    let added = AddedFile::beside(control).read();
+    for text in added.map_err(ChangeError::from)? {
+        needed.extend(descriptions(&text).iter().map(|path| of_description(path)));
+        // One that cannot be read is listed as failed.
+        let function = text.to_string().parse::<ServedFunction>();
+        needed.extend(function.iter().flat_map(of_function));
+    }
+    Ok(Some(FileRules::new(needed, port).with(rules)))
+}
+
+/// Returns the files of a function.
+pub(super) fn of_function(served: &ServedFunction) -> Vec<FileRule> {
+    let mut needed = of_drive(&served.function);
+    needed.push(of_folder_of(&served.socket, FileAccess::WRITE));
+    needed
+}
+
+/// Returns the files of a drive.
+pub(super) fn of_drive(options: &FunctionOptions) -> Vec<FileRule> {
+    match &options.path {
+        DrivePath::File(file) => {
+            // A model's state is in a file beside it, which is written under another name first.
+            let first = match options.profile {
+                Some(_) => of_folder_of(file, FileAccess::WRITE),
+                None => FileRule::new(file, FileAccess::WRITE),
+            };
+            // The file of a loop device is opened for its locks.
+            let origin = fs::canonicalize(file).and_then(|file| Origin::of(&file));
+            let below = origin.map(|origin| origin.files().to_vec());
+            let below = below.unwrap_or_default().into_iter();
+            let below = below.map(|below| FileRule::new(below.path, FileAccess::WRITE));
+            std::iter::once(first).chain(below).collect()
+        }
+        DrivePath::Pci(_) => vec![FileRule::new("/dev/vfio", FileAccess::WRITE)],
+        DrivePath::Memory(_) | DrivePath::Null(_) => Vec::new(),
+    }
+}
+
+/// Returns the files that `profile=` and `faults=` name.
+pub(crate) fn descriptions(text: &OptionText) -> Vec<PathBuf> {
+    let profile = text.get("profile").filter(|name| name.contains('/'));
+    let faults = text.get("faults").filter(|name| *name != "none");
+    profile
+        .into_iter()
+        .chain(faults)
+        .map(PathBuf::from)
+        .collect()
+}
+
+/// Returns the rule for a file that describes a drive.
+pub(super) fn of_description(path: &Path) -> FileRule {
+    of_folder_of(path, FileAccess::READ)
+}
+
+/// Returns the rule for a file that is made or replaced: it is for the folder.
+fn of_folder_of(path: &Path, access: FileAccess) -> FileRule {
+    let folder = path.parent().filter(|folder| *folder != Path::new(""));
+    FileRule::new(folder.unwrap_or(Path::new(".")), access)
+}

@@ -89,8 +89,8 @@ const PHYSICAL: On = On::Physical {
     max_transfer: 1 << 20,
 };
 
-/// Instructions per command that a physical drive may cost more than `null:`.
-const PHYSICAL_EXTRA: f64 = 60.0;
+/// Instructions per command that a physical drive may cost more than `null:`, which keeps no copy of a command.
+const PHYSICAL_EXTRA: f64 = 80.0;
 
 /// Instructions per command that a lease of many extents may cost more than one of a range.
 const EXTENTS_EXTRA: f64 = 20.0;

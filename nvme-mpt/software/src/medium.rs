@@ -117,6 +117,12 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
 pub struct Pace<'a>(pub(crate) Option<&'a Arc<Model>>);
 
 impl Pace<'_> {
+    /// Returns whether commands take no time of a model.
+    #[must_use]
+    pub fn is_immediate(self) -> bool {
+        self.0.is_none()
+    }
+
     /// Makes a medium's queue one of the drive.
     pub fn queue<Q>(self, queue: Q, slots: u16) -> HostQueuePair
     where

@@ -1,10 +1,14 @@
 //! `null:SIZE`, a drive that keeps nothing: it shows what the path to a drive costs.
 
 use std::io;
+use std::os::fd::RawFd;
 
+use nvme_mpt::clock::Ticks;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::host::HostMemory;
-use nvme_mpt::shadow::HostQueuePair;
+use nvme_mpt::host::{
+    Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue,
+};
+use nvme_mpt::shadow::{HostQueuePair, NvmCommands};
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
@@ -49,11 +53,77 @@ struct NullLease;
 
 impl LeasedMedium for NullLease {
     fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.queue(SoftwareQueue::new(NullStore, slots), slots))
+        Ok(if pace.is_immediate() {
+            HostQueuePair::new(NullQueue::new(slots))
+        } else {
+            pace.queue(SoftwareQueue::new(NullStore, slots), slots)
+        })
     }
 }
 
-/// Completes every command at once. A read leaves the guest's buffer as it was.
+/// A queue pair that completes every command as it is submitted: none needs memory, nor the other commands of its batch.
+#[derive(Debug)]
+struct NullQueue {
+    cq: Vec<HostCompletion>,
+}
+
+impl NullQueue {
+    /// A queue pair with room for `slots` commands.
+    fn new(slots: u16) -> Self {
+        Self {
+            cq: Vec::with_capacity(usize::from(slots)),
+        }
+    }
+}
+
+impl HostBatch for &mut NullQueue {
+    #[inline]
+    fn announce(&mut self, _: u32, _: Ticks) {}
+
+    #[inline]
+    fn submit(&mut self, sqe: &Sqe) {
+        self.cq.push(HostCompletion {
+            slot: sqe.cid().0,
+            status: Status::SUCCESS,
+            dw0: 0,
+        });
+    }
+
+    #[inline]
+    fn ring(self, _: HostMemory<'_>) {}
+}
+
+impl HostQueue for NullQueue {
+    const COMPLETES: Completes = Completes::AtOnce;
+
+    type Commands = NvmCommands;
+
+    type Batch<'a> = &'a mut Self;
+
+    #[inline]
+    fn batch(&mut self) -> &mut Self {
+        self
+    }
+
+    #[inline]
+    fn reap(&mut self, _: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        for completion in self.cq.drain(..) {
+            taker.take(completion);
+        }
+    }
+
+    fn cut_short(&mut self) {}
+
+    fn settle(&mut self) -> bool {
+        true
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+/// Completes every command of a model's queue. A read leaves the guest's buffer as it was.
 #[derive(Debug, Default)]
 pub(crate) struct NullStore;
 

@@ -519,7 +519,7 @@ fn run_disk(config: &LabConfig, folder: &Path) -> Result<PathBuf, LabError> {
     let list = tree.join("drives");
     fs::write(&list, drive::list(&config.drives)).map_err(at(&list))?;
     let disk = folder.join("run.img");
-    image::make(&tree, &disk)?;
+    image::make(&tree, &disk, 0)?;
     fs::remove_dir_all(&tree).map_err(at(&tree))?;
     Ok(disk)
 }

@@ -12,6 +12,8 @@ use crate::process;
 use crate::progress::Step;
 
 const SUITE: &str = "bookworm";
+/// Bytes for what is installed in it: two versions of a package lie there at once during an upgrade.
+const ROOM: u64 = 512 << 20;
 const PACKAGES: &str = "systemd,systemd-sysv,udev";
 const TOOLS: [Tool; 1] = [Tool {
     program: "mmdebstrap",
@@ -39,13 +41,13 @@ const TARGET: &str = "multi-user.target.wants";
 /// If packages can't be fetched or installed.
 pub fn provide() -> Result<PathBuf, ProvisionError> {
     let cache = Cache::open()?;
-    let recipe = format!("{PACKAGES} of {SUITE}: {AGENT} {AGENT_UNIT}");
+    let recipe = format!("{PACKAGES} of {SUITE}, {ROOM} free: {AGENT} {AGENT_UNIT}");
     let folder = cache.entry("debian", &recipe, |folder| {
         host::ensure(&TOOLS)?;
         let root = folder.join("root");
         install(&root)?;
         add_agent(&root)?;
-        image::make(&root, &folder.join("disk"))?;
+        image::make(&root, &folder.join("disk"), ROOM)?;
         fs::remove_dir_all(&root).map_err(at(&root))
     })?;
     Ok(folder.join("disk"))
@@ -56,7 +58,7 @@ pub fn provide() -> Result<PathBuf, ProvisionError> {
 /// # Errors
 /// If the folder can't be read or the image not written.
 pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
-    image::make(folder, disk)
+    image::make(folder, disk, 0)
 }
 
 fn install(root: &Path) -> Result<(), ProvisionError> {

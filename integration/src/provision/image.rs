@@ -10,19 +10,19 @@ use crate::process;
 /// Bytes of an ext4 beside the files themselves.
 const OVERHEAD: u64 = 32 << 20;
 
-/// Makes an ext4 image of all that is in `folder`.
+/// Makes an ext4 image of all that is in `folder`, with `room` for so many bytes more.
 ///
 /// The file system has no journal: it is mounted read-only, and made anew rather than repaired.
 ///
 /// # Errors
 /// If the folder can't be read or the image not written.
-pub(crate) fn make(folder: &Path, image: &Path) -> Result<(), ProvisionError> {
+pub(crate) fn make(folder: &Path, image: &Path, room: u64) -> Result<(), ProvisionError> {
     let content = size_of(folder)?;
     let at = |source| ProvisionError::File {
         path: image.to_owned(),
         source,
     };
-    let size = (content + content / 8 + OVERHEAD).next_multiple_of(1 << 20);
+    let size = (content + content / 8 + OVERHEAD + room).next_multiple_of(1 << 20);
     File::create(image)
         .and_then(|file| file.set_len(size))
         .map_err(at)?;

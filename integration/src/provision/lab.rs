@@ -160,7 +160,7 @@ fn disk(cache: &Cache, userland: &Path) -> Result<PathBuf, ProvisionError> {
                     .arg(tree.join(name)),
             )?;
         }
-        image::make(&tree, &folder.join("disk"))?;
+        image::make(&tree, &folder.join("disk"), 0)?;
         fs::remove_dir_all(&tree).map_err(at(&tree))?;
         step.done("");
         Ok(())

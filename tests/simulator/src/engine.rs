@@ -10,7 +10,8 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use generator::{Generator, Gn};
-use nvme_mpt::memory::simulation::{self, Event, Simulator, Work, files, stores};
+use nvme_mpt::memory::files::simulated as files;
+use nvme_mpt::memory::simulation::{self, Event, Simulator, Work, stores};
 use nvme_mpt_tests::rng::Rng;
 
 use crate::runs::Less;

@@ -9,7 +9,6 @@
 
 pub mod atomics;
 pub mod channel;
-pub mod files;
 pub mod locks;
 pub mod stores;
 pub mod threads;

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use nvme_mpt::lease::Ledger;
 use nvme_mpt::memory::clock;
-use nvme_mpt::memory::simulation::files;
+use nvme_mpt::memory::files::simulated as files;
 use nvme_mpt_tests::rng::Rng;
 
 use crate::engine::{Engine, Process};

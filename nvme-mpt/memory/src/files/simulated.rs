@@ -15,7 +15,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Component, Path};
 use std::time::Duration;
 
-use super::{Step, acted, process, random, turn, wait_for};
+use crate::simulation::{Step, acted, process, random, turn, wait_for};
 use crate::system::{LockKind, process_user};
 
 /// Number of the root folder among the nodes.

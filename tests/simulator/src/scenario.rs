@@ -498,7 +498,8 @@ fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng
             }
         }
         let unmapped = bar.function().host().unmap(Gpa(HIGH), HIGH_LEN);
-        assert_eq!(unmapped.ok(), Some(HIGH_LEN), "memory is not taken away");
+        let unmapped = unmapped.unwrap_or_else(|error| panic!("memory is not taken away: {error}"));
+        assert_eq!(unmapped, HIGH_LEN, "too little memory is taken away");
         if shared.users.load(Ordering::Relaxed) == 0 {
             let bytes = vec![TAKEN; HIGH_LEN as usize];
             memory.write(HIGH, &bytes).expect("memory");

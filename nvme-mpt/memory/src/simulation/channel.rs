@@ -5,7 +5,7 @@ use std::sync::mpsc;
 pub use std::sync::mpsc::{RecvError, RecvTimeoutError, SendError, TryRecvError};
 use std::time::Duration;
 
-use super::{Step, acted, turn, wait_for};
+use super::{Step, acted, stores, turn, wait_for};
 
 macro_rules! sender {
     ($name:ident) => {
@@ -25,6 +25,8 @@ macro_rules! sender {
             /// Nobody receives any more.
             pub fn send(&self, value: T) -> Result<(), SendError<T>> {
                 turn(Step::Send, [0; 2]);
+                // A receiver sees what its sender stored before.
+                stores::drain_own();
                 let sent = match &self.0 {
                     Some(sender) => sender.send(value),
                     None => Err(SendError(value)),
@@ -42,6 +44,7 @@ macro_rules! sender {
 
         impl<T> Drop for $name<T> {
             fn drop(&mut self) {
+                stores::drain_own();
                 drop(self.0.take());
                 acted();
             }

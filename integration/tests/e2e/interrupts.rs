@@ -1,4 +1,7 @@
 //! Guests that have the pin alone, without MSI and MSI-X.
+//!
+//! An open defect failed this check in one of three runs on a busy machine: Linux switched the line off ("nobody
+//! cared"). Suspected: a level that is raised as the guest consumes its last entry finds no access that lowers it.
 
 use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 use integration::server::FunctionOptions;

@@ -66,7 +66,6 @@ const GROUPS: &[Group] = &[
     roster::GROUP,
     lifecycle::GROUP,
     hotplug::GROUP,
-    interrupts::GROUP,
     kept::GROUP,
     ext4::GROUP,
     sharing::GROUP,
@@ -80,8 +79,9 @@ const GROUPS: &[Group] = &[
     tenants::GROUP,
 ];
 
-/// Groups that need more than Debian's packages: with `--full` alone.
-const FULL_GROUPS: &[Group] = &[package::GROUP, firmware::FULL_GROUP];
+/// Groups that need more than Debian's packages, or that a busy machine may fail (`interrupts`, see its module): with
+/// `--full` alone.
+const FULL_GROUPS: &[Group] = &[interrupts::GROUP, package::GROUP, firmware::FULL_GROUP];
 
 fn main() -> ExitCode {
     let full = env::var_os(FULL).map(|_| FULL_GROUPS).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Confinement of the server's process: what the kernel lets it do, also once an intruder has it.
+//! Confinement of the server's process: limits that the kernel sets it, also once an intruder controls it.
 //!
 //! The process confines itself, so a server in a container or of a plain `nvme-mpt serve` is confined as well as one of
 //! systemd. It does so before its first thread starts, and before it reads anything of a guest or of a client. All that it
@@ -32,7 +32,7 @@ use thiserror::Error;
 pub(crate) use self::files::FileRules;
 pub use self::files::{FileAccess, FileAccessError, FileRule, LandlockError};
 
-/// Variable with which a server names to its successor what that inherits.
+/// Variable that tells the next server which confinement it inherits.
 const INHERITED: &str = "NVME_MPT_CONFINED";
 
 /// Word of [`INHERITED`] for a filter of system calls.
@@ -92,7 +92,7 @@ pub enum ConfineError {
 pub struct Confinement {
     /// Filter of system calls.
     pub seccomp: Seccomp,
-    /// Whether files are restricted by Landlock.
+    /// True if Landlock is to restrict files.
     pub landlock: bool,
     /// Rules beside those for what the server begins with.
     pub rules: Vec<FileRule>,

@@ -81,7 +81,7 @@ pub struct ServeOptions {
     pub vmm_socket: VmmSocket,
     /// Ways in which it offers its metrics.
     pub metrics: MetricsOptions,
-    /// What the kernel is to confine it by.
+    /// Its confinement by the kernel.
     pub confinement: Confinement,
     /// Files of `profile=` and `faults=` of [`Self::functions`] and [`Self::drives`], which the next server reads again.
     pub described: Vec<PathBuf>,
@@ -166,11 +166,11 @@ impl From<ChangeError> for ServeError {
 }
 
 /// Offers functions until SIGTERM or SIGINT comes, and reports it on `out`: a block for each function,
-/// and "ready". The process is confined from then on, for good.
+/// and "ready". The process is confined from its start on, for good.
 ///
 /// # Errors
-/// Something cannot be offered: then nothing is, and nothing stays behind. Or something did not end
-/// well.
+/// Something cannot be offered: then nothing is, and nothing stays behind; with Landlock, the state folder does. Or
+/// something did not end well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
     let signals = EndSignals::hold_back().map_err(ServeError::Signals)?;
     // All threads inherit it.

@@ -23,7 +23,7 @@ pub(super) const IDS: [&str; 5] = ["a", "b", "c", "d", "e"];
 /// Number of an id.
 pub(super) type Id = usize;
 
-/// What a process asks for.
+/// A process's request for a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) id: Id,
@@ -86,7 +86,7 @@ struct Grant {
     /// `None`: not known.
     owner: Option<u32>,
     is_ending: bool,
-    /// What was decided about the id's data since: given up, condemned.
+    /// Decisions about the id's data since: given up, condemned.
     decided: (bool, bool),
 }
 
@@ -115,7 +115,7 @@ impl Facts {
     }
 }
 
-/// What a process does that changes the ledger.
+/// A change of the ledger that a process has under way.
 #[derive(Clone, Debug)]
 pub(super) enum Doing {
     Acquire(Request),
@@ -149,7 +149,7 @@ struct Open {
     moves: u64,
     /// The grant when it began.
     before: Option<Grant>,
-    /// What was decided about the id's data since: given up, condemned.
+    /// Decisions about the id's data since: given up, condemned.
     decided: (bool, bool),
 }
 

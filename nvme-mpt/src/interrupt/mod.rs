@@ -223,6 +223,14 @@ impl InterruptVector {
         self.flags() & FALLS_BY_ACCESS != 0
     }
 
+    /// Returns a number of the time in which the level of the pin is high, if it is, and falls by an access to a BAR. The
+    /// next time has another number.
+    #[must_use]
+    pub fn high_until_access(&self) -> Option<u64> {
+        let state = self.state();
+        (self.falls_by_access() && state.asserted && !state.is_masked()).then_some(state.falls)
+    }
+
     /// Returns whether the vector is the pin.
     #[must_use]
     pub fn is_pin(&self) -> bool {

@@ -324,6 +324,51 @@ fn the_pin_is_high_until_all_is_consumed() {
     }
 }
 
+#[test]
+fn a_pin_that_stays_high_gives_its_handler_an_entry() {
+    if remote::is_chosen() {
+        return;
+    }
+    let host = Host::new("memory:16M", 512);
+    let machine = host.machine(&Setup::nth(0));
+    machine.function().set_pin(Some(PinFall::Access));
+    let mut controller = machine.attach();
+    let pin = Arc::clone(&machine.interrupts[0]);
+    let options = QueueOptions::interrupting(64, 0, Arc::clone(&pin));
+    let mut queue = controller.create_queue_pair(1, &options).unwrap();
+    machine.function().end_of_interrupt();
+    pin.take().unwrap();
+    let look = |after: u64| {
+        host.clock.advance(Duration::from_millis(after));
+        machine.function().process_events();
+    };
+    // Another handler on the line finds the entry before the level rises, and nothing lowers the level.
+    submit(&mut queue, 1);
+    assert_eq!(pin.wait(HANG).unwrap(), 1);
+    assert_eq!(consume(&mut queue), 1);
+    // Without a request, there is no way to have the guest look.
+    look(0);
+    look(200);
+    machine.function().end_of_interrupt();
+    look(0);
+    controller.request_async_event().unwrap();
+    submit(&mut queue, 1);
+    assert_eq!(pin.wait(HANG).unwrap(), 1);
+    assert_eq!(consume(&mut queue), 1);
+    look(0);
+    look(50);
+    assert_eq!(controller.async_event(Duration::ZERO).unwrap(), None);
+    look(50);
+    let event = controller.async_event(HANG).unwrap().expect("an event");
+    assert_eq!((event.kind, event.info, event.log_page), (7, 0, 0));
+    // The head of the admin queue is written, and the level falls.
+    machine.function().end_of_interrupt();
+    controller.request_async_event().unwrap();
+    look(0);
+    look(200);
+    assert_eq!(controller.async_event(Duration::ZERO).unwrap(), None);
+}
+
 /// Slack for times that another clock measured.
 const AGGREGATION: Duration = Duration::from_micros(25_000);
 

@@ -65,6 +65,16 @@ impl AsyncEvents {
         self.events.push_front(event);
     }
 
+    /// The completion of a request for which nothing happened, if one waits: the guest has an entry to find. No type of
+    /// events is masked by it, as there is no log page that unmasks it.
+    pub(super) fn report_nothing(&mut self) -> Option<Completion> {
+        Some(Completion {
+            cid: self.requests.pop_front()?,
+            status: Status::SUCCESS,
+            dw0: AsyncEvent::NOTHING.0,
+        })
+    }
+
     /// The log page of a type of events was read with Retain Asynchronous Event clear.
     pub(super) fn clear(&mut self, event_type: AsyncEventType) {
         self.masked &= !bit(event_type);

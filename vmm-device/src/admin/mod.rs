@@ -291,6 +291,12 @@ impl Admin {
         }
     }
 
+    /// Posts an entry for the guest to find, if it has an Asynchronous Event Request outstanding: an event that tells of
+    /// nothing.
+    pub(crate) fn report_nothing(&mut self) {
+        self.unposted.extend(self.events.report_nothing());
+    }
+
     fn report_doorbell(&mut self, event: AsyncEvent) {
         // The log has an entry per event, so a guest that writes nonsense on and on fills neither.
         if self.events.raise(event) {

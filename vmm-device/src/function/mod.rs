@@ -1,6 +1,7 @@
 //! The NVMe PCI function: what a VMM holds of a guest controller.
 
 mod kept;
+mod pin;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -36,6 +37,7 @@ use crate::{
 
 use kept::ControlParts;
 pub use kept::{ControlKeeper, ControlState, TakeUpError};
+use pin::{PIN_INTERVAL, PinWatch};
 
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
@@ -133,6 +135,7 @@ pub struct NvmeFunction {
     is_touched: bool,
     /// It has failed for good, and does nothing any more.
     is_set_aside: bool,
+    pin_watch: PinWatch,
 }
 
 impl NvmeFunction {
@@ -173,6 +176,7 @@ impl NvmeFunction {
             before_access: None,
             is_touched: true,
             is_set_aside: false,
+            pin_watch: PinWatch::default(),
         }
     }
 
@@ -484,12 +488,20 @@ impl NvmeFunction {
     }
 
     /// Returns the interval at which [`Self::process_events`] is to be called although [`Self::events_fd`] is
-    /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it.
+    /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it, and one whose pin
+    /// falls by an access.
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
-        let watches =
-            self.registers.is_running() && self.admin.watches_health(&self.facts) && !self.rests;
-        watches.then_some(WATCH_INTERVAL)
+        if !self.registers.is_running() || self.rests {
+            return None;
+        }
+        let pin = self.msix.vector(ADMIN_VECTOR);
+        let pin = pin.and_then(|vector| vector.falls_by_access().then_some(PIN_INTERVAL));
+        let health = self
+            .admin
+            .watches_health(&self.facts)
+            .then_some(WATCH_INTERVAL);
+        pin.into_iter().chain(health).min()
     }
 
     /// Carries out admin commands, and tells the guest of what happened on its I/O queues and to its
@@ -498,7 +510,22 @@ impl NvmeFunction {
         self.is_touched = true;
         self.take_events();
         if !self.away {
+            self.watch_pin();
             self.run_admin();
+        }
+    }
+
+    /// Gives the guest's handler an entry where the level of the pin stays high.
+    fn watch_pin(&mut self) {
+        let high = match self.msix.vector(ADMIN_VECTOR) {
+            Some(pin) if self.registers.is_running() && !self.rests => pin.high_until_access(),
+            _ => None,
+        };
+        if self.pin_watch.is_stuck(high, self.clock.now()) {
+            log::debug!(
+                "The guest does not lower its pin. It gets an event that tells of nothing."
+            );
+            self.admin.report_nothing();
         }
     }
 

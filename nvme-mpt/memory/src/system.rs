@@ -2,7 +2,7 @@
 //! process's user; the process's number; and the source of all random numbers.
 #![expect(
     unsafe_code,
-    reason = "sched_setaffinity, clock_gettime, fcntl and getauxval take raw arguments"
+    reason = "sched_setaffinity, clock_gettime, getrusage, fcntl and getauxval take raw arguments"
 )]
 
 use std::fs::File;
@@ -12,6 +12,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 #[cfg(not(simulation))]
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
@@ -42,6 +43,30 @@ pub fn thread_time() -> Duration {
     return crate::simulation::now();
     #[cfg(not(simulation))]
     time_of(libc::CLOCK_THREAD_CPUTIME_ID)
+}
+
+/// True if the process may ask the kernel for preemptions.
+static COUNTS_PREEMPTIONS: AtomicBool = AtomicBool::new(false);
+
+/// Lets [`thread_preemptions`] ask the kernel, by getrusage. Sandboxes of VMMs forbid that call; a server allows it.
+pub fn count_preemptions() {
+    COUNTS_PREEMPTIONS.store(true, Ordering::Relaxed);
+}
+
+/// Returns the number of times that another thread took the calling thread's processor; `None` without
+/// [`count_preemptions`].
+#[must_use]
+pub fn thread_preemptions() -> Option<u64> {
+    if !COUNTS_PREEMPTIONS.load(Ordering::Relaxed) {
+        return None;
+    }
+    // SAFETY: all of its fields are integers, for which zero is a value.
+    let mut usage = unsafe { std::mem::zeroed::<libc::rusage>() };
+    // SAFETY: the call writes to a structure that is there for it.
+    let answer = unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
+    (answer == 0)
+        .then(|| u64::try_from(usage.ru_nivcsw).ok())
+        .flatten()
 }
 
 /// Returns a moment of the system's monotonic clock, which all processes of this host share.

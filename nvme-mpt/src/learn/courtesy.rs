@@ -3,7 +3,11 @@
 //! The one that it waits for may need this very processor: a guest's processor, a thread of the kernel's. A thread that
 //! wakes up has the processor at once where the kernel thinks it fair, which harms nobody. Others wait for the end of
 //! the time slice, milliseconds later. So a thread that is preempted after a long spin has kept others waiting: for a
-//! while it sleeps instead of spinning. Each time that this happens again soon after, the while is twice as long.
+//! while it sleeps instead of spinning. Each time that this happens again soon after, the while is twice as long. A single
+//! preemption says nothing: any system has threads that need a processor now and then.
+//!
+//! A thread is also away from its processor while that handles interrupts or, in a virtual machine, belongs to another
+//! one. Nobody has waited for the thread then. A process whose sandbox allows it has the kernel tell preemptions from these.
 //!
 //! The thread never yields. Threads that yield to each other many times in a time slice starve all others on some
 //! kernels, for half a minute and more: Linux 6.18 with a writer beside them is one. A sleep has no such effect.
@@ -22,6 +26,10 @@ const INTERRUPT: Duration = Duration::from_micros(2);
 /// Time away from the processor in which another thread had it. Interrupts alone take less.
 const SWITCH: Duration = Duration::from_micros(5);
 
+/// Time between preemptions that are more than a system's usual ones. A thread that always wants the processor has it
+/// after a time slice of some milliseconds.
+const FREQUENT: Duration = Duration::from_millis(15);
+
 /// Bounds of the time for which a thread sleeps instead of spinning.
 const SHORTEST: Duration = Duration::from_millis(10);
 const LONGEST: Duration = Duration::from_secs(1);
@@ -29,17 +37,29 @@ const LONGEST: Duration = Duration::from_secs(1);
 /// Time that a thread spins even then: work often comes at once.
 const EAGER: Duration = Duration::from_micros(5);
 
+/// Processor time of a thread so far.
+#[derive(Clone, Copy, Debug)]
+pub struct OnProcessor {
+    /// Ticks that the thread has had a processor.
+    pub ticks: u64,
+    /// Times that another thread took its processor, where the kernel may be asked for that.
+    pub preemptions: Option<u64>,
+}
+
 /// Learns whether others need a thread's processor.
 #[derive(Debug)]
 pub struct Courtesy {
     choice: Choice,
-    /// Moment of the last look and the thread's time on its processor then; `None` while its spin is short.
-    looked: Option<(Ticks, u64)>,
+    /// Moment of the last look and the thread's processor time then; `None` while its spin is short.
+    looked: Option<(Ticks, OnProcessor)>,
+    /// Moment of the last preemption.
+    preempted: Option<Ticks>,
     span: u64,
     until: u64,
     long: u64,
     interrupt: u64,
     switch: u64,
+    frequent: u64,
     shortest: u64,
     longest: u64,
     eager: u64,
@@ -53,11 +73,13 @@ impl Courtesy {
         Self {
             choice,
             looked: None,
+            preempted: None,
             span: shortest,
             until: 0,
             long: rate.ticks(LONG),
             interrupt: rate.ticks(INTERRUPT),
             switch: rate.ticks(SWITCH),
+            frequent: rate.ticks(FREQUENT),
             shortest,
             longest: rate.ticks(LONGEST),
             eager: rate.ticks(EAGER),
@@ -65,15 +87,15 @@ impl Courtesy {
     }
 
     /// Notes a pass that took `took` ticks up to now, after a spin of `spun` ticks without work and sleep. `on_processor`
-    /// gives the ticks that the thread has had a processor. It is called after long spins alone. Returns whether the
-    /// thread has kept others waiting.
+    /// gives the thread's processor time. It is called after long spins alone. Returns whether the thread has kept others
+    /// waiting.
     #[inline]
     pub fn passed(
         &mut self,
         now: Ticks,
         spun: u64,
         took: u64,
-        on_processor: impl FnOnce() -> u64,
+        on_processor: impl FnOnce() -> OnProcessor,
     ) -> bool {
         if spun < self.long {
             self.looked = None;
@@ -86,13 +108,22 @@ impl Courtesy {
     }
 
     #[cold]
-    fn look(&mut self, now: Ticks, on_processor: u64) -> bool {
-        let last = self.looked.replace((now, on_processor));
-        let away = last.map_or(0, |(then, before)| {
-            let there = on_processor.saturating_sub(before);
-            now.since(then).saturating_sub(there)
+    fn look(&mut self, now: Ticks, on_processor: OnProcessor) -> bool {
+        let Some((then, before)) = self.looked.replace((now, on_processor)) else {
+            return false;
+        };
+        let there = on_processor.ticks.saturating_sub(before.ticks);
+        let away = now.since(then).saturating_sub(there);
+        let was_preempted = on_processor.preemptions.is_none_or(|preemptions| {
+            before
+                .preemptions
+                .is_some_and(|before| preemptions > before)
         });
-        if away <= self.switch || self.choice == Choice::Fixed {
+        if away <= self.switch || !was_preempted || self.choice == Choice::Fixed {
+            return false;
+        }
+        let before = self.preempted.replace(now);
+        if before.is_none_or(|before| now.since(before) > self.frequent) {
             return false;
         }
         let again = self.until > 0 && now.0 < self.until.saturating_add(self.span);
@@ -123,12 +154,24 @@ mod tests {
         Courtesy::new(Choice::Learned, Rate::NANOSECOND)
     }
 
-    /// Preempts a thread that has spun for long, so that it spins again at `now`.
+    /// A thread that has had its processor for so long, in a sandbox.
+    fn ticks(ticks: u64) -> OnProcessor {
+        OnProcessor {
+            ticks,
+            preemptions: None,
+        }
+    }
+
+    /// Preempts a thread twice that has spun for long, so that it spins again at `now`.
     fn preempt(courtesy: &mut Courtesy, now: u64) -> bool {
-        assert!(!courtesy.passed(Ticks(now), 0, 100, || unreachable!()));
-        assert!(!courtesy.passed(Ticks(now - 32 * US), 200 * US, 100, || 700));
-        assert!(!courtesy.passed(Ticks(now - 30 * US), 202 * US, 100, || unreachable!()));
-        courtesy.passed(Ticks(now), 232 * US, 30 * US, || 2700)
+        let mut once = |now| {
+            assert!(!courtesy.passed(Ticks(now), 0, 100, || unreachable!()));
+            assert!(!courtesy.passed(Ticks(now - 32 * US), 200 * US, 100, || ticks(700)));
+            assert!(!courtesy.passed(Ticks(now - 30 * US), 202 * US, 100, || unreachable!()));
+            courtesy.passed(Ticks(now), 232 * US, 30 * US, || ticks(2700))
+        };
+        assert!(!once(now - 500 * US), "a single one");
+        once(now)
     }
 
     #[test]
@@ -147,17 +190,33 @@ mod tests {
         let mut courtesy = learned();
         let now = Ticks(MS);
         assert!(!courtesy.passed(now, 199 * US, MS, || unreachable!()));
-        assert!(!courtesy.passed(now, 200 * US, MS, || 3 * US));
+        assert!(!courtesy.passed(now, 200 * US, MS, || ticks(3 * US)));
         let later = Ticks(now.0 + 50 * US);
         assert!(
-            !courtesy.passed(later, 250 * US, 4 * US, || 49 * US),
+            !courtesy.passed(later, 250 * US, 4 * US, || ticks(49 * US)),
             "an interrupt of four microseconds"
         );
         // There was work.
         assert!(!courtesy.passed(later, 0, 100, || unreachable!()));
         let later = Ticks(now.0 + MS);
-        assert!(!courtesy.passed(later, 200 * US, MS, || 60 * US));
+        assert!(!courtesy.passed(later, 200 * US, MS, || ticks(60 * US)));
         assert!(!courtesy.is_due(later, MS));
+    }
+
+    #[test]
+    fn time_that_no_thread_took_is_no_harm() {
+        let counted = |ticks, preemptions| OnProcessor {
+            ticks,
+            preemptions: Some(preemptions),
+        };
+        let mut courtesy = learned();
+        assert!(!courtesy.passed(Ticks(MS), 200 * US, 100, || counted(700, 3)));
+        // The host of a virtual machine has had the processor.
+        assert!(!courtesy.passed(Ticks(2 * MS), 300 * US, MS, || counted(800, 3)));
+        assert!(!courtesy.passed(Ticks(3 * MS), 400 * US, MS, || counted(900, 4)));
+        // A short preemption.
+        assert!(!courtesy.passed(Ticks(3 * MS + 9), 400 * US, 3 * US, || counted(901, 5)));
+        assert!(courtesy.passed(Ticks(18 * MS), 500 * US, MS, || counted(901, 6)));
     }
 
     #[test]

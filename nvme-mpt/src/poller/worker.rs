@@ -18,11 +18,11 @@ use super::policy::Spin;
 use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
-use crate::learn::{Courtesy, Learning, SpinTime};
+use crate::learn::{Courtesy, Learning, OnProcessor, SpinTime};
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use crate::memory::system::{pin_this_thread, thread_time};
+use crate::memory::system::{pin_this_thread, thread_preemptions, thread_time};
 use crate::memory::{Cell32, eventfd};
 use crate::park::Waker;
 use crate::processor_time::{self, Bill, Settlement};
@@ -322,7 +322,10 @@ impl Worker {
                 settles_at = Ticks(now.0.saturating_add(period));
             }
             let spun = spin_since.map_or(0, |since| pass_began.since(since));
-            let on_processor = || rate.ticks(thread_time());
+            let on_processor = || OnProcessor {
+                ticks: rate.ticks(thread_time()),
+                preemptions: thread_preemptions(),
+            };
             if courtesy.passed(now, spun, now.since(pass_began), on_processor) {
                 spin_time.crowded();
             }

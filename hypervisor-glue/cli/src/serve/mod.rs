@@ -30,6 +30,7 @@ use nvme_mpt::Pollers;
 use nvme_mpt::clock::Rate;
 use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
 use nvme_mpt::memory::crash::record_crashes;
+use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::open::Ledgers;
 use nvme_mpt_vmm::options::{ServedDrive, ServedFunction, VmmSocket};
@@ -176,6 +177,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     // All threads inherit it.
     let rules = needs::of_server(&options)?;
     let confined = confine(&options.confinement, rules)?;
+    system::count_preemptions();
     let stop = Arc::new(AtomicBool::new(false));
     // A wait at the start, as for a range that is wiped, ends with a signal as well.
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
@@ -185,11 +187,16 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     // All that can be wrong with the arguments is found before the server that this one replaces ends.
     let keeping = Keeping::find(|| check(&options))?;
     let metrics = metrics_listener(&options.metrics, keeping.as_deref())?;
+    let control = options.control.clone();
     let (listener, roster) = start(options, keeping.clone(), stop, confined)?;
     announce(&roster, out).map_err(ServeError::Print)?;
     if keeping.is_none() && roster.entries().next().is_some() {
         let lost = "Without a keeper: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help keep`";
         writeln!(out, "{lost}").map_err(ServeError::Print)?;
+    }
+    if roster.entries().next().is_none() {
+        let control = control.display();
+        log::info!("There is no function yet: add one with `nvme-mpt add --control {control}`");
     }
     let server = Server::run(listener, metrics, roster)?;
     writeln!(out, "ready")

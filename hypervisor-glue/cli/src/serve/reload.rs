@@ -187,11 +187,10 @@ impl Roster {
     ) -> ChangeError {
         self.release_held(Origin::File);
         self.held.extend(held);
-        self.close_unused();
         self.offer_back(error, functions)
     }
 
-    /// Offers functions again that ended for a reload that failed with `error`.
+    /// Offers functions again that ended for a reload that failed with `error`. Until then, their drives stay open.
     fn offer_back(&mut self, error: ChangeError, functions: Vec<DeclaredFunction>) -> ChangeError {
         let mut failed = Vec::new();
         for declared in functions {
@@ -199,6 +198,7 @@ impl Roster {
                 failed.push(report::chain(&error));
             }
         }
+        self.close_unused();
         match failed.is_empty() {
             true => error,
             false => ChangeError::NotRestored {

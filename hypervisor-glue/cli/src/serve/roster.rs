@@ -180,6 +180,7 @@ impl Roster {
             for text in earlier {
                 self.offer_again(text);
             }
+            self.close_unused();
         }
         self.forget_unlisted();
         let controllers = self.drives.controllers();
@@ -219,7 +220,10 @@ impl Roster {
         };
         let declared = declared.map_err(explained)?;
         let place = self.offers.len();
-        self.offer_all(vec![declared])?;
+        if let Err(error) = self.offer_all(vec![declared]) {
+            self.close_unused();
+            return Err(error);
+        }
         self.offers[place].declared.text = Some(again);
         if let Err(error) = self.store_added() {
             self.offers.remove(place).end();
@@ -545,7 +549,8 @@ impl Roster {
         declared
     }
 
-    /// Offers functions, all or none.
+    /// Offers functions, all or none. A drive that this opened in vain is open until [`Self::close_unused`]: others that
+    /// no function uses now may be those of functions that are to be offered again.
     pub(super) fn offer_all(
         &mut self,
         functions: Vec<DeclaredFunction>,
@@ -560,7 +565,6 @@ impl Roster {
                 for offer in self.offers.split_off(before) {
                     offer.end();
                 }
-                self.close_unused();
                 return Err(cannot_offer(declared, source));
             }
         }
@@ -765,6 +769,7 @@ impl Roster {
         Ok(self.terms.added.write(added.chain(failed))?)
     }
 
+    /// Closes drives that neither a function nor the server uses. The content of `memory:` is gone with its drive.
     pub(super) fn close_unused(&mut self) {
         let Self {
             terms,

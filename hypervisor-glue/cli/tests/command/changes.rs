@@ -6,11 +6,16 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt_cli::change::Change;
 use nvme_mpt_cli::control::request_change;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
 use serde_json::{Value, json};
 use vfio_user::Client;
 
@@ -443,6 +448,49 @@ fn a_file_with_one_bad_function_changes_nothing() {
         let mut client = Client::new(&bench.path("b.sock")).unwrap();
         client.region_read(0, 8, &mut [0; 4]).unwrap();
         client.shutdown().unwrap();
+    }
+    server.stop();
+}
+
+#[test]
+fn a_file_with_one_bad_function_leaves_what_is_in_memory() {
+    let bench = Bench::new();
+    let memory = |id: &str, path: &str, more: &str| {
+        format!("[[function]]\nid = \"{id}\"\nsocket = \"{id}.sock\"\npath = \"{path}\"\n{more}\n")
+    };
+    let drive = "[[drive]]\npath = \"memory:3M\"\n";
+    let [a, b] = [("a", "memory:1M"), ("b", "memory:2M")].map(|(id, path)| memory(id, path, ""));
+    let server = serve_file(&bench, &format!("{a}{b}{drive}")).unwrap();
+    let on_disk = |id: &str, work: &dyn Fn(&mut Disk)| {
+        let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+        let bar = VfioUserBar::attach(&bench.path(&format!("{id}.sock")), &memory).unwrap();
+        let controller = Controller::attach(Arc::new(bar), memory, Config::default(), 1);
+        let mut controller = controller.unwrap();
+        work(&mut Disk::open(&mut controller, 1).unwrap());
+        drop(controller);
+        let waits = |printed: &str| !printed.contains("connected");
+        let listed = bench.ask_until("list", &[], waits).unwrap();
+        assert!(waits(&listed), "{id}: {listed}");
+    };
+    let written = vec![0x5A; 512];
+    let c = "socket=c.sock,path=memory:3M,id=c";
+    ask(&bench, "add", &[c]).unwrap();
+    for id in ["a", "b", "c"] {
+        on_disk(id, &|disk| disk.write(7, &written).unwrap());
+    }
+    ask(&bench, "remove", &["c"]).unwrap();
+
+    // a changes, b goes, and so does the drive that c was on; d has no image.
+    let changed = memory("a", "memory:1M", "queues = 2\n");
+    let bad = memory("d", "none.img", "");
+    fs::write(bench.path("serve.toml"), format!("{changed}{bad}")).unwrap();
+    let error = ask(&bench, "reload", &[]).unwrap_err();
+    assert!(error.contains("truncate -s"), "{error}");
+    ask(&bench, "add", &[c]).unwrap();
+    for id in ["a", "b", "c"] {
+        on_disk(id, &|disk| {
+            assert!(disk.read(7, 1).unwrap() == written, "the content of {id}");
+        });
     }
     server.stop();
 }

@@ -112,9 +112,13 @@ impl OpenDrives {
     }
 
     /// Closes all drives but those that `used` reports. Returns the paths of those that are open no more.
-    pub(super) fn close_unused(&mut self, used: impl Fn(&Arc<Drive>) -> bool) -> Vec<DrivePath> {
+    pub(super) fn close_unused(
+        &mut self,
+        used: impl Fn(&DrivePath, &Arc<Drive>) -> bool,
+    ) -> Vec<DrivePath> {
         let all = std::mem::take(&mut self.0);
-        let (open, closed): (Vec<_>, Vec<_>) = all.into_iter().partition(|open| used(&open.drive));
+        let used = |open: &OpenDrive| used(&open.path, &open.drive);
+        let (open, closed): (Vec<_>, Vec<_>) = all.into_iter().partition(used);
         self.0 = open;
         let mut paths: Vec<_> = closed.into_iter().map(|closed| closed.path).collect();
         paths.retain(|path| self.0.iter().all(|open| open.path != *path));

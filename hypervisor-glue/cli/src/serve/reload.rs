@@ -82,8 +82,8 @@ impl Roster {
             .hold(Origin::File, drives)
             .and_then(|()| self.offer_all(wanted));
         if let Err(error) = made {
-            let error = self.restore(error, held, functions);
             self.give_failed_back(failed);
+            let error = self.restore(error, held, functions);
             self.publish();
             return Err(error);
         }

@@ -248,6 +248,7 @@ impl Roster {
                 return Err(error);
             }
             self.forget_unlisted();
+            self.close_unused();
             self.publish();
             return Ok((failed.entry, None));
         }
@@ -774,13 +775,23 @@ impl Roster {
         let Self {
             terms,
             offers,
+            failed,
             held,
             drives,
             ..
         } = self;
-        let closed = drives.close_unused(|drive| {
+        // A VM waits for its function and for what it has written.
+        let waits = |failed: &&Failed| {
+            let keeping = terms.keeping.as_ref();
+            keeping.is_some_and(|keeping| keeping.has(&failed.entry.socket))
+        };
+        let waiting = failed.iter().filter(waits);
+        let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
+        let waiting: Vec<DrivePath> = waiting.collect();
+        let closed = drives.close_unused(|path, drive| {
             let is_used = offers.iter().any(|offer| Arc::ptr_eq(&offer.drive, drive));
-            is_used || held.iter().any(|held| Arc::ptr_eq(&held.drive, drive))
+            let is_held = held.iter().any(|held| Arc::ptr_eq(&held.drive, drive));
+            is_used || is_held || waiting.contains(path)
         });
         let Some(keeping) = &terms.keeping else {
             return;

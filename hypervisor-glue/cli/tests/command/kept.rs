@@ -604,6 +604,67 @@ fn a_function_that_cannot_be_offered_again_takes_no_other_with_it() {
     kept.stop();
 }
 
+/// A function of a file that the next server could not offer, for a mistake in the file. Its VM waits.
+struct Waiting {
+    kept: Kept,
+    disk: Disk,
+    controller: Controller,
+    /// What its guest has written to block 7.
+    written: Vec<u8>,
+}
+
+impl Waiting {
+    fn start(bench: &Bench) -> Self {
+        Self::write_file(bench, "");
+        let mut serve = bench.serve_command("one", &[]);
+        serve.args(["--config", "serve.toml"]);
+        let kept = Kept::start_command(bench, &[], &serve);
+        let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+        let bar = VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap();
+        let controller = Controller::attach(Arc::new(bar), memory, Config::default(), 1);
+        let mut controller = controller.unwrap();
+        let mut disk = Disk::open(&mut controller, 1).unwrap();
+        let written = vec![0x5A; 512];
+        disk.write(7, &written).unwrap();
+        Self::write_file(bench, "owner = \"no-such-user\"\n");
+        kept.kill_server();
+        let listed = bench.ask("list", &[]).unwrap();
+        assert!(listed.contains("no user \"no-such-user\""), "{listed}");
+        Self {
+            kept,
+            disk,
+            controller,
+            written,
+        }
+    }
+
+    /// Writes the file, with more behind the function.
+    fn write_file(bench: &Bench, more: &str) {
+        let a = "[[function]]\npath = \"memory:64M\"\nsocket = \"a.sock\"\nid = \"a\"\n";
+        fs::write(bench.path("serve.toml"), format!("{a}{more}")).unwrap();
+    }
+
+    /// The function goes on.
+    fn verify_and_stop(mut self) {
+        assert!(self.disk.read(7, 1).unwrap() == self.written);
+        drop((self.disk, self.controller));
+        self.kept.stop();
+    }
+}
+
+#[test]
+fn a_function_that_waits_for_the_operator_loses_nothing_in_memory() {
+    let bench = Bench::new();
+    let waiting = Waiting::start(&bench);
+    let b = "path=drive.img,range=0+1M,socket=b.sock,id=b";
+    bench.ask("add", &[b]).unwrap();
+    bench.ask("remove", &["b"]).unwrap();
+    bench.ask("reload", &[]).unwrap_err();
+    Waiting::write_file(&bench, "");
+    bench.ask("reload", &[]).unwrap();
+    waiting.verify_and_stop();
+}
+
 #[test]
 fn a_function_that_is_another_one_now_is_offered_anew() {
     let bench = Bench::new();

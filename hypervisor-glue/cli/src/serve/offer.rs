@@ -42,6 +42,8 @@ pub(super) struct Offer {
     pub(super) drive: Arc<Drive>,
     /// The function alone keeps its attachment.
     attachment: Weak<Attachment>,
+    /// It was that of the server before.
+    pub(super) goes_on: bool,
     pub(super) thread: FunctionThread,
 }
 
@@ -115,7 +117,14 @@ impl Offer {
                         .map(|server| Self::start(declared, drive.clone(), &attachment, server)),
                 };
                 match goes_on {
-                    Ok(offer) => return offer.map(Some),
+                    Ok(offer) => {
+                        return offer.map(|offer| {
+                            Some(Self {
+                                goes_on: true,
+                                ..offer
+                            })
+                        });
+                    }
                     Err(error) => report::chain(&error),
                 }
             }
@@ -213,6 +222,7 @@ impl Offer {
             queues: attachment.max_queue_pairs(),
             drive,
             attachment: Arc::downgrade(attachment),
+            goes_on: false,
             thread,
         })
     }

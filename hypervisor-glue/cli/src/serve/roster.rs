@@ -550,8 +550,10 @@ impl Roster {
         declared
     }
 
-    /// Offers functions, all or none. A drive that this opened in vain is open until [`Self::close_unused`]: others that
-    /// no function uses now may be those of functions that are to be offered again.
+    /// Offers functions, all or none, but for those whose VMs go on: they are not to lose their drives.
+    ///
+    /// A drive that this opened in vain is open until [`Self::close_unused`]: others that no function uses now may be those
+    /// of functions that are to be offered again.
     pub(super) fn offer_all(
         &mut self,
         functions: Vec<DeclaredFunction>,
@@ -564,7 +566,11 @@ impl Roster {
         for declared in &functions {
             if let Err(source) = self.offer(declared, &functions) {
                 for offer in self.offers.split_off(before) {
-                    offer.end();
+                    if offer.goes_on {
+                        self.offers.push(offer);
+                    } else {
+                        offer.end();
+                    }
                 }
                 return Err(cannot_offer(declared, source));
             }
@@ -703,9 +709,15 @@ impl Roster {
         taken
     }
 
-    /// Gives back functions that [`Self::take_failed`] took.
+    /// Gives back functions that [`Self::take_failed`] took, but for those that are offered by now.
     pub(super) fn give_failed_back(&mut self, failed: Vec<Failed>) {
-        self.failed.extend(failed);
+        let offers = &self.offers;
+        let is_offered = |failed: &Failed| {
+            let mut offers = offers.iter();
+            offers.any(|offer| offer.entry.socket == failed.entry.socket)
+        };
+        self.failed
+            .extend(failed.into_iter().filter(|failed| !is_offered(failed)));
     }
 
     /// Has the keeper let go of functions of the server before that this one has not, not even as failed.

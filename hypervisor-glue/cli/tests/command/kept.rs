@@ -666,6 +666,19 @@ fn a_function_that_waits_for_the_operator_loses_nothing_in_memory() {
 }
 
 #[test]
+fn a_function_that_goes_on_is_not_ended_for_another_one() {
+    let bench = Bench::new();
+    let waiting = Waiting::start(&bench);
+    let bad = "[[function]]\npath = \"none.img\"\nsocket = \"b.sock\"\nid = \"b\"\n";
+    Waiting::write_file(&bench, bad);
+    let error = bench.ask("reload", &[]).unwrap_err();
+    assert!(error.contains("does not exist"), "{error}");
+    let listed = bench.ask("list", &[]).unwrap();
+    assert!(listed.contains("connected"), "{listed}");
+    waiting.verify_and_stop();
+}
+
+#[test]
 fn a_function_that_is_another_one_now_is_offered_anew() {
     let bench = Bench::new();
     let file = bench.path("serve.toml");

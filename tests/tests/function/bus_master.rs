@@ -98,3 +98,27 @@ fn a_function_level_reset_clears_it() {
     machine.function().process_events();
     assert_ne!(completion(), [0; 16]);
 }
+
+#[test]
+fn a_guest_that_switched_its_function_off_is_left_alone_after_a_snapshot() {
+    let host = Host::new("memory:32M", 512);
+    let other = host.machine(&Setup::nth(1));
+    let (_controller, mut neighbour) = other.disk();
+    let setup = Setup::nth(0);
+    let machine = host.machine(&setup);
+    command(&machine, MEMORY_SPACE | BUS_MASTER);
+    let (mut controller, mut disk) = machine.disk();
+    command(&machine, 0);
+    let flush = disk.queue.submit(Sqe::flush(1)).unwrap();
+    disk.queue.ring();
+    let suspended = machine.suspend();
+    let machine = host.restore(&suspended, &setup).unwrap();
+    machine.function().resume();
+    controller.move_to(machine.bar()).unwrap();
+    disk.queue.move_to(&machine.bar()).unwrap();
+    neighbour.verify(0, 8).unwrap();
+    assert!(disk.queue.poll().is_none());
+    command(&machine, MEMORY_SPACE | BUS_MASTER);
+    let cqe = disk.queue.wait(flush, HANG).unwrap();
+    assert_eq!(cqe.status().code(), SUCCESS);
+}

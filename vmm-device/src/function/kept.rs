@@ -22,7 +22,10 @@ use super::{NvmeFunction, ResetStats};
 use crate::{
     pci::{config_space::ConfigSpace, msix::Msix},
     registers::{Capabilities, Registers, Transition},
-    state::parts::{AdminState, MsixState, RegistersState},
+    state::{
+        is_false,
+        parts::{AdminState, MsixState, RegistersState},
+    },
 };
 
 /// Version of the control state that is stored. Those up to it are taken up.
@@ -72,6 +75,9 @@ pub struct ControlState {
     facts: LeaseFacts,
     /// The first 256 bytes of configuration space.
     config_space: Vec<u8>,
+    /// The guest has cleared Command. It is left out where it has not.
+    #[serde(default, skip_serializing_if = "is_false")]
+    switched_off: bool,
     msix: MsixState,
     registers: RegistersState,
     admin: AdminState,
@@ -124,6 +130,7 @@ impl ControlParts<'_> {
             },
             facts: self.facts.clone(),
             config_space: self.config.save(),
+            switched_off: self.config.is_switched_off(),
             msix: self.msix.save(),
             registers: self.registers.save(),
             admin,
@@ -178,6 +185,7 @@ impl NvmeFunction {
             version: _,
             facts: _,
             config_space,
+            switched_off,
             msix,
             registers,
             admin,
@@ -199,7 +207,7 @@ impl NvmeFunction {
         self.resets = *resets;
         self.admin.restore(admin, queues.clone(), &*self.host);
         // The BARs are where the client has them.
-        drop(self.config.restore(config_space));
+        drop(self.config.restore(config_space, *switched_off));
         self.msix.restore(msix);
         self.apply_masks();
         // Without Bus Master Enable the queues rest, before they exist.
@@ -239,7 +247,12 @@ impl NvmeFunction {
         self.facts = facts;
         self.registers.restore(&state.registers);
         // The BARs are where the client has them.
-        drop(self.config.restore(&state.config_space));
+        let ControlState {
+            config_space,
+            switched_off,
+            ..
+        } = state;
+        drop(self.config.restore(config_space, *switched_off));
         self.is_set_aside = true;
         self.registers.fail();
         Ok(())
@@ -294,6 +307,9 @@ mod tests {
 
     const IO_CQ: u64 = DATA + 0x10_0000;
     const IO_SQ: u64 = DATA + 0x11_0000;
+    /// Bits of Command.
+    const MEMORY_SPACE: u16 = 1 << 1;
+    const BUS_MASTER: u16 = 1 << 2;
 
     /// Parts that outlive the processes of a function.
     struct Survivors {
@@ -489,6 +505,29 @@ mod tests {
             assert_eq!(after.admin.rings.unwrap().cq_tail, 1);
         }
         assert!(guest.peek().is_none());
+    }
+
+    #[test]
+    fn a_guest_that_switched_its_function_off_is_left_alone_by_the_next_process() {
+        let (mut guest, survivors, _) = guest();
+        let command = |guest: &mut Guest, value: u16| {
+            drop(guest.function.write_config(4, &value.to_le_bytes()));
+        };
+        command(&mut guest, MEMORY_SPACE | BUS_MASTER);
+        command(&mut guest, 0);
+        let cid = guest.submit(create_cq());
+        guest.function.process_events();
+        assert!(guest.peek().is_none());
+        for _ in 0..2 {
+            let state = guest.function.control_state();
+            survivors.replace(&mut guest, &pass_on(&state));
+            guest.function.process_events();
+            assert!(guest.peek().is_none());
+        }
+        command(&mut guest, MEMORY_SPACE | BUS_MASTER);
+        guest.function.process_events();
+        let cqe = guest.completion();
+        assert_eq!((cqe.cid(), cqe.status()), (cid, Status::SUCCESS));
     }
 
     #[test]

@@ -62,6 +62,7 @@ impl NvmeFunction {
         Ok(FunctionState {
             version: VERSION,
             config_space: self.config.save(),
+            switched_off: self.config.is_switched_off(),
             msix,
             registers: self.registers.save(),
             admin: self.admin.save(),
@@ -115,6 +116,7 @@ impl NvmeFunction {
         let FunctionState {
             version: _,
             config_space,
+            switched_off,
             msix,
             registers,
             admin,
@@ -129,7 +131,7 @@ impl NvmeFunction {
         {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
         }
-        moves.extend(self.config.restore(config_space));
+        moves.extend(self.config.restore(config_space, *switched_off));
         self.msix.restore(msix);
         self.apply_masks();
         self.owed.clone_from(&msix.pending);

@@ -74,10 +74,19 @@ pub struct FunctionState {
     pub(crate) version: u32,
     /// The first 256 bytes of configuration space.
     pub(crate) config_space: Vec<u8>,
+    /// The guest has cleared Command. It is left out where it has not.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub(crate) switched_off: bool,
     pub(crate) msix: MsixState,
     pub(crate) registers: RegistersState,
     pub(crate) admin: AdminState,
     pub(crate) attachment: AttachmentState,
+}
+
+/// Skips a field that says nothing.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+pub(crate) fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 impl FunctionState {

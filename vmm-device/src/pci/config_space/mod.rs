@@ -303,14 +303,20 @@ impl ConfigSpace {
         Layout::new(doorbells, vectors, offer)
     }
 
-    /// Takes over contents that have been checked. Returns the BARs that moved.
-    pub(crate) fn restore(&mut self, saved: &[u8]) -> Vec<BarMove> {
+    /// Returns whether Command was written and enables nothing. Its contents alone do not tell that.
+    pub(crate) fn is_switched_off(&self) -> bool {
+        self.commanded && self.contents[usize::from(COMMAND)] == 0
+    }
+
+    /// Takes over contents that have been checked, and what [`Self::is_switched_off`] returned. Returns the BARs that
+    /// moved.
+    pub(crate) fn restore(&mut self, saved: &[u8], switched_off: bool) -> Vec<BarMove> {
         let before = self.addresses();
         self.layout = self.layout_of(saved);
         for (content, saved) in self.contents.iter_mut().zip(saved) {
             *content = *saved;
         }
-        self.commanded = self.contents[usize::from(COMMAND)] != 0;
+        self.commanded = switched_off || self.contents[usize::from(COMMAND)] != 0;
         self.moves_since(before)
     }
 

@@ -230,7 +230,7 @@ fn a_guest_keeps_the_capabilities_that_it_has_seen() {
     let saved = of_first_releases();
     let mut config = config_space();
     config.check(&saved).unwrap();
-    config.restore(&saved);
+    config.restore(&saved, false);
     assert_eq!(config.save(), saved);
     assert!(config.is_of_first_releases() && !config.has_pin());
     assert_eq!(config.msi_messages(), 0);

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -10,6 +9,7 @@ use thiserror::Error;
 
 use crate::channel::{Channel, ChannelError};
 use crate::message::{Attached, Opened, Opening, PARTS, VERSION};
+use crate::socket::{self, Stream};
 
 /// Time in which a server says something while a lease is made.
 pub(crate) const OPENING_PATIENCE: Duration = Duration::from_secs(10);
@@ -68,7 +68,7 @@ pub(crate) struct Given {
 /// the function's drive. `kept` is what the function has from the server before. A server that says nothing for `patience`
 /// is not waited for any longer.
 pub(crate) fn ask_for_lease(
-    stream: UnixStream,
+    stream: Stream,
     socket: &Path,
     options: &str,
     kept: &[BorrowedFd<'_>],
@@ -121,8 +121,8 @@ pub(crate) fn ask_for_lease(
 }
 
 /// Connects to a server.
-pub(crate) fn connect(socket: &Path) -> Result<UnixStream, AttachError> {
-    UnixStream::connect(socket).map_err(|source| AttachError::Connect {
+pub(crate) fn connect(socket: &Path) -> Result<Stream, AttachError> {
+    socket::connect(socket).map_err(|source| AttachError::Connect {
         socket: socket.to_owned(),
         source,
     })

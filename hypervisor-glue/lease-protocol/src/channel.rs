@@ -3,22 +3,17 @@
 //! A message is a header of 8 bytes, then JSON. The header has the number of bytes of JSON and the number of
 //! descriptors, each as 32 bits in little endian. The descriptors come with the header.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use nvme_mpt::deadline::{Deadline, SystemClock};
-use rustix::io::retry_on_intr;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
-};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
+
+use crate::socket::{self, Stream};
 
 /// Most bytes of a message's JSON, for a lease of up to 64 queue pairs.
 pub const MESSAGE_MAX: usize = 4 << 20;
@@ -73,14 +68,14 @@ pub enum ChannelError {
 /// A connection.
 #[derive(Debug)]
 pub(crate) struct Channel {
-    stream: UnixStream,
+    stream: Stream,
     /// Most bytes of a message's JSON.
     most: AtomicUsize,
 }
 
 impl Channel {
     /// Over a socket that is blocking.
-    pub(crate) fn new(stream: UnixStream) -> io::Result<Self> {
+    pub(crate) fn new(stream: Stream) -> io::Result<Self> {
         stream.set_write_timeout(Some(TRANSFER))?;
         let most = MESSAGE_MAX.into();
         Ok(Self { stream, most })
@@ -100,7 +95,7 @@ impl Channel {
         }
     }
 
-    pub(crate) fn stream(&self) -> &UnixStream {
+    pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 
@@ -121,17 +116,7 @@ impl Channel {
         }
         bytes[..4].copy_from_slice(&(length as u32).to_le_bytes());
         bytes[4..HEADER].copy_from_slice(&(number as u32).to_le_bytes());
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !descriptors.is_empty() {
-            // There is room, as the number was checked.
-            control.push(SendAncillaryMessage::ScmRights(descriptors));
-        }
-        let sent = retry_on_intr(|| {
-            let part = [IoSlice::new(&bytes)];
-            sendmsg(&self.stream, &part, &mut control, SendFlags::NOSIGNAL)
-        });
-        let sent = sent.map_err(io::Error::from).map_err(failure)?;
+        let sent = socket::send(&self.stream, &bytes, descriptors).map_err(failure)?;
         (&self.stream).write_all(&bytes[sent..]).map_err(failure)
     }
 
@@ -206,24 +191,8 @@ impl Channel {
         buffer: &mut [u8],
         descriptors: &mut Vec<OwnedFd>,
     ) -> Result<usize, ChannelError> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let received = retry_on_intr(|| {
-            let flags = RecvFlags::CMSG_CLOEXEC;
-            recvmsg(
-                &self.stream,
-                &mut [IoSliceMut::new(buffer)],
-                &mut control,
-                flags,
-            )
-        });
-        let received = received.map_err(io::Error::from).map_err(failure)?;
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(came) = message {
-                descriptors.extend(came);
-            }
-        }
-        if received.flags.contains(ReturnFlags::CTRUNC) || descriptors.len() > DESCRIPTORS_MAX {
+        let received = socket::receive(&self.stream, buffer, descriptors).map_err(failure)?;
+        if received.has_lost_descriptors || descriptors.len() > DESCRIPTORS_MAX {
             let (came, said) = (descriptors.len(), DESCRIPTORS_MAX);
             return Err(ChannelError::Descriptors { came, said });
         }

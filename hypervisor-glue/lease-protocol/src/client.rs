@@ -4,11 +4,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::deadline::DRAIN_DEADLINE;
@@ -19,6 +16,8 @@ use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::live::ExitCounter;
 use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use nvme_mpt::memory::sync::{JoinHandle, Mutex, MutexGuard};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::seam::DoorbellWaker;
 use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
@@ -40,6 +39,7 @@ use crate::ask::{AttachError, Given, OPENING_PATIENCE, PATIENCE, Reach, ask_for_
 use crate::link::{DirtyLog, Link, Lost};
 use crate::message::{Attached, DirtyPages, Doorbells, Outcome, Request, Smart};
 use crate::places;
+use crate::socket::Stream;
 use crate::vector::RemoteVector;
 use crate::watch::Watch;
 
@@ -49,7 +49,7 @@ use crate::watch::Watch;
 /// # Errors
 /// See [`AttachError`].
 pub fn attach_over(
-    stream: UnixStream,
+    stream: Stream,
     socket: &Path,
     options: &str,
     threads: &Threads,
@@ -332,7 +332,7 @@ impl RemoteHostSide {
                 Ok(bell) => {
                     // The doorbell may have been written a moment ago, with the bell of the server before. A counter
                     // that is full wakes the poller as well.
-                    let _ = bell.write(1);
+                    let _ = eventfd::signal(&bell);
                     bells.insert(number, Arc::new(bell));
                 }
                 Err(error) => log::error!("The drive server sent a bell that is none: {error}"),
@@ -632,7 +632,7 @@ impl HostSide for RemoteHostSide {
         }
         if let Some((_, waker)) = waker {
             // A counter that is full wakes the poller as well.
-            let _ = waker.eventfd().write(1);
+            let _ = eventfd::signal(waker.eventfd());
         }
         true
     }

@@ -16,6 +16,7 @@
 //! | `vector` | the VMM's side of an interrupt vector |
 //! | `session` | the server's side |
 //! | `places` | sockets of the servers that share a state folder |
+//! | `socket` | the kernel's sockets, or those of a simulator |
 //!
 //! The server trusts nothing that arrives. Each message is bounded, and each value is checked by the host side as if the
 //! guest had sent it. A client that ends, at any byte, ends its lease alone. `docs/lease-protocol.md` has the messages.
@@ -28,6 +29,7 @@ mod link;
 mod message;
 mod places;
 mod session;
+mod socket;
 mod vector;
 mod watch;
 
@@ -37,6 +39,8 @@ pub use client::{RemoteHostSide, attach_anywhere, attach_over};
 pub use message::VERSION;
 pub use places::{socket_of, sockets};
 pub use session::{Admission, End, Leases, Peer, Session, SessionError};
+#[cfg(simulation)]
+pub use socket::simulated;
 
 #[cfg(test)]
 mod tests;

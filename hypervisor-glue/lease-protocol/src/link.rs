@@ -4,10 +4,12 @@ use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
 use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::seam::GUEST_NSID;
 use nvme_mpt::spec::ids::QueueId;
@@ -300,7 +302,7 @@ impl Link {
     fn notify(&self, state: &mut LinkState, event: Event) {
         state.notices.push(event);
         // A counter that is full is readable as well.
-        let _ = self.events.write(1);
+        let _ = eventfd::signal(&self.events);
     }
 
     /// Notes that the server has closed the connection. Returns the connection, for a last word of the server's.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use nvme_mpt::lease::SERVER_SOCKETS;
 
 use crate::ask::{AttachError, Given, ask_for_lease, connect};
+use crate::socket::named_in;
 
 /// Returns the folder with the sockets of all servers of a state folder.
 #[must_use]
@@ -29,13 +30,12 @@ pub(crate) fn find(
     kept: &[BorrowedFd<'_>],
     patience: Duration,
 ) -> Result<Option<Given>, AttachError> {
-    let folder = match sockets(state_dir).read_dir() {
-        Ok(folder) => folder,
+    let names = match named_in(&sockets(state_dir)) {
+        Ok(names) => names,
         // No server was there yet, or its folder is not ours to read: the ledger in it neither.
         Err(_) => return Ok(None),
     };
-    for entry in folder.flatten() {
-        let path = entry.path();
+    for path in names {
         if path.extension().is_none_or(|extension| extension != "sock") {
             continue;
         }

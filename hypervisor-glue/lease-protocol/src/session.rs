@@ -1,17 +1,14 @@
 //! The server's side of one connection: a lease, from its beginning to its end.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use nix::sys::socket::getsockopt;
-use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
+use nvme_mpt::memory::sync::mpsc::{self, RecvTimeoutError};
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt::poller::run_beside;
 use nvme_mpt::seam::LastCommands;
@@ -26,6 +23,7 @@ use crate::message::{
     Attached, DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, PARTS, RANGES_MAX, Region,
     Request, Smart, VERSION, VectorChange,
 };
+use crate::socket::{self, Stream};
 
 /// Time that a VMM has for its first message.
 const OPENING_PATIENCE: Duration = Duration::from_secs(10);
@@ -125,13 +123,8 @@ impl Session {
     ///
     /// # Errors
     /// [`SessionError::Io`].
-    pub fn new(stream: UnixStream) -> Result<Self, SessionError> {
-        let credentials = getsockopt(&stream, PeerCredentials).map_err(std::io::Error::from)?;
-        let peer = Peer {
-            pid: credentials.pid(),
-            uid: credentials.uid(),
-            gid: credentials.gid(),
-        };
+    pub fn new(stream: Stream) -> Result<Self, SessionError> {
+        let peer = socket::peer(&stream)?;
         stream.set_nonblocking(false)?;
         let channel = Channel::new(stream)?;
         let clock = SystemClock::shared();

@@ -2,26 +2,25 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::Duration;
 
 use nvme_mpt::clock;
 use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use nvme_mpt::{
     DmaError, DoorbellPage, GuestMemory, HostSideEvent, KeptQueues, QueueError, StateError,
 };
 use serde::de::DeserializeOwned;
 use thiserror::Error;
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use crate::ask::{AttachError, Given, OPENING_PATIENCE, Reach};
 use crate::channel::{Channel, ChannelError};
 use crate::link::{Link, LinkState, NextServer, Standing};
 use crate::message::{Attached, Farewell, Outcome, Request, VectorChange};
 use crate::places;
+use crate::socket::{Stream, wait_for_end};
 
 /// Shortest and longest time between two looks for a server.
 const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
@@ -87,7 +86,7 @@ impl fmt::Debug for Watch {
 
 impl Watch {
     /// Watches until the function ends or its drive is lost for good.
-    pub(crate) fn run(&self, mut stream: UnixStream) {
+    pub(crate) fn run(&self, mut stream: Stream) {
         loop {
             await_end(&stream);
             if self.is_stopped() {
@@ -113,7 +112,7 @@ impl Watch {
     }
 
     /// Looks for a server until there is one, and returns the connection.
-    fn next_server(&self) -> Option<UnixStream> {
+    fn next_server(&self) -> Option<Stream> {
         let reach = self.reach.as_ref()?;
         let began = clock::monotonic();
         let mut reported = None;
@@ -154,7 +153,7 @@ impl Watch {
     }
 
     /// Asks the servers for the lease, and tells the one that has it all that the one before knew.
-    fn resume(&self, reach: &Reach) -> Result<Option<UnixStream>, ResumeError> {
+    fn resume(&self, reach: &Reach) -> Result<Option<Stream>, ResumeError> {
         let events = eventfd::share(&self.link.events)?;
         let kept = [self.doorbells.fd(), self.live.as_fd(), events.as_fd()];
         let Some(given) = places::find(&reach.state_dir, &reach.options, &kept, OPENING_PATIENCE)?
@@ -282,20 +281,9 @@ fn chain(error: &dyn std::error::Error) -> String {
 }
 
 /// Waits until the other side closes a connection.
-fn await_end(stream: &UnixStream) {
-    let wait = || {
-        let epoll = Epoll::new()?;
-        let end = EpollEvent::new(EventSet::READ_HANG_UP | EventSet::HANG_UP, 0);
-        epoll.ctl(ControlOperation::Add, stream.as_raw_fd(), end)?;
-        loop {
-            match epoll.wait(-1, &mut [EpollEvent::default()]) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                result => return result,
-            }
-        }
-    };
+fn await_end(stream: &Stream) {
     let mut reported = false;
-    while let Err(error) = wait() {
+    while let Err(error) = wait_for_end(stream) {
         // The server is there. This process lacks a descriptor, and may have one later.
         if !std::mem::replace(&mut reported, true) {
             log::error!("Cannot wait for the end of a drive server, and tries again: {error}");

@@ -12,6 +12,7 @@ use std::time::Duration;
 use generator::{Generator, Gn};
 use nvme_mpt::memory::files::simulated as files;
 use nvme_mpt::memory::simulation::{self, Event, Simulator, Work, stores};
+use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_tests::rng::Rng;
 
 use crate::runs::Less;
@@ -244,6 +245,19 @@ impl Engine {
             stores::drain(actor);
         }
         files::end_process(process);
+        sockets::end_process(process);
+    }
+
+    /// Has a process stand still for some time, at the steps that its actors are at.
+    pub(crate) fn suspend(&self, process: &Process, time: Duration) {
+        self.with_core(|core| {
+            let until = Duration::from_nanos(core.now) + time;
+            let its = core
+                .actors
+                .iter_mut()
+                .filter(|actor| actor.process == process.0);
+            its.for_each(|actor| actor.descheduled = until);
+        });
     }
 
     fn add(&self, name: &str, process: u64, work: Work) {

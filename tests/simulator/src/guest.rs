@@ -1,8 +1,8 @@
 //! Guests that behave like the drivers of operating systems, and know what they may see.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::memory::clock;
@@ -110,6 +110,8 @@ pub(crate) struct Shared {
     pub(crate) frozen: AtomicBool,
     /// True while the guest's processors stand still.
     pub(crate) stands_still: AtomicBool,
+    /// True once the guest has its queues.
+    pub(crate) works: AtomicBool,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
 }
@@ -173,7 +175,7 @@ pub(crate) struct Guest {
     shared: Arc<Shared>,
     buffers: Buffers,
     busy: Vec<Slot>,
-    history: History,
+    history: Arc<Mutex<History>>,
     queues: Vec<Queue>,
     /// Admin commands that failed.
     failures: u32,
@@ -203,14 +205,28 @@ impl Guest {
             shared,
             buffers,
             busy: Vec::new(),
-            history: History::new(number, BLOCKS),
+            history: Arc::new(Mutex::new(History::new(number, BLOCKS))),
             queues: Vec::new(),
             failures: 0,
         }
     }
 
+    /// The same guest, whose blocks have the history of a guest before it.
+    pub(crate) fn after(self, history: Arc<Mutex<History>>) -> Self {
+        Self { history, ..self }
+    }
+
+    fn history(&self) -> MutexGuard<'_, History> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Attaches, does its rounds, reads all that it wrote, and shuts the controller down.
-    pub(crate) fn run(mut self, bar: Arc<dyn Bar>) {
+    pub(crate) fn run(self, bar: Arc<dyn Bar>) {
+        self.run_until(bar, || ());
+    }
+
+    /// Attaches, does its rounds, waits for `end`, reads all that it wrote, and shuts the controller down.
+    pub(crate) fn run_until(mut self, bar: Arc<dyn Bar>, end: impl FnOnce()) {
         let config = Config {
             doorbells: self.persona.doorbells(),
             admin_timeout: self.conditions.patience,
@@ -227,10 +243,12 @@ impl Guest {
             .unwrap_or_else(|error| panic!("the controller does not attach: {error}"));
         self.request_events(&mut controller);
         self.create_queues(&mut controller, count);
+        self.shared.works.store(true, Ordering::Relaxed);
         for _ in 0..self.conditions.rounds {
             self.round(&mut controller, count);
         }
         self.drain();
+        end();
         self.read_all();
         controller
             .shutdown(false)
@@ -405,7 +423,8 @@ impl Guest {
             _ => io::DATASET_MANAGEMENT,
         };
         let blocks = 1 + self.rng.below(BLOCKS_MAX);
-        let slba = self.rng.below(self.history.blocks() - blocks);
+        let last = self.history().blocks() - blocks;
+        let slba = self.rng.below(last);
         self.submit_command(index, opcode, slba, blocks)
     }
 
@@ -422,7 +441,7 @@ impl Guest {
         };
         let values: Vec<u64> = match opcode {
             io::WRITE => (slba..slba + blocks)
-                .map(|block| self.history.value(block))
+                .map(|block| self.history().value(block))
                 .collect(),
             io::WRITE_ZEROES | io::DATASET_MANAGEMENT => vec![0; blocks as usize],
             _ => Vec::new(),
@@ -469,7 +488,7 @@ impl Guest {
             return false;
         }
         for (block, value) in (slba..).zip(&values) {
-            self.history.begin(block, *value, began);
+            self.history().begin(block, *value, began);
         }
         let flight = Flight {
             opcode,
@@ -575,7 +594,7 @@ impl Guest {
                     words.iter().all(|word| u64::from_le_bytes(*word) == value),
                     "block {block} is torn: {words:x?}"
                 );
-                if let Err(error) = self.history.judge(block, value, flight.began) {
+                if let Err(error) = self.history().judge(block, value, flight.began) {
                     panic!("{:?}: {error}", self.persona);
                 }
             }
@@ -583,7 +602,7 @@ impl Guest {
         // Deallocate is advice.
         let sure = succeeded && flight.opcode != io::DATASET_MANAGEMENT;
         for (block, _) in (flight.slba..).zip(&flight.values) {
-            self.history.end(block, flight.began, now, sure);
+            self.history().end(block, flight.began, now, sure);
         }
         self.free(flight.slot);
     }
@@ -678,8 +697,8 @@ impl Guest {
     /// Reads all blocks once nothing else is in flight.
     fn read_all(&mut self) {
         let mut block = 0;
-        while block < self.history.blocks() {
-            let blocks = BLOCKS_MAX.min(self.history.blocks() - block);
+        while block < self.history().blocks() {
+            let blocks = BLOCKS_MAX.min(self.history().blocks() - block);
             if self.submit_command(0, io::READ, block, blocks) {
                 block += blocks;
             }

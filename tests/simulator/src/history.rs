@@ -85,6 +85,14 @@ impl History {
         }
     }
 
+    /// All writes that are under way have ended: they took effect before this moment, or never will.
+    pub(crate) fn end_all(&mut self, now: Duration) {
+        let under_way = self.blocks.iter_mut().flatten();
+        for write in under_way.filter(|write| write.ended.is_none()) {
+            write.ended = Some(now);
+        }
+    }
+
     /// Judges what a read that began at a moment has returned for a block.
     ///
     /// # Errors

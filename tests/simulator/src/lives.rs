@@ -3,28 +3,20 @@
 //! The VMM has what outlives a server: the guest's memory, the doorbell registers and the live state. The drive keeps its
 //! blocks. A server's death is that of its actors: they never go on, and what they have on their stacks stays as it is.
 
-use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
-use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::live::LiveState;
-use nvme_mpt::memory::{RawBytes, clock, eventfd};
+use nvme_mpt::memory::{clock, eventfd};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::seam::DoorbellWaker;
-use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::nvm::ReadWrite;
-use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::spec::sqe::Sqe;
-use nvme_mpt::spec::status::Status;
 use nvme_mpt::{
     Attachment, AttachmentConfig, CqConfig, DoorbellMode, DoorbellPage, Drive, EventReader,
     FunctionParts, Gpa, HostSide, KeptParts, KeptQueues, Learning, MemoryKinds, MemoryRegion,
@@ -35,81 +27,17 @@ use nvme_mpt_tests::doorbell::Doorbell as GuestDoorbell;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::rng::Rng;
+use nvme_software::SoftwareController;
 use nvme_software::model::Profile;
-use nvme_software::{LeasedMedium, Medium, Pace, SoftwareController, SoftwareQueue, Store};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::blocks::Blocks;
 use crate::engine::Engine;
 use crate::guest::{BLOCKS, Guest};
 use crate::history::BLOCK;
 
 /// Queue pairs of the function.
 const QUEUE_PAIRS: u16 = 4;
-
-/// A drive's blocks, which outlive the process that has the drive.
-#[derive(Clone, Debug)]
-struct Blocks(Arc<Mutex<Vec<u8>>>);
-
-impl Blocks {
-    fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Store for Blocks {
-    fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
-        let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
-        let (start, len) = (slba.0 as usize * BLOCK, (usize::from(nlb_z) + 1) * BLOCK);
-        let mut bytes = self.bytes();
-        let data = DataPointer::of(sqe);
-        let mut at = start;
-        let moved = match NvmOpcode(sqe.opcode()) {
-            NvmOpcode::READ => data.for_each(memory, len as u64, |part: RawBytes<'_>| {
-                part.copy_from(&bytes[at..at + part.len()]);
-                at += part.len();
-            }),
-            NvmOpcode::WRITE => data.for_each(memory, len as u64, |part: RawBytes<'_>| {
-                part.copy_to(&mut bytes[at..at + part.len()]);
-                at += part.len();
-            }),
-            NvmOpcode::WRITE_ZEROES => {
-                bytes[start..start + len].fill(0);
-                Ok(())
-            }
-            _ => Ok(()),
-        };
-        moved.err().unwrap_or(Status::SUCCESS)
-    }
-
-    fn prefetch(&self, _: &Sqe) {}
-}
-
-impl Medium for Blocks {
-    fn identity(&self) -> String {
-        "simulated:blocks".to_owned()
-    }
-
-    fn model(&self) -> &'static str {
-        "Simulated blocks"
-    }
-
-    fn bytes(&self) -> u64 {
-        self.bytes().len() as u64
-    }
-
-    fn open_lease(
-        &self,
-        _: &HostLeaseRequest<'_>,
-    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
-        Ok(Box::new(self.clone()))
-    }
-}
-
-impl LeasedMedium for Blocks {
-    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
-        Ok(pace.queue(SoftwareQueue::new(self.clone(), slots), slots))
-    }
-}
 
 /// Parts of a function that its VMM has, and that outlive each server.
 #[derive(Debug)]
@@ -236,7 +164,7 @@ impl World {
                 QueuePair::new(sq, cq)
             })
             .collect();
-        let blocks = Blocks(Arc::new(Mutex::new(vec![0; BLOCKS * BLOCK])));
+        let blocks = Blocks::new(BLOCKS);
         let world = Self {
             kept,
             blocks,

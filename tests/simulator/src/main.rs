@@ -7,6 +7,8 @@
 //! A failure is a seed: the same seed takes the same steps on each machine.
 
 #[cfg(simulation)]
+mod blocks;
+#[cfg(simulation)]
 mod engine;
 #[cfg(simulation)]
 mod guest;
@@ -20,6 +22,8 @@ mod ledger;
 mod lives;
 #[cfg(simulation)]
 mod mutations;
+#[cfg(simulation)]
+mod protocol;
 #[cfg(simulation)]
 mod runs;
 #[cfg(simulation)]

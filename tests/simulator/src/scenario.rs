@@ -30,20 +30,21 @@ use crate::history::BLOCK;
 use crate::hostile;
 use crate::ledger;
 use crate::lives::World;
+use crate::protocol;
 use crate::runs::Less;
 
 /// Bytes of a lease: as many as its guest uses, so that leases of others lie just beside.
-const LEASE: u64 = (BLOCKS * BLOCK) as u64;
+pub(crate) const LEASE: u64 = (BLOCKS * BLOCK) as u64;
 
 /// A region of a guest's memory that stays.
-const LOW: u64 = 0x10_0000;
-const LOW_LEN: u64 = 2 << 20;
+pub(crate) const LOW: u64 = 0x10_0000;
+pub(crate) const LOW_LEN: u64 = 2 << 20;
 /// A region that comes and goes.
-const HIGH: u64 = 1 << 32;
-const HIGH_LEN: u64 = 128 << 10;
+pub(crate) const HIGH: u64 = 1 << 32;
+pub(crate) const HIGH_LEN: u64 = 128 << 10;
 
 /// Byte of memory that is taken away.
-const TAKEN: u8 = 0x5A;
+pub(crate) const TAKEN: u8 = 0x5A;
 
 /// A world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,11 +75,13 @@ pub(crate) enum Scenario {
     Lives,
     /// Processes with leases of one drive, which die, on a machine that crashes.
     Ledger,
+    /// VMMs with leases of a server's drive, all of which die at any step.
+    Protocol,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 13] = [
+    pub(crate) const ALL: [(&str, Self); 14] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -92,6 +95,7 @@ impl Scenario {
         ("limits", Self::Limits),
         ("lives", Self::Lives),
         ("ledger", Self::Ledger),
+        ("protocol", Self::Protocol),
     ];
 
     /// The scenario of a seed.
@@ -259,7 +263,8 @@ fn limits(rng: &mut Rng) -> RateLimits {
     }
 }
 
-fn profile(rng: &mut Rng) -> Profile {
+/// A timing model of a drive.
+pub(crate) fn profile(rng: &mut Rng) -> Profile {
     let latency = [1, 20, 300][rng.below(3) as usize];
     let text = format!(
         "model = \"nvm\"\nunits = 4\nstripe = \"4K\"\n\
@@ -276,6 +281,7 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
     match scenario {
         Scenario::Lives => return run_lives(scenario, less, &mut rng),
         Scenario::Ledger => return ledger::run(less, &mut rng),
+        Scenario::Protocol => return protocol::run(less, &mut rng),
         _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
@@ -344,7 +350,8 @@ fn run_lives(scenario: Scenario, less: Less, rng: &mut Rng) {
     world.run(guest, pairs, Rng::new(rng.next_u64()));
 }
 
-fn buffers(memory: &GuestMemory) -> Buffers {
+/// Memory of a guest's commands.
+pub(crate) fn buffers(memory: &GuestMemory) -> Buffers {
     Buffers {
         high: memory
             .alloc_at(HIGH, HIGH_LEN as usize)
@@ -368,20 +375,7 @@ fn start_guest(
     let function = host.function(scenario, number, persona.doorbells(), rng);
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
     let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
-    for region in memory.regions() {
-        map(&function, &memory, &region);
-    }
-    let interrupts: Vec<_> = function
-        .vectors()
-        .iter()
-        .map(|vector| {
-            let interrupt = Interrupt::new().expect("descriptors");
-            let event = interrupt.event().try_clone().expect("descriptors");
-            vector.set_eventfd(Some(event));
-            Arc::new(interrupt)
-        })
-        .collect();
-    let bar = Arc::new(InProcess::new(function));
+    let (bar, interrupts) = plug(function, &memory);
     let shared = Arc::new(Shared::default());
     shared.plugged.store(true, Ordering::Relaxed);
     let buffers = buffers(&memory);
@@ -416,6 +410,27 @@ fn start_guest(
     start_thread(&name, work).expect("an actor")
 }
 
+/// Gives a function the memory of its guest and the guest the function.
+pub(crate) fn plug(
+    function: NvmeFunction,
+    memory: &GuestMemory,
+) -> (Arc<InProcess>, Vec<Arc<Interrupt>>) {
+    for region in memory.regions() {
+        map(&function, memory, &region);
+    }
+    let interrupts = function
+        .vectors()
+        .iter()
+        .map(|vector| {
+            let interrupt = Interrupt::new().expect("descriptors");
+            let event = interrupt.event().try_clone().expect("descriptors");
+            vector.set_eventfd(Some(event));
+            Arc::new(interrupt)
+        })
+        .collect();
+    (Arc::new(InProcess::new(function)), interrupts)
+}
+
 fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> Started {
     let modes = [DoorbellMode::Shadow, DoorbellMode::Trap];
     let doorbells = modes[rng.below(2) as usize];
@@ -432,16 +447,21 @@ fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> St
 }
 
 /// Work of a VMM until its guest has ended.
-type Vmm = fn(&InProcess, &GuestMemory, &Shared, Rng);
+pub(crate) type Vmm = fn(&InProcess, &GuestMemory, &Shared, Rng);
 
 /// Lets some time pass, 17 ms at most.
-fn rest(rng: &mut Rng) {
+pub(crate) fn rest(rng: &mut Rng) {
     let bits = 10 + rng.below(14);
     clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
 }
 
 /// A VMM that pauses the function and resumes it, until the guest has ended.
-fn pause_and_resume(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng: Rng) {
+pub(crate) fn pause_and_resume(
+    bar: &InProcess,
+    memory: &GuestMemory,
+    shared: &Shared,
+    mut rng: Rng,
+) {
     while !shared.ended.load(Ordering::Relaxed) {
         rest(&mut rng);
         shared.frozen.store(true, Ordering::Relaxed);
@@ -479,7 +499,7 @@ fn pause_and_resume(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut 
 }
 
 /// A VMM that takes a region of the guest's memory away and gives it back, until the guest has ended.
-fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng: Rng) {
+pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shared, mut rng: Rng) {
     let region = memory
         .regions()
         .into_iter()

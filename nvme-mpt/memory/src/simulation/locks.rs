@@ -154,11 +154,54 @@ impl Condvar {
         Ok(guard)
     }
 
+    /// Lets others go on with the lock while `condition` holds, for `time` at most.
+    ///
+    /// # Errors
+    /// As [`std::sync::Condvar::wait_timeout_while`].
+    pub fn wait_timeout_while<'a, T>(
+        &self,
+        mut guard: MutexGuard<'a, T>,
+        time: Duration,
+        mut condition: impl FnMut(&mut T) -> bool,
+    ) -> LockResult<(MutexGuard<'a, T>, WaitTimeoutResult)> {
+        let until = now().saturating_add(time);
+        loop {
+            if !condition(&mut guard) {
+                return Ok((guard, WaitTimeoutResult(false)));
+            }
+            if now() >= until {
+                return Ok((guard, WaitTimeoutResult(true)));
+            }
+            let mutex = guard.mutex;
+            drop(guard);
+            wait(Some(until));
+            guard = match mutex.lock() {
+                Ok(guard) => guard,
+                Err(poisoned) => {
+                    let guard = poisoned.into_inner();
+                    return Err(PoisonError::new((guard, WaitTimeoutResult(false))));
+                }
+            };
+        }
+    }
+
     /// Tells nobody: see [`Condvar`].
     pub const fn notify_one(&self) {}
 
     /// Tells nobody: see [`Condvar`].
     pub const fn notify_all(&self) {}
+}
+
+/// As [`std::sync::WaitTimeoutResult`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WaitTimeoutResult(bool);
+
+impl WaitTimeoutResult {
+    /// Returns whether the time was over.
+    #[must_use]
+    pub const fn timed_out(&self) -> bool {
+        self.0
+    }
 }
 
 /// As [`std::sync::RwLock`].

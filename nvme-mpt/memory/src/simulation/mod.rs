@@ -170,7 +170,7 @@ pub fn acted() {
 }
 
 /// Takes note that the actor is about to do something that others may wait for, and that all it stored is seen first.
-pub(crate) fn fence_and_act() {
+pub fn fence_and_act() {
     stores::drain_own();
     acted();
 }

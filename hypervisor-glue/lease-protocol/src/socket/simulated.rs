@@ -1,0 +1,452 @@
+//! Stream sockets of a simulator.
+//!
+//! They carry bytes in order, and descriptors with them, as those of the kernel do (unix(7)). A send may take a part of
+//! its bytes, and a receive may return a part of what has come, as chance has it. A process that dies leaves what it
+//! sent, at any byte: [`end_process`] closes its side.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nvme_mpt::memory::simulation::{Step, acted, fence_and_act, process, random, turn, wait_for};
+use nvme_mpt::memory::system::process_user;
+
+use super::Received;
+use crate::session::Peer;
+
+/// Bytes that wait for a reader at most. Less than many messages have, so that a sender waits in the middle of one.
+const ROOM: usize = 300;
+
+/// Bytes that were sent at once.
+#[derive(Debug)]
+struct Segment {
+    bytes: VecDeque<u8>,
+    /// Taken with the first byte.
+    descriptors: Vec<OwnedFd>,
+}
+
+/// One side of a connection.
+#[derive(Debug, Default)]
+struct Side {
+    other: u64,
+    process: u64,
+    /// [`Stream`]s of it.
+    handles: u64,
+    arrived: VecDeque<Segment>,
+    /// Nothing arrives any more.
+    is_deaf: bool,
+    /// Nothing is sent any more.
+    is_mute: bool,
+    read_timeout: Option<Duration>,
+    write_timeout: Option<Duration>,
+}
+
+impl Side {
+    fn unread(&self) -> usize {
+        self.arrived.iter().map(|segment| segment.bytes.len()).sum()
+    }
+}
+
+/// A name under which a server listens, or did.
+#[derive(Debug)]
+struct Name {
+    process: u64,
+    /// Sides of connections that nobody accepted yet; `None` once nobody listens.
+    waiting: Option<VecDeque<u64>>,
+}
+
+#[derive(Debug, Default)]
+struct Sockets {
+    sides: BTreeMap<u64, Side>,
+    names: BTreeMap<PathBuf, Name>,
+    /// Sides that were ever made.
+    made: u64,
+    sends: u64,
+    /// Clients' sides that were closed in order, with bytes that their process did not read.
+    unread: u64,
+}
+
+thread_local! {
+    static SOCKETS: RefCell<Sockets> = RefCell::default();
+}
+
+fn with<T>(call: impl FnOnce(&mut Sockets) -> T) -> T {
+    SOCKETS.with_borrow_mut(call)
+}
+
+impl Sockets {
+    fn send(
+        &mut self,
+        side: u64,
+        bytes: &[u8],
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> Option<io::Result<usize>> {
+        let own = self.sides.get(&side)?;
+        let (other, is_mute) = (own.other, own.is_mute);
+        let Some(other) = self.sides.get_mut(&other).filter(|_| !is_mute) else {
+            return Some(Err(io::ErrorKind::BrokenPipe.into()));
+        };
+        let most = bytes.len().min(ROOM.saturating_sub(other.unread()));
+        if most == 0 {
+            return None;
+        }
+        let sent = part(most);
+        other.arrived.push_back(Segment {
+            bytes: bytes[..sent].iter().copied().collect(),
+            descriptors: std::mem::take(descriptors),
+        });
+        self.sends += 1;
+        Some(Ok(sent))
+    }
+
+    fn receive(
+        &mut self,
+        side: u64,
+        buffer: &mut [u8],
+        descriptors: &mut Vec<OwnedFd>,
+    ) -> Option<usize> {
+        let own = self.sides.get_mut(&side)?;
+        let Some(segment) = own.arrived.front_mut() else {
+            return own.is_deaf.then_some(0);
+        };
+        let taken = part(segment.bytes.len().min(buffer.len()));
+        for (place, byte) in buffer.iter_mut().zip(segment.bytes.drain(..taken)) {
+            *place = byte;
+        }
+        descriptors.append(&mut segment.descriptors);
+        if segment.bytes.is_empty() {
+            own.arrived.pop_front();
+        }
+        Some(taken)
+    }
+
+    fn shut_down(&mut self, side: u64, how: Shutdown) {
+        let Some(own) = self.sides.get_mut(&side) else {
+            return;
+        };
+        let (reads, writes) = (how != Shutdown::Write, how != Shutdown::Read);
+        own.is_deaf |= reads;
+        own.is_mute |= writes;
+        let other = own.other;
+        if let Some(other) = self.sides.get_mut(&other) {
+            other.is_mute |= reads;
+            other.is_deaf |= writes;
+        }
+    }
+
+    fn close(&mut self, side: u64) {
+        self.shut_down(side, Shutdown::Both);
+        self.sides.remove(&side);
+    }
+
+    /// Makes a connection between two processes. Returns its sides.
+    fn connect(&mut self, processes: [u64; 2]) -> [u64; 2] {
+        let first = self.made;
+        self.made += 2;
+        for (index, process) in (0..).zip(processes) {
+            let side = Side {
+                other: first + 1 - index,
+                process,
+                handles: u64::from(index == 0),
+                ..Side::default()
+            };
+            self.sides.insert(first + index, side);
+        }
+        [first, first + 1]
+    }
+}
+
+/// Returns whether a side is that of the process that connected.
+const fn is_of_client(side: u64) -> bool {
+    side.is_multiple_of(2)
+}
+
+/// Returns a number of bytes from 1 to `most`, often all of them.
+fn part(most: usize) -> usize {
+    match random() % 4 {
+        0 => 1 + random() as usize % most,
+        _ => most,
+    }
+}
+
+/// One side of a connection.
+#[derive(Debug)]
+pub struct Stream(u64);
+
+impl Stream {
+    pub(crate) fn set_read_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+        self.change(|side| side.read_timeout = time);
+        Ok(())
+    }
+
+    pub(crate) fn set_write_timeout(&self, time: Option<Duration>) -> io::Result<()> {
+        self.change(|side| side.write_timeout = time);
+        Ok(())
+    }
+
+    /// A call that waits does so in any case.
+    pub(crate) fn set_nonblocking(&self, is: bool) -> io::Result<()> {
+        assert!(!is, "sockets of a simulator block");
+        Ok(())
+    }
+
+    /// Ends one direction of the connection, or both.
+    ///
+    /// # Errors
+    /// None.
+    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        turn(Step::Send, [self.0, 0]);
+        fence_and_act();
+        with(|sockets| sockets.shut_down(self.0, how));
+        Ok(())
+    }
+
+    /// The same side once more.
+    ///
+    /// # Errors
+    /// None.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        self.change(|side| side.handles += 1);
+        Ok(Self(self.0))
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut Side) -> T) -> Option<T> {
+        with(|sockets| sockets.sides.get_mut(&self.0).map(change))
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // The thread may end, and its sockets have gone before.
+        let Ok(true) = SOCKETS.try_with(|sockets| {
+            let mut sockets = sockets.borrow_mut();
+            let side = sockets.sides.get_mut(&self.0);
+            side.is_some_and(|side| {
+                side.handles -= 1;
+                side.handles == 0
+            })
+        }) else {
+            return;
+        };
+        turn(Step::Send, [self.0, 0]);
+        fence_and_act();
+        with(|sockets| {
+            let unread = sockets.sides.get(&self.0).map_or(0, Side::unread);
+            sockets.unread += u64::from(is_of_client(self.0) && unread > 0);
+            sockets.close(self.0);
+        });
+    }
+}
+
+impl Read for &Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        receive(self, buffer, &mut Vec::new()).map(|received| received.bytes)
+    }
+}
+
+impl Write for &Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match bytes.is_empty() {
+            true => Ok(0),
+            false => send(self, bytes, &[]),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Sends bytes with descriptors. Returns the number of bytes that were sent.
+pub(crate) fn send(
+    stream: &Stream,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> io::Result<usize> {
+    let descriptors = descriptors.iter().map(BorrowedFd::try_clone_to_owned);
+    let mut descriptors = descriptors.collect::<io::Result<Vec<OwnedFd>>>()?;
+    turn(Step::Send, [stream.0, bytes.len() as u64]);
+    let time = stream.change(|side| side.write_timeout).flatten();
+    fence_and_act();
+    let sent = wait_for(time, || {
+        with(|sockets| sockets.send(stream.0, bytes, &mut descriptors))
+    });
+    acted();
+    sent.unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
+}
+
+/// Receives some bytes, and the descriptors that come with them.
+pub(crate) fn receive(
+    stream: &Stream,
+    buffer: &mut [u8],
+    descriptors: &mut Vec<OwnedFd>,
+) -> io::Result<Received> {
+    turn(Step::Receive, [stream.0, buffer.len() as u64]);
+    let time = stream.change(|side| side.read_timeout).flatten();
+    let bytes = wait_for(time, || {
+        with(|sockets| sockets.receive(stream.0, buffer, descriptors))
+    });
+    // There is room for others.
+    fence_and_act();
+    let bytes = bytes.ok_or(io::ErrorKind::WouldBlock)?;
+    Ok(Received {
+        bytes,
+        has_lost_descriptors: false,
+    })
+}
+
+/// Connects to a server.
+pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
+    turn(Step::Send, [0; 2]);
+    fence_and_act();
+    let process = process();
+    with(|sockets| {
+        let Some(name) = sockets.names.get(socket) else {
+            return Err(io::ErrorKind::NotFound.into());
+        };
+        let server = name.process;
+        if name.waiting.is_none() {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        let [ours, theirs] = sockets.connect([process, server]);
+        let name = sockets.names.get_mut(socket);
+        if let Some(waiting) = name.and_then(|name| name.waiting.as_mut()) {
+            waiting.push_back(theirs);
+        }
+        Ok(Stream(ours))
+    })
+}
+
+/// Returns the names in a folder, also those that servers left behind.
+pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    turn(Step::Receive, [0; 2]);
+    with(|sockets| {
+        let names = sockets.names.keys();
+        let inside = names.filter(|name| name.parent() == Some(folder));
+        Ok(inside.cloned().collect())
+    })
+}
+
+/// Returns the process at the other end.
+pub(crate) fn peer(stream: &Stream) -> io::Result<Peer> {
+    let other = with(|sockets| {
+        let other = sockets.sides.get(&stream.0)?.other;
+        Some(sockets.sides.get(&other)?.process)
+    });
+    let uid = process_user();
+    Ok(Peer {
+        pid: other.unwrap_or_default() as i32,
+        uid,
+        gid: uid,
+    })
+}
+
+/// Waits until the other side closes a connection.
+pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
+    turn(Step::Receive, [stream.0, 0]);
+    let ended = || stream.change(|side| side.is_deaf).unwrap_or(true);
+    let _ended = wait_for(None, || ended().then_some(()));
+    Ok(())
+}
+
+/// A server's socket, under a name.
+#[derive(Debug)]
+pub struct Listener(PathBuf);
+
+impl Listener {
+    /// Listens under a name, whoever had it before.
+    #[must_use]
+    pub fn bind(name: &Path) -> Self {
+        turn(Step::Send, [0; 2]);
+        fence_and_act();
+        let listening = Name {
+            process: process(),
+            waiting: Some(VecDeque::new()),
+        };
+        with(|sockets| sockets.names.insert(name.to_owned(), listening));
+        Self(name.to_owned())
+    }
+
+    /// Waits for a connection; `None` once nobody listens any more.
+    #[must_use]
+    pub fn accept(&self) -> Option<Stream> {
+        turn(Step::Receive, [0; 2]);
+        let accepted = wait_for(None, || {
+            with(|sockets| {
+                let name = sockets.names.get_mut(&self.0);
+                let Some(waiting) = name.and_then(|name| name.waiting.as_mut()) else {
+                    return Some(None);
+                };
+                let side = waiting.pop_front()?;
+                if let Some(side) = sockets.sides.get_mut(&side) {
+                    side.handles = 1;
+                }
+                Some(Some(Stream(side)))
+            })
+        });
+        accepted.flatten()
+    }
+
+    /// Takes no more connections. Those that nobody accepted are closed.
+    pub fn close(&self) {
+        turn(Step::Send, [0; 2]);
+        fence_and_act();
+        with(|sockets| {
+            let waiting = sockets.names.remove(&self.0).and_then(|name| name.waiting);
+            for side in waiting.into_iter().flatten() {
+                sockets.close(side);
+            }
+        });
+    }
+}
+
+/// Closes what a process has, which has died.
+pub fn end_process(process: u64) {
+    with(|sockets| {
+        for name in sockets.names.values_mut() {
+            if name.process == process {
+                name.waiting = None;
+            }
+        }
+        let sides = sockets.sides.iter();
+        let its = sides.filter(|(_, side)| side.process == process);
+        for side in its.map(|(number, _)| *number).collect::<Vec<_>>() {
+            sockets.close(side);
+        }
+    });
+}
+
+/// Returns the number of connections, and of servers that listen.
+#[must_use]
+pub fn open() -> (usize, usize) {
+    with(|sockets| {
+        let listening = sockets.names.values().filter(|name| name.waiting.is_some());
+        (sockets.sides.len().div_ceil(2), listening.count())
+    })
+}
+
+/// Returns the number of connections that their client closed in order, with bytes left that it did not ask for or did not
+/// wait for.
+#[must_use]
+pub fn unread() -> u64 {
+    with(|sockets| sockets.unread)
+}
+
+/// Returns the number of sends so far.
+#[must_use]
+pub fn sends() -> u64 {
+    with(|sockets| sockets.sends)
+}
+
+/// Forgets all sockets of a simulation before.
+pub fn clear() {
+    with(|sockets| {
+        sockets.sides.clear();
+        sockets.names.clear();
+        sockets.unread = 0;
+    });
+}

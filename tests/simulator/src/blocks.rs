@@ -1,0 +1,110 @@
+//! A drive's blocks, which outlive the process that has the drive.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::host::{DataPointer, HostMemory};
+use nvme_mpt::memory::RawBytes;
+use nvme_mpt::range::LbaRange;
+use nvme_mpt::shadow::HostQueuePair;
+use nvme_mpt::spec::nvm::ReadWrite;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+use nvme_software::{LeasedMedium, Medium, Pace, SoftwareQueue, Store};
+
+use crate::history::BLOCK;
+
+/// A drive.
+#[derive(Clone, Debug)]
+pub(crate) struct Blocks(Arc<Mutex<Vec<u8>>>);
+
+impl Blocks {
+    /// Blocks of zeroes.
+    pub(crate) fn new(blocks: usize) -> Self {
+        Self(Arc::new(Mutex::new(vec![0; blocks * BLOCK])))
+    }
+
+    fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Medium for Blocks {
+    fn identity(&self) -> String {
+        "simulated:blocks".to_owned()
+    }
+
+    fn model(&self) -> &'static str {
+        "Simulated blocks"
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes().len() as u64
+    }
+
+    fn open_lease(
+        &self,
+        request: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+        Ok(Box::new(Leased {
+            blocks: self.clone(),
+            range: request.only()?,
+        }))
+    }
+}
+
+/// A drive as one lease has it.
+#[derive(Clone, Debug)]
+struct Leased {
+    blocks: Blocks,
+    range: LbaRange,
+}
+
+impl Store for Leased {
+    fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
+        let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+        let blocks = u64::from(nlb_z) + 1;
+        let opcode = NvmOpcode(sqe.opcode());
+        if [NvmOpcode::READ, NvmOpcode::WRITE, NvmOpcode::WRITE_ZEROES].contains(&opcode) {
+            let LbaRange {
+                start,
+                blocks: most,
+            } = self.range;
+            assert!(
+                slba.0 >= start.0 && slba.0 + blocks <= start.0 + most,
+                "{opcode:?} of {blocks} blocks from {slba:?} on lies beside the lease {:?}",
+                self.range
+            );
+        }
+        let (start, len) = (slba.0 as usize * BLOCK, blocks as usize * BLOCK);
+        let mut bytes = self.blocks.bytes();
+        let data = DataPointer::of(sqe);
+        let mut at = start;
+        let moved = match opcode {
+            NvmOpcode::READ => data.for_each(memory, len as u64, |part: RawBytes<'_>| {
+                part.copy_from(&bytes[at..at + part.len()]);
+                at += part.len();
+            }),
+            NvmOpcode::WRITE => data.for_each(memory, len as u64, |part: RawBytes<'_>| {
+                part.copy_to(&mut bytes[at..at + part.len()]);
+                at += part.len();
+            }),
+            NvmOpcode::WRITE_ZEROES => {
+                bytes[start..start + len].fill(0);
+                Ok(())
+            }
+            _ => Ok(()),
+        };
+        moved.err().unwrap_or(Status::SUCCESS)
+    }
+
+    fn prefetch(&self, _: &Sqe) {}
+}
+
+impl LeasedMedium for Leased {
+    fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
+        Ok(pace.queue(SoftwareQueue::new(self.clone(), slots), slots))
+    }
+}

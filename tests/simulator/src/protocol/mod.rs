@@ -1,0 +1,368 @@
+//! VMMs with leases of a server's drive, by the lease protocol.
+//!
+//! The server dies at any step, ends in order for the next one, or stands still for longer than a VMM waits. A VMM dies
+//! at any step, too, and the next one has its lease and its blocks. What survives a process is what the files and the
+//! memory of a machine have: the drive's blocks, and the memory that the other side maps.
+
+mod server;
+mod vmm;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use nvme_mpt::Attachment;
+use nvme_mpt::memory::clock;
+use nvme_mpt::memory::files::simulated as files;
+use nvme_mpt::memory::sync::mpsc::{self, Sender};
+use nvme_mpt_lease_protocol::simulated as sockets;
+use nvme_mpt_lease_protocol::socket_of;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::rng::Rng;
+use nvme_software::model::Profile;
+
+use crate::blocks::Blocks;
+use crate::engine::{Engine, Process};
+use crate::guest::{BLOCKS, Persona, Shared};
+use crate::history::History;
+use crate::runs::Less;
+use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, TAKEN, profile};
+
+/// Folder that the servers share, with the ledger and their sockets.
+const FOLDER: &str = "/state";
+
+/// Longest time until a server has ended in order, or a VMM's lease is free.
+const END: Duration = Duration::from_secs(200);
+
+/// Longest time until a function has found the server again that stood still.
+const RECOVERY: Duration = Duration::from_secs(70);
+
+/// A lease, and the VMM that has it: when one dies, the next one comes.
+#[derive(Debug)]
+struct Seat {
+    persona: Persona,
+    /// Polling of its queues.
+    policy: &'static str,
+    history: Arc<Mutex<History>>,
+    /// The VMM that has it now.
+    vmm: Mutex<Vmm>,
+    /// Memory of guests whose VMM died. Nothing writes to it.
+    former: Mutex<Vec<GuestMemory>>,
+}
+
+/// A VMM, as the world sees it.
+#[derive(Debug)]
+struct Vmm {
+    memory: GuestMemory,
+    /// State that the guest shares with it.
+    guest: Arc<Shared>,
+    /// The guest and its function have ended.
+    has_ended: bool,
+}
+
+/// A lease, as the server has given it out last.
+#[derive(Debug, Default)]
+struct Given {
+    /// Number of the server.
+    server: u64,
+    attachment: Weak<Attachment>,
+}
+
+/// All that outlives a process.
+#[derive(Debug)]
+struct World {
+    less: Less,
+    blocks: Blocks,
+    profile: Option<Profile>,
+    seats: Vec<Seat>,
+    given: Vec<Mutex<Given>>,
+    /// Servers so far.
+    servers: AtomicU64,
+    /// The server that lives has ended in order.
+    has_left: AtomicBool,
+    /// Servers stand still at times, for longer than a VMM waits.
+    has_standstills: bool,
+    /// Faults have stopped.
+    is_calm: AtomicBool,
+}
+
+impl World {
+    fn new(less: Less, rng: &mut Rng) -> Self {
+        let count = (1 + rng.below(2)).min(less.guests.unwrap_or(u64::MAX)) as usize;
+        let seats: Vec<Seat> = (0..count).map(|number| Seat::new(number, rng)).collect();
+        Self {
+            less,
+            blocks: Blocks::new(count * BLOCKS),
+            profile: (rng.below(2) == 0).then(|| profile(rng)),
+            given: seats.iter().map(|_| Mutex::default()).collect(),
+            seats,
+            servers: AtomicU64::new(0),
+            has_left: AtomicBool::new(false),
+            has_standstills: !less.no_trouble && rng.below(4) == 0,
+            is_calm: AtomicBool::new(false),
+        }
+    }
+
+    fn given(&self, number: usize) -> MutexGuard<'_, Given> {
+        self.given[number]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether the server that lives does anything for a function of a seat.
+    fn has_lease(&self, number: usize) -> bool {
+        let given = self.given(number);
+        given.server == self.servers.load(Ordering::Relaxed) && given.attachment.strong_count() > 0
+    }
+
+    /// Returns whether the guests of all VMMs have their queues.
+    fn works(&self) -> bool {
+        let works = |seat: &Seat| seat.vmm().guest.works.load(Ordering::Relaxed);
+        self.seats.iter().all(works)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.seats.iter().all(|seat| seat.vmm().has_ended)
+    }
+}
+
+impl Seat {
+    fn new(number: usize, rng: &mut Rng) -> Self {
+        let persona = Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize];
+        // No store to a mapped doorbell wakes an event-driven poller.
+        let policies = match persona {
+            Persona::Spdk => &["shared", "dedicated"][..],
+            _ => &["shared", "dedicated", "shared:event", "dedicated:event"],
+        };
+        Self {
+            persona,
+            policy: policies[rng.below(policies.len() as u64) as usize],
+            history: Arc::new(Mutex::new(History::new(number as u64, BLOCKS))),
+            vmm: Mutex::new(Vmm::new()),
+            former: Mutex::default(),
+        }
+    }
+
+    fn vmm(&self) -> MutexGuard<'_, Vmm> {
+        self.vmm.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn former(&self) -> MutexGuard<'_, Vec<GuestMemory>> {
+        self.former.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Memory of guests whose VMM died. No actor loses its turn while it has the lock.
+    fn former_memory(&self) -> Vec<GuestMemory> {
+        self.former().clone()
+    }
+
+    /// Notes that a new VMM has the lease: the server has ended all that it did for the VMMs before. Returns what its
+    /// guest has.
+    fn begin(&self) -> (GuestMemory, Arc<Shared>) {
+        let mut history = self.history.lock().unwrap_or_else(PoisonError::into_inner);
+        history.end_all(clock::monotonic());
+        drop(history);
+        for memory in self.former_memory() {
+            fill(&memory);
+        }
+        let vmm = self.vmm();
+        (vmm.memory.clone(), vmm.guest.clone())
+    }
+
+    /// Checks that nothing wrote to the memory of guests that are gone.
+    fn check(&self) {
+        for memory in self.former_memory() {
+            check_filled(&memory);
+        }
+    }
+}
+
+impl Vmm {
+    fn new() -> Self {
+        let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
+        Self {
+            memory: memory.unwrap_or_else(|error| panic!("{error}")),
+            guest: Arc::default(),
+            has_ended: false,
+        }
+    }
+}
+
+fn fill(memory: &GuestMemory) {
+    for (start, length) in [(LOW, LOW_LEN), (HIGH, HIGH_LEN)] {
+        let bytes = vec![TAKEN; length as usize];
+        memory.write(start, &bytes).expect("memory");
+    }
+}
+
+fn check_filled(memory: &GuestMemory) {
+    for (start, length) in [(LOW, LOW_LEN), (HIGH, HIGH_LEN)] {
+        let mut bytes = vec![0; length as usize];
+        memory.read(start, &mut bytes).expect("memory");
+        let written = bytes.iter().position(|byte| *byte != TAKEN);
+        assert_eq!(written, None, "memory of a guest that is gone was written");
+    }
+}
+
+/// The server that lives.
+struct Server {
+    process: Process,
+    /// Disconnected to end it in order.
+    orders: Sender<()>,
+}
+
+/// Lets servers and VMMs live and die.
+struct Fate<'a> {
+    engine: &'static Engine,
+    world: Arc<World>,
+    rng: &'a mut Rng,
+    /// Times that a server may still stand still.
+    standstills: u64,
+    /// Moment at which the last of them is over.
+    stands_until: Duration,
+}
+
+impl Fate<'_> {
+    fn start_server(&mut self) -> Server {
+        let world = self.world.clone();
+        let number = world.servers.fetch_add(1, Ordering::Relaxed) + 1;
+        world.has_left.store(false, Ordering::Relaxed);
+        let (orders, receiver) = mpsc::channel();
+        let process = self.engine.start_process("server", move || {
+            server::live(&world, number, &receiver);
+        });
+        Server { process, orders }
+    }
+
+    fn start_vmm(&mut self, number: usize) -> Process {
+        let (world, rng) = (self.world.clone(), Rng::new(self.rng.next_u64()));
+        let name = format!("vmm-{number}");
+        self.engine
+            .start_process(&name, move || vmm::live(&world, number, rng))
+    }
+
+    /// Lets at most `2 << bits` nanoseconds pass.
+    fn rest(&mut self, bits: u64) {
+        let bits = self.rng.below(bits);
+        clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
+    }
+
+    /// Waits until processes have said more to each other, or for some milliseconds, and for some time after that.
+    fn wait(&mut self) {
+        let enough = sockets::sends() + self.rng.below(40);
+        let patience = clock::monotonic() + Duration::from_millis(12);
+        while sockets::sends() < enough && clock::monotonic() < patience {
+            clock::sleep(Duration::from_micros(20));
+        }
+        self.rest(16);
+    }
+
+    /// Has the server end by itself, and waits for that.
+    fn end(&mut self, server: Server) {
+        let Server { process, orders } = server;
+        drop(orders);
+        let began = clock::monotonic();
+        while !self.world.has_left.load(Ordering::Relaxed) {
+            let waited = clock::monotonic() - began;
+            assert!(waited < END, "the server does not end within {waited:?}");
+            clock::sleep(Duration::from_micros(200));
+        }
+        self.engine.kill(process);
+    }
+
+    /// Has the server stand still, for less or more time than a VMM waits for it.
+    fn stand_still(&mut self, server: &Server) {
+        let times = [40, 5_000, 44_000, 50_000, 100_000];
+        let time = Duration::from_millis(times[self.rng.below(5) as usize]);
+        self.standstills -= 1;
+        self.stands_until = clock::monotonic() + time;
+        self.engine.suspend(&server.process, time);
+        if self.rng.below(2) == 0 {
+            clock::sleep(time);
+        }
+    }
+
+    fn run(mut self) {
+        let world = self.world.clone();
+        // A server that takes no VMM in, whom all ask first.
+        let silent = (self.rng.below(12) == 0).then(|| {
+            self.engine.start_process("silent", || {
+                let _listener = sockets::Listener::bind(&socket(0));
+                clock::sleep(Duration::from_secs(1 << 30));
+            })
+        });
+        let mut server = self.start_server();
+        let mut vmms: Vec<Process> = (0..world.seats.len())
+            .map(|number| self.start_vmm(number))
+            .collect();
+        let rounds = (4 + self.rng.below(16)).min(world.less.rounds.unwrap_or(u64::MAX));
+        for _ in 0..rounds {
+            self.wait();
+            match self.rng.below(16) {
+                0..8 => {
+                    self.engine.kill(server.process);
+                    if self.rng.below(2) == 0 {
+                        self.rest(24);
+                    }
+                    server = self.start_server();
+                }
+                8..11 => {
+                    self.end(server);
+                    server = self.start_server();
+                }
+                11..14 => {
+                    let number = self.rng.below(vmms.len() as u64) as usize;
+                    let seat = &world.seats[number];
+                    if !seat.vmm().has_ended {
+                        let next = Vmm::new();
+                        let vmm = std::mem::replace(&mut *seat.vmm(), next);
+                        // The next one may come before the server knows that this one is gone.
+                        let next = self.start_vmm(number);
+                        self.engine.kill(std::mem::replace(&mut vmms[number], next));
+                        seat.former().push(vmm.memory);
+                    }
+                }
+                14.. if self.standstills > 0 && world.works() => self.stand_still(&server),
+                _ => {}
+            }
+        }
+        if !self.stands_until.is_zero() {
+            let left = self.stands_until.saturating_sub(clock::monotonic());
+            clock::sleep(left + RECOVERY);
+        }
+        world.is_calm.store(true, Ordering::Relaxed);
+        while !world.has_ended() {
+            clock::sleep(Duration::from_millis(1));
+        }
+        world.seats.iter().for_each(Seat::check);
+        if !world.has_standstills {
+            assert_eq!(sockets::unread(), 0, "a server said what it was not asked");
+        }
+        self.end(server);
+        if let Some(silent) = silent {
+            self.engine.kill(silent);
+        }
+        assert_eq!(sockets::open(), (0, 0), "connections and servers are left");
+    }
+}
+
+/// Returns the socket of a server.
+fn socket(number: u64) -> PathBuf {
+    socket_of(Path::new(FOLDER), &number.to_string())
+}
+
+/// Lets servers and VMMs live and die, until the guests have done their work.
+pub(crate) fn run(less: Less, rng: &mut Rng) {
+    files::format(0);
+    sockets::clear();
+    let world = Arc::new(World::new(less, rng));
+    let fate = Fate {
+        engine: Engine::of_thread().expect("a scheduler"),
+        standstills: if world.has_standstills { 2 } else { 0 },
+        stands_until: Duration::ZERO,
+        world,
+        rng,
+    };
+    fate.run();
+}

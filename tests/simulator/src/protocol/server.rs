@@ -1,0 +1,226 @@
+//! A server, as `nvme-mpt serve` is one: it takes VMMs in, and has the drive.
+
+use std::collections::BTreeMap;
+use std::net::Shutdown;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use nvme_mpt::lease::{FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::clock;
+use nvme_mpt::memory::sync::mpsc::Receiver;
+use nvme_mpt::memory::sync::{JoinHandle, Mutex, MutexGuard};
+use nvme_mpt::poller::start_thread;
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, DoorbellMode, Drive, EventReader, FunctionParts, HostSide,
+    KeptParts, Learning, MemoryKinds, Pollers,
+};
+use nvme_mpt_lease_protocol::simulated::{Listener, Stream};
+use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session};
+use nvme_mpt_tests::doorbell::DoorbellMode as Doorbells;
+use nvme_software::SoftwareController;
+
+use super::{END, FOLDER, Given, World, socket};
+use crate::scenario::LEASE;
+
+/// Queue pairs of a function.
+const QUEUE_PAIRS: u16 = 4;
+
+/// Time between two looks for a lease that is about to end.
+const RETRY: Duration = Duration::from_millis(20);
+
+/// All that a server has, for as long as its process lives.
+struct Table {
+    world: Arc<World>,
+    number: u64,
+    drive: Arc<Drive>,
+    ledger: Ledger,
+    pollers: Arc<Pollers>,
+    /// The server ends.
+    ends: AtomicBool,
+    sessions: Mutex<BTreeMap<u64, Connection>>,
+}
+
+/// A connection of a VMM.
+struct Connection {
+    stream: Stream,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Serves until an order comes to end.
+pub(super) fn live(world: &Arc<World>, number: u64, orders: &Receiver<()>) {
+    let controller = SoftwareController::over(world.blocks.clone(), 9);
+    let controller = match &world.profile {
+        Some(profile) => controller.timed(profile),
+        None => controller,
+    };
+    let drive = Drive::new("simulated", Arc::new(controller), None).expect("a namespace");
+    let table = Arc::new(Table {
+        world: world.clone(),
+        number,
+        drive,
+        ledger: Ledger::open(Path::new(FOLDER)),
+        pollers: Pollers::new(),
+        ends: AtomicBool::new(false),
+        sessions: Mutex::default(),
+    });
+    let listener = Arc::new(Listener::bind(&socket(number)));
+    let taking_in = {
+        let (listener, table) = (listener.clone(), table.clone());
+        let take_in = move || {
+            let mut number = 0;
+            while let Some(stream) = listener.accept() {
+                number += 1;
+                table.begin(number, stream);
+            }
+        };
+        start_thread("leases", take_in).expect("an actor")
+    };
+    // The sender is gone: nothing is sent.
+    let _ordered = orders.recv();
+    listener.close();
+    let _ended = taking_in.join();
+    table.end();
+    drop(table);
+    world.has_left.store(true, Ordering::Relaxed);
+}
+
+impl Table {
+    fn sessions(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins a session with a VMM.
+    fn begin(self: &Arc<Self>, number: u64, stream: Stream) {
+        let kept = stream.try_clone().expect("a socket");
+        let session = Session::new(stream).expect("a socket");
+        let table = self.clone();
+        let work = move || {
+            if let Err(error) = session.run(&*table) {
+                assert!(
+                    table.world.has_standstills,
+                    "a VMM does not keep to the protocol: {error}: {error:?}"
+                );
+            }
+            let ended = table.sessions().remove(&number);
+            drop(ended);
+        };
+        // The thread waits for the lock before it takes the connection out.
+        let mut sessions = self.sessions();
+        let thread = start_thread("lease", work).expect("an actor");
+        let connection = Connection {
+            stream: kept,
+            thread: Some(thread),
+        };
+        sessions.insert(number, connection);
+    }
+
+    /// Ends all sessions: requests are not read any more.
+    fn end(&self) {
+        self.ends.store(true, Ordering::Relaxed);
+        let ending = {
+            let mut sessions = self.sessions();
+            let ending = sessions.values_mut().filter_map(|connection| {
+                let _infallible = connection.stream.shutdown(Shutdown::Read);
+                connection.thread.take()
+            });
+            ending.collect::<Vec<_>>()
+        };
+        for thread in ending {
+            let _ended = thread.join();
+        }
+    }
+
+    /// Waits for the lease of a seat. The VMM that had it may just have gone.
+    fn lease(&self, number: usize) -> Lease {
+        let range = ByteRange::new(number as u64 * LEASE, LEASE).expect("a range");
+        let id = format!("guest-{number}");
+        let began = clock::monotonic();
+        loop {
+            let lease = self.ledger.acquire(&LeaseRequest {
+                id: &id,
+                drive: self.drive.identity(),
+                nsid: self.drive.namespace().nsid,
+                wanted: Wanted::At(range),
+                lba_shift: self.drive.lba_shift(),
+                blocks: self.drive.blocks(),
+                former_data: FormerData::Kept,
+            });
+            match lease {
+                Ok(lease) => return lease,
+                Err(LeaseError::IdTaken { .. } | LeaseError::Overlap { .. }) => {
+                    let waited = clock::monotonic() - began;
+                    assert!(
+                        waited < END,
+                        "a VMM that is gone has its lease for {waited:?}"
+                    );
+                    clock::sleep(RETRY);
+                }
+                Err(error) => panic!("no lease: {error}"),
+            }
+        }
+    }
+
+    fn attach(&self, number: usize, parts: FunctionParts) -> Arc<Attachment> {
+        let seat = &self.world.seats[number];
+        let config = AttachmentConfig {
+            drive: self.drive.clone(),
+            lease: self.lease(number),
+            queue_pairs: QUEUE_PAIRS,
+            reservation: None,
+            mdts: None,
+            doorbell_stride: nvme_mpt::DoorbellStride::default(),
+            doorbells: match seat.persona.doorbells() {
+                Doorbells::Shadow => DoorbellMode::Shadow,
+                Doorbells::Mapped => DoorbellMode::Mapped,
+                Doorbells::Trap => DoorbellMode::Trap,
+            },
+            poll: seat.policy.parse().expect("a policy"),
+            learning: Learning::default(),
+            pollers: self.pollers.clone(),
+            memory: MemoryKinds::default(),
+            rates: RateLimits::default(),
+            serial: None,
+        };
+        let attachment = Attachment::with_parts(config, parts);
+        let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
+        let attachment = Arc::new(attachment);
+        *self.world.given(number) = Given {
+            server: self.number,
+            attachment: Arc::downgrade(&attachment),
+        };
+        attachment
+    }
+}
+
+impl Leases for Table {
+    fn attach(
+        &self,
+        _: Peer,
+        options: &str,
+        parts: Option<KeptParts>,
+        _: &AtomicBool,
+    ) -> Admission {
+        let number = options.strip_prefix("seat=").map(str::parse);
+        let Some(Ok(number)) = number else {
+            panic!("a VMM asks for {options}");
+        };
+        let parts = match parts {
+            Some(parts) => FunctionParts::Kept(parts, EventReader::Trusted),
+            None => FunctionParts::Outliving(EventReader::Trusted),
+        };
+        let attachment: Arc<dyn HostSide> = self.attach(number, parts);
+        Admission::Attached(attachment)
+    }
+
+    fn server_ends(&self) -> bool {
+        self.ends.load(Ordering::Relaxed)
+    }
+
+    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
+        End::Gone
+    }
+}

@@ -1,0 +1,123 @@
+//! A VMM: a function whose host side is in the server, and its guest.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use nvme_mpt::memory::clock;
+use nvme_mpt::poller::{Threads, start_thread};
+use nvme_mpt_lease_protocol::{RemoteHostSide, attach_anywhere};
+use nvme_mpt_tests::function::InProcess;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::rng::Rng;
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use super::{END, FOLDER, World, check_filled, fill};
+use crate::guest::{Conditions, Guest, Machine, Shared};
+use crate::scenario::{Vmm, buffers, pause_and_resume, plug, rest, take_and_give};
+
+/// Longest time of a command: a server may stand still, and be lost twice before a command has completed.
+const PATIENCE: Duration = Duration::from_secs(400);
+
+/// Has a guest do its work, and ends.
+pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
+    let seat = &world.seats[number];
+    let host = attach(number);
+    let (memory, shared) = seat.begin();
+    let function = NvmeFunction::new(Arc::new(host), MsixMasking::Client);
+    let (bar, interrupts) = plug(function, &memory);
+    shared.plugged.store(true, Ordering::Relaxed);
+    let machine = Machine {
+        memory: memory.clone(),
+        interrupts,
+        shared: shared.clone(),
+        buffers: buffers(&memory),
+    };
+    let guest_rng = Rng::new(rng.next_u64());
+    let conditions = conditions(world, &mut rng);
+    let guest = Guest::new(number as u64, seat.persona, conditions, guest_rng, machine);
+    let guest = guest.after(seat.history.clone());
+    let doings: &[Option<Vmm>] = match world.has_standstills {
+        // A pause or an unmap that a server does not answer in time fails.
+        true => &[None],
+        false => &[
+            None,
+            Some(take_and_give as Vmm),
+            Some(pause_and_resume as Vmm),
+            Some(mask as Vmm),
+        ],
+    };
+    let doing = doings[rng.below(doings.len() as u64) as usize].map(|vmm| {
+        let (bar, memory, shared) = (bar.clone(), memory.clone(), shared.clone());
+        let rng = Rng::new(rng.next_u64());
+        let work = move || vmm(&bar, &memory, &shared, rng);
+        start_thread("doing", work).expect("an actor")
+    });
+    guest.run_until(bar.clone(), || {
+        // The end of a function is one that a server answers in time.
+        while world.has_standstills && !world.is_calm.load(Ordering::Relaxed) {
+            clock::sleep(Duration::from_millis(50));
+        }
+    });
+    if let Some(doing) = doing {
+        let _ended = doing.join();
+    }
+    end(world, number, bar, &memory);
+}
+
+/// Looks for the server that has the drive, as long as it takes.
+fn attach(number: usize) -> RemoteHostSide {
+    let options = format!("seat={number}");
+    loop {
+        let threads = Threads::default();
+        let host = attach_anywhere(Path::new(FOLDER), &options, None, &threads);
+        match host {
+            Ok(Some(host)) => return host,
+            Ok(None) => clock::sleep(Duration::from_micros(500)),
+            Err(error) => panic!("no lease: {error}"),
+        }
+    }
+}
+
+fn conditions(world: &World, rng: &mut Rng) -> Conditions {
+    let rounds = 8 + rng.below(24);
+    Conditions {
+        rounds: rounds.min(world.less.rounds.unwrap_or(u64::MAX)),
+        patience: PATIENCE,
+        errors: false,
+        // Those that a server does not answer in time fail.
+        resets: if world.has_standstills { 0 } else { 10 },
+        deletions: if world.has_standstills { 0 } else { 8 },
+        aborts: 10,
+    }
+}
+
+/// Ends the function, and checks that the server has ended all that it did for it.
+fn end(world: &World, number: usize, bar: Arc<InProcess>, memory: &GuestMemory) {
+    drop(bar);
+    fill(memory);
+    let began = clock::monotonic();
+    while world.has_lease(number) {
+        let waited = clock::monotonic() - began;
+        assert!(
+            waited < END,
+            "the function has ended, and its lease has not"
+        );
+        clock::sleep(Duration::from_millis(1));
+    }
+    check_filled(memory);
+    world.seats[number].vmm().has_ended = true;
+}
+
+/// A VMM that masks interrupts and unmasks them, until the guest has ended.
+fn mask(bar: &InProcess, _: &GuestMemory, shared: &Shared, mut rng: Rng) {
+    while !shared.ended.load(Ordering::Relaxed) {
+        rest(&mut rng);
+        let vectors = bar.function().vectors().to_vec();
+        let vector = &vectors[rng.below(vectors.len() as u64) as usize];
+        vector.set_masked(true);
+        rest(&mut rng);
+        vector.set_masked(false);
+    }
+}

@@ -269,17 +269,22 @@ pub(crate) struct EventIdx<W> {
     size: RingSize,
     /// Below `size`.
     published: u32,
+    /// False until it was stored once.
+    is_stored: bool,
 }
 
 impl<W: Word> EventIdx<W> {
+    /// Stores nothing yet, as a queue that rests touches no memory. Until the first command or sleep, a guest finds what
+    /// was there, and may write the register once in vain.
     pub(crate) fn new(word: W, consumed: RingIndex) -> Self {
-        let mut event_idx = Self {
+        let size = consumed.size();
+        Self {
             word,
-            size: consumed.size(),
-            published: 0,
-        };
-        event_idx.publish(event_idx.behind(consumed.get()));
-        event_idx
+            size,
+            // So far behind that the next value is stored.
+            published: size.behind(consumed.get(), size.entries() / 2 + 1),
+            is_stored: false,
+        }
     }
 
     /// A value well behind what was consumed, which the doorbell would have to go most of a round
@@ -292,6 +297,7 @@ impl<W: Word> EventIdx<W> {
 
     fn publish(&mut self, value: u32) {
         self.published = value;
+        self.is_stored = true;
         self.word.store(value);
     }
 
@@ -368,7 +374,7 @@ impl DoorbellSource {
     /// Returns whether a move of the doorbell from `consumed` is notified: always where there is no Doorbell Buffer.
     pub(crate) fn is_armed(&self, consumed: u32) -> bool {
         let event_idx = self.event_idx.as_ref();
-        event_idx.is_none_or(|event_idx| event_idx.published == consumed)
+        event_idx.is_none_or(|event_idx| event_idx.is_stored && event_idx.published == consumed)
     }
 
     /// Asks for a notification at the doorbell's next move. See [`EventIdx::arm`].
@@ -461,6 +467,7 @@ pub(crate) mod tests {
         for entries in [2_u32, 3, 7, 64, 1024, 65536] {
             let word = Cell::new(0);
             let mut event_idx = EventIdx::new(&word, index(entries, 0));
+            event_idx.keep_quiet(0);
             let mut tail = 0;
             for step in 0..5 * entries {
                 // Up to half the queue per doorbell; the poller keeps up.
@@ -472,6 +479,18 @@ pub(crate) mod tests {
                 tail = new;
                 event_idx.keep_quiet(tail);
             }
+        }
+    }
+
+    #[test]
+    fn a_queue_that_rests_stores_nothing() {
+        for entries in [2_u32, 3, 64, 65536] {
+            let word = Cell::new(77);
+            let mut event_idx = EventIdx::new(&word, index(entries, 1));
+            assert_eq!(word.get(), 77);
+            assert!(!event_idx.is_stored);
+            event_idx.keep_quiet(1);
+            assert!(!driver_writes_register(word.get(), 2 % entries, 1));
         }
     }
 

@@ -35,20 +35,19 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
         buffers: buffers(&memory),
     };
     let guest_rng = Rng::new(rng.next_u64());
-    let conditions = conditions(world, &mut rng);
+    // A pause or an unmap that a server does not answer in time fails, as does a reset or a deletion. Commands of a queue
+    // that is gone are no users of memory that is taken away.
+    let (doing, loses_queues): (Option<Vmm>, bool) = match rng.below(4) {
+        _ if world.has_standstills => (None, false),
+        0 => (None, true),
+        1 => (Some(take_and_give), false),
+        2 => (Some(pause_and_resume), true),
+        _ => (Some(mask), true),
+    };
+    let conditions = conditions(world, loses_queues, &mut rng);
     let guest = Guest::new(number as u64, seat.persona, conditions, guest_rng, machine);
     let guest = guest.after(seat.history.clone());
-    let doings: &[Option<Vmm>] = match world.has_standstills {
-        // A pause or an unmap that a server does not answer in time fails.
-        true => &[None],
-        false => &[
-            None,
-            Some(take_and_give as Vmm),
-            Some(pause_and_resume as Vmm),
-            Some(mask as Vmm),
-        ],
-    };
-    let doing = doings[rng.below(doings.len() as u64) as usize].map(|vmm| {
+    let doing = doing.map(|vmm| {
         let (bar, memory, shared) = (bar.clone(), memory.clone(), shared.clone());
         let rng = Rng::new(rng.next_u64());
         let work = move || vmm(&bar, &memory, &shared, rng);
@@ -80,15 +79,14 @@ fn attach(number: usize) -> RemoteHostSide {
     }
 }
 
-fn conditions(world: &World, rng: &mut Rng) -> Conditions {
+fn conditions(world: &World, loses_queues: bool, rng: &mut Rng) -> Conditions {
     let rounds = 8 + rng.below(24);
     Conditions {
         rounds: rounds.min(world.less.rounds.unwrap_or(u64::MAX)),
         patience: PATIENCE,
         errors: false,
-        // Those that a server does not answer in time fail.
-        resets: if world.has_standstills { 0 } else { 10 },
-        deletions: if world.has_standstills { 0 } else { 8 },
+        resets: if loses_queues { 10 } else { 0 },
+        deletions: if loses_queues { 8 } else { 0 },
         aborts: 10,
     }
 }

@@ -212,12 +212,12 @@ fn claim(
             }
             return Ok(());
         }
+        // Two that claim at the same time must not wait for each other, and one that is refused keeps nothing.
+        unlock(file, start, length)?;
         if is_last || !holders.seen.iter().all(reads_only) {
             let holders = describe(&holders);
             return Err(ClaimError::Taken { holders });
         }
-        // Two that claim at the same time must not wait for each other.
-        unlock(file, start, length)?;
         deadline.sleep(pause);
         pause = (pause * 2).min(PAUSE.1);
     }
@@ -311,6 +311,21 @@ mod tests {
         lock.let_go();
         assert!(is_free(0) && is_free(1 << 12));
         drop(kept);
+    }
+
+    #[test]
+    fn a_range_that_was_refused_is_not_locked_by_the_lock_that_asked() {
+        let image = Image::new();
+        let user = process_user();
+        let lock = image.claim(user, 0).expect("free");
+        let (start, length) = (1 << 12, 1 << 10);
+        let sharer = image.open(true);
+        assert!(try_lock(&sharer, LockKind::Shared, start, length).expect("fcntl"));
+        lock.add_as(user, start, length).expect_err("in use");
+        drop(sharer);
+        let taken = RangeLock::take(image.open(true), start, length).expect("fcntl");
+        assert!(taken.is_some(), "the lock that was refused has it");
+        lock.add_as(user, start, length).expect_err("in use");
     }
 
     /// A user that this test is not.

@@ -232,7 +232,8 @@ impl Bucket {
             None => rate.ticks(BURST),
         };
         // Room for one unit at least, as none would ever pass otherwise, and for the credit that comes during a rest.
-        let capacity = capacity.max(ticks(cost, 1) + 1) + rate.ticks(REST);
+        let least = ticks(cost, 1).saturating_add(1);
+        let capacity = capacity.max(least).saturating_add(rate.ticks(REST));
         self.capacity.store(capacity, Ordering::Relaxed);
         self.cost.store(cost, Ordering::Relaxed);
     }
@@ -321,6 +322,15 @@ mod tests {
             now += 1000;
         }
         sum
+    }
+
+    #[test]
+    fn the_longest_bursts_come_at_once() {
+        let longest = format!("1+{}", u64::MAX);
+        let limiter = Limiter::new(limits(&longest, &longest), Rate::NANOSECOND);
+        assert_eq!(limiter.allowance(Ticks(SECOND)), u32::MAX);
+        limiter.charge(1000, 1000 << 20, Ticks(SECOND));
+        assert!(limiter.allowance(Ticks(SECOND)) > 1000);
     }
 
     #[test]

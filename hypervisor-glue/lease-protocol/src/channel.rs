@@ -13,16 +13,13 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
-use crate::socket::{self, Stream};
+use crate::socket::{self, DESCRIPTORS_MAX, Stream};
 
 /// Most bytes of a message's JSON, for a lease of up to 64 queue pairs.
 pub const MESSAGE_MAX: usize = 4 << 20;
 
 /// Most bytes for each queue pair of a lease with more of them: the state of one that holds all completions that it can.
 const BYTES_PER_PAIR: usize = MESSAGE_MAX / 64;
-
-/// Most descriptors of a message. With more new bells, a VMM asks again.
-pub const DESCRIPTORS_MAX: usize = 64;
 
 /// Time in which a message that began has to arrive, or to be taken.
 const TRANSFER: Duration = Duration::from_secs(10);

@@ -34,13 +34,14 @@ mod vector;
 mod watch;
 
 pub use ask::AttachError;
-pub use channel::{ChannelError, DESCRIPTORS_MAX, MESSAGE_MAX};
+pub use channel::{ChannelError, MESSAGE_MAX};
 pub use client::{RemoteHostSide, attach_anywhere, attach_over};
 pub use message::VERSION;
 pub use places::{socket_of, sockets};
-pub use session::{Admission, End, Leases, Peer, Session, SessionError};
+pub use session::{Admission, End, Leases, Session, SessionError};
 #[cfg(simulation)]
 pub use socket::simulated;
+pub use socket::{DESCRIPTORS_MAX, Peer};
 
 #[cfg(test)]
 mod tests;

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::sync::mpsc::{self, RecvTimeoutError};
-use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt::poller::run_beside;
 use nvme_mpt::seam::LastCommands;
 use nvme_mpt::seam::{DoorbellWaker, ForeignDoorbellWaker};
@@ -18,12 +18,12 @@ use serde::Serialize;
 use thiserror::Error;
 use zerocopy::IntoBytes;
 
-use crate::channel::{Channel, ChannelError, DESCRIPTORS_MAX};
+use crate::channel::{Channel, ChannelError};
 use crate::message::{
     Attached, DirtyPages, Doorbells, Failed, Farewell, Opened, Opening, PARTS, RANGES_MAX, Region,
     Request, Smart, VERSION, VectorChange,
 };
-use crate::socket::{self, Stream};
+use crate::socket::{self, DESCRIPTORS_MAX, Peer, Stream};
 
 /// Time that a VMM has for its first message.
 const OPENING_PATIENCE: Duration = Duration::from_secs(10);
@@ -43,25 +43,6 @@ pub enum SessionError {
     /// The kernel's error.
     #[error("A VMM's connection cannot be set up")]
     Io(#[from] std::io::Error),
-}
-
-/// The process at the other end of a connection, when it connected.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Peer {
-    /// Process; 0 if it is in another PID namespace.
-    pub pid: i32,
-    /// User.
-    pub uid: u32,
-    /// Group.
-    pub gid: u32,
-}
-
-impl Peer {
-    /// Returns whether the process can do to this one what it likes.
-    #[must_use]
-    pub fn is_trusted(&self) -> bool {
-        system::is_trusted(self.uid)
-    }
 }
 
 /// Decision about a VMM that wants a lease.

@@ -15,9 +15,7 @@ use rustix::net::{
 };
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use super::Received;
-use crate::channel::DESCRIPTORS_MAX;
-use crate::session::Peer;
+use super::{DESCRIPTORS_MAX, Peer, Received};
 
 /// Sends bytes with at most [`DESCRIPTORS_MAX`] descriptors. Returns the number of bytes that were sent.
 pub(crate) fn send(

@@ -6,10 +6,34 @@ mod kernel;
 #[cfg(simulation)]
 pub mod simulated;
 
+use nvme_mpt::memory::system;
+
 #[cfg(not(simulation))]
 pub(crate) use kernel::{Stream, connect, named_in, peer, receive, send, wait_for_end};
 #[cfg(simulation)]
 pub(crate) use simulated::{Stream, connect, named_in, peer, receive, send, wait_for_end};
+
+/// Most descriptors of a message. With more new bells, a VMM asks again.
+pub const DESCRIPTORS_MAX: usize = 64;
+
+/// The process at the other end of a connection, when it connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// Process; 0 if it is in another PID namespace.
+    pub pid: i32,
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+}
+
+impl Peer {
+    /// Returns whether the process can do to this one what it likes.
+    #[must_use]
+    pub fn is_trusted(&self) -> bool {
+        system::is_trusted(self.uid)
+    }
+}
 
 /// Outcome of one receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

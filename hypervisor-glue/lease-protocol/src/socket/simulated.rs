@@ -15,8 +15,7 @@ use std::time::Duration;
 use nvme_mpt::memory::simulation::{Step, acted, fence_and_act, process, random, turn, wait_for};
 use nvme_mpt::memory::system::process_user;
 
-use super::Received;
-use crate::session::Peer;
+use super::{Peer, Received};
 
 /// Bytes that wait for a reader at most. Less than many messages have, so that a sender waits in the middle of one.
 const ROOM: usize = 300;

@@ -314,6 +314,13 @@ impl<W: Word> EventIdx<W> {
         }
     }
 
+    /// Asks for no register writes, if nothing was stored yet.
+    pub(crate) fn begin(&mut self, consumed: u32) {
+        if !self.is_stored {
+            self.publish(self.behind(consumed));
+        }
+    }
+
     /// Asks for a register write at the next move of the doorbell from `consumed`. The caller
     /// then looks at the doorbell once more before it sleeps: the guest stores the doorbell,
     /// fences, and reads EventIdx; we store EventIdx, fence, and read the doorbell. At least one
@@ -375,6 +382,13 @@ impl DoorbellSource {
     pub(crate) fn is_armed(&self, consumed: u32) -> bool {
         let event_idx = self.event_idx.as_ref();
         event_idx.is_none_or(|event_idx| event_idx.is_stored && event_idx.published == consumed)
+    }
+
+    /// Asks for no notification, if it never asked for any or none. See [`EventIdx::begin`].
+    pub(crate) fn begin(&mut self, consumed: u32) {
+        if let Some(event_idx) = &mut self.event_idx {
+            event_idx.begin(consumed);
+        }
     }
 
     /// Asks for a notification at the doorbell's next move. See [`EventIdx::arm`].
@@ -491,6 +505,17 @@ pub(crate) mod tests {
             assert!(!event_idx.is_stored);
             event_idx.keep_quiet(1);
             assert!(!driver_writes_register(word.get(), 2 % entries, 1));
+            // A Completion Queue's doorbell moves before the poller has looked at it.
+            let mut event_idx = EventIdx::new(&word, index(entries, 0));
+            word.set(0);
+            event_idx.begin(0);
+            assert!(!driver_writes_register(word.get(), 1, 0));
+            event_idx.arm(1);
+            event_idx.begin(1);
+            assert!(
+                driver_writes_register(word.get(), 2 % entries, 1),
+                "it stays armed"
+            );
         }
     }
 

@@ -824,9 +824,12 @@ impl ShadowCore {
         if self.is_logged {
             self.note_event_idx();
         }
+        let head = self.cq.indices.head().get();
         // Only a full queue waits for the guest to consume.
         if self.cq.indices.room() == 0 {
-            self.cq.doorbell.arm(self.cq.indices.head().get());
+            self.cq.doorbell.arm(head);
+        } else {
+            self.cq.doorbell.begin(head);
         }
     }
 

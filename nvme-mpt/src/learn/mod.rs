@@ -3,7 +3,7 @@
 //! | name | what it decides | inputs | fixed |
 //! |---|---|---|---|
 //! | `spin` | time that a poller spins before it parks ([`SpinTime`]) | length of each sleep, and what ended it | 100 us |
-//! | `courtesy` | moments at which a thread that spins leaves its processor to others ([`Courtesy`]) | time without the processor | never |
+//! | `courtesy` | moments at which a thread that spins leaves its processor to others ([`Courtesy`]) | frequent preemptions | never |
 //! | `moderation` | completions that share an interrupt ([`Moderation`]) | times of completions and submissions | one batch |
 //! | `governor` | bytes that busy guests have in a shared drive ([`HeavyWindow`]) | latencies of quiet guests | 256 KiB |
 //! | `doorbells` | moments at which doorbells are mapped and trapped ([`Hysteresis`]) | exits, commands, costs of both | mapped |

@@ -135,6 +135,7 @@ pub struct NvmeFunction {
     is_touched: bool,
     /// It has failed for good, and does nothing any more.
     is_set_aside: bool,
+    /// Looks at the level of the pin.
     pin_watch: PinWatch,
 }
 

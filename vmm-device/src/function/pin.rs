@@ -10,11 +10,11 @@
 
 use std::time::Duration;
 
-/// Interval at which the level is looked at. Linux switches a line off after 99,900 calls of its handlers in vain, which
-/// take an emulated guest a second or more.
+/// Interval at which the level is looked at. Linux switches a line off once 99,900 of 100,000 calls of its handlers were in
+/// vain.
 pub(super) const PIN_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time after which a level that is still high is stuck. A guest that only is slow gets an event that it needs not.
+/// Time after which a level that is still high is stuck. A guest that is only slow gets an event without need.
 const STUCK: Duration = Duration::from_millis(100);
 
 /// Finds a level that stays high.

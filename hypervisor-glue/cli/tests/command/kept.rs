@@ -609,7 +609,7 @@ struct Waiting {
     kept: Kept,
     disk: Disk,
     controller: Controller,
-    /// What its guest has written to block 7.
+    /// Contents of block 7, as its guest wrote it.
     written: Vec<u8>,
 }
 

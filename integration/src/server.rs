@@ -767,6 +767,9 @@ pub struct QueueStats {
     /// Milliseconds in which commands waited for the limits of their lease.
     #[serde(default)]
     pub throttled_ms: u64,
+    /// Use of the drive's queue pair behind it: `reserved`, `exclusive` or `shared`; `None` without a bound.
+    #[serde(default)]
+    pub host_queue: Option<String>,
 }
 
 /// One poller's counters.

@@ -6,8 +6,7 @@ use std::time::Duration;
 use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig};
 use integration::lab::{LabDrive, inside};
-use integration::process;
-use integration::server::{FunctionOptions, Server};
+use integration::server::{FunctionOptions, QueuePairStats, Server};
 
 use crate::client::{Client, Work};
 use crate::fixture::{Bench, Failure, PATIENCE, await_that, expect};
@@ -77,7 +76,7 @@ fn load(name: &str) -> Fio {
 /// One scene for all of it: with each machine that boots, one may be lost.
 fn from_start_to_end(bench: &Bench) -> Result<(), Failure> {
     let mut scene = scene(bench)?;
-    shares_queue_pairs(bench, &scene)?;
+    shares_queue_pairs(&scene)?;
     knows_its_health(&scene)?;
     loses_its_disk_and_does_not_hang(&mut scene)?;
     scene.guest.power_off(PATIENCE)?;
@@ -89,9 +88,12 @@ fn from_start_to_end(bench: &Bench) -> Result<(), Failure> {
     Ok(())
 }
 
-fn shares_queue_pairs(bench: &Bench, scene: &Scene) -> Result<(), Failure> {
+fn shares_queue_pairs(scene: &Scene) -> Result<(), Failure> {
     let Scene {
-        guest, neighbour, ..
+        server,
+        guest,
+        neighbour,
+        address,
     } = scene;
     // QEMU's drive has neither Write Uncorrectable nor SGLs that could be offered; a lease has its blocks.
     let id = "nvme id-ctrl /dev/nvme0";
@@ -109,19 +111,21 @@ fn shares_queue_pairs(bench: &Bench, scene: &Scene) -> Result<(), Failure> {
     // Two queues of guests on one queue pair of the drive.
     let shared = load("shared");
     let job = guest.start(&shared.script())?;
-    let state = format!(
-        "--control {}",
-        bench.folder().join("control.sock").display()
-    );
-    let stats = format!("{} stats --json {state}", bench.program().display());
     let is_shared = || {
         // A server that is held up does not answer in time.
-        let json = process::run(std::process::Command::new("sh").args(["-c", &stats]));
-        let json = json.unwrap_or_default();
-        Ok(
-            json.contains(r#""total":1,"exclusive":0,"shared":1,"free":0"#)
-                && json.matches(r#""host_queue":"shared""#).count() == 2,
-        )
+        let Ok(stats) = server.stats() else {
+            return Ok(false);
+        };
+        let of_drive = stats.drives.iter().find(|drive| drive.path == *address);
+        let pairs = of_drive.and_then(|drive| drive.queue_pairs);
+        let queues = stats.functions.iter().flat_map(|function| &function.queues);
+        let shared = queues.filter(|queue| queue.host_queue.as_deref() == Some("shared"));
+        let all_shared = QueuePairStats {
+            total: 1,
+            exclusive: 0,
+            shared: 1,
+        };
+        Ok(pairs == Some(all_shared) && shared.count() == 2)
     };
     await_that("two queues that share a queue pair", is_shared)?;
     shared.report(&guest.finish(job, shared.patience())?.text)?;

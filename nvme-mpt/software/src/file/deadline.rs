@@ -53,9 +53,13 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     fn fail(&mut self, slot: usize, why: &str) {
         error!("{} and {why}: its queue fails", self.report(slot));
         self.failed = true;
-        // Others wait for it no more.
-        if std::mem::take(&mut self.operations[slot].zeroing.has_turn) {
-            self.file.turns.give_back();
+        // Nothing looks after its requests from now on, so it makes no further ones.
+        self.cut_short = true;
+        // Others wait for it no more, whichever of its commands has the turn.
+        for operation in &mut self.operations {
+            if std::mem::take(&mut operation.zeroing.has_turn) {
+                self.file.turns.give_back();
+            }
         }
         self.file.turns.leave(self.waiter());
         self.file.claims.close_lane(&self.lane);

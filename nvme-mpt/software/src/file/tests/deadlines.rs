@@ -212,6 +212,30 @@ fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
     );
 }
 
+/// A command that began later has the turn when the queue fails. It takes no other turn after that, as nothing looks
+/// after it any more.
+#[test]
+fn a_queue_that_fails_by_one_command_keeps_no_turn_of_another() {
+    let (mut drive, ring, clock) = Drive::fake();
+    if drive.lacks_holes() {
+        return;
+    }
+    drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
+    drive.let_pass(&clock, OVERDUE / 2);
+    let command = drive.deallocate(1, 0, 2 << 20);
+    drive.ring(&[command]);
+    let slice = ring.has()[1];
+    drive.let_pass(&clock, LOST + 1 - OVERDUE / 2);
+    assert!(drive.queue.has_failed());
+    let take =
+        |drive: &Drive<FakeRing, TestClock>| drive.store.shared.turns.take(Ticks(u64::MAX), OTHER);
+    assert!(take(&drive).is_some(), "it is free");
+    drive.store.shared.turns.give_back();
+    ring.0.borrow_mut().end(slice, Ok(0));
+    assert_eq!(drive.reap(), [(1, Status::ABORTED_SQ_DELETION)]);
+    assert!(take(&drive).is_some(), "it is free");
+}
+
 #[test]
 fn a_request_that_is_interrupted_for_ever_is_an_error() {
     for errno in [libc::EAGAIN, libc::EINTR] {

@@ -4,6 +4,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -64,6 +65,8 @@ enum Trouble {
     None,
     /// It went.
     Away,
+    /// It goes with the next queue that it is to make, and another one takes its place at once.
+    Replaced,
     /// It has no room for a queue.
     NoQueues,
     /// Commands stay in flight.
@@ -105,6 +108,7 @@ struct Recorded {
     clock: Arc<Clock>,
     queues: Mutex<Vec<QueueId>>,
     trouble: Mutex<Trouble>,
+    successors: AtomicU64,
     calls: Mutex<Vec<Call>>,
 }
 
@@ -134,6 +138,7 @@ impl Recorded {
             clock: Arc::default(),
             queues: Mutex::default(),
             trouble: Mutex::default(),
+            successors: AtomicU64::new(0),
             calls: Mutex::default(),
         }
     }
@@ -147,7 +152,15 @@ impl Recorded {
     }
 
     fn create(&self, qid: QueueId) -> Result<(), QueueError> {
-        if matches!(self.trouble(), Trouble::NoQueues | Trouble::Away) {
+        let trouble = self.trouble();
+        if trouble == Trouble::Replaced {
+            self.successors.fetch_add(1, Ordering::Relaxed);
+            *self.trouble.lock().unwrap() = Trouble::None;
+        }
+        if matches!(
+            trouble,
+            Trouble::NoQueues | Trouble::Away | Trouble::Replaced
+        ) {
             let source = io::Error::from_raw_os_error(28);
             return Err(QueueError::Host { qid, source });
         }
@@ -229,6 +242,10 @@ impl HostSide for Recorded {
 
     fn is_away(&self) -> bool {
         self.trouble() == Trouble::Away
+    }
+
+    fn successors(&self) -> u64 {
+        self.successors.load(Ordering::Relaxed)
     }
 
     fn damage(&self) -> Damage {
@@ -770,6 +787,24 @@ fn an_admin_command_whose_host_side_goes_is_carried_out_by_the_next_one() {
         assert_eq!(cqe.cid(), (at as u16).into());
     }
     assert_eq!(guest.calls(), [Call::CreateCq(CQ), Call::CreateCq(CQ)]);
+}
+
+/// As above, but the next host side is there before the function asks.
+#[test]
+fn an_admin_command_whose_host_side_was_replaced_meanwhile_is_carried_out_by_the_next_one() {
+    let mut guest = Guest::new();
+    guest.calls();
+    guest.trouble(Trouble::Replaced);
+    guest.push(create_cq());
+    guest.ring(Doorbell::SqTail(QueueId::ADMIN), guest.tail);
+    guest.function.process_events();
+    for event in [HostSideEvent::Away, HostSideEvent::BackWithQueues] {
+        report(&mut guest, event);
+    }
+    let cqe = guest.completion(0);
+    assert!(cqe.phase() && cqe.status().is_success(), "{cqe:?}");
+    assert_eq!(guest.calls(), [Call::CreateCq(CQ), Call::CreateCq(CQ)]);
+    assert_eq!(guest.csts(), 0b1, "nothing has failed");
 }
 
 #[test]

@@ -415,6 +415,10 @@ impl HostSide for RemoteHostSide {
         self.link.state().is_away()
     }
 
+    fn successors(&self) -> u64 {
+        self.link.state().servers
+    }
+
     fn damage(&self) -> Damage {
         self.ask(&Request::Damage).unwrap_or_default()
     }

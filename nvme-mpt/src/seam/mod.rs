@@ -133,6 +133,12 @@ pub trait HostSide: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Returns how many processes have taken the place of the first one. A result from before the number changed says
+    /// nothing either.
+    fn successors(&self) -> u64 {
+        0
+    }
+
     /// Looks for damage of the lease's data, which takes system calls, and returns it.
     fn damage(&self) -> Damage;
 

@@ -375,6 +375,8 @@ impl Admin {
     /// Carries out one command and notes its completion, or that it waits for the next host side.
     fn carry_out(&mut self, sqe: &Sqe, controller: Controller<'_>) {
         let cid = sqe.cid();
+        let host = controller.host;
+        let successors = host.successors();
         let completion = match self.execute(sqe, controller) {
             Ok(Outcome::Waits) => return,
             Ok(Outcome::Done(dw0)) => Completion {
@@ -382,7 +384,8 @@ impl Admin {
                 status: Status::SUCCESS,
                 dw0,
             },
-            Err(_) if controller.host.is_away() => {
+            // Another process may be back by now. Its event leads here again.
+            Err(_) if host.is_away() || host.successors() != successors => {
                 self.postponed = Some(*sqe);
                 return;
             }

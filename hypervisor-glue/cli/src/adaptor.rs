@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
-use nvme_mpt::{Gpa, InterruptVector};
+use nvme_mpt::{Gpa, InterruptVector, MemoryKinds};
 use thiserror::Error;
 use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlState, NvmeFunction, TakeUpError};
 use vmm_sys_util::eventfd::EventFd;
@@ -88,6 +88,8 @@ pub struct NvmeDevice {
     acknowledged: Option<Arc<EventFd>>,
     /// Descriptors and state for the next process, if there is one.
     kept: Option<Arc<KeptFunction>>,
+    /// Files that are kept: those that the function takes.
+    memory: MemoryKinds,
     /// Stall in which it was taken up.
     stall: Option<Stall>,
 }
@@ -120,15 +122,18 @@ impl NvmeDevice {
             interrupts: Interrupts::default(),
             acknowledged: None,
             kept: None,
+            memory: MemoryKinds::default(),
             stall: None,
         })
     }
 
-    /// Offers a function whose descriptors and state are kept for the next process.
-    pub(crate) fn kept(mut self, kept: Arc<KeptFunction>) -> Self {
+    /// Offers a function whose descriptors and state are kept for the next process, and that takes these kinds of
+    /// memory.
+    pub(crate) fn kept(mut self, kept: Arc<KeptFunction>, memory: MemoryKinds) -> Self {
         let keeper = StoreBetween(kept.clone());
         self.function.keep_with(Box::new(keeper));
         self.kept = Some(kept);
+        self.memory = memory;
         self
     }
 
@@ -398,7 +403,10 @@ impl Device for NvmeDevice {
             return Ok(());
         };
         let gpa = Gpa(iova);
-        let kept = self.kept.as_ref().map(|kept| -> io::Result<_> {
+        // A file that is refused is asked nothing before, and the keeper never has it: both may wait for its file system.
+        let is_kept = self.memory.admits(fd.as_fd());
+        let kept = self.kept.as_ref().filter(|_| is_kept);
+        let kept = kept.map(|kept| -> io::Result<_> {
             let region = KeptRegion {
                 gpa,
                 len: size,
@@ -591,10 +599,12 @@ mod tests {
     use nvme_mpt::spec::registers::Doorbell;
     use nvme_mpt::{Attachment, AttachmentConfig, DoorbellMode, Learning, PollPolicy, Pollers};
     use nvme_mpt_vmm::drives::{self, DriveOptions};
+    use vfio_user_server::Journal;
     use vmm_device::MsixMasking;
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
+    use crate::kept::function::Shelf;
 
     const QUEUE_PAIRS: u16 = 4;
     /// Controller Configuration (Base 2.0, section 3.1.3.5), with entry sizes as they must be.
@@ -649,6 +659,20 @@ mod tests {
                 fd: memory(size),
                 offset: 0,
             }),
+        }
+    }
+
+    fn on_disk() -> DmaRegion {
+        // Beside the program: /tmp may be memory.
+        let program = std::env::current_exe().unwrap();
+        let file = tempfile::tempfile_in(program.parent().unwrap()).unwrap();
+        file.set_len(0x10_0000).unwrap();
+        DmaRegion {
+            memory: Some(DmaMemory {
+                fd: file.into(),
+                offset: 0,
+            }),
+            ..region(0x10_0000, 0x10_0000)
         }
     }
 
@@ -739,17 +763,25 @@ mod tests {
     #[test]
     fn memory_whose_faults_may_wait_is_refused() {
         let mut device = device(DoorbellMode::Shadow);
-        // Beside the program: /tmp may be memory.
-        let program = std::env::current_exe().unwrap();
-        let file = tempfile::tempfile_in(program.parent().unwrap()).unwrap();
-        file.set_len(0x10_0000).unwrap();
-        let mut on_disk = region(0x10_0000, 0x10_0000);
-        on_disk.memory = Some(DmaMemory {
-            fd: file.into(),
-            offset: 0,
-        });
-        assert_eq!(errno(device.dma_map(on_disk)), Some(libc::EPERM));
+        assert_eq!(errno(device.dma_map(on_disk())), Some(libc::EPERM));
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
+    }
+
+    /// The keeper, or the question whether it has the file, would wait for the file system as well.
+    #[test]
+    fn memory_whose_faults_may_wait_does_not_go_to_the_keeper() {
+        let folder = tempfile::tempdir().unwrap();
+        let (shelf, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let device = device(DoorbellMode::Shadow);
+        let shared = device.function().host().shared();
+        let journal = Journal::new().unwrap();
+        let kept = KeptFunction::new(shelf, folder.path(), &journal, &shared).unwrap();
+        let kept = Arc::new(kept);
+        let mut device = device.kept(kept.clone(), MemoryKinds::Resident);
+        assert_eq!(errno(device.dma_map(on_disk())), Some(libc::EPERM));
+        assert_eq!(kept.puts(), 0);
+        device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
+        assert_eq!(kept.puts(), 1);
     }
 
     #[test]

@@ -23,7 +23,10 @@
 //! drive pins all memory of its VMs under one lock of the kernel's, so it takes memory alone.
 
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::str::FromStr;
+
+use crate::memory::file_system::is_memory;
 
 /// Kinds of files that a VM's memory may be in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,6 +36,17 @@ pub enum MemoryKinds {
     Resident,
     /// Any file that can be mapped. Page faults may wait for its file system.
     Any,
+}
+
+impl MemoryKinds {
+    /// Returns whether memory in this file is taken. The kernel answers by itself: the file system is not asked.
+    #[must_use]
+    pub fn admits(self, fd: BorrowedFd<'_>) -> bool {
+        match self {
+            Self::Resident => is_memory(fd),
+            Self::Any => true,
+        }
+    }
 }
 
 impl FromStr for MemoryKinds {

@@ -63,7 +63,7 @@ use crate::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
 use crate::iova::{IovaSpace, VmMappings};
 use crate::learn::NoMapping;
 use crate::memory::Access;
-use crate::memory::file_system::{is_memory, type_of};
+use crate::memory::file_system::type_of;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::park::Waker;
 use crate::stats::MemoryStats;
@@ -276,7 +276,7 @@ impl DmaWindow {
             return Err(DmaError::InvalidRegion { gpa, len });
         }
         // First of all that is asked about the file, as other questions may wait.
-        if self.kinds == MemoryKinds::Resident && !is_memory(fd.as_fd()) {
+        if !self.kinds.admits(fd.as_fd()) {
             let file_system = type_of(fd.as_fd());
             let file_system = file_system.unwrap_or_else(|| "another kind".to_owned());
             return Err(DmaError::MayWait {

@@ -96,6 +96,19 @@ pub(crate) struct Shelf {
 }
 
 impl Shelf {
+    /// A place in a keeper that is a socket in `folder`, which takes messages and reads none.
+    #[cfg(test)]
+    pub(crate) fn of_silent_keeper(folder: &Path) -> (Self, std::os::unix::net::UnixDatagram) {
+        let path = folder.join("notify");
+        let keeper = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
+        let store = nvme_mpt_keep::Store::connect(path.as_os_str(), true).unwrap();
+        let shelf = Self {
+            name: "function-0".to_owned(),
+            registry: Arc::new(Registry::new(store)),
+        };
+        (shelf, keeper)
+    }
+
     /// Has the keeper let go of the function, and waits until it has: then its socket is closed.
     pub(crate) fn forget_now(&self) {
         self.forget();
@@ -617,6 +630,12 @@ impl KeptFunction {
         Ok(number)
     }
 
+    /// Returns how many messages with descriptors the keeper was given in all.
+    #[cfg(test)]
+    pub(crate) fn puts(&self) -> u64 {
+        self.inner().next - FIRST_OF_CLIENT
+    }
+
     /// Notes a region that is mapped.
     pub(crate) fn add_region(&self, region: KeptRegion) {
         let KeptRegion {
@@ -845,9 +864,7 @@ impl ControlKeeper for StoreBetween {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
-    use std::os::unix::net::UnixDatagram;
 
-    use nvme_mpt_keep::Store;
     use serde_json::Value;
 
     use super::*;
@@ -907,13 +924,7 @@ mod tests {
     #[test]
     fn nothing_of_a_function_is_looked_at_after_four_crashes() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
-        let _keeper = UnixDatagram::bind(&path).unwrap();
-        let store = Store::connect(path.as_os_str(), true).unwrap();
-        let shelf = Shelf {
-            name: "function-0".to_owned(),
-            registry: Arc::new(Registry::new(store)),
-        };
+        let (shelf, _keeper) = Shelf::of_silent_keeper(folder.path());
         let live = LiveState::new(1).unwrap();
         let crashed = File::from(live.fd().try_clone_to_owned().unwrap());
         let read = |crashes: u64| {

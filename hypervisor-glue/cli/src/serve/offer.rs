@@ -1,7 +1,6 @@
 //! One function that is offered: its lease, its socket and its thread.
 
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
@@ -113,7 +112,7 @@ impl Offer {
                     Some(crashes) => {
                         Self::set_aside(declared, drive, terms, &attachment, before, crashes)
                     }
-                    None => resume(before, socket, attachment.clone(), keeping.stall_begin())
+                    None => resume(before, declared, attachment.clone(), keeping.stall_begin())
                         .map(|server| Self::start(declared, drive.clone(), &attachment, server)),
                 };
                 match goes_on {
@@ -317,7 +316,7 @@ fn attach(
 /// Goes on with a function of the server before, and with its VMM.
 fn resume(
     before: SurvivingFunction,
-    socket: &Path,
+    declared: &DeclaredFunction,
     attachment: Arc<Attachment>,
     stall: StallBegin,
 ) -> Result<Server<NvmeDevice>, ResumeError> {
@@ -330,8 +329,13 @@ fn resume(
         kept,
     } = before.take_apart()?;
     let function = NvmeFunction::new(attachment, MsixMasking::Client);
+    let ServedFunction {
+        socket,
+        function: options,
+        ..
+    } = &declared.function;
     // The keeper stands before the function goes on: what that changes is stored first.
-    let mut device = NvmeDevice::new(function)?.kept(kept);
+    let mut device = NvmeDevice::new(function)?.kept(kept, options.memory);
     device.take_up(client, &control)?;
     if stream.is_some() {
         device.set_stall(stall.until(system::host_time()));
@@ -357,7 +361,8 @@ fn offer_kept(
         &journal,
         &shared,
     )?);
-    let device = device.kept(kept.clone());
+    let memory = declared.function.function.memory;
+    let device = device.kept(kept.clone(), memory);
     let server = Server::bind_kept(socket, access(declared)?, device, journal)?;
     if let Some(journal) = server.journal() {
         kept.begin(server.listener().as_fd(), journal.as_fd())?;

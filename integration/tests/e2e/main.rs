@@ -14,6 +14,7 @@ use integration::checks::{self, FULL, Options};
 mod btrfs;
 mod doorbells;
 mod ext4;
+mod fabrics;
 mod faults;
 mod firmware;
 mod fixture;
@@ -77,6 +78,7 @@ const GROUPS: &[Group] = &[
     firmware::GROUP,
     viommu::GROUP,
     tenants::GROUP,
+    fabrics::GROUP,
 ];
 
 /// Groups that need more than Debian's packages, or that a busy machine may fail (`interrupts`, see its module): with

@@ -178,6 +178,34 @@ fn a_pair_that_becomes_free_goes_to_a_queue_that_shares() {
 }
 
 #[test]
+fn a_pair_whose_queue_rests_serves_a_queue_that_shares_until_it_is_back() {
+    let host = host(2);
+    let first = Load::start(&host, &Setup::nth(0), 1, 16);
+    let machine = host.machine(&Setup::nth(1));
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    let second = Load::start(&host, &Setup::nth(2), 1, 16);
+    assert_eq!(usage(&host), [0, 1, 1, 0]);
+    let uses = |expected: HostQueueUse| machine.queue_stats(1).host_queue == Some(expected);
+    // Queues without a command have no figures.
+    assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+    for _ in 0..3 {
+        wait_for("a loan", || uses(HostQueueUse::Shared));
+        for load in [&first, &second] {
+            load.goes_on();
+        }
+        assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+        assert!(uses(HostQueueUse::Exclusive), "the borrower is on its way");
+    }
+    for load in [first, second] {
+        load.goes_on();
+        load.finish_undisturbed();
+    }
+    drop((queue, controller, machine));
+    host.finish();
+}
+
+#[test]
 fn reservations_come_and_go_under_load_while_the_drive_is_reset() {
     let host = host(5);
     let loads: Vec<_> = (0..3)

@@ -12,7 +12,7 @@ use log::warn;
 
 use super::super::backing::Backing;
 use super::super::pair::{
-    ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, VfioQueue,
+    ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, Rest, VfioQueue,
 };
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
@@ -20,7 +20,7 @@ use super::error::ControllerError;
 use super::reservations::Holder;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::address::PAGE_SIZE;
-use nvme_mpt::clock::Ticks;
+use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostNamespace, QueuePairUse};
 use nvme_mpt::host::ListMemory;
@@ -34,6 +34,12 @@ use nvme_mpt::spec::sqe::Sqe;
 
 /// Pause between two looks for the completion of a Flush.
 const FLUSH_PAUSE: Duration = Duration::from_micros(200);
+
+/// Time without a command after which a queue rests.
+const REST: Duration = Duration::from_secs(1);
+
+/// The same in looks of the supervisor.
+const RESTING_LOOKS: u32 = 10;
 
 /// Queue pairs that are asked for; the drive grants what it has.
 const WANTED: u16 = 1024;
@@ -54,6 +60,7 @@ pub(super) struct QueuePairs {
 struct OwnedPair {
     pair: Pair,
     owner: Option<u64>,
+    rest: Rest,
 }
 
 impl QueuePairs {
@@ -189,6 +196,29 @@ impl QueuePairs {
             && most.move_one(least, |_| true)
         {}
     }
+
+    /// Lends pairs whose queues rest to queues that share others. To be called ten times a second.
+    pub(super) fn lend(&mut self) {
+        let (now, within) = (Ticks::now(), ticks_in(REST));
+        let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());
+        let mut resting = Vec::new();
+        let mut others = Vec::new();
+        for OwnedPair { pair, rest, .. } in unowned {
+            let rests = rest.look(pair) >= RESTING_LOOKS && !pair.is_lent();
+            if rests {
+                resting.push(&*pair);
+            } else {
+                others.push(&*pair);
+            }
+        }
+        for pair in resting {
+            let awake = others.iter().map(|other| (other.awake(now, within), other));
+            let crowded = awake.max_by_key(|(awake, _)| *awake);
+            if let Some((2.., crowded)) = crowded {
+                pair.lend_to_one_of(crowded, now, within);
+            }
+        }
+    }
 }
 
 /// After a reset, too: what was granted is forgotten then. Returns how many pairs that is.
@@ -310,7 +340,11 @@ impl PhysicalDrive {
             return Ok(false);
         }
         match self.create_pair(pairs) {
-            Ok(pair) => pairs.pairs.push(OwnedPair { pair, owner: None }),
+            Ok(pair) => pairs.pairs.push(OwnedPair {
+                pair,
+                owner: None,
+                rest: Rest::default(),
+            }),
             // A drive may grant more queues than it can have at a time.
             Err(error @ ControllerError::Admin { .. }) if !pairs.pairs.is_empty() => {
                 warn!("Drive {} has no more queues: {error}", self.backing.name());

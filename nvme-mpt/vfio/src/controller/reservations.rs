@@ -106,10 +106,12 @@ impl PhysicalDrive {
         pairs.even_out();
     }
 
-    /// Gives pairs that became free to queues that share.
+    /// Gives pairs that became free to queues that share, and lends them those that rest.
     pub(super) fn even_out(&self) {
         if self.counters.sharing.load(Ordering::Relaxed) {
-            lock(&self.pairs).even_out();
+            let mut pairs = lock(&self.pairs);
+            pairs.even_out();
+            pairs.lend();
         }
     }
 }

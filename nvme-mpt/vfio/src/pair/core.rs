@@ -11,8 +11,9 @@
 //!
 //! While a light member uses the drive by any queue pair, that holds for a member that is alone, too.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
+use super::Shared;
 use super::flight::{Flight, Flights, Landing, LateCommand};
 use super::governor::{Governor, Window};
 use super::member::{Member, Waiting};
@@ -70,6 +71,8 @@ pub(super) struct Core {
     count: usize,
     /// Members that move to other pairs.
     departing: usize,
+    /// Members that borrow the pair.
+    borrowers: usize,
     /// True if there is one member, and it stays.
     is_lone: bool,
     /// Moves that their queues have not seen yet.
@@ -90,6 +93,7 @@ impl Core {
             members: Vec::new(),
             count: 0,
             departing: 0,
+            borrowers: 0,
             is_lone: false,
             moves: Moves::default(),
             sharing: Sharing::new(governor),
@@ -122,15 +126,53 @@ impl Core {
         self.is_lone = self.count == 1 && self.departing == 0;
     }
 
-    /// Returns the first member that stays and whose reservation `which` selects.
+    /// A new member, which borrows the pair from its queues. Returns its number.
+    pub(super) fn borrow(&mut self, queue: Newcomer, home: Weak<Shared>) -> u16 {
+        let number = self.join(queue);
+        if let Some(member) = self.member(number) {
+            member.home = Some(home);
+            self.borrowers += 1;
+        }
+        number
+    }
+
+    /// Has a member not borrow the pair any more. Returns the pair that it came from.
+    pub(super) fn end_loan(&mut self, number: u16) -> Option<Weak<Shared>> {
+        let home = self.member(number)?.home.take()?;
+        self.borrowers -= 1;
+        Some(home)
+    }
+
+    /// Returns whether a queue borrows the pair.
+    pub(super) fn has_borrowers(&self) -> bool {
+        self.borrowers > 0
+    }
+
+    /// Returns whether others borrow the pair from this member.
+    pub(super) fn lends(&mut self, number: u16) -> bool {
+        self.has_borrowers()
+            && self
+                .member(number)
+                .is_some_and(|member| member.home.is_none())
+    }
+
+    /// Returns the members that do not move to another pair, with their numbers.
+    pub(super) fn staying(&self) -> impl Iterator<Item = (u16, &Member)> {
+        let members = (0..).zip(&self.members);
+        members
+            .filter_map(|(number, member)| Some((number, member.as_deref()?)))
+            .filter(|(_, member)| !member.departs)
+    }
+
+    /// Returns the first member that stays and whose reservation `which` selects, one that borrows the pair before others.
     pub(super) fn find_staying(
         &self,
         which: impl Fn(Option<u64>) -> bool,
     ) -> Option<(u16, Newcomer)> {
-        let members = (0..).zip(&self.members);
-        let mut members = members.filter_map(|(number, member)| Some((number, member.as_ref()?)));
+        let members = self.staying();
         let (number, member) = members
-            .find(|(_, member)| !member.departs && which(member.queue.lease.reservation()))?;
+            .filter(|(_, member)| which(member.queue.lease.reservation()))
+            .min_by_key(|(_, member)| member.home.is_none())?;
         Some((number, member.queue.clone()))
     }
 
@@ -151,6 +193,7 @@ impl Core {
         if has_flights || !member.waiting.is_empty() || !member.done.is_empty() {
             member.departs = true;
             self.departing += 1;
+            self.end_loan(number);
             self.note_members();
         } else {
             self.leave(number);
@@ -200,6 +243,7 @@ impl Core {
 
     /// A member is gone, of which the drive has nothing.
     pub(super) fn leave(&mut self, number: u16) {
+        self.end_loan(number);
         if let Some(member) = self.members.get_mut(usize::from(number))
             && let Some(member) = member.take()
         {
@@ -213,7 +257,7 @@ impl Core {
     }
 
     #[inline]
-    fn member(&mut self, number: u16) -> Option<&mut Member> {
+    pub(super) fn member(&mut self, number: u16) -> Option<&mut Member> {
         self.members.get_mut(usize::from(number))?.as_deref_mut()
     }
 
@@ -309,6 +353,7 @@ impl Core {
             }
             return;
         }
+        member.last_batch = now;
         let longest = staged
             .iter()
             .map(|sqe| member.whole.data_len(sqe))

@@ -1,7 +1,9 @@
 //! A member of a queue pair, as the pair sees it.
 
 use std::collections::VecDeque;
+use std::sync::Weak;
 
+use super::Shared;
 use super::moves::Newcomer;
 use super::split::{PARENT_BYTES_MAX, Splits, WholeLimit};
 use nvme_mpt::clock::Ticks;
@@ -43,6 +45,10 @@ pub(super) struct Member {
     pub(super) queue: Newcomer,
     /// True once it moves to another pair: it leaves with the last of its commands.
     pub(super) departs: bool,
+    /// Pair that it came from, while it borrows this one.
+    pub(super) home: Option<Weak<Shared>>,
+    /// Time of its last batch that took its turn.
+    pub(super) last_batch: Ticks,
 }
 
 impl Member {
@@ -62,6 +68,8 @@ impl Member {
             splits: is_split.then(|| Splits::new(slots, max_transfer, lba_shift)),
             queue,
             departs: false,
+            home: None,
+            last_batch: Ticks::default(),
         }
     }
 

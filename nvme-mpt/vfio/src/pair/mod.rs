@@ -2,7 +2,8 @@
 //!
 //! A [`Pair`] is the controller's view of one queue pair: it creates, supervises and ends it. A
 //! [`VfioQueue`] is a member's view: what it submits goes to the drive in turn with the others'
-//! (`core.rs`). A queue can move to another pair (`moves.rs`). Commands that the drive takes only in parts are split and rejoined (`split.rs`).
+//! (`core.rs`). A queue can move to another pair (`moves.rs`), and a
+//! pair whose queues rest serves others meanwhile (`loans.rs`). Commands that the drive takes only in parts are split and rejoined (`split.rs`).
 //! `flight.rs` remembers each command by its host Command Identifier.
 //!
 //! # Lock order
@@ -12,6 +13,7 @@ mod core;
 mod doorbell;
 mod flight;
 mod governor;
+mod loans;
 mod member;
 mod moves;
 mod queue;
@@ -31,6 +33,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub use doorbell::{BufferedDoorbell, DriveDoorbell};
 pub use flight::LateCommand;
 pub use governor::Governor;
+pub use loans::Rest;
 pub use queue::VfioQueue;
 pub use rings::{ENTRIES_MAX, PairDoorbells};
 pub use stats::PairStats;

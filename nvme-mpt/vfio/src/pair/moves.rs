@@ -115,26 +115,57 @@ impl Pair {
         let Some((number, newcomer)) = self.shared.lock().find_staying(which) else {
             return false;
         };
-        let whereabouts = newcomer.whereabouts.clone();
-        let seat = Seat {
-            shared: to.shared.clone(),
-            member: to.shared.lock().join(newcomer),
-        };
-        let joined = seat.member;
-        let moved = self.shared.lock().begin_move(number, &whereabouts, seat);
-        if moved {
-            whereabouts.set(&to.shared);
-        } else {
-            // It has ended meanwhile.
-            to.shared.lock().leave(joined);
-        }
-        moved
+        transfer(&self.shared, number, newcomer, &to.shared, Role::Own)
     }
 
     /// Sets whether the pair belongs to one lease alone.
     pub fn set_reserved(&self, reserved: bool) {
         self.shared.set_reserved(reserved);
     }
+}
+
+/// Part that a queue has in the pair that it moves to.
+#[derive(Clone, Debug)]
+pub(super) enum Role {
+    /// One of the pair's own, as its caller decides.
+    Own,
+    /// One that borrows the pair, and came from this one.
+    Borrower(Weak<Shared>),
+    /// One that comes back to a pair, which may belong to a lease by now. It does not move then.
+    Returning,
+}
+
+/// Moves a member to another pair. Returns whether it moves: of several callers that move it at the same time, one does.
+pub(super) fn transfer(
+    from: &Shared,
+    number: u16,
+    queue: Newcomer,
+    to: &Arc<Shared>,
+    role: Role,
+) -> bool {
+    let whereabouts = queue.whereabouts.clone();
+    let joined = {
+        // Who reserves the pair sets that first, and then moves all that have joined under this lock.
+        let mut core = to.lock();
+        match role {
+            Role::Own => core.join(queue),
+            Role::Borrower(home) => core.borrow(queue, home),
+            Role::Returning if to.is_reserved() => return false,
+            Role::Returning => core.join(queue),
+        }
+    };
+    let seat = Seat {
+        shared: to.clone(),
+        member: joined,
+    };
+    let moved = from.lock().begin_move(number, &whereabouts, seat);
+    if moved {
+        whereabouts.set(to);
+    } else {
+        // It has ended meanwhile, or moves elsewhere.
+        to.lock().leave(joined);
+    }
+    moved
 }
 
 /// Follows the moves of a queue that has no commands at `seat`. Returns its place, and what `act` made of it under

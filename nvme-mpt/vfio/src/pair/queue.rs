@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
 
 use super::core::Core;
+use super::loans::call_in;
 use super::moves::{Moving, Newcomer, Remainder, Seat, Whereabouts, follow};
 use super::split::WholeLimit;
 use super::turns::LeaseShare;
@@ -263,6 +264,11 @@ impl HostBatch for VfioBatch<'_> {
         }
         if !staged.is_empty() {
             let mut core = shared.lock();
+            if core.lends(member) {
+                drop(core);
+                call_in(shared);
+                core = shared.lock();
+            }
             if let Some(seat) = core.take_move(member, *outstanding == 0) {
                 drop(core);
                 let count = *outstanding + staged.len() as u32;

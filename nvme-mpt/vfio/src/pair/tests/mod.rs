@@ -2,6 +2,7 @@
 
 mod control;
 mod drive;
+mod loans;
 mod members;
 mod moves;
 mod property;

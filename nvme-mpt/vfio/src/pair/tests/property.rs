@@ -43,6 +43,8 @@ enum Op {
     Kill,
     /// A member moves to the other pair.
     Move,
+    /// A member borrows the other pair, until one of that pair's own members has a batch.
+    Lend,
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -60,6 +62,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::Reset),
         1 => Just(Op::Pause),
         2 => Just(Op::Move),
+        2 => Just(Op::Lend),
         1 => prop::bool::weighted(0.05).prop_map(|kill| if kill { Op::Kill } else { Op::Fetch }),
     ]
 }
@@ -319,6 +322,11 @@ impl World {
             }
             Op::Move => {
                 self.pairs[side].move_one(&self.pairs[1 - side], |_| true);
+            }
+            Op::Lend => {
+                let side = usize::from(self.pairs[0].members() < self.pairs[1].members());
+                let (crowded, resting) = (&self.pairs[side], &self.pairs[1 - side]);
+                resting.lend_to_one_of(crowded, Ticks(self.now), MILLISECOND);
             }
             Op::Complete(..) | Op::Abort(_) => {}
         }

@@ -1,0 +1,188 @@
+//! Pairs that serve others while their own queues rest.
+
+use super::drive::FakeDrive;
+use super::{Lender, command, reap, submit_at};
+use crate::pair::{Pair, Rest, VfioQueue};
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::HostQueue;
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
+
+/// Ticks within which a queue is awake.
+const WITHIN: u64 = 100;
+
+struct Scene {
+    /// The drive of a pair that one queue has to itself, and that of a pair that two share.
+    quiet: FakeDrive,
+    crowded: FakeDrive,
+    pairs: [Pair; 2],
+    resting: VfioQueue,
+    busy: Vec<VfioQueue>,
+    lender: Lender,
+    now: Ticks,
+}
+
+fn read(slot: u16) -> Sqe {
+    command(NvmOpcode::READ, slot, slot.into(), 8)
+}
+
+impl Scene {
+    /// The pair that rests is lent to the first of the busy queues.
+    fn lent() -> Self {
+        let (quiet, first) = FakeDrive::new(16, u64::MAX, false);
+        let (crowded, second) = FakeDrive::new(16, u64::MAX, false);
+        let mut scene = Self {
+            resting: first.join(8, 9, Box::new(())),
+            busy: [(); 2].map(|()| second.join(8, 9, Box::new(()))).into(),
+            quiet,
+            crowded,
+            pairs: [first, second],
+            lender: Lender::new(8),
+            now: Ticks(1_000_000),
+        };
+        for queue in &mut scene.busy {
+            submit_at(queue, &scene.lender, &[read(0)], scene.now);
+        }
+        scene.crowded.fetch();
+        for _ in 0..2 {
+            scene.crowded.complete(0, Status::SUCCESS);
+        }
+        for queue in &mut scene.busy {
+            assert_eq!(reap(queue).len(), 1);
+        }
+        let [first, second] = &scene.pairs;
+        assert_eq!(second.awake(scene.now, WITHIN), 2);
+        assert!(first.lend_to_one_of(second, scene.now, WITHIN));
+        assert!(first.is_lent());
+        assert_eq!((first.members(), second.members()), (2, 1));
+        scene
+    }
+
+    /// A busy queue has a batch. Returns the numbers of commands that the two drives got of it.
+    fn go_on(&mut self, which: usize, slot: u16) -> (usize, usize) {
+        let queue = &mut self.busy[which];
+        submit_at(queue, &self.lender, &[read(slot)], self.now);
+        (self.quiet.fetch(), self.crowded.fetch())
+    }
+}
+
+/// A queue waits for its commands when it is dropped.
+impl Drop for Scene {
+    fn drop(&mut self) {
+        for drive in [&mut self.quiet, &mut self.crowded] {
+            while !drive.commands.is_empty() {
+                drive.complete(0, Status::SUCCESS);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pair_whose_queue_rests_serves_another_until_the_queue_is_back() {
+    let mut scene = Scene::lent();
+    assert_eq!(scene.go_on(0, 1), (1, 0), "the borrower's");
+    assert_eq!(scene.go_on(1, 1), (0, 1), "the other has its pair alone");
+    // The queue is back: its first batch is served where it is, and no further one of the borrower.
+    submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
+    assert_eq!(scene.quiet.fetch(), 1);
+    assert!(!scene.pairs[0].is_lent());
+    assert_eq!(scene.pairs.each_ref().map(Pair::members), [1, 2]);
+    assert_eq!(scene.go_on(0, 2), (0, 1));
+    // What the borrower had in flight completes where it was.
+    for drive in [&mut scene.quiet, &mut scene.crowded] {
+        for _ in 0..2 {
+            drive.complete(0, Status::SUCCESS);
+        }
+    }
+    let mut done: Vec<_> = reap(&mut scene.busy[0]).iter().map(|it| it.slot).collect();
+    done.sort_unstable();
+    assert_eq!(done, [1, 2]);
+    let done: Vec<_> = reap(&mut scene.resting).iter().map(|it| it.slot).collect();
+    assert_eq!(done, [5]);
+    assert_eq!(scene.pairs[0].in_flight(), 0);
+    // It has the pair to itself as before.
+    for slot in 0..3 {
+        submit_at(&mut scene.resting, &scene.lender, &[read(slot)], scene.now);
+        assert_eq!(scene.quiet.fetch(), 1);
+        scene.quiet.complete(0, Status::SUCCESS);
+        assert_eq!(reap(&mut scene.resting).len(), 1);
+    }
+}
+
+#[test]
+fn a_borrower_without_commands_is_gone_at_once() {
+    let mut scene = Scene::lent();
+    submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
+    assert_eq!(scene.pairs.each_ref().map(Pair::members), [1, 2]);
+    assert_eq!(scene.quiet.fetch(), 1);
+    assert_eq!(scene.go_on(0, 1), (0, 1));
+}
+
+#[test]
+fn a_borrower_does_not_come_back_to_a_pair_that_belongs_to_a_lease_by_now() {
+    let mut scene = Scene::lent();
+    scene.pairs[1].set_reserved(true);
+    submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
+    assert!(!scene.pairs[0].is_lent());
+    assert_eq!(scene.pairs.each_ref().map(Pair::members), [2, 1]);
+    assert_eq!(scene.quiet.fetch(), 1);
+    assert_eq!(scene.go_on(0, 1), (1, 0), "it stays");
+}
+
+#[test]
+fn a_borrower_that_ends_or_moves_leaves_no_loan() {
+    let mut scene = Scene::lent();
+    let [first, second] = &scene.pairs;
+    // It goes before the queue that lends.
+    assert!(first.move_one(second, |_| true));
+    assert!(!first.is_lent());
+    assert_eq!(scene.go_on(0, 1), (0, 1));
+
+    let mut scene = Scene::lent();
+    scene.busy.clear();
+    assert!(!scene.pairs[0].is_lent());
+    assert_eq!(scene.pairs.each_ref().map(Pair::members), [1, 0]);
+}
+
+#[test]
+fn a_queue_that_lends_may_end() {
+    let mut scene = Scene::lent();
+    let next = scene.pairs[0].join(8, 9, Box::new(()));
+    drop(std::mem::replace(&mut scene.resting, next));
+    assert_eq!(scene.go_on(0, 1), (1, 0));
+    submit_at(&mut scene.resting, &scene.lender, &[read(5)], scene.now);
+    assert_eq!(scene.quiet.fetch(), 1);
+    assert_eq!(scene.go_on(0, 2), (0, 1));
+}
+
+#[test]
+fn queues_that_had_no_batch_lately_borrow_nothing() {
+    let scene = Scene::lent();
+    let later = Ticks(scene.now.0 + WITHIN + 1);
+    assert_eq!(scene.pairs[1].awake(later, WITHIN), 0);
+    assert!(!scene.pairs[0].lend_to_one_of(&scene.pairs[1], later, WITHIN));
+}
+
+#[test]
+fn a_pair_rests_by_looks_at_which_it_had_nothing_to_do() {
+    let (mut drive, pair) = FakeDrive::new(16, u64::MAX, false);
+    let lender = Lender::new(8);
+    let mut queue = pair.join(8, 9, Box::new(()));
+    let mut rest = Rest::default();
+    assert_eq!([(); 2].map(|()| rest.look(&pair)), [1, 2]);
+    submit_at(&mut queue, &lender, &[read(0)], Ticks(5));
+    assert_eq!(rest.look(&pair), 0);
+    assert_eq!(rest.look(&pair), 0, "the drive has it still");
+    assert_eq!(drive.fetch(), 1);
+    drive.complete(0, Status::SUCCESS);
+    assert_eq!(reap(&mut queue).len(), 1);
+    assert_eq!([(); 2].map(|()| rest.look(&pair)), [1, 2]);
+    // One that came and went between two looks.
+    submit_at(&mut queue, &lender, &[read(0)], Ticks(9));
+    assert_eq!(drive.fetch(), 1);
+    drive.complete(0, Status::SUCCESS);
+    assert_eq!(reap(&mut queue).len(), 1);
+    assert_eq!([(); 2].map(|()| rest.look(&pair)), [0, 1]);
+    queue.cut_short();
+}

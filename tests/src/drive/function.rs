@@ -16,6 +16,7 @@ use nvme_vfio::Backing;
 
 use super::faults::{Aborts, Effect, Fault, Resets};
 use super::iommu::{DoorbellRegisters, ModelIommu};
+use super::namespace::Namespace;
 use super::registers::Phase;
 use super::{Controller, Counters, Options};
 use crate::registers::CC_ENABLE;
@@ -213,9 +214,21 @@ impl ModelDrive {
     /// # Panics
     /// When there is no such namespace.
     pub fn resize(&self, nsid: u32, blocks: u64) {
+        self.change_namespace(nsid, |namespace| namespace.resize(blocks));
+    }
+
+    /// Formats a namespace to blocks with so many bytes of metadata, and reports it. I/O commands go on as before.
+    ///
+    /// # Panics
+    /// When there is no such namespace.
+    pub fn format_with_metadata(&self, nsid: u32, metadata: u16) {
+        self.change_namespace(nsid, |namespace| namespace.options.metadata = metadata);
+    }
+
+    fn change_namespace(&self, nsid: u32, change: impl FnOnce(&mut Namespace)) {
         let mut controller = self.controller();
         let namespace = controller.namespaces.get_mut(&nsid);
-        namespace.expect("a namespace").resize(blocks);
+        change(namespace.expect("a namespace"));
         if !controller.changed_namespaces.contains(&nsid) {
             controller.changed_namespaces.push(nsid);
         }

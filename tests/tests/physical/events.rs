@@ -3,9 +3,11 @@
 use std::time::Duration;
 
 use nvme_mpt_tests::admin::{LogPage, feature, log};
+use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::controller::Controller;
-use nvme_mpt_tests::drive::{NamespaceOptions, Options};
+use nvme_mpt_tests::drive::{Effect, Fault, Meets, NamespaceOptions, Options};
 use nvme_mpt_tests::identify::field;
+use nvme_mpt_tests::status::NAMESPACE_NOT_READY;
 
 use crate::common::{HANG, Host, LEASE, LONG, Machine, Setup};
 use crate::load::Load;
@@ -93,5 +95,59 @@ fn a_namespace_that_changes_is_told_to_its_guests_alone() {
     load.goes_on();
     load.finish_undisturbed();
     drop((controllers, machines, other));
+    host.finish();
+}
+
+/// Waits until a guest is told of its namespace.
+#[track_caller]
+fn is_told(controller: &mut Controller) {
+    let event = controller.async_event(HANG).unwrap().expect("an event");
+    let want = (2, 0, log::CHANGED_NAMESPACES);
+    assert_eq!((event.kind, event.info, event.log_page), want);
+}
+
+#[test]
+fn the_only_namespace_is_gone_once_its_blocks_are_of_no_use() {
+    let options = Options {
+        namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, 512)],
+        ..Options::default()
+    };
+    let host = Host::with(options, LONG);
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = listening(&machine);
+    host.model.format_with_metadata(1, 8);
+    is_told(&mut controller);
+    assert!(host.drive.controller().namespaces().is_empty());
+    assert_eq!(controller.active_namespaces(0).unwrap(), [0; 0]);
+    drop((controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_namespace_that_changes_is_told_although_a_reset_takes_the_event() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = listening(&machine);
+    // The drive does nothing any more, and has its event as long as it is not reset.
+    host.model.fail();
+    host.model.resize(1, LEASE / 512);
+    is_told(&mut controller);
+    assert_eq!(host.drive.controller().namespaces()[0].blocks, LEASE / 512);
+    drop((controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_namespace_that_changes_is_told_although_it_cannot_be_read_at_once() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = listening(&machine);
+    let fail = Effect::Fail(NAMESPACE_NOT_READY, false);
+    host.model
+        .inject(Fault::once(Meets::Admin(admin::IDENTIFY), fail).times(3));
+    host.model.resize(1, LEASE / 512);
+    is_told(&mut controller);
+    assert_eq!(host.drive.controller().namespaces()[0].blocks, LEASE / 512);
+    drop((controller, machine));
     host.finish();
 }

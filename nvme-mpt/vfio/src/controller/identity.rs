@@ -54,7 +54,10 @@ impl Identity {
     pub(super) fn read(admin: &mut AdminQueue, version: Version) -> Result<Self, ControllerError> {
         let mut controller = IdentifyController::new_zeroed();
         identify(admin, Cns::CONTROLLER, Nsid(0), &mut controller)?;
-        let (namespaces, common) = Namespaces::read(admin)?;
+        let (namespaces, common, refused) = Namespaces::read(admin)?;
+        if let Some(error) = refused.filter(|_| namespaces.is_empty()) {
+            return Err(error);
+        }
         let max_transfer = match controller.mdts {
             0 => u64::MAX,
             mdts => PAGE_SIZE.checked_shl(mdts.into()).unwrap_or(u64::MAX),
@@ -71,11 +74,11 @@ impl Identity {
         })
     }
 
-    /// Asks the drive for its namespaces again.
+    /// Asks the drive for its namespaces again. Returns those that can be shared now, which may be none.
     pub(super) fn read_namespaces(
         admin: &mut AdminQueue,
     ) -> Result<Vec<HostNamespace>, ControllerError> {
-        Namespaces::read(admin).map(|(namespaces, _)| namespaces)
+        Namespaces::read(admin).map(|(namespaces, _, _)| namespaces)
     }
 }
 
@@ -132,8 +135,11 @@ struct Namespaces {
     copy_ranges_max: u32,
 }
 
+/// Namespaces that can be shared, and their common facts; why the first of the others cannot be shared.
+type Found = (Vec<HostNamespace>, Namespaces, Option<ControllerError>);
+
 impl Namespaces {
-    fn read(admin: &mut AdminQueue) -> Result<(Vec<HostNamespace>, Self), ControllerError> {
+    fn read(admin: &mut AdminQueue) -> Result<Found, ControllerError> {
         let mut list = [0_u32; NSIDS_PER_LIST];
         identify(admin, Cns::ACTIVE_NSID_LIST, Nsid(0), &mut list)?;
         let mut common = Self {
@@ -158,10 +164,7 @@ impl Namespaces {
                 }
             }
         }
-        match refused {
-            Some(error) if namespaces.is_empty() => Err(error),
-            _ => Ok((namespaces, common)),
-        }
+        Ok((namespaces, common, refused))
     }
 
     fn take_in(&mut self, structure: &IdentifyNamespace, lba_shift: u8) {

@@ -6,7 +6,11 @@
 //! A command beyond its deadline (`timeout=`, 10 s) is aborted. No other command gets its identifier before the drive
 //! has answered the Abort. If the command is still there a second later, the controller is reset and its queues are
 //! made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands.
+//!
+//! Namespaces that may have changed are read until that succeeds: leases go by them. A reset takes events with it that
+//! nobody has seen, so they are read after each reset, too.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
@@ -23,7 +27,7 @@ use super::{PhysicalDrive, lock, log_pages};
 use crate::pair::LateCommand;
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::deadline::{Deadline, WaitClock};
-use nvme_mpt::drive::Incidents;
+use nvme_mpt::drive::{HostNamespace, Incidents};
 use nvme_mpt::event::DriveEvent;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::sync::JoinHandle;
@@ -82,6 +86,7 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
         epoll,
         removal,
         overdue: Vec::new(),
+        namespaces: Namespaces::Known,
     };
     let work = move || while supervisor.watch() {};
     threads.spawn("nvme-supervisor", Box::new(work))
@@ -94,12 +99,24 @@ struct Overdue {
     grace: Deadline,
 }
 
+/// Knowledge of a drive's namespaces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Namespaces {
+    /// They are as they were read.
+    Known,
+    /// Some may have changed since.
+    Stale,
+    /// Some may have changed since, and could not be read. The drive's list of them may be lost with that.
+    Unread,
+}
+
 struct Supervisor {
     clock: Arc<dyn WaitClock>,
     drive: Arc<PhysicalDrive>,
     epoll: Epoll,
     removal: Option<RawFd>,
     overdue: Vec<Overdue>,
+    namespaces: Namespaces,
 }
 
 impl Supervisor {
@@ -134,6 +151,7 @@ impl Supervisor {
                 self.check_deadlines();
                 self.drive.even_out();
                 self.check_events();
+                self.check_namespaces();
             }
         }
         !self.drive.is_gone()
@@ -193,6 +211,7 @@ impl Supervisor {
     fn reset(&mut self, cause: &str) {
         self.overdue.clear();
         self.drive.reset(cause);
+        self.distrust_namespaces();
     }
 
     /// Abort (Base 2.0, section 5.1). One at a time, so the drive's limit (`ACL`) does not matter.
@@ -209,7 +228,7 @@ impl Supervisor {
     }
 
     /// Takes the drive's events, passes them on, and asks for the next.
-    fn check_events(&self) {
+    fn check_events(&mut self) {
         let events = {
             let mut admin = lock(&self.drive.admin);
             admin.take_events()
@@ -233,7 +252,7 @@ impl Supervisor {
     }
 
     /// Reading the log page that an event names lets the drive raise the next of its kind.
-    fn handle(&self, event: AsyncEvent) -> Result<(), ControllerError> {
+    fn handle(&mut self, event: AsyncEvent) -> Result<(), ControllerError> {
         let drive = &self.drive;
         warn!("Drive {}: {event:?}", drive.backing.name());
         match (event.event_type(), event.lid()) {
@@ -244,7 +263,7 @@ impl Supervisor {
             (AsyncEventType::NOTICE, LogPageId::CHANGED_NAMESPACE_LIST)
                 if NoticeEvent(event.info()) == NoticeEvent::NAMESPACE_ATTRIBUTE_CHANGED =>
             {
-                self.namespaces_changed()?;
+                self.distrust_namespaces();
             }
             (AsyncEventType::ERROR, _) => {
                 drive.with_admin(|admin| log_pages::error_information(admin, 1, false))?;
@@ -254,16 +273,53 @@ impl Supervisor {
         Ok(())
     }
 
-    fn namespaces_changed(&self) -> Result<(), ControllerError> {
-        let drive = &self.drive;
-        let read = |admin: &mut AdminQueue| {
-            let changed = log_pages::changed_namespaces(admin)?;
-            Ok((changed, Identity::read_namespaces(admin)?))
+    /// Some of the namespaces may have changed.
+    fn distrust_namespaces(&mut self) {
+        if self.namespaces == Namespaces::Known {
+            self.namespaces = Namespaces::Stale;
+        }
+    }
+
+    /// Reads the namespaces again if they may have changed. Those that cannot be read now are read at the next look.
+    fn check_namespaces(&mut self) {
+        if self.namespaces == Namespaces::Known || self.drive.is_gone() {
+            return;
+        }
+        let Err(error) = self.read_namespaces() else {
+            self.namespaces = Namespaces::Known;
+            return;
         };
-        let (changed, namespaces) = drive.with_admin(read)?;
-        let all = || namespaces.iter().map(|namespace| namespace.nsid).collect();
-        let changed: Vec<Nsid> = changed.unwrap_or_else(all);
-        *lock(&drive.namespaces) = namespaces;
+        if self.namespaces == Namespaces::Stale {
+            warn!(
+                "Drive {}: its namespaces may have changed, and cannot be read yet: {error}",
+                self.drive.backing.name()
+            );
+        }
+        self.namespaces = Namespaces::Unread;
+    }
+
+    /// Reads the namespaces, and tells of those that changed.
+    fn read_namespaces(&self) -> Result<(), ControllerError> {
+        let drive = &self.drive;
+        let has_list = drive.identity.controller.oaes.namespace_attribute();
+        let read = |admin: &mut AdminQueue| {
+            // The list first: what changes after it is another event.
+            let listed = match has_list.then(|| log_pages::changed_namespaces(admin)) {
+                None => Some(Vec::new()),
+                Some(Err(ControllerError::Admin { .. })) => None,
+                Some(listed) => listed?,
+            };
+            Ok((listed, Identity::read_namespaces(admin)?))
+        };
+        let (listed, now) = drive.with_admin(read)?;
+        let before = std::mem::replace(&mut *lock(&drive.namespaces), now.clone());
+        let is_listed = self.namespaces == Namespaces::Stale && listed.is_some();
+        let is_same =
+            |namespace: &&HostNamespace| before.contains(namespace) && now.contains(namespace);
+        let others = before.iter().chain(&now);
+        let others = others.filter(|namespace| !is_listed || !is_same(namespace));
+        let changed = others.map(|namespace| namespace.nsid);
+        let changed: BTreeSet<Nsid> = changed.chain(listed.unwrap_or_default()).collect();
         for nsid in changed {
             drive.tell(DriveEvent::NamespaceChanged(nsid));
         }

@@ -96,6 +96,7 @@ impl ShadowCore {
             held,
             live,
             slots,
+            repeats,
             ..
         } = self;
         let count = held.len() as u32;
@@ -103,8 +104,10 @@ impl ShadowCore {
             cq.publish(entry, room);
         }
         if let Some(live) = live {
-            // Their slots are free, and none was taken anew meanwhile.
-            live.keep_marks(|slot| slots.command(slot).is_some());
+            // Their slots are free, and none was taken anew meanwhile. Commands that are to be carried out again have
+            // none yet, and keep their marks.
+            let is_repeated = |slot| repeats.iter().any(|repeat| repeat.slot == slot);
+            live.keep_marks(|slot| slots.command(slot).is_some() || is_repeated(slot));
             live.store(&cq.indices, false);
         }
         cq.gate.post(count, Ticks::now());

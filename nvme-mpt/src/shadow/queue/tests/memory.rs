@@ -9,6 +9,8 @@ use super::*;
 use crate::clock::ticks_in;
 use crate::iova::Iommu;
 use crate::memory::{Access, Mapping};
+use crate::seam::InFlightState;
+use crate::seam::state::words_of;
 
 /// A page that the tests map and unmap.
 const DATA: Gpa = Gpa(0x10_0000);
@@ -161,4 +163,41 @@ fn a_ring_is_waited_for_while_memory_changes_and_a_second_longer() {
         is_over(at(31_000), at(0), at(31_000)),
         "it is not waited for ever"
     );
+}
+
+#[test]
+fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_back() {
+    const SLOT: u16 = 3;
+    let live = Arc::new(LiveState::new(1).expect("memory"));
+    let space = Arc::new(IovaSpace::software());
+    let mut guest = Guest::with_live(space, Some(live.clone()));
+    let mut flush = Sqe::new(NvmOpcode::FLUSH.0);
+    flush.nsid = Nsid(1);
+    // The process before ended with the command in flight.
+    let mut state = guest.queue.save(&[]);
+    state.in_flight.push(InFlightState {
+        slot: SLOT,
+        sqid: QUEUE.0,
+        command: words_of(&flush),
+    });
+    guest.queue.restore(&state);
+    let marked = || {
+        let queue = live.queue(QUEUE).expect("a queue");
+        let slots = queue.marked().into_iter().map(|marked| marked.slot);
+        slots.collect::<Vec<_>>()
+    };
+    assert_eq!(marked(), [SLOT]);
+    // Its ring goes, and is back before the command was given to the host.
+    let since = Ticks::now();
+    guest.queue.core.condition = Condition::Suspended { gone: SQ, since };
+    guest.queue.core.rebind();
+    assert_eq!(guest.queue.core.condition, Condition::Sound);
+    assert_eq!(marked(), [SLOT], "the next process finds it");
+    let mut host = Host::default();
+    guest.poll(&mut host);
+    assert_eq!(host.commands.len(), 1, "it is carried out again");
+    host.complete(0);
+    guest.poll(&mut host);
+    assert_eq!(guest.completion(0), Some(Status::SUCCESS));
+    assert!(marked().is_empty(), "it is done");
 }

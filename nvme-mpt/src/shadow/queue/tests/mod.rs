@@ -127,15 +127,20 @@ fn region(gpa: Gpa, len: u64) -> MemoryRegion {
 impl Guest {
     /// A guest whose rings lie in a page each.
     fn new(space: Arc<IovaSpace>) -> Self {
+        Self::with_live(space, None)
+    }
+
+    /// As [`Self::new`], of a function that may outlive its process.
+    fn with_live(space: Arc<IovaSpace>, live: Option<Arc<LiveState>>) -> Self {
         let mut window = DmaWindow::new(space.clone());
         window.set_clock(Arc::new(StillClock));
         for ring in [SQ, CQ] {
             window.map(region(ring, PAGE)).expect("free");
         }
-        Self::with_rings(window, &space)
+        Self::with_rings(window, &space, live)
     }
 
-    fn with_rings(window: DmaWindow, space: &Arc<IovaSpace>) -> Self {
+    fn with_rings(window: DmaWindow, space: &Arc<IovaSpace>, live: Option<Arc<LiveState>>) -> Self {
         let drive = IdleController::drive();
         let whole = LbaRange {
             start: Lba(0),
@@ -160,7 +165,7 @@ impl Guest {
             tables: window.tables().clone(),
             limiter: Limiter::new(RateLimits::default(), Rate::of_this_machine()),
             blocks: Mutex::new(Arc::new(blocks)),
-            live: None,
+            live,
             errors: StatusCounters::default(),
             processor_time: Arc::default(),
         });

@@ -3,15 +3,17 @@
 
 use std::time::Duration;
 
-use nvme_mpt::drive::Incidents;
+use nvme_mpt::drive::{HostController, Incidents};
+use nvme_mpt::poller::Threads;
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::drive::{
-    Aborts, Counters, DoorbellBufferUse, Effect, Fault, HandQueue, Meets, NamespaceOptions,
-    Options, Resets,
+    Aborts, Counters, DoorbellBufferUse, Effect, Fault, HandQueue, Meets, ModelDrive,
+    NamespaceOptions, Options, Resets,
 };
 use nvme_mpt_tests::status::{
     INTERNAL_ERROR, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS, WRITE_FAULT,
 };
+use nvme_vfio::{ControllerOptions, VfioController};
 use proptest::prelude::*;
 
 use crate::common::bystander::Bystander;
@@ -485,6 +487,23 @@ fn admin_commands_that_are_lost_end_in_a_reset() {
         assert!(host.drive.controller().smart_health().unwrap().is_some());
     });
     assert_eq!(outcome.incidents.resets, 1);
+}
+
+#[test]
+fn a_description_that_gets_no_answer_ends_in_a_reset() {
+    let model = ModelDrive::start(scarce());
+    let options = ControllerOptions::default();
+    let controller = VfioController::open(model.clone(), options, &Threads::default()).unwrap();
+    assert!(controller.describe().unwrap().health.is_some());
+    model.set_admin_timeout(Some(ADMIN_TIMEOUT));
+    model.inject(Fault::once(Meets::Admin(admin::GET_LOG_PAGE), Effect::Lose));
+    controller.describe().expect_err("no answer");
+    model.set_admin_timeout(None);
+    // Until then the page of the answer may be written.
+    wait_for("a reset", || controller.incidents().resets >= 1);
+    wait_for("a description", || controller.describe().is_ok());
+    drop(controller);
+    model.judgement().unwrap();
 }
 
 /// Something that goes wrong, of the kinds that drives get over.

@@ -62,7 +62,7 @@ impl Identity {
             0 => u64::MAX,
             mdts => PAGE_SIZE.checked_shl(mdts.into()).unwrap_or(u64::MAX),
         };
-        let nvm = identify_nvm(admin, version);
+        let nvm = identify_nvm(admin, version)?;
         let limits = limits(&controller, nvm.as_ref(), &common, max_transfer);
         Ok(Self {
             name: name(&controller),
@@ -116,15 +116,20 @@ where
 }
 
 /// The limits of the NVM Command Set, from controllers that can report them.
-fn identify_nvm(admin: &mut AdminQueue, version: Version) -> Option<IdentifyControllerNvm> {
+fn identify_nvm(
+    admin: &mut AdminQueue,
+    version: Version,
+) -> Result<Option<IdentifyControllerNvm>, ControllerError> {
     if version.mjr() < 2 {
-        return None;
+        return Ok(None);
     }
     let mut structure = IdentifyControllerNvm::new_zeroed();
-    // A controller need not have it, so what it says instead is no error.
-    identify(admin, Cns::IOCS_CONTROLLER, Nsid(0), &mut structure)
-        .is_ok()
-        .then_some(structure)
+    match identify(admin, Cns::IOCS_CONTROLLER, Nsid(0), &mut structure) {
+        Ok(()) => Ok(Some(structure)),
+        // A controller need not have it, so what it says instead is no error.
+        Err(ControllerError::Admin { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Common facts of all namespaces that are used.

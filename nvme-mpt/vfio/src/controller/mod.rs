@@ -203,10 +203,17 @@ impl VfioController {
         let queue_pairs = lock(&drive.pairs).total();
         let memory_size = drive.backing.read32(CMBSZ as usize);
         drive.with_admin(|admin| {
+            let namespaces = identity::describe_namespaces(admin, &known)?;
+            let health = match log_pages::smart_health(admin, true) {
+                Ok(health) => Some(health),
+                Err(ControllerError::Admin { .. }) => None,
+                // It may be carried out still, and write the page of the next command's data.
+                Err(error) => return Err(error),
+            };
             Ok(Description {
                 controller: drive.identity.controller,
-                namespaces: identity::describe_namespaces(admin, &known)?,
-                health: log_pages::smart_health(admin, true).ok(),
+                namespaces,
+                health,
                 queue_pairs: Some(queue_pairs),
                 controller_memory: Some(memory_size != 0),
             })

@@ -506,6 +506,19 @@ fn a_description_that_gets_no_answer_ends_in_a_reset() {
     model.judgement().unwrap();
 }
 
+#[test]
+fn a_flush_of_a_functions_end_outlasts_a_reset() {
+    let host = Host::with(scarce(), LONG);
+    let machine = host.machine(&Setup::nth(0));
+    let fatal = Fault::once(Meets::IoOpcode(io::FLUSH), Effect::Fatal);
+    host.model.inject(fatal);
+    machine.function().flush().unwrap();
+    assert_eq!(host.incidents().resets, 1);
+    assert_eq!(host.model.counters().faults_met, 1);
+    drop(machine);
+    host.finish();
+}
+
 /// Something that goes wrong, of the kinds that drives get over.
 fn mishaps() -> impl Strategy<Value = (Meets, Effect, u64, u64)> {
     let meets = prop_oneof![

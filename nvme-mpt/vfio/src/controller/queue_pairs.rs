@@ -31,6 +31,7 @@ use nvme_mpt::spec::ids::{CommandId, QueueId};
 use nvme_mpt::spec::opcode::{AdminOpcode, NvmOpcode};
 use nvme_mpt::spec::registers::{Cap, Doorbell};
 use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
 
 /// Pause between two looks for the completion of a Flush.
 const FLUSH_PAUSE: Duration = Duration::from_micros(200);
@@ -40,6 +41,9 @@ const REST: Duration = Duration::from_secs(1);
 
 /// The same in looks of the supervisor.
 const RESTING_LOOKS: u32 = 10;
+
+/// Attempts at a Flush that resets or Aborts take away.
+const FLUSH_ATTEMPTS: u32 = 5;
 
 /// Queue pairs that are asked for; the drive grants what it has.
 const WANTED: u16 = 1024;
@@ -385,9 +389,26 @@ impl PhysicalDrive {
         let mut sqe = Sqe::new(NvmOpcode::FLUSH.0);
         sqe.set_cid(CommandId(0));
         sqe.nsid = namespace.nsid;
+        let mut status = Status::COMMAND_INTERRUPTED;
+        for _ in 0..FLUSH_ATTEMPTS {
+            status = self.carry_out(&mut queue, &sqe, memory);
+            // As all drivers do with commands that a reset or an Abort took away.
+            if status != Status::COMMAND_INTERRUPTED {
+                break;
+            }
+        }
+        if status.is_success() {
+            return Ok(());
+        }
+        let namespace = *namespace;
+        Err(ControllerError::Flush { namespace, status })
+    }
+
+    /// Carries out the only command of a queue.
+    fn carry_out(&self, queue: &mut VfioQueue, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let mut batch = queue.batch();
         batch.announce(1, Ticks::now());
-        batch.submit(&sqe);
+        batch.submit(sqe);
         batch.ring(memory);
         let mut completed = None;
         let clock = self.backing.clock();
@@ -398,11 +419,7 @@ impl PhysicalDrive {
             });
             match completed {
                 None => clock.sleep(FLUSH_PAUSE),
-                Some(status) if status.is_success() => return Ok(()),
-                Some(status) => {
-                    let namespace = *namespace;
-                    return Err(ControllerError::Flush { namespace, status });
-                }
+                Some(status) => return status,
             }
         }
     }

@@ -138,6 +138,8 @@ struct Namespaces {
     deallocated_reads_zeroes: bool,
     copy_bytes_max: u64,
     copy_ranges_max: u32,
+    /// Writes that cross a boundary of one of them are not atomic.
+    has_atomic_boundaries: bool,
 }
 
 /// Namespaces that can be shared, and their common facts; why the first of the others cannot be shared.
@@ -151,6 +153,7 @@ impl Namespaces {
             deallocated_reads_zeroes: true,
             copy_bytes_max: u64::MAX,
             copy_ranges_max: u32::MAX,
+            has_atomic_boundaries: false,
         };
         let mut namespaces = Vec::new();
         let mut refused = None;
@@ -177,6 +180,8 @@ impl Namespaces {
         let blocks = u64::from(structure.mcl).min(structure.mssrl.into());
         self.copy_bytes_max = self.copy_bytes_max.min(blocks << lba_shift);
         self.copy_ranges_max = self.copy_ranges_max.min(u32::from(structure.msrc_z) + 1);
+        // 0 is no boundary (NVM 1.0, section 2.1.4.3).
+        self.has_atomic_boundaries |= structure.nabsn_z > 0 || structure.nabspf_z > 0;
     }
 }
 
@@ -212,6 +217,8 @@ fn limits(
     // be named unless it is rewritten. So SGLs are for drives that take a guest's command whole.
     let whole = max_transfer >= PAGE_SIZE << GUEST_MDTS;
     let sgl = id.sgls.support() == 1 && whole;
+    // Boundaries lie in the namespace, and a lease begins anywhere in it. So guests cannot heed them.
+    let atomic = whole && !common.has_atomic_boundaries;
     // Copy has formats; guests are offered format 0.
     let copy = id.oncs.copy() && id.cdfs & 1 != 0 && common.copy_bytes_max > 0;
     Limits {
@@ -225,8 +232,8 @@ fn limits(
             .with_verify(id.oncs.verify())
             .with_copy(copy),
         // If guests' writes can be split, only the parts that the drive takes at once are atomic.
-        awun_z: if whole { id.awun_z } else { 0 },
-        awupf_z: if whole { id.awupf_z } else { 0 },
+        awun_z: if atomic { id.awun_z } else { 0 },
+        awupf_z: if atomic { id.awupf_z } else { 0 },
         volatile_write_cache: id.vwc.present(),
         deallocated_reads_zeroes: common.deallocated_reads_zeroes,
         sgl_descriptors_max: if sgl { MAX_SGL_DESCRIPTORS } else { 0 },
@@ -312,6 +319,7 @@ mod tests {
             deallocated_reads_zeroes: true,
             copy_bytes_max: u64::MAX,
             copy_ranges_max: u32::MAX,
+            has_atomic_boundaries: false,
         };
         for (structure, lba_shift) in structures {
             common.take_in(structure, *lba_shift);
@@ -337,6 +345,22 @@ mod tests {
         assert_eq!((narrow.mdts, narrow.awun_z), (8, 0));
         assert_eq!(narrow.sgl_descriptors_max, 0);
         assert_eq!(narrow.no_data_bytes_max, 128 << 10);
+    }
+
+    #[test]
+    fn no_write_of_more_than_a_block_is_promised_as_atomic_where_there_are_boundaries() {
+        let mut id = IdentifyController::new_zeroed();
+        (id.awun_z, id.awupf_z) = (7, 7);
+        let promised = |structure| {
+            let common = common(&[(namespace(9, 0), 9), (structure, 9)]);
+            let limits = limits(&id, None, &common, u64::MAX);
+            (limits.awun_z, limits.awupf_z)
+        };
+        assert_eq!(promised(namespace(9, 0)), (7, 7));
+        let (mut normal, mut power_fail) = (namespace(9, 0), namespace(9, 0));
+        (normal.nabsn_z, power_fail.nabspf_z) = (31, 31);
+        assert_eq!(promised(normal), (0, 0));
+        assert_eq!(promised(power_fail), (0, 0));
     }
 
     #[test]

@@ -5,11 +5,11 @@ use std::time::Duration;
 use nvme_mpt_tests::admin::{LogPage, feature, log};
 use nvme_mpt_tests::command::admin;
 use nvme_mpt_tests::controller::Controller;
-use nvme_mpt_tests::drive::{Effect, Fault, Meets, NamespaceOptions, Options};
+use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_tests::identify::field;
-use nvme_mpt_tests::status::NAMESPACE_NOT_READY;
+use nvme_mpt_tests::status::{INVALID_FIELD, NAMESPACE_NOT_READY};
 
-use crate::common::{HANG, Host, LEASE, LONG, Machine, Setup};
+use crate::common::{HANG, Host, LEASE, LONG, Machine, Setup, open};
 use crate::load::Load;
 
 /// Asynchronous Event Configuration: temperature, and Namespace Attribute Notices.
@@ -148,6 +148,26 @@ fn a_namespace_that_changes_is_told_although_it_cannot_be_read_at_once() {
     host.model.resize(1, LEASE / 512);
     is_told(&mut controller);
     assert_eq!(host.drive.controller().namespaces()[0].blocks, LEASE / 512);
+    drop((controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_drive_that_knows_fewer_warnings_tells_of_its_namespaces() {
+    let options = Options {
+        namespaces: vec![NamespaceOptions::new(1, 2 * LEASE, 512)],
+        ..Options::default()
+    };
+    let model = ModelDrive::start(options);
+    // Number of Queues, then Asynchronous Event Configuration.
+    let refuse = Effect::Fail(INVALID_FIELD, true);
+    model.inject(Fault::once(Meets::Admin(admin::SET_FEATURES), refuse).after(1));
+    let host = Host::of(open(&model, LONG).unwrap(), model);
+    assert_eq!(host.model.counters().faults_met, 1);
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = listening(&machine);
+    host.model.resize(1, LEASE / 512);
+    is_told(&mut controller);
     drop((controller, machine));
     host.finish();
 }

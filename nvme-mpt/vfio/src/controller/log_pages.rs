@@ -15,8 +15,13 @@ use nvme_mpt::spec::log::{
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 
-/// Critical warnings that are worth an event: all that the specification names.
-const CRITICAL_WARNINGS: CriticalWarning = CriticalWarning(0b11_1111);
+/// Critical warnings that are worth an event: all that the specification names. Earlier versions have fewer bits, and a
+/// drive may refuse the others together with the notices about namespaces.
+const CRITICAL_WARNINGS: [CriticalWarning; 3] = [
+    CriticalWarning(0b11_1111),
+    CriticalWarning(0b1_1111),
+    CriticalWarning(0),
+];
 
 /// Error Information entries of a page.
 const ERRORS_PER_PAGE: usize = PAGE_SIZE as usize / size_of::<ErrorInformation>();
@@ -91,20 +96,32 @@ pub(super) fn listen(
     admin: &mut AdminQueue,
     id: &IdentifyController,
 ) -> Result<(), ControllerError> {
-    let wanted = AsyncEventConfiguration(0)
-        .with_critical_warnings(CRITICAL_WARNINGS)
-        .with_namespace_attribute(id.oaes.namespace_attribute());
-    let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
-    let set = SetFeatures {
-        fid: FeatureId::ASYNC_EVENT_CONFIGURATION,
-        dword11: wanted.0,
-        ..SetFeatures::default()
-    };
-    set.write_to(&mut sqe);
-    match admin.execute(sqe) {
-        // A drive need not let its events be chosen.
-        Ok(_) | Err(ControllerError::Admin { .. }) => {}
-        Err(error) => return Err(error),
+    let mut refused = None;
+    for warnings in CRITICAL_WARNINGS {
+        let wanted = AsyncEventConfiguration(0)
+            .with_critical_warnings(warnings)
+            .with_namespace_attribute(id.oaes.namespace_attribute());
+        let mut sqe = Sqe::new(AdminOpcode::SET_FEATURES.0);
+        let set = SetFeatures {
+            fid: FeatureId::ASYNC_EVENT_CONFIGURATION,
+            dword11: wanted.0,
+            ..SetFeatures::default()
+        };
+        set.write_to(&mut sqe);
+        refused = match admin.execute(sqe) {
+            Ok(_) => None,
+            Err(error @ ControllerError::Admin { .. }) => Some(error),
+            Err(error) => return Err(error),
+        };
+        if refused.is_none() {
+            break;
+        }
+    }
+    if let Some(error) = refused {
+        // It need not let them be chosen.
+        log::warn!(
+            "The drive chooses its events itself, and may not tell of changed namespaces: {error}"
+        );
     }
     admin.listen();
     Ok(())

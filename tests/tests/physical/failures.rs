@@ -519,6 +519,27 @@ fn a_flush_of_a_functions_end_outlasts_a_reset() {
     host.finish();
 }
 
+#[test]
+fn figures_of_queue_pairs_do_not_wait_for_a_reset() {
+    let host = Host::with(scarce(), LONG);
+    let load = Load::start(&host, &Setup::nth(0), 2, 4);
+    load.goes_on();
+    let before = host.drive.controller().queue_pairs().expect("a bound");
+    assert_eq!((before.total, before.exclusive), (2, 2));
+    // The reset waits for the answer to Number of Queues.
+    let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
+    host.model.inject(held);
+    host.model.fail();
+    wait_for("the reset", || host.model.counters().faults_met == 1);
+    assert_eq!(host.drive.controller().queue_pairs(), Some(before));
+    // Of an attempt that gets no answer, another one would follow.
+    assert_eq!(host.model.counters().enables, 2, "it waited");
+    host.model.let_go();
+    load.goes_on();
+    load.finish();
+    host.finish();
+}
+
 /// Something that goes wrong, of the kinds that drives get over.
 fn mishaps() -> impl Strategy<Value = (Meets, Effect, u64, u64)> {
     let meets = prop_oneof![

@@ -1,6 +1,7 @@
 //! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
 //!
-//! Lock order: `pairs`, then `admin`, then a pair's own. The threads that take them are the control
+//! Lock order: `pairs`, then `admin`, then that of the pairs' view, then a pair's own. A reset holds the first two
+//! throughout, so who counts pairs takes neither. The threads that take them are the control
 //! threads of the drive's users and the drive's supervisor; pollers take a pair's own lock alone.
 
 mod admin_queue;
@@ -51,7 +52,7 @@ use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
 use nvme_mpt::spec::registers::offset::CMBSZ;
-use queue_pairs::QueuePairs;
+use queue_pairs::{PairsView, QueuePairs};
 use registers::{Registers, SHUTDOWN_TIMEOUT};
 use supervisor::DriveCounters;
 
@@ -102,6 +103,7 @@ struct PhysicalDrive {
     options: ControllerOptions,
     namespaces: Mutex<Vec<HostNamespace>>,
     pairs: Mutex<QueuePairs>,
+    pairs_view: PairsView,
     admin: Mutex<AdminQueue>,
     /// Notified when the drive rests no more.
     goes_on: Condvar,
@@ -276,6 +278,7 @@ impl PhysicalDrive {
             namespaces: Mutex::new(identity.namespaces.clone()),
             identity,
             options,
+            pairs_view: pairs.view(),
             pairs: Mutex::new(pairs),
             admin: Mutex::new(admin),
             goes_on: Condvar::new(),
@@ -408,7 +411,7 @@ impl HostController for VfioController {
     }
 
     fn queue_pairs(&self) -> Option<QueuePairUse> {
-        Some(lock(&self.drive.pairs).usage())
+        Some(self.drive.pairs_view.usage())
     }
 
     fn smart_health(&self) -> io::Result<Option<SmartHealth>> {

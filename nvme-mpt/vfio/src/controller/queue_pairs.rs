@@ -25,6 +25,7 @@ use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostNamespace, QueuePairUse};
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
+use nvme_mpt::memory::sync::Mutex;
 use nvme_mpt::spec::admin::{CreateIoCq, CreateIoSq, DeleteQueue, QueuePriority, SetFeatures};
 use nvme_mpt::spec::feature::{FeatureId, NumberOfQueues};
 use nvme_mpt::spec::ids::{CommandId, QueueId};
@@ -57,6 +58,35 @@ pub(super) struct QueuePairs {
     /// Reservations, in the order in which they were made.
     pub(super) holders: Vec<Holder>,
     governor: Arc<Governor>,
+    view: PairsView,
+}
+
+/// The pairs for those who count them. They do not wait for the lock of [`QueuePairs`], which is held throughout a reset.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PairsView(Arc<Mutex<Counted>>);
+
+#[derive(Debug, Default)]
+struct Counted {
+    total: u16,
+    reserved: u16,
+    /// Those without a reservation.
+    others: Vec<Pair>,
+}
+
+impl PairsView {
+    pub(super) fn usage(&self) -> QueuePairUse {
+        let counted = lock(&self.0);
+        let with = |wanted: fn(usize) -> bool| {
+            let others = counted.others.iter();
+            others.filter(|pair| wanted(pair.members())).count() as u16
+        };
+        QueuePairUse {
+            total: counted.total,
+            reserved: counted.reserved,
+            exclusive: with(|members| members == 1),
+            shared: with(|members| members > 1),
+        }
+    }
 }
 
 /// A pair, and the reservation that it belongs to.
@@ -90,13 +120,30 @@ impl QueuePairs {
         }
         // MQES is zero-based, and at least 1 by the specification.
         let entries = (u32::from(cap.mqes_z()) + 1).clamp(2, ENTRIES_MAX);
-        Ok(Self {
+        let pairs = Self {
             total,
             entries,
             pairs: Vec::new(),
             holders: Vec::new(),
             governor: Arc::new(governor),
-        })
+            view: PairsView::default(),
+        };
+        pairs.show();
+        Ok(pairs)
+    }
+
+    /// Returns the view of those who count the pairs.
+    pub(super) fn view(&self) -> PairsView {
+        self.view.clone()
+    }
+
+    /// Shows the pairs, and to whom they belong, to those who count them.
+    fn show(&self) {
+        *lock(&self.view.0) = Counted {
+            total: self.total,
+            reserved: self.reserved(),
+            others: self.of(None).cloned().collect(),
+        };
     }
 
     pub(super) fn total(&self) -> u16 {
@@ -137,16 +184,7 @@ impl QueuePairs {
     }
 
     pub(super) fn usage(&self) -> QueuePairUse {
-        let with = |wanted: fn(usize) -> bool| {
-            let count = self.of(None).filter(|pair| wanted(pair.members()));
-            count.count() as u16
-        };
-        QueuePairUse {
-            total: self.total,
-            reserved: self.reserved(),
-            exclusive: with(|members| members == 1),
-            shared: with(|members| members > 1),
-        }
+        self.view.usage()
     }
 
     /// The pair without a reservation that nobody uses, or that the fewest do.
@@ -169,6 +207,7 @@ impl QueuePairs {
         chosen.owner = Some(key);
         chosen.pair.set_reserved(true);
         let pair = chosen.pair.clone();
+        self.show();
         while let Some(other) = self.least_used()
             && pair.move_one(other, |_| true)
         {}
@@ -182,6 +221,7 @@ impl QueuePairs {
                 owned.pair.set_reserved(false);
             }
         }
+        self.show();
     }
 
     /// Moves queues to free pairs of their own reservations, and from crowded pairs to others.
@@ -344,15 +384,19 @@ impl PhysicalDrive {
             return Ok(false);
         }
         match self.create_pair(pairs) {
-            Ok(pair) => pairs.pairs.push(OwnedPair {
-                pair,
-                owner: None,
-                rest: Rest::default(),
-            }),
+            Ok(pair) => {
+                pairs.pairs.push(OwnedPair {
+                    pair,
+                    owner: None,
+                    rest: Rest::default(),
+                });
+                pairs.show();
+            }
             // A drive may grant more queues than it can have at a time.
             Err(error @ ControllerError::Admin { .. }) if !pairs.pairs.is_empty() => {
                 warn!("Drive {} has no more queues: {error}", self.backing.name());
                 pairs.total = pairs.count();
+                pairs.show();
                 return Ok(false);
             }
             Err(error) => return Err(error),

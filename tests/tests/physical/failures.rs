@@ -520,7 +520,7 @@ fn a_flush_of_a_functions_end_outlasts_a_reset() {
 }
 
 #[test]
-fn figures_of_queue_pairs_do_not_wait_for_a_reset() {
+fn neither_figures_of_queue_pairs_nor_health_wait_for_a_reset() {
     let host = Host::with(scarce(), LONG);
     let load = Load::start(&host, &Setup::nth(0), 2, 4);
     load.goes_on();
@@ -532,6 +532,10 @@ fn figures_of_queue_pairs_do_not_wait_for_a_reset() {
     host.model.fail();
     wait_for("the reset", || host.model.counters().faults_met == 1);
     assert_eq!(host.drive.controller().queue_pairs(), Some(before));
+    host.drive
+        .controller()
+        .smart_health()
+        .expect_err("it is being reset");
     // Of an attempt that gets no answer, another one would follow.
     assert_eq!(host.model.counters().enables, 2, "it waited");
     host.model.let_go();

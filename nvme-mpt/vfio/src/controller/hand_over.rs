@@ -15,7 +15,8 @@ use std::mem;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, TryLockError};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -49,6 +50,9 @@ const COMPLETE: u64 = u64::from_le_bytes(*b"nvmphand");
 const COMPLETE_AT: usize = 0;
 const OUTDATED_AT: usize = 64;
 const STATE_AT: usize = 4096;
+
+/// Pause between two looks whether another thread is done with the admin queues.
+const ADMIN_PAUSE: Duration = Duration::from_millis(1);
 
 /// Most bytes of a state: more than that of an IOMMU with all its mappings.
 const STATE_MAX: u64 = 64 << 20;
@@ -297,13 +301,30 @@ impl PhysicalDrive {
         Ok(descriptors)
     }
 
-    /// Waits until the drive does not rest. Once another process has taken it, that is for good.
-    pub(super) fn working_admin(&self) -> MutexGuard<'_, AdminQueue> {
-        let mut admin = lock(&self.admin);
-        while admin.rest.is_some() {
+    /// Waits for other commands, and until the drive does not rest, but for no reset, which may take minutes. Once
+    /// another process has taken the drive, it rests for good.
+    pub(super) fn working_admin(&self) -> Result<MutexGuard<'_, AdminQueue>, ControllerError> {
+        let clock = self.backing.clock();
+        loop {
+            if self.is_gone() {
+                return Err(ControllerError::Gone);
+            }
+            if self.reset_wanted.load(Ordering::Acquire) {
+                return Err(ControllerError::Resetting);
+            }
+            let admin = match self.admin.try_lock() {
+                Ok(admin) => admin,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => {
+                    clock.sleep(ADMIN_PAUSE);
+                    continue;
+                }
+            };
+            if admin.rest.is_none() {
+                return Ok(admin);
+            }
             let woken = self.goes_on.wait(admin);
-            admin = woken.unwrap_or_else(PoisonError::into_inner);
+            drop(woken.unwrap_or_else(PoisonError::into_inner));
         }
-        admin
     }
 }

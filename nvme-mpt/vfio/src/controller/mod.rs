@@ -110,7 +110,7 @@ struct PhysicalDrive {
     buffer: Option<DoorbellBuffer>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
-    /// Somebody found that the drive must be reset.
+    /// Somebody found that the drive must be reset, or it is being reset.
     reset_wanted: AtomicBool,
     /// The drive is given back: the supervisor ends.
     closing: AtomicBool,
@@ -298,12 +298,12 @@ impl PhysicalDrive {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Runs admin commands, unless the drive is gone. One that is not answered has it reset.
+    /// Runs admin commands, unless the drive is gone or is being reset. One that is not answered has it reset.
     fn with_admin<T>(
         &self,
         commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
     ) -> Result<T, ControllerError> {
-        let mut admin = self.working_admin();
+        let mut admin = self.working_admin()?;
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }

@@ -55,6 +55,8 @@ impl PhysicalDrive {
         warn!("Drive {name} is reset: {cause}");
         self.counters.resets.fetch_add(1, Ordering::Relaxed);
         let pairs = lock(&self.pairs);
+        // Whoever sees it does not wait for the admin queues. It is not seen by who is about to create a pair.
+        self.reset_wanted.store(true, Ordering::Release);
         let mut admin = lock(&self.admin);
         for (_, pair) in pairs.iter() {
             pair.stop();
@@ -63,6 +65,7 @@ impl PhysicalDrive {
             if self.backing.is_gone() {
                 break;
             }
+            self.reset_wanted.store(true, Ordering::Release);
             let result = self.quiesce(attempt > 1).and_then(|()| {
                 for (_, pair) in pairs.iter() {
                     pair.fail_in_flight(INTERRUPTED);
@@ -71,7 +74,6 @@ impl PhysicalDrive {
             });
             match result {
                 Ok(()) => {
-                    self.reset_wanted.store(false, Ordering::Release);
                     info!("Drive {name} works again");
                     self.tell(DriveEvent::Reset);
                     return;
@@ -118,6 +120,7 @@ impl PhysicalDrive {
             queue_pairs::create(admin, qid, pair)?;
         }
         log_pages::listen(admin, &self.identity.controller)?;
+        self.reset_wanted.store(false, Ordering::Release);
         // From here on commands go to the drive again.
         for (qid, pair) in pairs.iter() {
             pair.restart(self.doorbells(qid)?);

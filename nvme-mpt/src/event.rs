@@ -15,7 +15,7 @@ use crate::spec::ids::{CommandId, Nsid, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::status::Status;
 
-/// Events that wait to be taken; a guest that produces more loses the newer ones, as an Error
+/// Events that wait to be taken; a guest that causes more loses the newer ones, as an Error
 /// Information log page has an end too.
 const CAPACITY: usize = 64;
 
@@ -45,6 +45,22 @@ pub enum Event {
     Changes,
     /// The process of the host side changed, which is not the function's.
     HostSide(HostSideEvent),
+}
+
+impl Event {
+    /// Returns whether the guest can cause any number of them.
+    fn is_of_guest(&self) -> bool {
+        matches!(self, Self::CommandFailed(_) | Self::InvalidDoorbell { .. })
+    }
+
+    fn is_failure(&self) -> bool {
+        matches!(self, Self::QueueFailed { .. })
+    }
+
+    /// Returns whether it says that there is something to look at, so that one that waits is enough.
+    fn is_state(&self) -> bool {
+        matches!(self, Self::Drive(_) | Self::Changes)
+    }
 }
 
 /// Change of the process that has the host side.
@@ -178,15 +194,23 @@ impl EventQueue {
         events.drain(..).collect()
     }
 
-    /// Reports an event. Of the reports that wait, errors of commands are dropped first: a guest
-    /// that fails fast must not hide that a queue of its broke.
+    /// Reports an event. Those that a guest causes as often as it likes are bounded, and hide no other: neither that a
+    /// queue of its broke, nor that its namespace is another one.
     pub fn report(&self, event: Event) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if event.is_state() && events.contains(&event) {
+            return;
+        }
         if events.len() >= CAPACITY {
-            let expendable = |event: &Event| matches!(event, Event::CommandFailed(_));
-            match events.iter().position(expendable) {
-                Some(index) if !expendable(&event) => drop(events.remove(index)),
-                _ => return,
+            if event.is_of_guest() {
+                return;
+            }
+            match events.iter().position(Event::is_of_guest) {
+                Some(index) => drop(events.remove(index)),
+                // One is enough for the controller to fail.
+                None if event.is_failure() && events.iter().any(Event::is_failure) => return,
+                // There are only so many others.
+                None => {}
             }
         }
         let first = events.is_empty();
@@ -237,5 +261,36 @@ mod tests {
         assert!(queue.take().is_empty());
         queue.report(error);
         queue.eventfd().read().expect("readable again");
+    }
+
+    #[test]
+    fn a_flood_of_invalid_doorbells_hides_no_change_of_the_namespace() {
+        let queue = EventQueue::new().expect("eventfd");
+        for value in 0..10 * CAPACITY as u32 {
+            let doorbell = Doorbell::SqTail(QueueId(1));
+            queue.report(Event::InvalidDoorbell { doorbell, value });
+        }
+        let changed = Event::Drive(DriveEvent::NamespaceChanged(Nsid(1)));
+        for _ in 0..2 {
+            queue.report(changed);
+        }
+        let events = queue.take();
+        assert_eq!(events.len(), CAPACITY);
+        assert_eq!(events.last(), Some(&changed));
+        let told = events.iter().filter(|event| **event == changed);
+        assert_eq!(told.count(), 1);
+    }
+
+    #[test]
+    fn what_no_guest_causes_finds_room() {
+        let queue = EventQueue::new().expect("eventfd");
+        let reason = QueueFailure::MemoryLost;
+        for qid in (1..=2 * CAPACITY as u16).map(QueueId) {
+            queue.report(Event::QueueFailed { qid, reason });
+        }
+        queue.report(Event::Drive(DriveEvent::Gone));
+        let events = queue.take();
+        assert_eq!(events.len(), CAPACITY + 1);
+        assert_eq!(events.last(), Some(&Event::Drive(DriveEvent::Gone)));
     }
 }

@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use nvme_mpt_tests::admin::{LogPage, feature, log};
-use nvme_mpt_tests::command::admin;
+use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options};
 use nvme_mpt_tests::identify::field;
-use nvme_mpt_tests::status::{INVALID_FIELD, NAMESPACE_NOT_READY};
+use nvme_mpt_tests::status::{INVALID_FIELD, INVALID_NAMESPACE, NAMESPACE_NOT_READY, SUCCESS};
 
-use crate::common::{HANG, Host, LEASE, LONG, Machine, Setup, open};
+use crate::common::{HANG, Host, LEASE, LONG, Machine, Setup, open, queue_pair, status, wait_for};
 use crate::load::Load;
 
 /// Asynchronous Event Configuration: temperature, and Namespace Attribute Notices.
@@ -115,11 +115,17 @@ fn the_only_namespace_is_gone_once_its_blocks_are_of_no_use() {
     let host = Host::with(options, LONG);
     let machine = host.machine(&Setup::nth(0));
     let mut controller = listening(&machine);
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     host.model.format_with_metadata(1, 8);
+    // Whatever the function makes of it.
+    wait_for("the end of its commands", || {
+        status(&mut queue, Sqe::flush(1)) == INVALID_NAMESPACE
+    });
     is_told(&mut controller);
     assert!(host.drive.controller().namespaces().is_empty());
     assert_eq!(controller.active_namespaces(0).unwrap(), [0; 0]);
-    drop((controller, machine));
+    drop((queue, controller, machine));
     host.finish();
 }
 

@@ -1,7 +1,8 @@
 //! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
 //!
 //! Lock order: `pairs`, then `admin`, then that of the pairs' view, then a pair's own. A reset holds the first two
-//! throughout, so who counts pairs takes neither. The threads that take them are the control
+//! throughout, so who counts pairs takes neither. The leases' lock comes before that of the namespaces, and no other is
+//! taken under the two. The threads that take them are the control
 //! threads of the drive's users and the drive's supervisor; pollers take a pair's own lock alone.
 
 mod admin_queue;
@@ -102,6 +103,8 @@ struct PhysicalDrive {
     identity: Identity,
     options: ControllerOptions,
     namespaces: Mutex<Vec<HostNamespace>>,
+    /// Leases, each with its namespace as it was leased.
+    leases: Mutex<Vec<(HostNamespace, Weak<LeaseShare>)>>,
     pairs: Mutex<QueuePairs>,
     pairs_view: PairsView,
     admin: Mutex<AdminQueue>,
@@ -129,6 +132,14 @@ struct DriveParts {
     pairs: QueuePairs,
     admin: AdminQueue,
     buffer: Option<DoorbellBuffer>,
+}
+
+/// Returns whether one of the namespaces is the leased one, with blocks of the same size. The drive itself refuses
+/// commands beyond its end.
+fn has_same_blocks(namespaces: &[HostNamespace], leased: &HostNamespace) -> bool {
+    namespaces
+        .iter()
+        .any(|namespace| namespace.nsid == leased.nsid && namespace.lba_shift == leased.lba_shift)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -276,6 +287,7 @@ impl PhysicalDrive {
             registers,
             space,
             namespaces: Mutex::new(identity.namespaces.clone()),
+            leases: Mutex::default(),
             identity,
             options,
             pairs_view: pairs.view(),
@@ -316,6 +328,31 @@ impl PhysicalDrive {
             self.want_reset();
         }
         result
+    }
+
+    /// Takes note of a lease, which is revoked while its namespace has other blocks.
+    fn note_lease(&self, namespace: HostNamespace, share: &Arc<LeaseShare>) {
+        let mut leases = lock(&self.leases);
+        share.set_revoked(!has_same_blocks(&lock(&self.namespaces), &namespace));
+        leases.retain(|(_, share)| share.strong_count() > 0);
+        leases.push((namespace, Arc::downgrade(share)));
+    }
+
+    /// Takes up the namespaces that there are now, and has the drive get no command for others. A function does the same
+    /// when it is told, but it may be in a VMM, which need not. Returns the namespaces that there were.
+    fn follow_namespaces(&self, now: &[HostNamespace]) -> Vec<HostNamespace> {
+        let leases = lock(&self.leases);
+        let before = std::mem::replace(&mut *lock(&self.namespaces), now.to_vec());
+        for (namespace, share) in leases.iter() {
+            if let Some(share) = share.upgrade() {
+                share.set_revoked(!has_same_blocks(now, namespace));
+            }
+        }
+        drop(leases);
+        for (_, pair) in lock(&self.pairs).iter() {
+            pair.revoke();
+        }
+        before
     }
 
     fn want_reset(&self) {
@@ -399,9 +436,12 @@ impl HostController for VfioController {
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
+        let namespace = request.namespace;
+        let share = LeaseShare::new(request.reservation.map(Reservation::key));
+        self.drive.note_lease(namespace, &share);
         Ok(Box::new(VfioLease {
-            namespace: request.namespace,
-            share: LeaseShare::new(request.reservation.map(Reservation::key)),
+            namespace,
+            share,
             controller: self,
         }))
     }

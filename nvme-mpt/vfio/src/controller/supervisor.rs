@@ -312,7 +312,7 @@ impl Supervisor {
             Ok((listed, Identity::read_namespaces(admin)?))
         };
         let (listed, now) = drive.with_admin(read)?;
-        let before = std::mem::replace(&mut *lock(&drive.namespaces), now.clone());
+        let before = drive.follow_namespaces(&now);
         let is_listed = self.namespaces == Namespaces::Stale && listed.is_some();
         let is_same =
             |namespace: &&HostNamespace| before.contains(namespace) && now.contains(namespace);

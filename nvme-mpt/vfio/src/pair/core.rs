@@ -33,6 +33,9 @@ use nvme_mpt::spec::status::Status;
 /// Part of the ring's places that heavy members leave to light ones, at least one place.
 const LIGHT_PLACES: usize = 16;
 
+/// Status of the commands of a lease whose namespace is not the one that was leased.
+const REVOKED: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
+
 /// State of the drive: it takes commands, or does not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -73,7 +76,9 @@ pub(super) struct Core {
     departing: usize,
     /// Members that borrow the pair.
     borrowers: usize,
-    /// True if there is one member, and it stays.
+    /// Members of which the drive gets no command any more.
+    revoked: usize,
+    /// True if there is one member, which stays and may use the drive.
     is_lone: bool,
     /// Moves that their queues have not seen yet.
     moves: Moves,
@@ -94,6 +99,7 @@ impl Core {
             count: 0,
             departing: 0,
             borrowers: 0,
+            revoked: 0,
             is_lone: false,
             moves: Moves::default(),
             sharing: Sharing::new(governor),
@@ -105,7 +111,9 @@ impl Core {
     /// A new member. Returns its number.
     pub(super) fn join(&mut self, queue: Newcomer) -> u16 {
         let lease = queue.lease.clone();
-        let member = Some(Box::new(Member::new(queue, self.max_transfer)));
+        let member = Member::new(queue, self.max_transfer);
+        self.revoked += usize::from(member.revoked);
+        let member = Some(Box::new(member));
         // A queue that has not seen its move yet keeps its number.
         let mut numbers = (0..).zip(&self.members);
         let free = numbers.find(|(number, seat)| seat.is_none() && !self.moves.has(*number));
@@ -123,7 +131,7 @@ impl Core {
     }
 
     fn note_members(&mut self) {
-        self.is_lone = self.count == 1 && self.departing == 0;
+        self.is_lone = self.count == 1 && self.departing == 0 && self.revoked == 0;
     }
 
     /// A new member, which borrows the pair from its queues. Returns its number.
@@ -222,23 +230,40 @@ impl Core {
 
     /// Ends what waits of a member: the drive gets no further command or child of it.
     pub(super) fn cut_short(&mut self, number: u16) {
+        self.end_waiting(number, Status::ABORTED_SQ_DELETION);
+    }
+
+    /// Ends what waits of a member with a status.
+    fn end_waiting(&mut self, number: u16, status: Status) {
         let Some(member) = self.member(number) else {
             return;
         };
         while let Some(waiting) = member.waiting.pop_front() {
             let begun = match &mut member.splits {
-                Some(splits) if waiting.split => {
-                    splits.cut_short(waiting.sqe.cid().0, Status::ABORTED_SQ_DELETION)
-                }
+                Some(splits) if waiting.split => splits.cut_short(waiting.sqe.cid().0, status),
                 _ => false,
             };
             // One that the drive has parts of ends with the last of these.
             if !begun {
-                let ended = failed(&waiting.sqe, Status::ABORTED_SQ_DELETION);
-                member.done.push(ended);
+                member.done.push(failed(&waiting.sqe, status));
             }
         }
         self.tell_waiting();
+    }
+
+    /// Ends what waits of leases that are revoked. The drive gets no further command of their members.
+    pub(super) fn revoke(&mut self) {
+        for number in 0..self.members.len() as u16 {
+            let Some(member) = self.member(number) else {
+                continue;
+            };
+            if !member.revoked && member.queue.lease.is_revoked() {
+                member.revoked = true;
+                self.revoked += 1;
+                self.end_waiting(number, REVOKED);
+            }
+        }
+        self.note_members();
     }
 
     /// A member is gone, of which the drive has nothing.
@@ -249,6 +274,7 @@ impl Core {
         {
             self.count -= 1;
             self.departing -= usize::from(member.departs);
+            self.revoked -= usize::from(member.revoked);
             self.note_members();
         }
         self.sharing.lights.retain(|light| *light != number);
@@ -347,7 +373,12 @@ impl Core {
         let Some(member) = member.and_then(Option::as_deref_mut) else {
             return;
         };
-        if let State::Dead(status) = self.state {
+        let refusal = match self.state {
+            State::Dead(status) => Some(status),
+            _ if member.revoked => Some(REVOKED),
+            _ => None,
+        };
+        if let Some(status) = refusal {
             for sqe in staged {
                 member.done.push(failed(sqe, status));
             }

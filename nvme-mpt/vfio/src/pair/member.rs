@@ -49,6 +49,8 @@ pub(super) struct Member {
     pub(super) home: Option<Weak<Shared>>,
     /// Time of its last batch that took its turn.
     pub(super) last_batch: Ticks,
+    /// True if the drive gets no command of it any more.
+    pub(super) revoked: bool,
 }
 
 impl Member {
@@ -59,6 +61,7 @@ impl Member {
         } = queue;
         let room = usize::from(slots);
         let is_split = max_transfer < PARENT_BYTES_MAX;
+        let revoked = queue.lease.is_revoked();
         Self {
             whole: WholeLimit::new(max_transfer, lba_shift),
             waiting: VecDeque::with_capacity(room),
@@ -70,6 +73,7 @@ impl Member {
             departs: false,
             home: None,
             last_batch: Ticks::default(),
+            revoked,
         }
     }
 

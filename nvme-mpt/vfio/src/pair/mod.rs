@@ -194,6 +194,12 @@ impl Pair {
         self.shared.lock().restart(doorbells);
     }
 
+    /// Has the drive get no further command of leases that are [revoked](LeaseShare::set_revoked): theirs complete with
+    /// Invalid Namespace or Format.
+    pub fn revoke(&self) {
+        self.shared.lock().revoke();
+    }
+
     /// Gives the drive up for ever: all that is in flight, waits, or is submitted from now on
     /// completes with this status.
     pub fn kill(&self, status: Status) {

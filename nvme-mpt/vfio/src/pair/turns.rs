@@ -16,7 +16,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use nvme_mpt::limit::Weight;
 
@@ -29,6 +29,8 @@ pub struct LeaseShare {
     reservation: Option<u64>,
     /// Virtual time of a byte.
     per_byte: AtomicU64,
+    /// True while its namespace is not the one that was leased.
+    revoked: AtomicBool,
 }
 
 impl LeaseShare {
@@ -38,6 +40,7 @@ impl LeaseShare {
         let share = Self {
             reservation,
             per_byte: AtomicU64::default(),
+            revoked: AtomicBool::default(),
         };
         share.set_weight(Weight::default());
         Arc::new(share)
@@ -53,6 +56,16 @@ impl LeaseShare {
     pub fn set_weight(&self, weight: Weight) {
         let per_byte = BYTE / u64::from(weight.get());
         self.per_byte.store(per_byte, Ordering::Relaxed);
+    }
+
+    /// Sets whether the drive gets no command of the lease: those of queues that join from now on, and of others with
+    /// [`Pair::revoke`](super::Pair::revoke).
+    pub fn set_revoked(&self, revoked: bool) {
+        self.revoked.store(revoked, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_revoked(&self) -> bool {
+        self.revoked.load(Ordering::Relaxed)
     }
 
     fn time_of(&self, bytes: u64) -> u128 {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};
+use crate::pair::LeaseShare;
 use nvme_mpt::host::HostQueue;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
@@ -141,4 +142,59 @@ fn a_member_that_is_cut_short_has_nothing_more_begun() {
         (0, Status::ABORTED_SQ_DELETION)
     );
     assert_eq!(pair.in_flight(), 0);
+}
+
+#[test]
+fn a_lease_that_is_revoked_reaches_the_drive_no_more() {
+    let (mut drive, pair) = FakeDrive::new(4, u64::MAX, false);
+    let lender = Lender::new(8);
+    let lease = LeaseShare::new(None);
+    let mut queue = pair.join_lease(8, 9, &lease);
+    let reads: Vec<_> = (0..5)
+        .map(|slot| command(NvmOpcode::READ, slot, 0, 8))
+        .collect();
+    submit(&mut queue, &lender, &reads);
+    assert_eq!(drive.fetch(), 3, "two wait");
+    lease.set_revoked(true);
+    pair.revoke();
+    let revoked = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
+    let ends = |queue: &mut _| {
+        let done = reap(queue).into_iter();
+        done.map(|done| (done.slot, done.status))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(ends(&mut queue), [(3, revoked), (4, revoked)]);
+    for slot in 0..3 {
+        drive.complete(0, Status::SUCCESS);
+        assert_eq!(ends(&mut queue), [(slot, Status::SUCCESS)]);
+    }
+    // Also while it has the pair to itself, and for another queue of the lease.
+    submit(&mut queue, &lender, &reads[..1]);
+    assert_eq!(ends(&mut queue), [(0, revoked)]);
+    let mut second = pair.join_lease(8, 9, &lease);
+    submit(&mut second, &lender, &reads[..1]);
+    assert_eq!(ends(&mut second), [(0, revoked)]);
+    assert_eq!(drive.fetch(), 0);
+    // Others go on, beside them and alone.
+    let mut other = pair.join(8, 9, Box::new(()));
+    for _ in 0..2 {
+        submit(&mut other, &lender, &reads[..1]);
+        assert_eq!(drive.fetch(), 1);
+        drive.complete(0, Status::SUCCESS);
+        assert_eq!(ends(&mut other), [(0, Status::SUCCESS)]);
+        pair.revoke();
+    }
+    drop((queue, second));
+    submit(&mut other, &lender, &reads[..1]);
+    assert_eq!(drive.fetch(), 1);
+    drive.complete(0, Status::SUCCESS);
+    assert_eq!(ends(&mut other), [(0, Status::SUCCESS)]);
+    assert_eq!((pair.members(), pair.in_flight()), (1, 0));
+    // The namespace is again as it was leased.
+    lease.set_revoked(false);
+    let mut third = pair.join_lease(8, 9, &lease);
+    submit(&mut third, &lender, &reads[..1]);
+    assert_eq!(drive.fetch(), 1);
+    drive.complete(0, Status::SUCCESS);
+    assert_eq!(ends(&mut third), [(0, Status::SUCCESS)]);
 }

@@ -257,12 +257,13 @@ impl HostController for SoftwareController {
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
+        // First: until the range is locked, whoever has it changes the states of its zones.
+        let medium = self.medium.open_lease(request)?;
         let zones = self.zones.as_ref().map(|zones| {
             let zones = zones.lease(request.only()?);
             zones.map_err(|error| HostLeaseError::Unfit(error.into()))
         });
         let zones = zones.transpose()?;
-        let medium = self.medium.open_lease(request)?;
         Ok(Box::new(SoftwareLease {
             medium,
             zones: zones.map(Arc::new),

@@ -5,7 +5,11 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use super::*;
+use crate::controller::SoftwareController;
+use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::model::Profile;
+use nvme_mpt::drive::{HostController, HostLeaseError, HostLeaseRequest};
+use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Nsid;
 
 const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"768K\"\n\
@@ -229,4 +233,66 @@ fn words_that_make_no_sense_are_not_taken_for_a_change() {
     let drive = zones(8 << 20, Some(&path)).expect("zones");
     let lease = drive.lease(range(0, 8 << 20)).expect("a lease");
     lease.check().expect("as they were");
+}
+
+/// A medium whose range another process has until it is leased here: that one writes to a zone, and ends.
+#[derive(Debug)]
+struct Contended(PathBuf);
+
+impl Medium for Contended {
+    fn identity(&self) -> String {
+        "contended".to_owned()
+    }
+
+    fn model(&self) -> &'static str {
+        "contended"
+    }
+
+    fn bytes(&self) -> u64 {
+        8 << 20
+    }
+
+    fn path(&self) -> Option<&Path> {
+        Some(&self.0)
+    }
+
+    fn open_lease(
+        &self,
+        _: &HostLeaseRequest<'_>,
+    ) -> Result<Box<dyn LeasedMedium>, HostLeaseError> {
+        let other = zones(8 << 20, Some(&self.0)).expect("zones");
+        let lease = other.lease(range(0, 8 << 20)).expect("a lease");
+        let mut state = lease.lock();
+        let zslba = state.table.start(1);
+        state.table.write(zslba, 5).expect("a write");
+        Ok(Box::new(Uncontended))
+    }
+}
+
+#[derive(Debug)]
+struct Uncontended;
+
+impl LeasedMedium for Uncontended {
+    fn create_queue(&self, _: u16, _: Pace<'_>) -> io::Result<HostQueuePair> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+#[test]
+fn states_are_read_when_nobody_else_has_the_range_any_more() {
+    let (_folder, path) = file();
+    let drive = SoftwareController::over(Contended(path), 12);
+    let drive = Arc::new(drive.zoned(&profile(PROFILE)).expect("zones"));
+    let namespace = drive.namespaces()[0];
+    let parts = [range(0, 8 << 20)];
+    let request = HostLeaseRequest {
+        name: "test",
+        namespace,
+        parts: &parts,
+        reservation: None,
+    };
+    let lease = drive.open_lease(&request).expect("a lease");
+    lease
+        .flush()
+        .expect("the states are those that the other process left");
 }

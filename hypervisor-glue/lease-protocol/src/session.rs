@@ -213,6 +213,10 @@ impl Session {
                     Err(RecvTimeoutError::Disconnected) => {
                         return Ok(Admission::Refused("the server failed".to_owned()));
                     }
+                    // Nobody waits for a lease of a server that ends, however long it takes to make.
+                    Err(RecvTimeoutError::Timeout) if leases.server_ends() => {
+                        stop.store(true, Ordering::Relaxed);
+                    }
                     Err(RecvTimeoutError::Timeout) => {}
                 }
                 if let Err(error) = self.channel.send(&Opened::Waiting, &[]) {

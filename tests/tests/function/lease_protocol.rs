@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use nvme_mpt::deadline::DRAIN_DEADLINE;
@@ -11,8 +12,13 @@ use nvme_mpt::lease::FormerData;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
-use nvme_mpt::{Attachment, CqConfig, EventReader, FunctionParts, Gpa, MemoryRegion, SqConfig};
-use nvme_mpt_lease_protocol::{MESSAGE_MAX, Session, SessionError, VERSION};
+use nvme_mpt::{
+    Attachment, CqConfig, EventReader, FunctionParts, Gpa, HostSide, KeptParts, MemoryRegion,
+    SqConfig,
+};
+use nvme_mpt_lease_protocol::{
+    Admission, End, Leases, MESSAGE_MAX, Peer, Session, SessionError, VERSION,
+};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::common::remote::OneLease;
@@ -129,6 +135,38 @@ fn another_version_is_refused_by_name() {
         "{answers}"
     );
     wait_for("the end of the lease", || is_free(&host, &attached));
+}
+
+/// A lease that takes until it is stopped, as one whose range is wiped may, of a server that ends.
+struct Endless;
+
+impl Leases for Endless {
+    fn attach(&self, _: Peer, _: &str, _: Option<KeptParts>, stop: &AtomicBool) -> Admission {
+        wait_for("the stop of a lease that is made", || {
+            stop.load(Ordering::Relaxed)
+        });
+        Admission::Refused("it was stopped".to_owned())
+    }
+
+    fn server_ends(&self) -> bool {
+        true
+    }
+
+    fn ended(&self, _: &Arc<dyn HostSide>) -> End {
+        End::Gone
+    }
+}
+
+#[test]
+fn a_server_that_ends_waits_for_no_lease_that_is_being_made() {
+    let (mut vmm, server) = UnixStream::pair().unwrap();
+    // Its VMM waits for it, and stays.
+    vmm.write_all(&opening()).unwrap();
+    let session = std::thread::spawn(move || Session::new(server).unwrap().run(&Endless));
+    session.join().unwrap().unwrap();
+    let mut answers = String::new();
+    vmm.read_to_string(&mut answers).unwrap();
+    assert!(answers.contains("it was stopped"), "{answers}");
 }
 
 #[test]

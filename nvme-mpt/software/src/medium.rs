@@ -12,8 +12,13 @@ use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::live::LossRecord;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
+use nvme_mpt::spec::status::Status;
 
 use crate::model::{Model, TimedQueue, TimedStore};
+
+/// The status of a command that finds, or would hide, that completed writes of its lease were lost. Its own blocks are as
+/// sound as before.
+pub(crate) const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
 
 /// A place in which a software drive keeps its blocks: a new kind of store implements it.
 pub trait Medium: fmt::Debug + Send + Sync {

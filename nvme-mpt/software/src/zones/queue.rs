@@ -8,6 +8,7 @@ use std::sync::Arc;
 use super::ZonedCommands;
 use super::report::report;
 use super::{LeasedZones, State};
+use crate::medium::LOST;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
@@ -352,7 +353,7 @@ impl ZonedQueue {
             Fate::Complete => return Some(completion),
             // It notes what it finds.
             Fate::Flush => _ = self.zones.check(),
-            Fate::Write(zone) | Fate::Append(zone, _) if status.sct() == StatusCodeType::MEDIA => {
+            Fate::Write(zone) | Fate::Append(zone, _) if is_of_media(status) => {
                 self.zones.lock().fail_media(zone);
             }
             Fate::Write(_) => {}
@@ -388,6 +389,11 @@ fn place_in_order(sqe: &Sqe) -> u64 {
         NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => ReadWrite::from(sqe).slba.0,
         _ => u64::MAX,
     }
+}
+
+/// Returns whether a write failed at its own blocks. One that finds what was lost elsewhere tells nothing of its zone.
+fn is_of_media(status: Status) -> bool {
+    status.sct() == StatusCodeType::MEDIA && status != LOST
 }
 
 /// A status as a guest is told it: all but those that time heals are no use to retry on.

@@ -18,6 +18,8 @@ use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
 use log::{error, info};
 
+pub(super) use crate::medium::LOST;
+
 use super::locks::Locks;
 use super::way::Way;
 use super::{SharedFile, uring};
@@ -28,9 +30,6 @@ use nvme_mpt::memory::sync::Mutex;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
-
-/// The status of a command that finds, or would hide, that writes were lost.
-pub(super) const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
 
 /// Descriptions of a drive's files that do no I/O. Each is asked by one thread at a time.
 #[derive(Debug)]

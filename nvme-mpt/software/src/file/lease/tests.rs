@@ -4,13 +4,18 @@ use super::*;
 use crate::file::tests::TestClock;
 use crate::file::uring::Uring;
 use crate::file::{FileQueue, FileStore};
+use crate::model::Profile;
+use crate::zones::{ZonedQueue, Zones};
 use nvme_mpt::dma::RegionTable;
+use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::memory::system::{LockKind, try_lock};
+use nvme_mpt::range::LbaRange;
 use nvme_mpt::range_lock::is_locked;
-use nvme_mpt::spec::ids::Lba;
+use nvme_mpt::shadow::HostQueuePair;
+use nvme_mpt::spec::ids::{Lba, Nsid};
 use nvme_mpt::spec::nvm::{ReadWrite, WriteZeroes};
 use nvme_mpt::spec::sqe::Sqe;
 
@@ -41,7 +46,7 @@ impl Scene {
         }
     }
 
-    fn run(&self, queue: &mut Queue, sqe: &Sqe) -> Status {
+    fn run<Q: HostQueue>(&self, queue: &mut Q, sqe: &Sqe) -> Status {
         let memory = HostMemory {
             table: &self.table,
             lists: &self.lists,
@@ -106,6 +111,43 @@ fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connect
         assert_eq!(scene.run(two, &zeroes(true)), Status::SUCCESS);
         a.sync().unwrap();
     }
+}
+
+#[test]
+fn a_zone_whose_write_finds_what_was_lost_elsewhere_stays_writable() {
+    const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"1M\"\n\
+                           max_open = 1\nmax_active = 1\nappend_limit = \"64K\"\n";
+    let Profile::Zns(profile) = Profile::parse("test", PROFILE).unwrap() else {
+        panic!("another model");
+    };
+    let scene = Scene::new();
+    let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+    let blocks = 1 << 11;
+    let namespace = HostNamespace {
+        nsid: Nsid(1),
+        blocks,
+        lba_shift: 9,
+    };
+    let start = Lba(0);
+    let zones = Zones::new(&profile, &namespace, None).unwrap();
+    let zones = Arc::new(zones.lease(LbaRange { start, blocks }).unwrap());
+    let drive = HostQueuePair::new(FileQueue::new(&lease, 4).unwrap());
+    let mut queue = ZonedQueue::new(drive, zones, 4);
+    let write = |slba| {
+        let mut sqe = command(NvmOpcode::WRITE_ZEROES);
+        let zeroes = WriteZeroes {
+            slba: Lba(slba),
+            fua: true,
+            ..WriteZeroes::default()
+        };
+        zeroes.write_to(&mut sqe);
+        sqe
+    };
+    assert_eq!(scene.run(&mut queue, &write(0)), Status::SUCCESS);
+    NEXT_SYNC_FAILS.set(Some(libc::EIO));
+    assert_eq!(scene.run(&mut queue, &write(1)), LOST);
+    lease.forget_lost_writes();
+    assert_eq!(scene.run(&mut queue, &write(2)), Status::SUCCESS);
 }
 
 #[test]

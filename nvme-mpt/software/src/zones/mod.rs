@@ -358,6 +358,8 @@ impl LeasedZones {
     /// # Errors
     /// [`ZoneError::Lost`].
     pub(crate) fn check(&self) -> Result<(), ZoneError> {
+        #[cfg(test)]
+        CHECKS.set(CHECKS.get() + 1);
         if !self.lock().table.is_kept() {
             self.kept.lose();
         }
@@ -393,6 +395,12 @@ impl ChangeLog for LeasedZones {
     fn forget(&self, told: &Changes) {
         self.lock().changes.forget(told);
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Comparisons of states with those that are kept, on this thread.
+    static CHECKS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 
 #[cfg(test)]

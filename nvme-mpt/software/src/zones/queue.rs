@@ -339,6 +339,11 @@ impl ZonedQueue {
         true
     }
 
+    fn is_flush(&self, completion: &HostCompletion) -> bool {
+        let fate = self.fates.get(usize::from(completion.slot));
+        matches!(fate, Some(Fate::Flush))
+    }
+
     /// Returns the guest's completion of a command after the drive's part of it; nothing if the command goes
     /// on.
     fn end(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
@@ -351,8 +356,8 @@ impl ZonedQueue {
         let fate = std::mem::take(fate);
         match fate {
             Fate::Complete => return Some(completion),
-            // It notes what it finds.
-            Fate::Flush => _ = self.zones.check(),
+            // What all of them look at was looked at for those that were reaped together.
+            Fate::Flush => {}
             Fate::Write(zone) | Fate::Append(zone, _) if is_of_media(status) => {
                 self.zones.lock().fail_media(zone);
             }
@@ -452,6 +457,10 @@ impl HostQueue for ZonedQueue {
         }
         let mut reaped = std::mem::take(&mut self.reaped);
         self.drive.reap_into(memory, &mut reaped);
+        // It notes what it finds. One look does for all: other queues of the poller wait meanwhile.
+        if reaped.iter().any(|completion| self.is_flush(completion)) {
+            let _ = self.zones.check();
+        }
         for completion in reaped.drain(..) {
             if let Some(completion) = self.end(completion) {
                 taker.take(completion);

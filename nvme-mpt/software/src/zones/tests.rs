@@ -8,9 +8,17 @@ use super::*;
 use crate::controller::SoftwareController;
 use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::model::Profile;
+use crate::null::NullStore;
+use crate::store::SoftwareQueue;
+use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostController, HostLeaseError, HostLeaseRequest};
+use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue, ListMemory};
+use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::shadow::HostQueuePair;
-use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::ids::{CommandId, Nsid};
+use nvme_mpt::spec::opcode::NvmOpcode;
+use nvme_mpt::spec::sqe::Sqe;
+use nvme_mpt::spec::status::Status;
 
 const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"768K\"\n\
                        max_open = 8\nmax_active = 12\nappend_limit = \"64K\"\n";
@@ -295,4 +303,33 @@ fn states_are_read_when_nobody_else_has_the_range_any_more() {
     lease
         .flush()
         .expect("the states are those that the other process left");
+}
+
+#[test]
+fn flushes_that_end_together_compare_the_states_once() {
+    const FLUSHES: u16 = 8;
+    let drive = zones(8 << 20, None).expect("zones");
+    let lease = drive.lease(range(0, 8 << 20)).expect("a lease");
+    let store = HostQueuePair::new(SoftwareQueue::new(NullStore, FLUSHES));
+    let mut queue = ZonedQueue::new(store, Arc::new(lease), FLUSHES);
+    let space = Arc::new(IovaSpace::software());
+    let memory = HostMemory {
+        table: &RegionTable::default(),
+        lists: &ListMemory::new(&space, FLUSHES.into()).expect("memory"),
+    };
+    let mut batch = queue.batch();
+    for slot in 0..FLUSHES {
+        let mut flush = Sqe::new(NvmOpcode::FLUSH.0);
+        flush.set_cid(CommandId(slot));
+        batch.submit(&flush);
+    }
+    batch.ring(memory);
+    CHECKS.set(0);
+    let mut ended = Vec::new();
+    queue.reap(memory, |completion: HostCompletion| {
+        ended.push((completion.slot, completion.status));
+    });
+    let all: Vec<_> = (0..FLUSHES).map(|slot| (slot, Status::SUCCESS)).collect();
+    assert_eq!(ended, all);
+    assert_eq!(CHECKS.get(), 1);
 }

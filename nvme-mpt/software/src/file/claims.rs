@@ -1,4 +1,5 @@
-//! Exclusion between changes of parts of blocks and all other changes of the same blocks, over all queues of a file.
+//! Exclusion between changes of parts of blocks and all other changes of the same blocks, over all queues of a lease: no
+//! other lease has a part of one of its blocks.
 //!
 //! A part of a block is changed by reading the block, changing it and writing it as a whole. A write that is done
 //! between the two would be undone. Such changes are rare, so all other writes pass on a fast lane while there are
@@ -8,6 +9,9 @@
 //! While there are partial changes, all changes stand in a list, in the order of their arrival. A change may begin
 //! when no earlier one in the list that overlaps it excludes it. Each command holds one claim at a time and waits for
 //! nothing else while it holds one, so none waits for ever.
+//!
+//! A change counts those that it waits for when it arrives, so that a look at it costs the same however long the list is.
+//! To arrive and to leave costs more with each change in the list. So each queue has a bounded number of them there.
 
 use std::sync::{Arc, PoisonError};
 
@@ -40,31 +44,72 @@ pub(super) enum Claim {
     Listed(u64),
 }
 
+/// Most changes of a queue in the list, but for those of commands that have begun already.
+pub(super) const LISTED_MAX: usize = 64;
+
 /// The fast lane of one queue.
 #[derive(Debug)]
 pub(super) struct Lane {
     /// Number of its changes that are on it.
     changes: AtomicUsize,
-    /// True if the queue made transfers since [`Claims::take_transfers`].
+    /// Number of its changes that stand in the list.
+    listed: AtomicUsize,
+    /// True if the queue made transfers since [`Lanes::take_transfers`].
     transfers: AtomicBool,
+}
+
+/// The lanes of all queues of a file, of whichever lease.
+#[derive(Debug)]
+pub(super) struct Lanes(Mutex<Vec<Arc<Lane>>>);
+
+impl Default for Lanes {
+    fn default() -> Self {
+        Self(Mutex::new(Vec::new()))
+    }
+}
+
+impl Lanes {
+    pub(super) fn add(&self, lane: &Arc<Lane>) {
+        self.lanes().push(lane.clone());
+    }
+
+    pub(super) fn remove(&self, lane: &Arc<Lane>) {
+        self.lanes().retain(|other| !Arc::ptr_eq(other, lane));
+    }
+
+    /// Returns whether a queue of the file made transfers since the last call.
+    pub(super) fn take_transfers(&self) -> bool {
+        let mut any = false;
+        for lane in &*self.lanes() {
+            any |= lane.transfers.swap(false, Ordering::Relaxed);
+        }
+        any
+    }
+
+    fn lanes(&self) -> MutexGuard<'_, Vec<Arc<Lane>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 #[derive(Debug)]
 struct Entry {
     number: u64,
     change: Change,
+    /// Number of earlier ones in the list that exclude it.
+    waits_for: usize,
     /// True once the lanes were empty after it was listed. Only partial changes use it.
     lanes_left: bool,
 }
 
 #[derive(Debug, Default)]
 struct List {
+    /// By their numbers.
     entries: Vec<Entry>,
     numbers: u64,
     lanes: Vec<Arc<Lane>>,
 }
 
-/// The changes of one file.
+/// The changes of one lease.
 #[derive(Debug)]
 pub(super) struct Claims {
     /// Partial changes in the list.
@@ -86,6 +131,7 @@ impl Claims {
     pub(super) fn open_lane(&self) -> Arc<Lane> {
         let lane = Arc::new(Lane {
             changes: AtomicUsize::new(0),
+            listed: AtomicUsize::new(0),
             transfers: AtomicBool::new(false),
         });
         self.list().lanes.push(lane.clone());
@@ -101,19 +147,20 @@ impl Claims {
     #[inline]
     pub(super) fn enter(&self, lane: &Lane, change: Change) -> (Claim, bool) {
         if !change.partial {
-            lane.add(1);
+            add(&lane.changes, 1);
             fence(Ordering::SeqCst);
             if self.partial.load(Ordering::Acquire) == 0 {
                 return (Claim::Lane, true);
             }
-            lane.add(usize::MAX);
+            add(&lane.changes, usize::MAX);
         }
-        self.enter_list(change)
+        self.enter_list(lane, change)
     }
 
     #[cold]
-    fn enter_list(&self, change: Change) -> (Claim, bool) {
+    fn enter_list(&self, lane: &Lane, change: Change) -> (Claim, bool) {
         let mut list = self.list();
+        add(&lane.listed, 1);
         if change.partial {
             let partial = self.partial.load(Ordering::Relaxed);
             self.partial.store(partial + 1, Ordering::Relaxed);
@@ -121,9 +168,13 @@ impl Claims {
         }
         let number = list.numbers;
         list.numbers += 1;
+        let earlier = list.entries.iter();
+        let waits_for = earlier.filter(|entry| entry.change.excludes(&change));
+        let waits_for = waits_for.count();
         list.entries.push(Entry {
             number,
             change,
+            waits_for,
             lanes_left: false,
         });
         let begins = list.may_begin(number);
@@ -143,30 +194,26 @@ impl Claims {
     pub(super) fn leave(&self, lane: &Lane, claim: Claim) {
         match claim {
             Claim::None => {}
-            Claim::Lane => lane.add(usize::MAX),
-            Claim::Listed(number) => self.leave_list(number),
+            Claim::Lane => add(&lane.changes, usize::MAX),
+            Claim::Listed(number) => self.leave_list(lane, number),
         }
     }
 
     #[cold]
-    fn leave_list(&self, number: u64) {
+    fn leave_list(&self, lane: &Lane, number: u64) {
         let mut list = self.list();
-        let place = list.entries.iter().position(|entry| entry.number == number);
-        if let Some(place) = place
-            && list.entries.remove(place).change.partial
-        {
+        let Some(place) = list.place(number) else {
+            return;
+        };
+        let Entry { change, .. } = list.entries.remove(place);
+        add(&lane.listed, usize::MAX);
+        for later in list.entries.iter_mut().skip(place) {
+            later.waits_for -= usize::from(change.excludes(&later.change));
+        }
+        if change.partial {
             let partial = self.partial.load(Ordering::Relaxed);
             self.partial.store(partial - 1, Ordering::Release);
         }
-    }
-
-    /// Returns whether a queue of the file made transfers since the last call.
-    pub(super) fn take_transfers(&self) -> bool {
-        let mut any = false;
-        for lane in &self.list().lanes {
-            any |= lane.transfers.swap(false, Ordering::Relaxed);
-        }
-        any
     }
 
     fn list(&self) -> MutexGuard<'_, List> {
@@ -175,12 +222,16 @@ impl Claims {
 }
 
 impl List {
+    fn place(&self, number: u64) -> Option<usize> {
+        let place = self
+            .entries
+            .binary_search_by_key(&number, |entry| entry.number);
+        place.ok()
+    }
+
     fn may_begin(&mut self, number: u64) -> bool {
-        let Some(place) = self.entries.iter().position(|entry| entry.number == number) else {
-            return true;
-        };
-        let (earlier, rest) = self.entries.split_at_mut(place);
-        let Some(entry) = rest.first_mut() else {
+        let place = self.place(number);
+        let Some(entry) = place.and_then(|place| self.entries.get_mut(place)) else {
             return true;
         };
         if entry.change.partial && !entry.lanes_left {
@@ -190,17 +241,15 @@ impl List {
                 return false;
             }
         }
-        let change = entry.change;
-        !earlier.iter().any(|other| other.change.excludes(&change))
+        entry.waits_for == 0
     }
 }
 
 impl Lane {
-    /// Adds to the number, modulo 2^64; only the lane's own queue does.
+    /// Returns whether another command of the queue may begin that may need a place in the list.
     #[inline]
-    fn add(&self, by: usize) {
-        let changes = self.changes.load(Ordering::Relaxed).wrapping_add(by);
-        self.changes.store(changes, Ordering::Release);
+    pub(super) fn has_room(&self) -> bool {
+        self.listed.load(Ordering::Relaxed) < LISTED_MAX
     }
 
     fn is_empty(&self) -> bool {
@@ -212,6 +261,13 @@ impl Lane {
     pub(super) fn note_transfer(&self) {
         self.transfers.store(true, Ordering::Relaxed);
     }
+}
+
+/// Adds to a number of a lane's, modulo 2^64; only the lane's own queue does.
+#[inline]
+fn add(number: &AtomicUsize, by: usize) {
+    let sum = number.load(Ordering::Relaxed).wrapping_add(by);
+    number.store(sum, Ordering::Release);
 }
 
 #[cfg(all(test, not(loom)))]
@@ -276,6 +332,34 @@ mod tests {
         assert!(claims.may_begin(&fourth));
         claims.leave(&lane, fourth);
         assert_eq!(claims.partial.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_queue_has_no_room_for_more_changes_than_so_many_in_the_list() {
+        let claims = Claims::default();
+        let (lane, other) = (claims.open_lane(), claims.open_lane());
+        let (partial, begins) = claims.enter(&lane, change(0, 4096, true));
+        assert!(begins);
+        let whole = |_| {
+            assert!(lane.has_room());
+            let (claim, begins) = claims.enter(&lane, change(0, 4096, false));
+            assert!(!begins);
+            claim
+        };
+        let mut claimed: Vec<Claim> = (1..LISTED_MAX).map(whole).collect();
+        assert!(!lane.has_room() && other.has_room());
+        claims.leave(&lane, partial);
+        assert!(lane.has_room());
+        assert!(claimed.iter().all(|claim| claims.may_begin(claim)));
+        // Later ones wait for each that is left.
+        let (partial, begins) = claims.enter(&other, change(0, 4096, true));
+        assert!(!begins);
+        while let Some(claim) = claimed.pop() {
+            assert!(!claims.may_begin(&partial));
+            claims.leave(&lane, claim);
+        }
+        assert!(claims.may_begin(&partial));
+        claims.leave(&other, partial);
     }
 
     #[test]

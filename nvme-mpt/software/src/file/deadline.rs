@@ -62,7 +62,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             }
         }
         self.file.turns.leave(self.waiter());
-        self.file.claims.close_lane(&self.lane);
+        self.lease.claims.close_lane(&self.lane);
     }
 
     /// Names a request.

@@ -48,7 +48,7 @@ use log::info;
 pub(crate) use lease::LeasedFile;
 pub(crate) use queue::FileQueue;
 
-use claims::Claims;
+use claims::Lanes;
 use locks::Locks;
 use operation::{Means, Next, Operation, Zeroing};
 use pages::Pages;
@@ -92,7 +92,7 @@ pub(super) struct SharedFile {
     punches_holes: AtomicBool,
     /// True if it can zero a range and keep its room.
     zeroes_ranges: AtomicBool,
-    claims: Claims,
+    lanes: Lanes,
     turns: Turns,
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     watched: Watched,
@@ -156,7 +156,7 @@ impl FileStore {
             pages,
             punches_holes,
             zeroes_ranges: AtomicBool::new(true),
-            claims: Claims::default(),
+            lanes: Lanes::default(),
             turns: Turns::new(),
             uncorrectable: Arc::default(),
             watched: Watched::new(kind.is_file(), bytes),

@@ -58,6 +58,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let Self {
             operations,
             file,
+            lease,
             lane,
             ..
         } = self;
@@ -76,7 +77,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             end,
             partial: plan.is_partial(offset, len),
         };
-        let (claim, begins) = file.claims.enter(lane, change);
+        let (claim, begins) = lease.claims.enter(lane, change);
         operation.claim = claim;
         operation.next = Next::Claimed;
         if !begins {
@@ -137,7 +138,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     }
                 }
                 Next::Claimed => {
-                    if !file.claims.may_begin(&operation.claim) {
+                    if !self.lease.claims.may_begin(&operation.claim) {
                         return Ok(Step::Blocked);
                     }
                     self.begin_write(slot)?;
@@ -190,7 +191,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     }
                 }
                 Next::SliceClaimed => {
-                    if !file.claims.may_begin(&operation.claim) {
+                    if !self.lease.claims.may_begin(&operation.claim) {
                         return Ok(Step::Blocked);
                     }
                     operation.next = Next::Slice;
@@ -309,6 +310,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let Self {
             operations,
             file,
+            lease,
             lane,
             ..
         } = self;
@@ -342,7 +344,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 end: zeroing.at + zeroing.slice,
                 partial: false,
             };
-            let (claim, begins) = file.claims.enter(lane, change);
+            let (claim, begins) = lease.claims.enter(lane, change);
             operation.claim = claim;
             if !begins {
                 operation.next = Next::SliceClaimed;
@@ -357,17 +359,18 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let Self {
             operations,
             file,
+            lease,
             lane,
             ..
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         let is_advice = operation.is_advice();
         let claim = std::mem::take(&mut operation.claim);
-        file.claims.leave(lane, claim);
+        lease.claims.leave(lane, claim);
         let zeroing = &mut operation.zeroing;
         // A queue that failed meanwhile has given the turn back, and another command may have it.
         if std::mem::take(&mut zeroing.has_turn) {
-            let transfers = file.claims.take_transfers();
+            let transfers = file.lanes.take_transfers();
             file.turns
                 .done(zeroing.slice, zeroing.began, now, transfers);
         }
@@ -625,7 +628,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             }
             (Next::Write, Err(errno)) if operation.is_advice() && leaves_as_it_was(errno) => {
                 let claim = std::mem::take(&mut operation.claim);
-                self.file.claims.leave(&self.lane, claim);
+                self.lease.claims.leave(&self.lane, claim);
                 operation.zeroing.keeps_data = true;
                 operation.next = Next::Zero;
             }
@@ -671,6 +674,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let Self {
             operations,
             file,
+            lease,
             lane,
             ..
         } = self;
@@ -700,7 +704,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             Next::Fill => {}
             Next::Write => {
                 let claim = std::mem::replace(&mut operation.claim, Claim::None);
-                file.claims.leave(lane, claim);
+                lease.claims.leave(lane, claim);
                 operation.next = operation.then;
             }
             _ => operation.next = operation.then,

@@ -20,6 +20,7 @@ use log::{error, info};
 
 pub(super) use crate::medium::LOST;
 
+use super::claims::Claims;
 use super::locks::Locks;
 use super::way::Way;
 use super::{SharedFile, uring};
@@ -64,6 +65,7 @@ pub(crate) struct LeasedFile {
     name: String,
     /// The first byte of the drive behind all of the lease's.
     end: AtomicU64,
+    pub(super) claims: Claims,
     buffered: File,
     /// The same file in another manner, if its data is transferred in that.
     data: Option<File>,
@@ -98,6 +100,7 @@ impl LeasedFile {
         Ok(Self {
             name: name.to_owned(),
             end: AtomicU64::new(end),
+            claims: Claims::default(),
             buffered: reopen(&shared.opened, Some(path), 0)?,
             data: open_data(&shared)?,
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,

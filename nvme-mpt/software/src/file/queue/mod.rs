@@ -96,7 +96,7 @@ pub(super) enum Step {
     Blocked,
     /// The command is complete.
     Complete(Status),
-    /// It has to wait until another gives its memory back.
+    /// It has to wait until another gives its memory or its place in the list of changes back.
     Wait,
     /// It waits for a sync that another makes.
     Shared,
@@ -118,15 +118,18 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     pub(super) fn with(ring: R, clock: C, lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
         let room = usize::from(slots);
         let file = lease.shared.clone();
+        let witness = lease.open_witness()?;
+        let lane = lease.claims.open_lane();
+        file.lanes.add(&lane);
         Ok(Self {
             lease: lease.clone(),
-            witness: lease.open_witness()?,
+            witness,
             ring,
             clock,
             operations: std::iter::repeat_with(Operation::default)
                 .take(room)
                 .collect(),
-            lane: file.claims.open_lane(),
+            lane,
             looked: false,
             looked_in_vain: false,
             file,
@@ -202,7 +205,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     pub(super) fn release(&mut self, index: usize) {
         if let Some(operation) = self.operations.get_mut(index) {
             let claim = std::mem::take(&mut operation.claim);
-            self.file.claims.leave(&self.lane, claim);
+            self.lease.claims.leave(&self.lane, claim);
             if std::mem::take(&mut operation.zeroing.has_turn) {
                 self.file.turns.give_back();
             }
@@ -212,6 +215,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     fn start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<Step, Status> {
         let opcode = NvmOpcode(sqe.opcode());
         self.lease.check(opcode)?;
+        // Others of its poller wait while it is looked after, and each change in the list makes the next one dearer.
+        if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !self.lane.has_room() {
+            return Ok(Step::Wait);
+        }
         let Self {
             operations,
             file,
@@ -496,7 +503,8 @@ impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
             self.release(slot);
         }
         self.file.turns.leave(self.waiter());
-        self.file.claims.close_lane(&self.lane);
+        self.lease.claims.close_lane(&self.lane);
+        self.file.lanes.remove(&self.lane);
         if !settled {
             nvme_mpt::kept::keep_for_good(std::mem::take(&mut self.operations));
             // And with it the lock on the range.

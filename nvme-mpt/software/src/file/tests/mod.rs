@@ -24,7 +24,7 @@ use tempfile::NamedTempFile;
 use zerocopy::IntoBytes;
 
 use super::bounces::{Bounces, Need};
-use super::claims::Change;
+use super::claims::{Change, Claim, LISTED_MAX};
 use super::operation::Means;
 use super::pages::Pages;
 use super::queue::FileQueue;

@@ -149,13 +149,15 @@ fn wait(fd: RawFd) {
 fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
     let (mut drive, ring, _) = Drive::fake();
     let shared = drive.store.shared.clone();
-    let lane = shared.claims.open_lane();
+    let lease = drive.lease.clone();
+    let claims = &lease.claims;
+    let lane = claims.open_lane();
     let partial = Change {
         start: 1 << 20,
         end: (1 << 20) + UNIT,
         partial: true,
     };
-    let (claim, begins) = shared.claims.enter(&lane, partial);
+    let (claim, begins) = claims.enter(&lane, partial);
     assert!(begins);
     let copies: Vec<Sqe> = (0..5).map(|slot| drive.copy(slot, 0, 8, 2048)).collect();
     drive.ring(&copies);
@@ -166,10 +168,56 @@ fn a_command_gets_the_memory_of_one_that_failed_without_a_request() {
     assert_eq!(ring.has(), [], "four wait for the block, one for memory");
     drive.file.as_file().set_len(1 << 20).expect("shorter");
     shared.look_at_size();
-    shared.claims.leave(&lane, claim);
+    claims.leave(&lane, claim);
     let fault = Status::WRITE_FAULT;
     let failed: Vec<_> = (0..4).map(|slot| (slot, fault)).collect();
     assert_eq!(drive.reap(), failed);
     assert_eq!(ring.succeed().what, What::Read, "the fifth has begun");
     drive.reap();
+}
+
+/// All changes of a lease stand in a list while a part of one of its blocks is changed.
+#[test]
+fn a_write_waits_for_a_place_in_the_list_of_changes() {
+    let (mut drive, ring, _) = Drive::fake();
+    let (lease, lane) = (drive.lease.clone(), drive.queue.lane.clone());
+    let enter = |partial| {
+        let change = Change {
+            start: 1 << 20,
+            end: (1 << 20) + UNIT,
+            partial,
+        };
+        lease.claims.enter(&lane, change).0
+    };
+    let part = enter(true);
+    let others: Vec<Claim> = (1..LISTED_MAX).map(|_| enter(false)).collect();
+    let write = drive.transfer(NvmOpcode::WRITE, 0, 0, 8, 0);
+    let read = drive.transfer(NvmOpcode::READ, 1, 0, 8, 0);
+    drive.ring(&[write, read]);
+    assert_eq!(ring.succeed().what, What::Read, "a read needs no place");
+    lease.claims.leave(&lane, part);
+    assert_eq!(drive.reap(), [(1, Status::SUCCESS)]);
+    assert_eq!(ring.succeed().what, What::Write);
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+    for claim in others {
+        lease.claims.leave(&lane, claim);
+    }
+}
+
+#[test]
+fn a_part_of_a_block_of_one_lease_is_nothing_to_another_lease() {
+    let (drive, _, _) = Drive::fake();
+    let other = drive.store.lease("other", BYTES, None).expect("opened");
+    let [lane, others] = [&drive.lease, &other].map(|lease| lease.claims.open_lane());
+    let change = |partial| Change {
+        start: 0,
+        end: UNIT,
+        partial,
+    };
+    let (part, begins) = drive.lease.claims.enter(&lane, change(true));
+    assert!(begins);
+    let (whole, begins) = other.claims.enter(&others, change(false));
+    assert!(begins && whole == Claim::Lane);
+    other.claims.leave(&others, whole);
+    drive.lease.claims.leave(&lane, part);
 }

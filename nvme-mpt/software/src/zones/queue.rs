@@ -20,9 +20,9 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::{Status, StatusCodeType};
 use nvme_mpt::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
-/// Most blocks that are given back at once, as much as a command can name: other queues of the poller
-/// wait meanwhile.
-const RESET_BLOCKS: u64 = 1 << 16;
+/// Most bytes that are given back at once: other queues of the poller wait meanwhile, 2 ms at most, as they do for a
+/// range that is deallocated. In the smallest blocks, a command can name as much.
+const RESET_BYTES: u64 = 32 << 20;
 
 /// Fate of a command after the drive's part of it.
 #[derive(Clone, Copy, Debug, Default)]
@@ -299,7 +299,8 @@ impl ZonedQueue {
 
     /// Returns the command by which the drive gives back the next blocks of a zone.
     fn give_back(&self, sqe: &Sqe, reset: Reset) -> (Sqe, Fate) {
-        let count = (reset.end - reset.next).min(RESET_BLOCKS);
+        let most = RESET_BYTES >> self.zones.lba_shift;
+        let count = (reset.end - reset.next).min(most);
         let mut zeroes = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
         zeroes.set_cid(sqe.cid());
         zeroes.nsid = sqe.nsid;

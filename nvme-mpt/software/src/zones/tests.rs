@@ -9,16 +9,18 @@ use crate::controller::SoftwareController;
 use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::model::Profile;
 use crate::null::NullStore;
-use crate::store::SoftwareQueue;
+use crate::store::{SoftwareQueue, Store};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostController, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue, ListMemory};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::{CommandId, Nsid};
+use nvme_mpt::spec::nvm::WriteZeroes;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
+use nvme_mpt::spec::zns::{ZoneManagementSend, ZoneSendAction};
 
 const PROFILE: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"768K\"\n\
                        max_open = 8\nmax_active = 12\nappend_limit = \"64K\"\n";
@@ -332,4 +334,54 @@ fn flushes_that_end_together_compare_the_states_once() {
     let all: Vec<_> = (0..FLUSHES).map(|slot| (slot, Status::SUCCESS)).collect();
     assert_eq!(ended, all);
     assert_eq!(CHECKS.get(), 1);
+}
+
+/// A store that notes how many blocks each command gives back.
+#[derive(Clone, Debug, Default)]
+struct GivenBack(Arc<Mutex<Vec<u64>>>);
+
+impl Store for GivenBack {
+    fn execute(&mut self, sqe: &Sqe, _: HostMemory<'_>) -> Status {
+        let WriteZeroes { nlb_z, .. } = WriteZeroes::from(sqe);
+        self.0.lock().expect("sound").push(u64::from(nlb_z) + 1);
+        Status::SUCCESS
+    }
+
+    fn prefetch(&self, _: &Sqe) {}
+}
+
+#[test]
+fn a_reset_gives_blocks_back_in_turn_with_other_commands() {
+    let text = PROFILE.replace("\"1M\"", "\"256M\"");
+    let profile = profile(&text.replace("\"768K\"", "\"256M\""));
+    let drive = Zones::new(&profile, &namespace(256 << 20), None).expect("a zone");
+    let lease = drive.lease(range(0, 256 << 20)).expect("a lease");
+    let written = lease.lock().table.write(Lba(0), 1 << 16);
+    written.expect("a write of all");
+    let store = GivenBack::default();
+    let given_back = store.0.clone();
+    let store = HostQueuePair::new(SoftwareQueue::new(store, 1));
+    let mut queue = ZonedQueue::new(store, Arc::new(lease), 1);
+    let space = Arc::new(IovaSpace::software());
+    let memory = HostMemory {
+        table: &RegionTable::default(),
+        lists: &ListMemory::new(&space, 1).expect("memory"),
+    };
+    let mut reset = Sqe::new(NvmOpcode::ZONE_MANAGEMENT_SEND.0);
+    let send = ZoneManagementSend {
+        zsa: ZoneSendAction::RESET,
+        ..ZoneManagementSend::default()
+    };
+    send.write_to(&mut reset);
+    let mut batch = queue.batch();
+    batch.submit(&reset);
+    batch.ring(memory);
+    let mut ended = Vec::new();
+    while ended.is_empty() {
+        queue.reap(memory, |completion: HostCompletion| {
+            ended.push(completion.status);
+        });
+    }
+    assert_eq!(ended, [Status::SUCCESS]);
+    assert_eq!(*given_back.lock().expect("sound"), [8192; 8]);
 }

@@ -377,6 +377,7 @@ impl Store for MemoryStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{Model, Profile};
     use nvme_mpt::clock::Ticks;
     use nvme_mpt::dma::RegionTable;
     use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue, ListMemory};
@@ -440,6 +441,11 @@ mod tests {
         }
 
         fn deallocate(&mut self, slot: u16, ranges: &[DsmRange]) {
+            let sqe = self.deallocation(slot, ranges);
+            self.ring(slot, sqe);
+        }
+
+        fn deallocation(&mut self, slot: u16, ranges: &[DsmRange]) -> Sqe {
             let (list, iova) = self.lists.of_slot(slot);
             let list = list.as_mut_bytes();
             list[..size_of_val(ranges)].copy_from_slice(ranges.as_bytes());
@@ -451,7 +457,8 @@ mod tests {
             };
             command.write_to(&mut sqe);
             sqe.dptr[0] = iova.bits();
-            self.ring(slot, sqe);
+            sqe.set_cid(CommandId(slot));
+            sqe
         }
     }
 
@@ -488,6 +495,46 @@ mod tests {
         }
         assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
         let mut read = [1; 8];
+        last.copy_to(&mut read);
+        assert_eq!(read, [0; 8]);
+    }
+
+    #[test]
+    fn a_drive_that_keeps_time_deallocates_in_turn_too() {
+        const PROFILE: &str = r#"
+            model = "nvm"
+            units = 2
+            stripe = "4K"
+            read = { latency = "10us", bandwidth = "1G" }
+            write = { latency = "20us", bandwidth = "1G" }
+        "#;
+        let profile = Profile::parse("test", PROFILE).unwrap();
+        let model = Model::new(&profile, 64 * MIB / 512, 9).unwrap();
+        let mut drive = Drive::new(64 * MIB);
+        let ranges = [0, 32].map(|mib| DsmRange {
+            slba: Lba(mib * MIB / 512),
+            nlb: (32 * MIB / 512) as u32,
+            ..DsmRange::default()
+        });
+        let blocks = drive.queue.store.blocks.clone();
+        let last = blocks.bytes(64 * MIB as usize - 8, 8).unwrap();
+        last.copy_from(&[1; 8]);
+        let sqe = drive.deallocation(0, &ranges);
+        let store = SoftwareQueue::new(drive.queue.store.clone(), SLOTS);
+        let mut queue = Pace(Some(&Arc::new(model))).queue(store, SLOTS);
+        let memory = HostMemory {
+            table: &drive.table,
+            lists: &drive.lists,
+        };
+        queue.ring_in(&[sqe], memory);
+        let mut read = [0; 8];
+        last.copy_to(&mut read);
+        assert_eq!(read, [1; 8], "its turn has not come");
+        let mut done = Vec::new();
+        while done.is_empty() {
+            queue.reap_into(memory, &mut done);
+        }
+        assert_eq!((done[0].slot, done[0].status), (0, Status::SUCCESS));
         last.copy_to(&mut read);
         assert_eq!(read, [0; 8]);
     }

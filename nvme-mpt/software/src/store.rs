@@ -144,6 +144,16 @@ fn execute<S: Store>(
     sq.clear();
 }
 
+/// Puts a command off, if it is long. Returns whether it is.
+#[inline]
+fn put_off<S: Store>(sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
+    let is_long = S::HAS_LONG && S::is_long(sqe);
+    if is_long {
+        long.push_back(*sqe);
+    }
+    is_long
+}
+
 impl<S: Store> TimedStore for SoftwareQueue<S> {
     const AT_ONCE: bool = true;
 
@@ -153,7 +163,14 @@ impl<S: Store> TimedStore for SoftwareQueue<S> {
 
     #[inline]
     fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status)) {
-        execute(&mut self.store, &mut self.sq, memory, |_| false, done);
+        let Self {
+            store, sq, long, ..
+        } = self;
+        execute(store, sq, memory, |sqe| put_off::<S>(sqe, long), done);
+    }
+
+    fn put_off(&self) -> impl Iterator<Item = &Sqe> {
+        self.long.iter()
     }
 }
 
@@ -176,13 +193,7 @@ impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
             long,
             ..
         } = self;
-        let postpone = |sqe: &Sqe| {
-            let is_long = S::HAS_LONG && S::is_long(sqe);
-            if is_long {
-                long.push_back(*sqe);
-            }
-            is_long
-        };
+        let postpone = |sqe: &Sqe| put_off::<S>(sqe, long);
         execute(store, sq, memory, postpone, |sqe, status| {
             cq.push(HostCompletion {
                 slot: sqe.cid().0,

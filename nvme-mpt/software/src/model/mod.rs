@@ -6,7 +6,7 @@
 //! are made of: dies behind a write buffer, parts that do one thing at a time, bandwidth that is shared. There is a file
 //! for each model.
 //!
-//! The timed queue executes a command at once and holds its completion back. A poller asks each queue for
+//! The timed queue executes a command at once, or in the turns of its store, and holds its completion back. A poller asks each queue for
 //! `next_due()`: it does not sleep for less than 100 us, and wakes 100 us early and spins for the rest. A queue that
 //! stops is hurried: held completions complete at once.
 //!

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::calendar::{Calendar, RoundedUp};
 use super::nvm::NvmModel;
 use super::time::{Clock, HostClock};
-use super::{Model, due_of, read_or_write};
+use super::{Model, admit, due_of, read_or_write};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::shadow::CommandSet;
@@ -19,7 +19,7 @@ const RESOLUTION: Duration = Duration::from_nanos(250);
 
 /// A store's queue, as a timed queue drives it. Its commands leave Dword 0 of their completions 0.
 pub trait TimedStore: HostQueue<Commands: CommandSet> {
-    /// True if every command completes while it is rung in.
+    /// True if every command completes while it is rung in, but for those that are [put off](HostQueue::puts_off).
     const AT_ONCE: bool;
 
     /// The commands that were submitted and not rung in.
@@ -28,10 +28,15 @@ pub trait TimedStore: HostQueue<Commands: CommandSet> {
     /// As [`HostBatch::ring`], and hands over the commands that complete meanwhile, instead of their
     /// completions.
     fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
+
+    /// The commands that are [put off](HostQueue::puts_off), in the order in which they were rung in.
+    fn put_off(&self) -> impl Iterator<Item = &Sqe> {
+        std::iter::empty()
+    }
 }
 
-/// A queue of a store, and a model in front of it. A command is executed at once and its completion
-/// is held back until it is due; or until the store is done with it, where that takes longer.
+/// A queue of a store, and a model in front of it. A command is executed at once, or in turns where the store puts it
+/// off, and its completion is held back until it is due; or until the store is done with it, where that takes longer.
 #[derive(Debug)]
 pub struct TimedQueue<Q, C = HostClock> {
     store: Q,
@@ -118,7 +123,19 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
         } = self;
         match &**model {
             // It takes no lock, so it can be asked while the store has its turn.
-            Model::Nvm(model) if Q::AT_ONCE => ring_at_once(store, model, held, memory, now),
+            Model::Nvm(model) if Q::AT_ONCE => {
+                let before = match store.puts_off() {
+                    true => store.put_off().count(),
+                    false => 0,
+                };
+                ring_at_once(store, model, held, memory, now);
+                if store.puts_off() {
+                    let put_off = store.put_off().skip(before);
+                    admit(put_off, memory, now.0, due, |work, now| {
+                        model.due(&work, now)
+                    });
+                }
+            }
             model => {
                 model.admit(store.arriving(), memory, now.0, due);
                 store.ring_through(memory, |sqe, status| {
@@ -150,7 +167,7 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
         let Self {
             store, due, held, ..
         } = self;
-        if !Q::AT_ONCE {
+        if !Q::AT_ONCE || store.puts_off() {
             store.reap(memory, |completion: HostCompletion| {
                 let HostCompletion { slot, status, .. } = completion;
                 if let Some(due) = due.get(usize::from(slot)) {

@@ -344,12 +344,28 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     #[cold]
     fn unblock(&mut self, memory: HostMemory<'_>) {
         std::mem::swap(&mut self.blocked, &mut self.unblocking);
+        // The turn is the queue's, so one command asks for all that wait for it.
+        let mut refused = None;
         for index in 0..self.unblocking.len() {
             let slot = CommandId(self.unblocking[index]);
-            let step = self.go_on(slot, memory).unwrap_or_else(Step::Complete);
+            let step = match refused {
+                Some(now) if self.waits_for_turn(slot, now) => Step::Blocked,
+                _ => self.go_on(slot, memory).unwrap_or_else(Step::Complete),
+            };
+            let is_blocked = matches!(step, Step::Blocked);
+            if refused.is_none() && is_blocked && self.waits_for_turn(slot, Ticks(0)) {
+                refused = Some(self.now());
+            }
             self.follow(slot, step);
         }
         self.unblocking.clear();
+    }
+
+    /// Returns whether a command waits for the file's turn at a moment.
+    fn waits_for_turn(&self, slot: CommandId, now: Ticks) -> bool {
+        let operation = self.operations.get(usize::from(slot.0));
+        operation
+            .is_some_and(|operation| operation.next == Next::Turn && now <= operation.last_turn)
     }
 
     /// Goes on with the Flushes that waited for a sync.

@@ -71,6 +71,39 @@ fn a_long_range_is_deallocated_in_turn_with_others() {
     assert!((6_500..7_500).contains(&slices), "{slices}");
 }
 
+/// A clock that stands still and counts who looks at it.
+#[derive(Clone, Debug, Default)]
+struct CountingClock(Rc<Cell<u32>>);
+
+impl Clock for CountingClock {
+    fn now(&self) -> u64 {
+        self.0.set(self.0.get() + 1);
+        1 << 40
+    }
+}
+
+#[test]
+fn one_command_asks_for_the_turn_of_all_that_wait_for_it() {
+    let clock = CountingClock::default();
+    let mut drive = Drive::new(FakeRing::default(), clock.clone());
+    if drive.lacks_holes() {
+        return;
+    }
+    let shared = drive.store.shared.clone();
+    let taken = shared.turns.take(Ticks(1 << 40), OTHER);
+    taken.expect("nobody has it");
+    let commands: Vec<Sqe> = (0..SLOTS)
+        .map(|slot| drive.deallocate(slot, u64::from(slot) * 64, 64))
+        .collect();
+    drive.ring(&commands);
+    assert_eq!(drive.queue.blocked.len(), usize::from(SLOTS));
+    clock.0.set(0);
+    assert!(drive.reap().is_empty());
+    assert_eq!(drive.queue.blocked.len(), usize::from(SLOTS));
+    // The pass itself, the one that asks, and the moment at which it was refused.
+    assert_eq!(clock.0.get(), 3);
+}
+
 #[test]
 fn write_zeroes_by_hand_takes_no_memory() {
     let (mut drive, ring, _) = Drive::fake();

@@ -81,6 +81,8 @@ pub(crate) struct Admin {
     /// Completions that were not posted yet, in order. No command is taken while there are any,
     /// so there are never more than an abort makes.
     unposted: VecDeque<Completion>,
+    /// The process before may have posted the first of them, and the guest may have consumed it.
+    may_be_posted: bool,
     /// A command whose host side went while it was carried out. The next one carries it out.
     postponed: Option<Sqe>,
     features: Features,
@@ -115,6 +117,7 @@ impl Admin {
         Self {
             rings: None,
             unposted: VecDeque::new(),
+            may_be_posted: false,
             postponed: None,
             features: Features::new(&clock),
             events: AsyncEvents::default(),
@@ -149,6 +152,7 @@ impl Admin {
     pub(crate) fn reset(&mut self) {
         self.rings = None;
         self.unposted.clear();
+        self.may_be_posted = false;
         self.postponed = None;
         self.features = Features::new(&self.clock);
         self.lost_queue = None;
@@ -183,6 +187,10 @@ impl Admin {
         let Some(rings) = &mut self.rings else {
             return false;
         };
+        // A head behind that completion is valid once it is posted again.
+        if self.may_be_posted && rings.has_room() {
+            return true;
+        }
         let look = rings.look(shared);
         if look.invalid {
             self.report_doorbell(AsyncEvent::INVALID_DOORBELL_VALUE);
@@ -349,6 +357,7 @@ impl Admin {
                 }
                 self.unposted.pop_front();
                 rings.post(room, completion, memory)?;
+                self.may_be_posted = false;
                 posted = true;
             } else if self.lost_queue.is_some() {
                 // The controller fails, and further commands could wait in vain as well.

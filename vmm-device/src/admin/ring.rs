@@ -221,6 +221,11 @@ impl AdminRings {
         self.cq.reserve()
     }
 
+    /// Returns whether there is room for a completion.
+    pub(super) fn has_room(&self) -> bool {
+        self.cq.room() > 0
+    }
+
     /// Returns the number of commands that wait to be taken.
     pub(super) fn waiting(&self) -> u32 {
         self.sq_head

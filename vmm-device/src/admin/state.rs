@@ -22,6 +22,8 @@ impl Admin {
         let Self {
             rings: _,
             unposted,
+            // Whoever restores completions takes it so.
+            may_be_posted: _,
             postponed,
             features,
             events,
@@ -108,6 +110,7 @@ impl Admin {
             .as_ref()
             .and_then(|rings| AdminRings::restored(rings, buffer));
         self.unposted = unposted.iter().map(restored_completion).collect();
+        self.may_be_posted = !self.unposted.is_empty();
         self.postponed = postponed.map(|words| transmute!(words));
         self.features = Features::restored(features, &self.clock);
         self.events = AsyncEvents::restored(events);

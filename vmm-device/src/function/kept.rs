@@ -489,6 +489,28 @@ mod tests {
     }
 
     #[test]
+    fn a_completion_that_the_guest_has_consumed_is_posted_again_before_its_head_is_looked_at() {
+        let (mut guest, survivors, recorder) = guest();
+        recorder.take();
+        let cid = guest.submit(create_cq());
+        let [about_to_complete] = &recorder.take()[..] else {
+            panic!("stored once, before the completion");
+        };
+        let posted = guest.peek().unwrap();
+        assert_eq!((posted.cid(), posted.status()), (cid, Status::SUCCESS));
+        survivors.replace(&mut guest, &pass_on(about_to_complete));
+        // The doorbell comes before the next process has handled its events.
+        guest.consume();
+        guest.function.process_events();
+        let after = guest.function.control_state().admin;
+        assert!(after.events.events.is_empty(), "no invalid doorbell");
+        assert_eq!(after.errors.count, 0);
+        let rings = after.rings.unwrap();
+        assert_eq!((rings.cq_head, rings.cq_tail), (1, 1));
+        assert_eq!(guest.admin(delete_cq()).status(), Status::SUCCESS);
+    }
+
+    #[test]
     fn an_event_is_told_once_wherever_its_process_ends() {
         let (mut guest, survivors, recorder) = guest();
         let cid = guest.submit(Sqe::new(0x0C));

@@ -237,6 +237,13 @@ impl InterruptVector {
         self.flags() & PIN != 0
     }
 
+    /// Returns whether the vector is the pin and has an interrupt that the guest has not acknowledged, masked or not.
+    #[must_use]
+    pub fn has_pin_interrupt(&self) -> bool {
+        let state = self.state();
+        state.is_pin && (state.asserted || state.pending)
+    }
+
     /// The pin's level has fallen, as the guest has acknowledged the interrupt.
     pub fn end_of_interrupt(&self) {
         let mut state = self.state();

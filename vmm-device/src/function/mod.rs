@@ -29,7 +29,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::{
     admin::{Admin, Controller, WATCH_INTERVAL},
     pci::{
-        config_space::{Bar, BarMove, ConfigSpace, Offer},
+        config_space::{Bar, BarMove, ConfigSpace, Offer, set_interrupt_status},
         msix::{Msix, MsixControl, MsixMasking, MsixMessage},
     },
     registers::{AdminQueues, Capabilities, Registers, Transition},
@@ -192,6 +192,19 @@ impl NvmeFunction {
     /// Reads configuration space.
     pub fn read_config(&self, offset: u64, data: &mut [u8]) {
         self.config.read(offset, data);
+        if self.has_pin_interrupt() {
+            set_interrupt_status(offset, data);
+        }
+    }
+
+    /// Returns whether the pin has an interrupt (PCI Local Bus 3.0, section 6.2.3). INTMS takes it away, and Interrupt
+    /// Disable does not.
+    fn has_pin_interrupt(&self) -> bool {
+        let sends_messages =
+            self.config.msix_control().enabled || self.config.msi_control().enabled;
+        let is_masked = self.registers.interrupt_mask() & 1 != 0;
+        let pin = self.msix.vector(ADMIN_VECTOR);
+        !sends_messages && !is_masked && pin.is_some_and(|pin| pin.has_pin_interrupt())
     }
 
     /// Writes configuration space. Returns the BARs that moved, whose new places the VMM is to

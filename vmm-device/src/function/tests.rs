@@ -428,6 +428,36 @@ fn the_pin_is_high_while_the_guest_has_left_admin_completions() {
 }
 
 #[test]
+fn interrupt_status_tells_of_the_pin() {
+    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    guest.function.set_pin(Some(PinFall::Access));
+    let has_interrupt = |guest: &Guest| {
+        let (mut status, mut with_command) = ([0; 2], [0; 4]);
+        guest.function.read_config(6, &mut status);
+        guest.function.read_config(4, &mut with_command);
+        assert_eq!(with_command[2..], status);
+        status[0] & 1 << 3 != 0
+    };
+    assert!(!has_interrupt(&guest));
+    guest.submit(Sqe::new(0x7F));
+    assert!(has_interrupt(&guest));
+    let _ = guest.function.write_config(4, &[0x06, 0x04]);
+    assert!(has_interrupt(&guest), "Interrupt Disable");
+    let _ = guest.function.write_config(4, &[0x06, 0x00]);
+    guest.write_register(0x0C, 1);
+    assert!(!has_interrupt(&guest), "INTMS");
+    guest.write_register(0x10, 1);
+    assert!(has_interrupt(&guest), "INTMC");
+    // MSI-X Enable.
+    let _ = guest.function.write_config(0x53, &[0x80]);
+    assert!(!has_interrupt(&guest), "it sends messages");
+    let _ = guest.function.write_config(0x53, &[0x00]);
+    assert_ne!(guest.completion().status(), Status::SUCCESS);
+    guest.function.end_of_interrupt();
+    assert!(!has_interrupt(&guest), "the entry is consumed");
+}
+
+#[test]
 fn the_guests_memory_can_go_once_the_controller_is_disabled() {
     let mut guest = Guest::ready(DoorbellMode::Shadow);
     create_queue_pair(&mut guest);

@@ -45,6 +45,8 @@ const BUS_MASTER: u8 = 1 << 2;
 /// driver in user space does not set it.
 const COMMAND_WRITABLE: u16 = 1 << 1 | 1 << 2 | 1 << 6 | 1 << 8 | 1 << 10;
 const STATUS: u8 = 0x06;
+/// Interrupt Status, as a bit of the lower byte of Status.
+const INTERRUPT_STATUS: u8 = 1 << 3;
 /// Status: Capabilities List.
 const CAPABILITIES_LIST: u16 = 1 << 4;
 const REVISION_ID: u8 = 0x08;
@@ -416,6 +418,14 @@ impl ConfigSpace {
                 to,
             })
             .collect()
+    }
+}
+
+/// Sets Interrupt Status in bytes that were read from `offset` on, if they have it.
+pub(crate) fn set_interrupt_status(offset: u64, data: &mut [u8]) {
+    let place = u64::from(STATUS).checked_sub(offset);
+    if let Some(byte) = place.and_then(|place| data.get_mut(saturate(place))) {
+        *byte |= INTERRUPT_STATUS;
     }
 }
 

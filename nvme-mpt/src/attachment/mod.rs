@@ -37,7 +37,7 @@ pub use error::AttachError;
 pub use growth::GrowError;
 pub(crate) use holding::Holding;
 
-use crate::clock::Rate;
+use crate::clock::{Rate, Ticks};
 use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
@@ -354,7 +354,7 @@ impl Attachment {
     pub fn set_rates(&self, rates: RateLimits) {
         let weight = rates.weight.unwrap_or_default();
         self.holding.host().set_weight(weight);
-        self.context.limiter.set(rates);
+        self.context.limiter.set(rates, Ticks::now());
         // Queues look at the limiter when they take up a table, so that one without limits pays nothing for them.
         self.window.renew_table();
     }

@@ -147,17 +147,19 @@ impl Limiter {
             iops: Bucket::default(),
             bandwidth: Bucket::default(),
         };
-        limiter.set(limits);
+        // Without a debt, the moment does not matter.
+        limiter.set(limits, Ticks(0));
         limiter
     }
 
-    /// Changes the limits. Credit and debt stay, in units of time.
-    pub fn set(&self, limits: RateLimits) {
+    /// Changes the limits. Credit stays, in units of time. A debt is paid off at the new rate where that is sooner: one
+    /// that a low limit has left may be that of days.
+    pub fn set(&self, limits: RateLimits, now: Ticks) {
         let RateLimits {
             iops, bandwidth, ..
         } = limits;
-        self.iops.set(iops, self.rate);
-        self.bandwidth.set(bandwidth, self.rate);
+        self.iops.set(iops, self.rate, now);
+        self.bandwidth.set(bandwidth, self.rate, now);
     }
 
     /// Returns whether there is a limit.
@@ -220,9 +222,9 @@ struct Bucket {
 }
 
 impl Bucket {
-    fn set(&self, limit: Option<RateLimit>, rate: Rate) {
+    fn set(&self, limit: Option<RateLimit>, rate: Rate, now: Ticks) {
         let Some(RateLimit { per_second, burst }) = limit else {
-            return self.cost.store(0, Ordering::Relaxed);
+            return self.set_cost(0, now);
         };
         let second = u128::from(rate.ticks(Duration::from_secs(1)));
         let cost = (second << FRACTION) / u128::from(per_second.get());
@@ -235,7 +237,23 @@ impl Bucket {
         let least = ticks(cost, 1).saturating_add(1);
         let capacity = capacity.max(least).saturating_add(rate.ticks(REST));
         self.capacity.store(capacity, Ordering::Relaxed);
-        self.cost.store(cost, Ordering::Relaxed);
+        self.set_cost(cost, now);
+    }
+
+    /// Sets the cost of a unit. The units of a debt stay, or fewer of them if a unit costs more now. A debt ends with its
+    /// limit.
+    fn set_cost(&self, cost: u64, now: Ticks) {
+        let before = self.cost.swap(cost, Ordering::Relaxed);
+        let update = |even: u64| {
+            let debt = even.checked_sub(now.0)?;
+            let left = (u128::from(debt) * u128::from(cost)).checked_div(before.into())?;
+            let left = u64::try_from(left).unwrap_or(u64::MAX).min(debt);
+            Some(now.0.saturating_add(left))
+        };
+        // Without a debt, or without a limit before, nothing changes.
+        let _ = self
+            .even
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
     }
 
     fn is_limited(&self) -> bool {
@@ -401,15 +419,35 @@ mod tests {
         let limiter = Limiter::new(RateLimits::default(), Rate::NANOSECOND);
         assert!(!limiter.is_limited());
         assert_eq!(limiter.allowance(Ticks(0)), u32::MAX);
-        limiter.set(limits("1000", ""));
+        limiter.set(limits("1000", ""), Ticks(SECOND));
         let first = taken(&limiter, SECOND, 2, 32, 4096);
-        limiter.set(limits("5000", ""));
+        limiter.set(limits("5000", ""), Ticks(3 * SECOND));
         let second = taken(&limiter, 3 * SECOND, 2, 32, 4096);
         assert!((1990..=2030).contains(&first), "{first}");
         assert!((9950..=10_150).contains(&second), "{second}");
-        limiter.set(RateLimits::default());
+        limiter.set(RateLimits::default(), Ticks(5 * SECOND));
         assert!(!limiter.is_limited());
         assert_eq!(limiter.allowance(Ticks(0)), u32::MAX);
+    }
+
+    #[test]
+    fn a_limit_that_is_raised_holds_up_nobody_for_the_one_before() {
+        // A hundred bytes per second, where megabytes were meant.
+        let limiter = Limiter::new(limits("", "100"), Rate::NANOSECOND);
+        limiter.charge(1, 4 << 20, Ticks(SECOND));
+        let hours = limiter.due().since(Ticks(SECOND)) / (3600 * SECOND);
+        assert_eq!(hours, 11);
+        let now = Ticks(2 * SECOND);
+        limiter.set(limits("", "4M"), now);
+        assert_eq!(limiter.allowance(now), 0, "the bytes are still owed");
+        assert!(limiter.allowance(Ticks(3 * SECOND)) > 0);
+        // A lower one lengthens no debt.
+        limiter.set(limits("", "100"), now);
+        assert!(limiter.allowance(Ticks(3 * SECOND)) > 0);
+        // One that comes after a time without any finds none.
+        limiter.set(RateLimits::default(), now);
+        limiter.set(limits("", "1M"), now);
+        assert!(limiter.allowance(now) > 0);
     }
 
     proptest! {

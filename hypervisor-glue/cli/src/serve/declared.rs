@@ -153,13 +153,16 @@ pub(super) struct Declarations {
 }
 
 impl Declarations {
-    /// Reads the file at an absolute path. Relative paths in it are as seen from its folder.
+    /// Reads the file at an absolute path, or that to which a link there leads now. Relative paths in it are as seen from
+    /// its folder.
     pub(super) fn read(path: &Path) -> Result<Self, FileError> {
-        let text = read(path).map_err(|source| FileError::Read {
+        let unreadable = |source| FileError::Read {
             path: path.to_owned(),
             source,
-        })?;
-        Self::parse(path, &text)
+        };
+        let file = fs::canonicalize(path).map_err(unreadable)?;
+        let text = read(&file).map_err(unreadable)?;
+        Self::parse(&file, &text)
     }
 
     fn parse(path: &Path, text: &str) -> Result<Self, FileError> {

@@ -323,8 +323,10 @@ fn check(options: &ServeOptions) -> Result<(), ServeError> {
     Ok(())
 }
 
+/// Returns the absolute path of a file that is there. Links stay, as they may lead to another file later.
 fn absolute(path: PathBuf) -> Result<PathBuf, ServeError> {
-    fs::canonicalize(&path).map_err(|source| ServeError::Path { path, source })
+    let found = fs::metadata(&path).and_then(|_| path::absolute(&path));
+    found.map_err(|source| ServeError::Path { path, source })
 }
 
 fn announce(roster: &Roster, out: &mut dyn Write) -> io::Result<()> {

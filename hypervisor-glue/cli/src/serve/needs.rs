@@ -53,7 +53,10 @@ pub(super) fn of_server(options: &ServeOptions) -> Result<Option<FileRules>, Ser
     let mut rules = confinement.rules.clone();
     if let Some(file) = file.clone().map(absolute).transpose()? {
         let declared = Declarations::read(&file).map_err(ChangeError::from)?;
-        needed.push(of_folder_of(&file, FileAccess::READ));
+        // A link may be replaced, and its file lies elsewhere.
+        let linked = fs::canonicalize(&file);
+        let files = std::iter::once(file).chain(linked);
+        needed.extend(files.map(|file| of_folder_of(&file, FileAccess::READ)));
         let functions = declared.functions.iter();
         needed.extend(functions.flat_map(|declared| of_function(&declared.function)));
         let drives = declared.drives.iter();

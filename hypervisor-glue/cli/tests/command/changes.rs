@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -366,6 +366,26 @@ fn a_file_is_followed_and_what_did_not_change_is_not_touched() {
     let forced = ask(&bench, "reload", &["--force"]).unwrap();
     assert_eq!(forced, "Removed: a, c, b\nUnchanged: 0\n");
     assert_eq!(list(&bench), [entry("z", "added", "waiting")]);
+    server.stop();
+}
+
+#[test]
+fn a_link_is_followed_to_the_file_that_it_leads_to_now() {
+    let bench = Bench::new();
+    let [a, b] = [function("a", "0+16M"), function("b", "16M+16M")];
+    fs::write(bench.path("first.toml"), &a).unwrap();
+    fs::write(bench.path("second.toml"), format!("{a}{b}")).unwrap();
+    symlink("first.toml", bench.path("serve.toml")).unwrap();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    let server = Server::start(serve).unwrap();
+    // As those do who replace a whole configuration in one step.
+    symlink("second.toml", bench.path("next")).unwrap();
+    fs::rename(bench.path("next"), bench.path("serve.toml")).unwrap();
+    assert_eq!(
+        ask(&bench, "reload", &[]).unwrap(),
+        "Added: b\nUnchanged: 1\n"
+    );
     server.stop();
 }
 

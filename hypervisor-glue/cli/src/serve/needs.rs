@@ -85,13 +85,15 @@ pub(super) fn of_function(served: &ServedFunction) -> Vec<FileRule> {
 pub(super) fn of_drive(options: &FunctionOptions) -> Vec<FileRule> {
     match &options.path {
         DrivePath::File(file) => {
+            // The folder of a link is another one than that of its file.
+            let file = &fs::canonicalize(file).unwrap_or_else(|_| file.clone());
             // A model's state is in a file beside it, which is written under another name first.
             let first = match options.profile {
                 Some(_) => of_folder_of(file, FileAccess::WRITE),
                 None => FileRule::new(file, FileAccess::WRITE),
             };
             // The file of a loop device is opened for its locks.
-            let origin = fs::canonicalize(file).and_then(|file| Origin::of(&file));
+            let origin = Origin::of(file);
             let below = origin.map(|origin| origin.files().to_vec());
             let below = below.unwrap_or_default().into_iter();
             let below = below.map(|below| FileRule::new(below.path, FileAccess::WRITE));

@@ -3,6 +3,7 @@
 //! All other tests of the command run with the filter of system calls as well, which is on by default.
 
 use std::fs::{self, File};
+use std::os::unix::fs::symlink;
 use std::path::Path;
 
 use nvme_mpt_tests::not_checked::not_checked;
@@ -175,6 +176,23 @@ fn landlock_refuses_files_that_no_rule_names() {
     let (status, log) = server.signal("TERM");
     assert!(status.success(), "{log}");
     assert_eq!(is_restricted(&log), is_enforced, "{log}");
+}
+
+#[test]
+fn an_image_behind_a_link_may_have_a_profile() {
+    let (bench, outside) = (Bench::new(), outside());
+    let image = outside.path().join("outside.img");
+    symlink(image, bench.path("linked.img")).unwrap();
+    let profile = outside.path().join("profile.toml");
+    let function = format!(
+        "socket=a.sock,path=linked.img,id=a,profile={}",
+        profile.display()
+    );
+    let mut serve = bench.serve_command("one", &[&function]);
+    serve.args(["--landlock", "--log", "info"]);
+    let (status, log) = Server::start(serve).unwrap().signal("TERM");
+    assert!(status.success(), "{log}");
+    is_restricted(&log);
 }
 
 #[test]

@@ -49,8 +49,8 @@ use crate::interrupt::{Coalescing, InterruptVector, vectors_of};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits};
 use crate::live::LiveState;
-use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::RecvTimeoutError;
+use crate::memory::sync::{Mutex, try_lock};
 use crate::park::Silence;
 use crate::poller::{Placement, PollPolicy, Pollers, Spin};
 use crate::range::Bytes;
@@ -60,8 +60,8 @@ use crate::shadow::{
 };
 use crate::spec::ids::QueueId;
 use crate::stats::{
-    AttachmentStats, Counters, Distribution, HostQueueUse, LeasePairStats, QueueCounters,
-    QueueStats, StatusCounters,
+    AttachmentStats, Counters, Distribution, HostQueueUse, LeasePairStats, MemoryStats,
+    QueueCounters, QueueStats, StatusCounters,
 };
 use growth::{Growth, unit_blocks};
 use io_queues::{QueueEntry, Queues};
@@ -445,8 +445,18 @@ impl Attachment {
     /// Figures of the lease and its queues.
     #[must_use]
     pub fn stats(&self) -> AttachmentStats {
+        self.stats_of(&self.queues(), self.window.stats())
+    }
+
+    /// As [`Self::stats`]; `None` while the queues or the memory change, which may take as long as commands in flight do.
+    #[must_use]
+    pub fn try_stats(&self) -> Option<AttachmentStats> {
+        let existing = try_lock(&self.queues)?;
+        Some(self.stats_of(&existing, self.window.try_stats()?))
+    }
+
+    fn stats_of(&self, existing: &Queues, memory: MemoryStats) -> AttachmentStats {
         let namespace = &self.facts.namespace;
-        let existing = self.queues();
         let host_queue = |sqid| {
             let cqid = existing.cq_of_sq(QueueId(sqid))?;
             existing.cqs.get(&cqid)?.host_queue()
@@ -466,13 +476,13 @@ impl Attachment {
             }
         });
         AttachmentStats {
-            queue_pairs: self.pair_stats(&existing),
+            queue_pairs: self.pair_stats(existing),
             id: self.lease().id().to_owned(),
             model: namespace.model.clone(),
             serial: namespace.serial.clone(),
             capacity_bytes: self.context.blocks().blocks() << namespace.lba_shift,
             doorbells: self.facts.doorbells.to_string(),
-            memory: self.window.stats(),
+            memory,
             queues: queues
                 .filter(|queue| queue.commands + queue.doorbell_exits + queue.in_flight > 0)
                 .collect(),

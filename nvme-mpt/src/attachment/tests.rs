@@ -77,6 +77,18 @@ fn a_guest_hears_of_its_own_namespace_alone() {
 }
 
 #[test]
+fn figures_of_queues_that_change_are_not_waited_for() {
+    let attachment = attachment();
+    let figures = attachment.try_stats().expect("nothing changes");
+    assert_eq!(figures.id, "test");
+    // As a queue is deleted: the lock is held until its commands in flight have ended.
+    let change = attachment.queues();
+    assert!(attachment.try_stats().is_none());
+    drop(change);
+    assert!(attachment.try_stats().is_some());
+}
+
+#[test]
 fn a_doorbell_of_no_queue_keeps_no_value() {
     let attachment = attachment();
     for doorbell in [Doorbell::SqTail(QueueId(1)), Doorbell::CqHead(QueueId(1))] {

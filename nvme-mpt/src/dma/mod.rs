@@ -64,7 +64,7 @@ use crate::iova::{IovaSpace, VmMappings};
 use crate::learn::NoMapping;
 use crate::memory::Access;
 use crate::memory::file_system::type_of;
-use crate::memory::sync::{Mutex, MutexGuard};
+use crate::memory::sync::{Mutex, MutexGuard, try_lock};
 use crate::park::Waker;
 use crate::stats::MemoryStats;
 use published::Published;
@@ -434,13 +434,13 @@ impl DmaWindow {
     /// Returns figures of the regions.
     #[must_use]
     pub fn stats(&self) -> MemoryStats {
-        let changes = self.changes();
-        MemoryStats {
-            regions: changes.regions.len() as u64,
-            bytes: changes.mapped,
-            maps: changes.maps,
-            unmaps: changes.unmaps,
-        }
+        self.changes().stats()
+    }
+
+    /// As [`Self::stats`]; `None` while the regions change, as memory that is pinned takes a while.
+    #[must_use]
+    pub fn try_stats(&self) -> Option<MemoryStats> {
+        Some(try_lock(&self.tables.changes)?.stats())
     }
 
     /// Unmaps everything. Returns how many bytes that were.
@@ -475,6 +475,15 @@ impl DmaWindow {
 }
 
 impl Changes {
+    fn stats(&self) -> MemoryStats {
+        MemoryStats {
+            regions: self.regions.len() as u64,
+            bytes: self.mapped,
+            maps: self.maps,
+            unmaps: self.unmaps,
+        }
+    }
+
     /// Checks whether a region may be mapped at `gpa..gpa+len`.
     fn check_free(&self, gpa: u64, len: u64) -> Result<(), DmaError> {
         if self.regions.len() >= MAX_REGIONS {

@@ -31,7 +31,7 @@ impl Figures {
         view.clone()
     }
 
-    /// Returns all figures. It waits for functions for a second at most.
+    /// Returns all figures. It waits for functions for a second at most, and for leases of VMMs for another one.
     pub(super) fn stats(&self) -> ServerStats {
         self.stats_of(&self.view())
     }

@@ -24,6 +24,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::clock;
+use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::lease::{Claim, LeaseError, open_state_folder};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::live::LiveState;
@@ -46,6 +47,9 @@ use crate::stats::FunctionStats;
 
 /// Time between two looks for a lease that is about to end.
 const RETRY: Duration = Duration::from_millis(20);
+
+/// Longest wait for figures of leases whose queues or memory change.
+const STATS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Most connections at a time.
 const CONNECTIONS_MAX: usize = 1024;
@@ -183,13 +187,27 @@ impl LeaseTable {
         leases.map(|lease| lease.entry.clone()).collect()
     }
 
-    /// Returns the figures of the leases. Those of admin queues are in the VMMs.
+    /// Returns the figures of the leases, but for those whose queues or memory change for long. Those of admin queues are
+    /// in the VMMs.
     pub(super) fn stats(&self) -> Vec<FunctionStats> {
+        let deadline = Deadline::after(&SystemClock::shared(), STATS_PATIENCE);
+        loop {
+            let figures = self.stats_at_once();
+            if figures.iter().all(Option::is_some) || deadline.left().is_zero() {
+                return figures.into_iter().flatten().collect();
+            }
+            // Without the lock, which all other VMMs need.
+            clock::sleep(RETRY);
+        }
+    }
+
+    /// Returns the figures of each lease; `None` for one whose queues or memory change now.
+    fn stats_at_once(&self) -> Vec<Option<FunctionStats>> {
         let connections = self.connections();
         let leases = connections.values().filter_map(|one| one.lease.as_ref());
         let stats = leases.map(|lease| {
-            let stats = lease.attachment.stats();
-            FunctionStats {
+            let stats = lease.attachment.try_stats()?;
+            Some(FunctionStats {
                 id: stats.id,
                 socket: lease.entry.socket.display().to_string(),
                 connected: true,
@@ -205,7 +223,7 @@ impl LeaseTable {
                 errors: stats.errors,
                 processor_seconds: stats.processor_seconds,
                 ..FunctionStats::default()
-            }
+            })
         });
         stats.collect()
     }

@@ -348,14 +348,21 @@ pub fn open(
     pollers: &Arc<Pollers>,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
-    open_with(options, ledgers, pollers, FunctionParts::Own, stop)
+    let opened = drives::opened_options(&options.path);
+    let drive = drives::open_on(
+        &options.path,
+        options.of_drive(opened.as_ref()),
+        pollers.threads(),
+    )?;
+    attach(options, &drive, ledgers, pollers, stop)
 }
 
-/// The same, for a function that may outlive this process.
+/// Attaches a function of a client to the drive of `options`, which this process has open. None is opened for a client, who
+/// may replace what its path leads to at any time.
 ///
 /// # Errors
-/// See [`OpenError`].
-pub fn open_with(
+/// See [`OpenError`]; [`OpenDriveError::Closed`] for a drive that is not open.
+pub fn attach_opened(
     options: &FunctionOptions,
     ledgers: &Ledgers,
     pollers: &Arc<Pollers>,
@@ -363,11 +370,7 @@ pub fn open_with(
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
     let opened = drives::opened_options(&options.path);
-    let drive = drives::open_on(
-        &options.path,
-        options.of_drive(opened.as_ref()),
-        pollers.threads(),
-    )?;
+    let drive = drives::find(&options.path, &options.of_drive(opened.as_ref()))?;
     attach_with(options, &drive, ledgers, pollers, parts, stop)
 }
 

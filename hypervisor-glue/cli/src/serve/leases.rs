@@ -33,7 +33,7 @@ use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{AttachError, Attachment, EventReader, FunctionParts, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
-use nvme_mpt_vmm::drives::{self, DrivePath};
+use nvme_mpt_vmm::drives::{self, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
 use nvme_mpt_vmm::options::{FunctionOptions, OptionError, OptionText, RateChange};
 use nvme_mpt_vmm::report;
@@ -340,7 +340,7 @@ impl LeaseTable {
                 Some(parts) => FunctionParts::Kept(parts, reader),
                 None => FunctionParts::Outliving(reader),
             };
-            match open::open_with(options, &ledgers, &self.pollers, parts, stop) {
+            match open::attach_opened(options, &ledgers, &self.pollers, parts, stop) {
                 Err(OpenError::Lease(
                     error @ (LeaseError::OtherOwner { .. }
                     | LeaseError::NoOwner { .. }
@@ -396,6 +396,7 @@ impl LeaseTable {
         let open = || self.open(&options, claim, reader, parts, stop);
         let attachment = match crash::recorded(crashes.as_ref(), open) {
             Ok(attachment) => Arc::new(attachment),
+            Err(OpenError::Drive(OpenDriveError::Closed(_))) => return Admission::NotServed,
             Err(error) => return Admission::Refused(report::chain(&error)),
         };
         let id = attachment.lease().id().to_owned();

@@ -86,6 +86,9 @@ pub enum OpenDriveError {
         /// The option that differs.
         key: &'static str,
     },
+    /// This process has no such drive open, and opens none.
+    #[error("Drive `{0}` is not open in this process any more")]
+    Closed(String),
     /// The device does not exist.
     #[error(
         "There is no device `{0}`; `lsblk` lists the block devices of this host, and `nvme-mpt drives` its NVMe functions"
@@ -268,6 +271,16 @@ pub fn open_handed_over(
     handed: Vec<OwnedFd>,
 ) -> Result<Arc<Drive>, OpenDriveError> {
     open_with(path, options, &Threads::default(), handed)
+}
+
+/// Finds a drive that this process has open. It opens none, whatever the path leads to by now.
+///
+/// # Errors
+/// [`OpenDriveError::Closed`], [`OpenDriveError::OpenedOtherwise`], [`OpenDriveError::Namespace`].
+pub fn find(path: &DrivePath, options: &DriveOptions) -> Result<Arc<Drive>, OpenDriveError> {
+    let closed = || Err(OpenDriveError::Closed(path.to_string()));
+    let controller = opened::find_or_open(path, options, closed)?;
+    Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
 
 fn open_with(

@@ -96,6 +96,20 @@ fn a_process_opens_a_drive_once() {
 }
 
 #[test]
+fn a_drive_that_is_found_is_open_already() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    file.as_file().set_len(1 << 20).expect("set_len");
+    let path = DrivePath::File(file.path().to_owned());
+    let options = DriveOptions::default();
+    let error = find(&path, &options).expect_err("it is not open");
+    assert!(matches!(error, OpenDriveError::Closed(_)), "{error}");
+    assert_eq!(opened_options(&path), None);
+    let opened = open(&path, options.clone()).expect("opened");
+    let found = find(&path, &options).expect("found");
+    assert!(std::ptr::addr_eq(opened.controller(), found.controller()));
+}
+
+#[test]
 fn drives_are_refused_with_a_reason() {
     let open = |path: &str, lba_size| {
         let path = path.parse().expect("valid");

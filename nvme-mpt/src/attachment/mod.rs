@@ -47,7 +47,7 @@ use crate::event::EventQueue;
 use crate::host::{ChangeLog, CommandSets, Limits, Mdts};
 use crate::interrupt::{Coalescing, InterruptVector, vectors_of};
 use crate::lease::Lease;
-use crate::limit::{Limiter, RateLimits};
+use crate::limit::{Limiter, RateLimits, Used};
 use crate::live::LiveState;
 use crate::memory::sync::mpsc::RecvTimeoutError;
 use crate::memory::sync::{Mutex, try_lock};
@@ -357,6 +357,17 @@ impl Attachment {
         self.context.limiter.set(rates, Ticks::now());
         // Queues look at the limiter when they take up a table, so that one without limits pays nothing for them.
         self.window.renew_table();
+    }
+
+    /// Returns what the queues have used of the limits, for the lease's next attachment in this process.
+    #[must_use]
+    pub fn limits_used(&self) -> Used {
+        self.context.limiter.used()
+    }
+
+    /// Takes up what an earlier attachment of the lease has used of the limits.
+    pub fn take_up_limits(&self, used: Used) {
+        self.context.limiter.take_up(used, Ticks::now());
     }
 
     /// Lets go of what keeps the next process from the lease. The function is paused, and this process ends at once.

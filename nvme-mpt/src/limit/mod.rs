@@ -200,10 +200,58 @@ impl Limiter {
         self.due().max(first).min(last)
     }
 
+    /// Returns what was used of the limits, for the limiter of the lease's next attachment.
+    #[must_use]
+    pub fn used(&self) -> Used {
+        Used {
+            iops: self.iops.used(),
+            bandwidth: self.bandwidth.used(),
+        }
+    }
+
+    /// Takes up what the same lease has used before.
+    pub fn take_up(&self, used: Used, now: Ticks) {
+        self.iops.take_up(used.iops, now);
+        self.bandwidth.take_up(used.bandwidth, now);
+    }
+
     /// Returns the moment from which [`Self::allowance`] is above zero.
     #[must_use]
     pub fn due(&self) -> Ticks {
         self.iops.due().max(self.bandwidth.due())
+    }
+}
+
+/// Use of a lease's limits in this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Used {
+    iops: BucketUse,
+    bandwidth: BucketUse,
+}
+
+impl Used {
+    /// Returns whether all credit is there again.
+    #[must_use]
+    pub fn is_made_up_for(self, now: Ticks) -> bool {
+        self.iops.even.max(self.bandwidth.even) <= now.0
+    }
+}
+
+/// Use of a bucket: its cost and its moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct BucketUse {
+    cost: u64,
+    even: u64,
+}
+
+impl BucketUse {
+    /// Returns the moment at another cost: the units of a debt stay, or fewer of them if a unit costs more. `None` without
+    /// a debt, or without a limit before.
+    fn at_cost(self, cost: u64, now: Ticks) -> Option<u64> {
+        let debt = self.even.checked_sub(now.0)?;
+        let left = (u128::from(debt) * u128::from(cost)).checked_div(self.cost.into())?;
+        let left = u64::try_from(left).unwrap_or(u64::MAX).min(debt);
+        Some(now.0.saturating_add(left))
     }
 }
 
@@ -240,20 +288,28 @@ impl Bucket {
         self.set_cost(cost, now);
     }
 
-    /// Sets the cost of a unit. The units of a debt stay, or fewer of them if a unit costs more now. A debt ends with its
-    /// limit.
+    /// Sets the cost of a unit. A debt ends with its limit.
     fn set_cost(&self, cost: u64, now: Ticks) {
         let before = self.cost.swap(cost, Ordering::Relaxed);
-        let update = |even: u64| {
-            let debt = even.checked_sub(now.0)?;
-            let left = (u128::from(debt) * u128::from(cost)).checked_div(before.into())?;
-            let left = u64::try_from(left).unwrap_or(u64::MAX).min(debt);
-            Some(now.0.saturating_add(left))
-        };
-        // Without a debt, or without a limit before, nothing changes.
+        let update = |even| BucketUse { cost: before, even }.at_cost(cost, now);
+        // It may be refused: then nothing changes.
         let _ = self
             .even
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
+    }
+
+    fn used(&self) -> BucketUse {
+        BucketUse {
+            cost: self.cost.load(Ordering::Relaxed),
+            even: self.even.load(Ordering::Relaxed),
+        }
+    }
+
+    fn take_up(&self, used: BucketUse, now: Ticks) {
+        let cost = self.cost.load(Ordering::Relaxed);
+        if let Some(even) = used.at_cost(cost, now) {
+            self.even.fetch_max(even, Ordering::Relaxed);
+        }
     }
 
     fn is_limited(&self) -> bool {
@@ -448,6 +504,22 @@ mod tests {
         limiter.set(RateLimits::default(), now);
         limiter.set(limits("", "1M"), now);
         assert!(limiter.allowance(now) > 0);
+    }
+
+    #[test]
+    fn the_next_limiter_of_a_lease_takes_up_what_was_used() {
+        let now = Ticks(SECOND);
+        let new = || Limiter::new(limits("1000", "1M+4M"), Rate::NANOSECOND);
+        let (limiter, next) = (new(), new());
+        limiter.charge(1, 6 << 20, now);
+        assert_eq!(limiter.allowance(now), 0);
+        assert!(next.allowance(now) > 0, "a new one has all of its credit");
+        let used = limiter.used();
+        next.take_up(used, now);
+        assert_eq!(next.allowance(now), 0);
+        assert_eq!(next.due(), limiter.due());
+        assert!(!used.is_made_up_for(Ticks(6 * SECOND)));
+        assert!(used.is_made_up_for(Ticks(8 * SECOND)));
     }
 
     proptest! {

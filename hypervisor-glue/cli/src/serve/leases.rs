@@ -23,10 +23,10 @@ use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::clock;
+use nvme_mpt::clock::{self, Ticks};
 use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::lease::{Claim, LeaseError, open_state_folder};
-use nvme_mpt::limit::RateLimits;
+use nvme_mpt::limit::{RateLimits, Used};
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::crash::{self, CrashRecord};
 use nvme_mpt::poller::start_thread;
@@ -148,6 +148,8 @@ pub(super) struct LeaseTable {
     socket: PathBuf,
     access: SocketAccess,
     connections: Mutex<BTreeMap<u64, Connection>>,
+    /// Use of the limits of leases that ended, by their ids: a VMM that connects again finds no new credit.
+    used: Mutex<BTreeMap<String, Used>>,
     /// Messages about the VMMs of each user, who could connect without end.
     budgets: Mutex<BTreeMap<u32, Budget>>,
     /// The server ends.
@@ -168,6 +170,7 @@ impl LeaseTable {
             pollers,
             socket: socket_of(state_dir, &process::id().to_string()),
             connections: Mutex::default(),
+            used: Mutex::default(),
             budgets: Mutex::default(),
             ends: AtomicBool::new(false),
         })
@@ -178,6 +181,19 @@ impl LeaseTable {
         self.connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn used(&self) -> MutexGuard<'_, BTreeMap<String, Used>> {
+        // Each change is complete before anything can panic.
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes what a lease has used of its limits, for its next VMM.
+    fn note_used(&self, lease: &Lease) {
+        let now = Ticks::now();
+        let mut used = self.used();
+        used.retain(|_, used| !used.is_made_up_for(now));
+        used.insert(lease.entry.id.clone(), lease.attachment.limits_used());
     }
 
     /// Returns the functions that have leases.
@@ -432,6 +448,9 @@ impl LeaseTable {
             Err(error) => return Admission::Refused(report::chain(&error)),
         }
         lease.set_rates();
+        if let Some(used) = self.used().remove(&lease.entry.id) {
+            attachment.take_up_limits(used);
+        }
         if let Some(connection) = connections.get_mut(&number) {
             connection.lease = Some(lease);
         }
@@ -539,6 +558,7 @@ impl Leases for Admitting<'_> {
             return End::Gone;
         };
         if let Some(lease) = connection.lease.take() {
+            self.table.note_used(&lease);
             log::info!("Lease {} of a function in a VMM ended", lease.entry.id);
         }
         connection.end

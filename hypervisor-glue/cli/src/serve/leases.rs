@@ -207,23 +207,32 @@ impl LeaseTable {
     /// in the VMMs.
     pub(super) fn stats(&self) -> Vec<FunctionStats> {
         let deadline = Deadline::after(&SystemClock::shared(), STATS_PATIENCE);
+        let mut found = BTreeMap::new();
         loop {
-            let figures = self.stats_at_once();
-            if figures.iter().all(Option::is_some) || deadline.left().is_zero() {
-                return figures.into_iter().flatten().collect();
+            let is_complete = self.add_stats(&mut found);
+            if is_complete || deadline.left().is_zero() {
+                return found.into_values().collect();
             }
             // Without the lock, which all other VMMs need.
             clock::sleep(RETRY);
         }
     }
 
-    /// Returns the figures of each lease; `None` for one whose queues or memory change now.
-    fn stats_at_once(&self) -> Vec<Option<FunctionStats>> {
+    /// Adds the figures of leases that are not there yet, by their ids. Returns whether all are there: those whose queues
+    /// or memory change now are not.
+    fn add_stats(&self, found: &mut BTreeMap<String, FunctionStats>) -> bool {
+        let mut is_complete = true;
         let connections = self.connections();
         let leases = connections.values().filter_map(|one| one.lease.as_ref());
-        let stats = leases.map(|lease| {
-            let stats = lease.attachment.try_stats()?;
-            Some(FunctionStats {
+        for lease in leases {
+            if found.contains_key(&lease.entry.id) {
+                continue;
+            }
+            let Some(stats) = lease.attachment.try_stats() else {
+                is_complete = false;
+                continue;
+            };
+            let stats = FunctionStats {
                 id: stats.id,
                 socket: lease.entry.socket.display().to_string(),
                 connected: true,
@@ -239,9 +248,10 @@ impl LeaseTable {
                 errors: stats.errors,
                 processor_seconds: stats.processor_seconds,
                 ..FunctionStats::default()
-            })
-        });
-        stats.collect()
+            };
+            found.insert(lease.entry.id.clone(), stats);
+        }
+        is_complete
     }
 
     /// Ends a lease, and the drive of its VMM's guest. Returns its entry; `None` if there is no such lease.

@@ -301,8 +301,8 @@ impl PhysicalDrive {
         Ok(descriptors)
     }
 
-    /// Waits for other commands, and until the drive does not rest, but for no reset, which may take minutes. Once
-    /// another process has taken the drive, it rests for good.
+    /// Waits for other commands, and for a drive that rests to go on. It does not wait for a reset, which may take minutes.
+    /// A drive that another process has taken rests for good.
     pub(super) fn working_admin(&self) -> Result<MutexGuard<'_, AdminQueue>, ControllerError> {
         let clock = self.backing.clock();
         loop {

@@ -1,7 +1,7 @@
 //! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
 //!
 //! Lock order: `pairs`, then `admin`, then that of the pairs' view, then a pair's own. A reset holds the first two
-//! throughout, so who counts pairs takes neither. The leases' lock comes before that of the namespaces, and no other is
+//! throughout, so figures of the pairs take neither. The leases' lock comes before that of the namespaces, and no other is
 //! taken under the two. The threads that take them are the control
 //! threads of the drive's users and the drive's supervisor; pollers take a pair's own lock alone.
 

@@ -18,6 +18,7 @@ use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
 use super::error::ControllerError;
 use super::reservations::Holder;
+use super::supervisor::TICK;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::clock::{Ticks, ticks_in};
@@ -41,7 +42,7 @@ const FLUSH_PAUSE: Duration = Duration::from_micros(200);
 const REST: Duration = Duration::from_secs(1);
 
 /// The same in looks of the supervisor.
-const RESTING_LOOKS: u32 = 10;
+const RESTING_LOOKS: u32 = (REST.as_millis() / TICK.as_millis()) as u32;
 
 /// Attempts at a Flush that resets or Aborts take away.
 const FLUSH_ATTEMPTS: u32 = 5;
@@ -241,7 +242,7 @@ impl QueuePairs {
         {}
     }
 
-    /// Lends pairs whose queues rest to queues that share others. To be called ten times a second.
+    /// Lends pairs whose queues rest to queues that share others. The supervisor calls it at each look.
     pub(super) fn lend(&mut self) {
         let (now, within) = (Ticks::now(), ticks_in(REST));
         let unowned = self.pairs.iter_mut().filter(|owned| owned.owner.is_none());

@@ -55,7 +55,7 @@ impl PhysicalDrive {
         warn!("Drive {name} is reset: {cause}");
         self.counters.resets.fetch_add(1, Ordering::Relaxed);
         let pairs = lock(&self.pairs);
-        // Whoever sees it does not wait for the admin queues. It is not seen by who is about to create a pair.
+        // Admin commands fail from now on instead of waiting. One that creates a pair waits for the lock above.
         self.reset_wanted.store(true, Ordering::Release);
         let mut admin = lock(&self.admin);
         for (_, pair) in pairs.iter() {

@@ -40,7 +40,7 @@ use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 
 /// Interval between two looks at the drive.
-const TICK: Duration = Duration::from_millis(100);
+pub(super) const TICK: Duration = Duration::from_millis(100);
 
 /// Longest time of a command that was to be aborted.
 const ABORT_GRACE: Duration = Duration::from_secs(1);

@@ -2,13 +2,14 @@
 //!
 //! The drive's supervisor lends. The queue that borrows becomes a member of the pair that rests, and remembers the one
 //! that it came from. The first batch of a queue that rested calls the borrowers in: they move back before it is served.
-//! Commands that they have in flight complete where they are (`moves.rs`).
+//! The drive completes what it has of them in the pair that they leave (`moves.rs`).
 //!
 //! Pairs of a reservation are never lent.
 
 use std::sync::{Arc, Weak};
 
 use super::core::Core;
+use super::member::Member;
 use super::moves::{Newcomer, Role, transfer};
 use super::{Pair, Shared};
 use nvme_mpt::clock::Ticks;
@@ -50,7 +51,11 @@ impl Pair {
     /// Lends the pair to one of the queues that share another one and had a batch within so many ticks. Returns whether
     /// there was one.
     pub fn lend_to_one_of(&self, crowded: &Self, now: Ticks, within: u64) -> bool {
-        let chosen = crowded.shared.lock().awake(now, within).next();
+        let chosen = {
+            let core = crowded.shared.lock();
+            let first = core.awake(now, within).next();
+            first.map(|(number, member)| (number, member.queue.clone()))
+        };
         let Some((number, queue)) = chosen else {
             return false;
         };
@@ -77,11 +82,10 @@ pub(super) fn call_in(pair: &Arc<Shared>) {
 
 impl Core {
     /// Returns the members that stay and had a batch within so many ticks, those that borrow the pair aside.
-    fn awake(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, Newcomer)> {
+    fn awake(&self, now: Ticks, within: u64) -> impl Iterator<Item = (u16, &Member)> {
         let is_awake = move |since: Ticks| now.since(since) <= within;
         self.staying()
             .filter(move |(_, member)| member.home.is_none() && is_awake(member.last_batch))
-            .map(|(number, member)| (number, member.queue.clone()))
     }
 
     /// Returns a member that borrows the pair, and the pair that it came from. It does not borrow any more.

@@ -7,7 +7,7 @@
 //! `flight.rs` remembers each command by its host Command Identifier.
 //!
 //! # Lock order
-//! The pair's lock, then the governor's. Each is held for one batch, and nothing waits under it.
+//! That of a queue's whereabouts, while it moves; the pair's lock, then the governor's. Each is held for one batch, and nothing waits under it.
 
 mod core;
 mod doorbell;

@@ -21,7 +21,7 @@ use super::core::Core;
 use super::turns::LeaseShare;
 use super::{Pair, Shared};
 use nvme_mpt::host::SharedPair;
-use nvme_mpt::memory::sync::Mutex;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
 /// Place of a queue: its number among the members of a pair.
 #[derive(Clone, Debug)]
@@ -41,12 +41,12 @@ impl Whereabouts {
 
     /// Returns the pair; `None` once it is gone.
     fn pair(&self) -> Option<Arc<Shared>> {
-        let shared = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.upgrade()
+        self.lock().upgrade()
     }
 
-    fn set(&self, shared: &Arc<Shared>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(shared);
+    /// Comes before the locks of pairs.
+    fn lock(&self) -> MutexGuard<'_, Weak<Shared>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -108,14 +108,17 @@ impl Moves {
 
 impl Pair {
     /// Moves a queue to another pair: the first member that `which` selects by its reservation. Returns whether there
-    /// was one.
-    ///
-    /// The caller excludes other moves and joins of both pairs.
+    /// was one. A queue that another caller moves meanwhile, or that ends, is none.
     pub fn move_one(&self, to: &Self, which: impl Fn(Option<u64>) -> bool) -> bool {
-        let Some((number, newcomer)) = self.shared.lock().find_staying(which) else {
-            return false;
-        };
-        transfer(&self.shared, number, newcomer, &to.shared, Role::Own)
+        loop {
+            let found = self.shared.lock().find_staying(&which);
+            let Some((number, newcomer)) = found else {
+                return false;
+            };
+            if transfer(&self.shared, number, newcomer, &to.shared, Role::Own) {
+                return true;
+            }
+        }
     }
 
     /// Sets whether the pair belongs to one lease alone.
@@ -144,6 +147,8 @@ pub(super) fn transfer(
     role: Role,
 ) -> bool {
     let whereabouts = queue.whereabouts.clone();
+    // Held throughout, so that moves of one queue follow each other.
+    let mut place = whereabouts.lock();
     let joined = {
         // Who reserves the pair sets that first, and then moves all that have joined under this lock.
         let mut core = to.lock();
@@ -160,7 +165,7 @@ pub(super) fn transfer(
     };
     let moved = from.lock().begin_move(number, &whereabouts, seat);
     if moved {
-        whereabouts.set(to);
+        *place = Arc::downgrade(to);
     } else {
         // It has ended meanwhile, or moves elsewhere.
         to.lock().leave(joined);

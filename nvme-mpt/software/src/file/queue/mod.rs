@@ -215,7 +215,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     fn start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<Step, Status> {
         let opcode = NvmOpcode(sqe.opcode());
         self.lease.check(opcode)?;
-        // Others of its poller wait while it is looked after, and each change in the list makes the next one dearer.
+        // Each change in the list makes the next one cost more, and other queues of the poller wait meanwhile.
         if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !self.lane.has_room() {
             return Ok(Step::Wait);
         }

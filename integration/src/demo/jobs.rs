@@ -77,7 +77,7 @@ pub(super) fn measure(
             }
             Err(error) => {
                 say(&format!("    {name}: {} FAILED", job.name()));
-                report.note(Err(error));
+                report.note(Err(error))?;
             }
         }
     }

@@ -11,7 +11,7 @@ use nvme_vfio::function::PciAddress;
 use thiserror::Error;
 
 use crate::guest::fio::FioError;
-use crate::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig, GuestError};
+use crate::guest::{self, BOOT_PATIENCE, Drive, Guest, GuestConfig, GuestError};
 use crate::lab::LabError;
 use crate::process::ProcessError;
 use crate::progress::{Step, say};
@@ -337,10 +337,14 @@ fn share(
     let step = Step::start("Each guest reads its whole range back");
     let read_back = on_each(&guests, |guest| Ok(isolation::read_back(guest)))?;
     step.done("");
-    for (report, (filled, read_back)) in reports.iter_mut().zip(filled.into_iter().zip(read_back)) {
-        report.note(filled);
-        report.note(read_back);
-    }
+    let ends = filled.into_iter().zip(read_back);
+    all(reports
+        .iter_mut()
+        .zip(ends)
+        .map(|(report, (filled, read_back))| {
+            report.note(filled)?;
+            report.note(read_back)
+        }))?;
 
     for guest in &mut guests {
         guest.power_off(POWER_OFF_PATIENCE)?;
@@ -380,26 +384,50 @@ fn on_each<T: Send>(
             .iter()
             .map(|guest| scope.spawn(|| what(guest)))
             .collect();
-        threads
-            .into_iter()
-            .map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            })
-            .collect()
+        all(threads.into_iter().map(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        }))
     })
+}
+
+/// Returns all results, or the first error. An error that has another cause than a lost guest comes first.
+fn all<T>(results: impl Iterator<Item = Result<T, DemoError>>) -> Result<Vec<T>, DemoError> {
+    let (well, failed): (Vec<_>, Vec<_>) = results.partition(Result::is_ok);
+    let (lost, failed): (Vec<_>, Vec<_>) = failed
+        .into_iter()
+        .filter_map(Result::err)
+        .partition(|error| guest::is_lost(error));
+    match failed.into_iter().chain(lost).next() {
+        Some(error) => Err(error),
+        None => well.into_iter().collect(),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::guest;
 
     #[test]
     fn a_guest_that_is_lost_in_the_lab_is_lost_outside() {
         let said = "the end of its console".to_owned();
         assert!(guest::is_lost(&DemoError::GuestLost { said: said.clone() }));
         assert!(!guest::is_lost(&DemoError::NotGiven { status: 1, said }));
+    }
+
+    #[test]
+    fn a_failure_is_not_hidden_by_a_guest_that_is_lost() {
+        let lost = || {
+            let said = String::new();
+            Err(DemoError::GuestLost { said })
+        };
+        let failed = Err(DemoError::NoDrive { path: "/d".into() });
+        let ends = all([Ok(1), lost(), failed, lost()].into_iter());
+        assert!(matches!(ends, Err(DemoError::NoDrive { .. })), "{ends:?}");
+        assert!(guest::is_lost(
+            &all([Ok(1), lost()].into_iter()).unwrap_err()
+        ));
+        assert_eq!(all([Ok(1), Ok(2)].into_iter()).unwrap(), [1, 2]);
     }
 }

@@ -4,8 +4,10 @@ use std::fmt::Write;
 
 use serde::Serialize;
 
-use super::Doorbells;
+use super::{DemoError, Doorbells};
+use crate::guest;
 use crate::guest::fio::FioError;
+use crate::progress::say;
 
 /// One job of one guest.
 #[derive(Debug, Clone, Serialize)]
@@ -32,11 +34,20 @@ pub(super) struct GuestReport {
 }
 
 impl GuestReport {
-    /// Notes a failure, if it is one.
-    pub(super) fn note(&mut self, result: Result<(), FioError>) {
-        if let Err(error) = result {
-            self.failures.push(crate::error_chain(&error));
+    /// Says and notes a failure, if it is one.
+    ///
+    /// # Errors
+    /// If nothing can follow: the guest is lost, or a guest that is lost later would hide the failure, as labs
+    /// try again.
+    pub(super) fn note(&mut self, result: Result<(), FioError>) -> Result<(), DemoError> {
+        let Err(error) = result else { return Ok(()) };
+        let failure = crate::error_chain(&error);
+        say(&format!("    {}: {failure}", self.name));
+        if guest::is_lost(&error) || crate::lab::inside::is_inside() {
+            return Err(error.into());
         }
+        self.failures.push(failure);
+        Ok(())
     }
 }
 

@@ -57,6 +57,9 @@ const MEMORY_MIB: u32 = 3072;
 const HEARTBEAT: Duration = Duration::from_secs(15);
 /// Time without an answer after which the lab is dead: one that is late is alive.
 const SILENCE: Duration = Duration::from_secs(600);
+/// Sleep on each processor, which ends where the processor takes its timer's interrupts.
+const ALIVE: &str = "for processor in $(seq 0 $(($(nproc) - 1))); do \
+     taskset -c $processor sleep 0.1; done";
 /// Interval at which a command's output is read.
 const FOLLOW: Duration = Duration::from_millis(20);
 /// Memory encryption and the like are not emulated; SVM with nested paging is what KVM needs.
@@ -347,8 +350,9 @@ impl Lab {
         Ok(output.status)
     }
 
-    /// Looks until `ended` whether the lab still answers, and ends it if not: an emulated processor that
-    /// has lost an interrupt sleeps for good, and a thread that waits for a command would wait as long.
+    /// Looks until `ended` whether each of the lab's processors still answers, and ends the lab if not: an
+    /// emulated processor that has lost an interrupt sleeps for good, and so does all that waits on it, with
+    /// its deadlines.
     fn end_if_silent(&self, ended: &AtomicBool) {
         let mut asked = Instant::now();
         while !ended.load(Ordering::Acquire) {
@@ -356,9 +360,13 @@ impl Lab {
             if asked.elapsed() < HEARTBEAT {
                 continue;
             }
-            let answer = self.guest.run("true", SILENCE);
-            if answer.is_err() && !ended.load(Ordering::Acquire) {
-                say("The lab does not answer any more and is ended");
+            let answer = self.guest.run(ALIVE, SILENCE);
+            if let Err(error) = answer
+                && !ended.load(Ordering::Acquire)
+            {
+                say(&format!(
+                    "The lab does not answer any more and is ended: {error}"
+                ));
                 let pid = self.guest.pid().to_string();
                 // It fails only when the lab has ended by itself.
                 let _ = process::run(Command::new("kill").args(["-KILL", &pid]));

@@ -130,6 +130,7 @@ mod vmm;
 pub use device::{DeviceError, FunctionDevice, Remake};
 pub use doorbells::DoorbellFigures;
 pub use nvme_mpt::memory::Mapping;
+pub use nvme_mpt::memory::processors::ThreadId;
 pub use nvme_mpt::poller::Work;
 pub use nvme_mpt::{DirtyRange, Gpa, MemoryRegion, Pollers};
 pub use start::{StartError, start};

@@ -1,11 +1,12 @@
 //! Keeps the hypervisor's interrupt routes as the guest's messages say, those of its MSI-X table or of MSI.
 
 use std::io;
+use std::sync::Arc;
 
 use vmm_device::{Bar, BarMove, MsixMessage, NvmeFunction};
 
 use crate::report;
-use crate::vmm::Vectors;
+use crate::vmm::{Vectors, Vmm};
 
 /// Bytes of an MSI-X table entry (PCI Local Bus 3.0, section 6.8.2).
 const ENTRY_SIZE: u64 = 16;
@@ -17,6 +18,7 @@ const DWORD: u64 = 4;
 /// The routes of one function's vectors.
 #[derive(Debug)]
 pub(super) struct Routes {
+    vmm: Arc<dyn Vmm>,
     vectors: Box<dyn Vectors>,
     /// The hypervisor's last routes.
     told: Vec<Option<(u64, u32)>>,
@@ -24,11 +26,16 @@ pub(super) struct Routes {
 
 impl Routes {
     /// Connects the vectors of `function`.
-    pub(super) fn connect(vectors: Box<dyn Vectors>, function: &NvmeFunction) -> io::Result<Self> {
+    pub(super) fn connect(
+        vmm: Arc<dyn Vmm>,
+        vectors: Box<dyn Vectors>,
+        function: &NvmeFunction,
+    ) -> io::Result<Self> {
         for (number, vector) in (0..).zip(function.vectors()) {
             vector.set_eventfd(Some(vectors.eventfd(number)?));
         }
         Ok(Self {
+            vmm,
             vectors,
             told: vec![None; function.vectors().len()],
         })
@@ -82,6 +89,15 @@ impl Routes {
         }
     }
 
+    /// Asks the VMM once more for the threads of the vCPUs that the messages go to.
+    pub(super) fn find_vcpus(&self, function: &NvmeFunction) {
+        let vectors = (0..).zip(function.vectors()).zip(&self.told);
+        for ((number, vector), told) in vectors {
+            let message = told.and_then(|_| function.msix_message(number));
+            vector.set_vcpu_thread(message.and_then(|message| self.vmm.vcpu_thread(message)));
+        }
+    }
+
     fn follow(&mut self, function: &NvmeFunction, vector: u16) {
         let Some(message) = function.msix_message(vector) else {
             return;
@@ -94,7 +110,12 @@ impl Routes {
             return;
         }
         match self.vectors.set_message(vector, message) {
-            Ok(()) => *told = wanted,
+            Ok(()) => {
+                *told = wanted;
+                if let Some(vector) = function.vectors().get(usize::from(vector)) {
+                    vector.set_vcpu_thread(self.vmm.vcpu_thread(message));
+                }
+            }
             Err(error) => log::error!(
                 "Vector {vector} of the guest's controller stays where it was: {}",
                 report::chain(&error)

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use nvme_mpt::memory::Mapping;
+use nvme_mpt::memory::processors::ThreadId;
 use nvme_mpt::poller::{Threads, Work, start_thread};
 use nvme_mpt::{Gpa, Pollers};
 use thiserror::Error;
@@ -67,6 +68,17 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// # Errors
     /// There are no more of them.
     fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError>;
+
+    /// Returns the thread that runs the vCPU to which the hypervisor delivers `message`; `None` if that is not known, or
+    /// there are several.
+    ///
+    /// A poller of `poll=dedicated@vcpu` stays beside that thread. It reads the thread's processors ten times a second while
+    /// it is awake, so a thread that is moved needs no call. A VMM that gives a vCPU another thread calls
+    /// [`FunctionDevice::vcpus_changed`](crate::FunctionDevice::vcpus_changed).
+    fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
+        let _ = message;
+        None
+    }
 
     /// Starts a thread. A VMM that confines its threads does so here.
     ///

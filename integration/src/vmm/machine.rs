@@ -143,8 +143,12 @@ impl Machine {
             (Some(saved), Some(folder)) => shared.restore(&saved, folder, config)?,
             _ => shared.boot(config)?,
         };
-        let vcpus = Vcpus::start(vcpus, &bus, &sender);
+        let vcpus = Vcpus::start(vcpus, &shared.functions.vmm, &bus, &sender);
         let vcpus = vcpus.map_err(MachineError::kvm("start the vCPUs"))?;
+        // Those of a snapshot have their messages already.
+        for (_, function) in shared.functions.root.occupied() {
+            function.vcpus_changed();
+        }
         *lock(&shared.vcpus) = Some(vcpus);
         if let Some(path) = &config.control {
             control::serve(path, Arc::downgrade(&shared))?;

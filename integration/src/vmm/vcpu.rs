@@ -3,12 +3,14 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{self, Sender};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
+use nvme_mpt_vmm::ThreadId;
+use nvme_mpt_vmm::kvm::KvmVmm;
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::Ended;
@@ -46,9 +48,10 @@ pub(super) struct Vcpus {
 }
 
 impl Vcpus {
-    /// Runs processors that are set up. Each reports when it ends by itself.
+    /// Runs processors that are set up. Each reports when it ends by itself. `vmm` knows their threads then.
     pub(super) fn start(
         vcpus: Vec<VcpuFd>,
+        vmm: &KvmVmm,
         bus: &Arc<Bus>,
         ended: &Sender<Ended>,
     ) -> io::Result<Self> {
@@ -61,10 +64,13 @@ impl Vcpus {
         for (number, vcpu) in vcpus.into_iter().enumerate() {
             let (bus, ended) = (bus.clone(), ended.clone());
             let stopping = running.stopping.clone();
+            let (name, named) = mpsc::sync_channel(1);
             let thread = thread::Builder::new()
                 .name(format!("vcpu-{number}"))
                 .spawn(move || {
                     let mut vcpu = vcpu;
+                    // It waits for nobody: there is room.
+                    let _ = name.send(ThreadId::of_this_thread());
                     if let Some(why) = run(&mut vcpu, &bus, &stopping) {
                         // A machine ends once; later requests are dropped.
                         let _ = ended.send(why);
@@ -72,6 +78,8 @@ impl Vcpus {
                     vcpu
                 })?;
             running.threads.push(thread);
+            // At most four.
+            vmm.set_vcpu_thread(number as u32, named.recv().ok());
         }
         Ok(running)
     }

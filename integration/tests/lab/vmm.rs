@@ -34,6 +34,10 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("root_on_a_servers_drive", root_on_a_servers_drive),
         ("exits_on_a_servers_drive", exits::on_a_servers_drive),
         ("root_outlives_its_servers", root_outlives_its_servers),
+        (
+            "pollers_stay_beside_their_vcpus",
+            pollers_stay_beside_their_vcpus,
+        ),
     ],
 };
 
@@ -109,6 +113,66 @@ echo guest: errors $(dmesg | grep -cE 'Buffer I/O|I/O Cmd|I/O error|EXT4-fs (err
         )?;
     }
     Ok(())
+}
+
+/// A guest with two vCPUs that both read. The VMM's threads of the vCPUs are pinned to one processor each, then to the
+/// other one. The poller of each vCPU's queue goes to the processor that the vCPU does not have.
+fn pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
+    let read = "fio --name=read --filename=/data --size=8m --rw=randread --bs=4k --direct=1 --numjobs=2 \
+                --cpus_allowed=0-1 --cpus_allowed_policy=split --time_based --runtime=3600 --output=/tmp/fio";
+    let assets = Assets::provide(&KernelChoice::V6_12)?;
+    let image = root(bench, &assets, &init::script(read))?;
+    let console = bench.folder().join("console");
+    let kernel = assets.kernel.image.display().to_string();
+    // Mapped doorbells would have a poller for the admin queue first.
+    let function = format!(
+        "path={},doorbells=shadow,poll=dedicated@vcpu",
+        image.display()
+    );
+    let machine = [
+        ["--kernel", kernel.as_str()],
+        ["--memory", "384"],
+        ["--cpus", "2"],
+        ["--cmdline", init::COMMAND_LINE],
+        ["--nvme-mpt", function.as_str()],
+    ];
+    let machine = machine.as_flattened();
+    let mut vmm = reference::spawn(bench.folder(), &bench.state_dir(), &console, machine)?;
+    let pid = vmm.pid();
+    for processors in [["0", "1"], ["1", "0"], ["0", "1"]] {
+        for (number, processor) in processors.iter().enumerate() {
+            let vcpu = await_thread(pid, &format!("vcpu-{number}"))?;
+            sh(&format!("taskset -pc {processor} {vcpu}"))?;
+        }
+        let [first, second] = processors;
+        // Linux gives the first vCPU the first queue.
+        for (number, beside) in [second, first].into_iter().enumerate() {
+            let name = format!("poll-queue-{number}");
+            let poller = await_thread(pid, &name)?;
+            await_that(&format!("{name} on processor {beside}"), || {
+                let told = sh(&format!("taskset -pc {poller}"))?;
+                Ok(told.trim_end().ends_with(&format!(": {beside}")))
+            })?;
+        }
+    }
+    expect(vmm.ended()?.is_none(), || {
+        format!("The VMM ended:\n{}", file_tail(&console))
+    })?;
+    vmm.kill();
+    fs::remove_file(&image).map_err(at(&image))?;
+    Ok(())
+}
+
+/// Waits for a thread of a process, and returns its number.
+fn await_thread(pid: u32, name: &str) -> Result<String, Failure> {
+    let mut found = None;
+    await_that(&format!("thread {name} of process {pid}"), || {
+        let script = format!("grep -lx {name} /proc/{pid}/task/*/comm || true");
+        let said = sh(&script)?;
+        found = said.split('/').nth(4).map(str::to_owned);
+        Ok(found.is_some())
+    })?;
+    found.ok_or_else(|| Failure::from(format!("There is no thread {name}")))
 }
 
 /// Process that has the drive of a function.

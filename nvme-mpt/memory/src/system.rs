@@ -1,8 +1,8 @@
-//! System calls without a safe interface in std: a thread's processor and its time there, locks on ranges of files, the
+//! System calls without a safe interface in std: a thread's time on processors, locks on ranges of files, the
 //! process's user; the process's number; and the source of all random numbers.
 #![expect(
     unsafe_code,
-    reason = "sched_setaffinity, clock_gettime, getrusage, fcntl and getauxval take raw arguments"
+    reason = "clock_gettime, getrusage, fcntl and getauxval take raw arguments"
 )]
 
 use std::fs::File;
@@ -16,25 +16,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
-
-/// Lets the calling thread run on one processor only.
-///
-/// # Errors
-/// Returns the kernel's error; `InvalidInput` for a number that no processor has.
-pub fn pin_this_thread(cpu: usize) -> io::Result<()> {
-    // SAFETY: a set of zeroes is a valid empty set.
-    let mut set = unsafe { std::mem::zeroed::<libc::cpu_set_t>() };
-    if cpu >= 8 * size_of::<libc::cpu_set_t>() {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    // SAFETY: the processor's bit lies in the set, as was just checked.
-    unsafe { libc::CPU_SET(cpu, &mut set) };
-    // SAFETY: the set is valid for its size; thread 0 is the calling one.
-    if unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const set) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
-}
 
 /// Returns the time for which the calling thread has had a processor.
 #[must_use]
@@ -235,12 +216,5 @@ mod tests {
         assert!(try_lock(&other, LockKind::Exclusive, 10, 0).expect("fcntl"));
         let error = try_lock(file, LockKind::Shared, u64::MAX, 1).expect_err("too far");
         assert_eq!(error.raw_os_error(), Some(libc::EOVERFLOW));
-    }
-
-    #[test]
-    fn a_thread_runs_on_a_processor_that_there_is() {
-        let pin = |cpu| std::thread::spawn(move || pin_this_thread(cpu)).join();
-        let error = pin(1 << 20).expect("a thread").expect_err("no such bit");
-        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 }

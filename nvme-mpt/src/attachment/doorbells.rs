@@ -77,7 +77,11 @@ impl Attachment {
         // The poller of a queue that exists, if there is one.
         let poller = match queues.cqs.values().next() {
             Some(entry) => entry.poller.clone(),
-            None => self.pollers.place(&self.poll, self.facts.learning)?,
+            None => {
+                let neighbours = self.neighbours(self.vectors.first().cloned());
+                let learning = self.facts.learning;
+                self.pollers.place(&self.poll, learning, neighbours)?
+            }
         };
         let id = next_id();
         // A value stored before the watch began is a change, too.

@@ -20,7 +20,7 @@ use crate::host::SharedPair;
 use crate::interrupt::{InterruptGate, InterruptVector};
 use crate::memory::sync::MutexGuard;
 use crate::memory::sync::mpsc::RecvTimeoutError;
-use crate::poller::Poller;
+use crate::poller::{Neighbours, Poller};
 use crate::seam::state::slots_of;
 use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
 use crate::shadow::{CompletionQueue, HostEnd, PART_LISTS, ShadowQueue, SubmissionQueue};
@@ -192,9 +192,10 @@ impl Attachment {
             return Err(QueueError::AlreadyExists(qid));
         }
         let failed = |source: io::Error| QueueError::Host { qid, source };
+        let neighbours = self.neighbours(interrupt.clone());
         let poller = self
             .pollers
-            .place(&self.poll, self.facts.learning)
+            .place(&self.poll, self.facts.learning, neighbours)
             .map_err(failed)?;
         let slots = slots_of(entries);
         let host = self.holding.host().create_queue(slots).map_err(failed)?;
@@ -485,6 +486,14 @@ impl Attachment {
         self.context.doorbells.store(doorbell, 0);
         if let Some(DoorbellBuffer { shadow, .. }) = buffer {
             self.carry_doorbell_over(doorbell, shadow);
+        }
+    }
+
+    /// Returns the neighbourhood for the poller of a queue with this vector.
+    pub(super) fn neighbours(&self, vector: Option<Arc<InterruptVector>>) -> Neighbours {
+        Neighbours {
+            vector,
+            node: self.drive().controller().numa_node(),
         }
     }
 

@@ -105,6 +105,12 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         Err(ReserveError::Unbounded)
     }
 
+    /// Returns the node of the host's memory that the drive is next to, by the kernel's number; `None` if it is next to
+    /// none, or that is not known.
+    fn numa_node(&self) -> Option<u32> {
+        None
+    }
+
     /// Returns the number of bytes of which a lease is a multiple and one part; `None` if leases may be any parts.
     fn whole_lease(&self) -> Option<u64> {
         None

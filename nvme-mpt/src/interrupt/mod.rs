@@ -5,13 +5,14 @@ mod gate;
 mod simulation;
 
 use std::fmt;
-use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::memory::eventfd;
 use crate::memory::notifier::ForeignEventFd;
+use crate::memory::processors::ThreadId;
 use crate::memory::sync::{Mutex, MutexGuard};
 
 /// Most vectors that a function may have: a hypervisor in wide use stops at 128.
@@ -60,6 +61,8 @@ pub struct InterruptVector {
     signals: AtomicU64,
     /// [`NO_COALESCING`], [`PIN`], [`FALLS_BY_ACCESS`].
     flags: AtomicU8,
+    /// Thread of the vCPU that takes the interrupts; 0 if it is not known.
+    vcpu: AtomicI32,
     link: Option<Box<dyn VectorLink>>,
 }
 
@@ -299,6 +302,21 @@ impl InterruptVector {
     #[must_use]
     pub fn count(&self) -> u64 {
         self.signals.load(Ordering::Relaxed)
+    }
+
+    /// Notes the thread of the vCPU that takes the interrupts, if the VMM tells.
+    pub fn set_vcpu_thread(&self, thread: Option<ThreadId>) {
+        let number = thread.map_or(0, |ThreadId(number)| number);
+        self.vcpu.store(number, Ordering::Relaxed);
+    }
+
+    /// Returns the thread of the vCPU that takes the interrupts; `None` if it is not known.
+    #[must_use]
+    pub fn vcpu_thread(&self) -> Option<ThreadId> {
+        match self.vcpu.load(Ordering::Relaxed) {
+            0 => None,
+            number => Some(ThreadId(number)),
+        }
     }
 
     /// Coalescing Disable of the Interrupt Vector Configuration feature (Base 2.0, 5.27.1.7).

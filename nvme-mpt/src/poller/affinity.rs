@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use crate::memory::processors::ProcessorSet;
+
 /// A processor that pollers are to be pinned to is not there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("There is no processor {cpu} to poll on: this machine has {online}")]
@@ -24,25 +26,14 @@ pub(super) fn check(cpus: &[usize]) -> Result<(), NoSuchProcessor> {
 }
 
 fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
-    match cpus.iter().find(|cpu| !lists(online, **cpu)) {
+    let there = ProcessorSet::of_list(online);
+    match cpus.iter().find(|cpu| !there.contains(**cpu)) {
         None => Ok(()),
         Some(cpu) => Err(NoSuchProcessor {
             cpu: *cpu,
             online: online.to_owned(),
         }),
     }
-}
-
-/// Returns whether a list such as `0-3,8` has a processor (Linux,
-/// `Documentation/admin-guide/cputopology.rst`).
-fn lists(online: &str, cpu: usize) -> bool {
-    online.split(',').any(|range| {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        match (first.trim().parse(), last.trim().parse()) {
-            (Ok(first), Ok(last)) => (first..=last).contains(&cpu),
-            _ => false,
-        }
-    })
 }
 
 #[cfg(test)]

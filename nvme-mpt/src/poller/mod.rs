@@ -2,16 +2,18 @@
 //!
 //! A poller owns its shadow queues and runs them in turn; a turn ends at 64 commands or 4 MiB. Without work it spins
 //! for a time that it [learns](crate::learn), and parks (`park.rs`). Doorbells that are only stored to while they are
-//! mapped cannot wake it, so it reads them by a timer.
+//! mapped cannot wake it, so it reads them by a timer. A poller with a processor of its vCPU to follow moves itself.
 
 mod affinity;
+mod beside;
 mod placement;
 mod policy;
 mod threads;
 mod worker;
 
 pub use affinity::NoSuchProcessor;
+pub(crate) use beside::Neighbours;
 pub use placement::Pollers;
-pub use policy::{Placement, PollPolicy, Spin};
+pub use policy::{Placement, PollPolicy, Processors, Spin};
 pub use threads::{Threads, Work, run_beside, start_thread};
 pub(crate) use worker::{DoorbellWatch, Poller};

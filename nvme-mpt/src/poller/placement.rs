@@ -5,9 +5,10 @@ use std::sync::{Arc, PoisonError, Weak};
 
 use log::warn;
 
-use super::policy::{Placement, PollPolicy, Spin};
+use super::beside::Neighbours;
+use super::policy::{Placement, PollPolicy, Processors, Spin};
 use super::threads::Threads;
-use super::worker::Poller;
+use super::worker::{Home, Poller};
 use crate::learn::Learning;
 use crate::memory::sync::Mutex;
 use crate::stats::PollerStats;
@@ -47,16 +48,23 @@ fn processors() -> usize {
 }
 
 impl Group {
-    fn start(&mut self, threads: &Threads) -> io::Result<Arc<Poller>> {
-        let cpu = (!self.policy.cpus.is_empty())
-            .then(|| self.policy.cpus[self.started % self.policy.cpus.len()]);
+    fn start(&mut self, neighbours: Neighbours, threads: &Threads) -> io::Result<Arc<Poller>> {
+        let in_turn = |named: &[usize]| {
+            let turn = self.started.checked_rem(named.len())?;
+            named.get(turn).copied()
+        };
+        let home = match &self.policy.processors {
+            Processors::Any => Home::Anywhere,
+            Processors::Named(named) => in_turn(named).map_or(Home::Anywhere, Home::Processor),
+            Processors::Vcpu => Home::Beside(neighbours),
+        };
         let kind = match self.policy.placement {
             Placement::Shared => "shared",
             Placement::Dedicated => "queue",
         };
         let poller = Poller::start(
             &format!("poll-{kind}-{}", self.started),
-            cpu,
+            home,
             self.policy.spin,
             self.learning,
             threads,
@@ -73,12 +81,12 @@ impl Group {
 
     /// Most shared pollers of the group.
     fn shared_max(&self) -> usize {
-        match self.policy.cpus.len() {
-            0 => {
+        match &self.policy.processors {
+            Processors::Named(named) => named.len().max(1),
+            Processors::Any | Processors::Vcpu => {
                 let processors = processors();
                 (processors / PROCESSORS_PER_SHARED_POLLER).max(1)
             }
-            named => named,
         }
     }
 }
@@ -106,10 +114,15 @@ impl Pollers {
         &self.threads
     }
 
-    /// The poller for one more shadow queue.
-    pub(crate) fn place(&self, policy: &PollPolicy, learning: Learning) -> io::Result<Arc<Poller>> {
+    /// The poller for one more shadow queue, which has these neighbours.
+    pub(crate) fn place(
+        &self,
+        policy: &PollPolicy,
+        learning: Learning,
+        neighbours: Neighbours,
+    ) -> io::Result<Arc<Poller>> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let poller = self.place_among(&mut groups, policy, learning.of_poller())?;
+        let poller = self.place_among(&mut groups, policy, learning.of_poller(), neighbours)?;
         let mut told = self.crowded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cpu) = poller.cpu()
             && let Some(names) = crowd(&groups, cpu)
@@ -130,6 +143,7 @@ impl Pollers {
         groups: &mut Vec<Group>,
         policy: &PollPolicy,
         learning: Learning,
+        neighbours: Neighbours,
     ) -> io::Result<Arc<Poller>> {
         let is_same = |group: &Group| group.policy == *policy && group.learning == learning;
         let index = match groups.iter().position(is_same) {
@@ -149,7 +163,7 @@ impl Pollers {
         let group = &mut groups[index];
         match policy.placement {
             Placement::Dedicated => {
-                let poller = group.start(&self.threads)?;
+                let poller = group.start(neighbours, &self.threads)?;
                 group.dedicated.retain(|poller| poller.strong_count() > 0);
                 group.dedicated.push(Arc::downgrade(&poller));
                 Ok(poller)
@@ -163,7 +177,7 @@ impl Pollers {
                         Ok(poller.clone())
                     }
                     _ => {
-                        let poller = group.start(&self.threads)?;
+                        let poller = group.start(neighbours, &self.threads)?;
                         group.shared.push(poller.clone());
                         Ok(poller)
                     }
@@ -196,7 +210,15 @@ fn crowd(groups: &[Group], cpu: usize) -> Option<Vec<String>> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
+
     use super::*;
+    use crate::interrupt::InterruptVector;
+    use crate::memory::processors::{ProcessorSet, ThreadId, own_processors, pin_this_thread};
+
+    fn place_in(pollers: &Pollers, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
+        pollers.place(policy, Learning::default(), Neighbours::default())
+    }
 
     #[test]
     fn policies_read_and_print_alike() {
@@ -207,6 +229,8 @@ mod tests {
             "shared:event@1",
             "dedicated@3",
             "dedicated:busy@2+3",
+            "dedicated@vcpu",
+            "dedicated:event@vcpu",
         ] {
             let policy: PollPolicy = text.parse().expect("valid");
             assert_eq!(policy.to_string(), text);
@@ -221,6 +245,9 @@ mod tests {
             "shared@x",
             "dedicated:lazy",
             "shared@1,2",
+            "shared@vcpu",
+            "dedicated@vcpu+1",
+            "dedicated@1024",
         ] {
             let error = text.parse::<PollPolicy>().expect_err(text);
             assert!(error.contains("dedicated:busy@2+3"), "{error}");
@@ -234,8 +261,8 @@ mod tests {
             placement: Placement::Dedicated,
             ..PollPolicy::default()
         };
-        let first = pollers.place(&policy, Learning::default()).expect("thread");
-        let second = pollers.place(&policy, Learning::default()).expect("thread");
+        let first = place_in(&pollers, &policy).expect("thread");
+        let second = place_in(&pollers, &policy).expect("thread");
         assert!(!Arc::ptr_eq(&first, &second));
         assert_eq!(pollers.stats().len(), 2);
         drop(first);
@@ -243,12 +270,10 @@ mod tests {
         let place = |fixed: &str| {
             let learning = fixed.parse().expect("names");
             pollers
-                .place(&PollPolicy::default(), learning)
+                .place(&PollPolicy::default(), learning, Neighbours::default())
                 .expect("thread")
         };
-        let shared = pollers
-            .place(&PollPolicy::default(), Learning::default())
-            .expect("thread");
+        let shared = place_in(&pollers, &PollPolicy::default()).expect("thread");
         assert_eq!(pollers.stats().len(), 2);
         // Queues have pollers of their own only for choices that the poller itself makes, as `spin`.
         assert!(Arc::ptr_eq(&shared, &place("moderation+governor")));
@@ -262,9 +287,7 @@ mod tests {
             let pollers = Pollers::new();
             let policies = policies.iter().map(|text| text.parse().expect("valid"));
             let placed: Vec<_> = policies
-                .map(|policy: PollPolicy| {
-                    pollers.place(&policy, Learning::default()).expect("thread")
-                })
+                .map(|policy: PollPolicy| place_in(&pollers, &policy).expect("thread"))
                 .collect();
             let told = pollers.crowded.lock().expect("not poisoned").clone();
             drop(placed);
@@ -283,8 +306,8 @@ mod tests {
         }
         let pollers = Pollers::new();
         let policy = "dedicated:busy@0".parse().expect("valid");
-        drop(pollers.place(&policy, Learning::default()).expect("thread"));
-        let _next = pollers.place(&policy, Learning::default()).expect("thread");
+        drop(place_in(&pollers, &policy).expect("thread"));
+        let _next = place_in(&pollers, &policy).expect("thread");
         assert!(
             pollers.crowded.lock().expect("not poisoned").is_empty(),
             "one after the other"
@@ -308,20 +331,118 @@ mod tests {
             placement: Placement::Dedicated,
             ..PollPolicy::default()
         };
-        let _shared = pollers
-            .place(&PollPolicy::default(), Learning::default())
-            .expect("a thread");
-        let _queue = pollers
-            .place(&dedicated, Learning::default())
-            .expect("a thread");
+        let _shared = place_in(&pollers, &PollPolicy::default()).expect("a thread");
+        let _queue = place_in(&pollers, &dedicated).expect("a thread");
         assert_eq!(
             *started.lock().expect("not poisoned"),
             ["poll-shared-0", "poll-queue-0"]
         );
-        let refused = pollers
-            .place(&dedicated, Learning::default())
-            .expect_err("no more");
+        let refused = place_in(&pollers, &dedicated).expect_err("no more");
         assert_eq!(refused.to_string(), "enough");
         assert_eq!(pollers.stats().len(), 2);
+    }
+
+    /// A thread in the place of a vCPU's, which runs where it is told to.
+    struct Vcpu {
+        thread: ThreadId,
+        orders: mpsc::Sender<usize>,
+        done: mpsc::Receiver<()>,
+    }
+
+    impl Vcpu {
+        fn start() -> Self {
+            let (orders, asked) = mpsc::channel();
+            let (tell, done) = mpsc::channel();
+            let (name, named) = mpsc::channel();
+            std::thread::spawn(move || {
+                name.send(ThreadId::of_this_thread()).expect("a test");
+                for processor in asked {
+                    pin_this_thread(processor).expect("it may run there");
+                    tell.send(()).expect("a test");
+                }
+            });
+            let thread = named.recv().expect("it started");
+            Self {
+                thread,
+                orders,
+                done,
+            }
+        }
+
+        fn pin(&self, processor: usize) {
+            self.orders.send(processor).expect("it runs");
+            self.done.recv().expect("it is pinned");
+        }
+
+        fn end(self) {
+            let Self { thread, orders, .. } = self;
+            drop(orders);
+            while thread.processors().is_ok() {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    /// Waits until a poller's thread may run on such processors.
+    fn await_place(poller: ThreadId, is_right: impl Fn(&ProcessorSet) -> bool) {
+        while !is_right(&poller.processors().expect("it runs")) {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_poller_stays_beside_the_vcpu_of_its_queue_wherever_that_goes() {
+        let allowed = own_processors().expect("there are fewer than a set has room for");
+        let processors: Vec<usize> = allowed.iter().collect();
+        let [first, .., last] = processors[..] else {
+            // Nothing is beside the only processor.
+            return;
+        };
+        let (names, started) = mpsc::channel();
+        let threads = Threads::from_spawn(move |name, work| {
+            let names = names.clone();
+            std::thread::Builder::new()
+                .name(name.to_owned())
+                .spawn(move || {
+                    names.send(ThreadId::of_this_thread()).expect("a test");
+                    work();
+                })
+        });
+        let pollers = Pollers::on(threads);
+        let vector = InterruptVector::new();
+        let neighbours = Neighbours {
+            vector: Some(vector.clone()),
+            node: None,
+        };
+        // One that never sleeps looks by itself.
+        let policy = "dedicated:busy@vcpu".parse().expect("valid");
+        let _poller = pollers
+            .place(&policy, Learning::default(), neighbours)
+            .expect("a thread");
+        let poller = started.recv().expect("it started");
+        let is_beside =
+            |vcpu| move |place: &ProcessorSet| !place.contains(vcpu) && !place.is_empty();
+        await_place(poller, |place| *place == allowed);
+
+        let [one, other] = [Vcpu::start(), Vcpu::start()];
+        one.pin(first);
+        other.pin(last);
+        vector.set_vcpu_thread(Some(one.thread));
+        await_place(poller, is_beside(first));
+        // The VMM moves the thread.
+        one.pin(last);
+        await_place(poller, is_beside(last));
+        one.pin(first);
+        await_place(poller, is_beside(first));
+        // The guest moves the interrupt.
+        vector.set_vcpu_thread(Some(other.thread));
+        await_place(poller, is_beside(last));
+        // The vCPU is taken away.
+        other.end();
+        await_place(poller, |place| *place == allowed);
+        vector.set_vcpu_thread(Some(one.thread));
+        await_place(poller, is_beside(first));
+        vector.set_vcpu_thread(None);
+        await_place(poller, |place| *place == allowed);
     }
 }

@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use super::affinity::{self, NoSuchProcessor};
 use crate::doorbell::DoorbellMode;
+use crate::memory::processors::PROCESSORS_MAX;
 
 /// Sharing of a poller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,29 +42,41 @@ impl Spin {
     }
 }
 
-/// Polling of a guest controller's queues: `MODE[:adaptive|:busy|:event][@CPU[+CPU…]]`.
+/// Processors of pollers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Processors {
+    /// Those that the kernel chooses, since a pinned poller cannot get out of the way of whatever else runs on its
+    /// processor.
+    #[default]
+    Any,
+    /// These, in turn; at least one.
+    Named(Vec<usize>),
+    /// Those beside the vCPU that takes a queue's interrupts, as far as the VMM tells; else those of the drive's NUMA node.
+    Vcpu,
+}
+
+/// Polling of a guest controller's queues: `MODE[:adaptive|:busy|:event][@CPU[+CPU…]|@vcpu]`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PollPolicy {
     /// Sharing of a poller.
     pub placement: Placement,
     /// Behaviour of a poller without work.
     pub spin: Spin,
-    /// Processors to pin pollers to, in turn; none pinned if empty, since a pinned poller cannot
-    /// get out of the way of whatever else runs on its processor.
-    pub cpus: Vec<usize>,
+    /// Processors of the pollers.
+    pub processors: Processors,
 }
 
 impl FromStr for PollPolicy {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (mode, cpus) = match text.split_once('@') {
-            Some((mode, cpus)) => (mode, Some(cpus)),
+        let (mode, processors) = match text.split_once('@') {
+            Some((mode, processors)) => (mode, Some(processors)),
             None => (text, None),
         };
         let (placement, spin) = mode.split_once(':').unwrap_or((mode, "adaptive"));
         let form = "use shared or dedicated, then :adaptive, :busy or :event, then @ and \
-                    processor numbers joined by +, as in dedicated:busy@2+3";
+                    processor numbers joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated";
         let placement = match placement {
             "shared" => Placement::Shared,
             "dedicated" => Placement::Dedicated,
@@ -78,14 +91,25 @@ impl FromStr for PollPolicy {
         let parse = |cpu: &str| {
             cpu.parse::<usize>()
                 .ok()
-                .filter(|cpu| *cpu < 4096)
+                .filter(|cpu| *cpu < PROCESSORS_MAX)
                 .ok_or_else(|| format!("`{cpu}` is no processor number; {form}"))
         };
-        let cpus = cpus.map_or(Ok(Vec::new()), |cpus| cpus.split('+').map(parse).collect())?;
+        let processors = match processors {
+            None => Processors::Any,
+            Some("vcpu") if placement == Placement::Dedicated => Processors::Vcpu,
+            Some("vcpu") => {
+                return Err(format!(
+                    "a shared poller works for many vCPUs, so @vcpu needs dedicated; {form}"
+                ));
+            }
+            Some(named) => {
+                Processors::Named(named.split('+').map(parse).collect::<Result<_, _>>()?)
+            }
+        };
         Ok(Self {
             placement,
             spin,
-            cpus,
+            processors,
         })
     }
 }
@@ -108,7 +132,10 @@ impl PollPolicy {
     /// # Errors
     /// [`NoSuchProcessor`].
     pub fn check(&self) -> Result<(), NoSuchProcessor> {
-        affinity::check(&self.cpus)
+        match &self.processors {
+            Processors::Named(named) => affinity::check(named),
+            Processors::Any | Processors::Vcpu => Ok(()),
+        }
     }
 }
 
@@ -123,8 +150,14 @@ impl fmt::Display for PollPolicy {
             Spin::Busy => ":busy",
             Spin::Event => ":event",
         })?;
-        for (i, cpu) in self.cpus.iter().enumerate() {
-            write!(f, "{}{cpu}", if i == 0 { '@' } else { '+' })?;
+        match &self.processors {
+            Processors::Any => {}
+            Processors::Named(named) => {
+                for (i, cpu) in named.iter().enumerate() {
+                    write!(f, "{}{cpu}", if i == 0 { '@' } else { '+' })?;
+                }
+            }
+            Processors::Vcpu => f.write_str("@vcpu")?,
         }
         Ok(())
     }

@@ -14,15 +14,17 @@ use log::{error, warn};
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::beside::{Beside, Neighbours};
 use super::policy::Spin;
 use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, OnProcessor, SpinTime};
+use crate::memory::processors::pin_this_thread;
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use crate::memory::system::{pin_this_thread, thread_preemptions, thread_time};
+use crate::memory::system::{thread_preemptions, thread_time};
 use crate::memory::{Cell32, eventfd};
 use crate::park::Waker;
 use crate::processor_time::{self, Bill, Settlement};
@@ -106,6 +108,16 @@ struct Shared {
     started: Ticks,
 }
 
+/// Place of a poller's thread.
+pub(super) enum Home {
+    /// The kernel chooses.
+    Anywhere,
+    /// This processor.
+    Processor(usize),
+    /// Processors beside a vCPU.
+    Beside(Neighbours),
+}
+
 /// A poller, as those see it who give it work. Its thread ends when it is dropped.
 pub(crate) struct Poller {
     shared: Arc<Shared>,
@@ -123,12 +135,16 @@ impl std::fmt::Debug for Poller {
 impl Poller {
     pub(crate) fn start(
         name: &str,
-        cpu: Option<usize>,
+        home: Home,
         spin: Spin,
         learning: Learning,
         threads: &Threads,
     ) -> io::Result<Self> {
         let waker = Waker::new()?;
+        let cpu = match home {
+            Home::Processor(cpu) => Some(cpu),
+            Home::Anywhere | Home::Beside(_) => None,
+        };
         let shared = Arc::new(Shared {
             name: name.to_owned(),
             cpu,
@@ -145,8 +161,9 @@ impl Poller {
             started: Ticks::now(),
         });
         let sleeper = Sleeper::new(&waker)?;
-        let worker = Worker {
+        let mut worker = Worker {
             shared: shared.clone(),
+            beside: None,
             sleeper,
             queues: Vec::new(),
             leaving: Vec::new(),
@@ -156,10 +173,16 @@ impl Poller {
             settled: Duration::ZERO,
         };
         let work = Box::new(move || {
-            if let Some(cpu) = cpu
-                && let Err(error) = pin_this_thread(cpu)
-            {
-                warn!("The poller stays unpinned: processor {cpu} cannot be used: {error}");
+            match home {
+                Home::Anywhere => {}
+                Home::Processor(cpu) => {
+                    if let Err(error) = pin_this_thread(cpu) {
+                        warn!("The poller stays unpinned: processor {cpu} cannot be used: {error}");
+                    }
+                }
+                Home::Beside(neighbours) => {
+                    worker.beside = Beside::begin(neighbours, &worker.shared.name);
+                }
             }
             worker.run(spin, learning);
         });
@@ -293,6 +316,8 @@ struct Worker {
     is_plain: bool,
     /// The thread's time on a processor that was charged so far.
     settled: Duration,
+    /// Place beside a vCPU, if it is to be there.
+    beside: Option<Beside>,
 }
 
 impl Worker {
@@ -319,6 +344,9 @@ impl Worker {
             let now = Ticks::now();
             if now >= settles_at {
                 self.settle();
+                if let Some(beside) = &mut self.beside {
+                    beside.follow(now, &self.shared.name);
+                }
                 settles_at = Ticks(now.0.saturating_add(period));
             }
             let spun = spin_since.map_or(0, |since| pass_began.since(since));

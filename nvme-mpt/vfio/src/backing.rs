@@ -55,6 +55,12 @@ pub trait Backing: Send + Sync + fmt::Debug {
     /// Returns the kernel's error; `Unsupported` if there is no way to reset it.
     fn reset(&self) -> io::Result<()>;
 
+    /// Returns the node of the host's memory that the function is next to, by the kernel's number; `None` if it is next
+    /// to none, or that is not known.
+    fn numa_node(&self) -> Option<u32> {
+        None
+    }
+
     /// Returns the longest time of an admin command. Those that the driver sends touch no media.
     fn admin_timeout(&self) -> Duration {
         Duration::from_secs(5)

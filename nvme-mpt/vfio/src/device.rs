@@ -54,6 +54,7 @@ pub struct VfioBacking {
     device: RwLock<Option<File>>,
     context: Arc<dyn IommuContext>,
     has_reset: bool,
+    numa_node: Option<u32>,
     config: Region,
     bar0: Region,
     doorbells: Window,
@@ -117,7 +118,7 @@ impl VfioBacking {
         let [group, container, device] = descriptors;
         let files = [group, container];
         let context = Type1Container::handed_over(&root, &function, files, mapped)?;
-        Self::new(address, Arc::new(context), device.into(), 0)
+        Self::new(&function, Arc::new(context), device.into(), 0)
     }
 
     fn open_in(root: &HostRoot, address: PciAddress) -> Result<Self, VfioError> {
@@ -133,16 +134,17 @@ impl VfioBacking {
         }
         let context = Type1Container::open(root, &function)?;
         let device = context.open_device()?;
-        Self::new(address, Arc::new(context), device, COMMAND_BUS_MASTER)
+        Self::new(&function, Arc::new(context), device, COMMAND_BUS_MASTER)
     }
 
     /// A function that is open, with these bits of its Command register cleared.
     fn new(
-        address: PciAddress,
+        function: &PciFunction,
         context: Arc<dyn IommuContext>,
         device: File,
         clear: u16,
     ) -> Result<Self, VfioError> {
+        let address = function.address;
         let refused = |what| {
             move |source| VfioError::Refused {
                 address,
@@ -179,6 +181,7 @@ impl VfioBacking {
             device: RwLock::new(Some(device)),
             context,
             has_reset: flags & abi::VFIO_DEVICE_FLAGS_RESET != 0,
+            numa_node: function.numa_node,
             config,
             bar0,
             doorbells,
@@ -254,6 +257,10 @@ impl VfioBacking {
 impl Backing for VfioBacking {
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn numa_node(&self) -> Option<u32> {
+        self.numa_node
     }
 
     fn read32(&self, offset: usize) -> u32 {

@@ -128,6 +128,13 @@ impl FunctionDevice {
         slot.function().map(|state| look(&state.function))
     }
 
+    /// Follows a change of the threads that run vCPUs: the VMM is asked for [each](Vmm::vcpu_thread) once more.
+    pub fn vcpus_changed(&self) {
+        if let Some(state) = self.shared.slot().function() {
+            state.routes.find_vcpus(&state.function);
+        }
+    }
+
     /// Reads configuration space.
     pub fn read_config(&self, offset: u64, data: &mut [u8]) {
         match self.shared.slot().function() {
@@ -361,7 +368,7 @@ impl Shared {
         let wiring = |source| DeviceError::wiring(&self.id, source);
         // At most 128.
         let vectors = self.vmm.vectors(function.vectors().len() as u16)?;
-        let routes = Routes::connect(vectors, &function).map_err(wiring)?;
+        let routes = Routes::connect(self.vmm.clone(), vectors, &function).map_err(wiring)?;
         let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
         // Not lent, so that what is watched stays open as long as it is watched.
         let events = function.events_fd().try_clone().map_err(wiring)?;

@@ -226,6 +226,10 @@ impl FunctionConfig {
         }
         if self.poll.as_ref().is_some_and(|poll| poll.contains('@')) {
             files.push(("/sys/devices/system/cpu".into(), false));
+            let nodes = PathBuf::from("/sys/devices/system/node");
+            if nodes.exists() {
+                files.push((nodes, false));
+            }
         }
         let described = [&self.profile, &self.faults].into_iter().flatten();
         files.extend(

@@ -104,7 +104,7 @@ of queues= [default: 0]",
         "poll",
         "POLICY",
         "shared or dedicated, then :adaptive, :busy or :event, then @ and processor numbers
-joined by +, as in dedicated:busy@2+3 [default: shared]",
+joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated [default: shared]",
     ),
     option(
         "fixed",

@@ -25,7 +25,7 @@ use vm_device::bus::MmioAddress;
 use vmm_device::{Bar, MsixMasking, MsixMessage, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{DeviceError, FunctionDevice, Vectors, Vmm, VmmError};
+use super::{DeviceError, FunctionDevice, ThreadId, Vectors, Vmm, VmmError};
 use crate::drives::{self, DriveOptions};
 
 const QUEUE_PAIRS: u16 = 2;
@@ -54,6 +54,8 @@ struct Asked {
     vectors: Mutex<Vec<EventFd>>,
     /// Messages that came when their vector had been signalled already.
     late: Mutex<u32>,
+    /// Threads of the vCPUs, by the addresses of their messages.
+    vcpus: Mutex<BTreeMap<u64, ThreadId>>,
 }
 
 #[derive(Debug, Clone, Default)]
@@ -99,6 +101,11 @@ impl Vmm for FakeVmm {
         let eventfd = || EventFd::new(libc::EFD_NONBLOCK).unwrap();
         *self.0.vectors.lock().unwrap() = (0..count).map(|_| eventfd()).collect();
         Ok(Box::new(FakeVectors(self.0.clone())))
+    }
+
+    fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
+        let vcpus = self.0.vcpus.lock().unwrap();
+        vcpus.get(&message.address).copied()
     }
 }
 
@@ -619,6 +626,33 @@ fn a_vector_leads_where_its_message_says_before_it_is_raised() {
     for (offset, len) in [(0, 64), (15, 34), (0x7F0, 32), (u64::MAX - 3, 8)] {
         device.write_bar(Bar::Msix, offset, &vec![0; len]);
     }
+}
+
+#[test]
+fn a_vector_names_the_thread_of_its_vcpu_wherever_the_guest_leads_it() {
+    let (device, asked) = device(DoorbellMode::Shadow);
+    let threads = |of: [(u64, i32); 2]| {
+        let threads = of.map(|(vcpu, thread)| (0xFEE0_0000 | vcpu << 12, ThreadId(thread)));
+        *asked.vcpus.lock().unwrap() = threads.into();
+    };
+    let named = |vector: usize| with(&device, |function| function.vectors()[vector].vcpu_thread());
+    let lead = |address: u64| {
+        device.write_bar(Bar::Msix, 16, &address.to_le_bytes());
+        device.write_bar(Bar::Msix, 24, &0x41_u64.to_le_bytes());
+    };
+    threads([(0, 100), (1, 101)]);
+    configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
+    assert_eq!(named(1), None, "it leads nowhere");
+    lead(0xFEE0_1000);
+    assert_eq!((named(0), named(1)), (None, Some(ThreadId(101))));
+    lead(0xFEE0_0000);
+    assert_eq!(named(1), Some(ThreadId(100)));
+    threads([(0, 200), (1, 201)]);
+    assert_eq!(named(1), Some(ThreadId(100)), "nobody told");
+    device.vcpus_changed();
+    assert_eq!((named(0), named(1)), (None, Some(ThreadId(200))));
+    lead(0xFEE0_7000);
+    assert_eq!(named(1), None, "there is no such vCPU");
 }
 
 #[test]

@@ -431,6 +431,10 @@ impl HostController for VfioController {
         &self.drive.space
     }
 
+    fn numa_node(&self) -> Option<u32> {
+        self.drive.backing.numa_node()
+    }
+
     /// One process alone can have the function, and its ledger knows its ranges.
     fn open_lease(
         self: Arc<Self>,

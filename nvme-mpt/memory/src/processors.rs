@@ -1,0 +1,227 @@
+//! Processors that threads may run on: sets of them, and the system calls that read and change those of a thread.
+#![expect(
+    unsafe_code,
+    reason = "sched_getaffinity, sched_setaffinity and gettid have no safe interface in std"
+)]
+
+use std::fmt;
+use std::io;
+
+/// Number of processors that a [`ProcessorSet`] has room for (glibc, `CPU_SETSIZE`).
+pub const PROCESSORS_MAX: usize = 1024;
+
+/// A set of the host's processors.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct ProcessorSet([u64; PROCESSORS_MAX / 64]);
+
+const _: () = assert!(size_of::<ProcessorSet>() == size_of::<libc::cpu_set_t>());
+const _: () = assert!(align_of::<ProcessorSet>() == align_of::<libc::cpu_set_t>());
+
+impl ProcessorSet {
+    /// Returns the set of one processor; `None` for a number from [`PROCESSORS_MAX`] on.
+    #[must_use]
+    pub fn of(processor: usize) -> Option<Self> {
+        let mut set = Self::default();
+        *set.0.get_mut(processor / 64)? |= 1 << (processor % 64);
+        Some(set)
+    }
+
+    /// Reads a list as the kernel writes it, such as `0-3,8` (Linux, `Documentation/admin-guide/cputopology.rst`). Parts
+    /// of another form, and numbers from [`PROCESSORS_MAX`] on, are left out.
+    #[must_use]
+    pub fn of_list(list: &str) -> Self {
+        let range = |part: &str| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let first: usize = first.trim().parse().ok()?;
+            let last: usize = last.trim().parse().ok()?;
+            Some(first..=last.min(PROCESSORS_MAX - 1))
+        };
+        let numbers = list.split(',').filter_map(range).flatten();
+        numbers
+            .filter_map(Self::of)
+            .fold(Self::default(), |set, one| set.or(&one))
+    }
+
+    /// Returns whether a processor is in the set.
+    #[must_use]
+    pub fn contains(&self, processor: usize) -> bool {
+        let word = self.0.get(processor / 64);
+        word.is_some_and(|word| word & 1 << (processor % 64) != 0)
+    }
+
+    /// Returns whether there is no processor in it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Returns its processors, in ascending order.
+    pub fn iter(&self) -> impl Iterator<Item = usize> {
+        (0..PROCESSORS_MAX).filter(|processor| self.contains(*processor))
+    }
+
+    /// Returns the processors that are in both.
+    #[must_use]
+    pub fn and(&self, other: &Self) -> Self {
+        self.each(other, |own, other| own & other)
+    }
+
+    /// Returns the processors that are in either.
+    #[must_use]
+    pub fn or(&self, other: &Self) -> Self {
+        self.each(other, |own, other| own | other)
+    }
+
+    /// Returns its processors that are not in `other`.
+    #[must_use]
+    pub fn without(&self, other: &Self) -> Self {
+        self.each(other, |own, other| own & !other)
+    }
+
+    fn each(&self, other: &Self, join: impl Fn(u64, u64) -> u64) -> Self {
+        let mut joined = *self;
+        for (word, other) in joined.0.iter_mut().zip(&other.0) {
+            *word = join(*word, *other);
+        }
+        joined
+    }
+
+    fn as_raw(&self) -> *const libc::cpu_set_t {
+        self.0.as_ptr().cast()
+    }
+}
+
+impl fmt::Display for ProcessorSet {
+    /// Writes the numbers, joined by `+` as in options.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, processor) in self.iter().enumerate() {
+            let joint = if index == 0 { "" } else { "+" };
+            write!(f, "{joint}{processor}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for ProcessorSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ProcessorSet({self})")
+    }
+}
+
+/// A thread of this host, by its number (gettid(2)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThreadId(pub i32);
+
+impl ThreadId {
+    /// Returns that of the calling thread.
+    #[must_use]
+    pub fn of_this_thread() -> Self {
+        // SAFETY: the call has no preconditions.
+        Self(unsafe { libc::gettid() })
+    }
+
+    /// Returns the processors that the thread may run on.
+    ///
+    /// # Errors
+    /// Returns the kernel's error; `ESRCH` if there is no such thread.
+    pub fn processors(self) -> io::Result<ProcessorSet> {
+        processors_of(self.0)
+    }
+}
+
+/// Returns the processors that the calling thread may run on.
+///
+/// # Errors
+/// Returns the kernel's error; `EINVAL` on a host with more than [`PROCESSORS_MAX`].
+pub fn own_processors() -> io::Result<ProcessorSet> {
+    processors_of(0)
+}
+
+fn processors_of(thread: libc::pid_t) -> io::Result<ProcessorSet> {
+    let mut set = ProcessorSet::default();
+    let raw = set.0.as_mut_ptr().cast::<libc::cpu_set_t>();
+    // SAFETY: the set has the size and the alignment of a `cpu_set_t`, as is asserted above, and any bits are valid.
+    let answer = unsafe { libc::sched_getaffinity(thread, size_of::<ProcessorSet>(), raw) };
+    if answer < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(set)
+}
+
+/// Lets the calling thread run on these processors only.
+///
+/// # Errors
+/// Returns the kernel's error; `EINVAL` if it may run on none of them.
+pub fn run_on(processors: &ProcessorSet) -> io::Result<()> {
+    let raw = processors.as_raw();
+    // SAFETY: the set has the size and the alignment of a `cpu_set_t`; thread 0 is the calling one.
+    if unsafe { libc::sched_setaffinity(0, size_of::<ProcessorSet>(), raw) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Lets the calling thread run on one processor only.
+///
+/// # Errors
+/// Returns the kernel's error; `InvalidInput` for a number that no processor has.
+pub fn pin_this_thread(processor: usize) -> io::Result<()> {
+    let set = ProcessorSet::of(processor).ok_or(io::ErrorKind::InvalidInput)?;
+    run_on(&set)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_of_the_kernel_are_read() {
+        for (list, processors) in [
+            ("", &[][..]),
+            ("0", &[0]),
+            ("0-3,8\n", &[0, 1, 2, 3, 8]),
+            ("63-64, 1023-2000", &[63, 64, 1023]),
+            ("3-1,x,7", &[7]),
+        ] {
+            let set = ProcessorSet::of_list(list);
+            assert_eq!(set.iter().collect::<Vec<_>>(), processors, "{list:?}");
+            assert_eq!(set.is_empty(), processors.is_empty(), "{list:?}");
+        }
+        assert_eq!(ProcessorSet::of_list("0-1,65").to_string(), "0+1+65");
+        assert_eq!(ProcessorSet::of(PROCESSORS_MAX), None);
+    }
+
+    #[test]
+    fn sets_are_joined() {
+        let [left, right] = ["0-4,100", "3-6"].map(ProcessorSet::of_list);
+        assert_eq!(left.and(&right), ProcessorSet::of_list("3-4"));
+        assert_eq!(left.or(&right), ProcessorSet::of_list("0-6,100"));
+        assert_eq!(left.without(&right), ProcessorSet::of_list("0-2,100"));
+    }
+
+    #[test]
+    fn a_thread_runs_on_processors_that_there_are() {
+        let first = own_processors().expect("there are fewer").iter().next();
+        let first = first.expect("it runs on one");
+        let pinned = std::thread::spawn(move || {
+            pin_this_thread(first).expect("it may run there");
+            let by_number = ThreadId::of_this_thread().processors();
+            assert_eq!(
+                by_number.expect("it lives"),
+                own_processors().expect("it lives")
+            );
+            own_processors().expect("it lives")
+        });
+        assert_eq!(
+            Some(pinned.join().expect("no panic")),
+            ProcessorSet::of(first)
+        );
+        let pin = std::thread::spawn(|| pin_this_thread(1 << 20)).join();
+        let error = pin.expect("a thread").expect_err("no such bit");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
+        let gone = std::thread::spawn(ThreadId::of_this_thread).join();
+        let error = gone.expect("a thread").processors().expect_err("it ended");
+        assert_eq!(error.raw_os_error(), Some(libc::ESRCH));
+    }
+}

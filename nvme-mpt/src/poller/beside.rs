@@ -1,0 +1,270 @@
+//! Processors beside a vCPU, for the poller of its queue.
+//!
+//! A poller and the vCPU that it works for share rings, data and doorbells. So the poller runs where it shares a cache
+//! with the vCPU, and takes no time from it: never on its processor, and on another thread of its core only if there
+//! is no other place.
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use log::{info, warn};
+
+use crate::clock::{Rate, Ticks};
+use crate::interrupt::InterruptVector;
+use crate::memory::processors::{ProcessorSet, ThreadId, own_processors, run_on};
+
+/// Time between two looks at the processors of the vCPU's thread. A poller that sleeps looks when it wakes.
+const PERIOD: Duration = Duration::from_millis(100);
+
+/// Neighbourhood that a poller is to be in.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Neighbours {
+    /// Vector whose interrupts go to the vCPU.
+    pub(crate) vector: Option<Arc<InterruptVector>>,
+    /// The host's NUMA node next to the drive, where no vCPU is known.
+    pub(crate) node: Option<u32>,
+}
+
+/// The host's processors, in groups.
+#[derive(Debug, Default)]
+struct Topology {
+    /// Threads of a core.
+    cores: Vec<ProcessorSet>,
+    /// Processors that share their last cache.
+    caches: Vec<ProcessorSet>,
+    nodes: Vec<(u32, ProcessorSet)>,
+}
+
+impl Topology {
+    /// Returns that of this host. What the kernel does not tell, as in a sandbox, is left out.
+    fn of_this_host() -> &'static Self {
+        static HOST: OnceLock<Topology> = OnceLock::new();
+        HOST.get_or_init(|| Self::read(Path::new("/sys/devices/system")))
+    }
+
+    /// Reads it from the kernel's files (Linux, `Documentation/admin-guide/cputopology.rst` and
+    /// `Documentation/ABI/stable/sysfs-devices-node`).
+    fn read(root: &Path) -> Self {
+        let list = |path: &Path| fs::read_to_string(path).map(|list| ProcessorSet::of_list(&list));
+        let mut topology = Self::default();
+        let online = list(&root.join("cpu/online")).unwrap_or_default();
+        for processor in online.iter() {
+            let folder = root.join(format!("cpu/cpu{processor}"));
+            if let Ok(core) = list(&folder.join("topology/thread_siblings_list")) {
+                note(&mut topology.cores, core);
+            }
+            let cache = |index: usize| {
+                let folder = folder.join(format!("cache/index{index}"));
+                let level = fs::read_to_string(folder.join("level")).ok()?;
+                let level: u32 = level.trim().parse().ok()?;
+                Some((level, list(&folder.join("shared_cpu_list")).ok()?))
+            };
+            let caches = (0..).map_while(cache);
+            if let Some((_, last)) = caches.max_by_key(|(level, _)| *level) {
+                note(&mut topology.caches, last);
+            }
+        }
+        for entry in fs::read_dir(root.join("node")).into_iter().flatten() {
+            let Ok(entry) = entry else { continue };
+            let name = entry.file_name();
+            let number = name.to_str().and_then(|name| name.strip_prefix("node"));
+            if let Some(number) = number.and_then(|number| number.parse().ok())
+                && let Ok(node) = list(&entry.path().join("cpulist"))
+            {
+                topology.nodes.push((number, node));
+            }
+        }
+        topology
+    }
+
+    /// Returns the processors among `allowed` for the poller of a vCPU on `vcpu`; `None` if the vCPU may run on all of
+    /// them, so that it is nowhere.
+    fn beside(&self, vcpu: &ProcessorSet, allowed: &ProcessorSet) -> Option<ProcessorSet> {
+        if vcpu.is_empty() || allowed.without(vcpu).is_empty() {
+            return None;
+        }
+        let core = around(vcpu, &self.cores);
+        let nodes = self.nodes.iter().map(|(_, node)| node);
+        [
+            around(vcpu, &self.caches).without(&core),
+            core.without(vcpu),
+            around(vcpu, nodes).without(&core),
+            allowed.without(&core),
+        ]
+        .into_iter()
+        .map(|choice| choice.and(allowed))
+        .find(|choice| !choice.is_empty())
+    }
+
+    fn node(&self, number: u32) -> Option<&ProcessorSet> {
+        let mut nodes = self.nodes.iter();
+        nodes.find(|(of, _)| *of == number).map(|(_, node)| node)
+    }
+}
+
+/// Notes a group once.
+fn note(groups: &mut Vec<ProcessorSet>, group: ProcessorSet) {
+    if !groups.contains(&group) {
+        groups.push(group);
+    }
+}
+
+/// Returns `processors` with the groups that have any of them.
+fn around<'a>(
+    processors: &ProcessorSet,
+    groups: impl IntoIterator<Item = &'a ProcessorSet>,
+) -> ProcessorSet {
+    let near = groups
+        .into_iter()
+        .filter(|group| !group.and(processors).is_empty());
+    near.fold(*processors, |all, group| all.or(group))
+}
+
+/// Place of a poller's thread, which moves with its vCPU. It belongs to that thread.
+#[derive(Debug)]
+pub(super) struct Beside {
+    vector: Option<Arc<InterruptVector>>,
+    topology: &'static Topology,
+    /// Processors that the thread was started with.
+    allowed: ProcessorSet,
+    /// Those of them where no vCPU is known, or it may run on all.
+    home: ProcessorSet,
+    /// Present place.
+    place: ProcessorSet,
+    next: Ticks,
+    period: u64,
+    /// The kernel refused a place, which was reported.
+    refused: bool,
+}
+
+impl Beside {
+    /// Begins on the poller's thread. Returns nothing if the kernel does not tell the thread's processors, which is
+    /// reported.
+    pub(super) fn begin(neighbours: Neighbours, name: &str) -> Option<Self> {
+        let Neighbours { vector, node } = neighbours;
+        let allowed = match own_processors() {
+            Ok(allowed) => allowed,
+            Err(error) => {
+                warn!("Poller {name} follows no vCPU: its own processors are not known: {error}");
+                return None;
+            }
+        };
+        let topology = Topology::of_this_host();
+        let node = node.and_then(|number| topology.node(number));
+        let home = node.map(|node| node.and(&allowed));
+        let mut beside = Self {
+            vector,
+            topology,
+            allowed,
+            home: home.filter(|home| !home.is_empty()).unwrap_or(allowed),
+            place: allowed,
+            next: Ticks::now(),
+            period: Rate::of_this_machine().ticks(PERIOD),
+            refused: false,
+        };
+        beside.follow(beside.next, name);
+        Some(beside)
+    }
+
+    /// Follows the vCPU, if it is time to look.
+    #[cold]
+    pub(super) fn follow(&mut self, now: Ticks, name: &str) {
+        if now < self.next {
+            return;
+        }
+        self.next = Ticks(now.0.saturating_add(self.period));
+        let thread = self.vector.as_ref().and_then(|vector| vector.vcpu_thread());
+        let processors = |thread: ThreadId| thread.processors().ok();
+        let beside = thread
+            .and_then(processors)
+            .and_then(|vcpu| self.topology.beside(&vcpu, &self.allowed));
+        let place = beside.unwrap_or(self.home);
+        if place == self.place {
+            return;
+        }
+        match run_on(&place) {
+            Ok(()) => {
+                self.place = place;
+                match (beside, thread) {
+                    (Some(_), Some(ThreadId(thread))) => {
+                        info!("Poller {name} runs on {place} now, beside thread {thread}");
+                    }
+                    _ => info!("Poller {name} runs on {place} now: its vCPU has no place"),
+                }
+            }
+            Err(error) if !self.refused => {
+                self.refused = true;
+                warn!(
+                    "Poller {name} stays on {}: not on {place}: {error}",
+                    self.place
+                );
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two nodes of four cores with two threads each. Two cores share their last cache. Thread N + 8 is the second of
+    /// core N.
+    fn host() -> Topology {
+        let root = tempfile::tempdir().expect("a folder");
+        let write = |path: String, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
+            fs::write(path, text).expect("a file");
+        };
+        write("cpu/online".to_owned(), "0-15\n");
+        for processor in 0..16 {
+            let core = processor % 8;
+            let cpu = format!("cpu/cpu{processor}");
+            let siblings = format!("{core},{}\n", core + 8);
+            write(format!("{cpu}/topology/thread_siblings_list"), &siblings);
+            write(format!("{cpu}/cache/index0/level"), "1\n");
+            write(format!("{cpu}/cache/index0/shared_cpu_list"), &siblings);
+            let first = core / 2 * 2;
+            let shared = format!("{first}-{},{}-{}\n", first + 1, first + 8, first + 9);
+            write(format!("{cpu}/cache/index1/level"), "3\n");
+            write(format!("{cpu}/cache/index1/shared_cpu_list"), &shared);
+        }
+        write("node/node0/cpulist".to_owned(), "0-3,8-11\n");
+        write("node/node1/cpulist".to_owned(), "4-7,12-15\n");
+        write("node/possible".to_owned(), "0-1\n");
+        Topology::read(root.path())
+    }
+
+    #[test]
+    fn a_poller_shares_the_cache_of_its_vcpu_and_leaves_its_core_alone() {
+        let host = host();
+        for (vcpu, allowed, beside) in [
+            ("0", "0-15", Some("1,9")),
+            ("13", "0-15", Some("4,12")),
+            ("0-1", "0-15", Some("8-9")),
+            // Second thread of the core, where the cache's other core is not allowed.
+            ("0", "0,8,4", Some("8")),
+            ("0", "0,2", Some("2")),
+            ("0", "0,5", Some("5")),
+            ("3", "0-3", Some("2")),
+            ("0,8", "8", None),
+            ("0-15", "0-15", None),
+            ("0-3", "0-3", None),
+            ("", "0-15", None),
+        ] {
+            let [set, among] = [vcpu, allowed].map(ProcessorSet::of_list);
+            let wanted = beside.map(ProcessorSet::of_list);
+            assert_eq!(host.beside(&set, &among), wanted, "{vcpu:?} of {allowed:?}");
+        }
+        assert_eq!(host.node(1), Some(&ProcessorSet::of_list("4-7,12-15")));
+        assert_eq!(host.node(2), None);
+        // A kernel that tells nothing.
+        let bare = Topology::default();
+        let [vcpu, allowed] = ["1", "0-2"].map(ProcessorSet::of_list);
+        let beside = bare.beside(&vcpu, &allowed);
+        assert_eq!(beside, Some(ProcessorSet::of_list("0,2")));
+    }
+}

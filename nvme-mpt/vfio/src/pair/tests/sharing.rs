@@ -185,6 +185,8 @@ struct Guest {
 struct Seen {
     commands: usize,
     p99: u64,
+    /// Latency of its first command.
+    first: u64,
 }
 
 /// A neighbour that does nothing, for each queue pair: it makes the pair a shared one.
@@ -199,12 +201,13 @@ fn idle(pairs: usize) -> impl Iterator<Item = Load> {
 
 /// Runs guests on a drive for some time.
 fn simulate(speed: Speed, pairs: usize, loads: &[Load], time: u64) -> Vec<Seen> {
-    simulate_with(Choice::Learned, speed, pairs, loads, time)
+    simulate_with(Choice::Learned, None, speed, pairs, loads, time)
 }
 
-/// The same with a choice of the window.
+/// The same with a choice of the window. Pair 0 is lent to a queue of pair 1 at that time, if one is given.
 fn simulate_with(
     governor: Choice,
+    mut loan: Option<u64>,
     speed: Speed,
     pairs: usize,
     loads: &[Load],
@@ -236,6 +239,10 @@ fn simulate_with(
     let mut now = MILLISECOND;
     while now < time {
         drive.complete(now);
+        if loan.is_some_and(|at| at <= now) {
+            loan = None;
+            assert!(handles[0].lend_to_one_of(&handles[1], Ticks(now), MILLISECOND));
+        }
         for guest in &mut guests {
             guest.poll(now);
         }
@@ -287,10 +294,12 @@ impl Guest {
     }
 
     fn seen(&mut self) -> Seen {
+        let first = self.latencies.first().copied().unwrap_or(0);
         self.latencies.sort_unstable();
         let commands = self.latencies.len();
         Seen {
             commands,
+            first,
             p99: self
                 .latencies
                 .get(commands * 99 / 100)
@@ -528,7 +537,7 @@ fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
             let others: Vec<_> = idle(1).collect();
             let run = |choice, loads: &[Load]| {
                 let loads = [loads, &others].concat();
-                simulate_with(choice, speed, 1, &loads, SECOND)
+                simulate_with(choice, None, speed, 1, &loads, SECOND)
             };
             let quiet_alone = run(Choice::Learned, &[QUIET])[0].p99;
             let loud_alone = run(Choice::Learned, &[loud])[0].commands;
@@ -578,6 +587,62 @@ fn figures_of_a_quiet_guest_beside_a_loud_one() {
             // On a serial drive, a large command that is under way comes first.
             if speed.channels > 1 || loud.bytes == QUIET.bytes {
                 assert!(by_turns <= 200, "{by_turns} %");
+            }
+        }
+    }
+}
+
+/// Two guests share a pair, and the queue of another pair rests: with that pair lent to the first of the two, and without.
+/// Then the queue that rested is back in the middle of it.
+#[test]
+fn figures_of_a_pair_that_is_lent() {
+    let loan = Some(SECOND / 10);
+    for (name, speed) in [
+        ("serial", SERIAL),
+        ("emulated", EMULATED),
+        ("parallel", PARALLEL),
+    ] {
+        let speed = Speed {
+            turns: true,
+            ..speed
+        };
+        let on_one = |load: Load| Load { pair: 1, ..load };
+        let owner = |from| Load { from, ..QUIET };
+        let quiet = Load {
+            from: SECOND / 5,
+            ..on_one(QUIET)
+        };
+        let run = |loan, owner_from, loads: [Load; 2]| {
+            let loads = [owner(owner_from), loads[0], loads[1]];
+            simulate_with(Choice::Learned, loan, speed, 2, &loads, SECOND)
+        };
+        for loud in [LOUD, SHAPES[0]] {
+            let loud = on_one(loud);
+            let idle = on_one(owner(u64::MAX));
+            let quiet_alone = run(None, u64::MAX, [idle, quiet])[2].p99;
+            // The loud one is awake first, and goes to the pair that is lent.
+            let [without, with] = [None, loan].map(|loan| {
+                let seen = run(loan, u64::MAX, [loud, quiet]);
+                (seen[2].p99 * 100 / quiet_alone, seen[1].commands)
+            });
+            let [first_without, first_with] = [None, loan].map(|loan| {
+                let seen = run(loan, SECOND / 2, [loud, quiet]);
+                (seen[0].first, seen[0].p99)
+            });
+            let (kib, depth) = (loud.bytes >> 10, loud.depth);
+            println!(
+                "{name} drive, {depth} reads of {kib} KiB, without a loan and with one: quiet's p99 {} and {} %; \
+                 loud's commands {} and {}; first command of the queue that is back {} and {} us",
+                without.0,
+                with.0,
+                without.1,
+                with.1,
+                first_without.0 / MICROSECOND,
+                first_with.0 / MICROSECOND,
+            );
+            if speed.channels > 1 {
+                assert!(with.0 < without.0, "{with:?} {without:?}");
+                assert!(with.1 >= without.1, "{with:?} {without:?}");
             }
         }
     }

@@ -1,0 +1,237 @@
+//! Worth of a poller's place: on the vCPU's processor, where the kernel puts it, and beside the vCPU.
+//!
+//! ```text
+//! cargo bench -p nvme-mpt-tests --bench beside              # seven rounds of each, in turn
+//! cargo bench -p nvme-mpt-tests --bench beside -- --smoke   # a short run of each
+//! ```
+//!
+//! A thread stands for the vCPU. It is pinned to the first processor, submits reads and polls for their completions.
+//! Poller and drive are those of the product. The figures are medians of the rounds.
+
+use std::process::ExitCode;
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::memory::processors::{ThreadId, own_processors, pin_this_thread};
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::spec::ids::{Nsid, QueueId};
+use nvme_mpt::spec::registers::Doorbell as Register;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, CqConfig, Gpa, HostSide, Learning, MemoryRegion, Pollers,
+    SqConfig,
+};
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::doorbell::{Doorbell, DoorbellBuffer};
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
+use nvme_mpt_tests::registers::Cap;
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+
+const ENTRIES: u32 = 64;
+const BYTES: u64 = 64 << 20;
+const DEPTHS: [u16; 2] = [1, 32];
+
+/// Doorbell registers that trap into the attachment, as a VMM would have it.
+struct Trap(Arc<Attachment>);
+
+impl Bar for Trap {
+    fn read32(&self, _: u64) -> u32 {
+        u32::MAX
+    }
+    fn read64(&self, _: u64) -> u64 {
+        u64::MAX
+    }
+    fn write32(&self, offset: u64, value: u32) {
+        if let Some(doorbell) = self.0.doorbells().at_bar_offset(offset) {
+            self.0.ring_doorbell(doorbell, value);
+        }
+    }
+    fn write64(&self, _: u64, _: u64) {}
+}
+
+/// Observations of one run.
+#[derive(Clone, Copy)]
+struct Seen {
+    per_second: f64,
+    p99: Duration,
+}
+
+fn main() -> ExitCode {
+    let is_smoke = std::env::args().any(|argument| argument == "--smoke");
+    let (rounds, time) = match is_smoke {
+        true => (1, Duration::from_millis(50)),
+        false => (7, Duration::from_secs(1)),
+    };
+    let Some(first) = own_processors().ok().and_then(|own| own.iter().next()) else {
+        eprintln!("The kernel does not tell the processors of this thread");
+        return ExitCode::FAILURE;
+    };
+    let own = format!("@{first}");
+    for spin in ["", ":busy"] {
+        for depth in DEPTHS {
+            let places = [own.as_str(), "", "@vcpu"].map(|place| format!("dedicated{spin}{place}"));
+            let mut seen = [const { Vec::new() }; 3];
+            for _ in 0..rounds {
+                for (seen, poll) in seen.iter_mut().zip(&places) {
+                    seen.push(run(poll, first, depth, time));
+                }
+            }
+            for (seen, poll) in seen.iter_mut().zip(&places) {
+                seen.sort_by(|one, other| one.per_second.total_cmp(&other.per_second));
+                let (least, most) = (seen[0].per_second, seen[seen.len() - 1].per_second);
+                let rate = seen[seen.len() / 2].per_second;
+                seen.sort_by_key(|seen| seen.p99);
+                let p99 = seen[seen.len() / 2].p99.as_secs_f64() * 1e6;
+                println!(
+                    "depth {depth:2}, poll={poll:18} {:8.1} k/s ({:.1} to {:.1}), p99 {p99:6.1} us",
+                    rate / 1e3,
+                    least / 1e3,
+                    most / 1e3
+                );
+            }
+        }
+    }
+    ExitCode::SUCCESS
+}
+
+/// Has a vCPU read for some time, with a poller of that policy.
+fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> Seen {
+    let attachment = attachment(poll);
+    let (name, named) = mpsc::channel();
+    let (give, given) = mpsc::channel();
+    let vcpu = thread::spawn(move || {
+        pin_this_thread(processor).unwrap();
+        name.send(ThreadId::of_this_thread()).unwrap();
+        let (mut queue, memory): (QueuePair, GuestMemory) = given.recv().unwrap();
+        read(&mut queue, &memory, depth, time)
+    });
+    let vector = &attachment.shared().vectors[1];
+    vector.set_vcpu_thread(Some(named.recv().unwrap()));
+    // The poller is started here, and so with all processors, as in a VMM.
+    give.send(queue(&attachment)).unwrap();
+    let seen = vcpu.join().unwrap();
+    attachment.reset().unwrap();
+    seen
+}
+
+fn attachment(poll: &str) -> Arc<Attachment> {
+    let drive = drives::open(&"memory:64M".parse().unwrap(), DriveOptions::default()).unwrap();
+    let request = LeaseRequest {
+        id: "bench",
+        drive: drive.identity(),
+        nsid: Nsid(1),
+        wanted: Wanted::At(ByteRange::new(0, BYTES).unwrap()),
+        lba_shift: drive.lba_shift(),
+        blocks: drive.blocks(),
+        former_data: FormerData::Kept,
+    };
+    let config = AttachmentConfig {
+        lease: Ledger::in_process().acquire(&request).unwrap(),
+        drive,
+        queue_pairs: 1,
+        reservation: None,
+        mdts: None,
+        doorbell_stride: nvme_mpt::DoorbellStride::default(),
+        doorbells: nvme_mpt::DoorbellMode::Shadow,
+        poll: poll.parse().unwrap(),
+        learning: Learning::default(),
+        pollers: Pollers::new(),
+        memory: nvme_mpt::MemoryKinds::default(),
+        rates: nvme_mpt::limit::RateLimits::default(),
+        serial: None,
+    };
+    Arc::new(Attachment::new(config).unwrap())
+}
+
+/// Gives the attachment a guest's memory and a queue pair in it, with shadow doorbells.
+fn queue(attachment: &Arc<Attachment>) -> (QueuePair, GuestMemory) {
+    let memory = GuestMemory::new(&[(0, 4 << 20)]).unwrap();
+    let region = &memory.regions()[0];
+    let mapped = MemoryRegion {
+        gpa: Gpa(region.gpa),
+        len: region.len,
+        fd: memory.fd().try_clone_to_owned().unwrap(),
+        offset: region.fd_offset,
+        readable: true,
+        writable: true,
+    };
+    attachment.window().map(mapped).unwrap();
+    let bar: Arc<dyn Bar> = Arc::new(Trap(attachment.clone()));
+    let dstrd = attachment.doorbells().dstrd();
+    let buffer = DoorbellBuffer::new(&memory, Cap(u64::from(dstrd) << 32)).unwrap();
+    let buffer = Arc::new(buffer);
+    let pages = nvme_mpt::DoorbellBuffer {
+        shadow: Gpa(buffer.shadow().gpa()),
+        event_idx: Gpa(buffer.event_idx().gpa()),
+    };
+    attachment.set_doorbell_buffer(pages).unwrap();
+    let sq = memory.alloc(64 * ENTRIES as usize).unwrap();
+    let cq = memory.alloc(16 * ENTRIES as usize).unwrap();
+    let (qid, entries) = (QueueId(1), ENTRIES);
+    let config = CqConfig {
+        qid,
+        base: Gpa(cq.gpa()),
+        entries,
+        vector: Some(1),
+    };
+    attachment.create_cq(config).unwrap();
+    let config = SqConfig {
+        qid,
+        cqid: qid,
+        base: Gpa(sq.gpa()),
+        entries,
+    };
+    attachment.create_sq(config).unwrap();
+    let doorbell =
+        |register: Register| Doorbell::new(&bar, register.bar_offset(dstrd), false).unwrap();
+    let sq = SubmissionQueue::new(1, sq, ENTRIES, doorbell(Register::SqTail(qid)));
+    let cq = CompletionQueue::new(1, cq, ENTRIES, doorbell(Register::CqHead(qid)), None);
+    let mut queue = QueuePair::new(sq, cq);
+    queue.attach(&buffer);
+    (queue, memory)
+}
+
+/// Reads 4 KiB at a time in turn, with so many commands outstanding.
+fn read(queue: &mut QueuePair, memory: &GuestMemory, depth: u16, time: Duration) -> Seen {
+    let mut kept = Vec::new();
+    let data: Vec<_> = (0..depth)
+        .map(|_| {
+            let data = memory.alloc(4096).unwrap();
+            let prepared = prp::buffer(&data, 0, 4096).unwrap();
+            kept.push(data);
+            kept.extend(prepared.pages);
+            prepared.pointer
+        })
+        .collect();
+    let mut free: Vec<u16> = (0..depth).collect();
+    let mut submitted = vec![Instant::now(); depth.into()];
+    let mut latencies = Vec::new();
+    let (mut next, begun) = (0_u64, Instant::now());
+    while begun.elapsed() < time || free.len() < depth.into() {
+        let goes_on = begun.elapsed() < time;
+        while goes_on && let Some(cid) = free.pop() {
+            let place = next % (BYTES / 4096) * 8;
+            let command = Sqe::read(1, place, 8);
+            let command = command.with_cid(cid).with_data(data[usize::from(cid)]);
+            assert!(queue.push(&command));
+            submitted[usize::from(cid)] = Instant::now();
+            next += 1;
+        }
+        queue.ring();
+        while let Some(completion) = queue.poll() {
+            assert!(completion.status().is_success(), "{completion:?}");
+            let cid = completion.cid();
+            latencies.push(submitted[usize::from(cid)].elapsed());
+            free.push(cid);
+        }
+    }
+    latencies.sort_unstable();
+    Seen {
+        per_second: latencies.len() as f64 / begun.elapsed().as_secs_f64(),
+        p99: latencies[latencies.len() * 99 / 100],
+    }
+}

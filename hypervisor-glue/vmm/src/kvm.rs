@@ -21,7 +21,7 @@ use nvme_mpt::memory::processors::ThreadId;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::vmm::{Vectors, Vmm, VmmError};
+use crate::vmm::{Pin, Vectors, Vmm, VmmError};
 
 /// Pins of KVM's I/O APIC, which are the first GSIs.
 const IOAPIC_PINS: u32 = 24;
@@ -39,6 +39,8 @@ pub struct KvmVmm {
     routes: Arc<Mutex<RouteTable>>,
     /// Threads of the vCPUs, by the identifiers of their local APICs.
     vcpus: Mutex<BTreeMap<u32, ThreadId>>,
+    /// Pin of the I/O APIC that all functions have as INTx.
+    intx: Option<u32>,
 }
 
 struct Slot {
@@ -64,7 +66,15 @@ impl KvmVmm {
             slots: Mutex::default(),
             routes: Arc::new(Mutex::new(RouteTable::of_pins())),
             vcpus: Mutex::default(),
+            intx: None,
         }
+    }
+
+    /// The same, whose functions all have this pin of the I/O APIC as INTx. The VMM's firmware tables have to say so.
+    #[must_use]
+    pub fn with_intx(mut self, pin: u32) -> Self {
+        self.intx = Some(pin);
+        self
     }
 
     /// Notes the thread that runs the vCPU with this local APIC, or that none does.
@@ -191,9 +201,65 @@ impl Vmm for KvmVmm {
         Ok(Box::new(vectors))
     }
 
+    fn pin(&self) -> Result<Option<Box<dyn Pin>>, VmmError> {
+        let Some(gsi) = self.intx else {
+            return Ok(None);
+        };
+        let eventfd = || EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
+        let connect = || -> io::Result<KvmPin> {
+            let (raise, fallen) = (eventfd()?, eventfd()?);
+            self.vm.register_irqfd_with_resample(&raise, &fallen, gsi)?;
+            Ok(KvmPin {
+                vm: self.vm.clone(),
+                gsi,
+                raise,
+                fallen,
+            })
+        };
+        let pin = connect();
+        let pin =
+            pin.map_err(|error| VmmError::new(format!("connect INTx to pin {gsi}"), error))?;
+        Ok(Some(Box::new(pin)))
+    }
+
     fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
         let apic = destination(message)?;
         lock(&self.vcpus).get(&apic).copied()
+    }
+}
+
+/// INTx of one function: an irqfd of a level, which KVM lowers when the guest acknowledges the interrupt (Linux,
+/// Documentation/virt/kvm/api.rst, 4.75, `KVM_IRQFD_FLAG_RESAMPLE`).
+struct KvmPin {
+    vm: Arc<VmFd>,
+    gsi: u32,
+    raise: EventFd,
+    fallen: EventFd,
+}
+
+impl fmt::Debug for KvmPin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KvmPin")
+            .field("gsi", &self.gsi)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Pin for KvmPin {
+    fn raise(&self) -> io::Result<EventFd> {
+        self.raise.try_clone()
+    }
+
+    fn fallen(&self) -> io::Result<EventFd> {
+        self.fallen.try_clone()
+    }
+}
+
+impl Drop for KvmPin {
+    fn drop(&mut self) {
+        if let Err(error) = self.vm.unregister_irqfd(&self.raise, self.gsi) {
+            log::error!("INTx at pin {} stays connected: {error}", self.gsi);
+        }
     }
 }
 

@@ -134,5 +134,5 @@ pub use nvme_mpt::memory::processors::ThreadId;
 pub use nvme_mpt::poller::Work;
 pub use nvme_mpt::{DirtyRange, Gpa, MemoryRegion, Pollers};
 pub use start::{StartError, start};
-pub use vmm::{Vectors, Vmm, VmmError, pollers};
+pub use vmm::{Pin, Vectors, Vmm, VmmError, pollers};
 pub use vmm_device::{Bar, BarMove, FunctionState, MsixMessage};

@@ -1,12 +1,14 @@
-//! Keeps the hypervisor's interrupt routes as the guest's messages say, those of its MSI-X table or of MSI.
+//! Keeps the hypervisor's interrupt routes as the guest's messages say, those of its MSI-X table or of MSI, and connects
+//! the pin while the guest has enabled neither.
 
 use std::io;
 use std::sync::Arc;
 
+use nvme_mpt::interrupt::PinFall;
 use vmm_device::{Bar, BarMove, MsixMessage, NvmeFunction};
 
 use crate::report;
-use crate::vmm::{Vectors, Vmm};
+use crate::vmm::{Pin, Vectors, Vmm};
 
 /// Bytes of an MSI-X table entry (PCI Local Bus 3.0, section 6.8.2).
 const ENTRY_SIZE: u64 = 16;
@@ -22,23 +24,60 @@ pub(super) struct Routes {
     vectors: Box<dyn Vectors>,
     /// The hypervisor's last routes.
     told: Vec<Option<(u64, u32)>>,
+    pin: Option<Box<dyn Pin>>,
+    /// True if the first vector is connected as the pin.
+    is_pin: bool,
 }
+
+/// Vector that the pin takes the place of.
+const PIN_VECTOR: u16 = 0;
 
 impl Routes {
     /// Connects the vectors of `function`.
     pub(super) fn connect(
         vmm: Arc<dyn Vmm>,
         vectors: Box<dyn Vectors>,
+        pin: Option<Box<dyn Pin>>,
         function: &NvmeFunction,
     ) -> io::Result<Self> {
         for (number, vector) in (0..).zip(function.vectors()) {
             vector.set_eventfd(Some(vectors.eventfd(number)?));
         }
-        Ok(Self {
+        let mut routes = Self {
             vmm,
             vectors,
             told: vec![None; function.vectors().len()],
-        })
+            pin,
+            is_pin: false,
+        };
+        routes.follow_pin(function);
+        Ok(routes)
+    }
+
+    /// Makes the first vector the pin while the guest has enabled no messages, and a message otherwise.
+    fn follow_pin(&mut self, function: &NvmeFunction) {
+        let wanted = self.pin.as_ref().filter(|_| !function.sends_messages());
+        let is_pin = wanted.is_some();
+        if is_pin == self.is_pin {
+            return;
+        }
+        let eventfd = match wanted {
+            Some(pin) => pin.raise(),
+            None => self.vectors.eventfd(PIN_VECTOR),
+        };
+        match (eventfd, function.vectors().first()) {
+            (Ok(eventfd), Some(vector)) => {
+                // What is pending goes the new way alone.
+                vector.set_eventfd(None);
+                function.set_pin(is_pin.then_some(PinFall::Acknowledgement));
+                vector.set_eventfd(Some(eventfd));
+                self.is_pin = is_pin;
+            }
+            (Err(error), _) => {
+                log::error!("The guest's controller stays without interrupts: {error}");
+            }
+            (_, None) => {}
+        }
     }
 
     /// Passes a write on to the MSI-X table. A vector's route is as the table says before the vector
@@ -77,7 +116,7 @@ impl Routes {
         function.write_config_routed(offset, data, |function| self.follow_all(function))
     }
 
-    /// Sets the routes of all vectors that the guest has given a message.
+    /// Sets the routes of all vectors that the guest has given a message, and connects or disconnects the pin.
     pub(super) fn follow_all(&mut self, function: &NvmeFunction) {
         for vector in 0..self.told.len() {
             // At most 128.
@@ -87,6 +126,7 @@ impl Routes {
                 self.follow(function, vector);
             }
         }
+        self.follow_pin(function);
     }
 
     /// Asks the VMM once more for the threads of the vCPUs that the messages go to.

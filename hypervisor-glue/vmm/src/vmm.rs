@@ -69,6 +69,14 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// There are no more of them.
     fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError>;
 
+    /// Returns a level of INTx for a function. `None`, as of a VMM that has none, leaves the guest MSI-X and MSI.
+    ///
+    /// # Errors
+    /// The hypervisor gives none.
+    fn pin(&self) -> Result<Option<Box<dyn Pin>>, VmmError> {
+        Ok(None)
+    }
+
     /// Returns the thread that runs the vCPU to which the hypervisor delivers `message`; `None` if that is not known, or
     /// there are several.
     ///
@@ -103,6 +111,22 @@ pub trait Vectors: fmt::Debug + Send {
     /// # Errors
     /// There is no such vector, or the hypervisor does not take the message.
     fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError>;
+}
+
+/// The level of one function's INTx. Several may share a line. Dropping it gives it back.
+pub trait Pin: fmt::Debug + Send {
+    /// Returns the eventfd that raises the level when it is signalled.
+    ///
+    /// # Errors
+    /// There are no file descriptors left.
+    fn raise(&self) -> io::Result<EventFd>;
+
+    /// Returns the eventfd that is readable once the level has fallen, as the guest has acknowledged the interrupt of its
+    /// line. Reading it does not block.
+    ///
+    /// # Errors
+    /// There are no file descriptors left.
+    fn fallen(&self) -> io::Result<EventFd>;
 }
 
 /// Returns pollers whose threads are started by `vmm`, as the threads of functions are.

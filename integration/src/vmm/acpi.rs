@@ -16,6 +16,7 @@ use acpi_tables::xsdt::XSDT;
 use acpi_tables::{Aml, AmlSink};
 
 use super::layout;
+use super::pci::SLOTS;
 use super::platform::{RESET_VALUE, SLEEP_TYPE_OFF};
 
 const OEM: [u8; 6] = *b"NVMMPT";
@@ -120,6 +121,19 @@ impl Aml for SerialPort {
     }
 }
 
+/// Route of INTA of a device number (ACPI 6.5, section 6.2.13).
+struct Route(u32);
+
+impl Aml for Route {
+    fn to_aml_bytes(&self, sink: &mut dyn AmlSink) {
+        /// All functions of the device.
+        const FUNCTIONS: u32 = 0xFFFF;
+        let address = self.0 << 16 | FUNCTIONS;
+        // INTA, and no link device: the pin is wired.
+        Package::new(vec![&address, &ZERO, &ZERO, &layout::INTX]).to_aml_bytes(sink);
+    }
+}
+
 fn dsdt() -> Sdt {
     let mut body = Vec::new();
     let (first, last) = layout::BAR_WINDOW;
@@ -129,6 +143,9 @@ fn dsdt() -> Sdt {
     let windows = ResourceTemplate::new(vec![&bus, &memory]);
     let ecam = Memory32Fixed::new(true, layout::ECAM as u32, layout::ECAM_SIZE as u32);
     let ecam = ResourceTemplate::new(vec![&ecam]);
+    // At most 31.
+    let routes: Vec<_> = (1..=SLOTS as u32).map(Route).collect();
+    let routes = Package::new(routes.iter().map(|route| route as &dyn Aml).collect());
     Scope::new(
         "\\_SB_".into(),
         vec![
@@ -140,6 +157,7 @@ fn dsdt() -> Sdt {
                     &Name::new("_SEG".into(), &ZERO),
                     &Name::new("_UID".into(), &ZERO),
                     &Name::new("_CRS".into(), &windows),
+                    &Name::new("_PRT".into(), &routes),
                 ],
             ),
             // Kernels use configuration space only where a device claims it.

@@ -37,6 +37,8 @@ pub(super) const KVM_TSS: usize = 0xFFFB_D000;
 pub(super) const SERIAL: [(u16, u32); 2] = [(0x3F8, 4), (0x2F8, 3)];
 /// The registers of each.
 pub(super) const SERIAL_PORTS: u16 = 8;
+/// Pin of the I/O APIC that all functions on the bus share as INTx: the first that no legacy device has.
+pub(super) const INTX: u32 = 16;
 /// Sleep control, sleep status, reset: see [`super::platform::PowerControl`].
 pub(super) const POWER: u16 = 0x600;
 /// Its registers.

@@ -105,7 +105,7 @@ impl Machine {
         let vm = Arc::new(kvm.create_vm().map_err(make())?);
         vm.set_tss_address(layout::KVM_TSS).map_err(make())?;
         vm.create_irq_chip().map_err(make())?;
-        let vmm = Arc::new(KvmVmm::new(vm.clone()));
+        let vmm = Arc::new(KvmVmm::new(vm.clone()).with_intx(layout::INTX));
         let memory = Memory::new(memory_mib, &*vmm)?;
 
         let bus = Arc::new(Bus::default());

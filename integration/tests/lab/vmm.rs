@@ -31,6 +31,7 @@ pub(crate) const GROUP: Group = Group::Inside {
         ),
         ("exits_with_virtio_blk", exits::with_virtio_blk),
         ("doorbells_come_and_go", exits::doorbells_come_and_go),
+        ("root_with_the_pin", root_with_the_pin),
         ("root_on_a_servers_drive", root_on_a_servers_drive),
         ("exits_on_a_servers_drive", exits::on_a_servers_drive),
         ("root_outlives_its_servers", root_outlives_its_servers),
@@ -65,6 +66,28 @@ fn root_with_trapped_doorbells(bench: &Bench) -> Result<(), Failure> {
 
 fn root_on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_12, "auto", 2, Owner::Server)
+}
+
+/// A guest whose kernel takes no messages.
+fn root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
+    let script =
+        format!("{VERIFY}echo guest: pin $(grep -c 'IO-APIC.*nvme0q0' /proc/interrupts)\n");
+    let command_line = format!("{} pci=nomsi", init::COMMAND_LINE);
+    let said = boot_with(
+        bench,
+        &KernelChoice::V6_12,
+        &init::script(&script),
+        ("auto", Owner::Vmm),
+        &command_line,
+        &["--cpus", "2"],
+    )?;
+    for wanted in ["guest: verified", "guest: same", "guest: pin 1"] {
+        expect(
+            said.lines().any(|line| line.trim_end().ends_with(wanted)),
+            || format!("The guest does not say {wanted:?}:\n{said}"),
+        )?;
+    }
+    Ok(())
 }
 
 /// Servers that are killed one after the other, each under a pass of the guest's I/O.
@@ -220,7 +243,26 @@ pub(crate) fn boot(
     bench: &Bench,
     kernel: &KernelChoice,
     script: &str,
+    function: (&str, Owner),
+    arguments: &[&str],
+) -> Result<String, Failure> {
+    boot_with(
+        bench,
+        kernel,
+        script,
+        function,
+        init::COMMAND_LINE,
+        arguments,
+    )
+}
+
+/// The same, with a command line of the kernel.
+fn boot_with(
+    bench: &Bench,
+    kernel: &KernelChoice,
+    script: &str,
     (doorbells, owner): (&str, Owner),
+    command_line: &str,
     arguments: &[&str],
 ) -> Result<String, Failure> {
     let assets = Assets::provide(kernel)?;
@@ -239,7 +281,7 @@ pub(crate) fn boot(
         "--memory".as_ref(),
         "384".as_ref(),
         "--cmdline".as_ref(),
-        init::COMMAND_LINE.as_ref(),
+        command_line.as_ref(),
         "--nvme-mpt".as_ref(),
         function.as_ref(),
     ];

@@ -139,6 +139,11 @@ pub struct NvmeFunction {
     pin_watch: PinWatch,
 }
 
+/// Returns whether the first of these vectors may be the pin.
+fn can_be_pin(vectors: &[Arc<InterruptVector>]) -> bool {
+    vectors.iter().all(|vector| vector.can_be_pin())
+}
+
 impl NvmeFunction {
     /// A function as after power-on, whose I/O `host` does. It has a vector for each I/O queue pair and for the
     /// admin queue.
@@ -151,11 +156,10 @@ impl NvmeFunction {
             queue_entries_max: facts.limits.entries_max,
             dstrd: shared.doorbells.dstrd(),
         };
-        let mut vectors = shared.vectors.iter();
         let offer = Offer {
             msi: true,
-            // A VMM that has the function in its process has no level for it.
-            pin: masking == MsixMasking::Client && vectors.all(|vector| vector.can_be_pin()),
+            // A client has a level for it. A VMM that has the function in its process says so.
+            pin: masking == MsixMasking::Client && can_be_pin(&shared.vectors),
         };
         Self {
             config: ConfigSpace::new(shared.doorbells.len() as u64, msix.count(), offer),
@@ -189,6 +193,19 @@ impl NvmeFunction {
         self
     }
 
+    /// The same function, as after power-on, which offers its guest INTx as well: for a VMM that has it in its process, and
+    /// has a level for it. A function whose host side is another process has messages alone.
+    #[must_use]
+    pub fn with_pin(mut self) -> Self {
+        let offer = Offer {
+            msi: true,
+            pin: can_be_pin(&self.shared.vectors),
+        };
+        let doorbells = self.shared.doorbells.len() as u64;
+        self.config = ConfigSpace::new(doorbells, self.msix.count(), offer);
+        self
+    }
+
     /// Reads configuration space.
     pub fn read_config(&self, offset: u64, data: &mut [u8]) {
         self.config.read(offset, data);
@@ -200,11 +217,15 @@ impl NvmeFunction {
     /// Returns whether the pin has an interrupt (PCI Local Bus 3.0, section 6.2.3). INTMS takes it away, and Interrupt
     /// Disable does not.
     fn has_pin_interrupt(&self) -> bool {
-        let sends_messages =
-            self.config.msix_control().enabled || self.config.msi_control().enabled;
         let is_masked = self.registers.interrupt_mask() & 1 != 0;
         let pin = self.msix.vector(ADMIN_VECTOR);
-        !sends_messages && !is_masked && pin.is_some_and(|pin| pin.has_pin_interrupt())
+        !self.sends_messages() && !is_masked && pin.is_some_and(|pin| pin.has_pin_interrupt())
+    }
+
+    /// Returns whether the guest has enabled MSI-X or MSI. Otherwise, interrupts go by the pin, if there is one.
+    #[must_use]
+    pub fn sends_messages(&self) -> bool {
+        self.config.msix_control().enabled || self.config.msi_control().enabled
     }
 
     /// Writes configuration space. Returns the BARs that moved, whose new places the VMM is to

@@ -158,10 +158,12 @@ impl Msix {
         } = control;
         for (number, (entry, vector)) in (0..).zip(self.table.iter().zip(&self.vectors)) {
             let is_off = match msi {
-                Some(messages) => number >= messages,
-                None => !enabled || entry.masked,
+                Some(messages) => number >= messages || function_masked,
+                // Without messages, the pin has only masks of its own, and needs no Bus Master Enable.
+                None if !enabled => !vector.is_pin(),
+                None => entry.masked || function_masked,
             };
-            vector.set_masked(is_off || function_masked);
+            vector.set_masked(is_off);
         }
     }
 

@@ -71,6 +71,8 @@ struct State {
     /// Event of the control thread.
     events: EventFd,
     routes: Routes,
+    /// Readable when the level of the pin has fallen.
+    pin_fallen: Option<EventFd>,
     mapped: Option<MappedDoorbells>,
     tied: TiedDoorbells,
 }
@@ -347,6 +349,8 @@ fn read_nothing(data: &mut [u8]) {
 
 /// Token of the function's events.
 const EVENTS: u64 = 0;
+/// Token of the eventfd that tells of the pin.
+const PIN_FALLEN: u64 = 1;
 
 impl Slot {
     /// The function, if it is here.
@@ -368,17 +372,32 @@ impl Shared {
         let wiring = |source| DeviceError::wiring(&self.id, source);
         // At most 128.
         let vectors = self.vmm.vectors(function.vectors().len() as u16)?;
-        let routes = Routes::connect(self.vmm.clone(), vectors, &function).map_err(wiring)?;
+        let pin = self.vmm.pin()?;
+        if pin.is_some() {
+            function = function.with_pin();
+        }
+        // One whose host side is another process has none.
+        let pin = pin.filter(|_| function.has_pin());
+        let pin_fallen = pin.as_ref().map(|pin| pin.fallen()).transpose();
+        let pin_fallen = pin_fallen.map_err(wiring)?;
+        let routes = Routes::connect(self.vmm.clone(), vectors, pin, &function);
+        let routes = routes.map_err(wiring)?;
         let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
         // Not lent, so that what is watched stays open as long as it is watched.
         let events = function.events_fd().try_clone().map_err(wiring)?;
         self.control
             .watch(events.as_raw_fd(), EVENTS)
             .map_err(wiring)?;
+        if let Some(fallen) = &pin_fallen {
+            self.control
+                .watch(fallen.as_raw_fd(), PIN_FALLEN)
+                .map_err(wiring)?;
+        }
         Ok(State {
             function,
             events,
             routes,
+            pin_fallen,
             mapped,
             tied: TiedDoorbells::default(),
         })
@@ -399,8 +418,13 @@ impl Shared {
         for vector in state.function.vectors() {
             vector.set_eventfd(None);
         }
-        if let Err(error) = self.control.forget(state.events.as_raw_fd()) {
-            log::error!("{} is watched still: {error}", self.id);
+        for watched in [Some(&state.events), state.pin_fallen.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            if let Err(error) = self.control.forget(watched.as_raw_fd()) {
+                log::error!("{} is watched still: {error}", self.id);
+            }
         }
     }
 }
@@ -412,8 +436,14 @@ impl Controlled for &Shared {
         self.slot().function().and_then(|state| state.interval())
     }
 
-    fn turn(&mut self, _: &[u64]) {
+    fn turn(&mut self, ready: &[u64]) {
         if let Some(state) = self.slot().function() {
+            if ready.contains(&PIN_FALLEN)
+                && let Some(fallen) = &state.pin_fallen
+                && fallen.read().is_ok()
+            {
+                state.function.end_of_interrupt();
+            }
             state.function.process_events();
             state.decide();
             state.follow(&*self.vmm);

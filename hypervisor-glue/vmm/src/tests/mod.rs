@@ -25,7 +25,7 @@ use vm_device::bus::MmioAddress;
 use vmm_device::{Bar, MsixMasking, MsixMessage, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::{DeviceError, FunctionDevice, ThreadId, Vectors, Vmm, VmmError};
+use super::{DeviceError, FunctionDevice, Pin, ThreadId, Vectors, Vmm, VmmError};
 use crate::drives::{self, DriveOptions};
 
 const QUEUE_PAIRS: u16 = 2;
@@ -56,6 +56,40 @@ struct Asked {
     late: Mutex<u32>,
     /// Threads of the vCPUs, by the addresses of their messages.
     vcpus: Mutex<BTreeMap<u64, ThreadId>>,
+    /// INTx, if it has that.
+    pin: Mutex<Option<FakePin>>,
+}
+
+/// Eventfds that raise the level, and tell that it fell.
+#[derive(Debug)]
+struct FakePin([EventFd; 2]);
+
+impl FakePin {
+    fn new() -> Self {
+        Self([(); 2].map(|()| EventFd::new(libc::EFD_NONBLOCK).unwrap()))
+    }
+
+    fn share(&self) -> Self {
+        Self(
+            self.0
+                .each_ref()
+                .map(|eventfd| eventfd.try_clone().unwrap()),
+        )
+    }
+
+    fn is_raised(&self) -> bool {
+        self.0[0].read().is_ok()
+    }
+}
+
+impl Pin for FakePin {
+    fn raise(&self) -> io::Result<EventFd> {
+        self.0[0].try_clone()
+    }
+
+    fn fallen(&self) -> io::Result<EventFd> {
+        self.0[1].try_clone()
+    }
 }
 
 #[derive(Debug, Clone, Default)]
@@ -101,6 +135,12 @@ impl Vmm for FakeVmm {
         let eventfd = || EventFd::new(libc::EFD_NONBLOCK).unwrap();
         *self.0.vectors.lock().unwrap() = (0..count).map(|_| eventfd()).collect();
         Ok(Box::new(FakeVectors(self.0.clone())))
+    }
+
+    fn pin(&self) -> Result<Option<Box<dyn Pin>>, VmmError> {
+        let pin = self.0.pin.lock().unwrap();
+        let pin = pin.as_ref().map(FakePin::share);
+        Ok(pin.map(|pin| -> Box<dyn Pin> { Box::new(pin) }))
     }
 
     fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
@@ -173,6 +213,16 @@ fn learning(
     poll: &str,
     learning: Learning,
 ) -> (FunctionDevice, Arc<Asked>) {
+    let vmm = FakeVmm::default();
+    (device_in(&vmm, doorbells, poll, learning), vmm.0)
+}
+
+fn device_in(
+    vmm: &FakeVmm,
+    doorbells: DoorbellMode,
+    poll: &str,
+    learning: Learning,
+) -> FunctionDevice {
     let drive = drives::open(&"memory:1M".parse().unwrap(), DriveOptions::default()).unwrap();
     let lease = Ledger::in_process()
         .acquire(&LeaseRequest {
@@ -201,10 +251,8 @@ fn learning(
         serial: None,
     })
     .unwrap();
-    let vmm = FakeVmm::default();
     let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Function);
-    let device = FunctionDevice::start("test", function, Arc::new(vmm.clone())).unwrap();
-    (device, vmm.0)
+    FunctionDevice::start("test", function, Arc::new(vmm.clone())).unwrap()
 }
 
 /// Looks at a function that is there.
@@ -653,6 +701,67 @@ fn a_vector_names_the_thread_of_its_vcpu_wherever_the_guest_leads_it() {
     assert_eq!((named(0), named(1)), (None, Some(ThreadId(200))));
     lead(0xFEE0_7000);
     assert_eq!(named(1), None, "there is no such vCPU");
+}
+
+#[test]
+fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
+    let vmm = FakeVmm::default();
+    let pin = FakePin::new();
+    *vmm.0.pin.lock().unwrap() = Some(pin.share());
+    let device = device_in(&vmm, DoorbellMode::Shadow, "shared", Learning::default());
+    let asked = &vmm.0;
+    let signal = || with(&device, |function| function.vectors()[0].signal());
+    let mut interrupt_pin = [0];
+    device.read_config(0x3D, &mut interrupt_pin);
+    assert_eq!(interrupt_pin, [1], "INTA");
+    configure(&device, COMMAND.0, &COMMAND.1);
+    signal();
+    assert!(pin.is_raised());
+    signal();
+    assert!(!pin.is_raised(), "the level is high");
+    let acknowledge = || {
+        pin.0[1].write(1).unwrap();
+        // The control thread takes notice.
+        let is_low = || {
+            !with(&device, |function| {
+                function.vectors()[0].has_pin_interrupt()
+            })
+        };
+        let idle = || std::thread::sleep(Duration::from_millis(1));
+        await_that("it stays high", idle, is_low);
+    };
+    acknowledge();
+    signal();
+    assert!(pin.is_raised());
+    acknowledge();
+    // Interrupt Disable.
+    configure(&device, COMMAND.0, &[COMMAND.1[0], 0x04]);
+    signal();
+    assert!(!pin.is_raised());
+    configure(&device, COMMAND.0, &COMMAND.1);
+    assert!(pin.is_raised(), "it was held back");
+    acknowledge();
+    // MSI-X, with an entry that is masked at first.
+    configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
+    signal();
+    assert!(!pin.is_raised() && !asked.signalled(0));
+    device.write_bar(Bar::Msix, 0, &0xFEE0_1000_u64.to_le_bytes());
+    device.write_bar(Bar::Msix, 8, &0x41_u64.to_le_bytes());
+    assert!(asked.signalled(0) && !pin.is_raised());
+    configure(&device, MSIX_CONTROL.0, &[0, 0]);
+    signal();
+    assert!(pin.is_raised() && !asked.signalled(0));
+    drop(device);
+}
+
+#[test]
+fn a_function_has_no_pin_in_a_vmm_that_has_none() {
+    let (device, asked) = device(DoorbellMode::Shadow);
+    let mut interrupt_pin = [0xFF];
+    device.read_config(0x3D, &mut interrupt_pin);
+    assert_eq!(interrupt_pin, [0]);
+    with(&device, |function| function.vectors()[0].signal());
+    assert!(!asked.signalled(0), "no message is enabled");
 }
 
 #[test]

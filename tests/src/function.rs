@@ -54,13 +54,16 @@ fn control(function: &Mutex<NvmeFunction>, events: &EventFd, stop: &EventFd) {
             .unwrap();
     }
     let mut ready = [EpollEvent::default(); 2];
+    let mut due = None;
     loop {
-        let count = eventfd::wait(&epoll, None, &mut ready).unwrap_or(0);
+        let count = eventfd::wait(&epoll, due, &mut ready).unwrap_or(0);
         if ready[..count].iter().any(|e| e.fd() == stop.as_raw_fd()) {
             return;
         }
-        if count > 0 {
-            function.lock().unwrap().process_events();
+        if count > 0 || due.is_some() {
+            let mut function = function.lock().unwrap();
+            function.process_events();
+            due = function.events_interval();
         }
     }
 }

@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::{Direction, DmaError, HeldMemory, RegionHint, RegionTable, Tables, lock};
 use crate::address::Gpa;
+use crate::clock::{Ticks, nanoseconds};
 use crate::memory::{Cell32, RawBytes};
 
 /// A view of a VM's memory in this process. Clones are the same view.
@@ -61,6 +63,13 @@ impl GuestMemory {
         cell.store(value);
         note(&table, gpa, size_of::<u32>() as u64);
         true
+    }
+
+    /// Returns the time since the last change of the memory ended; zero while one is under way.
+    #[must_use]
+    pub fn quiet_for(&self) -> Duration {
+        let now = Ticks::now();
+        Duration::from_nanos(nanoseconds(now.since(self.0.quiet_since(now))))
     }
 
     /// Returns the memory as it is now, to be [mapped again](super::DmaWindow::map_held).
@@ -131,6 +140,17 @@ mod tests {
         assert_eq!(byte, [7]);
         window.unmap_all().expect("idle");
         memory.read(at, &mut byte).expect_err("unmapped");
+    }
+
+    #[test]
+    fn memory_is_not_quiet_while_it_changes() {
+        let window = window();
+        let memory = window.memory();
+        let change = memory.0.under_way.begin();
+        assert_eq!(memory.quiet_for(), Duration::ZERO);
+        drop(change);
+        let ended = memory.0.quiet_since(Ticks::now());
+        assert_ne!(ended, Ticks::default());
     }
 
     #[test]

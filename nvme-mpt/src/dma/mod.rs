@@ -55,6 +55,7 @@ pub use held::HeldMemory;
 pub use kinds::MemoryKinds;
 pub(crate) use table::RunPages;
 pub use table::{Direction, RegionHint, RegionTable};
+pub use under_way::is_gone_for_good;
 pub(crate) use users::TableUse;
 
 use crate::address::{Gpa, PAGE_SIZE};

@@ -19,6 +19,7 @@ mod log_pages;
 mod ring;
 mod state;
 mod subject;
+mod suspension;
 
 #[cfg(test)]
 mod tests;
@@ -42,7 +43,6 @@ use nvme_mpt::{
     },
 };
 
-pub(crate) use self::health::WATCH_INTERVAL;
 use self::{
     async_events::AsyncEvents,
     command::AdminCommand,
@@ -55,7 +55,9 @@ use self::{
     log_pages::LogPages,
     ring::{AdminRings, Completion},
     subject::Subject,
+    suspension::Suspension,
 };
+pub(crate) use self::{health::WATCH_INTERVAL, suspension::LOOK_INTERVAL};
 use crate::{registers::AdminQueues, state::parts::AdminState};
 
 /// Store of the state of the admin queue, with the I/O queues that there are.
@@ -78,6 +80,8 @@ pub(crate) struct Controller<'a> {
 #[derive(Debug)]
 pub(crate) struct Admin {
     rings: Option<AdminRings>,
+    /// Wait for memory of the rings.
+    suspension: Suspension,
     /// Completions that were not posted yet, in order. No command is taken while there are any,
     /// so there are never more than an abort makes.
     unposted: VecDeque<Completion>,
@@ -116,6 +120,7 @@ impl Admin {
     pub(crate) fn new(facts: &LeaseFacts, clock: Arc<dyn WaitClock>) -> Self {
         Self {
             rings: None,
+            suspension: Suspension::default(),
             unposted: VecDeque::new(),
             may_be_posted: false,
             postponed: None,
@@ -151,6 +156,7 @@ impl Admin {
     /// The controller was reset. The error log and what is counted live as long as the function.
     pub(crate) fn reset(&mut self) {
         self.rings = None;
+        self.suspension.end();
         self.unposted.clear();
         self.may_be_posted = false;
         self.postponed = None;
@@ -160,6 +166,11 @@ impl Admin {
         self.warned = CriticalWarning::default();
         self.namespace_changed = false;
         self.queues = KeptQueues::default();
+    }
+
+    /// Returns whether the memory of the rings has to be looked for every [`LOOK_INTERVAL`].
+    pub(crate) fn waits_for_memory(&self) -> bool {
+        self.suspension.is_on()
     }
 
     /// I/O queues that the guest has created.
@@ -316,15 +327,26 @@ impl Admin {
     /// guest has something new to look at.
     ///
     /// # Errors
-    /// The memory of a queue cannot be accessed: the controller cannot go on.
+    /// The memory of a queue cannot be accessed, and is not waited for any longer: the controller cannot go on.
     pub(crate) fn run(&mut self, controller: Controller<'_>) -> Result<bool, DmaError> {
         // Taken out, so that commands can have all the rest.
         let Some(mut rings) = self.rings.take() else {
             return Ok(false);
         };
-        let result = self.run_rings(&mut rings, controller);
+        let mut posted = false;
+        let result = self.run_rings(&mut rings, controller, &mut posted);
         self.rings = Some(rings);
-        result
+        match result {
+            Ok(()) => self.suspension.end(),
+            Err(error) => {
+                let is_gone = matches!(error, DmaError::NotMapped { .. });
+                let (now, quiet) = (self.clock.now(), controller.shared.memory.quiet_for());
+                if !is_gone || self.suspension.is_over(now, quiet) {
+                    return Err(error);
+                }
+            }
+        }
+        Ok(posted)
     }
 
     /// Takes the failure of a command that lost an I/O queue: the controller cannot go on.
@@ -332,13 +354,15 @@ impl Admin {
         self.lost_queue.take()
     }
 
+    /// Carries out and posts until nothing is left. Sets `posted` with the first completion. After an error, the entry
+    /// at which it stopped is the next one still.
     fn run_rings(
         &mut self,
         rings: &mut AdminRings,
         controller: Controller<'_>,
-    ) -> Result<bool, DmaError> {
+        posted: &mut bool,
+    ) -> Result<(), DmaError> {
         let memory = &controller.shared.memory;
-        let mut posted = false;
         if let Some(sqe) = self.postponed.take() {
             self.carry_out_in(&sqe, rings, controller);
         }
@@ -355,10 +379,10 @@ impl Admin {
                     // that the command was carried out. It posts the same entry once more, which changes nothing.
                     keep(self.save_with(Some(rings)), &self.queues);
                 }
-                self.unposted.pop_front();
                 rings.post(room, completion, memory)?;
+                self.unposted.pop_front();
                 self.may_be_posted = false;
-                posted = true;
+                *posted = true;
             } else if self.lost_queue.is_some() {
                 // The controller fails, and further commands could wait in vain as well.
                 break;
@@ -369,7 +393,7 @@ impl Admin {
                 break;
             }
         }
-        Ok(posted)
+        Ok(())
     }
 
     /// Carries out one command and notes its completion, as [`Self::carry_out`] does.

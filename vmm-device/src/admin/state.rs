@@ -21,6 +21,8 @@ impl Admin {
     pub(super) fn save_with(&self, rings: Option<&AdminRings>) -> AdminState {
         let Self {
             rings: _,
+            // The wait begins anew in the next process.
+            suspension: _,
             unposted,
             // Whoever restores completions takes it so.
             may_be_posted: _,

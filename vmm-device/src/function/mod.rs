@@ -27,7 +27,7 @@ use vm_device::{
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::{
-    admin::{Admin, Controller, WATCH_INTERVAL},
+    admin::{Admin, Controller, LOOK_INTERVAL, WATCH_INTERVAL},
     pci::{
         config_space::{Bar, BarMove, ConfigSpace, Offer, set_interrupt_status},
         msix::{Msix, MsixControl, MsixMasking, MsixMessage},
@@ -523,8 +523,8 @@ impl NvmeFunction {
     }
 
     /// Returns the interval at which [`Self::process_events`] is to be called although [`Self::events_fd`] is
-    /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it, and one whose pin
-    /// falls by an access.
+    /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it, one whose pin
+    /// falls by an access, and one whose admin queues wait for memory that the VMM has unmapped.
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
         if !self.registers.is_running() || self.rests {
@@ -536,7 +536,8 @@ impl NvmeFunction {
             .admin
             .watches_health(&self.facts)
             .then_some(WATCH_INTERVAL);
-        pin.into_iter().chain(health).min()
+        let memory = self.admin.waits_for_memory().then_some(LOOK_INTERVAL);
+        pin.into_iter().chain(health).chain(memory).min()
     }
 
     /// Carries out admin commands, and tells the guest of what happened on its I/O queues and to its

@@ -1,6 +1,6 @@
 //! The function as a guest and its VMM use it.
 
-use std::{sync::Mutex, thread, time::Duration};
+use std::{os::fd::OwnedFd, sync::Mutex, thread, time::Duration};
 
 use nvme_mpt::spec::{sqe::Sqe, status::Status};
 use vm_device::DeviceMmio;
@@ -267,6 +267,66 @@ fn a_queue_that_lost_its_memory_fails_the_controller() {
         guest.csts() & 0b10 != 0
     });
     flr(&mut guest);
+    assert_eq!(guest.csts(), 0);
+}
+
+/// A guest whose controller is ready, and its memory.
+fn guest_with_memory() -> (Guest, OwnedFd) {
+    let memory = fixtures::guest_memory();
+    let function = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
+    let mut guest = Guest::on(function, memory.try_clone().expect("a descriptor"));
+    guest.enable();
+    (guest, memory)
+}
+
+#[test]
+fn admin_commands_wait_for_their_queue_to_be_mapped_again() {
+    let (mut guest, memory) = guest_with_memory();
+    let interval = guest.function.events_interval();
+    let cid = guest.enqueue(identify());
+    guest.function.host().unmap_all().expect("unmapped");
+    guest.ring();
+    assert_eq!(guest.csts(), 1, "it waits");
+    assert_eq!(guest.function.events_interval(), Some(LOOK_INTERVAL));
+    fixtures::map_memory(&guest.function, memory);
+    guest.function.process_events();
+    let cqe = guest.completion();
+    assert_eq!((cqe.cid(), cqe.status()), (cid, Status::SUCCESS));
+    assert_eq!(guest.function.events_interval(), interval);
+    assert_eq!(guest.function.admin_stats().commands, 1);
+}
+
+#[test]
+fn admin_completions_wait_for_their_queue_to_be_mapped_again() {
+    let (mut guest, memory) = guest_with_memory();
+    let cid = guest.submit(Sqe::new(0x0C));
+    guest.function.host().unmap_all().expect("unmapped");
+    // An event: there is no such queue.
+    guest.doorbell(Doorbell::SqTail(QueueId(1)), 1);
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 1, "it waits");
+    assert!(guest.interrupt.read().is_err(), "nothing is posted");
+    fixtures::map_memory(&guest.function, memory);
+    guest.function.process_events();
+    assert_eq!(guest.interrupt.read().expect("an interrupt"), 1);
+    let cqe = guest.completion();
+    assert_eq!((cqe.cid(), cqe.dw0()), (cid, 0x0001_0000));
+    guest.function.process_events();
+    assert!(guest.peek().is_none(), "it is posted once");
+}
+
+#[test]
+fn admin_queues_that_stay_unmapped_fail_the_controller() {
+    let (mut guest, _) = guest_with_memory();
+    guest.enqueue(identify());
+    guest.function.host().unmap_all().expect("unmapped");
+    guest.ring();
+    assert_eq!(guest.csts(), 1);
+    guest.function.clock.sleep(Duration::from_secs(31));
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 0b11, "CFS");
+    // It takes a reset to go on.
+    guest.write_register(0x14, 0);
     assert_eq!(guest.csts(), 0);
 }
 

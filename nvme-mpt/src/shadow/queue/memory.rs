@@ -7,26 +7,17 @@ use super::rings::{completion_ring, completion_ring_len, submission_ring, submis
 use super::{Condition, ShadowCore};
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::{Ticks, nanoseconds};
-use crate::dma::Departure;
+use crate::dma::{Departure, is_gone_for_good};
 use crate::doorbell::DoorbellSource;
 use crate::event::QueueFailure;
 use crate::memory::lost_memory_epoch;
 use crate::spec::registers::Doorbell;
 
-/// Longest time that the memory of a queue's rings may be gone before the queue fails. A VMM that changes the
-/// map of its guest's memory takes a region away and brings it back at once. Firmware that write-protects
-/// itself with its disk driver's queues set up makes the VMM do so. The time counts from the end of the last
-/// change of the memory: to pin a large region takes longer.
-const SUSPENSION: Duration = Duration::from_secs(1);
-
-/// Longest time in all that it may be gone: drivers wait as long for a command.
-const SUSPENSION_MAX: Duration = Duration::from_secs(30);
-
 /// Returns whether the memory of a queue's rings is gone for too long: `since` this moment, and with no
 /// change of the memory under way since the other.
 pub(super) fn is_over(now: Ticks, since: Ticks, quiet_since: Ticks) -> bool {
     let lasts = |from: Ticks| Duration::from_nanos(nanoseconds(now.since(from)));
-    lasts(since.max(quiet_since)) > SUSPENSION || lasts(since) > SUSPENSION_MAX
+    is_gone_for_good(lasts(since), lasts(quiet_since))
 }
 
 impl ShadowCore {

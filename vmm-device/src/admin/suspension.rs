@@ -1,0 +1,55 @@
+//! Admin queues whose memory the VMM has unmapped, and may bring back, as it does while it moves memory.
+
+use std::time::Duration;
+
+use nvme_mpt::dma::is_gone_for_good;
+
+/// Interval at which memory that is gone is looked for. Nothing reports that it is back.
+pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Time in which the admin queues wait for their memory.
+#[derive(Debug, Default)]
+pub(super) struct Suspension {
+    since: Option<Duration>,
+}
+
+impl Suspension {
+    /// Notes that memory is gone at the moment `now`, in a VM whose memory has not changed for the time `quiet`. Returns
+    /// whether the queues wait for it no longer.
+    pub(super) fn is_over(&mut self, now: Duration, quiet: Duration) -> bool {
+        let since = *self.since.get_or_insert(now);
+        is_gone_for_good(now.saturating_sub(since), quiet)
+    }
+
+    /// Notes that the memory is there.
+    pub(super) fn end(&mut self) {
+        self.since = None;
+    }
+
+    /// Returns whether the queues wait for memory.
+    pub(super) fn is_on(&self) -> bool {
+        self.since.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_waited_for_while_it_changes_and_a_second_longer() {
+        let ms = Duration::from_millis;
+        let quiet = ms(60_000);
+        let mut suspension = Suspension::default();
+        assert!(!suspension.is_over(ms(5_000), quiet));
+        assert!(suspension.is_on());
+        assert!(!suspension.is_over(ms(6_000), quiet));
+        assert!(suspension.is_over(ms(6_001), quiet));
+        assert!(!suspension.is_over(ms(34_000), ms(0)), "memory changes");
+        assert!(!suspension.is_over(ms(34_000), ms(1_000)));
+        assert!(suspension.is_over(ms(35_001), ms(0)), "30 s in all");
+        suspension.end();
+        assert!(!suspension.is_on());
+        assert!(!suspension.is_over(ms(40_000), quiet), "it begins anew");
+    }
+}

@@ -153,6 +153,8 @@ impl KeptZones {
         }
         let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite).map_err(failed)?;
         allocate(&file, &mapping).map_err(failed)?;
+        // Also of a file that was there: the process that made it may have ended before this.
+        sync_name(&path).map_err(failed)?;
         let words = SharedWords::new(Arc::new(mapping), HEADER);
         Ok(Self {
             words: words.ok_or_else(|| failed(io::ErrorKind::InvalidInput.into()))?,
@@ -210,6 +212,35 @@ fn allocate(file: &File, mapping: &Mapping) -> io::Result<()> {
     file.sync_all()
 }
 
+/// Makes a file's name durable by a sync of its folder, as far as this user may and the file system can.
+fn sync_name(path: &Path) -> io::Result<()> {
+    use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
+    let path = std::path::absolute(path)?;
+    let Some(folder) = path.parent() else {
+        return Ok(());
+    };
+    match File::open(folder).and_then(|folder| folder.sync_all()) {
+        Err(error)
+            if !matches!(
+                error.kind(),
+                InvalidInput | PermissionDenied | ReadOnlyFilesystem | Unsupported
+            ) =>
+        {
+            return Err(error);
+        }
+        _ => {}
+    }
+    #[cfg(test)]
+    SYNCED.with_borrow_mut(|synced| synced.push(folder.to_owned()));
+    Ok(())
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Folders whose names this thread made durable.
+    static SYNCED: std::cell::RefCell<Vec<PathBuf>> = const { std::cell::RefCell::new(Vec::new()) };
+}
+
 /// The file at a path. One that is not there is made elsewhere, and moved there unless somebody else
 /// was faster: whoever opens it sees all of it, and all see the same.
 fn open_or_make(path: &Path, header: &Header) -> io::Result<File> {
@@ -241,4 +272,25 @@ fn make(path: &Path, header: &Header) -> io::Result<()> {
     bytes.resize(HEADER + bytes_of(header.count), 0);
     file.write_all(&bytes)?;
     file.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_name_of_a_file_is_durable_once_it_is_open() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let geometry = Geometry {
+            size: 256,
+            capacity: 192,
+        };
+        let open = || KeptZones::beside(&folder.path().join("drive.img"), geometry, 12, 8);
+        // The process that makes the file may end before its name is durable. The next one finds the file.
+        for round in ["made", "found"] {
+            SYNCED.take();
+            drop(open().expect("words"));
+            assert_eq!(SYNCED.take(), [folder.path()], "{round}");
+        }
+    }
 }

@@ -85,9 +85,20 @@ pub enum NoLimit {
         "A limit of bytes is a number per second, as in 100M; a burst may follow, as in 100M+1G"
     )]
     Bytes,
+    /// It is fewer bytes than [`RateLimit::BYTES_MIN`].
+    #[error(
+        "A limit of bytes is {} per second or more: with less, the debt of large commands could outlast the 30 s that a \
+         guest's driver waits for the next one",
+        RateLimit::BYTES_MIN
+    )]
+    TooFewBytes,
 }
 
 impl RateLimit {
+    /// Least limit of bytes. A batch of commands has up to 6 MiB (4 MiB, and a last command of 2 MiB), which are paid off
+    /// in 24 s: drivers wait 30 s for the command after it.
+    pub const BYTES_MIN: Bytes = Bytes(256 << 10);
+
     /// Reads `NUMBER` or `NUMBER+BURST`, in commands.
     ///
     /// # Errors
@@ -107,6 +118,17 @@ impl RateLimit {
     pub fn of_bytes(text: &str) -> Result<Self, NoLimit> {
         let number = |text: &str| Some(text.parse::<Bytes>().ok()?.0);
         Self::parse(text, number).ok_or(NoLimit::Bytes)
+    }
+
+    /// Refuses a limit of bytes below [`Self::BYTES_MIN`]. A lower one that is in force already is kept.
+    ///
+    /// # Errors
+    /// [`NoLimit::TooFewBytes`].
+    pub fn check_bytes(self) -> Result<(), NoLimit> {
+        match Bytes(self.per_second.get()) < Self::BYTES_MIN {
+            true => Err(NoLimit::TooFewBytes),
+            false => Ok(()),
+        }
     }
 
     fn text(self, number: impl Fn(u64) -> String) -> String {
@@ -468,6 +490,27 @@ mod tests {
         let due = limiter.due();
         assert!((3.9..=4.0).contains(&(due.since(Ticks(SECOND)) as f64 / 1e9)));
         assert!(limiter.allowance(due) > 0);
+    }
+
+    #[test]
+    fn limits_of_too_few_bytes_are_refused() {
+        let check = |text| RateLimit::of_bytes(text).and_then(RateLimit::check_bytes);
+        for text in ["1", "255K", "262143", "1+1G"] {
+            assert_eq!(check(text), Err(NoLimit::TooFewBytes), "{text}");
+        }
+        for text in ["256K", "256K+1", "1G"] {
+            assert_eq!(check(text), Ok(()), "{text}");
+        }
+        assert!(NoLimit::TooFewBytes.to_string().contains(" 256K per"));
+    }
+
+    #[test]
+    fn the_least_limit_pays_off_a_batch_before_drivers_give_up() {
+        let least = RateLimit::BYTES_MIN.to_string();
+        let limiter = Limiter::new(limits("", &least), Rate::NANOSECOND);
+        limiter.charge(64, 6 << 20, Ticks(SECOND));
+        let due = limiter.due();
+        assert!(due.since(Ticks(SECOND)) < 25 * SECOND, "{due:?}");
     }
 
     #[test]

@@ -219,6 +219,7 @@ impl Roster {
             Err(refusal) => refusal.into(),
         };
         let declared = declared.map_err(explained)?;
+        declared.function.function.check_rates()?;
         let place = self.offers.len();
         if let Err(error) = self.offer_all(vec![declared]) {
             self.close_unused();

@@ -112,6 +112,18 @@ pub struct FunctionOptions {
 pub(super) const UNSHARED: &str =
     "only a physical drive, as in path=0000:01:00.0, has queue pairs that guests share";
 
+/// Refuses a limit of bytes that is too low for drivers.
+pub(super) fn check_bandwidth(limit: Option<RateLimit>) -> Result<(), OptionError> {
+    let Some(limit) = limit else {
+        return Ok(());
+    };
+    limit.check_bytes().map_err(|error| OptionError::Value {
+        key: "bandwidth",
+        value: Bytes(limit.per_second.get()).to_string(),
+        source: error.into(),
+    })
+}
+
 /// I/O queue pairs of a function for which nobody chose: one for each vCPU of most guests. Queues
 /// that a guest does not create cost nothing.
 const DEFAULT_QUEUES: u16 = 16;
@@ -154,7 +166,18 @@ impl FunctionOptions {
                 Bytes(size)
             ));
         }
+        if let Some(Err(error)) = self.rates.bandwidth.map(RateLimit::check_bytes) {
+            cautions.push(error.to_string());
+        }
         cautions
+    }
+
+    /// Refuses limits that are too low for drivers. A function that is there already keeps those that it has.
+    ///
+    /// # Errors
+    /// [`OptionError::Value`].
+    pub fn check_rates(&self) -> Result<(), OptionError> {
+        check_bandwidth(self.rates.bandwidth)
     }
 
     /// Returns the options that the function asks of its drive. Those that it leaves open are as a drive has them that

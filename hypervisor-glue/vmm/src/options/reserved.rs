@@ -47,7 +47,10 @@ impl FromStr for Reservation {
         })?;
         let limits = OptionText::parse_only(text, RateChange::KEYS)?;
         if let Some(limits) = &limits {
-            limits.to_string().parse::<RateChange>()?;
+            limits
+                .to_string()
+                .parse::<RateChange>()?
+                .check_bandwidth()?;
         }
         for key in RateChange::KEYS {
             keys.take(key);
@@ -120,6 +123,7 @@ mod tests {
             ("path=/d,id=a", "\"owner\" is missing"),
             ("path=/d,owner=a:b", "without a group"),
             ("path=/d,owner=a,iops=fast", "as in 20000"),
+            ("path=/d,owner=a,bandwidth=100", "256K per second or more"),
             ("path=/d,owner=a,queues=3", "the options are owner, range"),
             ("id=a,owner=a", "\"path\" is missing"),
         ] {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use nvme_mpt::limit::{RateLimit, RateLimits, Weight};
 
 use super::error::OptionError;
-use super::function::{FunctionOptions, UNSHARED};
+use super::function::{FunctionOptions, UNSHARED, check_bandwidth};
 use super::key_values::{KeyValues, no_more, take};
 use super::table;
 use crate::drives::DrivePath;
@@ -125,11 +125,20 @@ impl RateChange {
     /// Value for no limit, and for the usual weight.
     pub const NONE: &str = "none";
 
-    /// Refuses a change that means nothing for a drive.
+    /// Refuses a limit of bytes that is too low for drivers.
     ///
     /// # Errors
-    /// [`OptionError::Meaningless`].
+    /// [`OptionError::Value`].
+    pub(super) fn check_bandwidth(&self) -> Result<(), OptionError> {
+        check_bandwidth(self.bandwidth.flatten())
+    }
+
+    /// Refuses a change that means nothing for a drive, or whose limit of bytes is too low for drivers.
+    ///
+    /// # Errors
+    /// [`OptionError::Meaningless`], [`OptionError::Value`].
     pub fn check(&self, path: &DrivePath) -> Result<(), OptionError> {
+        self.check_bandwidth()?;
         match (self.weight, path) {
             (Some(Some(_)), path) if !matches!(path, DrivePath::Pci(_)) => {
                 Err(OptionError::Meaningless {
@@ -361,6 +370,26 @@ mod tests {
             let told = report::chain(&error);
             assert!(told.contains(complaint), "{told}");
         }
+    }
+
+    #[test]
+    fn a_limit_of_bytes_that_is_too_low_for_drivers_is_refused() {
+        let path: DrivePath = "/srv/d.img".parse().unwrap();
+        let check = |text: &str| text.parse::<RateChange>().unwrap().check(&path);
+        let told = report::chain(&check("bandwidth=100").unwrap_err());
+        assert!(
+            told.contains("\"bandwidth\" cannot be \"100\"") && told.contains("256K"),
+            "{told}"
+        );
+        for text in ["bandwidth=256K", "bandwidth=none", "iops=1"] {
+            assert!(check(text).is_ok(), "{text}");
+        }
+        let function = |text: &str| text.parse::<FunctionOptions>().unwrap();
+        let low = function("path=null:1G,bandwidth=100");
+        assert!(low.check_rates().is_err());
+        assert!(low.cautions().join("\n").contains("256K"));
+        let enough = function("path=null:1G,bandwidth=256K");
+        assert!(enough.check_rates().is_ok() && enough.cautions().is_empty());
     }
 
     #[test]

@@ -91,12 +91,13 @@ pub(super) fn changed_namespaces(
     Ok(Some(listed.collect()))
 }
 
-/// Asks the drive to tell of its health and its namespaces.
+/// Asks the drive to tell of its health and its namespaces. Logs at `level` what it refuses to tell of.
 pub(super) fn listen(
     admin: &mut AdminQueue,
     id: &IdentifyController,
+    level: log::Level,
 ) -> Result<(), ControllerError> {
-    let mut refused = None;
+    let (mut accepted, mut refusal) = (None, None);
     for warnings in CRITICAL_WARNINGS {
         let wanted = AsyncEventConfiguration(0)
             .with_critical_warnings(warnings)
@@ -108,21 +109,50 @@ pub(super) fn listen(
             ..SetFeatures::default()
         };
         set.write_to(&mut sqe);
-        refused = match admin.execute(sqe) {
-            Ok(_) => None,
-            Err(error @ ControllerError::Admin { .. }) => Some(error),
+        match admin.execute(sqe) {
+            Ok(_) => {
+                accepted = Some(warnings);
+                break;
+            }
+            Err(error @ ControllerError::Admin { .. }) => refusal = Some(error),
             Err(error) => return Err(error),
-        };
-        if refused.is_none() {
-            break;
         }
     }
-    if let Some(error) = refused {
-        // It need not let them be chosen.
-        log::warn!(
-            "The drive chooses its events itself, and may not tell of changed namespaces: {error}"
-        );
+    if let (Some(missing), Some(error)) = (missing(accepted), refusal) {
+        log::log!(level, "{missing}: {error}");
     }
     admin.listen();
     Ok(())
+}
+
+/// Returns a message about the events that a drive does not raise, if there are any: one that `accepted` these critical
+/// warnings, or no choice at all.
+fn missing(accepted: Option<CriticalWarning>) -> Option<&'static str> {
+    match accepted {
+        // It need not let them be chosen.
+        None => Some(
+            "The drive chooses its events itself, and may not tell of critical warnings and changed namespaces",
+        ),
+        Some(CriticalWarning(0)) => Some(
+            "The drive has no event for critical warnings, and they are noticed when its health is read",
+        ),
+        // The Persistent Memory Region is not used.
+        Some(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_events_are_named() {
+        let [all, without_pmr, none] = CRITICAL_WARNINGS.map(|warnings| missing(Some(warnings)));
+        assert_eq!((all, without_pmr), (None, None));
+        assert!(none.is_some_and(|text| text.contains("critical warnings")));
+        let own_choice = missing(None).expect("a message");
+        for what in ["critical warnings", "changed namespaces"] {
+            assert!(own_choice.contains(what), "{own_choice}");
+        }
+    }
 }

@@ -259,7 +259,7 @@ impl PhysicalDrive {
         } else {
             None
         };
-        log_pages::listen(&mut admin, &identity.controller)?;
+        log_pages::listen(&mut admin, &identity.controller, log::Level::Warn)?;
         Self::of_parts(DriveParts {
             backing,
             registers,

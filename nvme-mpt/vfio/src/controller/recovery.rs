@@ -119,7 +119,8 @@ impl PhysicalDrive {
         for (qid, pair) in pairs.iter() {
             queue_pairs::create(admin, qid, pair)?;
         }
-        log_pages::listen(admin, &self.identity.controller)?;
+        // What it refuses was logged when it was opened.
+        log_pages::listen(admin, &self.identity.controller, log::Level::Debug)?;
         self.reset_wanted.store(false, Ordering::Release);
         // From here on commands go to the drive again.
         for (qid, pair) in pairs.iter() {

@@ -176,6 +176,16 @@ pub enum ChangeError {
         /// Why.
         source: Box<LimitsError>,
     },
+    /// The limits of a function in a VMM are recorded, and the VMM went meanwhile.
+    #[error(
+        "The VMM of function {0} disconnected meanwhile: its limits are recorded, and hold when it connects again"
+    )]
+    LimitedWithoutVmm(String),
+    /// The lease of a function in a VMM is larger, and the VMM went meanwhile.
+    #[error(
+        "The VMM of function {0} disconnected meanwhile: its lease has grown, and has the new size when it connects again"
+    )]
+    GrownWithoutVmm(String),
     /// The function is declared in the server's file.
     #[error("Function {id} is declared in {}: take it out there, then run `nvme-mpt reload`", file.display())]
     Declared {

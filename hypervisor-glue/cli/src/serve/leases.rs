@@ -280,12 +280,22 @@ impl LeaseTable {
     }
 
     /// Changes the limits of a lease, and records them in the ledger first: they hold for the next lease of the id, too.
-    /// Returns its entry; `None` if there is no such lease.
+    /// Returns its entry, or `None` within if its VMM went after they were recorded; `None` if there is no such lease.
     pub(super) fn limit(
         &self,
         id: &str,
         given: &OptionText,
-    ) -> Option<Result<FunctionEntry, LimitsError>> {
+    ) -> Option<Result<Option<FunctionEntry>, LimitsError>> {
+        self.limit_while(id, given, || {})
+    }
+
+    /// As [`Self::limit`]. Calls `meanwhile` once the limits are recorded.
+    fn limit_while(
+        &self,
+        id: &str,
+        given: &OptionText,
+        meanwhile: impl FnOnce(),
+    ) -> Option<Result<Option<FunctionEntry>, LimitsError>> {
         let (attachment, path) = {
             let connections = self.connections();
             let connection = connections.values().find(|one| one.has(id))?;
@@ -301,13 +311,15 @@ impl LeaseTable {
             Ok(change) => change,
             Err(error) => return Some(Err(error)),
         };
+        meanwhile();
         // A VMM that has got the lease meanwhile read the ledger before or after the change.
         let mut connections = self.connections();
-        let connection = connections.values_mut().find(|one| one.has(id))?;
-        let lease = connection.lease.as_mut()?;
-        lease.ordered = Some(change);
-        lease.set_rates();
-        Some(Ok(lease.entry.clone()))
+        let lease = lease_of(&mut connections, id).map(|lease| {
+            lease.ordered = Some(change);
+            lease.set_rates();
+            lease.entry.clone()
+        });
+        Some(Ok(lease))
     }
 
     /// Takes up limits that a VMM asks for.
@@ -324,13 +336,25 @@ impl LeaseTable {
         }
     }
 
-    /// Makes a lease larger, under its guest. Returns its entry; `None` if there is no such lease.
+    /// Makes a lease larger, under its guest. Returns its entry, or `None` within if its VMM went meanwhile: the ledger has
+    /// the size for the next lease of the id. `None` if there is no such lease.
     pub(super) fn grow(
         &self,
         id: &str,
         size: Bytes,
         stop: &AtomicBool,
-    ) -> Option<Result<FunctionEntry, GrowError>> {
+    ) -> Option<Result<Option<FunctionEntry>, GrowError>> {
+        self.grow_while(id, size, stop, || {})
+    }
+
+    /// As [`Self::grow`]. Calls `meanwhile` once the lease has grown.
+    fn grow_while(
+        &self,
+        id: &str,
+        size: Bytes,
+        stop: &AtomicBool,
+        meanwhile: impl FnOnce(),
+    ) -> Option<Result<Option<FunctionEntry>, GrowError>> {
         let attachment = {
             let connections = self.connections();
             let lease = connections.values().find(|one| one.has(id))?;
@@ -338,14 +362,16 @@ impl LeaseTable {
         };
         // Without the lock, as wiping takes a while.
         let grown = attachment.grow(size.0, stop);
+        meanwhile();
         let mut connections = self.connections();
-        let lease = connections.values_mut().find(|one| one.has(id))?;
-        let lease = lease.lease.as_mut()?;
-        let summary = summary(&lease.entry.drive, &attachment, lease.peer);
-        lease
-            .entry
-            .set_extents(attachment.lease().extents(), summary);
-        Some(grown.map(|()| lease.entry.clone()))
+        let lease = lease_of(&mut connections, id).map(|lease| {
+            let summary = summary(&lease.entry.drive, &attachment, lease.peer);
+            lease
+                .entry
+                .set_extents(attachment.lease().extents(), summary);
+            lease.entry.clone()
+        });
+        Some(grown.map(|()| lease))
     }
 
     /// Attaches to a drive. A range or an id that a VMM had which has just gone is waited for.
@@ -466,6 +492,14 @@ impl LeaseTable {
         }
         Admission::Attached(attachment)
     }
+}
+
+/// Returns the lease of an id, if a VMM has it.
+fn lease_of<'a>(connections: &'a mut BTreeMap<u64, Connection>, id: &str) -> Option<&'a mut Lease> {
+    let mut leases = connections
+        .values_mut()
+        .filter_map(|one| one.lease.as_mut());
+    leases.find(|lease| lease.entry.id == id)
 }
 
 /// Records a change of the operator's limits of a lease. Returns all of them.
@@ -831,6 +865,63 @@ mod tests {
                 Admission::NotServed => panic!("the drive is open"),
             }
         }
+    }
+
+    #[test]
+    fn a_change_that_its_vmm_does_not_see_is_told_from_one_of_no_function() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = folder.path().join("state");
+        let ledgers = Arc::new(Ledgers::open(&state));
+        let access = SocketAccess::default();
+        let table = LeaseTable::new(&state, access, ledgers, Pollers::new());
+        let drive = folder.path().join("drive.img");
+        fs::File::create(&drive).unwrap().set_len(4 << 20).unwrap();
+        let options = &format!("path={},id=a,size=1M,unit=1M", drive.display());
+        let function: FunctionOptions = options.parse().unwrap();
+        let opened = OpenDrives::default().open(&function, iter::once(&function), None);
+        let _drive = opened.unwrap();
+        let stop = AtomicBool::new(false);
+        let own = rustix::process::getuid().as_raw();
+        let peer = Peer {
+            pid: 1,
+            uid: own,
+            gid: own,
+        };
+        let (stream, _vmm) = UnixStream::pair().unwrap();
+        let connection = Connection {
+            stream,
+            peer,
+            thread: None,
+            lease: None,
+            end: End::Gone,
+        };
+        table.connections().insert(0, connection);
+        let Admission::Attached(_host) = table.admit(0, peer, options, None, &stop) else {
+            panic!("no lease");
+        };
+        // Its connection is there again for the second change.
+        let lease = || {
+            table
+                .connections()
+                .get_mut(&0)
+                .and_then(|one| one.lease.take())
+        };
+        let limits: OptionText = "iops=100".parse().unwrap();
+        let mut taken = None;
+        let limited = table.limit_while("a", &limits, || taken = lease());
+        assert!(limited.unwrap().unwrap().is_none(), "its VMM is gone");
+        let taken = taken.unwrap();
+        let attachment = taken.attachment.clone();
+        let recorded = attachment.lease().limits().unwrap();
+        assert_eq!(recorded.as_deref(), Some("iops=100"));
+        if let Some(connection) = table.connections().get_mut(&0) {
+            connection.lease = Some(taken);
+        }
+        let grown = table.grow_while("a", Bytes(2 << 20), &stop, || drop(lease()));
+        assert!(grown.unwrap().unwrap().is_none(), "its VMM is gone");
+        assert_eq!(attachment.lease().extents().length(), 2 << 20);
+        assert!(table.limit("a", &limits).is_none(), "no function");
+        assert!(table.grow("a", Bytes(3 << 20), &stop).is_none());
     }
 
     #[test]

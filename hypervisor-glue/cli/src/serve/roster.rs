@@ -333,10 +333,11 @@ impl Roster {
         let change: RateChange = limits.parse()?;
         let given: OptionText = limits.parse()?;
         if let Some(limited) = self.terms.leases.limit(id, &given) {
-            return limited.map_err(|source| ChangeError::Limits {
+            let limited = limited.map_err(|source| ChangeError::Limits {
                 id: id.to_owned(),
                 source: Box::new(source),
-            });
+            })?;
+            return limited.ok_or_else(|| ChangeError::LimitedWithoutVmm(id.to_owned()));
         }
         let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);
         let place = self.offers.iter().position(|offer| of_id(&offer.entry));
@@ -381,7 +382,9 @@ impl Roster {
                 Err(GrowError::Lease(LeaseError::HasMore { .. })) if truncate => {
                     Err(ChangeError::Shrinks(id.to_owned()))
                 }
-                grown => grown.map_err(grow),
+                grown => grown
+                    .map_err(grow)?
+                    .ok_or_else(|| ChangeError::GrownWithoutVmm(id.to_owned())),
             };
         }
         let of_id = |entry: &FunctionEntry| entry.id == id || entry.socket == Path::new(id);

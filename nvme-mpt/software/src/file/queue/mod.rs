@@ -1,5 +1,7 @@
 //! One queue of a file drive: each command is a few requests to the kernel, one after the other.
 
+mod waiting;
+
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;
@@ -8,6 +10,7 @@ use std::time::Duration;
 
 use log::error;
 
+use self::waiting::{Waiting, Want};
 use super::bounces::Bounces;
 use super::claims::Lane;
 use super::lease::Witness;
@@ -45,6 +48,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// The same of a queue that has failed.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
+/// Commands that a look at a line takes out of it because they want another thing by now.
+const MOVED_MAX: u32 = 16;
+
 /// Passes with completions after which the clock is read in any case.
 const PASSES: u32 = 64;
 
@@ -62,10 +68,10 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     pub(super) looked: bool,
     /// A look at its pages found none since then.
     pub(super) looked_in_vain: bool,
-    /// Commands that were submitted and not started, or wait for memory.
-    waiting: VecDeque<Sqe>,
-    /// Those of them, at the end, that were submitted and not rung in.
-    arriving: usize,
+    /// Commands that were submitted and not rung in.
+    arriving: VecDeque<Sqe>,
+    /// Commands that were rung in and not started.
+    waiting: Waiting,
     pub(super) bounces: Bounces,
     pub(super) syncs: Syncs,
     /// Slots of commands that wait for other commands, or for their turn.
@@ -96,8 +102,8 @@ pub(super) enum Step {
     Blocked,
     /// The command is complete.
     Complete(Status),
-    /// It has to wait until another gives its memory or its place in the list of changes back.
-    Wait,
+    /// It has to wait before it starts, until another gives this back.
+    Wait(Want),
     /// It waits for a sync that another makes.
     Shared,
 }
@@ -133,8 +139,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             looked: false,
             looked_in_vain: false,
             file,
-            waiting: VecDeque::with_capacity(room),
-            arriving: 0,
+            arriving: VecDeque::with_capacity(room),
+            waiting: Waiting::new(room),
             bounces: Bounces::new(),
             syncs: Syncs::new(room),
             blocked: Vec::with_capacity(room),
@@ -161,23 +167,54 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         Ticks(self.clock.now())
     }
 
-    /// Starts commands in order, as far as there is memory of our own for them.
+    /// Starts commands that wait, as far as there is what they wait for. A look at a line costs no more than the commands
+    /// that start and some that are refused.
     fn start_waiting(&mut self, memory: HostMemory<'_>) {
-        for _ in 0..self.waiting.len() {
-            let Some(sqe) = self.waiting.pop_front() else {
-                return;
-            };
-            let slot = sqe.cid();
-            match self.start(&sqe, memory).unwrap_or_else(Step::Complete) {
-                Step::Wait => self.waiting.push_back(sqe),
-                step => self.follow(slot, step),
+        for want in Want::ALL {
+            let mut moved = 0;
+            while moved < MOVED_MAX
+                && let Some(slot) = self.waiting.take(want)
+            {
+                let sqe = self.operations[usize::from(slot)].sqe;
+                match self.try_start(&sqe, memory) {
+                    None => {}
+                    Some(wanted) if wanted == want => {
+                        self.waiting.give_back(want, slot);
+                        break;
+                    }
+                    // Another line is looked at when a command ends that has what it is for.
+                    Some(wanted) => {
+                        self.waiting.push(wanted, slot);
+                        moved += 1;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Starts the commands that were rung in, as far as there is what they need.
+    fn start_arriving(&mut self, memory: HostMemory<'_>) {
+        while let Some(sqe) = self.arriving.pop_front() {
+            if let Some(want) = self.try_start(&sqe, memory) {
+                self.waiting.push(want, sqe.cid().0);
+            }
+        }
+    }
+
+    /// Starts a command. Returns the thing that it has to wait for, if there is one.
+    fn try_start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Want> {
+        match self.start(sqe, memory).unwrap_or_else(Step::Complete) {
+            Step::Wait(want) => Some(want),
+            step => {
+                self.follow(sqe.cid(), step);
+                None
             }
         }
     }
 
     fn follow(&mut self, slot: CommandId, step: Step) {
         match step {
-            Step::Requested | Step::Wait | Step::Shared => {}
+            Step::Requested | Step::Wait(_) | Step::Shared => {}
             Step::Blocked => self.blocked.push(slot.0),
             Step::Complete(status) => self.complete(slot, status),
         }
@@ -213,16 +250,15 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 
     fn start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<Step, Status> {
+        #[cfg(test)]
+        STARTS.set(STARTS.get() + 1);
         let opcode = NvmOpcode(sqe.opcode());
         self.lease.check(opcode)?;
-        // Each change in the list makes the next one cost more, and other queues of the poller wait meanwhile.
-        if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !self.lane.has_room() {
-            return Ok(Step::Wait);
-        }
         let Self {
             operations,
             file,
             bounces,
+            lane,
             ..
         } = self;
         let slot = sqe.cid();
@@ -230,6 +266,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             .get_mut(usize::from(slot.0))
             .ok_or(Status::INTERNAL_ERROR)?;
         operation.begin(sqe);
+        // Each change in the list makes the next one cost more, and other queues of the poller wait meanwhile.
+        if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !lane.has_room() {
+            return Ok(Step::Wait(Want::Place));
+        }
         let mut plan = Plan::InPlace;
         if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
             let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -250,7 +290,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             })?;
             // Advice waits for no memory: its time counts from now on.
             if bounce.is_none() && opcode != NvmOpcode::DATASET_MANAGEMENT {
-                return Ok(Step::Wait);
+                return Ok(Step::Wait(Want::Memory(need)));
             }
             operation.bounce = bounce;
         }
@@ -391,8 +431,7 @@ impl TimedStore for FileQueue {
     const AT_ONCE: bool = false;
 
     fn arriving(&self) -> impl Iterator<Item = &Sqe> {
-        let before = self.waiting.len().saturating_sub(self.arriving);
-        self.waiting.iter().skip(before)
+        self.arriving.iter()
     }
 
     fn ring_through(&mut self, memory: HostMemory<'_>, _: impl FnMut(&Sqe, Status)) {
@@ -404,14 +443,13 @@ impl<R: Ring, C: Clock> HostBatch for &mut FileQueue<R, C> {
     fn announce(&mut self, _: u32, _: Ticks) {}
 
     fn submit(&mut self, sqe: &Sqe) {
-        self.waiting.push_back(*sqe);
-        self.arriving += 1;
+        self.arriving.push_back(*sqe);
     }
 
     fn ring(self, memory: HostMemory<'_>) {
-        self.arriving = 0;
         self.looked = false;
         self.start_waiting(memory);
+        self.start_arriving(memory);
         self.ring.submit();
     }
 }
@@ -470,13 +508,15 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
     fn cut_short(&mut self) {
         self.cut_short = true;
         self.file.turns.leave(self.waiter());
-        while let Some(sqe) = self.waiting.pop_front() {
+        while let Some(sqe) = self.arriving.pop_front() {
             self.complete(sqe.cid(), Status::ABORTED_SQ_DELETION);
+        }
+        while let Some(slot) = self.waiting.take_any() {
+            self.complete(CommandId(slot), Status::ABORTED_SQ_DELETION);
         }
         while let Some(slot) = self.blocked.pop().or_else(|| self.syncs.pop()) {
             self.complete(CommandId(slot), Status::ABORTED_SQ_DELETION);
         }
-        self.arriving = 0;
     }
 
     fn next_due(&self) -> Option<Ticks> {
@@ -527,6 +567,12 @@ impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
             nvme_mpt::kept::keep_for_good(self.lease.clone());
         }
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Attempts to start a command, on this thread.
+    pub(super) static STARTS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 
 #[cfg(test)]

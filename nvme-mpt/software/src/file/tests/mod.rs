@@ -27,7 +27,7 @@ use super::bounces::{Bounces, Need};
 use super::claims::{Change, Claim, LISTED_MAX};
 use super::operation::Means;
 use super::pages::Pages;
-use super::queue::FileQueue;
+use super::queue::{FileQueue, STARTS};
 use super::slices::Waiter;
 use super::uring::{Ended, Manner, Request, Ring, Uring};
 use super::way::{DirectAlignment, UNIT, Way};

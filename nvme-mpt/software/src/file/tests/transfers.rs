@@ -205,6 +205,30 @@ fn a_write_waits_for_a_place_in_the_list_of_changes() {
 }
 
 #[test]
+fn one_command_asks_for_the_memory_of_all_that_wait_for_it() {
+    let (mut drive, ring, _) = Drive::fake();
+    let verify = |slot| drive.transfer(NvmOpcode::VERIFY, slot, u64::from(slot) * 8, 8, 0);
+    let commands: Vec<Sqe> = (0..SLOTS).map(verify).collect();
+    drive.ring(&commands);
+    let begun = ring.has().len();
+    assert!((1..usize::from(SLOTS) - 1).contains(&begun), "{begun}");
+    let end_first = |ring: &FakeRing| {
+        let given = ring.has()[0];
+        ring.0.borrow_mut().end(given, Ok(given.len as usize));
+    };
+    end_first(&ring);
+    STARTS.set(0);
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+    assert_eq!(STARTS.get(), 2, "one starts, and one is refused");
+    assert_eq!(ring.has().len(), begun);
+    for slot in 1..SLOTS {
+        end_first(&ring);
+        assert_eq!(drive.reap(), [(slot, Status::SUCCESS)], "in their order");
+    }
+    assert!(ring.has().is_empty());
+}
+
+#[test]
 fn a_part_of_a_block_of_one_lease_is_nothing_to_another_lease() {
     let (drive, _, _) = Drive::fake();
     let other = drive.store.lease("other", BYTES, None).expect("opened");

@@ -1,0 +1,95 @@
+//! Commands of a queue that wait before they start, in a line for each thing that they wait for.
+//!
+//! What the first one of a line does not get, none of the others gets. So a look at the lines costs the same however many
+//! commands wait.
+
+use std::collections::VecDeque;
+
+use super::super::bounces::Need;
+
+/// Thing that a command waits for before it starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::file) enum Want {
+    /// A place in the list of changes.
+    Place,
+    /// Memory of the queue's own.
+    Memory(Need),
+}
+
+impl Want {
+    /// All, those first after which a command may still want another.
+    pub(super) const ALL: [Self; 3] = [
+        Self::Place,
+        Self::Memory(Need::Small),
+        Self::Memory(Need::Large),
+    ];
+
+    fn line(self) -> usize {
+        match self {
+            Self::Place => 0,
+            Self::Memory(Need::Small) => 1,
+            Self::Memory(Need::Large) => 2,
+        }
+    }
+}
+
+/// The lines, of slots.
+#[derive(Debug)]
+pub(super) struct Waiting([VecDeque<u16>; 3]);
+
+impl Waiting {
+    /// Empty lines, each of which has room for so many slots.
+    pub(super) fn new(slots: usize) -> Self {
+        Self(std::array::from_fn(|_| VecDeque::with_capacity(slots)))
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.iter().all(VecDeque::is_empty)
+    }
+
+    /// Puts a slot at the end of a line.
+    pub(super) fn push(&mut self, want: Want, slot: u16) {
+        self.0[want.line()].push_back(slot);
+    }
+
+    /// Takes the first slot of a line.
+    pub(super) fn take(&mut self, want: Want) -> Option<u16> {
+        self.0[want.line()].pop_front()
+    }
+
+    /// Gives a slot its place at the start of a line back.
+    pub(super) fn give_back(&mut self, want: Want, slot: u16) {
+        self.0[want.line()].push_front(slot);
+    }
+
+    /// Takes a slot out of any line.
+    pub(super) fn take_any(&mut self) -> Option<u16> {
+        self.0.iter_mut().find_map(VecDeque::pop_front)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_line_keeps_its_order() {
+        let mut waiting = Waiting::new(8);
+        assert!(waiting.is_empty());
+        for (slot, want) in (0..).zip(Want::ALL.into_iter().cycle().take(6)) {
+            waiting.push(want, slot);
+        }
+        for (slot, want) in (0..).zip(Want::ALL) {
+            assert_eq!(waiting.take(want), Some(slot));
+            waiting.give_back(want, slot);
+        }
+        for (slot, want) in (0..).zip(Want::ALL) {
+            assert_eq!(waiting.take(want), Some(slot));
+            assert_eq!(waiting.take(want), Some(slot + 3));
+            assert_eq!(waiting.take(want), None);
+        }
+        waiting.push(Want::Memory(Need::Large), 7);
+        assert!(!waiting.is_empty());
+        assert_eq!((waiting.take_any(), waiting.take_any()), (Some(7), None));
+    }
+}

@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::LazyLock;
@@ -121,6 +121,13 @@ pub fn children_at_work() -> String {
     children.join("\n")
 }
 
+/// Returns the status with which a thread ended, by its fields from the state on.
+fn end_of(fields: &[String]) -> Option<String> {
+    const EXIT_CODE: usize = 49;
+    let status = fields.get(EXIT_CODE)?.parse().ok()?;
+    Some(ExitStatus::from_raw(status).to_string())
+}
+
 /// Reports the work of a process: its threads, and the progress of its io_urings (Linux, io_uring/fdinfo.c).
 /// Each thread comes with its state and its time in user and in kernel mode, in ticks of the kernel's clock
 /// (Documentation/filesystems/proc.rst).
@@ -136,10 +143,9 @@ pub fn at_work(pid: u32) -> String {
         // Only root may read the function that it waits in.
         let stack = std::fs::read_to_string(thread.join("stack")).unwrap_or_default();
         let place = stack.lines().find_map(|line| line.split(' ').nth(1));
-        Some(format!(
-            "{name} {state} {user}+{kernel} {}",
-            place.unwrap_or_default()
-        ))
+        let end = (state == "Z").then(|| end_of(&fields)).flatten();
+        let place = end.unwrap_or_else(|| place.unwrap_or_default().to_owned());
+        Some(format!("{name} {state} {user}+{kernel} {place}"))
     };
     let threads: Vec<String> = threads.filter_map(of_thread).collect();
     let mut told = format!("Process {pid}: {}", threads.join(", "));
@@ -368,14 +374,19 @@ mod tests {
         let name = format!("Process {}: ", child.id());
         let deadline = Instant::now() + Duration::from_secs(180);
         // A look may pass a process over while others come and go.
-        let told = loop {
+        let told_of = |what: &str| loop {
             let told = children_at_work();
-            if told.contains(&name) || Instant::now() >= deadline {
+            let told = told.lines().find(|line| line.starts_with(&name));
+            let told = told.unwrap_or_default().to_owned();
+            if told.contains(what) || Instant::now() >= deadline {
                 break told;
             }
         };
+        let lives = told_of("sleep S");
         child.kill().expect("kill");
+        let ended = told_of("signal: 9");
         child.wait().expect("an end");
-        assert!(told.contains(&name), "{told}");
+        assert!(lives.contains("sleep S"), "{lives}");
+        assert!(ended.contains("signal: 9"), "{ended}");
     }
 }

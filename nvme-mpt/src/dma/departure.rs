@@ -106,9 +106,9 @@ impl Departure {
         }
     }
 
-    /// Gives the memory back: nothing uses it any more. The drive cannot reach it when this returns.
+    /// Gives the memory back: nothing uses it any more. The drive cannot reach it when this returns, also if another
+    /// thread gives it back.
     pub(super) fn release(&self) {
-        let regions = std::mem::take(&mut *lock(&self.regions));
-        drop(regions);
+        lock(&self.regions).clear();
     }
 }

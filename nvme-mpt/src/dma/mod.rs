@@ -496,13 +496,24 @@ impl Changes {
         is_free.then_some(()).ok_or(DmaError::Overlap { gpa, len })
     }
 
-    /// The IOVAs that a neighbour took for what may follow it, if they have a place.
+    /// The IOVAs that a neighbour took for what may follow it, if they have a place. Memory that comes back while commands
+    /// in flight still use it lies elsewhere.
     fn extent_of(&self, place: &Place) -> Option<Arc<Extent>> {
         let before = self.regions.range(..place.gpa).next_back();
         let next = self.regions.range(place.gpa..).next();
         let neighbours = before.into_iter().chain(next);
         let mut extents = neighbours.map(|(_, region)| &region.extent);
-        extents.find(|extent| extent.has(place)).cloned()
+        let is_free = |extent: &&Arc<Extent>| {
+            let iova = extent.iova_of(place);
+            iova.is_some_and(|iova| !self.is_leaving(iova, place.len))
+        };
+        extents.find(is_free).cloned()
+    }
+
+    /// Returns whether a region that went is still mapped for the drive at any of these IOVAs.
+    fn is_leaving(&self, iova: u64, len: u64) -> bool {
+        let mut departures = self.departures.iter();
+        departures.any(|departure| departure.has_iova(iova, len))
     }
 
     /// IOVAs that a VM may take for memory that it has not mapped: with what it has taken so, as many as

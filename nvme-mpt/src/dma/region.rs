@@ -180,9 +180,10 @@ impl Extent {
         }))
     }
 
-    /// Returns whether there are IOVAs for it.
-    pub(super) fn has(&self, place: &Place) -> bool {
-        self.place.has(place)
+    /// Returns the first IOVA of a place, if there are IOVAs for it.
+    pub(super) fn iova_of(&self, place: &Place) -> Option<u64> {
+        let has_it = self.place.has(place);
+        has_it.then(|| self.iova.start() + (place.gpa - self.place.gpa))
     }
 }
 

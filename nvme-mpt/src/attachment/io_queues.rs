@@ -23,7 +23,9 @@ use crate::memory::sync::mpsc::RecvTimeoutError;
 use crate::poller::{Neighbours, Poller};
 use crate::seam::state::slots_of;
 use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
-use crate::shadow::{CompletionQueue, HostEnd, PART_LISTS, ShadowQueue, SubmissionQueue};
+use crate::shadow::{
+    CompletionQueue, HostEnd, HostQueuePair, PART_LISTS, ShadowQueue, SubmissionQueue,
+};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
@@ -154,12 +156,12 @@ impl Attachment {
     /// All of [`QueueError`] but those of deleting.
     pub fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
         let qid = config.qid;
+        self.check_new(&self.queues(), &config)?;
+        // Without the lock: a drive that is being reset takes its time, and doorbells and figures go on meanwhile.
+        let host = self.host_queue(&config)?;
         let mut queues = self.queues();
-        if queues.revoked || !self.has_blocks() {
-            let source = gone();
-            return Err(QueueError::Host { qid, source });
-        }
-        let (mut entry, queue) = self.new_queue(&queues, config)?;
+        self.check_new(&queues, &config)?;
+        let (mut entry, queue) = self.new_queue(&queues, config, host)?;
         queue.begin();
         self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
         if queues.paused {
@@ -171,11 +173,38 @@ impl Attachment {
         Ok(())
     }
 
+    /// Checks that a Completion Queue may be created now.
+    fn check_new(&self, queues: &Queues, config: &CqConfig) -> Result<(), QueueError> {
+        let qid = config.qid;
+        if queues.revoked || !self.has_blocks() {
+            let source = gone();
+            return Err(QueueError::Host { qid, source });
+        }
+        self.check_free(queues, config)
+    }
+
+    /// Checks a Completion Queue by itself, and that there is none of its identifier.
+    fn check_free(&self, queues: &Queues, config: &CqConfig) -> Result<(), QueueError> {
+        QueueLimits::of(self).check_cq(config)?;
+        match queues.cqs.contains_key(&config.qid.0) {
+            true => Err(QueueError::AlreadyExists(config.qid)),
+            false => Ok(()),
+        }
+    }
+
+    /// The drive's side of a Completion Queue.
+    fn host_queue(&self, config: &CqConfig) -> Result<HostQueuePair, QueueError> {
+        let host = self.holding.host().create_queue(slots_of(config.entries));
+        let qid = config.qid;
+        host.map_err(|source| QueueError::Host { qid, source })
+    }
+
     /// A shadow queue that nobody polls yet, without Submission Queues.
     fn new_queue(
         &self,
         queues: &Queues,
         config: CqConfig,
+        host: HostQueuePair,
     ) -> Result<(QueueEntry, Box<ShadowQueue>), QueueError> {
         let CqConfig {
             qid,
@@ -186,11 +215,7 @@ impl Attachment {
         let counters = self
             .queue_counters(qid)
             .ok_or(QueueError::InvalidQueueId(qid))?;
-        QueueLimits::of(self).check_cq(&config)?;
         let interrupt = vector.map(|number| self.vector(number)).transpose()?;
-        if queues.cqs.contains_key(&qid.0) {
-            return Err(QueueError::AlreadyExists(qid));
-        }
         let failed = |source: io::Error| QueueError::Host { qid, source };
         let neighbours = self.neighbours(interrupt.clone());
         let poller = self
@@ -198,7 +223,6 @@ impl Attachment {
             .place(&self.poll, self.facts.learning, neighbours)
             .map_err(failed)?;
         let slots = slots_of(entries);
-        let host = self.holding.host().create_queue(slots).map_err(failed)?;
         let pair = host.shared_pair();
         if let Some(pair) = &pair
             && pair.members() > 1
@@ -263,7 +287,10 @@ impl Attachment {
         queues: &mut Queues,
         state: &CompletionQueueState,
     ) -> Result<(), QueueError> {
-        let (mut entry, mut queue) = self.new_queue(queues, state.config())?;
+        let config = state.config();
+        self.check_free(queues, &config)?;
+        let host = self.host_queue(&config)?;
+        let (mut entry, mut queue) = self.new_queue(queues, config, host)?;
         let cqid = QueueId(state.qid);
         for state in &state.submission_queues {
             let mut sq = self.new_sq(queues, &state.config(cqid))?;

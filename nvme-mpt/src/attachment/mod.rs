@@ -4,7 +4,8 @@
 //! lie. Only their poller knows what they are doing.
 //!
 //! Lock order: `queues`, then those of the pollers and of the DMA window. None is taken on the way
-//! of an I/O.
+//! of an I/O. A drive that is being reset makes no queue until it works again, so a new queue is asked for before `queues`
+//! is locked.
 //!
 //! A change of a queue (an added SQ, the Doorbell Buffer) waits until none of its commands is in flight. It takes
 //! the queue from its poller, and gives it back. A lease that outlives its attachment is *ending* in the ledger:

@@ -1,3 +1,5 @@
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use super::*;
 use crate::drive::idle::IdleController;
 use crate::event::{DriveEvent, Event};
@@ -86,6 +88,40 @@ fn figures_of_queues_that_change_are_not_waited_for() {
     assert!(attachment.try_stats().is_none());
     drop(change);
     assert!(attachment.try_stats().is_some());
+}
+
+#[test]
+fn a_queue_that_the_drive_takes_its_time_with_holds_up_no_figures_and_no_doorbells() {
+    let controller = IdleController::new();
+    let on_queue = controller.on_queue();
+    let drive = Drive::new("idle", controller, None).expect("a namespace");
+    let attachment = Attachment::new(config(&drive, "0+1M")).expect("an attachment");
+    let attachment = Arc::new(attachment);
+    let looks = Arc::new(AtomicU32::new(0));
+    let (watched, counted) = (Arc::downgrade(&attachment), looks.clone());
+    on_queue.set(move || {
+        let attachment = watched.upgrade().expect("it creates a queue");
+        assert!(attachment.try_stats().is_some(), "figures wait");
+        assert!(!attachment.ring(Doorbell::SqTail(QueueId(1)), 7));
+        counted.fetch_add(1, Ordering::Relaxed);
+    });
+    let config = CqConfig {
+        qid: QueueId(1),
+        base: crate::Gpa(0x1000),
+        entries: 2,
+        vector: None,
+    };
+    let error = attachment.create_cq(config).expect_err("no memory");
+    assert!(matches!(error, QueueError::NotMapped { .. }), "{error}");
+    assert_eq!(looks.load(Ordering::Relaxed), 1);
+    // What cannot be is not asked for.
+    let wrong = CqConfig {
+        qid: QueueId(2),
+        ..config
+    };
+    let error = attachment.create_cq(wrong).expect_err("there is one");
+    assert!(matches!(error, QueueError::InvalidQueueId(_)), "{error}");
+    assert_eq!(looks.load(Ordering::Relaxed), 1);
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! A host controller for tests of this crate, whose queues complete nothing.
 
+use std::fmt;
 use std::io;
 use std::os::fd::RawFd;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::{Drive, HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace};
 use crate::clock::Ticks;
@@ -13,11 +14,29 @@ use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
 use crate::spec::sqe::Sqe;
 
+/// Look of a test at what goes on while a queue is created.
+#[derive(Clone, Default)]
+pub(crate) struct OnQueue(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
+
+impl OnQueue {
+    /// Has `look` called whenever a queue is created from now on.
+    pub(crate) fn set(&self, look: impl Fn() + Send + Sync + 'static) {
+        assert!(self.0.set(Box::new(look)).is_ok(), "one look");
+    }
+}
+
+impl fmt::Debug for OnQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnQueue")
+    }
+}
+
 /// A drive of 1 GiB.
 #[derive(Debug)]
 pub(crate) struct IdleController {
     space: Arc<IovaSpace>,
     limits: Limits,
+    on_queue: OnQueue,
 }
 
 impl IdleController {
@@ -40,7 +59,13 @@ impl IdleController {
                 copy_ranges_max: 1,
                 own_bytes_max: 0,
             },
+            on_queue: OnQueue::default(),
         })
+    }
+
+    /// Returns the place of a test's look at the creation of queues.
+    pub(crate) fn on_queue(&self) -> OnQueue {
+        self.on_queue.clone()
     }
 
     /// Its only namespace.
@@ -78,15 +103,19 @@ impl HostController for IdleController {
         self: Arc<Self>,
         _: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
-        Ok(Box::new(IdleLease))
+        Ok(Box::new(IdleLease(self.on_queue())))
     }
 }
 
 #[derive(Debug)]
-struct IdleLease;
+struct IdleLease(OnQueue);
 
 impl HostLease for IdleLease {
     fn create_queue(&self, _: u16) -> io::Result<HostQueuePair> {
+        let OnQueue(look) = &self.0;
+        if let Some(look) = look.get() {
+            look();
+        }
         Ok(HostQueuePair::new(IdleQueue))
     }
 

@@ -12,7 +12,7 @@ use nvme_mpt::drive::{
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{ChangeLog, CommandSetDescription, Damage, Limits, Mdts};
 use nvme_mpt::iova::IovaSpace;
-use nvme_mpt::live::LossRecord;
+use nvme_mpt::live::{ChangeRecord, LossRecord};
 use nvme_mpt::range::{ByteRange, LbaRange};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
@@ -379,6 +379,12 @@ impl HostLease for SoftwareLease {
 
     fn record_losses(&self, record: LossRecord) {
         self.medium.record_losses(record);
+    }
+
+    fn record_changes(&self, record: ChangeRecord) {
+        if let Some(zones) = &self.zones {
+            zones.record_changes(record);
+        }
     }
 
     fn begin_anew(&self) {

@@ -242,6 +242,9 @@ impl Attachment {
             }
             host.record_losses(record);
         }
+        if let Some(record) = live.as_ref().and_then(LiveState::changes) {
+            host.record_changes(record);
+        }
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(page),
             silence: Silence::new(doorbells == DoorbellMode::Mapped),

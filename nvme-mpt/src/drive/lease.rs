@@ -10,7 +10,7 @@ use super::reservation::Reservation;
 use crate::event::EventQueue;
 use crate::host::{ChangeLog, CommandSetDescription, Damage};
 use crate::limit::Weight;
-use crate::live::LossRecord;
+use crate::live::{ChangeRecord, LossRecord};
 use crate::range::{ByteRange, LbaRange};
 use crate::shadow::HostQueuePair;
 
@@ -129,6 +129,12 @@ pub trait HostLease: fmt::Debug + Send + Sync {
 
     /// Records from now on whether writes were lost, for the process after this one.
     fn record_losses(&self, record: LossRecord) {
+        let _ = record;
+    }
+
+    /// Records from now on whether there are [changes](Self::changes) of which the guest was not told, for the process
+    /// after this one. If the process before had some, there are changes that are not known one by one.
+    fn record_changes(&self, record: ChangeRecord) {
         let _ = record;
     }
 

@@ -50,6 +50,12 @@ impl Changes {
         self.more
     }
 
+    /// Returns whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty() && !self.more
+    }
+
     /// Adds a change, once.
     pub fn add(&mut self, id: u64) {
         if self.ids.contains(&id) {

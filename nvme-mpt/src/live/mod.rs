@@ -61,7 +61,10 @@ const LOSSES: usize = 64;
 
 /// Offset of the record of crashes that the function caused.
 const CRASHES: usize = LOSSES + 8;
-const _: () = assert!(CRASHES + 8 <= exits::EXITS);
+
+/// Offset of the word that says whether the lease has changes of which the guest was not told.
+const CHANGES: usize = CRASHES + 8;
+const _: () = assert!(CHANGES + 8 <= exits::EXITS);
 
 /// Bytes in front of the first queue pair, and of each pair's positions.
 const POSITIONS: usize = 4096;
@@ -179,6 +182,11 @@ impl LiveState {
         Some(LossRecord(self.word(LOSSES)?))
     }
 
+    /// Returns the record of changes of which the guest was not told; `None` never, as each file has one.
+    pub(crate) fn changes(&self) -> Option<ChangeRecord> {
+        self.word(CHANGES).map(ChangeRecord::new)
+    }
+
     /// Returns the doorbell writes of a queue pair that exited to a VMM in another process, as that VMM has counted them
     /// since this process has the live state.
     pub(crate) fn exits(&self, qid: QueueId) -> u64 {
@@ -221,6 +229,30 @@ impl LossRecord {
     /// Records that writes were lost, or that the lease begins anew.
     pub fn set(&self, lost: bool) {
         self.0.store(lost.into());
+    }
+}
+
+/// Record of whether a lease has [changes](crate::host::Changes) of which its guest was not told, for the process after
+/// this one. It does not say which.
+#[derive(Debug)]
+pub struct ChangeRecord(Cell64);
+
+impl ChangeRecord {
+    /// The record in a word, which is 0 until there are changes.
+    #[must_use]
+    pub fn new(word: Cell64) -> Self {
+        Self(word)
+    }
+
+    /// Returns whether there are changes of which the guest was not told.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.0.load() != 0
+    }
+
+    /// Records that there are such changes, or that there are none any more.
+    pub fn set(&self, untold: bool) {
+        self.0.store(untold.into());
     }
 }
 

@@ -173,7 +173,7 @@ fn a_write_with_fua_and_the_end_of_a_function_find_what_was_lost() {
 }
 
 /// The parts of a function whose host side ends, for the next one.
-fn kept(attachment: &Attachment) -> FunctionParts {
+pub(crate) fn kept(attachment: &Attachment) -> FunctionParts {
     let parts = attachment.shared();
     let share = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().unwrap();
     FunctionParts::Kept(

@@ -37,6 +37,7 @@ use super::model::ZnsProfile;
 use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::event::{Event, EventQueue};
 use nvme_mpt::host::{ChangeLog, Changes, CommandSetDescription};
+use nvme_mpt::live::ChangeRecord;
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::range::{ByteRange, Bytes, LbaRange};
 use nvme_mpt::shadow::CommandSet;
@@ -290,6 +291,7 @@ impl Zones {
             state: Mutex::new(State {
                 table,
                 changes: Changes::default(),
+                record: None,
                 listener: Weak::new(),
             }),
         })
@@ -300,17 +302,34 @@ impl Zones {
 struct State {
     table: ZoneTable,
     changes: Changes,
+    /// Says to the next process whether there are changes.
+    record: Option<ChangeRecord>,
     listener: Weak<EventQueue>,
 }
 
 impl State {
     /// The media failed a write to a zone: it is read only from now on, and its guest is told.
     fn fail_media(&mut self, zone: u32) {
+        // Before the zone changes, as the process may end in between.
+        self.note(true);
         if self.table.fail_media(zone) {
             self.changes.add(self.table.start(zone).0);
-            if let Some(events) = self.listener.upgrade() {
-                events.report(Event::Changes);
-            }
+            self.tell();
+        }
+        self.note(!self.changes.is_empty());
+    }
+
+    /// Has the guest told that there are changes.
+    fn tell(&self) {
+        if let Some(events) = self.listener.upgrade() {
+            events.report(Event::Changes);
+        }
+    }
+
+    /// Notes for the next process whether there are changes of which the guest was not told.
+    fn note(&self, untold: bool) {
+        if let Some(record) = &self.record {
+            record.set(untold);
         }
     }
 }
@@ -341,6 +360,18 @@ impl LeasedZones {
     /// Reports zones that change by themselves from now on ([`Event::Changes`]).
     pub fn subscribe(&self, events: &Arc<EventQueue>) {
         self.lock().listener = Arc::downgrade(events);
+    }
+
+    /// Records from now on whether there are zones of whose change the guest was not told. The process before may have
+    /// known of some: then any zone is one that may have changed, and the guest is told so.
+    pub(crate) fn record_changes(&self, record: ChangeRecord) {
+        let mut state = self.lock();
+        if record.is_set() {
+            state.changes.recall(&Changes::new(&[], true));
+            state.tell();
+        }
+        state.record = Some(record);
+        state.note(!state.changes.is_empty());
     }
 
     /// Makes the zones empty that have a byte of a range of the drive, whose blocks are zeroes already.
@@ -389,11 +420,15 @@ impl ChangeLog for LeasedZones {
     }
 
     fn recall(&self, untold: &Changes) {
-        self.lock().changes.recall(untold);
+        let mut state = self.lock();
+        state.changes.recall(untold);
+        state.note(!state.changes.is_empty());
     }
 
     fn forget(&self, told: &Changes) {
-        self.lock().changes.forget(told);
+        let mut state = self.lock();
+        state.changes.forget(told);
+        state.note(!state.changes.is_empty());
     }
 }
 

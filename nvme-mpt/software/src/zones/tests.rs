@@ -14,6 +14,7 @@ use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostController, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue, ListMemory};
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::memory::{Cell64, Mapping};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::{CommandId, Nsid};
 use nvme_mpt::spec::nvm::WriteZeroes;
@@ -199,6 +200,42 @@ fn zones_that_changed_are_told_once_and_counted_beyond_what_a_list_has() {
     lease.forget(&told);
     let left = lease.changes();
     assert_eq!((left.ids(), left.are_more()), (&[][..], false));
+}
+
+#[test]
+fn a_process_knows_that_zones_changed_under_the_one_before() {
+    let drive = Zones::new(&profile(PROFILE), &namespace(1 << 30), None).expect("zones");
+    let word = Arc::new(Mapping::anonymous(4096).expect("memory"));
+    let record = || ChangeRecord::new(Cell64::new(&word, 0).expect("inside"));
+    let process = || {
+        let lease = drive.lease(range(0, 1 << 30)).expect("a lease");
+        let events = Arc::new(EventQueue::new().expect("an eventfd"));
+        lease.subscribe(&events);
+        lease.record_changes(record());
+        (lease, events)
+    };
+    let (lease, events) = process();
+    assert_eq!(events.take(), []);
+    lease.lock().fail_media(3);
+    assert_eq!(events.take(), [Event::Changes]);
+    assert!(record().is_set());
+    // It is killed.
+    let (lease, events) = process();
+    assert_eq!(events.take(), [Event::Changes]);
+    let told = lease.changes();
+    assert_eq!(told.page()[..2], [0xFF, 0xFF], "any zone may have changed");
+    lease.lock().fail_media(5);
+    lease.forget(&told);
+    assert_eq!(lease.changes().ids(), [5 * 256]);
+    assert!(record().is_set(), "one came after the page was read");
+    lease.forget(&lease.changes());
+    assert!(!record().is_set());
+    // What changed long ago is no news.
+    lease.lock().fail_media(5);
+    assert!(!record().is_set());
+    let (lease, events) = process();
+    assert_eq!(events.take(), []);
+    assert!(lease.changes().is_empty());
 }
 
 #[test]

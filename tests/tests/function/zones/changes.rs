@@ -1,15 +1,18 @@
-//! Zones that changed by themselves, in snapshots.
+//! Zones that changed by themselves, in snapshots and under the next server.
 
+use nvme_mpt::event::Event;
+use nvme_mpt::{EventReader, FunctionParts, HostSide};
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::controller::Controller;
 use nvme_mpt_tests::identify::field;
 use nvme_mpt_tests::status::WRITE_FAULT;
 use nvme_mpt_vmm::drives;
 use serde_json::json;
-use vmm_device::FunctionState;
+use vmm_device::{FunctionState, NvmeFunction};
 
 use super::{DRIVE, PROFILE, SIZE, ZONES, attach, blocks, host, options, refused};
 use crate::common::{Host, Setup, Suspended};
+use crate::lost_writes::kept;
 
 /// The Changed Zone List: how many zones it has, and the first of them.
 fn changed_zones(controller: &mut Controller) -> (u16, u64) {
@@ -21,10 +24,13 @@ fn changed_zones(controller: &mut Controller) -> (u16, u64) {
     (field::u16(&list, 0), field::u64(&list, 8))
 }
 
+/// Makes writes to the third zone of the second lease fail.
+const PLAN: &str =
+    "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
+
 #[test]
 fn zones_that_changed_before_a_snapshot_are_told_of_once_after_it() {
-    let plan = "[[fault]]\nkind = \"media-error\"\noperations = [\"write\"]\nrange = \"18M+4K\"\n";
-    let options = options(PROFILE, Some(plan));
+    let options = options(PROFILE, Some(PLAN));
     let host = Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap());
     let setup = Setup::nth(1);
     let machine = host.machine(&setup);
@@ -39,6 +45,39 @@ fn zones_that_changed_before_a_snapshot_are_told_of_once_after_it() {
         assert_eq!(changed_zones(&mut controller), expected);
         suspended = machine.suspend();
     }
+}
+
+#[test]
+fn zones_that_changed_under_a_server_that_ended_are_told_of_by_the_next() {
+    let server = || {
+        let options = options(PROFILE, Some(PLAN));
+        Host::of(drives::open(&DRIVE.parse().unwrap(), options).unwrap())
+    };
+    let setup = Setup::nth(1);
+    let host = server();
+    let outliving = FunctionParts::Outliving(EventReader::Trusted);
+    let attachment = host.attachment_with("a", &setup, outliving);
+    let function = NvmeFunction::new(attachment.clone(), setup.masking);
+    let machine = host.machine_of("a".to_owned(), function, &setup);
+    let (controller, mut disk) = attach(&machine);
+    let zslba = 2 * SIZE;
+    assert_eq!(refused(disk.append(zslba, &blocks(1, 0, 1))), WRITE_FAULT);
+    assert_eq!(attachment.changes().unwrap().ids(), [zslba]);
+    // Nobody has read the list.
+    let parts = kept(&attachment);
+    drop((controller, disk, machine, attachment, host));
+    let host = server();
+    let attachment = host.attachment_with("a", &setup, parts);
+    assert_eq!(attachment.take_events(), [Event::Changes]);
+    let told = attachment.changes().unwrap();
+    assert!(told.are_more(), "any zone may have changed");
+    attachment.forget_changes(&told);
+    let parts = kept(&attachment);
+    drop((attachment, host));
+    let host = server();
+    let attachment = host.attachment_with("a", &setup, parts);
+    assert_eq!(attachment.take_events(), []);
+    assert!(attachment.changes().unwrap().is_empty());
 }
 
 #[test]

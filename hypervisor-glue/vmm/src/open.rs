@@ -233,29 +233,27 @@ fn lease_of(options: &FunctionOptions, drive: &Drive) -> Result<(String, Wanted)
     Ok((id, Wanted::At(range)))
 }
 
-/// Gives back what a lease by size has beyond `bytes`, while no function has the lease.
+/// Takes a lease by size that no function has, to be [truncated](Lease::truncate) to `bytes`. It has what it had, however
+/// little that is.
 ///
 /// # Errors
-/// [`OpenError::Lease`]; [`OpenError::NoSize`] for a function whose lease has a place.
-pub fn truncate(
+/// [`OpenError::Lease`], also for a size that does not do; [`OpenError::NoSize`] for a function whose lease has a place.
+pub fn lease_to_truncate(
     options: &FunctionOptions,
     drive: &Arc<Drive>,
     ledgers: &Ledgers,
     bytes: Bytes,
-) -> Result<(), OpenError> {
+) -> Result<Lease, OpenError> {
     let Some(LeaseSize { unit, .. }) = options.size else {
         return Err(OpenError::NoSize);
     };
-    // A lease has what it had, however little is asked for.
     let size = bytes;
     let options = FunctionOptions {
         size: Some(LeaseSize { size, unit }),
         ..options.clone()
     };
     let (id, wanted) = lease_of(&options, drive)?;
-    let lease = ledgers.lease(&options, drive, &id, wanted)?;
-    lease.truncate(bytes.0)?;
-    Ok(lease.release()?)
+    ledgers.lease(&options, drive, &id, wanted)
 }
 
 /// Leases what `options` ask for, and gives it back: its bytes belong to the id, and its owner is the one that `ledgers`

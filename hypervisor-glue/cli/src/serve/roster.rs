@@ -394,7 +394,8 @@ impl Roster {
             declared, entry, ..
         } = &self.offers[place];
         let present = entry.extents.as_ref().map_or(0, Extents::length);
-        match (declared.origin, &self.terms.file) {
+        let origin = declared.origin;
+        match (origin, &self.terms.file) {
             _ if truncate && size.0 < present => self.truncate(place, size)?,
             (Origin::File, Some(file)) => {
                 return Err(ChangeError::SizeInFile {
@@ -402,14 +403,15 @@ impl Roster {
                     file: file.clone(),
                 });
             }
-            _ => self.grow(place, size)?,
+            _ => {
+                self.grow(place, size)?;
+                if origin == Origin::Added {
+                    // The lease keeps its size in any case: the ledger has it.
+                    self.store_added()?;
+                }
+            }
         }
-        let entry = self.offers[place].entry.clone();
-        if entry.origin == Origin::Added {
-            // The lease keeps its size in any case: the ledger has it.
-            self.store_added()?;
-        }
-        Ok(entry)
+        Ok(self.offers[place].entry.clone())
     }
 
     /// Makes the lease of a function larger. One that has as much already stays as it is.
@@ -423,13 +425,17 @@ impl Roster {
     }
 
     /// Gives back the end of the lease of a function without a VMM, which is offered anew.
+    ///
+    /// The file of added functions has the smaller size before the lease is shorter. A process that ends in between leaves a
+    /// lease that keeps what it has. For a function that asks for more than its lease has, the next process would have to
+    /// find room, which another lease may have by then.
     fn truncate(&mut self, place: usize, size: Bytes) -> Result<(), ChangeError> {
         let Offer {
             declared, entry, ..
         } = &self.offers[place];
         let id = entry.id.clone();
         let failed = |source: OpenError| ChangeError::Truncate {
-            id,
+            id: id.clone(),
             source: Box::new(source),
         };
         if declared.function.function.size.is_none() {
@@ -445,13 +451,22 @@ impl Roster {
         if let Some(trouble) = offer.end() {
             log::error!("{trouble}");
         }
+        let added = declared.origin == Origin::Added;
+        let mut smaller = declared.clone();
+        smaller.set_size(size);
         let options = &declared.function.function;
-        let truncated = open::truncate(options, &drive, &self.terms.ledgers, size);
+        let lease = open::lease_to_truncate(options, &drive, &self.terms.ledgers, size);
+        let truncated = lease.map_err(&failed).and_then(|lease| {
+            if added {
+                self.store_added_and(smaller.text.as_ref())?;
+            }
+            let truncated = lease.truncate(size.0).and_then(|_| lease.release());
+            truncated.map_err(|source| failed(source.into()))
+        });
         if truncated.is_ok() {
-            declared.set_size(size);
+            declared = smaller;
         }
         let text = declared.text.clone();
-        let added = declared.origin == Origin::Added;
         let again = self.offer_all(vec![declared]);
         match (&again, text) {
             (Ok(()), _) => self.offers[place..].rotate_right(1),
@@ -462,8 +477,14 @@ impl Roster {
         drop(drive);
         self.close_unused();
         self.publish();
-        truncated.map_err(failed)?;
-        again
+        // Also the size of a lease that was not truncated after all.
+        let stored = match added {
+            true => self.store_added(),
+            false => Ok(()),
+        };
+        truncated?;
+        again?;
+        stored
     }
 
     /// Asks all functions to end. [`Self::end`] waits until they have.
@@ -779,11 +800,16 @@ impl Roster {
     }
 
     fn store_added(&self) -> Result<(), ChangeError> {
+        self.store_added_and(None)
+    }
+
+    /// Stores the added functions, and one that is not offered at the moment.
+    fn store_added_and(&self, other: Option<&OptionText>) -> Result<(), ChangeError> {
         let offers = self.offers.iter().map(|offer| &offer.declared);
         let added = offers.filter(|declared| declared.origin == Origin::Added);
         let added = added.filter_map(|declared| declared.text.as_ref());
         let failed = self.failed.iter().filter_map(|failed| failed.text.as_ref());
-        Ok(self.terms.added.write(added.chain(failed))?)
+        Ok(self.terms.added.write(added.chain(failed).chain(other))?)
     }
 
     /// Closes drives that neither a function nor the server uses. The content of `memory:` is gone with its drive.

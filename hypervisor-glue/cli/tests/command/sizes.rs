@@ -426,6 +426,30 @@ fn a_function_shrinks_on_request_alone_and_what_it_gave_up_is_erased() {
     server.stop();
 }
 
+#[test]
+fn a_lease_whose_smaller_size_cannot_be_stored_keeps_what_it_has() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    bench.ask("add", &[&sized("a", "8M")]).unwrap();
+    let stored = || fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
+    let before = stored();
+    // In place of the file that is to replace the present one.
+    let in_the_way = bench.path("one.control.functions.toml.new");
+    fs::create_dir(&in_the_way).unwrap();
+    let complaint = refused(&bench, "resize", &["a", "2M", "--truncate"]);
+    assert!(complaint.contains("Cannot write"), "{complaint}");
+    assert_eq!(extents(&bench, "a"), [(0, 8)]);
+    assert_eq!(stored(), before);
+    fs::remove_dir(&in_the_way).unwrap();
+    server.kill();
+    let server = bench.serve("one", &[]).unwrap();
+    assert_eq!(extents(&bench, "a"), [(0, 8)]);
+    let resized = resize(&bench, &["a", "2M", "--truncate"]).unwrap();
+    assert_eq!(resized, "Resized a: 2M\n");
+    assert!(stored().contains("size = \"2M\"\n"), "{}", stored());
+    server.stop();
+}
+
 /// A file with a function by size and one with a range.
 fn write_file(bench: &Bench, size: &str, more: &str) {
     let file = format!(

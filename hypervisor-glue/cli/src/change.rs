@@ -50,7 +50,7 @@ pub enum Change {
     },
     /// Makes the functions those of the server's file.
     Reload {
-        /// Also if a VMM is connected to a function that changes or goes.
+        /// Also if a VMM is connected to a function that changes or goes, or has a lease on a drive that goes.
         force: bool,
     },
 }

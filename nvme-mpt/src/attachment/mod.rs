@@ -310,6 +310,12 @@ impl Attachment {
         &self.holding.drive
     }
 
+    /// Returns whether the lease is one of this drive, or of another namespace of its host controller.
+    #[must_use]
+    pub fn is_on(&self, drive: &Drive) -> bool {
+        self.drive().shares_controller_with(drive)
+    }
+
     /// Returns whether the leased blocks are there: the drive is, and its namespace still has them.
     ///
     /// A namespace can be formatted, resized or detached by whoever manages the drive. With other

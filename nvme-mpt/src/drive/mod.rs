@@ -115,6 +115,12 @@ impl Drive {
         self.controller.is_private()
     }
 
+    /// Returns whether both are of one host controller that is open.
+    #[must_use]
+    pub fn shares_controller_with(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.controller, &other.controller)
+    }
+
     /// Which of the host controller's namespaces it is.
     #[must_use]
     pub fn namespace(&self) -> &HostNamespace {

@@ -124,10 +124,11 @@ pub(super) struct ShowRoom {
 /// Make the functions of a running server those of its file
 ///
 /// Functions that did not change go on. If a function of the file is wrong, or a VMM is connected to one that changes
-/// or goes, all stays as it is.
+/// or goes or has a lease on a drive that goes, all stays as it is.
 #[derive(Args, Debug)]
 pub(super) struct Reload {
-    /// Reload although a VMM is connected to a function that changes or goes. Its guest loses the drive
+    /// Reload although a VMM is connected to a function that changes or goes, or has a lease on a drive that goes. Its
+    /// guest loses the drive
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -125,6 +125,11 @@ impl OpenDrives {
         paths
     }
 
+    /// Returns all of them, each with the path by which it was opened.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&DrivePath, &Arc<Drive>)> {
+        self.0.iter().map(|open| (&open.path, &open.drive))
+    }
+
     /// Returns one drive of each host controller.
     pub(super) fn controllers(&self) -> Vec<Arc<Drive>> {
         let mut controllers: Vec<Arc<Drive>> = Vec::new();

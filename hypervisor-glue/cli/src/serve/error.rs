@@ -157,6 +157,13 @@ pub enum ChangeError {
         "A VMM is connected to function {0}: detach it there first, or say --force, and its guest loses the drive"
     )]
     Connected(String),
+    /// The file no longer names drives of which VMMs have leases.
+    #[error(
+        "The file no longer names the drives of leases that functions in VMMs have: {}. Detach these functions first, \
+         or say --force, and their guests lose the drives",
+        .0.join(", ")
+    )]
+    Abandoned(Vec<String>),
     /// The function's thread is busy.
     #[error("Function {0} does not answer, as it waits for commands in flight: try again later")]
     Busy(String),

@@ -31,7 +31,9 @@ use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::crash::{self, CrashRecord};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
-use nvme_mpt::{AttachError, Attachment, EventReader, FunctionParts, HostSide, KeptParts, Pollers};
+use nvme_mpt::{
+    AttachError, Attachment, Drive, EventReader, FunctionParts, HostSide, KeptParts, Pollers,
+};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
 use nvme_mpt_vmm::drives::{self, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
@@ -277,6 +279,14 @@ impl LeaseTable {
     /// Returns whether a function in a VMM has the lease.
     pub(super) fn has(&self, id: &str) -> bool {
         self.connections().values().any(|one| one.has(id))
+    }
+
+    /// Returns the ids of the leases on a drive.
+    pub(super) fn on(&self, drive: &Drive) -> Vec<String> {
+        let connections = self.connections();
+        let leases = connections.values().filter_map(|one| one.lease.as_ref());
+        let leases = leases.filter(|lease| lease.attachment.is_on(drive));
+        leases.map(|lease| lease.entry.id.clone()).collect()
     }
 
     /// Changes the limits of a lease, and records them in the ledger first: they hold for the next lease of the id, too.

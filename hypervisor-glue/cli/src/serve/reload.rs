@@ -1,13 +1,17 @@
 //! `nvme-mpt reload`: the functions become those of the server's file, or stay as they are.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
+use nvme_mpt::Drive;
+use nvme_mpt_vmm::drives::DrivePath;
+use nvme_mpt_vmm::options::ServedDrive;
 use nvme_mpt_vmm::report;
 
 use super::declared::{Declarations, DeclaredFunction};
 use super::error::ChangeError;
 use super::offer::Offer;
-use super::roster::{HeldDrive, Roster, cannot_offer, taken};
+use super::roster::{HeldDrive, Roster, cannot_offer, resolved, taken};
 use crate::change::{Origin, Reloaded};
 use crate::function_thread::FunctionHandle;
 
@@ -56,6 +60,10 @@ impl Roster {
                 reloaded.unchanged += 1;
             }
         }
+        let abandoned = self.abandoned(&going, &wanted, &drives);
+        if !force && !abandoned.is_empty() {
+            return Err(ChangeError::Abandoned(abandoned));
+        }
         // First, since it may fail: a lease that has grown harms nobody if another step fails.
         for (place, size) in grown {
             self.grow(place, size)?;
@@ -89,6 +97,11 @@ impl Roster {
         }
         drop(held);
         self.forget_unlisted();
+        for id in abandoned {
+            if self.terms.leases.end_lease(&id).is_some() {
+                reloaded.removed.push(id);
+            }
+        }
         self.close_unused();
         for function in limited {
             let same = |offer: &&mut Offer| offer.entry.socket == function.socket;
@@ -101,6 +114,37 @@ impl Roster {
         reloaded.added = new.map(|offer| offer.entry.id.clone()).collect();
         self.publish();
         Ok(reloaded)
+    }
+
+    /// Returns the leases of VMMs on drives that neither the file names any more nor anything else keeps open. The next
+    /// server would not have these drives.
+    fn abandoned(
+        &self,
+        going: &[usize],
+        wanted: &[DeclaredFunction],
+        drives: &[ServedDrive],
+    ) -> Vec<String> {
+        let drives = drives.iter().map(|declared| &declared.drive);
+        let functions = wanted.iter().map(|declared| &declared.function.function);
+        let named = drives.chain(functions).map(|options| &options.path);
+        let named: Vec<DrivePath> = named.map(resolved).collect();
+        let offers = self.offers.iter().enumerate();
+        let offers = offers.filter(|(place, _)| !going.contains(place));
+        let offers = offers.map(|(_, offer)| &offer.drive);
+        let held = self.held.iter().filter(|held| held.origin != Origin::File);
+        let kept: Vec<&Arc<Drive>> = offers.chain(held.map(|held| &held.drive)).collect();
+        let stays = |path: &DrivePath, drive: &Drive| {
+            let is_kept = |kept: &&Arc<Drive>| kept.shares_controller_with(drive);
+            named.contains(path) || kept.iter().any(is_kept)
+        };
+        let going = self.drives.iter();
+        let going = going.filter(|(path, drive)| !stays(path, drive));
+        let leases = going.flat_map(|(_, drive)| self.terms.leases.on(drive));
+        let mut leases: Vec<String> = leases.collect();
+        // Namespaces of a drive that have leases come by themselves.
+        leases.sort();
+        leases.dedup();
+        leases
     }
 
     /// Checks that the sockets and ids of functions of the file are not taken, by each other or by other functions.

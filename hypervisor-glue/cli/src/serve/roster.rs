@@ -87,8 +87,8 @@ impl FailedFunction {
 /// A drive that is kept open, whether functions use it or not.
 #[derive(Debug)]
 pub(super) struct HeldDrive {
-    origin: Origin,
-    drive: Arc<Drive>,
+    pub(super) origin: Origin,
+    pub(super) drive: Arc<Drive>,
 }
 
 /// Places and choices of a server.
@@ -892,7 +892,7 @@ pub(super) fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> C
 
 /// Returns the path with which a file is named the same way by all. A file that does not exist is reported when it is
 /// opened.
-fn resolved(path: &DrivePath) -> DrivePath {
+pub(super) fn resolved(path: &DrivePath) -> DrivePath {
     match path {
         DrivePath::File(file) => {
             DrivePath::File(std::fs::canonicalize(file).unwrap_or_else(|_| file.clone()))

@@ -591,6 +591,37 @@ fn an_operator_sees_and_ends_the_lease_of_a_vmm() {
 }
 
 #[test]
+fn a_drive_that_a_vmm_uses_goes_with_a_reload_by_force_alone() {
+    let bench = Bench::new();
+    let write = |text: &str| fs::write(bench.path("serve.toml"), text).unwrap();
+    write("[[drive]]\npath = \"drive.img\"\n");
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    let server = Server::start(serve).unwrap();
+    let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
+    assert_eq!(vmm.report(), "attached");
+    // As long as something names the drive, it is no matter of the VMM's.
+    let function = "[[function]]\nsocket = \"a.sock\"\npath = \"drive.img\"\nrange = \"16M+16M\"\nid = \"a\"\n";
+    write(function);
+    let reloaded = ask(&bench, "reload", &[]).unwrap();
+    assert_eq!(reloaded, "Added: a\nUnchanged: 0\n");
+    write("");
+    let refused = ask(&bench, "reload", &[]).unwrap_err();
+    assert!(
+        refused.contains("functions in VMMs have: first.") && refused.contains("--force"),
+        "{refused}"
+    );
+    await_leases(&bench, &["a", "first"]);
+    assert_eq!(vmm.pass(), "passed");
+    let reloaded = ask(&bench, "reload", &["--force"]).unwrap();
+    assert_eq!(reloaded, "Removed: a, first\nUnchanged: 0\n");
+    await_leases(&bench, &[]);
+    vmm.await_failure();
+    vmm.kill();
+    server.stop();
+}
+
+#[test]
 fn a_guest_whose_server_ends_sees_its_drive_fail_and_not_hang() {
     for signal in ["TERM", "KILL"] {
         let bench = Bench::new();

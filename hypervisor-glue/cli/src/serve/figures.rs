@@ -50,10 +50,10 @@ impl Figures {
 }
 
 impl Figures {
-    /// Returns the room of all drives.
+    /// Returns the room of all drives, by namespaces.
     pub(super) fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, LeaseError> {
         let view = self.view();
-        let drives = view.drives.iter();
+        let drives = view.namespaces.iter();
         drives
             .map(|drive| DriveRoom::of(drive, &self.ledgers, unit))
             .collect()

@@ -857,6 +857,7 @@ impl Roster {
                 .map(|failed| failed.entry.clone())
                 .collect(),
             drives: self.drives.controllers(),
+            namespaces: self.drives.iter().map(|(_, drive)| drive.clone()).collect(),
         };
         // A view is replaced as a whole, so that a panic leaves none half made.
         let mut place = self.view.lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,7 +12,10 @@ use crate::function_thread::FunctionHandle;
 pub(super) struct View {
     pub(super) functions: Vec<(FunctionHandle, FunctionEntry)>,
     pub(super) failed: Vec<FunctionEntry>,
+    /// One drive of each host controller.
     pub(super) drives: Vec<Arc<Drive>>,
+    /// All drives: each namespace that is used.
+    pub(super) namespaces: Vec<Arc<Drive>>,
 }
 
 impl View {

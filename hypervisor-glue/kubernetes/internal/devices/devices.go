@@ -70,22 +70,42 @@ func Name(drive string) string {
 	return strings.TrimPrefix(fmt.Sprintf("%s-%08x", label, hash.Sum32()), "-")
 }
 
+// IsPhysical reports whether a drive is a PCI function, which can have several namespaces.
+func IsPhysical(drive string) bool {
+	return pciAddress.MatchString(drive)
+}
+
+// NameOf returns the name of the device of a namespace: that of its drive, with a number from the second namespace on.
+func NameOf(room server.Room) string {
+	if !IsPhysical(room.Drive) || room.NSID <= 1 {
+		return Name(room.Drive)
+	}
+	return fmt.Sprintf("%s-n%d", Name(room.Drive), room.NSID)
+}
+
 // isPublished reports whether claims can have parts of a drive: it outlives its server.
 func isPublished(drive string) bool {
 	return !strings.HasPrefix(drive, "memory:") && !strings.HasPrefix(drive, "null:")
 }
 
-// Of returns the devices of all drives, in the order of their names.
+// Of returns the devices of all namespaces of drives, in the order of their names.
 func Of(facts Facts, rates Rates) []resourceapi.Device {
-	rooms := make(map[string]server.Room, len(facts.Rooms))
+	rooms := make(map[string][]server.Room, len(facts.Rooms))
 	for _, room := range facts.Rooms {
-		rooms[room.Drive] = room
+		rooms[room.Drive] = append(rooms[room.Drive], room)
 	}
 	var all []resourceapi.Device
 	for _, drive := range facts.Drives {
-		room, known := rooms[drive.Path]
-		if known && isPublished(drive.Path) {
-			all = append(all, device(drive, room, facts, rates))
+		if !isPublished(drive.Path) {
+			continue
+		}
+		namespaces := rooms[drive.Path]
+		sort.Slice(namespaces, func(i, j int) bool { return namespaces[i].NSID < namespaces[j].NSID })
+		whole := rates
+		for _, room := range namespaces {
+			all = append(all, device(drive, room, facts, whole))
+			// The first has what is the drive's as a whole, so that the scheduler adds it up once.
+			drive.QueuePairs, whole = nil, Rates{}
 		}
 	}
 	sort.Slice(all, func(i, j int) bool { return all[i].Name < all[j].Name })
@@ -94,7 +114,7 @@ func Of(facts Facts, rates Rates) []resourceapi.Device {
 
 func device(drive server.Drive, room server.Room, facts Facts, rates Rates) resourceapi.Device {
 	device := resourceapi.Device{
-		Name:                     Name(drive.Path),
+		Name:                     NameOf(room),
 		AllowMultipleAllocations: new(true),
 		Attributes:               attributes(drive, room, facts),
 		Capacity: map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
@@ -129,7 +149,7 @@ func attributes(drive server.Drive, room server.Room, facts Facts) map[resourcea
 		health = healthFailed
 	}
 	kind := "software"
-	if pciAddress.MatchString(drive.Path) {
+	if IsPhysical(drive.Path) {
 		kind = "physical"
 	}
 	found := map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{
@@ -137,6 +157,9 @@ func attributes(drive server.Drive, room server.Room, facts Facts) map[resourcea
 		"health":  text(health),
 		"kind":    text(kind),
 		"lbaSize": {IntValue: new(room.LBABytes)},
+	}
+	if IsPhysical(drive.Path) && room.NSID > 0 {
+		found["namespace"] = resourceapi.DeviceAttribute{IntValue: new(room.NSID)}
 	}
 	for _, host := range facts.HostDrives {
 		if host.Address != drive.Path {

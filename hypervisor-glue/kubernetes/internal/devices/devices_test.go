@@ -80,6 +80,34 @@ func TestDrivesHaveCapacitiesAndAttributes(t *testing.T) {
 	}
 }
 
+func TestNamespacesOfADriveHaveDevicesOfTheirOwn(t *testing.T) {
+	found := facts()
+	found.Rooms[0].NSID = 1
+	second := server.Room{Drive: "0000:01:00.0", NSID: 2, Bytes: 50 * gib, LBABytes: 512, Unit: gib, Free: 50 * gib}
+	found.Rooms = append([]server.Room{second}, found.Rooms...)
+	all := Of(found, rates)
+	if len(all) != 3 || all[0].Name != "pci-0000-01-00-0" || all[1].Name != "pci-0000-01-00-0-n2" {
+		t.Fatalf("devices %v", all)
+	}
+	for index, value := range []string{"300Gi", "50Gi"} {
+		size := all[index].Capacity[names.Size]
+		if size.Value.String() != value || *all[index].Attributes["namespace"].IntValue != int64(index)+1 {
+			t.Errorf("device %v", all[index])
+		}
+	}
+	// They are those of the drive, and of each drive.
+	for _, name := range []resourceapi.QualifiedName{names.Queues, names.IOPS, names.Bandwidth} {
+		_, first := all[0].Capacity[name]
+		_, second := all[1].Capacity[name]
+		if !first || second {
+			t.Errorf("%s of the first: %t, of the second: %t", name, first, second)
+		}
+	}
+	if _, there := all[2].Capacity[names.IOPS]; !there {
+		t.Error("the next drive has no IOPS")
+	}
+}
+
 func TestWhatTheSchedulerCountsStaysInTheCapacity(t *testing.T) {
 	claim := names.Lease("00000000-0000-4000-8000-000000000001", 0)
 	gone := names.Lease("00000000-0000-4000-8000-000000000002", 0)

@@ -96,16 +96,16 @@ func (n *Node) state(ctx context.Context) (state, error) {
 	return state{rooms, functions}, nil
 }
 
-// has returns the drive on which the id has a lease or data, if it has any.
-func (s state) has(id string) (drive string, found bool) {
+// has returns the room of the namespace on which the id has a lease or data, if it has any.
+func (s state) has(id string) (room server.Room, found bool) {
 	for _, room := range s.rooms {
 		for _, use := range room.Uses {
 			if use.ID == id {
-				return room.Drive, true
+				return room, true
 			}
 		}
 	}
-	return "", false
+	return server.Room{}, false
 }
 
 // ids returns the leases of claims that have a function, a lease or data.
@@ -267,7 +267,7 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 	}
 	var room *server.Room
 	for i := range now.rooms {
-		if devices.Name(now.rooms[i].Drive) == result.Device {
+		if devices.NameOf(now.rooms[i]) == result.Device {
 			room = &now.rooms[i]
 		}
 	}
@@ -275,8 +275,14 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 		return none, fmt.Errorf("the server has no drive for device %s: give it to `nvme-mpt serve` with --drive", result.Device)
 	}
 	id := names.Lease(claim.UID, index)
-	if drive, found := now.has(id); found && drive != room.Drive {
-		return none, fmt.Errorf("its data is on drive %s, and it was allocated on %s: delete the claim to give the data up", drive, room.Drive)
+	if other, found := now.has(id); found && devices.NameOf(other) != result.Device {
+		return none, fmt.Errorf("its data is on drive %s, device %s, and it was allocated on %s, device %s: delete the claim to give the data up",
+			other.Drive, devices.NameOf(other), room.Drive, result.Device)
+	}
+	// Without it, the server takes the first namespace, whichever has the room.
+	var namespace int64
+	if devices.IsPhysical(room.Drive) {
+		namespace = room.NSID
 	}
 	amount := func(name resourceapi.QualifiedName) int64 {
 		quantity := result.ConsumedCapacity[name]
@@ -290,6 +296,7 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 		ID:        id,
 		Socket:    filepath.Join(n.claimFolder(claim.UID), strconv.Itoa(index), SocketName),
 		Drive:     room.Drive,
+		Namespace: namespace,
 		Size:      size,
 		Unit:      n.Server.Unit,
 		Reserve:   amount(names.Queues),

@@ -491,6 +491,31 @@ func TestDataOnAnotherDriveIsNotLeftBehind(t *testing.T) {
 	}
 }
 
+func TestAClaimGetsTheNamespaceWhoseRoomWasPublished(t *testing.T) {
+	b := newBench(t, testserver.Fake(t))
+	const drive = "0000:01:00.0"
+	testserver.Change(t, b.Server, func(state *testserver.State) {
+		state.Drives = append(state.Drives, server.Drive{Path: drive})
+		state.NSIDs = map[string]int64{drive: 2}
+	})
+	claim := forPod(b.claim(1, 3))
+	claim.Status.Allocation.Devices.Results[0].Device = devices.Name(drive) + "-n2"
+	b.prepare(t, claim)
+	state, err := testserver.Load(b.Server.StateDir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if options := state.Functions[0].Options; !strings.Contains(options, ",path="+drive+",namespace=2,") {
+		t.Errorf("options %s", options)
+	}
+	// The first namespace has another device, and no room here.
+	claim = forPod(b.claim(2, 3))
+	claim.Status.Allocation.Devices.Results[0].Device = devices.Name(drive)
+	if _, err := b.Prepare(t.Context(), claim); err == nil || !strings.Contains(err.Error(), "no drive for device") {
+		t.Errorf("the error is %v", err)
+	}
+}
+
 func TestAFunctionThatFailedIsReported(t *testing.T) {
 	b := newBench(t, testserver.Fake(t))
 	claim := forPod(b.claim(1, 3))

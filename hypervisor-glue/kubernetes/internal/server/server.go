@@ -29,9 +29,10 @@ type QueuePairs struct {
 	Reserved int64 `json:"reserved"`
 }
 
-// Room is the room of a drive, in bytes.
+// Room is the room of a namespace of a drive, in bytes. Only physical drives have other namespaces than 1.
 type Room struct {
 	Drive    string `json:"drive"`
+	NSID     int64  `json:"nsid"`
 	Bytes    int64  `json:"bytes"`
 	LBABytes int64  `json:"lba_bytes"`
 	Unit     int64  `json:"unit"`
@@ -96,6 +97,7 @@ type Options struct {
 	ID        string
 	Socket    string
 	Drive     string
+	Namespace int64
 	Size      int64
 	Unit      int64
 	Reserve   int64
@@ -129,6 +131,7 @@ func (o Options) String() string {
 	}
 	add("socket", o.Socket)
 	add("path", o.Drive)
+	number("namespace", o.Namespace)
 	add("id", o.ID)
 	number("size", o.Size)
 	number("unit", o.Unit)
@@ -167,7 +170,7 @@ func (s *Server) Drives(ctx context.Context) ([]Drive, error) {
 	return stats.Drives, err
 }
 
-// Rooms returns the room of each drive.
+// Rooms returns the room of each namespace of each drive.
 func (s *Server) Rooms(ctx context.Context) ([]Room, error) {
 	arguments := []string{"room", "--json"}
 	if s.Unit > 0 {

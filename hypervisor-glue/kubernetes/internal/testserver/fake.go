@@ -19,6 +19,8 @@ import (
 type State struct {
 	Drives     []server.Drive
 	HostDrives []server.HostDrive
+	// NSIDs has the namespaces of physical drives, by their paths.
+	NSIDs map[string]int64
 	// Bytes is the size of each drive, and Unit its unit.
 	Bytes, Unit int64
 	Functions   []Function
@@ -197,7 +199,7 @@ func (s *State) run(arguments []string) (any, error) {
 func (s *State) rooms() []server.Room {
 	var rooms []server.Room
 	for _, drive := range s.Drives {
-		room := server.Room{Drive: drive.Path, Bytes: s.Bytes, LBABytes: 512, Unit: s.Unit, Free: s.Bytes}
+		room := server.Room{Drive: drive.Path, NSID: s.NSIDs[drive.Path], Bytes: s.Bytes, LBABytes: 512, Unit: s.Unit, Free: s.Bytes}
 		for _, data := range s.Data {
 			if data.Drive == drive.Path {
 				room.Free -= data.Bytes

@@ -13,6 +13,9 @@ use crate::spec::identify::{Csi, IdentifyControllerNvm};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 
+/// Bytes of a range to deallocate that guests are advised where the drive has no limit: those of drives in files.
+const RANGE_ADVISED: u64 = 32 << 20;
+
 /// The NVM Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NvmCommands;
@@ -56,7 +59,13 @@ impl CommandSet for NvmCommands {
         if limits.offers(NvmOpcode::DATASET_MANAGEMENT) {
             // 256 ranges are what a command can have: no limit.
             id.dmrl = u8::try_from(limits.dsm_ranges_max).unwrap_or(0);
-            id.dmrsl = u32::try_from(limits.dsm_range_bytes_max >> lba_shift).unwrap_or(u32::MAX);
+            // A command over all blocks may take the drive longer than its supervisor waits, and a reset is one for all
+            // guests. It is advice alone, as guests with drivers from before version 2.0 look at no limit.
+            let range = match limits.dsm_range_bytes_max {
+                u64::MAX => RANGE_ADVISED,
+                bytes => bytes,
+            };
+            id.dmrsl = u32::try_from(range >> lba_shift).unwrap_or(u32::MAX);
         }
         let offered = Self::COMMANDS.iter().copied();
         CommandSetDescription {
@@ -86,5 +95,39 @@ impl CommandSet for NvmCommands {
     /// All but Copy, which may have changed its own source.
     fn is_repeatable(guest: &Sqe) -> bool {
         NvmOpcode(guest.opcode()) != NvmOpcode::COPY
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::FromBytes;
+
+    use super::*;
+    use crate::drive::HostController;
+    use crate::drive::idle::IdleController;
+    use crate::spec::identify::Oncs;
+
+    /// Returns the limit of a range that guests of a drive with such a limit are told, in bytes.
+    fn told(dsm_range_bytes_max: u64, lba_shift: u8) -> u64 {
+        let limits = Limits {
+            commands: Oncs(0).with_dsm(true),
+            dsm_range_bytes_max,
+            ..*IdleController::new().limits()
+        };
+        let set = NvmCommands::describe(&NvmFacts { limits, lba_shift });
+        let bytes = set.controller.to_bytes(size_of::<IdentifyControllerNvm>());
+        let id = IdentifyControllerNvm::read_from_bytes(&bytes).expect("its size");
+        u64::from(id.dmrsl) << lba_shift
+    }
+
+    #[test]
+    fn a_drive_that_deallocates_any_range_has_guests_told_of_a_limit() {
+        for lba_shift in [9, 12] {
+            assert_eq!(told(u64::MAX, lba_shift), RANGE_ADVISED);
+            // That of the drive, whichever it is.
+            for own in [1 << 20, 1 << 40] {
+                assert_eq!(told(own, lba_shift), own);
+            }
+        }
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -22,11 +23,15 @@ const FILES: usize = 2;
 
 /// Mappings of the IOMMU: IOVA to bytes and address.
 #[derive(Debug, Default)]
-struct Mapped(Mutex<BTreeMap<u64, (u64, usize)>>);
+struct Mapped {
+    maps: Mutex<BTreeMap<u64, (u64, usize)>>,
+    /// True if nothing can be unmapped.
+    keeps_all: AtomicBool,
+}
 
 impl Mapped {
     fn maps(&self) -> crate::memory::sync::MutexGuard<'_, BTreeMap<u64, (u64, usize)>> {
-        self.0.lock().expect("no panic")
+        self.maps.lock().expect("no panic")
     }
 
     /// The address that a device reaches at an IOVA.
@@ -52,6 +57,9 @@ impl Iommu for Mapped {
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
+        if self.keeps_all.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
         let unmapped = self.maps().remove(&iova);
         assert_eq!(unmapped.map(|(len, _)| len), Some(len), "what was mapped");
         Ok(())
@@ -238,28 +246,39 @@ impl Scene {
     }
 }
 
-#[test]
-fn memory_that_comes_back_before_its_last_command_has_ended_lies_elsewhere() {
-    let mut scene = Scene::new();
-    let map = |page| Step::Map {
+/// A page where the first file has it, too.
+fn map(page: u64) -> Step {
+    Step::Map {
         page,
         count: 1,
         file: 0,
         from: page,
         writable: true,
-    };
-    // The last two share IOVAs, so the third has a place beside the second.
+    }
+}
+
+/// A scene of three pages, of which the last one has a place beside the second.
+fn three_pages() -> Scene {
+    let mut scene = Scene::new();
     for page in 0..3 {
         scene.apply(page as usize, &map(page));
     }
-    let iova_of = |window: &DmaWindow, page: u64| {
-        let (gpa, mut hint) = (Gpa(page * PAGE_SIZE), RegionHint::default());
-        let table = window.table();
-        let iova = table.translate(gpa, PAGE_SIZE, Direction::ToGuest, &mut hint);
-        iova.expect("mapped").bits()
-    };
+    let [second, third] = [1, 2].map(|page| iova_of(&scene.window, page));
+    assert_eq!(third, second + PAGE_SIZE);
+    scene
+}
+
+fn iova_of(window: &DmaWindow, page: u64) -> u64 {
+    let (gpa, mut hint) = (Gpa(page * PAGE_SIZE), RegionHint::default());
+    let table = window.table();
+    let iova = table.translate(gpa, PAGE_SIZE, Direction::ToGuest, &mut hint);
+    iova.expect("mapped").bits()
+}
+
+#[test]
+fn memory_that_comes_back_before_its_last_command_has_ended_lies_elsewhere() {
+    let mut scene = three_pages();
     let before = iova_of(&scene.window, 2);
-    assert_eq!(before, iova_of(&scene.window, 1) + PAGE_SIZE);
     let waker = Waker::new().expect("eventfd");
     let UsedTable { table_use, .. } = scene.window.tables().register(waker);
     let unmapped = scene
@@ -279,6 +298,19 @@ fn memory_that_comes_back_before_its_last_command_has_ended_lies_elsewhere() {
     scene.apply(4, &map(9));
     assert_eq!(scene.iommu.reaches(before), None);
     scene.check();
+}
+
+#[test]
+fn memory_that_comes_back_where_the_iommu_keeps_it_lies_elsewhere() {
+    let mut scene = three_pages();
+    let before = iova_of(&scene.window, 2);
+    scene.iommu.keeps_all.store(true, Ordering::Relaxed);
+    let unmapped = scene.window.unmap(Gpa(2 * PAGE_SIZE), PAGE_SIZE);
+    assert_eq!(unmapped.expect("idle"), PAGE_SIZE);
+    scene.iommu.keeps_all.store(false, Ordering::Relaxed);
+    scene.model.remove(&2);
+    scene.apply(3, &map(2));
+    assert_ne!(iova_of(&scene.window, 2), before);
 }
 
 proptest! {

@@ -182,7 +182,7 @@ impl Extent {
 
     /// Returns the first IOVA of a place, if there are IOVAs for it.
     pub(super) fn iova_of(&self, place: &Place) -> Option<u64> {
-        let has_it = self.place.has(place);
+        let has_it = self.place.has(place) && !self.iova.is_stuck();
         has_it.then(|| self.iova.start() + (place.gpa - self.place.gpa))
     }
 }

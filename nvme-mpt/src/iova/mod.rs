@@ -302,6 +302,11 @@ impl IovaRange {
         self.start
     }
 
+    /// Returns whether some of it cannot be unmapped, so that no other memory may be mapped there.
+    pub(crate) fn is_stuck(&self) -> bool {
+        self.stuck.load(Ordering::Relaxed)
+    }
+
     /// Has the IOMMU, if there is one, map `part` of this memory from `iova` on. All of its
     /// addresses lie in this range. It stays mapped until the returned [`IovaPart`] is dropped. The
     /// memory must outlive that. `access` is the device's.
@@ -386,7 +391,7 @@ impl Drop for IovaPart {
 
 impl Drop for IovaRange {
     fn drop(&mut self) {
-        if self.stuck.load(Ordering::Relaxed) {
+        if self.is_stuck() {
             return;
         }
         let end = lock(&self.space.taken).parts.get(&self.start).copied();

@@ -208,10 +208,10 @@ fn read(queue: &mut QueuePair, memory: &GuestMemory, depth: u16, time: Duration)
         })
         .collect();
     let mut free: Vec<u16> = (0..depth).collect();
-    let mut submitted = vec![Instant::now(); depth.into()];
+    let mut submitted = vec![Instant::now(); usize::from(depth)];
     let mut latencies = Vec::new();
     let (mut next, begun) = (0_u64, Instant::now());
-    while begun.elapsed() < time || free.len() < depth.into() {
+    while begun.elapsed() < time || free.len() < usize::from(depth) {
         let goes_on = begun.elapsed() < time;
         while goes_on && let Some(cid) = free.pop() {
             let place = next % (BYTES / 4096) * 8;

@@ -221,7 +221,14 @@ mod tests {
         let error = pin.expect("a thread").expect_err("no such bit");
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
         let gone = std::thread::spawn(ThreadId::of_this_thread).join();
-        let error = gone.expect("a thread").processors().expect_err("it ended");
+        let gone = gone.expect("a thread");
+        // The kernel reports the end of a thread before it has taken the thread out of its table.
+        let error = loop {
+            match gone.processors() {
+                Ok(_) => std::thread::sleep(std::time::Duration::from_millis(1)),
+                Err(error) => break error,
+            }
+        };
         assert_eq!(error.raw_os_error(), Some(libc::ESRCH));
     }
 }

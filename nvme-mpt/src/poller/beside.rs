@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use log::{info, warn};
+use log::{debug, warn};
 
 use crate::clock::{Rate, Ticks};
 use crate::interrupt::InterruptVector;
@@ -66,8 +66,8 @@ impl Topology {
                 note(&mut topology.caches, last);
             }
         }
-        for entry in fs::read_dir(root.join("node")).into_iter().flatten() {
-            let Ok(entry) = entry else { continue };
+        let entries = fs::read_dir(root.join("node")).into_iter().flatten();
+        for entry in entries.flatten() {
             let name = entry.file_name();
             let number = name.to_str().and_then(|name| name.strip_prefix("node"));
             if let Some(number) = number.and_then(|number| number.parse().ok())
@@ -187,11 +187,12 @@ impl Beside {
         match run_on(&place) {
             Ok(()) => {
                 self.place = place;
+                // A guest chooses how often.
                 match (beside, thread) {
                     (Some(_), Some(ThreadId(thread))) => {
-                        info!("Poller {name} runs on {place} now, beside thread {thread}");
+                        debug!("Poller {name} runs on {place} now, beside thread {thread}");
                     }
-                    _ => info!("Poller {name} runs on {place} now: its vCPU has no place"),
+                    _ => debug!("Poller {name} runs on {place} now: its vCPU has no place"),
                 }
             }
             Err(error) if !self.refused => {

@@ -211,6 +211,7 @@ fn crowd(groups: &[Group], cpu: usize) -> Option<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
+    use std::time::Duration;
 
     use super::*;
     use crate::interrupt::InterruptVector;
@@ -378,7 +379,7 @@ mod tests {
             let Self { thread, orders, .. } = self;
             drop(orders);
             while thread.processors().is_ok() {
-                std::thread::yield_now();
+                std::thread::sleep(Duration::from_millis(1));
             }
         }
     }
@@ -386,7 +387,7 @@ mod tests {
     /// Waits until a poller's thread may run on such processors.
     fn await_place(poller: ThreadId, is_right: impl Fn(&ProcessorSet) -> bool) {
         while !is_right(&poller.processors().expect("it runs")) {
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 

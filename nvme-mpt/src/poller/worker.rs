@@ -133,7 +133,7 @@ impl std::fmt::Debug for Poller {
 }
 
 impl Poller {
-    pub(crate) fn start(
+    pub(super) fn start(
         name: &str,
         home: Home,
         spin: Spin,

@@ -269,9 +269,16 @@ impl InterruptVector {
         here || self.link.as_ref().is_some_and(|link| link.pending())
     }
 
-    /// Forgets a signal that waits, as a reset does.
+    /// Forgets a signal that waits, and that the level of the pin is high, as a reset does. A level that a VMM still has
+    /// high falls as ever, and is raised at the next signal.
     pub fn clear_pending(&self) {
-        self.state().pending = false;
+        {
+            let mut state = self.state();
+            state.pending = false;
+            if std::mem::take(&mut state.asserted) {
+                state.falls += 1;
+            }
+        }
         if let Some(link) = &self.link {
             link.clear_pending();
         }
@@ -419,6 +426,12 @@ mod tests {
         theirs.read().expect_err("masked");
         vector.set_register_masked(false);
         assert_eq!(theirs.read().expect("delivered"), 1);
+        // Reset while its level is high.
+        vector.clear_pending();
+        assert!(!vector.has_pin_interrupt());
+        theirs.read().expect_err("nothing was signalled since");
+        vector.signal();
+        assert_eq!(theirs.read().expect("raised"), 1);
         vector.set_pin(None);
         vector.signal();
         vector.signal();

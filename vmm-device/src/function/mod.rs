@@ -236,7 +236,7 @@ impl NvmeFunction {
     }
 
     /// As [`Self::write_config`]. Calls `route` before the write unmasks a vector, for a VMM to take over the messages
-    /// that vectors write from then on.
+    /// that vectors write from then on. After a Function Level Reset, no signal from before it goes that way.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config_routed(
         &mut self,
@@ -246,17 +246,16 @@ impl NvmeFunction {
     ) -> Vec<BarMove> {
         self.is_touched = true;
         let write = self.config.write(offset, data);
-        route(self);
-        if self.is_set_aside {
-            return write.moves;
-        }
-        if write.function_level_reset {
+        if write.function_level_reset && !self.is_set_aside {
             let deadline = self.deadline();
             // CSTS.CFS reports a failure.
             let _ = self.reset_controller(&deadline);
             self.resets.function_level += 1;
         }
-        self.follow_bus_master();
+        route(self);
+        if !self.is_set_aside {
+            self.follow_bus_master();
+        }
         write.moves
     }
 

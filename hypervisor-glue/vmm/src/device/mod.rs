@@ -300,6 +300,7 @@ impl FunctionDevice {
         let mut slot = self.shared.slot();
         let state = slot.function()?;
         let changed = change(&mut state.function);
+        state.routes.follow_all(&state.function);
         state.follow(&*self.shared.vmm);
         Some(changed)
     }

@@ -755,6 +755,43 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
 }
 
 #[test]
+fn resets_leave_the_pin_low_and_connected() {
+    type Reset = fn(&FunctionDevice);
+    let resets: [(&str, Reset); 2] = [
+        ("of the function", |device| {
+            // Device Control of the PCI Express capability: Initiate Function Level Reset.
+            configure(device, 0x68, &[0x10, 0xA8]);
+        }),
+        ("of the machine", |device| drop(device.reset())),
+    ];
+    for (what, reset) in resets {
+        let vmm = FakeVmm::default();
+        let pin = FakePin::new();
+        *vmm.0.pin.lock().unwrap() = Some(pin.share());
+        let device = device_in(&vmm, DoorbellMode::Shadow, "shared", Learning::default());
+        let signal = || with(&device, |function| function.vectors()[0].signal());
+        let has_interrupt = || {
+            let mut status = [0];
+            device.read_config(0x06, &mut status);
+            status[0] & 1 << 3 != 0
+        };
+        configure(&device, COMMAND.0, &COMMAND.1);
+        // A message that waits, as its entry is masked.
+        configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
+        signal();
+        reset(&device);
+        assert!(!pin.is_raised() && !has_interrupt(), "{what}");
+        signal();
+        assert!(pin.is_raised() && has_interrupt(), "{what}");
+        // A level that is high.
+        reset(&device);
+        assert!(!pin.is_raised() && !has_interrupt(), "{what}");
+        signal();
+        assert!(pin.is_raised(), "{what}");
+    }
+}
+
+#[test]
 fn a_function_has_no_pin_in_a_vmm_that_has_none() {
     let (device, asked) = device(DoorbellMode::Shadow);
     let mut interrupt_pin = [0xFF];

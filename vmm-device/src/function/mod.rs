@@ -375,18 +375,26 @@ impl NvmeFunction {
 
     /// The level of the pin has fallen at the VMM: the guest has acknowledged the interrupt.
     pub fn end_of_interrupt(&mut self) {
-        self.ring_admin();
-        let is_high = !self.rests && self.registers.is_running() && self.admin.has_unconsumed();
         if let Some(pin) = self.msix.vector(ADMIN_VECTOR) {
             pin.end_of_interrupt();
-            if is_high {
-                pin.signal();
-            }
         }
+        self.raise_pin();
         // Pollers look whether the guest has left entries of their queues.
         for (_, waker) in self.host.io_doorbells().wakers {
             // A counter that is full wakes as well.
             let _ = eventfd::signal(waker.eventfd());
+        }
+    }
+
+    /// Raises the pin while the guest has left entries of the admin queue, unless its level is high.
+    fn raise_pin(&mut self) {
+        // Its head may have moved on.
+        self.ring_admin();
+        let is_high = !self.rests && self.registers.is_running() && self.admin.has_unconsumed();
+        if let Some(pin) = self.msix.vector(ADMIN_VECTOR)
+            && is_high
+        {
+            pin.signal();
         }
     }
 
@@ -752,6 +760,11 @@ impl NvmeFunction {
                 if let Some(vector) = self.msix.vector(vector) {
                     vector.signal();
                 }
+            }
+            let pin = self.msix.vector(ADMIN_VECTOR);
+            if pin.is_some_and(|vector| vector.is_pin()) {
+                // Its level may have fallen meanwhile, when nothing raised it for what was left.
+                self.raise_pin();
             }
             // Admin commands may have come meanwhile. A counter that is full wakes as well.
             let _ = eventfd::signal(self.events_fd());

@@ -488,6 +488,32 @@ fn the_pin_is_high_while_the_guest_has_left_admin_completions() {
 }
 
 #[test]
+fn a_pin_that_fell_in_a_pause_rises_for_admin_completions_that_were_left() {
+    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    guest.function.set_pin(Some(PinFall::Acknowledgement));
+    let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+    guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
+    guest.submit(Sqe::new(0x7F));
+    assert!(pin.read().is_ok(), "raised");
+    guest.function.pause().expect("it rests");
+    guest.function.end_of_interrupt();
+    assert!(pin.read().is_err(), "it is paused");
+    guest.function.resume();
+    assert!(pin.read().is_ok(), "the guest has left the entry");
+    // Without Bus Master Enable it rests as well.
+    let _ = guest.function.write_config(4, &[0x02]);
+    guest.function.end_of_interrupt();
+    assert!(pin.read().is_err(), "it reads no memory");
+    let _ = guest.function.write_config(4, &[0x06]);
+    assert!(pin.read().is_ok(), "the guest has left the entry");
+    assert_ne!(guest.completion().status(), Status::SUCCESS);
+    guest.function.pause().expect("it rests");
+    guest.function.end_of_interrupt();
+    guest.function.resume();
+    assert!(pin.read().is_err(), "the entry is consumed");
+}
+
+#[test]
 fn interrupt_status_tells_of_the_pin() {
     let mut guest = Guest::ready(DoorbellMode::Shadow);
     guest.function.set_pin(Some(PinFall::Access));

@@ -54,9 +54,16 @@ impl Routes {
         Ok(routes)
     }
 
-    /// Makes the first vector the pin while the guest has enabled no messages, and a message otherwise.
+    /// Returns whether the first vector is connected as the pin.
+    pub(super) fn is_pin(&self) -> bool {
+        self.is_pin
+    }
+
+    /// Makes the first vector the pin while the guest has enabled no messages, and a message otherwise. A guest that was
+    /// saved where it was offered no pin has none here.
     fn follow_pin(&mut self, function: &NvmeFunction) {
-        let wanted = self.pin.as_ref().filter(|_| !function.sends_messages());
+        let may_be = function.has_pin() && !function.sends_messages();
+        let wanted = self.pin.as_ref().filter(|_| may_be);
         let is_pin = wanted.is_some();
         if is_pin == self.is_pin {
             return;
@@ -72,6 +79,8 @@ impl Routes {
                 function.set_pin(is_pin.then_some(PinFall::Acknowledgement));
                 vector.set_eventfd(Some(eventfd));
                 self.is_pin = is_pin;
+                // A message that is the same as before is not looked at again.
+                self.find_vcpus(function);
             }
             (Err(error), _) => {
                 log::error!("The guest's controller stays without interrupts: {error}");
@@ -133,6 +142,8 @@ impl Routes {
     pub(super) fn find_vcpus(&self, function: &NvmeFunction) {
         let vectors = (0..).zip(function.vectors()).zip(&self.told);
         for ((number, vector), told) in vectors {
+            let is_message = number != PIN_VECTOR || !self.is_pin;
+            let told = told.filter(|_| is_message);
             let message = told.and_then(|_| function.msix_message(number));
             vector.set_vcpu_thread(message.and_then(|message| self.vmm.vcpu_thread(message)));
         }

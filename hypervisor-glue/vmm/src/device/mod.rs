@@ -442,6 +442,8 @@ impl Controlled for &Shared {
             if ready.contains(&PIN_FALLEN)
                 && let Some(fallen) = &state.pin_fallen
                 && fallen.read().is_ok()
+                // Each function on the line is told, those that send messages too.
+                && state.routes.is_pin()
             {
                 state.function.end_of_interrupt();
             }

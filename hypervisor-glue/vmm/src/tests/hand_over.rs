@@ -332,3 +332,54 @@ fn what_could_not_be_had_again_is_not_handed_over() {
     device.resume().unwrap();
     with(&device, |function| assert!(!function.is_paused()));
 }
+
+#[test]
+fn the_pin_comes_back_with_the_drive() {
+    let host = Host::new();
+    let make = host.make();
+    let vmm = FakeVmm::default();
+    let pin = FakePin::new();
+    *vmm.0.pin.lock().unwrap() = Some(pin.share());
+    let function = make().unwrap();
+    let device = FunctionDevice::start("root", function, Arc::new(vmm.clone())).unwrap();
+    let device = device.remade_by(Remake::new(make, Duration::ZERO));
+    device.map_memory(host.region()).unwrap();
+    begin(&device);
+    let signal = || with(&device, |function| function.vectors()[0].signal());
+    signal();
+    assert!(pin.is_raised());
+    device.pause().unwrap();
+    device.hand_over().unwrap();
+    device.resume().unwrap();
+    // The level fell meanwhile, and nothing tells of that.
+    signal();
+    assert!(pin.is_raised());
+    pin.0[1].write(1).unwrap();
+    await_that("it stays high", nap, || {
+        !with(&device, |function| {
+            function.vectors()[0].has_pin_interrupt()
+        })
+    });
+    signal();
+    assert!(pin.is_raised());
+}
+
+#[test]
+fn a_guest_that_was_offered_no_pin_has_none_in_a_vmm_with_one() {
+    let host = Host::new();
+    let (device, asked) = host.vmm(Duration::ZERO).unwrap();
+    begin(&device);
+    device.pause().unwrap();
+    device.hand_over().unwrap();
+    let pin = FakePin::new();
+    *asked.pin.lock().unwrap() = Some(pin.share());
+    device.resume().unwrap();
+    for _ in 0..2 {
+        let mut interrupt_pin = [0xFF];
+        device.read_config(0x3D, &mut interrupt_pin);
+        assert_eq!(interrupt_pin, [0]);
+        with(&device, |function| function.vectors()[0].signal());
+        assert!(!pin.is_raised());
+        drop(device.reset());
+    }
+}

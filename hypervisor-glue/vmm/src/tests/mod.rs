@@ -23,6 +23,7 @@ use nvme_mpt::{
 use vm_device::DeviceMmio;
 use vm_device::bus::MmioAddress;
 use vmm_device::{Bar, MsixMasking, MsixMessage, NvmeFunction};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::{DeviceError, FunctionDevice, Pin, ThreadId, Vectors, Vmm, VmmError};
@@ -79,6 +80,15 @@ impl FakePin {
 
     fn is_raised(&self) -> bool {
         self.0[0].read().is_ok()
+    }
+
+    /// Returns whether the function has yet to be told that the level fell.
+    fn has_fallen(&self) -> bool {
+        let epoll = Epoll::new().unwrap();
+        let fallen = self.0[1].as_raw_fd();
+        let event = EpollEvent::new(EventSet::IN, 0);
+        epoll.ctl(ControlOperation::Add, fallen, event).unwrap();
+        epoll.wait(0, &mut [EpollEvent::default()]).unwrap() == 1
     }
 }
 
@@ -751,7 +761,28 @@ fn the_pin_is_raised_while_the_guest_has_enabled_no_messages() {
     configure(&device, MSIX_CONTROL.0, &[0, 0]);
     signal();
     assert!(pin.is_raised() && !asked.signalled(0));
-    drop(device);
+}
+
+#[test]
+fn a_function_that_sends_messages_leaves_the_interrupts_of_its_line_to_others() {
+    let vmm = FakeVmm::default();
+    let pin = FakePin::new();
+    *vmm.0.pin.lock().unwrap() = Some(pin.share());
+    let device = device_in(&vmm, DoorbellMode::Shadow, "shared", Learning::default());
+    device.map_memory(region()).unwrap();
+    begin(&device);
+    device.write_bar(Bar::Msix, 0, &0xFEE0_1000_u64.to_le_bytes());
+    device.write_bar(Bar::Msix, 8, &0x41_u64.to_le_bytes());
+    configure(&device, MSIX_CONTROL.0, &MSIX_CONTROL.1);
+    // The ring's content is a command, if a bad one, and its completion is left.
+    device.write_bar(Bar::Registers, DOORBELLS, &1_u32.to_le_bytes());
+    let idle = || std::thread::sleep(Duration::from_millis(1));
+    await_that("it is not told of", idle, || vmm.0.signalled(0));
+    pin.0[1].write(1).unwrap();
+    await_that("it is not read", idle, || !pin.has_fallen());
+    // The turn is over once the function can be had.
+    with(&device, |_| ());
+    assert!(!vmm.0.signalled(0) && !pin.is_raised());
 }
 
 #[test]

@@ -205,6 +205,11 @@ impl Vmm for KvmVmm {
         let Some(gsi) = self.intx else {
             return Ok(None);
         };
+        let action = || format!("connect INTx to pin {gsi}");
+        if gsi >= IOAPIC_PINS {
+            let source = format!("The I/O APIC has {IOAPIC_PINS} pins");
+            return Err(VmmError::new(action(), source));
+        }
         let eventfd = || EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC);
         let connect = || -> io::Result<KvmPin> {
             let (raise, fallen) = (eventfd()?, eventfd()?);
@@ -216,9 +221,7 @@ impl Vmm for KvmVmm {
                 fallen,
             })
         };
-        let pin = connect();
-        let pin =
-            pin.map_err(|error| VmmError::new(format!("connect INTx to pin {gsi}"), error))?;
+        let pin = connect().map_err(|error| VmmError::new(action(), error))?;
         Ok(Some(Box::new(pin)))
     }
 

@@ -58,7 +58,7 @@ impl ProcessorSet {
 
     /// Returns its processors, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = usize> {
-        (0..PROCESSORS_MAX).filter(|processor| self.contains(*processor))
+        (0..PROCESSORS_MAX).filter(move |processor| self.contains(*processor))
     }
 
     /// Returns the processors that are in both.

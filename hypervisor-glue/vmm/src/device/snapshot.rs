@@ -114,9 +114,10 @@ impl FunctionDevice {
         let State {
             function, routes, ..
         } = &mut **state;
-        let moves = function.restore(saved)?;
-        // No vector is raised before the function goes on.
+        let restored = function.restore(saved);
+        // No vector is raised before the function goes on. One that was refused is as after power-on.
         routes.follow_all(function);
+        let moves = restored?;
         state.follow(&*self.shared.vmm);
         Ok(moves)
     }

@@ -195,14 +195,16 @@ impl Beside {
                     _ => debug!("Poller {name} runs on {place} now: its vCPU has no place"),
                 }
             }
-            Err(error) if !self.refused => {
-                self.refused = true;
-                warn!(
-                    "Poller {name} stays on {}: not on {place}: {error}",
-                    self.place
-                );
+            Err(error) => {
+                if !self.refused {
+                    self.refused = true;
+                    warn!("Poller {name} cannot run on {place}: {error}");
+                }
+                // The vCPU may be where the poller is.
+                if self.place != self.home && run_on(&self.home).is_ok() {
+                    self.place = self.home;
+                }
             }
-            Err(_) => {}
         }
     }
 }

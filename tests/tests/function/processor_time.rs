@@ -72,6 +72,7 @@ impl Reading {
     fn check_since(&self, earlier: &Self) {
         let charged = self.0[1] - earlier.0[1];
         let (least, most) = (self.0[0] - earlier.0[2], self.0[2] - earlier.0[0]);
+        println!("{charged:.4} s are charged, and the kernel has {least:.4} s to {most:.4} s");
         assert!(
             charged >= least * (1.0 - TOLERANCE) && charged <= most * (1.0 + TOLERANCE),
             "{charged} s are charged, and the kernel has {least} s to {most} s"

@@ -201,15 +201,15 @@ impl Subject<'_> {
         Ok(self.vmm.guest().check(script, PATIENCE)?)
     }
 
-    /// Waits until the guest has a drive with this serial number, and sees that it is identified as what it
-    /// is. Returns what the guest calls its controller.
+    /// Waits until the guest has a drive with this serial number that can be opened, as its node may be there before that, and
+    /// sees that it is identified as what it is. Returns what the guest calls its controller.
     fn identify(&self, serial: &str, bytes: u64) -> Result<String, Failure> {
         let said = self.check(&format!(
             "for try in $(seq {TRIES}); do
                 for controller in /sys/class/nvme/*; do
                     name=${{controller##*/}}
                     [ \"$(tr -d ' ' 2>/dev/null <$controller/serial)\" = {serial} ] &&
-                        [ -b /dev/${{name}}n1 ] && break 2
+                        blockdev --getsize64 /dev/${{name}}n1 >/dev/null 2>&1 && break 2
                 done
                 sleep 0.1
             done

@@ -16,42 +16,18 @@ use std::time::{Duration, Instant};
 use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::memory::processors::{ThreadId, own_processors, pin_this_thread};
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::spec::ids::{Nsid, QueueId};
-use nvme_mpt::spec::registers::Doorbell as Register;
-use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, Gpa, HostSide, Learning, MemoryRegion, Pollers,
-    SqConfig,
-};
-use nvme_mpt_tests::bar::Bar;
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::{Attachment, AttachmentConfig, HostSide, Learning, Pollers};
+use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::Sqe;
-use nvme_mpt_tests::doorbell::{Doorbell, DoorbellBuffer};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::prp;
-use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
-use nvme_mpt_tests::registers::Cap;
+use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 
 const ENTRIES: u32 = 64;
 const BYTES: u64 = 64 << 20;
 const DEPTHS: [u16; 2] = [1, 32];
-
-/// Doorbell registers that trap into the attachment, as a VMM would have it.
-struct Trap(Arc<Attachment>);
-
-impl Bar for Trap {
-    fn read32(&self, _: u64) -> u32 {
-        u32::MAX
-    }
-    fn read64(&self, _: u64) -> u64 {
-        u64::MAX
-    }
-    fn write32(&self, offset: u64, value: u32) {
-        if let Some(doorbell) = self.0.doorbells().at_bar_offset(offset) {
-            self.0.ring_doorbell(doorbell, value);
-        }
-    }
-    fn write64(&self, _: u64, _: u64) {}
-}
 
 /// Observations of one run.
 #[derive(Clone, Copy)]
@@ -106,13 +82,15 @@ fn run(poll: &str, processor: usize, depth: u16, time: Duration) -> Seen {
     let vcpu = thread::spawn(move || {
         pin_this_thread(processor).unwrap();
         name.send(ThreadId::of_this_thread()).unwrap();
-        let (mut queue, memory): (QueuePair, GuestMemory) = given.recv().unwrap();
-        read(&mut queue, &memory, depth, time)
+        let (mut queue, guest): (QueuePair, AttachedGuest) = given.recv().unwrap();
+        read(&mut queue, guest.memory(), depth, time)
     });
     let vector = &attachment.shared().vectors[1];
     vector.set_vcpu_thread(Some(named.recv().unwrap()));
     // The poller is started here, and so with all processors, as in a VMM.
-    give.send(queue(&attachment)).unwrap();
+    let guest = AttachedGuest::new(attachment.clone(), 4 << 20);
+    let queue = guest.queue_pair(1, ENTRIES, Some(1));
+    give.send((queue, guest)).unwrap();
     let seen = vcpu.join().unwrap();
     attachment.reset().unwrap();
     seen
@@ -145,54 +123,6 @@ fn attachment(poll: &str) -> Arc<Attachment> {
         serial: None,
     };
     Arc::new(Attachment::new(config).unwrap())
-}
-
-/// Gives the attachment a guest's memory and a queue pair in it, with shadow doorbells.
-fn queue(attachment: &Arc<Attachment>) -> (QueuePair, GuestMemory) {
-    let memory = GuestMemory::new(&[(0, 4 << 20)]).unwrap();
-    let region = &memory.regions()[0];
-    let mapped = MemoryRegion {
-        gpa: Gpa(region.gpa),
-        len: region.len,
-        fd: memory.fd().try_clone_to_owned().unwrap(),
-        offset: region.fd_offset,
-        readable: true,
-        writable: true,
-    };
-    attachment.window().map(mapped).unwrap();
-    let bar: Arc<dyn Bar> = Arc::new(Trap(attachment.clone()));
-    let dstrd = attachment.doorbells().dstrd();
-    let buffer = DoorbellBuffer::new(&memory, Cap(u64::from(dstrd) << 32)).unwrap();
-    let buffer = Arc::new(buffer);
-    let pages = nvme_mpt::DoorbellBuffer {
-        shadow: Gpa(buffer.shadow().gpa()),
-        event_idx: Gpa(buffer.event_idx().gpa()),
-    };
-    attachment.set_doorbell_buffer(pages).unwrap();
-    let sq = memory.alloc(64 * ENTRIES as usize).unwrap();
-    let cq = memory.alloc(16 * ENTRIES as usize).unwrap();
-    let (qid, entries) = (QueueId(1), ENTRIES);
-    let config = CqConfig {
-        qid,
-        base: Gpa(cq.gpa()),
-        entries,
-        vector: Some(1),
-    };
-    attachment.create_cq(config).unwrap();
-    let config = SqConfig {
-        qid,
-        cqid: qid,
-        base: Gpa(sq.gpa()),
-        entries,
-    };
-    attachment.create_sq(config).unwrap();
-    let doorbell =
-        |register: Register| Doorbell::new(&bar, register.bar_offset(dstrd), false).unwrap();
-    let sq = SubmissionQueue::new(1, sq, ENTRIES, doorbell(Register::SqTail(qid)));
-    let cq = CompletionQueue::new(1, cq, ENTRIES, doorbell(Register::CqHead(qid)), None);
-    let mut queue = QueuePair::new(sq, cq);
-    queue.attach(&buffer);
-    (queue, memory)
 }
 
 /// Reads 4 KiB at a time in turn, with so many commands outstanding.

@@ -26,18 +26,14 @@ use nvme_mpt::poller::Threads;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
-use nvme_mpt::spec::registers::Doorbell as Register;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, Drive, EventReader, FunctionParts, Gpa, Learning,
-    MemoryRegion, PollPolicy, Pollers, SqConfig,
+    Attachment, AttachmentConfig, Drive, EventReader, FunctionParts, Learning, PollPolicy, Pollers,
 };
-use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
-use nvme_mpt_tests::doorbell::{Doorbell, DoorbellBuffer};
 use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
-use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
-use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
-use nvme_mpt_tests::registers::Cap;
+use nvme_mpt_tests::memory::DmaBuffer;
+use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_vfio::{ControllerOptions, VfioController};
@@ -242,24 +238,6 @@ const CASES: &[Case] = &[
     },
 ];
 
-/// Doorbell registers that trap into the attachment, as a VMM would have it.
-struct Trap(Arc<Attachment>);
-
-impl Bar for Trap {
-    fn read32(&self, _: u64) -> u32 {
-        u32::MAX
-    }
-    fn read64(&self, _: u64) -> u64 {
-        u64::MAX
-    }
-    fn write32(&self, offset: u64, value: u32) {
-        if let Some(doorbell) = self.0.doorbells().at_bar_offset(offset) {
-            self.0.ring_doorbell(doorbell, value);
-        }
-    }
-    fn write64(&self, _: u64, _: u64) {}
-}
-
 /// A guest's queue pair, the shadow queue that serves it, and the commands to submit.
 struct Lane {
     queue: QueuePair,
@@ -361,65 +339,16 @@ fn rig(case: &Case) -> Rig {
         false => FunctionParts::Own,
     };
     let attachment = Arc::new(Attachment::with_parts(config, parts).unwrap());
-    let memory = GuestMemory::new(&[(0, 1 << 30)]).unwrap();
-    let region = &memory.regions()[0];
-    attachment
-        .window()
-        .map(MemoryRegion {
-            gpa: Gpa(region.gpa),
-            len: region.len,
-            fd: memory.fd().try_clone_to_owned().unwrap(),
-            offset: region.fd_offset,
-            readable: true,
-            writable: true,
-        })
-        .unwrap();
-    let bar: Arc<dyn Bar> = Arc::new(Trap(attachment.clone()));
-    let cap = Cap(u64::from(attachment.doorbells().dstrd()) << 32);
-    let buffer = Arc::new(DoorbellBuffer::new(&memory, cap).unwrap());
-    attachment
-        .set_doorbell_buffer(nvme_mpt::DoorbellBuffer {
-            shadow: Gpa(buffer.shadow().gpa()),
-            event_idx: Gpa(buffer.event_idx().gpa()),
-        })
-        .unwrap();
+    let guest = AttachedGuest::new(attachment.clone(), 1 << 30);
     let blocks = attachment.namespace().blocks;
     let lanes: Vec<Lane> = (1..=case.queues)
         .map(|qid| {
-            let sq = memory.alloc(64 * ENTRIES as usize).unwrap();
-            let cq = memory.alloc(16 * ENTRIES as usize).unwrap();
-            let id = QueueId(qid);
-            let (base, entries) = (Gpa(cq.gpa()), ENTRIES);
-            attachment
-                .create_cq(CqConfig {
-                    qid: id,
-                    base,
-                    entries,
-                    vector: None,
-                })
-                .unwrap();
-            let base = Gpa(sq.gpa());
-            attachment
-                .create_sq(SqConfig {
-                    qid: id,
-                    cqid: id,
-                    base,
-                    entries,
-                })
-                .unwrap();
-            let doorbell = |register: Register| {
-                let offset = register.bar_offset(attachment.doorbells().dstrd());
-                Doorbell::new(&bar, offset, false).unwrap()
-            };
-            let sq = SubmissionQueue::new(qid, sq, ENTRIES, doorbell(Register::SqTail(id)));
-            let cq = CompletionQueue::new(qid, cq, ENTRIES, doorbell(Register::CqHead(id)), None);
-            let mut queue = QueuePair::new(sq, cq);
-            queue.attach(&buffer);
+            let queue = guest.queue_pair(qid, ENTRIES, None);
             let mut rng = Rng::new(u64::from(qid));
             let mut kept = Vec::new();
             let data: Vec<_> = (0..case.depth)
                 .map(|_| {
-                    let data = memory.alloc(case.size).unwrap();
+                    let data = guest.memory().alloc(case.size).unwrap();
                     let prp = nvme_mpt_tests::prp::buffer(&data, 0, case.size).unwrap();
                     kept.push(data);
                     kept.extend(prp.pages);
@@ -438,7 +367,7 @@ fn rig(case: &Case) -> Rig {
                     command.with_cid(i as u16).with_data(data[i % case.depth])
                 })
                 .collect();
-            let shadow = attachment.take_queue(id).unwrap();
+            let shadow = attachment.take_queue(QueueId(qid)).unwrap();
             Lane {
                 queue,
                 shadow,

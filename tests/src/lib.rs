@@ -29,6 +29,7 @@
 //! management.
 
 pub mod admin;
+pub mod attached;
 pub mod bar;
 pub mod command;
 pub mod completion;

@@ -322,10 +322,14 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
 /// Message of cargo-deny where it does not reach the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
-/// With the sources as they lie there, committed or not.
+/// With the sources as they lie there, committed or not. In a folder of its own, as cargo takes a crate that it built of an earlier commit for that of the present one: they have
+/// the same version.
 fn package(context: &mut Context) -> Result<(), VerifyError> {
+    let folder = crate::target_dir().join("packages");
+    process::run(Command::new("rm").args(["-rf", "--"]).arg(&folder))?;
     let mut command = context.cargo(&["package", "--workspace", "--allow-dirty"]);
     command.args(PRIVATE.map(|package| ["--exclude", package]).as_flattened());
+    command.arg("--target-dir").arg(folder);
     context.run(&mut command, Worth::One)
 }
 

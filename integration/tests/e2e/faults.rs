@@ -1,10 +1,11 @@
 //! Faults injected under load. The guest that has them recovers or reports as on hardware. Another
 //! guest on the same drive notices only what is the drive's as a whole.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use integration::guest::fio::Fio;
 use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig};
+use integration::progress::say;
 use integration::server::{FunctionOptions, Server};
 
 use crate::Group;
@@ -75,6 +76,7 @@ impl Scene {
         await_load(&self.faulty)?;
         std::thread::sleep(Duration::from_secs(2));
         let before = self.server.struck(&self.path)?;
+        let begun = Instant::now();
         self.inject(fault)?;
         await_that("a command to be struck", || {
             Ok(self.server.struck(&self.path)? > before)
@@ -83,6 +85,10 @@ impl Scene {
         end_load(&self.faulty)?;
         let output = self.faulty.finish(job, load.patience())?;
         load.report(&output.text)?;
+        say(&format!(
+            "        {fault:?}: the load ended {:.1?} later",
+            begun.elapsed()
+        ));
         let kernel = self.faulty.check("dmesg", PATIENCE)?;
         expect(kernel.contains(said), || {
             format!("After {fault}, the guest's kernel does not say \"{said}\":\n{kernel}")

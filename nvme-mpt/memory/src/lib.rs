@@ -13,8 +13,8 @@
 //! - [`crash`] counts crashes of the process for the work that caused them.
 //! - [`sync`] has the locks, channels, atomics and threads, and [`files`] the files of the ledger, which a simulator
 //!   replaces.
-//! - [`clock`] reads the time stamp counter. [`system`], [`processors`], [`file_system`], [`device_mapper`] and [`eventfd`] make the
-//!   system calls that std has no safe interface for.
+//! - [`clock`] reads the time stamp counter. [`system`], [`processors`], [`file_system`], [`device_mapper`] and
+//!   [`eventfd`] make the system calls that std has no safe interface for.
 //!
 //! No Rust reference to shared memory leaves the crate. The crate copies bytes in and out, and reads
 //! and writes words by volatile or atomic access. A word may change between two reads, so callers

@@ -637,20 +637,9 @@ impl Exclusive<'_> {
 
     /// Makes the names of the folder and of those above it durable, as far as this user may and their file systems can.
     fn sync_above(&self) -> io::Result<()> {
-        use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
         let path = std::path::absolute(&self.folder.path)?;
         for folder in path.ancestors().skip(1) {
-            match File::open(folder).and_then(|folder| folder.sync_all()) {
-                Err(error)
-                    if !matches!(
-                        error.kind(),
-                        InvalidInput | PermissionDenied | ReadOnlyFilesystem | Unsupported
-                    ) =>
-                {
-                    return Err(error);
-                }
-                _ => {}
-            }
+            files::sync_names(folder)?;
         }
         reached(Step::AboveSynced)
     }

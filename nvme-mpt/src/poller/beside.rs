@@ -38,7 +38,7 @@ struct Topology {
 }
 
 impl Topology {
-    /// Returns that of this host. What the kernel does not tell, as in a sandbox, is left out.
+    /// Returns that of this host. It lacks groups that the kernel does not tell, as in a sandbox.
     fn of_this_host() -> &'static Self {
         static HOST: OnceLock<Topology> = OnceLock::new();
         HOST.get_or_init(|| Self::read(Path::new("/sys/devices/system")))

@@ -2,7 +2,8 @@
 //!
 //! A poller owns its shadow queues and runs them in turn; a turn ends at 64 commands or 4 MiB. Without work it spins
 //! for a time that it [learns](crate::learn), and parks (`park.rs`). Doorbells that are only stored to while they are
-//! mapped cannot wake it, so it reads them by a timer. A poller with a processor of its vCPU to follow moves itself.
+//! mapped cannot wake it, so it reads them by a timer. A poller that
+//! follows a vCPU changes its own processors (`beside.rs`).
 
 mod affinity;
 mod beside;

@@ -51,7 +51,8 @@ pub enum Processors {
     Any,
     /// These, in turn; at least one.
     Named(Vec<usize>),
-    /// Those beside the vCPU that takes a queue's interrupts, as far as the VMM tells; else those of the drive's NUMA node.
+    /// Those beside the vCPU that takes a queue's interrupts, if the VMM tells it; else those of the drive's NUMA node. For
+    /// [`Placement::Dedicated`], as a shared poller works for many vCPUs.
     Vcpu,
 }
 

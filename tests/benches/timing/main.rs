@@ -23,18 +23,12 @@ use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::{Nsid, QueueId};
-use nvme_mpt::spec::registers::Doorbell as Register;
-use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, Gpa, Learning, MemoryRegion, PollPolicy, Pollers,
-    SqConfig,
-};
-use nvme_mpt_tests::bar::Bar;
+use nvme_mpt::{Attachment, AttachmentConfig, Learning, PollPolicy, Pollers};
+use nvme_mpt_tests::attached::AttachedGuest;
 use nvme_mpt_tests::command::{DataPointer, Sqe};
-use nvme_mpt_tests::doorbell::{Doorbell, DoorbellBuffer};
-use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::memory::DmaBuffer;
 use nvme_mpt_tests::prp;
-use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
-use nvme_mpt_tests::registers::Cap;
+use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::model::{NvmProfile, Profile, SsdProfile};
@@ -51,30 +45,12 @@ const TIME_MAX: f64 = 40.0;
 const AT_ONCE: &str = "model = \"nvm\"\nunits = 64\nstripe = \"4K\"\n\
     read = { latency = \"0ns\", bandwidth = \"1T\" }\nwrite = { latency = \"0ns\", bandwidth = \"1T\" }\n";
 
-/// Doorbell registers that trap into the attachment, as a VMM would have it.
-struct Trap(Arc<Attachment>);
-
-impl Bar for Trap {
-    fn read32(&self, _: u64) -> u32 {
-        u32::MAX
-    }
-    fn read64(&self, _: u64) -> u64 {
-        u64::MAX
-    }
-    fn write32(&self, offset: u64, value: u32) {
-        if let Some(doorbell) = self.0.doorbells().at_bar_offset(offset) {
-            self.0.ring_doorbell(doorbell, value);
-        }
-    }
-    fn write64(&self, _: u64, _: u64) {}
-}
-
 /// A guest's queue pair on a drive, and the shadow queue that serves it.
 struct Rig {
     attachment: Arc<Attachment>,
     queue: QueuePair,
     shadow: Box<ShadowQueue>,
-    memory: GuestMemory,
+    guest: AttachedGuest,
     kept: Vec<DmaBuffer>,
 }
 
@@ -110,23 +86,14 @@ impl Rig {
             serial: None,
         };
         let attachment = Arc::new(Attachment::new(config).unwrap());
-        let memory = GuestMemory::new(&[(0, 128 << 20)]).unwrap();
-        let region = &memory.regions()[0];
-        let mapped = MemoryRegion {
-            gpa: Gpa(region.gpa),
-            len: region.len,
-            fd: memory.fd().try_clone_to_owned().unwrap(),
-            offset: region.fd_offset,
-            readable: true,
-            writable: true,
-        };
-        attachment.window().map(mapped).unwrap();
-        let (queue, shadow) = queue(&attachment, &memory);
+        let guest = AttachedGuest::new(attachment.clone(), 128 << 20);
+        let queue = guest.queue_pair(1, ENTRIES, None);
+        let shadow = attachment.take_queue(QueueId(1)).unwrap();
         Self {
             attachment,
             queue,
             shadow,
-            memory,
+            guest,
             kept: Vec::new(),
         }
     }
@@ -134,7 +101,7 @@ impl Rig {
     /// Buffers for commands of some bytes.
     fn buffers(&mut self, depth: usize, bytes: usize) -> Vec<DataPointer> {
         let buffer = |_| {
-            let data = self.memory.alloc(bytes).unwrap();
+            let data = self.guest.memory().alloc(bytes).unwrap();
             let prepared = prp::buffer(&data, 0, bytes).unwrap();
             self.kept.push(data);
             self.kept.extend(prepared.pages);
@@ -188,42 +155,6 @@ impl Rig {
         self.attachment.give_queue_back(self.shadow).unwrap();
         self.attachment.reset().unwrap();
     }
-}
-
-fn queue(attachment: &Arc<Attachment>, memory: &GuestMemory) -> (QueuePair, Box<ShadowQueue>) {
-    let bar: Arc<dyn Bar> = Arc::new(Trap(attachment.clone()));
-    let dstrd = attachment.doorbells().dstrd();
-    let buffer = DoorbellBuffer::new(memory, Cap(u64::from(dstrd) << 32)).unwrap();
-    let buffer = Arc::new(buffer);
-    let pages = nvme_mpt::DoorbellBuffer {
-        shadow: Gpa(buffer.shadow().gpa()),
-        event_idx: Gpa(buffer.event_idx().gpa()),
-    };
-    attachment.set_doorbell_buffer(pages).unwrap();
-    let sq = memory.alloc(64 * ENTRIES as usize).unwrap();
-    let cq = memory.alloc(16 * ENTRIES as usize).unwrap();
-    let (qid, entries) = (QueueId(1), ENTRIES);
-    let config = CqConfig {
-        qid,
-        base: Gpa(cq.gpa()),
-        entries,
-        vector: None,
-    };
-    attachment.create_cq(config).unwrap();
-    let config = SqConfig {
-        qid,
-        cqid: qid,
-        base: Gpa(sq.gpa()),
-        entries,
-    };
-    attachment.create_sq(config).unwrap();
-    let doorbell =
-        |register: Register| Doorbell::new(&bar, register.bar_offset(dstrd), false).unwrap();
-    let sq = SubmissionQueue::new(1, sq, ENTRIES, doorbell(Register::SqTail(qid)));
-    let cq = CompletionQueue::new(1, cq, ENTRIES, doorbell(Register::CqHead(qid)), None);
-    let mut queue = QueuePair::new(sq, cq);
-    queue.attach(&buffer);
-    (queue, attachment.take_queue(qid).unwrap())
 }
 
 /// The device's part, under a name that callgrind can find.

@@ -139,7 +139,7 @@ pub struct NvmeFunction {
     pin_watch: PinWatch,
 }
 
-/// Returns whether the first of these vectors may be the pin.
+/// Returns whether a function with these vectors may have a pin.
 fn can_be_pin(vectors: &[Arc<InterruptVector>]) -> bool {
     vectors.iter().all(|vector| vector.can_be_pin())
 }

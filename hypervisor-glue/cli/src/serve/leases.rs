@@ -827,27 +827,53 @@ mod tests {
         drop(server);
     }
 
+    /// A table with a drive that is open, for a function of this user.
+    struct Bench {
+        table: Arc<LeaseTable>,
+        options: String,
+        peer: Peer,
+        _drive: Arc<Drive>,
+        _folder: tempfile::TempDir,
+    }
+
+    impl Bench {
+        /// A drive of so many bytes, and these options of the function beside its path.
+        fn new(bytes: u64, options: &str) -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let state = folder.path().join("state");
+            let ledgers = Arc::new(Ledgers::open(&state));
+            let table = LeaseTable::new(&state, SocketAccess::default(), ledgers, Pollers::new());
+            let drive = folder.path().join("drive.img");
+            fs::File::create(&drive).unwrap().set_len(bytes).unwrap();
+            let options = format!("path={},{options}", drive.display());
+            let function: FunctionOptions = options.parse().unwrap();
+            let opened = OpenDrives::default().open(&function, iter::once(&function), None);
+            let own = rustix::process::getuid().as_raw();
+            Self {
+                table,
+                options,
+                peer: Peer {
+                    pid: 1,
+                    uid: own,
+                    gid: own,
+                },
+                _drive: opened.unwrap(),
+                _folder: folder,
+            }
+        }
+    }
+
     #[test]
     fn a_function_that_brought_the_server_down_twice_gets_no_lease() {
-        let folder = tempfile::tempdir().unwrap();
-        let ledgers = Arc::new(Ledgers::open(&folder.path().join("state")));
-        let access = SocketAccess::default();
-        let state = folder.path().join("state");
-        let table = LeaseTable::new(&state, access, ledgers, Pollers::new());
-        let drive = folder.path().join("drive.img");
-        fs::File::create(&drive).unwrap().set_len(1 << 20).unwrap();
-        let options = &format!("path={},id=crashes", drive.display());
-        let function: FunctionOptions = options.parse().unwrap();
-        let opened = OpenDrives::default().open(&function, iter::once(&function), None);
-        let _drive = opened.unwrap();
+        let bench = Bench::new(1 << 20, "id=crashes");
+        let Bench {
+            table,
+            options,
+            peer,
+            ..
+        } = &bench;
         let stop = AtomicBool::new(false);
-        let own = rustix::process::getuid().as_raw();
-        let peer = Peer {
-            pid: 1,
-            uid: own,
-            gid: own,
-        };
-        let admit = |parts: Option<&KeptParts>| table.admit(0, peer, options, parts, &stop);
+        let admit = |parts: Option<&KeptParts>| table.admit(0, *peer, options, parts, &stop);
         let host = match admit(None) {
             Admission::Attached(host) => host,
             Admission::Refused(reason) => panic!("{reason}"),
@@ -879,24 +905,14 @@ mod tests {
 
     #[test]
     fn a_change_that_its_vmm_does_not_see_is_told_from_one_of_no_function() {
-        let folder = tempfile::tempdir().unwrap();
-        let state = folder.path().join("state");
-        let ledgers = Arc::new(Ledgers::open(&state));
-        let access = SocketAccess::default();
-        let table = LeaseTable::new(&state, access, ledgers, Pollers::new());
-        let drive = folder.path().join("drive.img");
-        fs::File::create(&drive).unwrap().set_len(4 << 20).unwrap();
-        let options = &format!("path={},id=a,size=1M,unit=1M", drive.display());
-        let function: FunctionOptions = options.parse().unwrap();
-        let opened = OpenDrives::default().open(&function, iter::once(&function), None);
-        let _drive = opened.unwrap();
-        let stop = AtomicBool::new(false);
-        let own = rustix::process::getuid().as_raw();
-        let peer = Peer {
-            pid: 1,
-            uid: own,
-            gid: own,
-        };
+        let bench = Bench::new(4 << 20, "id=a,size=1M,unit=1M");
+        let Bench {
+            table,
+            options,
+            peer,
+            ..
+        } = &bench;
+        let (peer, stop) = (*peer, AtomicBool::new(false));
         let (stream, _vmm) = UnixStream::pair().unwrap();
         let connection = Connection {
             stream,

@@ -1,6 +1,9 @@
 //! Files, folders and locks of the ledger: the standard library's and the kernel's, or those of a simulator
 //! (`cfg(simulation)`), whose disk loses what was not synced.
 
+use std::io;
+use std::path::Path;
+
 #[cfg(simulation)]
 pub mod simulated;
 
@@ -20,3 +23,22 @@ pub use self::simulated::{
     DirBuilder, File, MetadataExt, OpenOptions, create_dir_all, is_lock_excluded, metadata, read,
     read_dir, rename, set_permissions, try_lock, unlock,
 };
+
+/// Makes the names in a folder durable, as far as this user may and its file system can.
+///
+/// # Errors
+/// Returns the error of the disk or of the kernel.
+pub fn sync_names(folder: &Path) -> io::Result<()> {
+    use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
+    match File::open(folder).and_then(|folder| folder.sync_all()) {
+        Err(error)
+            if matches!(
+                error.kind(),
+                InvalidInput | PermissionDenied | ReadOnlyFilesystem | Unsupported
+            ) =>
+        {
+            Ok(())
+        }
+        synced => synced,
+    }
+}

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use log::error;
 
 use super::{Geometry, ZoneError};
+use nvme_mpt::memory::files::sync_names;
 use nvme_mpt::memory::{Access, Mapping, SharedWords};
 use nvme_mpt::range::Bytes;
 
@@ -212,24 +213,13 @@ fn allocate(file: &File, mapping: &Mapping) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Makes a file's name durable by a sync of its folder, as far as this user may and the file system can.
+/// Makes a file's name durable.
 fn sync_name(path: &Path) -> io::Result<()> {
-    use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
     let path = std::path::absolute(path)?;
     let Some(folder) = path.parent() else {
         return Ok(());
     };
-    match File::open(folder).and_then(|folder| folder.sync_all()) {
-        Err(error)
-            if !matches!(
-                error.kind(),
-                InvalidInput | PermissionDenied | ReadOnlyFilesystem | Unsupported
-            ) =>
-        {
-            return Err(error);
-        }
-        _ => {}
-    }
+    sync_names(folder)?;
     #[cfg(test)]
     SYNCED.with_borrow_mut(|synced| synced.push(folder.to_owned()));
     Ok(())

@@ -1,7 +1,7 @@
 //! Commands of a queue that wait before they start, in a line for each thing that they wait for.
 //!
-//! What the first one of a line does not get, none of the others gets. So a look at the lines costs the same however many
-//! commands wait.
+//! If the first command of a line is refused, all others of the line would be. So a look at the lines costs the same for any
+//! number of commands.
 
 use std::collections::VecDeque;
 

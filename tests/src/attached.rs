@@ -1,0 +1,117 @@
+//! A guest of an attachment without a function in front: its memory, its Doorbell Buffer and its queue pairs.
+
+use std::sync::Arc;
+
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell as Register;
+use nvme_mpt::{Attachment, CqConfig, Gpa, MemoryRegion, SqConfig};
+
+use crate::bar::Bar;
+use crate::doorbell::{Doorbell, DoorbellBuffer};
+use crate::memory::GuestMemory;
+use crate::queue::{CompletionQueue, QueuePair, SubmissionQueue};
+use crate::registers::Cap;
+
+/// Doorbell registers that trap into the attachment, as a VMM would have it.
+struct Trap(Arc<Attachment>);
+
+impl Bar for Trap {
+    fn read32(&self, _: u64) -> u32 {
+        u32::MAX
+    }
+
+    fn read64(&self, _: u64) -> u64 {
+        u64::MAX
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        if let Some(doorbell) = self.0.doorbells().at_bar_offset(offset) {
+            self.0.ring_doorbell(doorbell, value);
+        }
+    }
+
+    fn write64(&self, _: u64, _: u64) {}
+}
+
+/// The guest.
+pub struct AttachedGuest {
+    attachment: Arc<Attachment>,
+    memory: GuestMemory,
+    bar: Arc<dyn Bar>,
+    buffer: Arc<DoorbellBuffer>,
+}
+
+impl AttachedGuest {
+    /// Gives the attachment a guest with so many bytes of memory, and a Doorbell Buffer in it.
+    ///
+    /// # Panics
+    /// If the attachment refuses that.
+    #[must_use]
+    pub fn new(attachment: Arc<Attachment>, bytes: u64) -> Self {
+        let memory = GuestMemory::new(&[(0, bytes)]).unwrap();
+        let region = &memory.regions()[0];
+        let mapped = MemoryRegion {
+            gpa: Gpa(region.gpa),
+            len: region.len,
+            fd: memory.fd().try_clone_to_owned().unwrap(),
+            offset: region.fd_offset,
+            readable: true,
+            writable: true,
+        };
+        attachment.window().map(mapped).unwrap();
+        let cap = Cap(u64::from(attachment.doorbells().dstrd()) << 32);
+        let buffer = DoorbellBuffer::new(&memory, cap).unwrap();
+        let pages = nvme_mpt::DoorbellBuffer {
+            shadow: Gpa(buffer.shadow().gpa()),
+            event_idx: Gpa(buffer.event_idx().gpa()),
+        };
+        attachment.set_doorbell_buffer(pages).unwrap();
+        Self {
+            bar: Arc::new(Trap(attachment.clone())),
+            attachment,
+            memory,
+            buffer: Arc::new(buffer),
+        }
+    }
+
+    /// The guest's memory.
+    #[must_use]
+    pub fn memory(&self) -> &GuestMemory {
+        &self.memory
+    }
+
+    /// Creates a queue pair of so many entries, whose interrupts go by `vector`.
+    ///
+    /// # Panics
+    /// If the attachment refuses it.
+    #[must_use]
+    pub fn queue_pair(&self, qid: u16, entries: u32, vector: Option<u16>) -> QueuePair {
+        let attachment = &self.attachment;
+        let sq = self.memory.alloc(64 * entries as usize).unwrap();
+        let cq = self.memory.alloc(16 * entries as usize).unwrap();
+        let id = QueueId(qid);
+        let created = attachment.create_cq(CqConfig {
+            qid: id,
+            base: Gpa(cq.gpa()),
+            entries,
+            vector,
+        });
+        created.unwrap();
+        let created = attachment.create_sq(SqConfig {
+            qid: id,
+            cqid: id,
+            base: Gpa(sq.gpa()),
+            entries,
+        });
+        created.unwrap();
+        let doorbell = |register: Register| {
+            let offset = register.bar_offset(attachment.doorbells().dstrd());
+            Doorbell::new(&self.bar, offset, false).unwrap()
+        };
+        let sq = SubmissionQueue::new(qid, sq, entries, doorbell(Register::SqTail(id)));
+        let cq = CompletionQueue::new(qid, cq, entries, doorbell(Register::CqHead(id)), None);
+        let mut queue = QueuePair::new(sq, cq);
+        queue.attach(&self.buffer);
+        queue
+    }
+}

@@ -1,9 +1,11 @@
 //! Queue pairs that belong to leases, and queues that move between pairs under load.
 
-use nvme_mpt::drive::{QueuePairUse, ReserveError, ReservedPairs};
+use std::io;
+
+use nvme_mpt::drive::{QueuePairUse, Reservation, ReserveError, ReservedPairs};
 use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
-use nvme_mpt_tests::command::Sqe;
-use nvme_mpt_tests::drive::{NamespaceOptions, Options};
+use nvme_mpt_tests::command::{Sqe, admin};
+use nvme_mpt_tests::drive::{Effect, Fault, Meets, NamespaceOptions, Options};
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::status::SUCCESS;
 
@@ -38,6 +40,20 @@ fn usage(host: &Host) -> [u16; 4] {
         ..
     } = pairs;
     [reserved, exclusive, shared, pairs.free()]
+}
+
+/// Reserves pairs of a drive, which may be being reset.
+fn reserved(host: &Host, lease: &str, pairs: u16) -> Reservation {
+    let mut reservation = None;
+    wait_for("a reservation", || {
+        match host.drive.reserve(lease, pairs) {
+            Ok(made) => reservation = Some(made),
+            Err(ReserveError::Io(error)) if error.kind() == io::ErrorKind::ResourceBusy => {}
+            Err(error) => panic!("{error}"),
+        }
+        reservation.is_some()
+    });
+    reservation.expect("a reservation")
 }
 
 #[test]
@@ -213,8 +229,8 @@ fn reservations_come_and_go_under_load_while_the_drive_is_reset() {
         .collect();
     let mut rng = Rng::new(5);
     for round in 0..40 {
-        let one = host.drive.reserve("one", 1 + rng.below(2) as u16).unwrap();
-        let two = host.drive.reserve("two", 1 + rng.below(2) as u16).unwrap();
+        let one = reserved(&host, "one", 1 + rng.below(2) as u16);
+        let two = reserved(&host, "two", 1 + rng.below(2) as u16);
         drop(one);
         if round % 10 == 9 {
             let resets = host.incidents().resets;
@@ -232,5 +248,33 @@ fn reservations_come_and_go_under_load_while_the_drive_is_reset() {
         let (_, tally) = load.finish();
         assert_eq!(tally.failed, [], "{tally:?}");
     }
+    host.finish();
+}
+
+#[test]
+fn reservations_wait_for_no_reset() {
+    let host = host(4);
+    let load = Load::start(&host, &Setup::nth(0), 1, 8);
+    load.goes_on();
+    let before = host.drive.reserve("before", 2).unwrap();
+    // The reset waits for the answer to Number of Queues.
+    let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
+    host.model.inject(held);
+    host.model.fail();
+    wait_for("the reset", || host.model.counters().faults_met == 1);
+    let refused = host.drive.reserve("meanwhile", 1);
+    let Err(ReserveError::Io(error)) = &refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(error.to_string(), "The drive is being reset; try again");
+    drop(before);
+    assert_eq!(usage(&host), [0, 1, 0, 3]);
+    // Of an attempt that gets no answer, another one would follow.
+    assert_eq!(host.model.counters().enables, 2, "they waited");
+    host.model.let_go();
+    load.goes_on();
+    drop(reserved(&host, "after", 3));
+    let (_, tally) = load.finish();
+    assert_eq!(tally.failed, [], "{tally:?}");
     host.finish();
 }

@@ -185,11 +185,15 @@ impl Condvar {
         }
     }
 
-    /// Tells nobody: see [`Condvar`].
-    pub const fn notify_one(&self) {}
+    /// Has all actors that wait look again: see [`Condvar`].
+    pub fn notify_one(&self) {
+        acted();
+    }
 
-    /// Tells nobody: see [`Condvar`].
-    pub const fn notify_all(&self) {}
+    /// Has all actors that wait look again: see [`Condvar`].
+    pub fn notify_all(&self) {
+        acted();
+    }
 }
 
 /// As [`std::sync::WaitTimeoutResult`].

@@ -1,8 +1,8 @@
 //! A physical NVMe controller: bring-up, admin commands, queue pairs on demand, and recovery.
 //!
-//! Lock order: `pairs`, then `admin`, then that of the pairs' view, then a pair's own. A reset holds the first two
-//! throughout, so figures of the pairs take neither. The leases' lock comes before that of the namespaces, and no other is
-//! taken under the two. The threads that take them are the control
+//! Lock order: `pairs`, then `admin`, then that of the pairs' view, then a pair's own. A reset holds `admin` throughout. It
+//! marks `pairs` as being reset (`recovery.rs`): threads that need a new pair wait for the end of that. The leases' lock
+//! comes before that of the namespaces, and no other is taken under the two. The threads that take them are the control
 //! threads of the drive's users and the drive's supervisor; pollers take a pair's own lock alone.
 
 mod admin_queue;
@@ -110,6 +110,8 @@ struct PhysicalDrive {
     admin: Mutex<AdminQueue>,
     /// Notified when the drive rests no more.
     goes_on: Condvar,
+    /// Notified when a reset is over.
+    reset_over: Condvar,
     buffer: Option<DoorbellBuffer>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
@@ -294,6 +296,7 @@ impl PhysicalDrive {
             pairs: Mutex::new(pairs),
             admin: Mutex::new(admin),
             goes_on: Condvar::new(),
+            reset_over: Condvar::new(),
             buffer,
             gone: AtomicBool::new(false),
             reset_wanted: AtomicBool::new(false),
@@ -398,7 +401,7 @@ impl PhysicalDrive {
                 self.backing.name()
             );
         }
-        recovery::kill(&lock(&self.pairs));
+        recovery::kill(lock(&self.pairs).iter().map(|(_, pair)| pair));
         self.backing.release();
     }
 }

@@ -4,8 +4,8 @@
 //! drive is in use, and a queue that goes needs no admin command. Pairs can belong to one lease
 //! (`reservations.rs`).
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use log::warn;
@@ -26,7 +26,7 @@ use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostNamespace, QueuePairUse};
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
-use nvme_mpt::memory::sync::Mutex;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::spec::admin::{CreateIoCq, CreateIoSq, DeleteQueue, QueuePriority, SetFeatures};
 use nvme_mpt::spec::feature::{FeatureId, NumberOfQueues};
 use nvme_mpt::spec::ids::{CommandId, QueueId};
@@ -47,6 +47,9 @@ const RESTING_LOOKS: u32 = (REST.as_millis() / TICK.as_millis()) as u32;
 /// Attempts at a Flush that resets or Aborts take away.
 const FLUSH_ATTEMPTS: u32 = 5;
 
+/// Longest wait of a reservation for a reset. Changes of other drives' functions wait behind it.
+const RESET_PATIENCE: Duration = Duration::from_secs(2);
+
 /// Queue pairs that are asked for; the drive grants what it has.
 const WANTED: u16 = 1024;
 
@@ -60,9 +63,12 @@ pub(super) struct QueuePairs {
     pub(super) holders: Vec<Holder>,
     governor: Arc<Governor>,
     view: PairsView,
+    /// True throughout a reset, in which no pair is added.
+    pub(super) is_resetting: bool,
 }
 
-/// The pairs for those who count them. They do not wait for the lock of [`QueuePairs`], which is held throughout a reset.
+/// The pairs for those who count them. They do not wait for the lock of [`QueuePairs`], which is held while the drive creates
+/// a pair.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PairsView(Arc<Mutex<Counted>>);
 
@@ -128,6 +134,7 @@ impl QueuePairs {
             holders: Vec::new(),
             governor: Arc::new(governor),
             view: PairsView::default(),
+            is_resetting: false,
         };
         pairs.show();
         Ok(pairs)
@@ -160,6 +167,11 @@ impl QueuePairs {
     pub(super) fn iter(&self) -> impl Iterator<Item = (QueueId, &Pair)> {
         let pairs = self.pairs.iter().map(|owned| &owned.pair);
         (1..).map(QueueId).zip(pairs)
+    }
+
+    /// Returns clones of the pairs that were created, for use without the lock.
+    pub(super) fn all(&self) -> Vec<(QueueId, Pair)> {
+        self.iter().map(|(qid, pair)| (qid, pair.clone())).collect()
     }
 
     /// The pair with an identifier.
@@ -343,6 +355,28 @@ fn delete_one(
 }
 
 impl PhysicalDrive {
+    /// Returns the pairs, once no reset is under way.
+    fn pairs_after_reset(&self) -> MutexGuard<'_, QueuePairs> {
+        let pairs = lock(&self.pairs);
+        let pairs = self
+            .reset_over
+            .wait_while(pairs, |pairs| pairs.is_resetting);
+        pairs.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the pairs, unless a reset takes longer than [`RESET_PATIENCE`].
+    pub(super) fn pairs_soon(&self) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
+        let pairs = lock(&self.pairs);
+        let waited = self
+            .reset_over
+            .wait_timeout_while(pairs, RESET_PATIENCE, |pairs| pairs.is_resetting);
+        let (pairs, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match pairs.is_resetting {
+            true => Err(ControllerError::Resetting),
+            false => Ok(pairs),
+        }
+    }
+
     /// A free queue pair of the reservation, or one of one's own while there is one, else a share of the least used.
     pub(super) fn join_queue_pair(
         &self,
@@ -350,7 +384,7 @@ impl PhysicalDrive {
         namespace: &HostNamespace,
         lease: &Arc<LeaseShare>,
     ) -> Result<VfioQueue, ControllerError> {
-        let mut pairs = lock(&self.pairs);
+        let mut pairs = self.pairs_after_reset();
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }

@@ -5,18 +5,23 @@
 //! it may still write what they name. Each completes exactly once, with Command Interrupted, which
 //! a driver retries. Commands that the drive has not been given yet wait, and are given to it
 //! afterwards.
+//!
+//! A reset may take minutes, and does not hold the lock of the pairs meanwhile. Reservations end at once, and new ones are
+//! refused. A queue waits for its pair until the reset is over.
 
 use std::sync::atomic::Ordering;
 
 use log::{error, info, warn};
 
 use super::super::backing::Backing;
+use super::super::pair::Pair;
 use super::admin_queue::AdminQueue;
 use super::error::ControllerError;
-use super::queue_pairs::{self, QueuePairs};
+use super::queue_pairs;
 use super::registers::Registers;
 use super::{PhysicalDrive, lock, log_pages};
 use nvme_mpt::event::DriveEvent;
+use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::status::Status;
 
 /// Attempts at bringing a drive up again before it is given up.
@@ -42,9 +47,33 @@ pub(super) fn enable(
 }
 
 /// Every command ends, now and from now on. The drive must not be able to touch memory any more.
-pub(super) fn kill(pairs: &QueuePairs) {
-    for (_, pair) in pairs.iter() {
+pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a Pair>) {
+    for pair in pairs {
         pair.kill(FAILED);
+    }
+}
+
+/// A reset that is under way. The drive's pairs are these until it is dropped.
+struct Reset<'a> {
+    drive: &'a PhysicalDrive,
+    pairs: Vec<(QueueId, Pair)>,
+}
+
+impl<'a> Reset<'a> {
+    fn begin(drive: &'a PhysicalDrive) -> Self {
+        let mut pairs = lock(&drive.pairs);
+        pairs.is_resetting = true;
+        Self {
+            drive,
+            pairs: pairs.all(),
+        }
+    }
+}
+
+impl Drop for Reset<'_> {
+    fn drop(&mut self) {
+        lock(&self.drive.pairs).is_resetting = false;
+        self.drive.reset_over.notify_all();
     }
 }
 
@@ -54,11 +83,12 @@ impl PhysicalDrive {
         let name = self.backing.name();
         warn!("Drive {name} is reset: {cause}");
         self.counters.resets.fetch_add(1, Ordering::Relaxed);
-        let pairs = lock(&self.pairs);
-        // Admin commands fail from now on instead of waiting. One that creates a pair waits for the lock above.
+        let reset = Reset::begin(self);
+        let pairs = &reset.pairs;
+        // Admin commands fail from now on instead of waiting. No thread creates a pair during a reset.
         self.reset_wanted.store(true, Ordering::Release);
         let mut admin = lock(&self.admin);
-        for (_, pair) in pairs.iter() {
+        for (_, pair) in pairs {
             pair.stop();
         }
         for attempt in 1..=ATTEMPTS {
@@ -67,10 +97,10 @@ impl PhysicalDrive {
             }
             self.reset_wanted.store(true, Ordering::Release);
             let result = self.quiesce(attempt > 1).and_then(|()| {
-                for (_, pair) in pairs.iter() {
+                for (_, pair) in pairs {
                     pair.fail_in_flight(INTERRUPTED);
                 }
-                self.set_up(&pairs, &mut admin)
+                self.set_up(pairs, &mut admin)
             });
             match result {
                 Ok(()) => {
@@ -87,7 +117,6 @@ impl PhysicalDrive {
             }
         }
         drop(admin);
-        drop(pairs);
         self.give_up("it does not come back after a reset; check it, and start again");
     }
 
@@ -107,24 +136,28 @@ impl PhysicalDrive {
         self.registers.disable()
     }
 
-    fn set_up(&self, pairs: &QueuePairs, admin: &mut AdminQueue) -> Result<(), ControllerError> {
+    fn set_up(
+        &self,
+        pairs: &[(QueueId, Pair)],
+        admin: &mut AdminQueue,
+    ) -> Result<(), ControllerError> {
         enable(self.backing.as_ref(), &self.registers, admin)?;
         let granted = queue_pairs::set_number_of_queues(admin)?;
-        if usize::from(granted) < pairs.iter().count() {
+        if usize::from(granted) < pairs.len() {
             return Err(ControllerError::NoQueuePairs);
         }
         if let Some(buffer) = &self.buffer {
             buffer.configure(admin)?;
         }
-        for (qid, pair) in pairs.iter() {
-            queue_pairs::create(admin, qid, pair)?;
+        for (qid, pair) in pairs {
+            queue_pairs::create(admin, *qid, pair)?;
         }
         // What it refuses was logged when it was opened.
         log_pages::listen(admin, &self.identity.controller, log::Level::Debug)?;
         self.reset_wanted.store(false, Ordering::Release);
         // From here on commands go to the drive again.
-        for (qid, pair) in pairs.iter() {
-            pair.restart(self.doorbells(qid)?);
+        for (qid, pair) in pairs {
+            pair.restart(self.doorbells(*qid)?);
         }
         Ok(())
     }
@@ -132,9 +165,13 @@ impl PhysicalDrive {
     /// The drive is of no use any more: all commands fail, those of other drives are untouched.
     pub(super) fn give_up(&self, cause: &str) {
         error!("Drive {} is given up: {cause}", self.backing.name());
-        let pairs = lock(&self.pairs);
-        self.gone.store(true, Ordering::Release);
-        for (_, pair) in pairs.iter() {
+        let pairs = {
+            let pairs = lock(&self.pairs);
+            // No queue gets a pair from here on.
+            self.gone.store(true, Ordering::Release);
+            pairs.all()
+        };
+        for (_, pair) in &pairs {
             pair.stop();
         }
         // A drive that is still there must not touch memory any more: guests are told that the memory is theirs again.
@@ -144,8 +181,7 @@ impl PhysicalDrive {
         if !is_quiet {
             self.backing.release();
         }
-        kill(&pairs);
-        drop(pairs);
+        kill(pairs.iter().map(|(_, pair)| pair));
         self.tell(DriveEvent::Gone);
         // Last: the kernel resets what it is given back, and waits up to a minute for a function that
         // was pulled to answer.

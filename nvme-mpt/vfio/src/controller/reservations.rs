@@ -66,10 +66,10 @@ impl QueuePairs {
 }
 
 impl PhysicalDrive {
-    /// Makes pairs those of a lease. Returns the reservation's key.
+    /// Makes pairs those of a lease. Returns the reservation's key. A drive that is being reset refuses.
     fn reserve(&self, lease: &str, asked: u16) -> Result<u64, ReserveError> {
         let failed = |error: ControllerError| ReserveError::Io(error.into());
-        let mut pairs = lock(&self.pairs);
+        let mut pairs = self.pairs_soon().map_err(failed)?;
         if self.is_gone() {
             return Err(failed(ControllerError::Gone));
         }
@@ -98,12 +98,14 @@ impl PhysicalDrive {
         Ok(key)
     }
 
-    /// Ends a reservation. Its pairs go to the queues that share.
+    /// Ends a reservation. Its pairs go to the queues that share: after a reset, the supervisor gives them.
     fn release(&self, key: u64) {
         let mut pairs = lock(&self.pairs);
         pairs.holders.retain(|holder| holder.key != key);
         pairs.take_back(key);
-        pairs.even_out();
+        if !pairs.is_resetting {
+            pairs.even_out();
+        }
     }
 
     /// Gives pairs that became free to queues that share, and lends them those that rest.

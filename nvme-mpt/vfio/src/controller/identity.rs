@@ -29,6 +29,9 @@ const GUEST_MDTS: u8 = 8;
 /// Entries of a guest's queue at most: the host's queues are of their own size.
 const GUEST_ENTRIES: u32 = 4096;
 
+/// Logical block sizes that guests can be given, as powers of two, in ascending order.
+const LBA_SHIFTS: [u8; 2] = [9, 12];
+
 /// Namespaces of a drive that are looked at: a page of the list has as many.
 const NSIDS_PER_LIST: usize = 1024;
 
@@ -140,21 +143,27 @@ struct Namespaces {
     copy_ranges_max: u32,
     /// Writes that cross a boundary of one of them are not atomic.
     has_atomic_boundaries: bool,
+    /// Smallest logical block size as a power of two, in bytes.
+    lba_shift_min: u8,
 }
 
 /// Namespaces that can be shared, and their common facts; why the first of the others cannot be shared.
 type Found = (Vec<HostNamespace>, Namespaces, Option<ControllerError>);
 
 impl Namespaces {
+    /// Facts of no namespace yet.
+    const NONE: Self = Self {
+        deallocated_reads_zeroes: true,
+        copy_bytes_max: u64::MAX,
+        copy_ranges_max: u32::MAX,
+        has_atomic_boundaries: false,
+        lba_shift_min: LBA_SHIFTS[1],
+    };
+
     fn read(admin: &mut AdminQueue) -> Result<Found, ControllerError> {
         let mut list = [0_u32; NSIDS_PER_LIST];
         identify(admin, Cns::ACTIVE_NSID_LIST, Nsid(0), &mut list)?;
-        let mut common = Self {
-            deallocated_reads_zeroes: true,
-            copy_bytes_max: u64::MAX,
-            copy_ranges_max: u32::MAX,
-            has_atomic_boundaries: false,
-        };
+        let mut common = Self::NONE;
         let mut namespaces = Vec::new();
         let mut refused = None;
         for nsid in list.into_iter().take_while(|nsid| *nsid != 0).map(Nsid) {
@@ -182,6 +191,7 @@ impl Namespaces {
         self.copy_ranges_max = self.copy_ranges_max.min(u32::from(structure.msrc_z) + 1);
         // 0 is no boundary (NVM 1.0, section 2.1.4.3).
         self.has_atomic_boundaries |= structure.nabsn_z > 0 || structure.nabspf_z > 0;
+        self.lba_shift_min = self.lba_shift_min.min(lba_shift);
     }
 }
 
@@ -193,7 +203,7 @@ fn usable(nsid: Nsid, structure: &IdentifyNamespace) -> Result<HostNamespace, &'
     if format.ms() > 0 {
         return Err("its blocks have metadata");
     }
-    if !matches!(format.lbads(), 9 | 12) {
+    if !LBA_SHIFTS.contains(&format.lbads()) {
         return Err("its blocks are neither of 512 nor of 4096 bytes");
     }
     // Sizes in bytes are counted in 64 bits everywhere else.
@@ -238,9 +248,10 @@ fn limits(
         deallocated_reads_zeroes: common.deallocated_reads_zeroes,
         sgl_descriptors_max: if sgl { MAX_SGL_DESCRIPTORS } else { 0 },
         no_data_bytes_max: no_data_bytes_max(nvm, max_transfer),
+        // In logical blocks, of whichever namespace it is (NVM 1.0, section 4.1.5.4).
         dsm_range_bytes_max: match nvm.map_or(0, |nvm| nvm.dmrsl) {
             0 => u64::MAX,
-            blocks => u64::from(blocks) << 9,
+            blocks => u64::from(blocks) << common.lba_shift_min,
         },
         dsm_ranges_max: match nvm.map_or(0, |nvm| nvm.dmrl) {
             0 => 256,
@@ -315,12 +326,7 @@ mod tests {
     }
 
     fn common(structures: &[(IdentifyNamespace, u8)]) -> Namespaces {
-        let mut common = Namespaces {
-            deallocated_reads_zeroes: true,
-            copy_bytes_max: u64::MAX,
-            copy_ranges_max: u32::MAX,
-            has_atomic_boundaries: false,
-        };
+        let mut common = Namespaces::NONE;
         for (structure, lba_shift) in structures {
             common.take_in(structure, *lba_shift);
         }
@@ -361,6 +367,21 @@ mod tests {
         (normal.nabsn_z, power_fail.nabspf_z) = (31, 31);
         assert_eq!(promised(normal), (0, 0));
         assert_eq!(promised(power_fail), (0, 0));
+    }
+
+    #[test]
+    fn a_range_to_deallocate_may_have_as_many_blocks_as_the_drive_reports() {
+        let id = IdentifyController::new_zeroed();
+        let mut nvm = IdentifyControllerNvm::new_zeroed();
+        nvm.dmrsl = 2048;
+        let longest = |structures: &[(IdentifyNamespace, u8)]| {
+            limits(&id, Some(&nvm), &common(structures), u64::MAX).dsm_range_bytes_max
+        };
+        let (small, large) = ((namespace(9, 0), 9), (namespace(12, 0), 12));
+        assert_eq!(longest(&[small]), 2048 * 512);
+        assert_eq!(longest(&[large]), 2048 * 4096);
+        // Each namespace has one limit in bytes: that of the smallest blocks.
+        assert_eq!(longest(&[large, small]), 2048 * 512);
     }
 
     #[test]

@@ -689,7 +689,12 @@ impl NvmeFunction {
                 self.admin.enable(queues, &*self.host);
                 self.registers.enabled();
             }
-            Transition::Disable => self.registers.disabled(),
+            Transition::Disable => {
+                // The masks end with the reset. No queue has an entry for what they held back.
+                self.msix.clear_pending();
+                self.owed.clear();
+                self.registers.disabled();
+            }
             Transition::Shutdown(notification) => {
                 // A guest that is in a hurry does without, and a drive that is gone keeps nothing.
                 if notification == ShutdownNotification::NORMAL

@@ -465,6 +465,40 @@ fn intms_and_intmc_mask_all_but_msix() {
 }
 
 #[test]
+fn a_controller_reset_forgets_interrupts_that_were_held_back() {
+    const INTMS: u64 = 0x0C;
+    const CC: u64 = 0x14;
+    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    guest.function.set_pin(Some(PinFall::Acknowledgement));
+    let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+    guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
+    guest.write_register(INTMS, 1);
+    guest.submit(Sqe::new(0x7F));
+    assert!(pin.read().is_err(), "it is masked");
+    guest.write_register(CC, 0x0046_0000);
+    assert!(pin.read().is_err(), "there are no entries any more");
+    guest.enable();
+    assert!(pin.read().is_err(), "there are none yet");
+    guest.submit(Sqe::new(0x7F));
+    assert!(pin.read().is_ok(), "raised");
+    for masking in [MsixMasking::Function, MsixMasking::Client] {
+        let mut function = fixtures::function(DoorbellMode::Shadow, masking);
+        let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+        function.vectors()[1].set_eventfd(Some(interrupt.try_clone().expect("eventfd")));
+        // MSI with two messages.
+        let _ = function.write_config(0xA2, &[0x11]);
+        write_mask(&mut function, INTMS, 0b10);
+        function.vectors()[1].signal();
+        for cc in [0x0046_0001_u32, 0x0046_0000] {
+            function.write_bar(Bar::Registers, CC, &cc.to_le_bytes());
+        }
+        assert!(interrupt.read().is_err(), "{masking:?}");
+        function.vectors()[1].signal();
+        assert!(interrupt.read().is_ok(), "{masking:?}");
+    }
+}
+
+#[test]
 fn the_pin_is_high_while_the_guest_has_left_admin_completions() {
     let mut guest = Guest::ready(DoorbellMode::Shadow);
     guest.function.set_pin(Some(PinFall::Access));

@@ -171,10 +171,15 @@ impl Msix {
     /// set them.
     pub(crate) fn reset(&mut self) {
         self.table.fill(MsixMessage::RESET);
+        self.clear_pending();
+        self.apply(MsixControl::RESET);
+    }
+
+    /// Forgets interrupts that did not reach the guest.
+    pub(crate) fn clear_pending(&self) {
         for vector in &self.vectors {
             vector.clear_pending();
         }
-        self.apply(MsixControl::RESET);
     }
 
     /// Table and pending bits, for a snapshot.

@@ -11,8 +11,10 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
+use nvme_mpt::memory::clock;
 use nvme_mpt::{DoorbellMode, Gpa};
 use nvme_mpt_fuzz::{Fixture, Input, RINGS};
 use vmm_device::{Bar, MsixMasking};
@@ -34,7 +36,12 @@ fn fixture(choice: u8) -> Fixture {
         2 => DoorbellMode::Mapped,
         _ => DoorbellMode::Trap,
     };
-    Fixture::new(mode, MsixMasking::Client)
+    let fixture = Fixture::new(mode, MsixMasking::Client);
+    // Data of commands is waited for if it may have gone with a change of the memory.
+    while fixture.function.memory().quiet_for() <= Duration::from_secs(1) {
+        clock::sleep(Duration::from_millis(10));
+    }
+    fixture
 }
 
 fn enable(fixture: &mut Fixture) {

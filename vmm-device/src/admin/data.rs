@@ -3,7 +3,7 @@
 //! SGLs are not for admin commands on PCIe (Base 2.0, section 3.3.3.1, PSDT).
 
 use nvme_mpt::{
-    Gpa, GuestMemory,
+    DmaError, Gpa, GuestMemory,
     spec::{
         dma::{PrpEntry, PrpList},
         sqe::Sqe,
@@ -12,11 +12,18 @@ use nvme_mpt::{
 };
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::failure::Failure;
+
 /// CC.MPS is 0, the only value that CAP offers.
 const PAGE_SHIFT: u32 = 12;
 
 /// A part of a data buffer that lies in one memory page.
 type Segment = (Gpa, usize);
+
+/// Returns the failure of an access to memory that is not there.
+fn not_mapped(_: DmaError) -> Failure {
+    Failure::NotMapped(Status::DATA_TRANSFER_ERROR)
+}
 
 /// Buffer that the data of one admin command goes to or comes from.
 pub(super) struct DataBuffer<'a> {
@@ -37,26 +44,22 @@ impl<'a> DataBuffer<'a> {
     }
 
     /// Writes the beginning of the buffer, or all of it.
-    pub(super) fn write(&self, data: &[u8]) -> Result<(), Status> {
+    pub(super) fn write(&self, data: &[u8]) -> Result<(), Failure> {
         let mut rest = data;
         for (gpa, length) in self.segments(data.len() as u64)? {
             let (here, after) = rest.split_at(length);
-            self.memory
-                .write(gpa, here)
-                .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+            self.memory.write(gpa, here).map_err(not_mapped)?;
             rest = after;
         }
         Ok(())
     }
 
     /// Reads the beginning of the buffer, or all of it.
-    pub(super) fn read(&self, data: &mut [u8]) -> Result<(), Status> {
+    pub(super) fn read(&self, data: &mut [u8]) -> Result<(), Failure> {
         let mut rest = data;
         for (gpa, length) in self.segments(rest.len() as u64)? {
             let (here, after) = rest.split_at_mut(length);
-            self.memory
-                .read(gpa, here)
-                .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+            self.memory.read(gpa, here).map_err(not_mapped)?;
             rest = after;
         }
         Ok(())
@@ -64,7 +67,7 @@ impl<'a> DataBuffer<'a> {
 
     /// The first `wanted` bytes of the buffer, page by page. A PRP list is read once, and only as
     /// far as they need it.
-    fn segments(&self, wanted: u64) -> Result<Vec<Segment>, Status> {
+    fn segments(&self, wanted: u64) -> Result<Vec<Segment>, Failure> {
         let [first, second] = self.prp;
         let wanted = wanted.min(self.length);
         if wanted == 0 {
@@ -72,7 +75,7 @@ impl<'a> DataBuffer<'a> {
             return Ok(Vec::new());
         }
         if !first.is_dword_aligned() {
-            return Err(Status::PRP_OFFSET_INVALID);
+            return Err(Status::PRP_OFFSET_INVALID.into());
         }
         let offset = first.offset(PAGE_SHIFT);
         let pages = PrpEntry::pages(offset, self.length, PAGE_SHIFT);
@@ -90,7 +93,7 @@ impl<'a> DataBuffer<'a> {
                 break;
             }
             if index > 0 && prp.offset(PAGE_SHIFT) != 0 {
-                return Err(Status::PRP_OFFSET_INVALID);
+                return Err(Status::PRP_OFFSET_INVALID.into());
             }
             let here = left.min(prp.bytes_to_page_end(PAGE_SHIFT));
             // At most a memory page.
@@ -101,7 +104,7 @@ impl<'a> DataBuffer<'a> {
     }
 
     /// The first `wanted` of `entries` entries of a PRP list.
-    fn list(&self, list: PrpEntry, entries: u64, wanted: u64) -> Result<Vec<PrpEntry>, Status> {
+    fn list(&self, list: PrpEntry, entries: u64, wanted: u64) -> Result<Vec<PrpEntry>, Failure> {
         let mut list = PrpList::new(list, entries, PAGE_SHIFT);
         let mut found = Vec::new();
         loop {
@@ -112,7 +115,7 @@ impl<'a> DataBuffer<'a> {
             let mut here = vec![PrpEntry::new_zeroed(); length as usize];
             self.memory
                 .read(Gpa(page.at), here.as_mut_slice().as_mut_bytes())
-                .map_err(|_| Status::DATA_TRANSFER_ERROR)?;
+                .map_err(not_mapped)?;
             if missing <= page.of_data() {
                 found.append(&mut here);
                 return Ok(found);

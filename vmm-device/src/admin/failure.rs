@@ -7,6 +7,9 @@ use nvme_mpt::{QueueError, spec::status::Status};
 pub(super) enum Failure {
     /// The command fails, and the controller goes on.
     Command(Status),
+    /// The command's data is in memory that is not there, and that the VMM may bring back. The command fails with this
+    /// status if it does not.
+    NotMapped(Status),
     /// The command was to change an I/O queue, whose commands in flight did not end in time. The queue takes no more
     /// commands, so the controller fails with it.
     QueueLost(QueueError),
@@ -16,7 +19,7 @@ impl Failure {
     /// Returns the status that completes the command.
     pub(super) fn status(&self) -> Status {
         match self {
-            Self::Command(status) => *status,
+            Self::Command(status) | Self::NotMapped(status) => *status,
             Self::QueueLost(_) => Status::INTERNAL_ERROR,
         }
     }

@@ -82,12 +82,15 @@ pub(crate) struct Admin {
     rings: Option<AdminRings>,
     /// Wait for memory of the rings.
     suspension: Suspension,
+    /// Wait for memory of a command's data. The command is postponed meanwhile.
+    data_suspension: Suspension,
     /// Completions that were not posted yet, in order. No command is taken while there are any,
     /// so there are never more than an abort makes.
     unposted: VecDeque<Completion>,
     /// The process before may have posted the first of them, and the guest may have consumed it.
     may_be_posted: bool,
-    /// A command whose host side went while it was carried out. The next one carries it out.
+    /// A command that is carried out again: by the next host side if the one before went meanwhile, or once its data's
+    /// memory is back.
     postponed: Option<Sqe>,
     features: Features,
     events: AsyncEvents,
@@ -121,6 +124,7 @@ impl Admin {
         Self {
             rings: None,
             suspension: Suspension::default(),
+            data_suspension: Suspension::default(),
             unposted: VecDeque::new(),
             may_be_posted: false,
             postponed: None,
@@ -157,6 +161,7 @@ impl Admin {
     pub(crate) fn reset(&mut self) {
         self.rings = None;
         self.suspension.end();
+        self.data_suspension.end();
         self.unposted.clear();
         self.may_be_posted = false;
         self.postponed = None;
@@ -168,9 +173,9 @@ impl Admin {
         self.queues = KeptQueues::default();
     }
 
-    /// Returns whether the memory of the rings has to be looked for every [`LOOK_INTERVAL`].
+    /// Returns whether the memory of the rings, or of a command's data, has to be looked for every [`LOOK_INTERVAL`].
     pub(crate) fn waits_for_memory(&self) -> bool {
-        self.suspension.is_on()
+        self.suspension.is_on() || self.data_suspension.is_on()
     }
 
     /// I/O queues that the guest has created.
@@ -405,7 +410,7 @@ impl Admin {
         }
     }
 
-    /// Carries out one command and notes its completion, or that it waits for the next host side.
+    /// Carries out one command and notes its completion, or that it waits for the next host side or its data's memory.
     fn carry_out(&mut self, sqe: &Sqe, controller: Controller<'_>) {
         let cid = sqe.cid();
         let host = controller.host;
@@ -419,6 +424,11 @@ impl Admin {
             },
             // Another process may be back by now. Its event leads here again.
             Err(_) if host.is_away() || host.successors() != successors => {
+                self.postponed = Some(*sqe);
+                return;
+            }
+            // It has changed nothing yet.
+            Err(Failure::NotMapped(_)) if !self.is_data_gone_for_good(controller) => {
                 self.postponed = Some(*sqe);
                 return;
             }
@@ -445,7 +455,14 @@ impl Admin {
                 }
             }
         };
+        self.data_suspension.end();
         self.unposted.push_back(completion);
+    }
+
+    /// Returns whether memory of a command's data, which is not there, is waited for no longer.
+    fn is_data_gone_for_good(&mut self, controller: Controller<'_>) -> bool {
+        let (now, quiet) = (self.clock.now(), controller.shared.memory.quiet_for());
+        self.data_suspension.is_over_for_data(now, quiet)
     }
 
     fn execute(&mut self, sqe: &Sqe, controller: Controller<'_>) -> Result<Outcome, Failure> {
@@ -520,7 +537,7 @@ impl Admin {
         request: &LogPageRequest,
         sqe: &Sqe,
         controller: Controller<'_>,
-    ) -> Result<(), Status> {
+    ) -> Result<(), Failure> {
         let Controller {
             host,
             facts,

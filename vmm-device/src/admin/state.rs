@@ -21,8 +21,9 @@ impl Admin {
     pub(super) fn save_with(&self, rings: Option<&AdminRings>) -> AdminState {
         let Self {
             rings: _,
-            // The wait begins anew in the next process.
+            // The waits begin anew in the next process.
             suspension: _,
+            data_suspension: _,
             unposted,
             // Whoever restores completions takes it so.
             may_be_posted: _,

@@ -114,7 +114,7 @@ pub struct NvmeFunction {
     shared: SharedParts,
     host: Arc<dyn HostSide>,
     facts: LeaseFacts,
-    clock: Arc<dyn WaitClock>,
+    pub(crate) clock: Arc<dyn WaitClock>,
     admin_doorbell_exits: u64,
     /// Counted once they are done: an access that the next process carries out again counts once.
     resets: ResetStats,
@@ -531,7 +531,7 @@ impl NvmeFunction {
 
     /// Returns the interval at which [`Self::process_events`] is to be called although [`Self::events_fd`] is
     /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it, one whose pin
-    /// falls by an access, and one whose admin queues wait for memory that the VMM has unmapped.
+    /// falls by an access, and one whose admin queues or commands wait for memory that the VMM has unmapped.
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
         if !self.registers.is_running() || self.rests {

@@ -3,11 +3,12 @@
 use std::{os::fd::OwnedFd, sync::Mutex, thread, time::Duration};
 
 use nvme_mpt::spec::{sqe::Sqe, status::Status};
+use nvme_mpt::{Gpa, MemoryRegion};
 use vm_device::DeviceMmio;
 use vmm_sys_util::eventfd::EFD_NONBLOCK;
 
 use super::*;
-use crate::fixtures::{self, DATA, Guest, MEMORY, QUEUE_PAIRS};
+use crate::fixtures::{self, DATA, Guest, MEMORY, NOWHERE, QUEUE_PAIRS};
 
 const IO_CQ: u64 = DATA + 0x10_0000;
 const IO_SQ: u64 = DATA + 0x11_0000;
@@ -328,6 +329,75 @@ fn admin_queues_that_stay_unmapped_fail_the_controller() {
     // It takes a reset to go on.
     guest.write_register(0x14, 0);
     assert_eq!(guest.csts(), 0);
+}
+
+/// Memory beside the guest's, for data alone.
+fn data_memory() -> MemoryRegion {
+    MemoryRegion {
+        gpa: Gpa(NOWHERE),
+        len: MEMORY.end - MEMORY.start,
+        fd: fixtures::guest_memory(),
+        offset: 0,
+        readable: true,
+        writable: true,
+    }
+}
+
+#[test]
+fn the_data_of_an_admin_command_waits_to_be_mapped_again() {
+    let identify = Sqe {
+        dptr: [NOWHERE, 0],
+        ..identify()
+    };
+    loop {
+        let mut guest = Guest::ready(DoorbellMode::Trap);
+        let interval = guest.function.events_interval();
+        guest.function.host().map(data_memory()).expect("mapped");
+        let len = MEMORY.end - MEMORY.start;
+        let unmapped = guest.function.host().unmap(Gpa(NOWHERE), len);
+        assert_eq!(unmapped.expect("unmapped"), len);
+        let cid = guest.submit(identify);
+        if let Some(cqe) = guest.peek() {
+            // Data is waited for by the time since the last change, and the machine stood still for as long.
+            let quiet = guest.function.memory().quiet_for();
+            assert!(quiet > Duration::from_secs(1), "{cqe:?}");
+            continue;
+        }
+        assert_eq!(guest.csts(), 1);
+        assert_eq!(guest.function.events_interval(), Some(LOOK_INTERVAL));
+        guest.function.host().map(data_memory()).expect("mapped");
+        guest.function.process_events();
+        let cqe = guest.completion();
+        assert_eq!((cqe.cid(), cqe.status()), (cid, Status::SUCCESS));
+        assert_ne!(guest.read_memory(NOWHERE, 4096), [0; 4096]);
+        assert_eq!(guest.function.events_interval(), interval);
+        assert_eq!(guest.function.admin_stats().commands, 1);
+        return;
+    }
+}
+
+#[test]
+fn data_that_stays_unmapped_fails_the_command_alone() {
+    let mut guest = Guest::ready(DoorbellMode::Trap);
+    let nowhere = Sqe {
+        dptr: [NOWHERE, 0],
+        ..identify()
+    };
+    let cids = [guest.enqueue(nowhere), guest.enqueue(identify())];
+    guest.ring();
+    guest.function.clock.sleep(Duration::from_secs(31));
+    guest.function.process_events();
+    let failed = guest.completion();
+    let failure = Status::DATA_TRANSFER_ERROR.with_dnr(true);
+    assert_eq!((failed.cid(), failed.status()), (cids[0], failure));
+    let next = guest.completion();
+    assert_eq!((next.cid(), next.status()), (cids[1], Status::SUCCESS));
+    assert_eq!(guest.csts(), 1);
+    // A reset ends the wait.
+    guest.submit(nowhere);
+    guest.write_register(0x14, 0);
+    guest.enable();
+    assert_eq!(guest.admin(identify()).status(), Status::SUCCESS);
 }
 
 #[test]

@@ -544,6 +544,51 @@ fn neither_figures_of_queue_pairs_nor_health_wait_for_a_reset() {
     host.finish();
 }
 
+#[test]
+fn a_pair_that_was_refused_is_there_again_after_a_reset() {
+    for is_deleted in [true, false] {
+        let host = Host::with(scarce_with(4), LONG);
+        let usage = || host.drive.controller().queue_pairs().expect("a bound");
+        let machines = [0, 1].map(|nth| host.machine(&Setup::nth(nth)));
+        let mut controllers = machines.each_ref().map(|machine| machine.attach());
+        let first = queue_pair(&mut controllers[0], 1, 16);
+        let fail = Effect::Fail(INTERNAL_ERROR, true);
+        let fault = |opcode| host.model.inject(Fault::once(Meets::Admin(opcode), fail));
+        fault(admin::CREATE_SQ);
+        if !is_deleted {
+            fault(admin::DELETE_CQ);
+        }
+        let mut second = queue_pair(&mut controllers[1], 1, 16);
+        assert_eq!((usage().total, usage().shared), (1, 1));
+        assert_eq!(status(&mut second, Sqe::flush(1)), SUCCESS);
+        host.model.fail();
+        wait_for("all pairs", || usage().total == 4);
+        let mut third = queue_pair(&mut controllers[0], 2, 16);
+        assert_eq!(status(&mut third, Sqe::flush(1)), SUCCESS);
+        assert_eq!((usage().exclusive, usage().shared), (1, 1));
+        drop((first, second, third, controllers, machines));
+        host.finish();
+    }
+}
+
+#[test]
+fn a_queue_that_a_drive_did_not_delete_is_deleted_before_the_next_one_is_created() {
+    let host = Host::with(scarce(), LONG);
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let fail = Effect::Fail(INTERNAL_ERROR, true);
+    for opcode in [admin::CREATE_SQ, admin::DELETE_CQ] {
+        host.model.inject(Fault::once(Meets::Admin(opcode), fail));
+    }
+    let options = nvme_mpt_tests::controller::QueueOptions::polled(16);
+    assert!(controller.create_queue_pair(1, &options).is_err());
+    assert_eq!(host.model.counters().faults_met, 2);
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+    drop((queue, controller, machine));
+    host.finish();
+}
+
 /// Something that goes wrong, of the kinds that drives get over.
 fn mishaps() -> impl Strategy<Value = (Meets, Effect, u64, u64)> {
     let meets = prop_oneof![

@@ -3,7 +3,7 @@
 use std::io;
 
 use nvme_mpt::drive::HostNamespace;
-use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::spec::ids::{Nsid, QueueId};
 use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Csts;
 use nvme_mpt::spec::status::Status;
@@ -54,6 +54,14 @@ pub enum ControllerError {
         opcode: AdminOpcode,
         /// Status of its completion.
         status: Status,
+    },
+    /// An I/O Completion Queue is left of a pair that the drive did not create.
+    #[error(
+        "The drive refuses queue pair {qid}, and does not delete its Completion Queue; it has the pair again after a reset"
+    )]
+    QueueLeft {
+        /// The pair.
+        qid: QueueId,
     },
     /// It grants no I/O queues, or its BAR has no doorbells for any.
     #[error("The drive has no I/O queue pair to use")]

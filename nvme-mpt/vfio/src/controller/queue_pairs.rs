@@ -56,9 +56,14 @@ const WANTED: u16 = 1024;
 /// The I/O queue pairs of a drive. Queue `n` is the pair at index `n - 1`.
 #[derive(Debug)]
 pub(super) struct QueuePairs {
+    /// Pairs that the drive has: fewer than it granted once it refused to create one.
     total: u16,
+    /// Pairs that the drive granted when it was opened.
+    granted: u16,
     entries: u32,
     pairs: Vec<OwnedPair>,
+    /// The next pair, which was not created. The drive may have one of its queues until a reset, so its memory stays.
+    left: Option<Pair>,
     /// Reservations, in the order in which they were made.
     pub(super) holders: Vec<Holder>,
     governor: Arc<Governor>,
@@ -129,8 +134,10 @@ impl QueuePairs {
         let entries = (u32::from(cap.mqes_z()) + 1).clamp(2, ENTRIES_MAX);
         let pairs = Self {
             total,
+            granted: total,
             entries,
             pairs: Vec::new(),
+            left: None,
             holders: Vec::new(),
             governor: Arc::new(governor),
             view: PairsView::default(),
@@ -156,6 +163,13 @@ impl QueuePairs {
 
     pub(super) fn total(&self) -> u16 {
         self.total
+    }
+
+    /// Takes up what the drive grants after a reset. It has forgotten all queues, and may create pairs that it refused.
+    pub(super) fn begin_anew(&mut self, granted: u16) {
+        self.left = None;
+        self.total = granted.min(self.granted).max(self.count());
+        self.show();
     }
 
     /// Returns whether the doorbells of all pairs fit a Doorbell Buffer, which is a page.
@@ -333,7 +347,11 @@ pub(super) fn create(
     };
     if let ControllerError::Admin { .. } = error {
         // The next attempt is to find the identifier free, and the memory is given back.
-        delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid)?;
+        return Err(match delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid) {
+            Ok(()) => error,
+            Err(ControllerError::Admin { .. }) => ControllerError::QueueLeft { qid },
+            Err(unanswered) => unanswered,
+        });
     }
     Err(error)
 }
@@ -427,8 +445,10 @@ impl PhysicalDrive {
                 });
                 pairs.show();
             }
-            // A drive may grant more queues than it can have at a time.
-            Err(error @ ControllerError::Admin { .. }) if !pairs.pairs.is_empty() => {
+            // A drive may grant more queues than it can have at a time. It is asked again after its next reset.
+            Err(error @ (ControllerError::Admin { .. } | ControllerError::QueueLeft { .. }))
+                if !pairs.pairs.is_empty() =>
+            {
                 warn!("Drive {} has no more queues: {error}", self.backing.name());
                 pairs.total = pairs.count();
                 pairs.show();
@@ -439,8 +459,12 @@ impl PhysicalDrive {
         Ok(true)
     }
 
-    fn create_pair(&self, pairs: &QueuePairs) -> Result<Pair, ControllerError> {
+    fn create_pair(&self, pairs: &mut QueuePairs) -> Result<Pair, ControllerError> {
         let qid = QueueId(pairs.count() + 1);
+        if pairs.left.is_some() {
+            self.with_admin(|admin| delete_one(admin, AdminOpcode::DELETE_IO_CQ, qid))?;
+            pairs.left = None;
+        }
         let config = PairConfig {
             entries: pairs.entries,
             max_transfer: self.identity.max_transfer,
@@ -448,8 +472,20 @@ impl PhysicalDrive {
             governor: pairs.governor.clone(),
         };
         let pair = Pair::new(&self.space, config).map_err(ControllerError::Memory)?;
-        self.with_admin(|admin| create(admin, qid, &pair))?;
-        Ok(pair)
+        let created = self.with_admin(|admin| create(admin, qid, &pair));
+        match created {
+            Ok(()) => Ok(pair),
+            Err(error) => {
+                let is_left = matches!(
+                    error,
+                    ControllerError::QueueLeft { .. } | ControllerError::AdminTimeout { .. }
+                );
+                if is_left {
+                    pairs.left = Some(pair);
+                }
+                Err(error)
+            }
+        }
     }
 
     pub(super) fn doorbells(&self, qid: QueueId) -> Result<PairDoorbells, ControllerError> {

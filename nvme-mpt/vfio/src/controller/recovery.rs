@@ -68,6 +68,11 @@ impl<'a> Reset<'a> {
             pairs: pairs.all(),
         }
     }
+
+    /// Ends a reset after which the drive works, and grants so many pairs.
+    fn end(self, granted: u16) {
+        lock(&self.drive.pairs).begin_anew(granted);
+    }
 }
 
 impl Drop for Reset<'_> {
@@ -103,7 +108,9 @@ impl PhysicalDrive {
                 self.set_up(pairs, &mut admin)
             });
             match result {
-                Ok(()) => {
+                Ok(granted) => {
+                    drop(admin);
+                    reset.end(granted);
                     info!("Drive {name} works again");
                     self.tell(DriveEvent::Reset);
                     return;
@@ -136,11 +143,12 @@ impl PhysicalDrive {
         self.registers.disable()
     }
 
+    /// Enables the controller, with these pairs. Returns the number of pairs that it grants.
     fn set_up(
         &self,
         pairs: &[(QueueId, Pair)],
         admin: &mut AdminQueue,
-    ) -> Result<(), ControllerError> {
+    ) -> Result<u16, ControllerError> {
         enable(self.backing.as_ref(), &self.registers, admin)?;
         let granted = queue_pairs::set_number_of_queues(admin)?;
         if usize::from(granted) < pairs.len() {
@@ -159,7 +167,7 @@ impl PhysicalDrive {
         for (qid, pair) in pairs {
             pair.restart(self.doorbells(*qid)?);
         }
-        Ok(())
+        Ok(granted)
     }
 
     /// The drive is of no use any more: all commands fail, those of other drives are untouched.

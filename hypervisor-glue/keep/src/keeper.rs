@@ -33,6 +33,9 @@ use crate::stored::{Refusal, Stored};
 /// Largest message (systemd's `NOTIFY_BUFFER_MAX`).
 const MESSAGE_MAX: usize = 4096;
 
+/// Descriptors that the keeper needs for itself: a message's, and some that are always open.
+const OWN_DESCRIPTORS: usize = message::DESCRIPTORS_MAX + 64;
+
 /// Name of descriptors that came without one, as in systemd.
 const UNNAMED: &str = "stored";
 
@@ -50,7 +53,7 @@ pub struct KeepOptions {
     pub first_stage: Vec<OsString>,
     /// Program of the first stage: this process's own.
     pub program: PathBuf,
-    /// Largest number of stored descriptors (`FDSTORE`).
+    /// Largest number of stored descriptors (`FDSTORE`), as far as `RLIMIT_NOFILE` allows.
     pub store_max: u16,
     /// Number of deaths within a minute after which the keeper gives up.
     pub deaths: usize,
@@ -135,6 +138,14 @@ impl<'a> Keeper<'a> {
             return Err(KeeperError::NoCommand);
         }
         prepare_process()?;
+        let wanted = usize::from(options.store_max);
+        let limit = getrlimit(Resource::Nofile).current;
+        let store_max = storable(wanted, limit);
+        if store_max < wanted {
+            log::warn!(
+                "At most {store_max} descriptors are stored, not {wanted}, as RLIMIT_NOFILE allows no more: raise it"
+            );
+        }
         let mut mask: SigSet = PASSED_ON.into_iter().collect();
         mask.add(Signal::SIGCHLD);
         let blocked = mask.thread_block();
@@ -154,7 +165,7 @@ impl<'a> Keeper<'a> {
             folder,
             socket,
             signals,
-            stored: Stored::new(options.store_max.into()),
+            stored: Stored::new(store_max),
             main: None,
             ended: None,
             former: Vec::new(),
@@ -448,6 +459,14 @@ impl<'a> Keeper<'a> {
     }
 }
 
+/// Returns how many descriptors a keeper can store that may have `limit` of them; `None` is no limit.
+fn storable(wanted: usize, limit: Option<u64>) -> usize {
+    let limit = limit.map_or(usize::MAX, |limit| {
+        usize::try_from(limit).unwrap_or(usize::MAX)
+    });
+    wanted.min(limit.saturating_sub(OWN_DESCRIPTORS))
+}
+
 fn address(folder: &TempDir) -> PathBuf {
     Path::new(folder.path()).join("notify")
 }
@@ -555,6 +574,14 @@ mod tests {
         let mut eager = Deaths::new(usize::MAX, Duration::ZERO);
         let delays: Vec<_> = (0..70).filter_map(|_| eager.note(start)).collect();
         assert_eq!(delays[69], Duration::ZERO);
+    }
+
+    #[test]
+    fn no_more_descriptors_are_stored_than_the_process_may_have() {
+        assert_eq!(storable(4096, None), 4096);
+        assert_eq!(storable(4096, Some(524_288)), 4096);
+        assert_eq!(storable(4096, Some(1024)), 1024 - OWN_DESCRIPTORS);
+        assert_eq!(storable(4096, Some(64)), 0);
     }
 
     #[test]

@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Store {
     socket: UnixDatagram,
-    keeps: bool,
+    max: u64,
 }
 
 impl Store {
@@ -42,15 +42,15 @@ impl Store {
             let (name, value) = ("FDSTORE", limit);
             return Err(KeepError::Variable { name, value });
         };
-        Self::connect(&address, number > 0).map(Some)
+        Self::connect(&address, number).map(Some)
     }
 
-    /// Connects to the keeper at an address: a path, or `@` and an abstract name.
+    /// Connects to the keeper at an address: a path, or `@` and an abstract name. It stores up to `max` descriptors.
     ///
     /// # Errors
     ///
     /// The address has another form, or nothing listens there.
-    pub fn connect(address: &OsStr, keeps: bool) -> Result<Self, KeepError> {
+    pub fn connect(address: &OsStr, max: u64) -> Result<Self, KeepError> {
         let place = match address.as_bytes() {
             [b'@', name @ ..] => SocketAddr::from_abstract_name(name),
             [b'/', ..] => SocketAddr::from_pathname(address),
@@ -66,7 +66,7 @@ impl Store {
             Ok(socket)
         });
         match connected {
-            Ok(socket) => Ok(Self { socket, keeps }),
+            Ok(socket) => Ok(Self { socket, max }),
             Err(source) => Err(KeepError::Connect {
                 address: address.to_owned(),
                 source,
@@ -77,11 +77,18 @@ impl Store {
     /// Returns whether the keeper stores descriptors (`FDSTORE`, which systemd sets from version 254 on).
     #[must_use]
     pub fn keeps(&self) -> bool {
-        self.keeps
+        self.max > 0
+    }
+
+    /// Returns the number of descriptors that the keeper stores at most (`FDSTORE`).
+    #[must_use]
+    pub fn max(&self) -> u64 {
+        self.max
     }
 
     /// Adds descriptors to the keeper's store, and keeps other descriptors of that name.
     ///
+    /// No keeper answers. One that stores [`Self::max`] descriptors drops further ones, so the caller counts them.
     /// At most [`DESCRIPTORS_MAX`] descriptors are stored at once, so that a crash leaves all or none of them.
     /// A descriptor that the keeper stores already stays there once, with its former name.
     ///
@@ -189,7 +196,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
-        let store = Store::connect(path.as_os_str(), true).unwrap();
+        let store = Store::connect(path.as_os_str(), 4096).unwrap();
         (folder, socket, store)
     }
 
@@ -232,7 +239,7 @@ mod tests {
         drop(socket);
         let store = Store {
             socket: clone,
-            keeps: true,
+            max: 4096,
         };
         assert!(matches!(
             store.barrier(Duration::MAX),
@@ -243,13 +250,13 @@ mod tests {
     #[test]
     fn an_address_is_a_path_or_an_abstract_name() {
         for address in ["", "vsock:2:1", "relative"] {
-            let refused = Store::connect(OsStr::new(address), true);
+            let refused = Store::connect(OsStr::new(address), 1);
             assert!(
                 matches!(refused, Err(KeepError::Variable { .. })),
                 "{address}"
             );
         }
-        let nowhere = Store::connect(OsStr::new("@nvme-mpt-keep/nobody-listens"), true);
+        let nowhere = Store::connect(OsStr::new("@nvme-mpt-keep/nobody-listens"), 1);
         assert!(matches!(nowhere, Err(KeepError::Connect { .. })));
     }
 }

@@ -50,6 +50,7 @@ impl DriveBags {
             return Ok(handed.map_or_else(Vec::new, |(_, descriptors)| descriptors));
         }
         let bag = Bag::new()?;
+        // After a death of this server, the next one resets the drive, whether the keeper has an empty bag or none.
         registry.keep(&name, &bag.ends())?;
         self.0.insert(name, bag);
         Ok(Vec::new())

@@ -101,7 +101,7 @@ impl Shelf {
     pub(crate) fn of_silent_keeper(folder: &Path) -> (Self, std::os::unix::net::UnixDatagram) {
         let path = folder.join("notify");
         let keeper = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
-        let store = nvme_mpt_keep::Store::connect(path.as_os_str(), true).unwrap();
+        let store = nvme_mpt_keep::Store::connect(path.as_os_str(), 4096).unwrap();
         let shelf = Self {
             name: "function-0".to_owned(),
             registry: Arc::new(Registry::new(store)),
@@ -580,9 +580,10 @@ impl KeptFunction {
         let mut inner = self.inner();
         inner.bag.put(LISTENER, &[listener])?;
         inner.messages += 1;
+        let what = format!("the function on {}", self.socket.display());
         self.shelf
             .registry
-            .keep(&self.shelf.name, &inner.bag.ends())?;
+            .keep_or_report(&what, &self.shelf.name, &inner.bag.ends())?;
         self.shelf.registry.show(&self.shelf.name, journal)
     }
 

@@ -288,7 +288,9 @@ impl Keeping {
             return Ok(file.clone());
         }
         let file = memfd(c"nvme-mpt-drive", bytes).map_err(KeepingError::Memory)?;
-        self.registry.keep(&memory_name(bytes), &[file.as_fd()])?;
+        let what = format!("the content of memory:{bytes}");
+        self.registry
+            .keep_or_report(&what, &memory_name(bytes), &[file.as_fd()])?;
         let file = MemoryFile(Arc::new(file));
         state.memory.insert(bytes, file.clone());
         Ok(file)
@@ -327,7 +329,8 @@ fn private_ledger(registry: &Registry, kept: Vec<OwnedFd>) -> Result<Ledger, Kee
         Some(file) => file,
         None => {
             let file = memfd(c"nvme-mpt-leases", 0).map_err(KeepingError::Memory)?;
-            registry.keep(LEASES, &[file.as_fd()])?;
+            let what = "the leases of memory: and null: drives";
+            registry.keep_or_report(what, LEASES, &[file.as_fd()])?;
             file
         }
     };

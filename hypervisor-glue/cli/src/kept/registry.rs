@@ -17,6 +17,8 @@ pub(crate) struct Registry {
 #[derive(Debug, Default)]
 struct Entry {
     kept: Vec<OwnedFd>,
+    /// The keeper has no room for them.
+    is_left_out: bool,
     /// Journal of a function, which a successor may read before it takes over.
     journal: Option<OwnedFd>,
 }
@@ -33,17 +35,82 @@ impl Registry {
         &self.store
     }
 
-    /// Keeps descriptors under a name.
-    pub(super) fn keep(&self, name: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
-        self.know(name, descriptors)?;
-        self.store.keep(name, descriptors)
+    /// Keeps descriptors under a name. Returns whether the keeper has room for them; if not, a successor gets them from this
+    /// process alone.
+    pub(super) fn keep(
+        &self,
+        name: &str,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<bool, KeepError> {
+        let has_room = self.note(name, descriptors)?;
+        if has_room {
+            self.store.keep(name, descriptors)?;
+        }
+        Ok(has_room)
+    }
+
+    /// As [`Self::keep`]. Logs that `what` is lost with this process if the keeper has no room for it.
+    pub(super) fn keep_or_report(
+        &self,
+        what: &str,
+        name: &str,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<(), KeepError> {
+        if !self.keep(name, descriptors)? {
+            let max = self.store.max();
+            log::error!(
+                "The keeper stores {max} descriptors and has no room for {what}. An upgrade passes it on, but it is lost \
+                 if this server dies. Raise FileDescriptorStoreMax= and FDSTORE= of the systemd unit, or RLIMIT_NOFILE of \
+                 nvme-mpt keep, which stores up to 4096; or serve fewer functions"
+            );
+        }
+        Ok(())
     }
 
     /// Notes descriptors that are kept already.
     pub(super) fn know(&self, name: &str, descriptors: &[impl AsFd]) -> Result<(), KeepError> {
+        self.note(name, descriptors).map(|_| ())
+    }
+
+    /// Notes descriptors of a name. Returns whether the keeper has room for them.
+    fn note(&self, name: &str, descriptors: &[impl AsFd]) -> Result<bool, KeepError> {
         let clones = descriptors.iter().map(|fd| clone(fd.as_fd()));
-        let kept = clones.collect::<Result<_, _>>()?;
-        self.entries().entry(name.to_owned()).or_default().kept = kept;
+        let kept = clones.collect::<Result<Vec<_>, _>>()?;
+        let mut entries = self.entries();
+        let before = entries.remove(name).unwrap_or_default();
+        let has_room = self.has_room(&entries, kept.len());
+        let entry = Entry {
+            kept,
+            is_left_out: !has_room,
+            ..before
+        };
+        entries.insert(name.to_owned(), entry);
+        Ok(has_room)
+    }
+
+    /// Returns whether the keeper has room for so many descriptors beside these.
+    fn has_room(&self, entries: &BTreeMap<String, Entry>, more: usize) -> bool {
+        let stored = entries.values().filter(|entry| !entry.is_left_out);
+        let stored: usize = stored.map(|entry| entry.kept.len()).sum();
+        (stored + more) as u64 <= self.store.max()
+    }
+
+    /// Keeps what the keeper had no room for, as far as it has room now.
+    fn fill_up(&self) -> Result<(), KeepError> {
+        let mut entries = self.entries();
+        let left_out = entries.iter().filter(|(_, entry)| entry.is_left_out);
+        let names: Vec<String> = left_out.map(|(name, _)| name.clone()).collect();
+        for name in names {
+            let more = entries.get(&name).map_or(0, |entry| entry.kept.len());
+            if !self.has_room(&entries, more) {
+                continue;
+            }
+            if let Some(entry) = entries.get_mut(&name) {
+                let descriptors: Vec<_> = entry.kept.iter().map(AsFd::as_fd).collect();
+                self.store.keep(&name, &descriptors)?;
+                entry.is_left_out = false;
+            }
+        }
         Ok(())
     }
 
@@ -57,7 +124,8 @@ impl Registry {
     /// Forgets a name.
     pub(super) fn forget(&self, name: &str) -> Result<(), KeepError> {
         self.entries().remove(name);
-        self.store.forget(name)
+        self.store.forget(name)?;
+        self.fill_up()
     }
 
     /// Calls `pass` with all descriptors, each with its name, and with the journals as `journal`.
@@ -86,4 +154,44 @@ fn clone(fd: BorrowedFd<'_>) -> Result<OwnedFd, KeepError> {
         action: "copy a descriptor for the next server",
         source,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixDatagram;
+
+    use super::*;
+
+    #[test]
+    fn what_the_keeper_has_no_room_for_is_passed_on_and_kept_once_there_is_room() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let keeper = UnixDatagram::bind(&path).unwrap();
+        keeper.set_nonblocking(true).unwrap();
+        let message = || {
+            let mut buffer = [0; 512];
+            let length = keeper.recv(&mut buffer).ok()?;
+            Some(String::from_utf8(buffer[..length].to_vec()).unwrap())
+        };
+        let registry = Registry::new(Store::connect(path.as_os_str(), 3).unwrap());
+        let file = tempfile::tempfile().unwrap();
+        let ends = [file.as_fd(); 2];
+        let keep = |name: &str| registry.keep(name, &ends).unwrap();
+        assert!(keep("function-0"));
+        let stored = "FDSTORE=1\nFDPOLL=0\nFDNAME=function-";
+        assert_eq!(message(), Some(format!("{stored}0")));
+        assert!(!keep("function-1"));
+        assert_eq!(message(), None, "a keeper would drop them");
+        let names = registry.pass_on("journal", |all| {
+            let names = all.iter().map(|(name, _)| (*name).to_owned());
+            names.collect::<Vec<_>>()
+        });
+        let expected = ["function-0", "function-0", "function-1", "function-1"];
+        assert_eq!(names, expected);
+        registry.forget("function-0").unwrap();
+        let removed = "FDSTOREREMOVE=1\nFDNAME=function-0";
+        assert_eq!(message().as_deref(), Some(removed));
+        assert_eq!(message(), Some(format!("{stored}1")));
+        assert_eq!(message(), None);
+    }
 }

@@ -296,40 +296,28 @@ impl LeaseTable {
         id: &str,
         given: &OptionText,
     ) -> Option<Result<Option<FunctionEntry>, LimitsError>> {
-        self.limit_while(id, given, || {})
+        let (attachment, path) = self.attachment_of(id)?;
+        // Without the lock, as another process may be changing the ledger.
+        let change = record(attachment.lease(), &path, given);
+        Some(change.map(|change| self.take_up_limits(id, change)))
     }
 
-    /// As [`Self::limit`]. Calls `meanwhile` once the limits are recorded.
-    fn limit_while(
-        &self,
-        id: &str,
-        given: &OptionText,
-        meanwhile: impl FnOnce(),
-    ) -> Option<Result<Option<FunctionEntry>, LimitsError>> {
-        let (attachment, path) = {
-            let connections = self.connections();
-            let connection = connections.values().find(|one| one.has(id))?;
-            let lease = connection.lease.as_ref()?;
-            (lease.attachment.clone(), lease.path.clone())
-        };
-        let checked = as_change(id, given).and_then(|change| Ok(change.check(&path)?));
-        if let Err(error) = checked {
-            return Some(Err(error));
-        }
-        // Without the lock, as another process may be changing the ledger.
-        let change = match record(attachment.lease(), given) {
-            Ok(change) => change,
-            Err(error) => return Some(Err(error)),
-        };
-        meanwhile();
+    /// Returns the host side of a lease and its drive; `None` if there is no such lease.
+    fn attachment_of(&self, id: &str) -> Option<(Arc<Attachment>, DrivePath)> {
+        let connections = self.connections();
+        let connection = connections.values().find(|one| one.has(id))?;
+        let lease = connection.lease.as_ref()?;
+        Some((lease.attachment.clone(), lease.path.clone()))
+    }
+
+    /// Limits a lease as the operator wants, which is recorded already. Returns its entry; `None` if there is no such lease.
+    fn take_up_limits(&self, id: &str, change: RateChange) -> Option<FunctionEntry> {
         // A VMM that has got the lease meanwhile read the ledger before or after the change.
         let mut connections = self.connections();
-        let lease = lease_of(&mut connections, id).map(|lease| {
-            lease.ordered = Some(change);
-            lease.set_rates();
-            lease.entry.clone()
-        });
-        Some(Ok(lease))
+        let lease = lease_of(&mut connections, id)?;
+        lease.ordered = Some(change);
+        lease.set_rates();
+        Some(lease.entry.clone())
     }
 
     /// Takes up limits that a VMM asks for.
@@ -354,34 +342,22 @@ impl LeaseTable {
         size: Bytes,
         stop: &AtomicBool,
     ) -> Option<Result<Option<FunctionEntry>, GrowError>> {
-        self.grow_while(id, size, stop, || {})
-    }
-
-    /// As [`Self::grow`]. Calls `meanwhile` once the lease has grown.
-    fn grow_while(
-        &self,
-        id: &str,
-        size: Bytes,
-        stop: &AtomicBool,
-        meanwhile: impl FnOnce(),
-    ) -> Option<Result<Option<FunctionEntry>, GrowError>> {
-        let attachment = {
-            let connections = self.connections();
-            let lease = connections.values().find(|one| one.has(id))?;
-            lease.lease.as_ref()?.attachment.clone()
-        };
+        let (attachment, _) = self.attachment_of(id)?;
         // Without the lock, as wiping takes a while.
         let grown = attachment.grow(size.0, stop);
-        meanwhile();
+        let entry = self.take_up_extents(id, &attachment);
+        Some(grown.map(|()| entry))
+    }
+
+    /// Takes up the extents that a lease has by now. Returns its entry; `None` if there is no such lease.
+    fn take_up_extents(&self, id: &str, attachment: &Attachment) -> Option<FunctionEntry> {
         let mut connections = self.connections();
-        let lease = lease_of(&mut connections, id).map(|lease| {
-            let summary = summary(&lease.entry.drive, &attachment, lease.peer);
-            lease
-                .entry
-                .set_extents(attachment.lease().extents(), summary);
-            lease.entry.clone()
-        });
-        Some(grown.map(|()| lease))
+        let lease = lease_of(&mut connections, id)?;
+        let summary = summary(&lease.entry.drive, attachment, lease.peer);
+        lease
+            .entry
+            .set_extents(attachment.lease().extents(), summary);
+        Some(lease.entry.clone())
     }
 
     /// Attaches to a drive. A range or an id that a VMM had which has just gone is waited for.
@@ -512,8 +488,13 @@ fn lease_of<'a>(connections: &'a mut BTreeMap<u64, Connection>, id: &str) -> Opt
     leases.find(|lease| lease.entry.id == id)
 }
 
-/// Records a change of the operator's limits of a lease. Returns all of them.
-fn record(lease: &nvme_mpt::lease::Lease, given: &OptionText) -> Result<RateChange, LimitsError> {
+/// Checks and records a change of the operator's limits of a lease on a drive. Returns all of them.
+fn record(
+    lease: &nvme_mpt::lease::Lease,
+    drive: &DrivePath,
+    given: &OptionText,
+) -> Result<RateChange, LimitsError> {
+    as_change(lease.id(), given)?.check(drive)?;
     let limits = match recorded(lease)? {
         Some(before) => before.with_all(given),
         None => given.clone(),
@@ -925,26 +906,29 @@ mod tests {
         let Admission::Attached(_host) = table.admit(0, peer, options, None, &stop) else {
             panic!("no lease");
         };
-        // Its connection is there again for the second change.
-        let lease = || {
+        let limits: OptionText = "iops=100".parse().unwrap();
+        assert!(table.limit("a", &limits).unwrap().unwrap().is_some());
+        let (attachment, path) = table.attachment_of("a").unwrap();
+        // Its VMM goes between both steps of a change.
+        let take_lease = || {
             table
                 .connections()
                 .get_mut(&0)
                 .and_then(|one| one.lease.take())
         };
-        let limits: OptionText = "iops=100".parse().unwrap();
-        let mut taken = None;
-        let limited = table.limit_while("a", &limits, || taken = lease());
-        assert!(limited.unwrap().unwrap().is_none(), "its VMM is gone");
-        let taken = taken.unwrap();
-        let attachment = taken.attachment.clone();
+        let limits: OptionText = "iops=200".parse().unwrap();
+        let change = record(attachment.lease(), &path, &limits).unwrap();
+        let taken = take_lease().unwrap();
+        assert!(table.take_up_limits("a", change).is_none());
         let recorded = attachment.lease().limits().unwrap();
-        assert_eq!(recorded.as_deref(), Some("iops=100"));
+        assert_eq!(recorded.as_deref(), Some("iops=200"));
+        // It is there again for the second change.
         if let Some(connection) = table.connections().get_mut(&0) {
             connection.lease = Some(taken);
         }
-        let grown = table.grow_while("a", Bytes(2 << 20), &stop, || drop(lease()));
-        assert!(grown.unwrap().unwrap().is_none(), "its VMM is gone");
+        attachment.grow(2 << 20, &stop).unwrap();
+        drop(take_lease());
+        assert!(table.take_up_extents("a", &attachment).is_none());
         assert_eq!(attachment.lease().extents().length(), 2 << 20);
         assert!(table.limit("a", &limits).is_none(), "no function");
         assert!(table.grow("a", Bytes(3 << 20), &stop).is_none());

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 
 use nvme_mpt::lease::make_state_folder;
 use nvme_mpt::origin::Origin;
-use nvme_mpt_vmm::drives::DrivePath;
+use nvme_mpt_vmm::drives::{DrivePath, is_block_device};
 use nvme_mpt_vmm::options::{FunctionOptions, OptionText, ServedFunction};
+use nvme_software::model::Profile;
 
 use super::declared::{AddedFile, Declarations};
 use super::error::ChangeError;
@@ -88,9 +89,11 @@ pub(super) fn of_drive(options: &FunctionOptions) -> Vec<FileRule> {
             // The folder of a link is another one than that of its file.
             let file = &fs::canonicalize(file).unwrap_or_else(|_| file.clone());
             // A model's state is in a file beside it, which is written under another name first.
-            let first = match options.profile {
-                Some(_) => of_folder_of(file, FileAccess::WRITE),
-                None => FileRule::new(file, FileAccess::WRITE),
+            let profile = options.profile.as_deref();
+            let has_file = profile.is_some_and(Profile::keeps_state) && !is_block_device(file);
+            let first = match has_file {
+                true => of_folder_of(file, FileAccess::WRITE),
+                false => FileRule::new(file, FileAccess::WRITE),
             };
             // The file of a loop device is opened for its locks.
             let origin = Origin::of(file);
@@ -124,4 +127,49 @@ pub(super) fn of_description(path: &Path) -> FileRule {
 fn of_folder_of(path: &Path, access: FileAccess) -> FileRule {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     FileRule::new(folder.unwrap_or(Path::new(".")), access)
+}
+
+#[cfg(test)]
+mod tests {
+    use nvme_mpt_tests::not_checked::not_checked;
+
+    use super::*;
+
+    /// Returns the rule for the drive itself.
+    fn rule(drive: &Path, profile: &str) -> FileRule {
+        let text = format!("path={},id=a,profile={profile}", drive.display());
+        let options: FunctionOptions = text.parse().unwrap();
+        of_drive(&options).swap_remove(0)
+    }
+
+    #[test]
+    fn a_model_opens_a_folder_for_the_file_beside_its_drive_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = fs::canonicalize(folder.path()).unwrap();
+        let image = folder.join("drive.img");
+        for (profile, path) in [
+            ("nvm", &image),
+            ("kv", &image),
+            ("ssd", &folder),
+            ("zns", &folder),
+        ] {
+            let expected = FileRule::new(path, FileAccess::WRITE);
+            assert_eq!(rule(&image, profile), expected, "{profile}");
+        }
+    }
+
+    #[test]
+    fn a_model_on_a_block_device_opens_the_device_alone() {
+        let devices = fs::read_dir("/dev").unwrap();
+        let mut devices = devices.map(|entry| entry.unwrap().path());
+        let Some(device) = devices.find(|path| is_block_device(path)) else {
+            not_checked("there is no block device");
+            return;
+        };
+        let device = fs::canonicalize(device).unwrap();
+        for profile in ["nvm", "ssd"] {
+            let expected = FileRule::new(&device, FileAccess::WRITE);
+            assert_eq!(rule(&device, profile), expected, "{profile}");
+        }
+    }
 }

@@ -5,10 +5,12 @@
 mod opened;
 
 use std::fmt;
+use std::fs;
 use std::hash::{Hash, Hasher};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -399,6 +401,12 @@ fn go_on(
     let mut handed = HandedOver::read(handed)?;
     let backing = handed.backing(address)?;
     VfioController::handed_over(Arc::new(backing), handed, options, threads)
+}
+
+/// Returns whether a path leads to a block device, beside which no model keeps a file.
+#[must_use]
+pub fn is_block_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
 }
 
 /// Returns the error for a path that leads to nothing.

@@ -3,7 +3,8 @@
 
 use std::path::PathBuf;
 
-use crate::drives::DrivePath;
+use crate::drives::{DrivePath, is_block_device};
+use nvme_software::model::Profile;
 use serde::{Deserialize, Serialize};
 
 use super::asked::AskedFunction;
@@ -205,7 +206,13 @@ impl FunctionConfig {
         match parsed("path", path, str::parse)? {
             Some(DrivePath::File(file)) => {
                 // A model's state is in a file beside it, which is written under another name first.
-                let folder = file.parent().filter(|_| self.profile.is_some());
+                let keeps_state = self.profile.as_deref().is_some_and(|name| {
+                    // One that cannot be read is refused later.
+                    let profile = Profile::load(name).ok();
+                    profile.is_none_or(|profile| profile.keeps_state())
+                });
+                let has_file = keeps_state && !is_block_device(&file);
+                let folder = file.parent().filter(|_| has_file);
                 files.push((folder.unwrap_or(&file).to_owned(), true));
                 // They tell where the bytes of a path lie, and what else uses them.
                 files.push(("/sys".into(), false));
@@ -422,6 +429,15 @@ mod tests {
         );
         let profile = ("profile", "/etc/slow.toml");
         let described = ("/etc/slow.toml".into(), false);
+        assert_eq!(
+            files(&[image, ("profile", "nvm")]),
+            [
+                state.clone(),
+                ("/srv/drive.img".into(), true),
+                sys.clone(),
+                proc.clone()
+            ]
+        );
         assert_eq!(
             files(&[image, profile]),
             [state, ("/srv".into(), true), sys, proc, described]

@@ -299,6 +299,12 @@ impl Profile {
         Self::parse(name, &fs::read_to_string(path).map_err(failed)?)
     }
 
+    /// Returns whether a drive in a regular file keeps state of the model in a second file beside it.
+    #[must_use]
+    pub fn keeps_state(&self) -> bool {
+        matches!(self, Self::Ssd(_) | Self::Zns(_))
+    }
+
     /// A profile that comes along.
     ///
     /// # Errors

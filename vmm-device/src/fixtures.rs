@@ -322,7 +322,7 @@ impl Guest {
         cqe
     }
 
-    /// One admin command from submission to completion. Memory of its data that is not there stays away.
+    /// One admin command from submission to completion. Memory that it names and that is not there stays away.
     pub(crate) fn admin(&mut self, sqe: Sqe) -> Cqe {
         let cid = self.submit(sqe);
         if self.function.events_interval() == Some(LOOK_INTERVAL) {

@@ -142,6 +142,14 @@ pub(super) enum Overdue {
     Left,
 }
 
+/// Returns the error for a Completion Queue whose ring the guest has no memory for.
+fn not_mapped(config: &CqConfig) -> QueueError {
+    QueueError::NotMapped {
+        gpa: config.base,
+        len: ring_len::<Cqe>(config.entries),
+    }
+}
+
 /// Names of shadow queues and watches among the pollers'.
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
@@ -157,6 +165,10 @@ impl Attachment {
     pub fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
         let qid = config.qid;
         self.check_new(&self.queues(), &config)?;
+        // The drive makes no queue for a ring without memory, for which the guest's function may ask again and again.
+        if !CompletionQueue::is_mapped(&config, &self.context) {
+            return Err(not_mapped(&config));
+        }
         // Without the lock: a drive that is being reset takes its time, and doorbells and figures go on meanwhile.
         let host = self.host_queue(&config)?;
         let mut queues = self.queues();
@@ -208,7 +220,7 @@ impl Attachment {
     ) -> Result<(QueueEntry, Box<ShadowQueue>), QueueError> {
         let CqConfig {
             qid,
-            base,
+            base: _,
             entries,
             vector,
         } = config;
@@ -247,12 +259,8 @@ impl Attachment {
         );
         let used_table = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;
-        let not_mapped = QueueError::NotMapped {
-            gpa: base,
-            len: ring_len::<Cqe>(entries),
-        };
         let cq = CompletionQueue::new(&config, &self.context, buffer, gate, counters.clone())
-            .ok_or(not_mapped)?;
+            .ok_or_else(|| not_mapped(&config))?;
         let id = next_id();
         let queue = Box::new(ShadowQueue::new(
             id,

@@ -1,10 +1,12 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
+use crate::dma::MemoryRegion;
 use crate::drive::idle::IdleController;
 use crate::event::{DriveEvent, Event};
 use crate::learn::Learning;
 use crate::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use crate::memory::memfd;
 use crate::seam::{CqConfig, HostSide};
 use crate::spec::ids::Nsid;
 use crate::spec::registers::Doorbell;
@@ -105,22 +107,36 @@ fn a_queue_that_the_drive_takes_its_time_with_holds_up_no_figures_and_no_doorbel
         assert!(!attachment.ring(Doorbell::SqTail(QueueId(1)), 7));
         counted.fetch_add(1, Ordering::Relaxed);
     });
-    let config = CqConfig {
+    // The drive is not asked for a queue that cannot be.
+    let nowhere = CqConfig {
         qid: QueueId(1),
         base: crate::Gpa(0x1000),
         entries: 2,
         vector: None,
     };
-    let error = attachment.create_cq(config).expect_err("no memory");
+    let error = attachment.create_cq(nowhere).expect_err("no memory");
     assert!(matches!(error, QueueError::NotMapped { .. }), "{error}");
-    assert_eq!(looks.load(Ordering::Relaxed), 1);
-    // What cannot be is not asked for.
     let wrong = CqConfig {
         qid: QueueId(2),
-        ..config
+        ..nowhere
     };
     let error = attachment.create_cq(wrong).expect_err("there is one");
     assert!(matches!(error, QueueError::InvalidQueueId(_)), "{error}");
+    assert_eq!(looks.load(Ordering::Relaxed), 0);
+    let memory = MemoryRegion {
+        gpa: crate::Gpa(0x1_0000),
+        len: 0x1_0000,
+        fd: memfd(c"test", 0x1_0000).expect("memory"),
+        offset: 0,
+        readable: true,
+        writable: true,
+    };
+    let config = CqConfig {
+        base: memory.gpa,
+        ..nowhere
+    };
+    attachment.map(memory).expect("mapped");
+    attachment.create_cq(config).expect("a queue");
     assert_eq!(looks.load(Ordering::Relaxed), 1);
 }
 

@@ -33,6 +33,7 @@ pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<Doorbel
         .set_doorbell_buffer_within(buffer, controller.deadline.left())
         .map_err(|error| match error {
             QueueError::Timeout(_) => Failure::QueueLost(error),
+            QueueError::NotMapped { .. } => Failure::NotMapped(Status::INVALID_FIELD),
             error => {
                 log::warn!("Doorbell Buffer Config failed: {error}");
                 Status::INVALID_FIELD.into()

@@ -7,8 +7,8 @@ use nvme_mpt::{QueueError, spec::status::Status};
 pub(super) enum Failure {
     /// The command fails, and the controller goes on.
     Command(Status),
-    /// The command's data is in memory that is not there, and that the VMM may bring back. The command fails with this
-    /// status if it does not.
+    /// Memory that the command names is not there, and the VMM may bring it back. The command fails with this status if it
+    /// does not.
     NotMapped(Status),
     /// The command was to change an I/O queue, whose commands in flight did not end in time. The queue takes no more
     /// commands, so the controller fails with it.
@@ -42,8 +42,7 @@ impl From<QueueError> for Failure {
             QueueError::InvalidVector { .. } => Status::INVALID_INTERRUPT_VECTOR,
             QueueError::InvalidSize { .. } => Status::INVALID_QUEUE_SIZE,
             QueueError::Misaligned { .. } => Status::PRP_OFFSET_INVALID,
-            // PRP1 names memory that the guest does not have.
-            QueueError::NotMapped { .. } => Status::INVALID_FIELD,
+            QueueError::NotMapped { .. } => return Self::NotMapped(Status::INVALID_FIELD),
             QueueError::Timeout { .. } => return Self::QueueLost(error),
             QueueError::Paused { .. } => {
                 log::error!("{error}");

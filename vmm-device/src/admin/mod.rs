@@ -82,15 +82,15 @@ pub(crate) struct Admin {
     rings: Option<AdminRings>,
     /// Wait for memory of the rings.
     suspension: Suspension,
-    /// Wait for memory of a command's data. The command is postponed meanwhile.
-    data_suspension: Suspension,
+    /// Wait for memory that a command names. The command is postponed meanwhile.
+    command_suspension: Suspension,
     /// Completions that were not posted yet, in order. No command is taken while there are any,
     /// so there are never more than an abort makes.
     unposted: VecDeque<Completion>,
     /// The process before may have posted the first of them, and the guest may have consumed it.
     may_be_posted: bool,
-    /// A command that is carried out again: by the next host side if the one before went meanwhile, or once its data's
-    /// memory is back.
+    /// A command that is carried out again: by the next host side if the one before went meanwhile, or once memory
+    /// that it names is back.
     postponed: Option<Sqe>,
     features: Features,
     events: AsyncEvents,
@@ -124,7 +124,7 @@ impl Admin {
         Self {
             rings: None,
             suspension: Suspension::default(),
-            data_suspension: Suspension::default(),
+            command_suspension: Suspension::default(),
             unposted: VecDeque::new(),
             may_be_posted: false,
             postponed: None,
@@ -161,7 +161,7 @@ impl Admin {
     pub(crate) fn reset(&mut self) {
         self.rings = None;
         self.suspension.end();
-        self.data_suspension.end();
+        self.command_suspension.end();
         self.unposted.clear();
         self.may_be_posted = false;
         self.postponed = None;
@@ -173,9 +173,9 @@ impl Admin {
         self.queues = KeptQueues::default();
     }
 
-    /// Returns whether the memory of the rings, or of a command's data, has to be looked for every [`LOOK_INTERVAL`].
+    /// Returns whether memory of the rings, or that a command names, has to be looked for every [`LOOK_INTERVAL`].
     pub(crate) fn waits_for_memory(&self) -> bool {
-        self.suspension.is_on() || self.data_suspension.is_on()
+        self.suspension.is_on() || self.command_suspension.is_on()
     }
 
     /// I/O queues that the guest has created.
@@ -410,7 +410,7 @@ impl Admin {
         }
     }
 
-    /// Carries out one command and notes its completion, or that it waits for the next host side or its data's memory.
+    /// Carries out one command and notes its completion, or that it waits for the next host side or for memory.
     fn carry_out(&mut self, sqe: &Sqe, controller: Controller<'_>) {
         let cid = sqe.cid();
         let host = controller.host;
@@ -428,7 +428,7 @@ impl Admin {
                 return;
             }
             // It has changed nothing yet.
-            Err(Failure::NotMapped(_)) if !self.is_data_gone_for_good(controller) => {
+            Err(Failure::NotMapped(_)) if !self.is_memory_gone_for_good(controller) => {
                 self.postponed = Some(*sqe);
                 return;
             }
@@ -455,14 +455,14 @@ impl Admin {
                 }
             }
         };
-        self.data_suspension.end();
+        self.command_suspension.end();
         self.unposted.push_back(completion);
     }
 
-    /// Returns whether memory of a command's data, which is not there, is waited for no longer.
-    fn is_data_gone_for_good(&mut self, controller: Controller<'_>) -> bool {
+    /// Returns whether memory that a command names, and that is not there, is waited for no longer.
+    fn is_memory_gone_for_good(&mut self, controller: Controller<'_>) -> bool {
         let (now, quiet) = (self.clock.now(), controller.shared.memory.quiet_for());
-        self.data_suspension.is_over_for_data(now, quiet)
+        self.command_suspension.is_over_for_command(now, quiet)
     }
 
     fn execute(&mut self, sqe: &Sqe, controller: Controller<'_>) -> Result<Outcome, Failure> {

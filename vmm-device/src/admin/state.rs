@@ -23,7 +23,7 @@ impl Admin {
             rings: _,
             // The waits begin anew in the next process.
             suspension: _,
-            data_suspension: _,
+            command_suspension: _,
             unposted,
             // Whoever restores completions takes it so.
             may_be_posted: _,

@@ -1,5 +1,5 @@
-//! Memory of the admin queues, and of the data of admin commands, that the VMM has unmapped. It may bring the memory back,
-//! as it does while it moves memory.
+//! Memory of the admin queues, and memory that admin commands name, which the VMM has unmapped. It may bring the memory
+//! back, as it does while it moves memory.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use nvme_mpt::dma::is_gone_for_good;
 /// Interval at which memory that is gone is looked for. Nothing reports that it is back.
 pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Time in which the admin queues, or the data of a command, wait for their memory.
+/// Time in which the admin queues, or a command, wait for memory.
 #[derive(Debug, Default)]
 pub(super) struct Suspension {
     since: Option<Duration>,
@@ -22,9 +22,9 @@ impl Suspension {
         is_gone_for_good(now.saturating_sub(since), quiet)
     }
 
-    /// As [`Self::is_over`], for the data of a command. Any command may name memory that never was there. So the wait is for
-    /// memory that went with the last change: it has been gone for the time `quiet` at least.
-    pub(super) fn is_over_for_data(&mut self, now: Duration, quiet: Duration) -> bool {
+    /// As [`Self::is_over`], for a command. Any command may name memory that never was there. So the wait is for memory that
+    /// went with the last change: it has been gone for the time `quiet` at least.
+    pub(super) fn is_over_for_command(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_gone_for_good(now.saturating_sub(since).max(quiet), quiet)
     }
@@ -62,23 +62,23 @@ mod tests {
     }
 
     #[test]
-    fn data_is_waited_for_until_a_second_after_the_last_change() {
+    fn a_command_waits_until_a_second_after_the_last_change() {
         let ms = Duration::from_millis;
         let mut suspension = Suspension::default();
-        assert!(!suspension.is_over_for_data(ms(5_000), ms(0)));
-        assert!(!suspension.is_over_for_data(ms(5_100), ms(1_000)));
-        assert!(suspension.is_over_for_data(ms(5_101), ms(1_001)));
+        assert!(!suspension.is_over_for_command(ms(5_000), ms(0)));
+        assert!(!suspension.is_over_for_command(ms(5_100), ms(1_000)));
+        assert!(suspension.is_over_for_command(ms(5_101), ms(1_001)));
         assert!(
-            !suspension.is_over_for_data(ms(35_000), ms(0)),
+            !suspension.is_over_for_command(ms(35_000), ms(0)),
             "memory changes"
         );
         assert!(
-            suspension.is_over_for_data(ms(35_001), ms(0)),
+            suspension.is_over_for_command(ms(35_001), ms(0)),
             "30 s in all"
         );
         suspension.end();
         assert!(
-            suspension.is_over_for_data(ms(40_000), ms(60_000)),
+            suspension.is_over_for_command(ms(40_000), ms(60_000)),
             "nothing went"
         );
     }

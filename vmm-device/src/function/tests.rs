@@ -343,36 +343,62 @@ fn data_memory() -> MemoryRegion {
     }
 }
 
+/// Checks that a command waits for memory at [`NOWHERE`], which is unmapped right before it. Returns whether it could be
+/// checked, and the guest.
+fn waits_for_memory(command: Sqe) -> (bool, Guest) {
+    let mut guest = Guest::ready(DoorbellMode::Shadow);
+    let interval = guest.function.events_interval();
+    guest.function.host().map(data_memory()).expect("mapped");
+    let len = MEMORY.end - MEMORY.start;
+    let unmapped = guest.function.host().unmap(Gpa(NOWHERE), len);
+    assert_eq!(unmapped.expect("unmapped"), len);
+    let cid = guest.submit(command);
+    if let Some(cqe) = guest.peek() {
+        // It waits by the time since the last change of the memory, and the machine stood still for as long.
+        let quiet = guest.function.memory().quiet_for();
+        assert!(quiet > Duration::from_secs(1), "{cqe:?}");
+        return (false, guest);
+    }
+    assert_eq!(guest.csts(), 1);
+    assert_eq!(guest.function.events_interval(), Some(LOOK_INTERVAL));
+    guest.function.host().map(data_memory()).expect("mapped");
+    guest.function.process_events();
+    let cqe = guest.completion();
+    assert_eq!((cqe.cid(), cqe.status()), (cid, Status::SUCCESS));
+    assert_eq!(guest.function.events_interval(), interval);
+    assert_eq!(guest.function.admin_stats().commands, 1);
+    (true, guest)
+}
+
 #[test]
 fn the_data_of_an_admin_command_waits_to_be_mapped_again() {
     let identify = Sqe {
         dptr: [NOWHERE, 0],
         ..identify()
     };
-    loop {
-        let mut guest = Guest::ready(DoorbellMode::Trap);
-        let interval = guest.function.events_interval();
-        guest.function.host().map(data_memory()).expect("mapped");
-        let len = MEMORY.end - MEMORY.start;
-        let unmapped = guest.function.host().unmap(Gpa(NOWHERE), len);
-        assert_eq!(unmapped.expect("unmapped"), len);
-        let cid = guest.submit(identify);
-        if let Some(cqe) = guest.peek() {
-            // Data is waited for by the time since the last change, and the machine stood still for as long.
-            let quiet = guest.function.memory().quiet_for();
-            assert!(quiet > Duration::from_secs(1), "{cqe:?}");
-            continue;
+    let guest = loop {
+        let (is_checked, guest) = waits_for_memory(identify);
+        if is_checked {
+            break guest;
         }
-        assert_eq!(guest.csts(), 1);
-        assert_eq!(guest.function.events_interval(), Some(LOOK_INTERVAL));
-        guest.function.host().map(data_memory()).expect("mapped");
-        guest.function.process_events();
-        let cqe = guest.completion();
-        assert_eq!((cqe.cid(), cqe.status()), (cid, Status::SUCCESS));
-        assert_ne!(guest.read_memory(NOWHERE, 4096), [0; 4096]);
-        assert_eq!(guest.function.events_interval(), interval);
-        assert_eq!(guest.function.admin_stats().commands, 1);
-        return;
+    };
+    assert_ne!(guest.read_memory(NOWHERE, 4096), [0; 4096]);
+}
+
+#[test]
+fn rings_and_doorbell_pages_are_waited_for_when_they_are_set_up() {
+    let completion_queue = Sqe {
+        dptr: [NOWHERE, 0],
+        cdw10: 15 << 16 | 1,
+        cdw11: 1,
+        ..Sqe::new(0x05)
+    };
+    let doorbell_buffer = Sqe {
+        dptr: [NOWHERE, NOWHERE + 0x1000],
+        ..Sqe::new(0x7C)
+    };
+    for command in [completion_queue, doorbell_buffer] {
+        while !waits_for_memory(command).0 {}
     }
 }
 

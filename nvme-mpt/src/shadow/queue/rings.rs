@@ -143,6 +143,12 @@ impl CompletionQueue {
         })
     }
 
+    /// Returns whether the ring of a queue lies in the VM's memory.
+    pub(crate) fn is_mapped(config: &CqConfig, context: &QueueContext) -> bool {
+        let table = context.tables.current();
+        completion_ring(&table, config.base, config.entries).is_some()
+    }
+
     /// Returns the number of the queue's entries.
     #[inline]
     pub(super) fn entries(&self) -> u32 {

@@ -22,7 +22,7 @@ use nvme_mpt_tests::status::{
 };
 use tempfile::NamedTempFile;
 
-use crate::common::loop_device::Mounted;
+use crate::common::loop_device::{LoopDevice, Mounted};
 use crate::common::{HANG, Host, LEASE, Machine, Setup, status};
 
 /// A file, the drive in it, and a guest that has all of it.
@@ -369,6 +369,33 @@ fn deallocated_blocks_read_zeroes_wherever_a_range_begins() {
             let mut want = data.clone();
             want[start as usize * 512..(start as usize + blocks as usize) * 512].fill(0);
             assert!(scene.disk.read(0, 128).unwrap() == want, "{start}+{blocks}");
+        }
+    }
+}
+
+#[test]
+fn a_block_device_that_cannot_write_zeroes_promises_none() {
+    let Some(device) = LoopDevice::without_zeroes(LEASE) else {
+        return;
+    };
+    let machine = Host::of_file(device.device(), 512).machine(&Setup::nth(0));
+    let (_controller, mut disk) = machine.disk();
+    assert_eq!(disk.namespace().dlfeat & 0b111, 0);
+    let data = pattern(9, 64 * 512);
+    for (start, blocks) in [(0, 8), (3, 40), (5, 1)] {
+        let bytes = start as usize * 512..(start as usize + blocks as usize) * 512;
+        disk.write(0, &data).unwrap();
+        // Whatever becomes of the range, it is no error, and other blocks stay.
+        disk.deallocate(&[(start, blocks)]).unwrap();
+        let found = disk.read(0, 64).unwrap();
+        assert!(found[..bytes.start] == data[..bytes.start]);
+        assert!(found[bytes.end..] == data[bytes.end..]);
+        for deallocate in [false, true] {
+            disk.write(0, &data).unwrap();
+            disk.write_zeroes(start, blocks, deallocate).unwrap();
+            let mut want = data.clone();
+            want[bytes.clone()].fill(0);
+            assert!(disk.read(0, 64).unwrap() == want, "{start}+{blocks}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! File systems of a test's own, and a loop device on one that may be too small for it. Needs root.
+//! File systems of a test's own, and loop devices on them. Needs root.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,6 +15,12 @@ impl Mounted {
     /// A tmpfs with room for so many bytes. `None`, with a message, where this process may not mount one.
     pub(crate) fn tmpfs(room: u64) -> Option<Self> {
         Self::mount(&["-t", "tmpfs", "-o", &format!("size={room}"), "drive"])
+    }
+
+    /// A ramfs: its files have no holes, and no range of them can be zeroed. `None`, with a message, where this process
+    /// may not mount one.
+    fn ramfs() -> Option<Self> {
+        Self::mount(&["-t", "ramfs", "drive"])
     }
 
     /// A new ext4 of blocks of 4 KiB, with these features, on a device. `None`, with a message, where that cannot be.
@@ -50,7 +56,7 @@ pub(crate) struct LoopDevice {
     device: PathBuf,
     file: PathBuf,
     /// Unmounted after the device is detached.
-    _tmpfs: Mounted,
+    _mounted: Mounted,
 }
 
 impl LoopDevice {
@@ -73,19 +79,31 @@ impl LoopDevice {
         Some(made)
     }
 
+    /// A device of `bytes` that neither deallocates nor writes zeroes on demand. `None`, with a message, where this
+    /// process may not make one.
+    pub(crate) fn without_zeroes(bytes: u64) -> Option<Self> {
+        let mut made = Self::in_file_system(Mounted::ramfs()?, bytes);
+        made.device = made.another(0)?;
+        Some(made)
+    }
+
     /// A file in a tmpfs of its own, without a device.
     fn in_tmpfs(bytes: u64, room: u64) -> Option<Self> {
-        let tmpfs = Mounted::tmpfs(room)?;
-        let file = tmpfs.path().join("drive.img");
+        Some(Self::in_file_system(Mounted::tmpfs(room)?, bytes))
+    }
+
+    /// A file in a file system of its own, without a device.
+    fn in_file_system(mounted: Mounted, bytes: u64) -> Self {
+        let file = mounted.path().join("drive.img");
         std::fs::File::create(&file)
             .unwrap()
             .set_len(bytes)
             .unwrap();
-        Some(Self {
+        Self {
             device: PathBuf::new(),
             file,
-            _tmpfs: tmpfs,
-        })
+            _mounted: mounted,
+        }
     }
 
     /// Its path.

@@ -495,6 +495,11 @@ impl Folder {
 
     /// Waits until nobody else changes the ledger. Makes the folder if it is the first. The ledger is durable then.
     pub(super) fn lock(&self) -> Result<Exclusive<'_>, StoreError> {
+        self.lock_by(&Deadline::after(&SystemClock::shared(), LOCK_PATIENCE))
+    }
+
+    /// As [`Self::lock`], by a deadline.
+    fn lock_by(&self, deadline: &Deadline) -> Result<Exclusive<'_>, StoreError> {
         make_state_folder(&self.path)?;
         let path = self.path.join(LOCK);
         let error = |source| StoreError::Io {
@@ -507,7 +512,6 @@ impl Folder {
             &path,
             options.read(true).write(true).create(true).truncate(false),
         )?;
-        let deadline = Deadline::after(&SystemClock::shared(), LOCK_PATIENCE);
         loop {
             match lock.try_lock() {
                 Ok(()) => {
@@ -755,6 +759,21 @@ mod tests {
         CRASH_AFTER.set(Some(Step::AboveSynced));
         folder.lock().unwrap().write(&records(&["b"])).unwrap();
         assert_eq!(CRASH_AFTER.take(), Some(Step::AboveSynced), "once only");
+    }
+
+    #[test]
+    fn a_process_that_keeps_the_ledger_locked_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder::new(dir.path());
+        let _exclusive = folder.lock().unwrap();
+        let passed = Deadline::after(&SystemClock::shared(), Duration::ZERO);
+        let error = folder.lock_by(&passed).unwrap_err();
+        assert!(matches!(error, StoreError::Locked { .. }), "{error}");
+        let message = error.to_string();
+        let holder = format!("by process {} (", std::process::id());
+        for part in [&*holder, "leases.lock", "end it"] {
+            assert!(message.contains(part), "{message}");
+        }
     }
 
     #[test]

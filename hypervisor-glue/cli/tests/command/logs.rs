@@ -4,9 +4,15 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::net::UnixDatagram;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_mpt_tests::admin::{LogPage, log};
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::not_checked::not_checked;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
 use vfio_user::Client;
 
 use crate::support::{Bench, Server};
@@ -136,6 +142,41 @@ fn messages_in_the_journal_have_their_function_and_its_lease() {
     let ending = await_message("SIGTERM: no more clients are taken");
     assert_eq!(ending.get("FUNCTION"), None);
     assert_eq!(fs::read_to_string(errors).unwrap(), "");
+}
+
+#[test]
+fn a_file_that_is_cut_short_and_replaced_is_logged_once() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[FUNCTION]).unwrap();
+    let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+    let bar = VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap();
+    let bar: Arc<dyn Bar> = Arc::new(bar);
+    let mut controller = Controller::attach(bar, memory, Config::default(), 1).unwrap();
+
+    let drive = bench.path("drive.img");
+    let file = fs::File::options().write(true).open(&drive).unwrap();
+    file.set_len(32 << 20).unwrap();
+    fs::write(bench.path("other"), "").unwrap();
+    fs::rename(bench.path("other"), &drive).unwrap();
+    for _ in 0..3 {
+        let health = LogPage::of_controller(log::SMART, 512);
+        controller.log_page(health).unwrap();
+    }
+    drop(controller);
+    // The end cannot flush what lay behind the file's end, so its status is no matter here.
+    let (_, log) = server.signal("TERM");
+    for message in [
+        "was cut short from 67108864 to 33554432 bytes",
+        "was removed or replaced while it is served",
+    ] {
+        let lines = log.lines().filter(|line| line.contains(message));
+        let lines: Vec<_> = lines.collect();
+        assert_eq!(lines.len(), 1, "{message}:\n{log}");
+        assert!(
+            lines[0].contains(drive.to_str().unwrap()) && lines[0].contains("ERROR"),
+            "{log}"
+        );
+    }
 }
 
 /// Returns the fields of an entry in the journal's native protocol. A value with line ends follows its length.

@@ -1,4 +1,4 @@
-//! The documents: their sizes, their links, the table of options, and the tests that they name.
+//! The documents: their sizes, their links, the table of options, and the tests that they name. Summaries in sources.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -143,6 +143,32 @@ fn sources(folder: &Path, names: &mut String) {
             names.push_str(&fs::read_to_string(&path).unwrap());
         }
     }
+}
+
+/// Words that no summary opens with.
+const QUESTIONS: [&str; 5] = ["What", "How", "Whether", "Where", "Who"];
+
+#[test]
+fn no_summary_opens_with_a_question() {
+    let mut text = String::new();
+    sources(&workspace(), &mut text);
+    let (mut summaries, mut questions) = (0, Vec::new());
+    let mut in_comment = false;
+    for line in text.lines() {
+        let line = line.trim_start();
+        let comment = line.strip_prefix("///");
+        let comment = comment.or_else(|| line.strip_prefix("//!"));
+        if let Some(first) = comment.filter(|_| !in_comment) {
+            summaries += 1;
+            let word = first.split_whitespace().next().unwrap_or_default();
+            if QUESTIONS.contains(&word) {
+                questions.push(line);
+            }
+        }
+        in_comment = comment.is_some();
+    }
+    assert!(questions.is_empty(), "{questions:#?}");
+    assert!(summaries > 10_000, "{summaries}");
 }
 
 #[test]

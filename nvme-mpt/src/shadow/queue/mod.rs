@@ -129,7 +129,7 @@ pub struct ShadowQueue {
     lease: HeldLease,
 }
 
-/// What holds a lease, as long as it is not dropped.
+/// Value that holds a lease until it is dropped.
 type HeldLease = Arc<dyn Any + Send + Sync>;
 
 /// The host controller's end of a shadow queue.

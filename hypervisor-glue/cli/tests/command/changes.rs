@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,6 +15,7 @@ use nvme_mpt_cli::control::request_change;
 use nvme_mpt_tests::controller::{Config, Controller};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
 use serde_json::{Value, json};
 use vfio_user::Client;
@@ -306,16 +307,61 @@ fn a_drive_stays_open_without_functions() {
 }
 
 #[test]
-fn a_socket_has_the_mode_that_it_was_given() {
+fn a_socket_has_the_mode_and_the_owner_that_it_was_given() {
     let bench = Bench::new();
     let server = bench.serve("one", &[]).unwrap();
-    // The superuser's number, as the tests' own user has perhaps no name.
+    // Numbers, as users and groups have perhaps no names here.
     let ours = fs::metadata(bench.path("drive.img")).unwrap();
-    let group = std::os::unix::fs::MetadataExt::gid(&ours);
-    let options = format!("socket=a.sock,path=memory:1M,mode=0660,owner=:{group}");
-    ask(&bench, "add", &[&options]).unwrap();
-    let mode = fs::metadata(bench.path("a.sock")).unwrap().permissions();
-    assert_eq!(mode.mode() & 0o777, 0o660);
+    let owner = match ours.uid() {
+        0 => (1001, 1002),
+        user => {
+            not_checked("root alone gives a socket to another user");
+            (user, ours.gid())
+        }
+    };
+    let (user, group) = owner;
+    for (id, given, expected) in [
+        ("a", format!("{user}:{group}"), owner),
+        ("b", user.to_string(), (user, ours.gid())),
+        ("c", format!(":{group}"), (ours.uid(), group)),
+    ] {
+        let socket = format!("{id}.sock");
+        let options = format!("id={id},socket={socket},path=drive.img,mode=0660,owner={given}");
+        let options = format!("{options},size=1M,unit=1M");
+        ask(&bench, "add", &[&options]).unwrap();
+        let metadata = fs::metadata(bench.path(&socket)).unwrap();
+        assert_eq!(metadata.permissions().mode() & 0o777, 0o660, "{given}");
+        assert_eq!((metadata.uid(), metadata.gid()), expected, "{given}");
+    }
+    server.stop();
+}
+
+#[test]
+fn each_change_has_its_result_for_programs() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    let changed = |command: &str, arguments: &[&str]| -> Value {
+        let printed = ask(&bench, command, &[arguments, &["--json"]].concat()).unwrap();
+        assert_eq!(printed.lines().count(), 1, "{printed}");
+        serde_json::from_str(&printed).unwrap()
+    };
+    let user = fs::metadata(bench.path("drive.img")).unwrap().uid();
+    let sized = "socket=a.sock,path=drive.img,id=a,size=4M,unit=1M";
+    let reserved = format!("path=drive.img,range=32M+16M,id=b,owner={user}");
+    let result = changed("add", &[sized]);
+    assert_eq!(result["id"], "a");
+    assert_eq!(result["state"], "waiting");
+    let result = changed("limit", &["a", "iops=500"]);
+    assert_eq!(result["id"], "a");
+    assert_eq!(result["limits"], "iops=500");
+    let result = changed("resize", &["a", "6M"]);
+    assert_eq!(result["id"], "a");
+    assert_eq!(result["range"], json!({ "start": 0, "length": 6 << 20 }));
+    let result = changed("reserve", &[&reserved]);
+    assert_eq!(result["id"], "b");
+    assert_eq!(result["owner"], user);
+    let result = changed("remove", &["a"]);
+    assert_eq!(result["id"], "a");
     server.stop();
 }
 

@@ -1,7 +1,7 @@
 //! Functions that are added to a running server, removed, listed and reloaded.
 
 use std::fs;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -777,6 +777,34 @@ fn a_thousand_functions_leave_nothing_behind() {
         thread::sleep(Duration::from_millis(100));
     }
     drop(beside);
+    server.stop();
+}
+
+#[test]
+fn a_client_that_goes_before_its_request_is_whole_changes_nothing() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    let socket = bench.path("a.sock");
+    let options = format!("socket={},path=memory:1M,id=a", socket.display());
+    let change = Change::Add { options };
+    let request = json!({ "command": "change", "change": change }).to_string() + "\n";
+    let say = |bytes: &[u8]| {
+        let mut stream = UnixStream::connect(bench.path("one.control")).unwrap();
+        stream.write_all(bytes).unwrap();
+    };
+    for end in 0..request.len() {
+        say(&request.as_bytes()[..end]);
+    }
+    // Changes are made in their order, so a change of before would be done.
+    ask(&bench, "add", &["socket=b.sock,path=memory:2M,id=b"]).unwrap();
+    assert_eq!(list(&bench), [entry("b", "added", "waiting")]);
+    assert!(!exists(&socket));
+
+    // A whole one is carried out, although its client takes no answer.
+    say(request.as_bytes());
+    let is_there = |listed: &str| listed.contains("\"id\":\"a\"");
+    let listed = bench.ask_until("list", &["--json"], is_there).unwrap();
+    assert!(is_there(&listed), "{listed}");
     server.stop();
 }
 

@@ -35,8 +35,11 @@ fn opening() -> Vec<u8> {
     message(&text, 0)
 }
 
-/// Has a session read bytes until they end. Returns its end, what it said, and its lease.
-fn said(host: &Host, bytes: &[u8]) -> (Result<(), SessionError>, Vec<u8>, Weak<Attachment>) {
+/// End of a session, what it said, and its lease.
+type Ended = (Result<(), SessionError>, Vec<u8>, Weak<Attachment>);
+
+/// Has a session hear what a VMM says until that goes.
+fn heard(host: &Host, vmm_says: impl FnOnce(&mut UnixStream)) -> Ended {
     let (mut vmm, server) = UnixStream::pair().unwrap();
     let attachment = host.attachment_with(
         "lease",
@@ -46,12 +49,17 @@ fn said(host: &Host, bytes: &[u8]) -> (Result<(), SessionError>, Vec<u8>, Weak<A
     let attached: Weak<Attachment> = Arc::downgrade(&attachment);
     let lease = OneLease(Mutex::new(Some(attachment)));
     let session = std::thread::spawn(move || Session::new(server).unwrap().run(&lease));
-    // A server that has refused reads no more.
-    let _ = vmm.write_all(bytes);
+    vmm_says(&mut vmm);
     let _ = vmm.shutdown(Shutdown::Write);
     let mut answers = Vec::new();
     let _ = vmm.read_to_end(&mut answers);
     (session.join().unwrap(), answers, attached)
+}
+
+/// Has a session read bytes until they end.
+fn said(host: &Host, bytes: &[u8]) -> Ended {
+    // A server that has refused reads no more.
+    heard(host, |vmm| drop(vmm.write_all(bytes)))
 }
 
 /// Returns whether the lease of a session is free.
@@ -70,6 +78,41 @@ fn a_vmm_that_goes_at_any_byte_leaves_nothing_behind() {
     for end in 0..=whole.len() {
         let (result, _, attached) = said(&host, &whole[..end]);
         result.unwrap();
+        wait_for("the end of the lease", || is_free(&host, &attached));
+    }
+}
+
+#[test]
+fn a_vmm_that_goes_between_two_messages_leaves_nothing_behind() {
+    let host = Host::new("memory:16M", 512);
+    let memory = memfd(c"guest", 4 * 4096).unwrap();
+    let map = r#"{"map":{"gpa":0,"len":16384,"offset":0,"readable":true,"writable":true}}"#;
+    let messages = [
+        r#"{"create_cq":{"qid":1,"base":0,"entries":8,"vector":null}}"#,
+        r#"{"create_sq":{"config":{"qid":1,"cqid":1,"base":4096,"entries":8},"time":{"secs":30,"nanos":0}}}"#,
+        r#""io_doorbells""#,
+        r#""start_dirty_log""#,
+        r#""pause""#,
+        r#""save""#,
+        r#""resume""#,
+        r#"{"flush_within":{"secs":30,"nanos":0}}"#,
+        r#"{"delete_sq":{"qid":1,"time":{"secs":30,"nanos":0}}}"#,
+        r#"{"delete_cq":{"qid":1,"time":{"secs":30,"nanos":0}}}"#,
+        r#"{"unmap":{"gpa":0,"len":16384,"time":{"secs":30,"nanos":0}}}"#,
+    ];
+    for end in 0..=messages.len() {
+        let (result, answers, attached) = heard(&host, |vmm| {
+            vmm.write_all(&opening()).unwrap();
+            let map = message(map, 1);
+            let sent = vmm.send_with_fd(&map[..], memory.as_raw_fd());
+            assert_eq!(sent.unwrap(), map.len());
+            for text in &messages[..end] {
+                vmm.write_all(&message(text, 0)).unwrap();
+            }
+        });
+        result.unwrap();
+        let answers = String::from_utf8_lossy(&answers);
+        assert!(!answers.contains("\"Err\""), "{answers}");
         wait_for("the end of the lease", || is_free(&host, &attached));
     }
 }

@@ -83,6 +83,26 @@ fn a_filter_in_the_environment_that_is_none_is_reported() {
 }
 
 #[test]
+fn a_server_without_functions_logs_how_to_add_one() {
+    let none: &[&str] = &[];
+    for (functions, hint) in [(none, true), (&[FUNCTION], false)] {
+        let bench = Bench::new();
+        let mut serve = bench.serve_command("one", functions);
+        serve.args(["--log", "info"]);
+        let server = Server::start(serve).unwrap();
+        let (status, log) = server.signal("TERM");
+        assert!(status.success(), "{log}");
+        let line = "There is no function yet: add one with `nvme-mpt add --control ";
+        let line = log.lines().find(|logged| logged.contains(line));
+        assert_eq!(line.is_some(), hint, "{log}");
+        assert!(
+            line.is_none_or(|line| line.ends_with("one.control`")),
+            "{log}"
+        );
+    }
+}
+
+#[test]
 fn messages_in_the_journal_have_their_function_and_its_lease() {
     if !nix::unistd::getuid().is_root() {
         return not_checked("root alone can put a folder in place of the journal's");

@@ -322,8 +322,8 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
 /// Message of cargo-deny where it does not reach the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
-/// With the sources as they lie there, committed or not. In a folder of its own, as cargo takes a crate that it built of an earlier commit for that of the present one: they have
-/// the same version.
+/// With the sources as they lie there, committed or not. It has a folder of its own: cargo takes a crate that it built of
+/// an earlier commit for that of the present one, as both have the same version.
 fn package(context: &mut Context) -> Result<(), VerifyError> {
     let folder = crate::target_dir().join("packages");
     process::run(Command::new("rm").args(["-rf", "--"]).arg(&folder))?;

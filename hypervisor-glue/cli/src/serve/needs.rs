@@ -103,7 +103,8 @@ pub(super) fn of_drive(options: &FunctionOptions) -> Vec<FileRule> {
             std::iter::once(first).chain(below).collect()
         }
         DrivePath::Pci(_) => vec![FileRule::new("/dev/vfio", FileAccess::WRITE)],
-        DrivePath::Memory(_) | DrivePath::Null(_) => Vec::new(),
+        // Others are in memory. A kind of drive that has files has to name them here.
+        _ => Vec::new(),
     }
 }
 

@@ -4,7 +4,6 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use super::state::{AttachmentState, CompletionQueueState};
 use crate::address::Gpa;
 use crate::crossing;
 use crate::deadline::DRAIN_DEADLINE;
@@ -52,27 +51,6 @@ pub struct KeptQueues {
 }
 
 impl KeptQueues {
-    /// Those of a state that was restored.
-    #[must_use]
-    pub fn of(state: &AttachmentState) -> Self {
-        let cqs = state.queues.iter();
-        let sqs = cqs.clone().flat_map(|cq| {
-            let sqs = cq.submission_queues.iter();
-            sqs.map(|sq| SqConfig {
-                qid: QueueId(sq.qid),
-                cqid: QueueId(cq.qid),
-                base: Gpa(sq.base),
-                entries: sq.entries,
-            })
-        });
-        Self {
-            sqs: sqs.collect(),
-            cqs: cqs.map(CompletionQueueState::config).collect(),
-            doorbell_buffer: state.doorbell_buffer.map(DoorbellBuffer::from),
-            revoked: state.revoked,
-        }
-    }
-
     /// Returns whether the queue of a doorbell exists.
     #[must_use]
     pub fn has(&self, doorbell: Doorbell) -> bool {

@@ -15,7 +15,7 @@ use std::io;
 use serde::{Deserialize, Serialize};
 use zerocopy::transmute;
 
-use super::queue::{CqConfig, QueueError, SqConfig};
+use super::queue::{CqConfig, KeptQueues, QueueError, SqConfig};
 use crate::address::Gpa;
 use crate::crossing;
 use crate::doorbell::DoorbellBuffer;
@@ -273,6 +273,24 @@ impl CompletionQueueState {
         let size = RingSize::new(self.entries)?;
         let tail = PhasedIndex::at(RingIndex::at(size, self.tail)?, self.phase);
         CompletionIndices::at(tail, self.head)
+    }
+}
+
+impl KeptQueues {
+    /// Those of a state that was restored.
+    #[must_use]
+    pub fn of(state: &AttachmentState) -> Self {
+        let cqs = state.queues.iter();
+        let sqs = cqs.clone().flat_map(|cq| {
+            let sqs = cq.submission_queues.iter();
+            sqs.map(|sq| sq.config(QueueId(cq.qid)))
+        });
+        Self {
+            sqs: sqs.collect(),
+            cqs: cqs.map(CompletionQueueState::config).collect(),
+            doorbell_buffer: state.doorbell_buffer.map(DoorbellBuffer::from),
+            revoked: state.revoked,
+        }
     }
 }
 

@@ -7,23 +7,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
+use super::namespace::HostNamespace;
 use super::reservation::{Reservation, ReserveError};
 use crate::event::EventQueue;
 use crate::host::{Limits, Mdts, TemperatureThresholds};
 use crate::iova::IovaSpace;
-use crate::spec::ids::Nsid;
 use crate::spec::log::{ErrorInformation, SmartHealth};
-
-/// A namespace of a host controller.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct HostNamespace {
-    /// Its identifier at the host controller.
-    pub nsid: Nsid,
-    /// Its size, in logical blocks.
-    pub blocks: u64,
-    /// Logical block size as a power of two, in bytes.
-    pub lba_shift: u8,
-}
 
 /// I/O queue pairs of a host controller that has a number of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

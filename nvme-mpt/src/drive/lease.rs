@@ -5,7 +5,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use super::controller::HostNamespace;
+use super::namespace::HostNamespace;
 use super::reservation::Reservation;
 use crate::event::EventQueue;
 use crate::host::{ChangeLog, CommandSetDescription, Damage};

@@ -6,12 +6,14 @@ mod controller;
 #[cfg(test)]
 pub(crate) mod idle;
 mod lease;
+mod namespace;
 mod reservation;
 
 use std::sync::Arc;
 
-pub use controller::{HostController, HostNamespace, Incidents, QueuePairUse};
+pub use controller::{HostController, Incidents, QueuePairUse};
 pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
+pub use namespace::HostNamespace;
 pub use reservation::{Reservation, ReserveError, ReservedPairs};
 
 use crate::host::Limits;

@@ -81,17 +81,6 @@ fn step(
     })
 }
 
-/// Returns the status of a step that ended as a command of its own would.
-pub(super) fn status_of(status: Status) -> StepStatus {
-    match status {
-        Status::SUCCESS => StepStatus::DONE,
-        Status::KV_KEY_DOES_NOT_EXIST => StepStatus::KEY_DOES_NOT_EXIST,
-        Status::KEY_EXISTS => StepStatus::KEY_EXISTS,
-        Status::CAPACITY_EXCEEDED => StepStatus::CAPACITY_EXCEEDED,
-        _ => StepStatus::INVALID,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

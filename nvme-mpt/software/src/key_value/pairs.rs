@@ -3,7 +3,6 @@
 use nvme_mpt::spec::key_value::{Batch, Key, KeyList, StepStatus};
 use nvme_mpt::spec::status::Status;
 
-use super::batch;
 use crate::model::{KvAccess, KvWork};
 
 /// Bytes of a capacity that a pair takes besides its value: the key, and its overhead.
@@ -186,13 +185,24 @@ pub(super) fn carry_out<P: PairsMut>(
                     Step::Change(asked) => change(pairs, usage, capacity, asked)?,
                     Step::Exist { key } => answer(pairs, Query::Exist { key })?,
                 };
-                batch::status_of(ended.status)
+                status_of(ended.status)
             }
             Err(status) => status,
         };
         reply.dw0 |= u32::from(status) << (Batch::STATUS_BITS * index);
     }
     Ok(reply)
+}
+
+/// Returns the status of a step that ended as a command of its own would.
+fn status_of(status: Status) -> StepStatus {
+    match status {
+        Status::SUCCESS => StepStatus::DONE,
+        Status::KV_KEY_DOES_NOT_EXIST => StepStatus::KEY_DOES_NOT_EXIST,
+        Status::KEY_EXISTS => StepStatus::KEY_EXISTS,
+        Status::CAPACITY_EXCEEDED => StepStatus::CAPACITY_EXCEEDED,
+        _ => StepStatus::INVALID,
+    }
 }
 
 /// Makes a change to pairs that use some of a capacity.

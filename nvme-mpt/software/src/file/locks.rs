@@ -12,7 +12,7 @@ use nvme_mpt::range::ByteRange;
 use nvme_mpt::range_lock::RangeLock;
 
 use super::SharedFile;
-use super::lease::reopen;
+use super::reopen::reopen;
 use super::way::Way;
 
 /// Bytes of a file that its users share: one by those that read and write it through the page cache, one by the others.

@@ -25,6 +25,7 @@ mod locks;
 mod operation;
 mod pages;
 mod queue;
+mod reopen;
 mod slices;
 mod steps;
 mod syncs;

@@ -8,11 +8,9 @@
 //! that succeeded before the one that has the error. So each queue has a [`Witness`] too, which it asks at the end
 //! of each Flush and of each write with FUA.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
@@ -22,6 +20,7 @@ pub(super) use crate::medium::LOST;
 
 use super::claims::Claims;
 use super::locks::Locks;
+use super::reopen::reopen;
 use super::way::Way;
 use super::{SharedFile, uring};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
@@ -338,41 +337,6 @@ fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
             .map(Some),
         Way::Cached => Ok(None),
     }
-}
-
-/// Opens what `file` has open once more, for a description of its own. `path` may lead to another file by now;
-/// the kernel's name of the descriptor does not.
-pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).custom_flags(flags);
-    let wanted = place(file)?;
-    if let Some(path) = path
-        && let Ok(opened) = options.open(path)
-        && place(&opened)? == wanted
-    {
-        return Ok(opened);
-    }
-    let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    options.open(path)
-}
-
-/// Identity of a file.
-#[derive(Debug, PartialEq, Eq)]
-struct Place {
-    /// Device that it is on.
-    on: u64,
-    inode: u64,
-    /// Device that a special file stands for.
-    device: u64,
-}
-
-fn place(file: &File) -> io::Result<Place> {
-    let metadata = file.metadata()?;
-    Ok(Place {
-        on: metadata.dev(),
-        inode: metadata.ino(),
-        device: metadata.rdev(),
-    })
 }
 
 /// Result of a sync.

@@ -1,6 +1,7 @@
 //! A lease whose file system failed to write back once.
 
 use super::*;
+use crate::file::reopen::place;
 use crate::file::tests::TestClock;
 use crate::file::uring::Uring;
 use crate::file::{FileQueue, FileStore};

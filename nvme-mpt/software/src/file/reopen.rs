@@ -1,0 +1,43 @@
+//! Descriptions of their own for files that are open.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Opens what `file` has open once more, for a description of its own. `path` may lead to another file by now;
+/// the kernel's name of the descriptor does not.
+pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(flags);
+    let wanted = place(file)?;
+    if let Some(path) = path
+        && let Ok(opened) = options.open(path)
+        && place(&opened)? == wanted
+    {
+        return Ok(opened);
+    }
+    let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    options.open(path)
+}
+
+/// Identity of a file.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Device that it is on.
+    on: u64,
+    inode: u64,
+    /// Device that a special file stands for.
+    device: u64,
+}
+
+/// Returns the identity of a file that is open.
+pub(super) fn place(file: &File) -> io::Result<Place> {
+    let metadata = file.metadata()?;
+    Ok(Place {
+        on: metadata.dev(),
+        inode: metadata.ino(),
+        device: metadata.rdev(),
+    })
+}

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::dirty::{DirtyRange, Notes};
 use super::lock;
+use super::notes::{DirtyRange, Notes};
 use super::region::Region;
 use crate::address::Gpa;
 use crate::memory::sync::Mutex;
@@ -100,7 +100,7 @@ impl Departure {
     pub(super) fn take_notes(&self, ranges: &mut Vec<DirtyRange>) {
         let notes = self.parts.iter().filter_map(|part| part.notes.as_ref());
         let mut notes: Vec<_> = notes.collect();
-        notes.sort_unstable_by_key(|notes| notes.gpa());
+        notes.sort_unstable_by_key(|notes| notes.gpa);
         for notes in notes {
             notes.take(ranges);
         }

@@ -7,87 +7,14 @@
 //! shadow queue has taken up a table with notes: from then on it notes what commands wrote when they
 //! complete, also those that were in flight before.
 
-use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::notes::{DirtyRange, Notes};
 use super::region::Place;
 use super::sorted::Sorted;
 use super::{DmaError, DmaWindow, RegionTable};
-use crate::address::{Gpa, PAGE_SIZE};
+use crate::address::Gpa;
 use crate::deadline::DRAIN_DEADLINE;
-
-/// Pages that were written, one after the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DirtyRange {
-    /// Guest address of the first one.
-    pub gpa: Gpa,
-    /// Bytes, whole pages.
-    pub len: u64,
-}
-
-/// The pages of one region that were written.
-#[derive(Debug)]
-pub(super) struct Notes {
-    /// Guest address of the region.
-    gpa: u64,
-    len: u64,
-    /// By page.
-    written: Box<[AtomicU64]>,
-}
-
-impl Notes {
-    pub(super) fn new(gpa: u64, len: u64) -> Self {
-        let words = (len / PAGE_SIZE).div_ceil(64);
-        let written = (0..words).map(|_| AtomicU64::new(0)).collect();
-        Self { gpa, len, written }
-    }
-
-    /// Notes a write of `len` bytes, at least one, at `offset` in the region.
-    pub(super) fn note(&self, offset: u64, len: u64) {
-        let mut page = offset / PAGE_SIZE;
-        let end = (offset + len).div_ceil(PAGE_SIZE);
-        while page < end {
-            let in_word = (64 - page % 64).min(end - page);
-            let bits = (u64::MAX >> (64 - in_word)) << (page % 64);
-            // Beyond the region there is none. A note that is there already is made once more: only
-            // so is what was written before it seen by whoever takes it.
-            if let Some(word) = self.written.get((page / 64) as usize) {
-                word.fetch_or(bits, Ordering::AcqRel);
-            }
-            page += in_word;
-        }
-    }
-
-    /// Guest address of the region.
-    pub(super) fn gpa(&self) -> u64 {
-        self.gpa
-    }
-
-    /// Takes all notes.
-    pub(super) fn take(&self, ranges: &mut Vec<DirtyRange>) {
-        for (index, word) in (0..).zip(&self.written) {
-            let mut bits = word.swap(0, Ordering::AcqRel);
-            while bits != 0 {
-                let first = bits.trailing_zeros();
-                let pages = (bits >> first).trailing_ones();
-                let page = index * 64 + u64::from(first);
-                push(ranges, self.gpa + page * PAGE_SIZE, u64::from(pages));
-                // All bits below the run are clear, so that the carry clears just the run.
-                bits = bits.wrapping_add(1 << first) & bits;
-            }
-        }
-    }
-}
-
-/// Adds pages, to the last range if they follow it.
-fn push(ranges: &mut Vec<DirtyRange>, gpa: u64, pages: u64) {
-    let len = pages * PAGE_SIZE;
-    match ranges.last_mut() {
-        Some(last) if last.gpa.0.wrapping_add(last.len) == gpa => last.len += len,
-        _ => ranges.push(DirtyRange { gpa: Gpa(gpa), len }),
-    }
-}
 
 impl RegionTable {
     /// Returns whether writes are noted.
@@ -193,6 +120,7 @@ impl DmaWindow {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::address::PAGE_SIZE;
     use crate::dma::tests::{region, window};
 
     fn range(gpa: u64, pages: u64) -> DirtyRange {
@@ -243,26 +171,5 @@ mod tests {
             window.take_dirty_pages().expect("logged"),
             [range(0x12000, 2)]
         );
-    }
-
-    #[test]
-    fn runs_of_bits_become_ranges() {
-        let pages = Notes::new(0, 200 * PAGE_SIZE);
-        for run in [0..1, 3..64, 65..66, 127..130, 199..200] {
-            pages.note(run.start * PAGE_SIZE, (run.end - run.start) * PAGE_SIZE);
-        }
-        let mut ranges = Vec::new();
-        pages.take(&mut ranges);
-        let expected = [(0, 1), (3, 61), (65, 1), (127, 3), (199, 1)];
-        assert_eq!(
-            ranges,
-            expected.map(|(at, count)| range(at * PAGE_SIZE, count))
-        );
-        // The whole first word, and beyond the region.
-        pages.note(0, 64 * PAGE_SIZE);
-        pages.note(300 * PAGE_SIZE, 1);
-        ranges.clear();
-        pages.take(&mut ranges);
-        assert_eq!(ranges, [range(0, 64)]);
     }
 }

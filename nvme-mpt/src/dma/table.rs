@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::departure::Departure;
-use super::dirty::Notes;
+use super::notes::Notes;
 use super::region::{Place, Region};
 use super::sorted::Sorted;
 use crate::address::{Gpa, Iova, PAGE_SIZE};

@@ -154,12 +154,38 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
     } else if system.is_block_device(device) {
         extent::join(&Device::resolve(system, device).extents)
     } else {
-        system.file_system(path, device)
+        file_system(system, path, device)
     };
     Extent {
         base: extent::base("file", &format!("{}@{file_system}", metadata.ino())),
         start: 0,
         length: metadata.len(),
         below: Vec::new(),
+    }
+}
+
+/// Returns a name of a file system that is on no block device of its own.
+fn file_system(system: &System, path: &Path, device: DeviceNumber) -> String {
+    let mounts = system.mounts();
+    let holding = mounts.iter().filter(|mount| path.starts_with(&mount.point));
+    // The last of those on one folder hides the others.
+    let mount = holding.max_by_key(|mount| mount.point.as_os_str().len());
+    match mount {
+        // A file system in memory ends with this boot.
+        None => format!("{}/{device}", system.boot()),
+        Some(mount) if matches!(mount.kind.as_str(), "tmpfs" | "ramfs" | "devtmpfs") => {
+            format!("{}/{device}", system.boot())
+        }
+        Some(mount) => {
+            let source = match mount.block_device() {
+                Some(device) => extent::join(&Device::resolve(system, device).extents),
+                None => mount.whole_source(),
+            };
+            format!(
+                "{}:{source}:{}",
+                mount.kind,
+                mount.numbered_in(path).display()
+            )
+        }
     }
 }

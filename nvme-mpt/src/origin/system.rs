@@ -41,7 +41,7 @@ pub(super) struct Mount {
     root: PathBuf,
     /// Mount point.
     pub(super) point: PathBuf,
-    kind: String,
+    pub(super) kind: String,
     source: PathBuf,
     /// The subvolume of btrfs that the folder is in.
     subvolume: Option<PathBuf>,
@@ -66,7 +66,7 @@ impl Mount {
 
     /// Returns the folder in which the inode number of a file is unique: its subvolume in btrfs, and else the root of the
     /// file system. A bind mount changes neither.
-    fn numbered_in(&self, path: &Path) -> PathBuf {
+    pub(super) fn numbered_in(&self, path: &Path) -> PathBuf {
         if self.kind != "btrfs" {
             return "/".into();
         }
@@ -82,7 +82,7 @@ impl Mount {
     }
 
     /// Returns the source without the mounted folder, which the kernel appends for NFS.
-    fn whole_source(&self) -> String {
+    pub(super) fn whole_source(&self) -> String {
         let source = self.source.display().to_string();
         let folder = self.root.to_string_lossy();
         match source.strip_suffix(&*folder) {
@@ -209,34 +209,6 @@ impl System {
         let first = |line: &[u8]| Some(unescape(line.split(u8::is_ascii_whitespace).next()?));
         let named = lines.filter(|line| !line.is_empty());
         named.filter_map(first).collect()
-    }
-
-    /// Returns a name of a file system that is on no block device of its own.
-    pub(super) fn file_system(&self, path: &Path, device: DeviceNumber) -> String {
-        let mounts = self.mounts();
-        let holding = mounts.iter().filter(|mount| path.starts_with(&mount.point));
-        // The last of those on one folder hides the others.
-        let mount = holding.max_by_key(|mount| mount.point.as_os_str().len());
-        match mount {
-            // A file system in memory ends with this boot.
-            None => format!("{}/{device}", self.boot()),
-            Some(mount) if matches!(mount.kind.as_str(), "tmpfs" | "ramfs" | "devtmpfs") => {
-                format!("{}/{device}", self.boot())
-            }
-            Some(mount) => {
-                let source = match mount.block_device() {
-                    Some(device) => {
-                        super::extent::join(&super::Device::resolve(self, device).extents)
-                    }
-                    None => mount.whole_source(),
-                };
-                format!(
-                    "{}:{source}:{}",
-                    mount.kind,
-                    mount.numbered_in(path).display()
-                )
-            }
-        }
     }
 }
 

@@ -10,7 +10,8 @@ use std::sync::{Arc, Weak};
 
 use super::core::Core;
 use super::member::Member;
-use super::moves::{Newcomer, Role, transfer};
+use super::moves::{Role, transfer};
+use super::seat::Newcomer;
 use super::{Pair, Shared};
 use nvme_mpt::clock::Ticks;
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Weak;
 
 use super::Shared;
-use super::moves::Newcomer;
+use super::seat::Newcomer;
 use super::split::{PARENT_BYTES_MAX, Splits, WholeLimit};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::HostCompletion;

@@ -18,6 +18,7 @@ mod member;
 mod moves;
 mod queue;
 mod rings;
+mod seat;
 mod sharing;
 mod split;
 mod stats;

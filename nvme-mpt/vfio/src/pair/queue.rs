@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use super::core::Core;
 use super::loans::call_in;
-use super::moves::{Moving, Newcomer, Remainder, Seat, Whereabouts, follow};
+use super::moves::follow;
+use super::seat::{Moving, Newcomer, Remainder, Seat, Whereabouts};
 use super::split::WholeLimit;
 use super::turns::LeaseShare;
 use super::{Pair, Shared};

@@ -13,11 +13,10 @@ use serde::{Deserialize, Serialize};
 
 use super::super::backing::Backing;
 use super::error::ControllerError;
-use super::hand_over::Rest;
 use super::registers::AdminRings;
 use nvme_mpt::address::{Iova, PAGE_SIZE};
 use nvme_mpt::deadline::WaitClock;
-use nvme_mpt::iova::{IovaPart, IovaSpace};
+use nvme_mpt::iova::{IovaPart, IovaSpace, Outdated};
 use nvme_mpt::memory::{
     Access, Cell32, HostCompletionRing, HostSubmissionRing, Mapping, RawBytes, memfd,
 };
@@ -65,6 +64,13 @@ pub(super) struct AdminQueue {
     events: Vec<AsyncEvent>,
     /// Set while the drive rests for another process: nobody sends a command.
     pub(super) rest: Option<Rest>,
+}
+
+/// Rest of a drive for another process.
+#[derive(Debug)]
+pub(super) struct Rest {
+    /// Says that the state which that process has holds no more.
+    pub(super) outdated: Outdated,
 }
 
 /// Positions of an admin queue pair of which no command is in flight but Asynchronous Event Request.

@@ -24,7 +24,7 @@ use super::super::backing::Backing;
 use super::super::device::VfioBacking;
 use super::super::function::PciAddress;
 use super::super::pair::Governor;
-use super::admin_queue::{AdminQueue, AdminState};
+use super::admin_queue::{AdminQueue, AdminState, Rest};
 use super::doorbell_buffer::DoorbellBuffer;
 use super::error::ControllerError;
 use super::identity::Identity;
@@ -78,12 +78,6 @@ pub struct HandedOver {
     admin: OwnedFd,
     doorbell_buffer: Option<OwnedFd>,
     function: Vec<OwnedFd>,
-}
-
-/// A drive that rests for another process.
-#[derive(Debug)]
-pub(super) struct Rest {
-    outdated: Outdated,
 }
 
 fn no_state(reason: &'static str) -> ControllerError {

@@ -17,13 +17,12 @@ use super::super::pair::{
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
 use super::error::ControllerError;
-use super::reservations::Holder;
 use super::supervisor::TICK;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::dma::RegionTable;
-use nvme_mpt::drive::{HostNamespace, QueuePairUse};
+use nvme_mpt::drive::{HostNamespace, QueuePairUse, ReservedPairs};
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
@@ -70,6 +69,14 @@ pub(super) struct QueuePairs {
     view: PairsView,
     /// True throughout a reset, in which no pair is added.
     pub(super) is_resetting: bool,
+}
+
+/// A reservation of a drive.
+#[derive(Debug)]
+pub(super) struct Holder {
+    /// Its name among all of this process.
+    pub(super) key: u64,
+    pub(super) pairs: ReservedPairs,
 }
 
 /// The pairs for those who count them. They do not wait for the lock of [`QueuePairs`], which is held while the drive creates

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use log::info;
 
 use super::error::ControllerError;
-use super::queue_pairs::QueuePairs;
+use super::queue_pairs::{Holder, QueuePairs};
 use super::{PhysicalDrive, VfioController, lock};
 use nvme_mpt::drive::{Reservation, ReserveError, ReservedPairs};
 
@@ -23,13 +23,6 @@ const KEPT: u16 = 1;
 
 /// Names of reservations, of all drives of this process.
 static NEXT_KEY: AtomicU64 = AtomicU64::new(0);
-
-/// A reservation of a drive.
-#[derive(Debug)]
-pub(super) struct Holder {
-    key: u64,
-    pairs: ReservedPairs,
-}
 
 /// Right of a lease to its pairs, which ends when it is dropped.
 #[derive(Debug)]

@@ -5,7 +5,6 @@ use std::io::{self, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use super::needs::descriptions;
 use crate::change::Origin;
 use crate::confine::FileRule;
 use nvme_mpt::lease::FormerData;
@@ -188,6 +187,17 @@ impl Declarations {
             rules: rules.collect::<Result<_, _>>()?,
         })
     }
+}
+
+/// Returns the files that `profile=` and `faults=` name.
+pub(crate) fn descriptions(text: &OptionText) -> Vec<PathBuf> {
+    let profile = text.get("profile").filter(|name| name.contains('/'));
+    let faults = text.get("faults").filter(|name| *name != "none");
+    profile
+        .into_iter()
+        .chain(faults)
+        .map(PathBuf::from)
+        .collect()
 }
 
 /// The tables of a file.

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use nvme_mpt::{Drive, Learning};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::options::FunctionOptions;
+use nvme_software::model::Profile;
 use thiserror::Error;
 
-use super::offer::outlives_process;
 use crate::confine::LandlockRefusal;
 use crate::kept::{Keeping, KeepingError};
 
@@ -140,6 +140,16 @@ impl OpenDrives {
         }
         controllers
     }
+}
+
+/// Returns whether a function with these options goes on in the next process of its server. Zones, keys and values of a
+/// `memory:` drive are in the memory of one process.
+pub(super) fn outlives_process(options: &FunctionOptions) -> bool {
+    let in_process = matches!(
+        options.profile.as_deref(),
+        Some(Profile::Zns(_) | Profile::Kv(_))
+    );
+    !(in_process && matches!(options.path, DrivePath::Memory(_)))
 }
 
 /// The key of an option whose values differ.

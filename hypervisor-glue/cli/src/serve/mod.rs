@@ -15,6 +15,7 @@ mod needs;
 mod offer;
 mod reload;
 mod roster;
+mod terms;
 mod upgrade;
 mod view;
 
@@ -41,7 +42,8 @@ use self::changes::{ChangeQueue, ChangeThread};
 use self::declared::{AddedFile, Declarations};
 use self::figures::Figures;
 use self::leases::{LeaseServer, LeaseTable};
-use self::roster::{Roster, Terms};
+use self::roster::Roster;
+use self::terms::Terms;
 use crate::attach;
 use crate::change::{Change, FunctionEntry};
 use crate::confine::{ConfineError, Confined, Confinement, confine};
@@ -57,9 +59,9 @@ use crate::signals::EndSignals;
 use crate::stats::ServerStats;
 
 pub use self::declared::FileError;
+pub(crate) use self::declared::descriptions;
 pub use self::drives::DriveError;
 pub use self::error::{ChangeError, LimitsError, OfferError};
-pub(crate) use self::needs::descriptions;
 pub(crate) use crate::owner::user_name;
 pub use crate::owner::{UnknownOwner, user_number};
 

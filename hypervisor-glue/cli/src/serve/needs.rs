@@ -1,15 +1,15 @@
 //! Files that a server uses, as rules for Landlock.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nvme_mpt::lease::make_state_folder;
 use nvme_mpt::origin::Origin;
 use nvme_mpt_vmm::drives::{DrivePath, is_block_device};
-use nvme_mpt_vmm::options::{FunctionOptions, OptionText, ServedFunction};
+use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction};
 use nvme_software::model::Profile;
 
-use super::declared::{AddedFile, Declarations};
+use super::declared::{AddedFile, Declarations, descriptions};
 use super::error::ChangeError;
 use super::{ServeError, ServeOptions, absolute, make_control_folder};
 use crate::confine::{FileAccess, FileRule, FileRules};
@@ -106,17 +106,6 @@ pub(super) fn of_drive(options: &FunctionOptions) -> Vec<FileRule> {
         // Others are in memory. A kind of drive that has files has to name them here.
         _ => Vec::new(),
     }
-}
-
-/// Returns the files that `profile=` and `faults=` name.
-pub(crate) fn descriptions(text: &OptionText) -> Vec<PathBuf> {
-    let profile = text.get("profile").filter(|name| name.contains('/'));
-    let faults = text.get("faults").filter(|name| *name != "none");
-    profile
-        .into_iter()
-        .chain(faults)
-        .map(PathBuf::from)
-        .collect()
 }
 
 /// Returns the rule for a file that describes a drive.

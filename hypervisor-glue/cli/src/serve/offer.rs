@@ -16,13 +16,13 @@ use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open;
 use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction};
 use nvme_mpt_vmm::report;
-use nvme_software::model::Profile;
 use vfio_user_server::{Error, Journal, Listener, Server, SocketAccess};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use super::declared::DeclaredFunction;
+use super::drives::outlives_process;
 use super::error::OfferError;
-use super::roster::Terms;
+use super::terms::Terms;
 use crate::adaptor::{NvmeDevice, ResumeError, Served};
 use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionThread;
@@ -276,16 +276,6 @@ impl Offer {
             attachment.set_rates(rates);
         }
     }
-}
-
-/// Returns whether a function with these options goes on in the next process of its server. Zones, keys and values of a
-/// `memory:` drive are in the memory of one process.
-pub(super) fn outlives_process(options: &FunctionOptions) -> bool {
-    let in_process = matches!(
-        options.profile.as_deref(),
-        Some(Profile::Zns(_) | Profile::Kv(_))
-    );
-    !(in_process && matches!(options.path, DrivePath::Memory(_)))
 }
 
 fn access(declared: &DeclaredFunction) -> Result<SocketAccess, OfferError> {

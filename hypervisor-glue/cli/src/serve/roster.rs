@@ -5,32 +5,32 @@
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{Claim, Extents, FormerData, LeaseError};
+use nvme_mpt::lease::{Claim, Extents, LeaseError};
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{Drive, Pollers, clock};
 use nvme_mpt_vmm::drives::DrivePath;
-use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
+use nvme_mpt_vmm::open::{self, OpenError};
 use nvme_mpt_vmm::options::{
     FunctionOptions, OptionText, RateChange, Reservation, ServedDrive, ServedFunction,
 };
 use nvme_mpt_vmm::report;
 
-use super::declared::{AddedFile, Declarations, DeclaredFunction};
+use super::declared::{Declarations, DeclaredFunction, descriptions};
 use super::drives::{DriveError, OpenDrives};
 use super::error::{ChangeError, OfferError};
 use super::leases::LeaseTable;
-use super::needs::{descriptions, of_description, of_drive, of_function};
+use super::needs::{of_description, of_drive, of_function};
 use super::offer::Offer;
+use super::terms::Terms;
 use super::view::View;
 use crate::change::{FunctionEntry, FunctionState, Origin, Reserved};
-use crate::confine::{Confined, FileRule};
+use crate::confine::FileRule;
 use crate::function_thread::{FunctionThreadError, Leave};
-use crate::kept::Keeping;
 use crate::owner::user_number;
 
 /// Longest wait for a drive or range that the server before still has in the kernel.
@@ -89,28 +89,6 @@ impl FailedFunction {
 pub(super) struct HeldDrive {
     pub(super) origin: Origin,
     pub(super) drive: Arc<Drive>,
-}
-
-/// Places and choices of a server.
-#[derive(Debug)]
-pub(super) struct Terms {
-    pub(super) ledgers: Arc<Ledgers>,
-    /// Leases of functions that are in VMMs.
-    pub(super) leases: Arc<LeaseTable>,
-    pub(super) pollers: Arc<Pollers>,
-    /// Fate of data that another id left, for functions that leave it open.
-    pub(super) data: FormerData,
-    /// Folder of the ledger, and of reports on functions that were set aside.
-    pub(super) state_dir: PathBuf,
-    /// The file of `--config`, by an absolute path.
-    pub(super) file: Option<PathBuf>,
-    pub(super) added: AddedFile,
-    /// Entries that outlive this process, if it has a keeper.
-    pub(super) keeping: Option<Arc<Keeping>>,
-    /// Set when the server is to end: long waits end early.
-    pub(super) stop: Arc<AtomicBool>,
-    /// Confinement that the next process inherits.
-    pub(super) confined: Confined,
 }
 
 /// All functions of a server. Dropped, none is offered any more.

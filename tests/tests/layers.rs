@@ -1,47 +1,34 @@
 //! In every crate, modules import those below them alone: none imports one that imports it, whatever is in between.
+//! That holds for the modules of a crate's root, and for those of each folder.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use syn::visit::{self, Visit};
-use syn::{Attribute, Item, ItemImpl, ItemMod, ItemUse, UseTree};
+use syn::{Attribute, ItemImpl, ItemMod, ItemUse, UseTree};
 
-/// Imports of each module of a crate's root.
+/// Imports of each module of a folder.
 type Imports = BTreeMap<String, BTreeSet<String>>;
+
+/// A module, or a path, by its names from the root on.
+type Place = Vec<String>;
 
 /// A crate whose files are read.
 #[derive(Default)]
 struct Crate {
-    modules: BTreeSet<String>,
-    /// The module that a name in the root comes from.
-    exported: BTreeMap<String, String>,
-    imports: Imports,
+    modules: BTreeSet<Place>,
+    /// Each path, as it is written, and the module that has it.
+    paths: Vec<(Place, Place)>,
+    /// The same of imports alone.
+    imported: Vec<(Place, Place)>,
     /// The module that is being read.
-    module: Vec<String>,
+    module: Place,
 }
 
 impl Crate {
     fn read(folder: &Path) -> Self {
-        let root = parse(&folder.join("lib.rs"));
         let mut read = Self::default();
-        for item in &root.items {
-            if let Item::Mod(module) = item {
-                read.modules.insert(module.ident.to_string());
-            }
-        }
-        for item in &root.items {
-            if let Item::Use(exported) = item {
-                for path in paths(&exported.tree) {
-                    let path = path
-                        .strip_prefix(&["crate".to_owned()][..])
-                        .unwrap_or(&path);
-                    if let [module, .., name] = path {
-                        read.exported.insert(name.clone(), module.clone());
-                    }
-                }
-            }
-        }
         read.read_file(&folder.join("lib.rs"), &[]);
         read.read_folder(folder, &[]);
         read
@@ -51,7 +38,7 @@ impl Crate {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
-            let child: Vec<String> = module.iter().cloned().chain([name.clone()]).collect();
+            let child: Place = module.iter().cloned().chain([name.clone()]).collect();
             // Tests and models may use all there is.
             let is_left_out = ["tests", "main", "bin", "model", "simulation"].contains(&&*name);
             if is_left_out && module.len() + usize::from(name == "tests") > 0 || name == "lib" {
@@ -68,30 +55,64 @@ impl Crate {
     fn read_file(&mut self, path: &Path, module: &[String]) {
         if path.extension().is_some_and(|extension| extension == "rs") {
             self.module = module.to_vec();
+            self.modules.insert(module.to_vec());
             self.visit_file(&parse(path));
         }
     }
 
-    /// Notes a path, if it leads to another module of the root.
-    fn note(&mut self, path: &[String]) {
-        let (base, rest): (&[String], _) = match path.first().map(String::as_str) {
-            Some("crate") => (&[], &path[1..]),
-            Some("self") => (&self.module, &path[1..]),
-            Some("super") => {
+    /// Returns a path from the root on; `None` if it leads out of the crate.
+    fn absolute(&self, module: &[String], path: &[String]) -> Option<Place> {
+        let root: &[String] = &[];
+        let (base, rest) = match path.first().map(String::as_str)? {
+            "crate" => (root, &path[1..]),
+            "self" => (module, &path[1..]),
+            "super" => {
                 let ups = path.iter().take_while(|part| *part == "super").count();
-                let left = self.module.len().saturating_sub(ups);
-                (&self.module[..left], &path[ups..])
+                (&module[..module.len().checked_sub(ups)?], &path[ups..])
             }
-            _ => return,
+            child => {
+                let child = [module, &[child.to_owned()]].concat();
+                self.modules.contains(&child).then_some((module, path))?
+            }
         };
-        let (Some(from), Some(to)) = (self.module.first(), base.iter().chain(rest).next()) else {
-            return;
-        };
-        let to = self.exported.get(to).unwrap_or(to);
-        if from != to && self.modules.contains(to) {
-            let imports = self.imports.entry(from.clone()).or_default();
-            imports.insert(to.clone());
+        Some([base, rest].concat())
+    }
+
+    /// Returns the module that a path leads into.
+    fn module_of<'a>(&self, path: &'a [String]) -> &'a [String] {
+        let lengths = (0..=path.len()).rev();
+        let mut prefixes = lengths.map(move |length| &path[..length]);
+        let found = prefixes.find(|prefix| self.modules.contains(*prefix));
+        found.unwrap_or_default()
+    }
+
+    /// Returns the imports in each folder. A name that a module has from another one is that one's.
+    fn folders(&self) -> BTreeMap<Place, Imports> {
+        let mut exported = BTreeMap::new();
+        for (module, path) in &self.imported {
+            if let Some(path) = self.absolute(module, path)
+                && !self.modules.contains(&path)
+                && let Some((name, above)) = path.split_last()
+            {
+                let from = self.module_of(above).to_vec();
+                exported.insert((module.clone(), name.clone()), from);
+            }
         }
+        let mut folders: BTreeMap<Place, Imports> = BTreeMap::new();
+        for (from, path) in &self.paths {
+            let Some(path) = self.absolute(from, path) else {
+                continue;
+            };
+            let to = self.module_of(&path).to_vec();
+            let name = path.get(to.len()).cloned().unwrap_or_default();
+            let to = exported.get(&(to.clone(), name)).unwrap_or(&to);
+            let common = from.iter().zip(to).take_while(|(a, b)| a == b).count();
+            if let (Some(one), Some(other)) = (from.get(common), to.get(common)) {
+                let folder = folders.entry(from[..common].to_vec()).or_default();
+                folder.entry(one.clone()).or_default().insert(other.clone());
+            }
+        }
+        folders
     }
 }
 
@@ -99,6 +120,7 @@ impl Visit<'_> for Crate {
     fn visit_item_mod(&mut self, module: &ItemMod) {
         if module.content.is_some() && !is_for_tests(&module.attrs) {
             self.module.push(module.ident.to_string());
+            self.modules.insert(self.module.clone());
             visit::visit_item_mod(self, module);
             self.module.pop();
         }
@@ -113,18 +135,16 @@ impl Visit<'_> for Crate {
     fn visit_item_use(&mut self, item: &ItemUse) {
         if !is_for_tests(&item.attrs) {
             for path in paths(&item.tree) {
-                self.note(&path);
+                self.imported.push((self.module.clone(), path.clone()));
+                self.paths.push((self.module.clone(), path));
             }
         }
     }
 
     fn visit_path(&mut self, path: &syn::Path) {
-        let parts: Vec<_> = path
-            .segments
-            .iter()
-            .map(|part| part.ident.to_string())
-            .collect();
-        self.note(&parts);
+        let parts = path.segments.iter();
+        let parts = parts.map(|part| part.ident.to_string()).collect();
+        self.paths.push((self.module.clone(), parts));
         visit::visit_path(self, path);
     }
 }
@@ -196,10 +216,14 @@ fn circle(imports: &Imports) -> Option<Vec<&str>> {
     })
 }
 
+/// Folders whose modules import each other still: crate and folder.
+const CIRCLES: [(&str, &str); 2] = [("nvme-mpt", "lease"), ("nvme-mpt", "shadow")];
+
 #[test]
 fn no_modules_import_each_other() {
     let house = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
-    for folder in [
+    let mut found = Vec::new();
+    for name in [
         "nvme-mpt/spec",
         "nvme-mpt/memory",
         "nvme-mpt",
@@ -214,10 +238,41 @@ fn no_modules_import_each_other() {
         "tests",
         "integration",
     ] {
-        let read = Crate::read(&house.join(folder).join("src"));
-        assert!(!read.modules.is_empty(), "{folder}");
-        assert_eq!(circle(&read.imports), None, "{folder}");
+        let read = Crate::read(&house.join(name).join("src"));
+        assert!(!read.modules.is_empty(), "{name}");
+        for (folder, imports) in read.folders() {
+            let folder = folder.join("/");
+            let Some(circle) = circle(&imports) else {
+                continue;
+            };
+            let is_known = CIRCLES.contains(&(name, folder.as_str()));
+            assert!(is_known, "{name}, folder \"{folder}\": {circle:?}");
+            found.push((name, folder));
+        }
     }
+    let found = found.iter().map(|(name, folder)| (*name, folder.as_str()));
+    let found: Vec<_> = found.collect();
+    assert_eq!(found, CIRCLES, "one that is mended leaves the list");
+}
+
+#[test]
+fn modules_are_followed_through_names_that_others_have_of_them() {
+    let place = |text: &str| -> Place { text.split("::").map(str::to_owned).collect() };
+    let modules = ["pair", "pair::core", "pair::seat"].map(place);
+    let mut read = Crate {
+        modules: modules.into_iter().chain([Place::new()]).collect(),
+        ..Crate::default()
+    };
+    // `pair` has the name of one of its modules, and the other one takes it from there.
+    read.imported.push((place("pair"), place("seat::Seat")));
+    read.paths.push((place("pair::core"), place("super::Seat")));
+    read.paths
+        .push((place("pair::seat"), place("crate::pair::core::Core")));
+    read.paths
+        .push((place("pair::seat"), place("std::sync::Arc")));
+    let folders = read.folders();
+    assert_eq!(folders.len(), 1);
+    assert_eq!(circle(&folders[&place("pair")]), Some(vec!["core", "seat"]));
 }
 
 #[test]

@@ -6,7 +6,8 @@
 //!
 //! * [`extents`]: the parts of a drive that a lease has, in its order.
 //! * [`ledger`]: who holds which parts of which drive.
-//! * `admit`: the rules, i.e. who gets a range and who is refused.
+//! * `request`, `area`: what is asked for, and of which drive.
+//! * `admit`: the rules, i.e. who gets a range and who is refused. `outcome`: what they decide.
 //! * `by_size`: the extents of a lease by size: those that its id left, and free ones.
 //! * `allocate`: the choice among free extents.
 //! * `store`: the file that holds the ledger, changed so that a crash at any point leaves
@@ -15,12 +16,14 @@
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * `tenants`: which id last held a range, and what becomes of its data.
 //! * `room`: the ids that have parts of a drive, and what is free of it.
-//! * `terms`: the owner and the limits of an id.
+//! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is asked for.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
 mod admit;
 mod allocate;
+mod area;
 mod by_size;
+mod claim;
 mod entry;
 mod error;
 pub mod extents;
@@ -28,20 +31,24 @@ mod holder;
 pub mod identity;
 mod kept;
 pub mod ledger;
+mod outcome;
 mod private;
+mod request;
 mod room;
 mod store;
 mod tenants;
 mod terms;
 
 pub use by_size::MIN_UNIT;
+pub use claim::Claim;
 pub use entry::{LeaseEntry, LeaseState};
 pub use error::LeaseError;
 pub use extents::Extents;
 pub use identity::LeaseIdentity;
-pub use ledger::{Lease, LeaseRequest, Ledger, Wanted};
+pub use ledger::{Lease, Ledger};
 pub use private::PrivateError;
+pub use request::{LeaseRequest, Wanted};
 pub use room::{Room, RoomUse};
 pub use store::{CONTROL_SOCKET, SERVER_SOCKETS, StoreError, make_state_folder, open_state_folder};
 pub use tenants::{FormerData, Left};
-pub use terms::{Claim, LeaseTerms};
+pub use terms::LeaseTerms;

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::by_size::{self, Area};
+use super::area::Area;
+use super::by_size;
 use super::store::Records;
-use crate::range::ByteRange;
 
 /// Room of a namespace of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,13 +50,10 @@ pub(super) fn room(records: &Records, area: &Area<'_>, unit: u64) -> Room {
     }
 }
 
-/// Part of a namespace: its id, its bytes, and whether it is leased.
-pub(super) type Used<'a> = (&'a str, ByteRange, bool);
-
 #[cfg(test)]
 mod tests {
     use super::super::{FormerData, LeaseError, LeaseRequest, Ledger, Wanted};
-    use super::*;
+    use crate::range::ByteRange;
     use crate::spec::ids::Nsid;
 
     const GIB: u64 = 1 << 30;

@@ -8,74 +8,22 @@
 
 use std::ops::Range;
 
-use super::admit::{Admitted, Refusal, Unfit};
 use super::allocate::{self, Need};
+use super::area::Area;
 use super::entry::LeaseEntry;
 use super::error::LeaseError;
 use super::extents::{Extents, joined};
 use super::holder::Slot;
-use super::room;
-use super::store::{Record, Records, StoreError};
-use super::tenants::{self, FormerData, Found, Place, Tenant};
-use crate::origin::extent::{self, Stretch};
-use crate::origin::nvme;
+use super::outcome::{Admitted, Former, Refusal, Unfit};
+use super::store::{Records, StoreError};
+use super::tenants::{self, FormerData, Found, Tenant};
 use crate::range::{ByteRange, Bytes};
-use crate::spec::ids::Nsid;
 
 /// Smallest unit of leases by size, in bytes. The ledger's file grows with the number of extents.
 pub const MIN_UNIT: u64 = 1 << 20;
 
 /// Most units of a lease.
 const MAX_UNITS: u64 = 1 << 20;
-
-/// A namespace of a drive, and the id that leases parts of it.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Area<'a> {
-    pub(super) id: &'a str,
-    pub(super) drive: &'a str,
-    pub(super) nsid: Nsid,
-    /// Bytes of the namespace.
-    pub(super) capacity: u64,
-}
-
-impl<'a> Area<'a> {
-    pub(super) fn place(&self, range: ByteRange, at: Option<u64>) -> Place<'a> {
-        Place {
-            id: self.id,
-            drive: self.drive,
-            nsid: self.nsid.0,
-            range,
-            at,
-        }
-    }
-
-    /// Returns the place of all bytes; `None` if there are none.
-    fn all(&self) -> Option<Place<'a>> {
-        let range = ByteRange::new(0, self.capacity).ok()?;
-        Some(self.place(range, None))
-    }
-
-    /// Returns the bytes of the area which a lease may have.
-    fn shared_with(&self, record: &Record) -> Vec<ByteRange> {
-        let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
-        let (ours, our_nsid) = nvme::as_block_device(self.drive, self.nsid.0);
-        match self.all() {
-            Some(all) if their_nsid == our_nsid => {
-                let ours = Stretch {
-                    drive: &ours,
-                    range: all.range,
-                };
-                extent::shared(ours, &theirs, record.extents.parts())
-            }
-            _ => Vec::new(),
-        }
-    }
-
-    fn found<'t>(&self, tenants: &'t [Tenant]) -> Vec<Found<'t>> {
-        let all = self.all();
-        all.map_or_else(Vec::new, |all| tenants::find(tenants, &all))
-    }
-}
 
 /// Checks the size of the units of a lease.
 pub(super) fn check_unit(unit: u64, lba_shift: u8, area: &Area<'_>) -> Result<(), LeaseError> {
@@ -153,14 +101,6 @@ pub(super) struct Demand {
     pub(super) unit: u64,
     /// One extent is asked for.
     pub(super) whole: bool,
-}
-
-/// Extents that an id left to a lease by size of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Former {
-    extents: Extents,
-    /// The id leased them as a range, by name.
-    named: bool,
 }
 
 /// Returns what the id left for a lease by size. What it left and does not fit is in the way, unless it was released or
@@ -345,12 +285,11 @@ fn extend(
     Extents::new(parts).map_err(|_| no_room())
 }
 
+/// Part of a namespace: its id, its bytes, and whether it is leased.
+pub(super) type Used<'a> = (&'a str, ByteRange, bool);
+
 /// Returns the bytes that leases in units of `unit` bytes can have, and the parts that ids have: leases first.
-pub(super) fn uses<'a>(
-    records: &'a Records,
-    area: &Area<'_>,
-    unit: u64,
-) -> (u64, Vec<room::Used<'a>>) {
+pub(super) fn uses<'a>(records: &'a Records, area: &Area<'_>, unit: u64) -> (u64, Vec<Used<'a>>) {
     let leases = records.leases.iter().flat_map(|record| {
         let shared = area.shared_with(record);
         shared.into_iter().map(|range| (&*record.id, range, true))
@@ -358,7 +297,7 @@ pub(super) fn uses<'a>(
     let data = area.found(&records.tenants);
     let data = data.iter().filter(|found| !found.tenant.is_free());
     let data = data.map(|found| (&*found.tenant.id, found.range, false));
-    let used: Vec<room::Used<'a>> = leases.chain(data).collect();
+    let used: Vec<Used<'a>> = leases.chain(data).collect();
     let taken: Vec<ByteRange> = used.iter().map(|(_, range, _)| *range).collect();
     let free = allocate::free(area.capacity / unit, unit, &taken, &[]);
     let units = free.usable.iter().map(|run| run.end - run.start);

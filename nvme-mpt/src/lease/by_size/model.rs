@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::super::{Lease, LeaseRequest, Ledger, Wanted};
 use super::*;
+use crate::spec::ids::Nsid;
 
 const M: u64 = 1 << 20;
 const UNITS: usize = 40;

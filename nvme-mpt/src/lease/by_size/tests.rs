@@ -2,6 +2,7 @@
 
 use super::super::{Lease, LeaseRequest, Ledger, Wanted};
 use super::*;
+use crate::spec::ids::Nsid;
 
 const M: u64 = 1 << 20;
 

@@ -1,0 +1,205 @@
+//! Outcomes of requests for leases: what is given out, and why nothing is.
+
+use std::fmt;
+use std::path::Path;
+
+use super::allocate::Need;
+use super::area::Area;
+use super::entry::{LeaseEntry, LeaseState};
+use super::error::LeaseError;
+use super::extents::{Extents, list};
+use super::holder::Slot;
+use super::store::StoreError;
+use super::tenants::Left;
+use crate::memory::system::process_id;
+use crate::range::{ByteRange, Bytes};
+
+/// A lease that is given out.
+pub(super) struct Admitted {
+    /// Slot of the lease whose holder died, and which this one takes over.
+    pub(super) taken_over: Option<Slot>,
+    pub(super) extents: Extents,
+    /// The first of the extents, if the id left them to a lease by size.
+    pub(super) former: Option<Former>,
+}
+
+/// Extents that an id left to a lease by size of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Former {
+    pub(super) extents: Extents,
+    /// The id leased them as a range, by name.
+    pub(super) named: bool,
+}
+
+/// Why a lease is not given out, or does not change its size.
+pub(super) enum Refusal {
+    Overlap(ByteRange, Box<LeaseEntry>),
+    IdTaken(Box<LeaseEntry>),
+    OthersData(ByteRange, Left),
+    /// The id left data that a lease by size cannot take up.
+    Former(Vec<ByteRange>, Unfit),
+    NoRoom {
+        bytes: u64,
+        unit: u64,
+        free: u64,
+        largest: u64,
+        need: Need,
+        /// Smaller units would give enough.
+        smaller: bool,
+    },
+    /// The lease is not in the ledger.
+    Gone,
+    Store(StoreError),
+}
+
+/// Why a lease by size cannot take up what its id left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unfit {
+    /// Parts of a lease are missing.
+    Parts,
+    /// Ranges that the id leased by name lie apart.
+    Apart,
+    /// An extent does not begin and end at multiples of `unit`. All do at multiples of `fits`.
+    Unit { unit: u64, fits: Option<u64> },
+    /// It is several extents, and has to be one.
+    NotWhole,
+}
+
+impl Refusal {
+    pub(super) fn into_error(self, of: &Area<'_>, folder: &Path) -> LeaseError {
+        let (id, drive) = (of.id.to_owned(), of.drive.to_owned());
+        match self {
+            Self::Overlap(range, other) => LeaseError::Overlap {
+                range,
+                drive,
+                remedy: match other.state {
+                    LeaseState::Held if other.pid == process_id() => {
+                        "choose ranges that do not overlap".to_owned()
+                    }
+                    LeaseState::Held => {
+                        "choose a range that does not overlap, or stop that process".to_owned()
+                    }
+                    LeaseState::Ending => wait_for_end(folder),
+                    LeaseState::Stale => release_command(&other.id, folder),
+                },
+                other,
+            },
+            Self::IdTaken(other) => LeaseError::IdTaken {
+                id,
+                remedy: match other.state {
+                    LeaseState::Held => "choose another id".to_owned(),
+                    LeaseState::Ending => format!("choose another id, or {}", wait_for_end(folder)),
+                    LeaseState::Stale => {
+                        format!(
+                            "choose another id, or {}",
+                            release_command(&other.id, folder)
+                        )
+                    }
+                },
+                other,
+            },
+            Self::OthersData(range, left) => LeaseError::OthersData {
+                range,
+                drive,
+                id,
+                left: Box::new(left),
+            },
+            Self::Former(ranges, unfit) => {
+                let release = command(&format!("leases release {id}"), folder);
+                let unit = match unfit {
+                    Unfit::Unit {
+                        fits: Some(fits), ..
+                    } => format!("say unit={}, ", Bytes(fits)),
+                    _ => String::new(),
+                };
+                LeaseError::Former {
+                    id,
+                    drive,
+                    left: format!(
+                        "{}, {unfit}; {unit}run {release} to have it erased and begin anew, or lease it with range=",
+                        list(&ranges)
+                    ),
+                }
+            }
+            Self::NoRoom {
+                bytes,
+                unit,
+                free,
+                largest,
+                need,
+                smaller,
+            } => LeaseError::NoRoom {
+                drive,
+                size: Bytes(bytes),
+                more: need.behind.is_some(),
+                free: Bytes(free),
+                unit: Bytes(unit),
+                largest: Bytes(largest),
+                remedy: {
+                    let why = match (need.whole, need.behind) {
+                        (false, _) => "",
+                        (true, None) => "this drive's leases have one extent: ",
+                        (true, Some(_)) => {
+                            "this drive's leases have one extent, which can only grow at its end: "
+                        }
+                    };
+                    let smaller = if smaller {
+                        "choose a smaller unit=, "
+                    } else {
+                        ""
+                    };
+                    format!(
+                        "{why}ask for less, {smaller}or release leases that are not needed any more, which {} shows",
+                        command("leases", folder)
+                    )
+                },
+            },
+            Self::Gone => LeaseError::Gone { id },
+            Self::Store(error) => error.into(),
+        }
+    }
+}
+
+impl fmt::Display for Unfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Parts => write!(
+                f,
+                "which is not all of a lease: another lease had the other parts since"
+            ),
+            Self::Apart => write!(f, "which lies apart, and was leased with range="),
+            Self::Unit { unit, .. } => write!(
+                f,
+                "which does not begin and end at multiples of the unit {}",
+                Bytes(*unit)
+            ),
+            Self::NotWhole => write!(
+                f,
+                "which is more than one extent, and leases of this drive have one"
+            ),
+        }
+    }
+}
+
+/// Returns a command of this program, for a text.
+fn command(words: &str, folder: &Path) -> String {
+    match folder.as_os_str().is_empty() {
+        true => format!("`nvme-mpt {words}`"),
+        false => format!("`nvme-mpt {words} --state-dir {}`", folder.display()),
+    }
+}
+
+fn wait_for_end(folder: &Path) -> String {
+    let list = match folder.as_os_str().is_empty() {
+        true => String::new(),
+        false => format!(": {} shows it until then", command("leases", folder)),
+    };
+    format!("try again once the last of them has ended{list}")
+}
+
+fn release_command(id: &str, folder: &Path) -> String {
+    format!(
+        "if nobody needs that lease any more, run {}",
+        command(&format!("leases release {id}"), folder)
+    )
+}

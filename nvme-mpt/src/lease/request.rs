@@ -1,0 +1,82 @@
+//! Requests for leases.
+
+use super::area::Area;
+use super::by_size;
+use super::error::{ID_MAX, LeaseError};
+use super::tenants::FormerData;
+use crate::range::ByteRange;
+use crate::spec::ids::Nsid;
+
+/// Bytes that a lease is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// These bytes of the namespace.
+    At(ByteRange),
+    /// Any bytes of the namespace. Those that the id left there are the first.
+    Size {
+        /// Length of the lease: a multiple of `unit`.
+        bytes: u64,
+        /// Power of two. Extents begin and end at multiples of it.
+        unit: u64,
+        /// One extent is needed.
+        whole: bool,
+    },
+}
+
+/// Request for a lease.
+#[derive(Clone, Copy, Debug)]
+pub struct LeaseRequest<'a> {
+    /// Id of the lease, unique in the ledger.
+    pub id: &'a str,
+    /// The drive's stable name.
+    pub drive: &'a str,
+    /// Namespace of the drive.
+    pub nsid: Nsid,
+    /// Bytes of the namespace.
+    pub wanted: Wanted,
+    /// Size of the namespace's logical blocks, as a power of two.
+    pub lba_shift: u8,
+    /// Size of the namespace in logical blocks.
+    pub blocks: u64,
+    /// Fate of data that another id left in the range. A lease by size has all of it wiped.
+    pub former_data: FormerData,
+}
+
+impl<'a> LeaseRequest<'a> {
+    /// Returns the namespace, and the id that asks for a part of it.
+    pub(super) fn area(&self) -> Area<'a> {
+        Area {
+            id: self.id,
+            drive: self.drive,
+            nsid: self.nsid,
+            // Saturates only where the drive is larger than any range.
+            capacity: self.blocks.saturating_mul(1 << self.lba_shift),
+        }
+    }
+
+    /// Checks the id, and the bytes or the size.
+    pub(super) fn check(&self) -> Result<(), LeaseError> {
+        check_id(self.id)?;
+        let area = self.area();
+        match self.wanted {
+            Wanted::At(range) => {
+                range.to_blocks(self.lba_shift, self.blocks)?;
+                Ok(range.check_boundaries(area.capacity)?)
+            }
+            Wanted::Size { bytes, unit, .. } => {
+                by_size::check_unit(unit, self.lba_shift, &area)?;
+                by_size::check_size(bytes, unit)
+            }
+        }
+    }
+}
+
+fn check_id(id: &str) -> Result<(), LeaseError> {
+    // Every VMM takes such an id as a device's, too.
+    let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let starts_well = id.starts_with(|first: char| first.is_ascii_alphabetic());
+    if !starts_well || id.len() > ID_MAX || !id.bytes().all(is_id_byte) {
+        return Err(LeaseError::Id(id.to_owned()));
+    }
+    Ok(())
+}

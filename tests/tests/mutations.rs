@@ -1,0 +1,20 @@
+//! The simulator's deliberate defects fit the sources that they are made in.
+
+use std::fs;
+use std::path::PathBuf;
+
+#[test]
+fn each_mutation_has_its_text_once() {
+    let house = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
+    let list = fs::read_to_string(house.join("tests/simulator/mutations.toml")).unwrap();
+    let list: toml::Table = list.parse().unwrap();
+    let mutations = list["mutation"].as_array().unwrap();
+    assert!(!mutations.is_empty());
+    for mutation in mutations {
+        let text = |key: &str| mutation[key].as_str().unwrap();
+        let name = text("name");
+        let file = fs::read_to_string(house.join(text("file"))).unwrap();
+        let count = file.matches(text("find").trim_end_matches('\n')).count();
+        assert_eq!(count, 1, "{name}: write it anew");
+    }
+}

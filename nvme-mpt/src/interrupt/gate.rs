@@ -399,6 +399,64 @@ mod tests {
     }
 
     #[test]
+    fn the_pin_is_coalesced_as_messages_are() {
+        let (vector, coalescing, mut gate) = gate();
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
+        vector.set_eventfd(Some(eventfd));
+        vector.set_pin(Some(PinFall::Acknowledgement));
+        coalescing.set(3, 2);
+        let time = 2 * gate.ticks_per_100us;
+        gate.post(3, Ticks(0));
+        assert!(!settle_pin(&mut gate, 3, Ticks(1)));
+        assert_eq!(gate.due(), Some(Ticks(time)));
+        gate.post(1, Ticks(2));
+        assert!(settle_pin(&mut gate, 4, Ticks(2)), "four completions");
+        vector.end_of_interrupt();
+        assert!(settle_pin(&mut gate, 1, Ticks(3)), "an entry that was left");
+        vector.end_of_interrupt();
+        assert!(!settle_pin(&mut gate, 0, Ticks(4)));
+        gate.post(1, Ticks(10));
+        assert!(!settle_pin(&mut gate, 1, Ticks(9 + time)));
+        assert!(settle_pin(&mut gate, 1, Ticks(10 + time)), "200 us");
+        vector.end_of_interrupt();
+        assert!(!settle_pin(&mut gate, 0, Ticks(11 + time)));
+        vector.set_coalescing_disabled(true);
+        gate.post(1, Ticks(12 + time));
+        assert!(settle_pin(&mut gate, 1, Ticks(12 + time)));
+    }
+
+    #[test]
+    fn the_pin_is_moderated_as_messages_are() {
+        let (vector, _, mut gate) = gate();
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK).expect("eventfd");
+        vector.set_eventfd(Some(eventfd));
+        vector.set_pin(Some(PinFall::Acknowledgement));
+        // Four completions share an interrupt, and each takes a microsecond.
+        gate.moderation.learned(2, 1000);
+        let settle = |gate: &mut InterruptGate, unconsumed, now| {
+            let epoch = gate.pin().expect("the pin").epoch();
+            let standing = Standing {
+                unconsumed,
+                in_flight: 8,
+            };
+            gate.settle_pin(standing, Ticks(now), epoch)
+        };
+        gate.post(1, Ticks(100));
+        assert!(!settle(&mut gate, 1, 100));
+        assert_eq!(gate.due(), Some(Ticks(8100)), "twice the time of four");
+        gate.post(3, Ticks(200));
+        assert!(settle(&mut gate, 4, 200));
+        vector.end_of_interrupt();
+        assert!(settle(&mut gate, 2, 300), "entries that were left");
+        vector.end_of_interrupt();
+        assert!(!settle(&mut gate, 0, 400));
+        gate.post(1, Ticks(10_000));
+        assert!(!settle(&mut gate, 1, 17_999));
+        assert!(settle(&mut gate, 1, 18_000), "no further one came");
+        assert_eq!(vector.count(), 3);
+    }
+
+    #[test]
     fn a_queue_without_interrupts_owes_none() {
         let mut gate = InterruptGate::new(None, Arc::default(), Choice::Learned, Rate::NANOSECOND);
         gate.post(1, Ticks(0));

@@ -526,10 +526,11 @@ fn write_mask(function: &mut NvmeFunction, register: u64, vectors: u32) {
     function.write_bar(Bar::Registers, register, &vectors.to_le_bytes());
 }
 
+const INTMS: u64 = 0x0C;
+const INTMC: u64 = 0x10;
+
 #[test]
-fn intms_and_intmc_mask_all_but_msix() {
-    const INTMS: u64 = 0x0C;
-    const INTMC: u64 = 0x10;
+fn intms_and_intmc_mask_msi_and_not_msix() {
     for masking in [MsixMasking::Function, MsixMasking::Client] {
         let mut function = fixtures::function(DoorbellMode::Shadow, masking);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
@@ -615,6 +616,32 @@ fn the_pin_is_high_while_the_guest_has_left_admin_completions() {
     }
     guest.function.end_of_interrupt();
     assert!(pin.read().is_err(), "the entries are consumed");
+}
+
+#[test]
+fn intms_holds_the_pin_back_until_intmc() {
+    for fall in [PinFall::Acknowledgement, PinFall::Access] {
+        let mut guest = Guest::ready(DoorbellMode::Shadow);
+        guest.function.set_pin(Some(fall));
+        let pin = EventFd::new(EFD_NONBLOCK).expect("eventfd");
+        guest.function.vectors()[0].set_eventfd(Some(pin.try_clone().expect("eventfd")));
+        guest.write_register(INTMS, 0b01);
+        guest.submit(Sqe::new(0x7F));
+        assert!(pin.read().is_err(), "{fall:?}: masked");
+        guest.write_register(INTMC, 0b10);
+        assert!(pin.read().is_err(), "{fall:?}: that is another vector");
+        guest.write_register(INTMC, 0b01);
+        assert_eq!(pin.read().expect("what was held back"), 1, "{fall:?}");
+        // Its level falls while it is masked, and the guest has left the entry.
+        guest.write_register(INTMS, 0b01);
+        guest.function.end_of_interrupt();
+        assert!(pin.read().is_err(), "{fall:?}: masked");
+        guest.write_register(INTMC, 0b01);
+        assert_eq!(pin.read().expect("the entry is left"), 1, "{fall:?}");
+        assert_ne!(guest.completion().status(), Status::SUCCESS);
+        guest.function.end_of_interrupt();
+        assert!(pin.read().is_err(), "{fall:?}: the entry is consumed");
+    }
 }
 
 #[test]

@@ -1,15 +1,18 @@
 //! Data through the whole way, against a model of what a namespace must answer: random commands, split
 //! and shared.
 
+use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::drive::{DoorbellBufferUse, NamespaceOptions, ONCS_ALL, Options};
 use nvme_mpt_tests::identify::ONCS_COPY;
 use nvme_mpt_tests::model::{Limits, Model, Op};
-use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::rng::{self, Rng};
+use nvme_mpt_tests::status::{INVALID_FIELD, SUCCESS};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
-use crate::common::{Host, LEASE, LONG, Setup};
+use crate::common::{Host, LEASE, LONG, Setup, queue_pair, status};
 use crate::load::Load;
 
 /// Bytes of a unit of a lease by size.
@@ -159,6 +162,57 @@ fn data_is_where_the_lease_has_it_on_the_drive() {
     assert_eq!(disk.read(0, 1).unwrap(), [0xAB; 512]);
     drop((disk, _controller, machine));
     host.finish();
+}
+
+/// Writes and reads the most data that a command may have, from buffers that begin at a page and within one. A block
+/// more is refused.
+fn transfer(host: &Host, setup: &Setup, most: usize) {
+    let machine = host.machine(setup);
+    let mut controller = machine.attach();
+    let identity = controller.identify_controller().unwrap();
+    assert_eq!(identity.max_transfer(), most);
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    let buffer = machine.memory.alloc(most + 8192).unwrap();
+    let blocks = (most / 512) as u32;
+    let mut expected = vec![0; most];
+    for (seed, offset) in [(1, 0), (2, 4092)] {
+        rng::fill_blocks(&mut expected, seed, 8, 512);
+        buffer.write(offset, &expected);
+        let data = prp::buffer(&buffer, offset, most).unwrap();
+        let write = Sqe::write(1, 8, blocks).with_data(data.pointer);
+        assert_eq!(status(&mut queue, write), SUCCESS, "{most} {offset}");
+        buffer.fill(0xEE);
+        let read = Sqe::read(1, 8, blocks).with_data(data.pointer);
+        assert_eq!(status(&mut queue, read), SUCCESS, "{most} {offset}");
+        let mut found = vec![0; most];
+        buffer.read(offset, &mut found);
+        assert!(found == expected, "{most} {offset}: other data");
+        let beyond = Sqe::read(1, 8, blocks + 1).with_data(data.pointer);
+        assert_eq!(status(&mut queue, beyond), INVALID_FIELD, "{most}");
+    }
+}
+
+#[test]
+fn the_operator_limits_transfers_whatever_the_drive_takes_at_once() {
+    for mdts in [0, 1, 3, 8] {
+        let options = Options {
+            mdts,
+            namespaces: vec![NamespaceOptions::new(1, 4 * LEASE, 512)],
+            ..Options::default()
+        };
+        let host = Host::with(options, LONG);
+        let neighbour = Load::start(&host, &Setup::nth(0), 1, 6);
+        let limits = [("8K", 8 << 10), ("128K", 128 << 10), ("1M", 1 << 20)];
+        for (nth, (limit, most)) in (1..).zip(limits) {
+            let setup = Setup {
+                mdts: Some(limit),
+                ..Setup::nth(nth)
+            };
+            transfer(&host, &setup, most);
+        }
+        neighbour.finish_undisturbed();
+        host.finish();
+    }
 }
 
 #[test]

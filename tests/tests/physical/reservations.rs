@@ -222,6 +222,42 @@ fn a_pair_whose_queue_rests_serves_a_queue_that_shares_until_it_is_back() {
 }
 
 #[test]
+fn a_reserved_pair_that_rests_is_never_lent() {
+    let host = host(3);
+    let owner = host.machine(&reserving(1));
+    let mut of_owner = owner.attach();
+    let mut reserved = queue_pair(&mut of_owner, 1, 16);
+    assert_eq!(status(&mut reserved, Sqe::flush(1)), SUCCESS);
+    let first = Load::start(&host, &Setup::nth(0), 1, 16);
+    // The other pair that rests, which can be lent.
+    let machine = host.machine(&Setup::nth(1));
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+    let second = Load::start(&host, &Setup::nth(3), 1, 16);
+    // The reserved pair has rested for longer. Lent, it would leave no queues that share.
+    for _ in 0..3 {
+        wait_for("a loan of the pair without a reservation", || {
+            machine.queue_stats(1).host_queue == Some(HostQueueUse::Shared)
+        });
+        for load in [&first, &second] {
+            load.goes_on();
+        }
+        assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+    }
+    assert_eq!(status(&mut reserved, Sqe::flush(1)), SUCCESS);
+    let of_reserved = owner.queue_stats(1).host_queue;
+    assert_eq!(of_reserved, Some(HostQueueUse::Reserved));
+    for load in [first, second] {
+        load.goes_on();
+        load.finish_undisturbed();
+    }
+    drop((queue, controller, machine));
+    drop((reserved, of_owner, owner));
+    host.finish();
+}
+
+#[test]
 fn reservations_come_and_go_under_load_while_the_drive_is_reset() {
     let host = host(5);
     let loads: Vec<_> = (0..3)

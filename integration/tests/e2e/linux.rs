@@ -25,14 +25,36 @@ pub(crate) const GROUP: Group = Group::Alone {
             boots_and_verifies(bench, bench.v6_12(), 4)
         }),
         ("blocks_of_4096_bytes", blocks_of_4096_bytes),
+        ("transfers_of_8_kib", |bench| transfers_of(bench, "8K", 8)),
         ("transfers_of_1_mib", transfers_of_1_mib),
+        ("transfers_of_2_mib", |bench| {
+            transfers_of(bench, "2M", 2048)
+        }),
+        ("doorbells_4_bytes_apart", doorbells_4_bytes_apart),
         ("drive_in_memory", drive_in_memory),
         ("drive_of_nothing", drive_of_nothing),
     ],
 };
 
 fn boots_and_verifies(bench: &Bench, assets: &Assets, vcpus: u32) -> Result<(), Failure> {
-    let booted = Booted::with(bench, assets, function(bench)?, vcpus)?;
+    verifies_on_each_queue(bench, assets, function(bench)?, vcpus)
+}
+
+/// More queue pairs than a Doorbell Buffer has room for with 64 bytes for each doorbell.
+fn doorbells_4_bytes_apart(bench: &Bench) -> Result<(), Failure> {
+    let function = function(bench)?
+        .option("doorbell-stride=4")
+        .option("queues=40");
+    verifies_on_each_queue(bench, bench.v6_12(), function, 4)
+}
+
+fn verifies_on_each_queue(
+    bench: &Bench,
+    assets: &Assets,
+    function: FunctionOptions,
+    vcpus: u32,
+) -> Result<(), Failure> {
+    let booted = Booted::with(bench, assets, function, vcpus)?;
     let said = booted.guest.check(
         "uname -r; ls /sys/block/nvme0n1/mq | wc -l; cat /sys/class/nvme/nvme0/queue_count \
          /sys/block/nvme0n1/size",
@@ -77,6 +99,32 @@ fn blocks_of_4096_bytes(bench: &Bench) -> Result<(), Failure> {
         format!("The guest sees blocks of {size} bytes")
     })?;
     verified_load("verify", 1).run(&booted.guest)?;
+    booted.expect_well()
+}
+
+/// The guest's driver cuts requests by the operator's limit.
+fn transfers_of(bench: &Bench, mdts: &str, kib: u64) -> Result<(), Failure> {
+    const SIZE_KIB: u64 = 16 << 10;
+    let function = function(bench)?.option(format!("mdts={mdts}"));
+    let booted = Booted::with(bench, bench.v6_12(), function, 1)?;
+    let limit = booted
+        .guest
+        .check("cat /sys/block/nvme0n1/queue/max_hw_sectors_kb", PATIENCE)?;
+    expect(limit.trim() == kib.to_string(), || {
+        format!("A command carries at most {limit} KiB, not {kib}")
+    })?;
+    booted.guest.check(
+        "cd /sys/block/nvme0n1/queue && cat max_hw_sectors_kb > max_sectors_kb",
+        PATIENCE,
+    )?;
+    Fio::new("large", "randwrite", "2m", 4)
+        .option("size", &format!("{SIZE_KIB}k"))
+        .verified()
+        .run(&booted.guest)?;
+    let commands = booted.server().function_stats(FUNCTION)?.totals().commands;
+    expect(commands >= SIZE_KIB / kib, || {
+        format!("The guest wrote {SIZE_KIB} KiB by {commands} commands")
+    })?;
     booted.expect_well()
 }
 

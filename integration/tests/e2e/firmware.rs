@@ -26,7 +26,14 @@ pub(crate) const GROUP: Group = Group::Alone {
         ("bios_boots_from_the_drive_beside_others", |bench| {
             bios_boots(bench, &others(bench)?)
         }),
-        ("uefi_sees_the_drive", uefi_sees_the_drive),
+        ("uefi_sees_the_drive", |bench| {
+            uefi_sees(bench, function(bench)?)
+        }),
+        // As few queue pairs as its driver takes.
+        ("uefi_sees_the_drive_with_two_queue_pairs", |bench| {
+            let narrow = function(bench)?.option("queues=2");
+            uefi_sees(bench, narrow.option("doorbell-stride=4"))
+        }),
     ],
 };
 
@@ -119,8 +126,8 @@ fn bios_boots(bench: &Bench, others: &[FunctionOptions]) -> Result<(), Failure> 
 }
 
 /// The UEFI shell begins with a list of all block devices, by their paths.
-fn uefi_sees_the_drive(bench: &Bench) -> Result<(), Failure> {
-    let (_server, drives) = serve(bench, &[], function(bench)?)?;
+fn uefi_sees(bench: &Bench, function: FunctionOptions) -> Result<(), Failure> {
+    let (_server, drives) = serve(bench, &[], function)?;
     await_console(
         bench.v6_12(),
         Firmware::Uefi,

@@ -71,6 +71,7 @@ const GROUPS: &[Group] = &[
     ext4::GROUP,
     sharing::GROUP,
     zones::GROUP,
+    zones::ODD_GROUP,
     btrfs::GROUP,
     key_value::GROUP,
     profiles::GROUP,

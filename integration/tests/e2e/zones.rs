@@ -7,7 +7,7 @@ use integration::server::FunctionOptions;
 use serde_json::Value;
 
 use crate::Group;
-use crate::fixture::{Bench, Booted, FUNCTION, Failure, PATIENCE, at, expect};
+use crate::fixture::{Bench, Booted, FUNCTION, Failure, PATIENCE, at, await_path, expect};
 
 pub(crate) const GROUP: Group = Group::OnGuest {
     name: "zones",
@@ -19,6 +19,12 @@ pub(crate) const GROUP: Group = Group::OnGuest {
         ("zone_append", zone_append),
         ("fio_writes_and_verifies", fio_writes_and_verifies),
     ],
+};
+
+/// Zones that Linux takes for no disk.
+pub(crate) const ODD_GROUP: Group = Group::Alone {
+    name: "odd_zones",
+    checks: &[("linux_makes_no_disk_of_them", linux_makes_no_disk_of_them)],
 };
 
 const NAMESPACE: &str = "/dev/nvme0n1";
@@ -226,4 +232,47 @@ fn fio_writes_and_verifies(booted: &Booted) -> Result<(), Failure> {
             .run(&booted.guest)?;
     }
     booted.expect_well()
+}
+
+/// Zones of a size that is no power of two: programs reach them by the character device, and `serve` warns of it.
+fn linux_makes_no_disk_of_them(bench: &Bench) -> Result<(), Failure> {
+    const NAMESPACE: &str = "/dev/ng0n1";
+    let profile = bench.folder().join("odd.toml");
+    let text = "model = \"zns\"\nzone_size = \"6M\"\nzone_capacity = \"6M\"\n\
+                max_open = 4\nmax_active = 6\nappend_limit = \"64K\"\n";
+    fs::write(&profile, text).map_err(at(&profile))?;
+    let drive = bench.drive("odd.img", 192)?.display().to_string();
+    let function = FunctionOptions::new(FUNCTION, drive, "48M+96M")
+        .option(format!("profile={}", profile.display()))
+        .option("lba=4096");
+    let booted = Booted::with(bench, bench.v6_12(), function, 1)?;
+    let guest = &booted.guest;
+    await_path(guest, NAMESPACE, true)?;
+    let disks = guest.check("grep -c nvme /proc/partitions || true", PATIENCE)?;
+    expect(disks.trim() == "0", || {
+        format!("There are {disks} block devices")
+    })?;
+    let said = guest.check("dmesg | grep 'invalid zone size' || true", PATIENCE)?;
+    expect(!said.is_empty(), || {
+        "The kernel does not say why there is no disk".to_owned()
+    })?;
+    // 16 zones of 1,536 blocks.
+    let report = format!("zns report-zones {NAMESPACE} -d 16 -o json");
+    let text = guest.expect_nvme(&report, status::SUCCESS)?;
+    let report: Option<Value> = serde_json::from_str(&text).ok();
+    let zones = report
+        .as_ref()
+        .and_then(|report| report["zone_list"].as_array());
+    let starts = zones.map(|zones| zones.iter().map(|zone| zone["slba"].as_u64()));
+    let starts: Vec<_> = starts.into_iter().flatten().collect();
+    let expected: Vec<_> = (0..16_u64).map(|zone| Some(1536 * zone)).collect();
+    expect(starts == expected, || {
+        format!("Zones begin elsewhere: {text}")
+    })?;
+    let log = booted.server().log_tail();
+    expect(log.contains("Linux makes no disk of it"), || {
+        format!("The server does not warn:\n{log}")
+    })?;
+    booted.server().expect_alive()?;
+    Ok(())
 }

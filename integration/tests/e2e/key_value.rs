@@ -30,6 +30,8 @@ mod opcode {
     pub(super) const LIST: u8 = 0x06;
     pub(super) const DELETE: u8 = 0x10;
     pub(super) const EXIST: u8 = 0x14;
+    /// Vendor specific: docs/software-drives.md, Batch.
+    pub(super) const BATCH: u8 = 0x85;
 }
 
 /// Status codes (section 3.1.2), and what dword 11 asks for besides the length of the key.
@@ -177,7 +179,45 @@ fn nvme_cli_stores_and_retrieves(bench: &Bench) -> Result<(), Failure> {
     Command::new(opcode::DELETE, b"a").run(guest, status::KEY_DOES_NOT_EXIST)?;
     exist(b"a").run(guest, status::KEY_DOES_NOT_EXIST)?;
     expect_value(guest, long, "/tmp/large", 100_000)?;
+    batch(guest)?;
     booted.expect_well()
+}
+
+/// An operation of a Batch on a key of one byte, with a value of so many bytes at an offset.
+fn operation(opcode: u8, key: u8, value: (u8, u8)) -> [u8; 32] {
+    let (len, offset) = value;
+    let mut bytes = [0; 32];
+    (bytes[0], bytes[1], bytes[4], bytes[8], bytes[24]) = (opcode, 1, len, key, offset);
+    bytes
+}
+
+/// Several operations in one command: a key is stored and found, and another one is not there.
+fn batch(guest: &Guest) -> Result<(), Failure> {
+    const VALUE: &str = "hello";
+    let operations = [
+        operation(opcode::STORE, b'b', (VALUE.len() as u8, 96)),
+        operation(opcode::EXIST, b'b', (0, 0)),
+        operation(opcode::EXIST, b'c', (0, 0)),
+    ];
+    let data = [operations.as_flattened(), VALUE.as_bytes()].concat();
+    let escapes: String = data.iter().map(|byte| format!("\\{byte:03o}")).collect();
+    guest.check(
+        &format!("printf '{escapes}' > /tmp/batch; printf {VALUE} > /tmp/value"),
+        PATIENCE,
+    )?;
+    let line = format!(
+        "io-passthru {NAMESPACE} --opcode={} --namespace-id=1 --cdw10={len} --cdw11={} --data-len={len} --write \
+         --input-file=/tmp/batch",
+        opcode::BATCH,
+        operations.len(),
+        len = data.len(),
+    );
+    let said = guest.expect_nvme(&line, status::SUCCESS)?;
+    // Four bits for each: done, done, KV Key Does Not Exist.
+    expect(said.contains("00000100"), || {
+        format!("The operations have other results: {said}")
+    })?;
+    expect_value(guest, b"b", "/tmp/value", VALUE.len())
 }
 
 /// With Linux 6.1, whose character devices are the same.

@@ -68,25 +68,42 @@ fn root_on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_12, "auto", 2, Owner::Server)
 }
 
-/// A guest whose kernel takes no messages.
+/// Text by which a guest asks for its further function.
+const PLUG: &str = "guest: plug";
+
+/// A guest whose kernel takes no messages. A function that is plugged while it runs shares the line.
 fn root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
-    let script =
-        format!("{VERIFY}echo guest: pin $(grep -c 'IO-APIC.*nvme0q0' /proc/interrupts)\n");
+    let later = bench.folder().join("later.img");
+    sh(&format!("truncate -s 64M {}", later.display()))?;
+    let script = format!(
+        "{VERIFY}
+        echo guest: pin $(grep -c 'IO-APIC.*nvme0q0' /proc/interrupts)
+        echo {PLUG}
+        until [ -b /dev/nvme1n1 ]; do echo 1 >/sys/bus/pci/rescan; sleep 1; done
+        echo guest: line $(grep -c 'IO-APIC.*nvme0q0.*nvme1q0' /proc/interrupts)
+        fio --name=plugged --filename=/dev/nvme1n1 --size=4m --rw=randwrite --bs=4k --iodepth=32 --ioengine=libaio \
+            --direct=1 --verify=crc32c --verify_fatal=1 --eta=never --output=/tmp/fio && echo guest: loaded
+        dmesg | grep -i 'nobody cared' || echo guest: cared
+        "
+    );
+    let plugged = format!("path={},id=later", later.display());
     let command_line = format!("{} pci=nomsi", init::COMMAND_LINE);
     let said = boot_with(
         bench,
         &KernelChoice::V6_12,
         &init::script(&script),
         ("auto", Owner::Vmm),
-        &command_line,
+        (command_line.as_str(), Some(plugged.as_str())),
         &["--cpus", "2"],
     )?;
-    for wanted in ["guest: verified", "guest: same", "guest: pin 1"] {
+    for wanted in ["verified", "same", "pin 1", "line 1", "loaded", "cared"] {
+        let wanted = format!("guest: {wanted}");
         expect(
-            said.lines().any(|line| line.trim_end().ends_with(wanted)),
+            said.lines().any(|line| line.trim_end().ends_with(&wanted)),
             || format!("The guest does not say {wanted:?}:\n{said}"),
         )?;
     }
+    fs::remove_file(&later).map_err(at(&later))?;
     Ok(())
 }
 
@@ -251,18 +268,18 @@ pub(crate) fn boot(
         kernel,
         script,
         function,
-        init::COMMAND_LINE,
+        (init::COMMAND_LINE, None),
         arguments,
     )
 }
 
-/// The same, with a command line of the kernel.
+/// The same, with a command line of the kernel, and a function that is plugged once the guest [asks](PLUG) for it.
 fn boot_with(
     bench: &Bench,
     kernel: &KernelChoice,
     script: &str,
     (doorbells, owner): (&str, Owner),
-    command_line: &str,
+    (command_line, plugged): (&str, Option<&str>),
     arguments: &[&str],
 ) -> Result<String, Failure> {
     let assets = Assets::provide(kernel)?;
@@ -300,6 +317,10 @@ fn boot_with(
             thread::sleep(OUTAGE);
             server.restart()?;
         }
+    }
+    if let Some(plugged) = plugged {
+        await_that(PLUG, || Ok(said(&console)?.contains(PLUG)))?;
+        reference::ask(bench.folder(), &format!("add {plugged}"))?;
     }
     let status = vmm.wait(PATIENCE).map_err(|error| match error {
         ProcessError::StillRuns { .. } if has_foreign_registers(vmm.pid()) => {

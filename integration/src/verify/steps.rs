@@ -233,7 +233,7 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
 fn long(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace"]);
     command.args(["--test", "command", "--", "--ignored"]);
-    command.args(["a_hundred", "a_thousand"]);
+    command.args(["a_hundred", "a_thousand", "sixty_four"]);
     context.run(&mut command, Worth::ItsTests)
 }
 

@@ -420,6 +420,19 @@ fn clients_with_doorbells_4_bytes_apart_survive_kills_and_upgrades() {
 }
 
 #[test]
+fn clients_of_drives_with_models_and_faults_survive_kills_and_upgrades() {
+    for (drive, options) in [
+        ("memory:64M", ",profile=nvm"),
+        ("drive.img", ",profile=ssd"),
+        ("drive.img", ",profile=nvm,faults=none"),
+    ] {
+        for end in [End::Kill, End::Upgrade] {
+            survives_with(end, drive, DoorbellMode::Shadow, true, 5, options);
+        }
+    }
+}
+
+#[test]
 fn a_client_of_a_function_with_1024_queue_pairs_survives_kills_and_upgrades() {
     for end in [End::Kill, End::Upgrade] {
         let options = ",queues=1024";

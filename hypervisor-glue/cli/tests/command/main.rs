@@ -11,6 +11,7 @@ mod confine;
 mod doctor;
 mod documents;
 mod kept;
+mod kept_sets;
 mod leases;
 mod limits;
 mod logs;

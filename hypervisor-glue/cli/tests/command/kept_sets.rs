@@ -1,0 +1,290 @@
+//! Guests of zones, and of keys and values, whose servers die and are replaced.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use nvme_mpt_tests::Error;
+use nvme_mpt_tests::command::kv;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::key_value::{KeyValues, Operation, step};
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::registers::CC_CSS_ALL;
+use nvme_mpt_tests::rng::{Rng, fill_blocks};
+use nvme_mpt_tests::status::COMMAND_INTERRUPTED;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+use nvme_mpt_tests::zoned::{action, state};
+
+use crate::kept::Kept;
+use crate::support::{Bench, PATIENCE};
+
+/// Servers that end, half of them by SIGKILL.
+const ENDS: u32 = 20;
+/// Most commands of the guest between two ends.
+const COMMANDS: u64 = 100;
+
+/// Progress of a guest, and the end of its test.
+#[derive(Default)]
+struct Course {
+    commands: AtomicU64,
+    is_over: AtomicBool,
+}
+
+impl Course {
+    fn count(&self) {
+        self.commands.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Relaxed)
+    }
+}
+
+/// Ends a course when it is dropped, also by a panic.
+struct Ending<'a>(&'a Course);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.is_over.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Has a guest work while servers are killed and replaced in turn.
+fn outlive(kept: &Kept, bench: &Bench, work: impl FnOnce(&Course) + Send) {
+    let course = &Course::default();
+    thread::scope(|scope| {
+        let guest = scope.spawn(move || work(course));
+        let ending = Ending(course);
+        let mut rng = Rng::new(7);
+        for end in 0..ENDS {
+            let enough = course.commands.load(Ordering::Relaxed) + 1 + rng.below(COMMANDS);
+            while course.commands.load(Ordering::Relaxed) < enough && !guest.is_finished() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if guest.is_finished() {
+                break;
+            }
+            match end % 2 {
+                0 => kept.kill_server(),
+                _ => kept.upgrade(bench),
+            }
+        }
+        drop(ending);
+        guest.join().unwrap();
+    });
+}
+
+fn attach(bench: &Bench) -> Controller {
+    let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+    let bar = VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap();
+    let config = Config {
+        command_set: CC_CSS_ALL,
+        admin_timeout: PATIENCE,
+        ..Config::default()
+    };
+    Controller::attach(Arc::new(bar), memory, config, 1).unwrap()
+}
+
+/// Commands that cannot be repeated end with this, if their server was killed.
+#[track_caller]
+fn assert_interrupted(error: &Error) {
+    let status = error.completion().map(|cqe| cqe.status().code());
+    assert_eq!(status, Some(COMMAND_INTERRUPTED), "{error}");
+}
+
+/// Blocks of 4 KiB of a zone, and of a command.
+const ZONE: u64 = 256;
+const PIECE: u64 = 16;
+/// Zones that the guest uses.
+const ZONES: u64 = 4;
+
+const ZONED: &str = "model = \"zns\"\nzone_size = \"1M\"\nzone_capacity = \"1M\"\n\
+                     max_open = 8\nmax_active = 8\nappend_limit = \"64K\"\n";
+
+/// Content of the blocks of a command.
+fn blocks(tag: u64, slba: u64) -> Vec<u8> {
+    let mut bytes = vec![0; PIECE as usize * 4096];
+    fill_blocks(&mut bytes, tag, slba, 4096);
+    bytes
+}
+
+fn pieces(zslba: u64) -> impl Iterator<Item = u64> {
+    (zslba..zslba + ZONE).step_by(PIECE as usize)
+}
+
+/// Fills a zone by writes and appends in turn. Returns whether none of the appends was interrupted.
+fn fill(disk: &mut Disk, zslba: u64, tag: u64, course: &Course) -> bool {
+    for (index, slba) in (0..).zip(pieces(zslba)) {
+        let bytes = blocks(tag, slba);
+        if index % 2 == 0 {
+            disk.write(slba, &bytes).unwrap();
+        } else {
+            match disk.append(zslba, &bytes) {
+                Ok(at) => assert_eq!(at, slba),
+                Err(error) => {
+                    assert_interrupted(&error);
+                    let zone = disk.zone(zslba).unwrap();
+                    let end = match zone.state {
+                        state::FULL => zslba + ZONE,
+                        _ => zone.write_pointer,
+                    };
+                    assert!([slba, slba + PIECE].contains(&end), "{slba}: {zone:?}");
+                    return false;
+                }
+            }
+        }
+        course.count();
+    }
+    true
+}
+
+#[test]
+fn zones_in_a_file_outlive_their_servers() {
+    let bench = Bench::new();
+    fs::write(bench.path("zones.toml"), ZONED).unwrap();
+    let function = "path=drive.img,lba=4096,profile=./zones.toml,socket=a.sock,id=a";
+    let kept = Kept::start(&bench, &[function]);
+    let mut controller = attach(&bench);
+    let mut disk = Disk::open(&mut controller, 1).unwrap();
+    disk.timeout = PATIENCE;
+    outlive(&kept, &bench, |course| {
+        let (mut tag, mut filled) = (0, 0);
+        while !course.is_over() {
+            for zslba in (0..ZONES).map(|zone| zone * ZONE) {
+                tag += 1;
+                disk.zone_action(zslba, action::RESET).unwrap();
+                if !fill(&mut disk, zslba, tag, course) {
+                    continue;
+                }
+                assert_eq!(disk.zone(zslba).unwrap().state, state::FULL);
+                for slba in pieces(zslba) {
+                    let read = disk.read(slba, PIECE as u32).unwrap();
+                    assert!(read == blocks(tag, slba), "block {slba}: other data");
+                    course.count();
+                }
+                filled += 1;
+            }
+        }
+        assert!(filled > 0);
+    });
+    drop((disk, controller));
+    kept.stop();
+}
+
+/// More bytes than a value has.
+const ROOM: usize = 8192;
+
+fn value(tag: u64) -> Vec<u8> {
+    let mut bytes = vec![0; 8 * (1 + tag as usize % 512)];
+    fill_blocks(&mut bytes, tag, 0, 8);
+    bytes
+}
+
+/// A guest's keys and values. Each key is one byte.
+struct Pairs {
+    pairs: KeyValues,
+    /// Tags of the values, by their keys.
+    held: BTreeMap<u8, u64>,
+}
+
+impl Pairs {
+    fn exists(&mut self, key: u8) -> bool {
+        self.pairs.exists(&[key]).unwrap()
+    }
+
+    fn check(&mut self, key: u8) {
+        match self.held.get(&key).copied() {
+            Some(tag) => {
+                let found = self.pairs.retrieve(&[key], ROOM).unwrap().0;
+                assert!(found == value(tag), "key {key}: another value");
+            }
+            None => assert!(!self.exists(key), "key {key} is there"),
+        }
+    }
+
+    fn store(&mut self, key: u8, tag: u64) {
+        self.pairs.store(&[key], &value(tag)).unwrap();
+        self.held.insert(key, tag);
+    }
+
+    fn delete(&mut self, key: u8) {
+        if !self.held.contains_key(&key) {
+            return;
+        }
+        if let Err(error) = self.pairs.delete(&[key]) {
+            assert_interrupted(&error);
+            if self.exists(key) {
+                return;
+            }
+        }
+        self.held.remove(&key);
+    }
+
+    /// Stores a value and deletes another key in one command, which is carried out as a whole or not at all.
+    fn replace(&mut self, key: u8, tag: u64) {
+        let Some(other) = self.held.keys().copied().find(|other| *other != key) else {
+            return;
+        };
+        let operation = |opcode, key, value| Operation {
+            opcode,
+            key: vec![key],
+            options: 0,
+            value,
+        };
+        let operations = [
+            operation(kv::STORE, key, value(tag)),
+            operation(kv::DELETE, other, Vec::new()),
+        ];
+        match self.pairs.batch(&operations) {
+            Ok(found) => assert_eq!(found, [step::DONE; 2]),
+            Err(error) => {
+                assert_interrupted(&error);
+                if self.exists(other) {
+                    self.check(other);
+                    return;
+                }
+            }
+        }
+        self.held.insert(key, tag);
+        self.held.remove(&other);
+        self.check(other);
+    }
+}
+
+#[test]
+fn keys_and_values_in_a_file_outlive_their_servers() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=drive.img,profile=kv,socket=a.sock,id=a"]);
+    let mut controller = attach(&bench);
+    let mut pairs = KeyValues::open(&mut controller, 1).unwrap();
+    pairs.timeout = PATIENCE;
+    let mut guest = Pairs {
+        pairs,
+        held: BTreeMap::new(),
+    };
+    outlive(&kept, &bench, |course| {
+        let mut rng = Rng::new(3);
+        for tag in 1.. {
+            if course.is_over() {
+                break;
+            }
+            let key = b'a' + rng.below(8) as u8;
+            match rng.below(4) {
+                0 => guest.delete(key),
+                1 => guest.replace(key, tag),
+                _ => guest.store(key, tag),
+            }
+            guest.check(key);
+            course.count();
+        }
+        for key in b'a'..=b'h' {
+            guest.check(key);
+        }
+    });
+    drop((guest, controller));
+    kept.stop();
+}

@@ -258,7 +258,102 @@ impl ChangeRecord {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
+    use crate::memory::{CompletionIndices, PhasedIndex, RingIndex, RingSize};
+    use crate::spec::ids::{CommandId, Nsid};
+    use crate::spec::sqe::Sqe;
+
+    /// Words other than zero that version 1 has left, by their offsets. The function has two queue pairs, and the second
+    /// one has [a command](stored_command) in flight in slot 9.
+    const STORED: &[(usize, u64)] = &[
+        (0, u64::from_le_bytes(*b"nvmpliv\x01")),
+        (64, 1),
+        (80, 1),
+        (73_728, 0x8000_0001_0000_0005),
+        (73_736, 3),
+        (73_792, 0x0010_0002_0000_0006),
+        (78_400, 0x0000_0001_1234_0002),
+        (78_416, 0x8000_0002_0010_0000),
+        (78_424, 0x5000),
+        (78_440, 7),
+        (78_448, 15),
+    ];
+
+    /// Bytes of that file.
+    const STORED_LEN: usize = 143_360;
+
+    fn stored_command() -> Sqe {
+        let mut command = Sqe {
+            nsid: Nsid(1),
+            dptr: [0x5000, 0],
+            cdw10: 7,
+            cdw12: 15,
+            ..Sqe::new(0x02)
+        };
+        command.set_cid(CommandId(0x1234));
+        command
+    }
+
+    #[test]
+    fn the_state_of_this_version_is_as_it_was_stored() {
+        let state = LiveState::new(2).expect("memory");
+        let size = RingSize::new(8).expect("entries");
+        let at = |index| RingIndex::at(size, index).expect("below");
+        let qid = QueueId(2);
+        let queue = state.queue(qid).expect("a queue");
+        queue.begin(&CompletionIndices::new(size));
+        let mut head = state.head(qid).expect("a queue");
+        head.begin(at(4));
+        let mark = head.begin_batch(at(4));
+        queue.record(9, &stored_command(), mark);
+        head.store(at(6), mark.next().next());
+        queue.store_head(at(3));
+        queue.store_tail(PhasedIndex::at(at(5), true), false);
+        state.losses().expect("a record").set(true);
+        state.changes().expect("a record").set(true);
+        assert_eq!(LiveState::file_len(2), STORED_LEN);
+        let words = (0..STORED_LEN).step_by(8).filter_map(|offset| {
+            let word = state.word(offset).expect("inside").load();
+            (word != 0).then_some((offset, word))
+        });
+        let words: Vec<_> = words.collect();
+        assert!(
+            words == STORED,
+            "The layout of the live state has changed: raise the version in MAGIC, take up the version before as well, \
+             and store these words: {words:#x?}"
+        );
+    }
+
+    #[test]
+    fn the_state_of_version_1_is_taken_up() {
+        let fd = crate::memory::sealed_memfd(c"stored", STORED_LEN as u64).expect("memory");
+        let file = File::from(fd.try_clone().expect("descriptor"));
+        for (offset, word) in STORED {
+            file.write_all_at(&word.to_le_bytes(), *offset as u64)
+                .expect("written");
+        }
+        let state = LiveState::kept(fd, 2).expect("taken up");
+        let qid = QueueId(2);
+        let queue = state.queue(qid).expect("a queue");
+        let (tail, head) = queue.positions().expect("a queue that goes on");
+        let tail = (tail.index, tail.phase, tail.failed);
+        assert_eq!((tail, head), ((5, true, false), 3));
+        let recorded = state.head(qid).expect("a queue").recorded();
+        assert_eq!((recorded.index, recorded.number), (6, 0x0010_0002));
+        let marked = queue.marked();
+        let [slot] = &marked[..] else {
+            panic!("one slot is marked: {marked:?}");
+        };
+        assert_eq!((slot.slot, slot.mark.sqid()), (9, qid));
+        assert_eq!(slot.mark.unsettled_number(), Some(0x0010_0000));
+        assert_eq!(slot.command, stored_command());
+        assert!(state.losses().expect("a record").is_set());
+        assert!(state.changes().expect("a record").is_set());
+        let other = state.queue(QueueId(1)).expect("a queue");
+        assert!(other.positions().is_none() && other.marked().is_empty());
+    }
 
     #[test]
     fn a_file_of_another_size_or_layout_or_that_can_shrink_is_refused() {

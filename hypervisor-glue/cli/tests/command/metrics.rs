@@ -83,9 +83,8 @@ fn a_monitor_sees_functions_come_and_connect_and_go() {
 
     let file = fs::read_to_string(bench.path("m.prom")).unwrap();
     assert!(file.contains("# TYPE nvme_mpt_build_info gauge"), "{file}");
-    // The wipe is in the log.
     let (status, log) = server.signal("TERM");
-    assert!(status.success(), "{log}");
+    assert!(status.success() && log.contains("is wiped"), "{log}");
     assert_eq!(
         bench.names(),
         ["drive.img", "one.control.functions.toml", "state"]

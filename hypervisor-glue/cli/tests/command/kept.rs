@@ -318,12 +318,16 @@ impl Guest {
     }
 }
 
+/// Figures of guests whose servers ended.
+struct Figures {
+    /// I/Os of each guest, and its longest time without a completion for each server that ended.
+    guests: Vec<(u64, Vec<Duration>)>,
+    /// Time from each end until the next server was ready.
+    starts: Vec<Duration>,
+}
+
 /// Has guests run while servers end so many times, at random moments.
-fn run_beside(
-    guests: Vec<Guest>,
-    times: usize,
-    mut end: impl FnMut(),
-) -> Vec<(u64, Vec<Duration>)> {
+fn run_beside(guests: Vec<Guest>, times: usize, mut end: impl FnMut()) -> Figures {
     let course = Arc::new(Course::default());
     let guests: Vec<_> = guests
         .into_iter()
@@ -333,16 +337,22 @@ fn run_beside(
         })
         .collect();
     let mut rng = Rng::new(5);
+    let mut starts = Vec::new();
     for _ in 0..times {
         thread::sleep(Duration::from_micros(rng.below(20_000)));
         course.ended.fetch_add(1, Ordering::Relaxed);
+        let began = Instant::now();
         end();
+        starts.push(began.elapsed());
         let failed = guests.iter().any(|guest| guest.is_finished());
         assert!(!failed, "a guest failed");
     }
     course.is_over.store(true, Ordering::Relaxed);
     let guests = guests.into_iter();
-    guests.map(|guest| guest.join().unwrap()).collect()
+    Figures {
+        guests: guests.map(|guest| guest.join().unwrap()).collect(),
+        starts,
+    }
 }
 
 /// End of a server.
@@ -360,14 +370,38 @@ fn await_waiting(bench: &Bench) {
     assert!(waits(&listed), "{listed}");
 }
 
-/// Prints the times without a completion.
-fn report(end: End, name: &str, figures: Vec<(u64, Vec<Duration>)>) {
-    for (done, mut longest) in figures {
+/// Returns the median and the maximum.
+fn median_and_most(times: &mut [Duration]) -> (Duration, Duration) {
+    times.sort();
+    (times[times.len() / 2], times[times.len() - 1])
+}
+
+/// Returns the number of times below each power of two of a millisecond, and not below the one before.
+fn histogram(times: &[Duration]) -> String {
+    let mut counts = BTreeMap::new();
+    for time in times {
+        let bound = (time.as_millis() + 1).next_power_of_two();
+        *counts.entry(bound).or_insert(0) += 1;
+    }
+    let counts = counts.iter();
+    let counts: Vec<_> = counts
+        .map(|(bound, count)| format!("below {bound} ms {count}"))
+        .collect();
+    counts.join(", ")
+}
+
+/// Prints the times without a completion, and those until the next server was ready.
+fn report(end: End, name: &str, mut figures: Figures) {
+    let (median, most) = median_and_most(&mut figures.starts);
+    println!(
+        "{end:?}, {name}: the next server was ready after {median:.1?} (median), {most:.1?} at most"
+    );
+    for (done, mut longest) in figures.guests {
         assert!(done > longest.len() as u64);
-        longest.sort();
-        let (median, last) = (longest[longest.len() / 2], longest[longest.len() - 1]);
+        let (median, most) = median_and_most(&mut longest);
         println!(
-            "{end:?}, {name}: {done} I/Os; without one for {median:.1?} (median), {last:.1?} at most"
+            "{end:?}, {name}: {done} I/Os; without one for {median:.1?} (median), {most:.1?} at most: {}",
+            histogram(&longest)
         );
     }
 }

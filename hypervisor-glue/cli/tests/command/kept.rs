@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -605,6 +605,60 @@ fn a_server_goes_on_if_its_successor_cannot_take_over() {
         successor.unwrap()
     );
     assert!(kept.log().contains(&logged), "{}", kept.log());
+    kept.stop();
+}
+
+/// Begin of a function's state in its journal, in front of the digit of the version.
+const VERSION: &[u8] = b"{\"version\":";
+
+/// Offsets of both states in a journal (`hypervisor-glue/vfio-user/src/journal.rs`).
+const STATES: [u64; 2] = [2 << 20, 18 << 20];
+
+/// Writes another version into the states that a server has for the next one. Returns the digit that was there.
+fn set_version(server: &str, digit: u8) -> u8 {
+    let mut before = None;
+    for entry in fs::read_dir(format!("/proc/{server}/fd")).unwrap() {
+        let path = entry.unwrap().path();
+        let leads_to = fs::read_link(&path).unwrap_or_default();
+        if !leads_to.to_string_lossy().contains("vfio-user-journal") {
+            continue;
+        }
+        let mut options = fs::File::options();
+        let file = options.read(true).write(true).open(&path).unwrap();
+        for at in STATES {
+            let mut begin = [0; VERSION.len() + 1];
+            file.read_exact_at(&mut begin, at).unwrap();
+            if begin.starts_with(VERSION) {
+                before.get_or_insert(begin[VERSION.len()]);
+                file.write_all_at(&[digit], at + VERSION.len() as u64)
+                    .unwrap();
+            }
+        }
+    }
+    before.expect("a state")
+}
+
+#[test]
+fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+    guest.administer();
+    let server = kept.server().unwrap();
+    let version = set_version(&server, b'9');
+    let error = bench.ask("upgrade", &[]).unwrap_err();
+    assert!(error.contains("before it could take over"), "{error}");
+    let log = kept.log();
+    assert!(
+        log.contains("its state has version 9, which this program does not know"),
+        "{log}"
+    );
+    assert_eq!(kept.server().unwrap(), server);
+    guest.administer();
+    set_version(&server, version);
+    kept.upgrade(&bench);
+    guest.administer();
+    drop(guest);
     kept.stop();
 }
 

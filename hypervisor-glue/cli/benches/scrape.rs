@@ -6,7 +6,8 @@
 //! ```
 //!
 //! The text of figures in memory has four queues and 25 buckets of latency for each function, as after hours of I/O. The
-//! server's functions have no guests: their scrape is the time in which all of them answer.
+//! server's functions have no guests: their scrape is the time in which all of them answer. Then one of them gets a guest,
+//! whose reads are timed alone and beside scrapes.
 
 #![expect(
     clippy::disallowed_methods,
@@ -19,6 +20,8 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::Extents;
@@ -27,11 +30,24 @@ use nvme_mpt::stats::{LatencyBucket, PollerStats, QueueStats, StatusCount};
 use nvme_mpt_cli::change::{FunctionEntry, FunctionState, Origin};
 use nvme_mpt_cli::metrics::{Format, Snapshot};
 use nvme_mpt_cli::stats::{DriveStats, FunctionStats, ServerStats};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 const FUNCTIONS: u64 = 1000;
 const QUEUES: u16 = 4;
 const BUCKETS: u64 = 25;
 const ROUNDS: u32 = 11;
+/// Longer than a text is given to further clients.
+const PAUSE: Duration = Duration::from_millis(600);
+/// Time for which a guest reads.
+const READING: Duration = Duration::from_secs(5);
+/// Longest time of a read.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn main() {
     let snapshot = snapshot();
@@ -55,8 +71,7 @@ fn main() {
     let server = Server::start(folder.path());
     let socket = folder.path().join("m.sock");
     let time = median(|| {
-        // Older than a text that is given to further clients.
-        std::thread::sleep(Duration::from_millis(600));
+        thread::sleep(PAUSE);
         let start = Instant::now();
         size = scrape(&socket).len();
         start.elapsed()
@@ -64,7 +79,62 @@ fn main() {
     println!(
         "scrape of a server with {FUNCTIONS} functions without guests: {time:?}, {size} bytes"
     );
-    drop(server);
+
+    let mut guest = Guest::attach(&folder.path().join("0.sock"));
+    guest.read("alone");
+    thread::scope(|scope| {
+        let reads = scope.spawn(|| guest.read("beside scrapes"));
+        while !reads.is_finished() {
+            scrape(&socket);
+            thread::sleep(PAUSE);
+        }
+    });
+    drop((guest, server));
+}
+
+/// A guest's driver on one function.
+struct Guest {
+    _controller: Controller,
+    queue: QueuePair,
+    _data: DmaBuffer,
+    prepared: Prepared,
+}
+
+impl Guest {
+    fn attach(socket: &Path) -> Self {
+        let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).expect("memory");
+        let bar = VfioUserBar::attach(socket, &memory).expect("a function");
+        let config = Config {
+            doorbells: DoorbellMode::Shadow,
+            ..Config::default()
+        };
+        let controller = Controller::attach(Arc::new(bar), memory.clone(), config, 1);
+        let mut controller = controller.expect("a controller");
+        let queue = controller.create_queue_pair(1, &QueueOptions::polled(64));
+        let data = memory.alloc(4096).expect("a page");
+        Self {
+            queue: queue.expect("a queue pair"),
+            prepared: prp::buffer(&data, 0, 4096).expect("a pointer"),
+            _controller: controller,
+            _data: data,
+        }
+    }
+
+    /// Reads 4 KiB at a time, and prints the times that reads took.
+    fn read(&mut self, place: &str) {
+        let read = Sqe::read(1, 0, 8).with_data(self.prepared.pointer);
+        let mut times = Vec::new();
+        let end = Instant::now() + READING;
+        while Instant::now() < end {
+            let start = Instant::now();
+            self.queue.execute(read, PATIENCE).expect("a read");
+            times.push(start.elapsed());
+        }
+        times.sort_unstable();
+        let (p50, p99) = (times[times.len() / 2], times[times.len() / 100 * 99]);
+        let most = times[times.len() - 1];
+        println!("4 KiB reads of one guest {place}: p50 {p50:?}, p99 {p99:?}, at most {most:?}");
+    }
 }
 
 /// Returns the median time of some rounds.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use super::affinity::{self, NoSuchProcessor};
 use crate::doorbell::DoorbellMode;
@@ -16,6 +17,10 @@ pub enum Placement {
     /// Each shadow queue has a poller to itself.
     Dedicated,
 }
+
+/// A poller that spins does not sleep over so short a time until a command is due: to fall asleep and to be woken takes
+/// about as long.
+const DUE_SOON: Duration = Duration::from_micros(100);
 
 /// Behaviour of a poller without work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,6 +43,15 @@ impl Spin {
             Self::Adaptive => Some(spin),
             Self::Busy => None,
             Self::Event => Some(0),
+        }
+    }
+
+    /// Returns the time before a command of a timing model is due for which a poller spins, so that the command completes in
+    /// time.
+    pub(super) fn spins_before_due(self) -> Duration {
+        match self {
+            Self::Adaptive | Self::Busy => DUE_SOON,
+            Self::Event => Duration::ZERO,
         }
     }
 }
@@ -173,6 +187,12 @@ mod tests {
         assert_eq!(Spin::Adaptive.patience(7), Some(7));
         assert_eq!(Spin::Busy.patience(7), None);
         assert_eq!(Spin::Event.patience(7), Some(0));
+    }
+
+    #[test]
+    fn an_event_driven_poller_spins_for_no_command_that_is_due_soon() {
+        assert_eq!(Spin::Event.spins_before_due(), Duration::ZERO);
+        assert!(!Spin::Adaptive.spins_before_due().is_zero());
     }
 
     #[test]

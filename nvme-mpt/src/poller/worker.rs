@@ -42,10 +42,6 @@ const TIMED_MAX: Duration = Duration::from_millis(1);
 /// Longest sleep that ends as exactly as a timer does. Others end to the millisecond.
 const EXACT_MAX: Duration = Duration::from_millis(20);
 
-/// A poller does not sleep over so short a time until a command is due: to fall asleep and to be
-/// woken takes about as long.
-const DUE_SOON: Duration = Duration::from_micros(100);
-
 /// Bounds of the sleeps of a poller that spins beside threads that need its processor.
 const REST_MIN: Duration = Duration::from_micros(5);
 const REST_MAX: Duration = Duration::from_micros(50);
@@ -323,7 +319,8 @@ struct Worker {
 impl Worker {
     fn run(mut self, spin: Spin, learning: Learning) {
         let rate = Rate::of_this_machine();
-        let due_soon = rate.ticks(DUE_SOON);
+        let early = spin.spins_before_due();
+        let due_soon = rate.ticks(early);
         let mut spin_time = SpinTime::new(learning.spin, rate);
         let mut courtesy = Courtesy::new(learning.courtesy, rate);
         let mut idle_since = None;
@@ -387,7 +384,7 @@ impl Worker {
             }
             spin_since = None;
             if parks {
-                let (found_work, slept) = self.park(idle);
+                let (found_work, slept) = self.park(idle, early);
                 // The clock ends a rest, however long the poller spins before it.
                 if rests == Rests::None {
                     spin_time.slept(slept, found_work);
@@ -478,9 +475,9 @@ impl Worker {
         self.is_plain = is_of_one && self.leaving.is_empty();
     }
 
-    /// Sleeps until there is something to do. Returns whether work was there after it, and the
-    /// ticks it slept.
-    fn park(&mut self, idle: u64) -> (bool, u64) {
+    /// Sleeps until there is something to do, or until so long before a command is due. Returns whether work was there after
+    /// it, and the ticks it slept.
+    fn park(&mut self, idle: u64, early: Duration) -> (bool, u64) {
         for queue in &mut self.queues {
             queue.arm();
         }
@@ -501,10 +498,10 @@ impl Worker {
                 let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
                 (idle / 8).clamp(TIMED_MIN, TIMED_MAX)
             });
-            // Early, so that the rest is spun away and the command completes in time.
+            // A poller that spins does so for the rest, and the command completes in time.
             let due = self.until_due(began).map(|ticks| {
                 let until = Duration::from_nanos(crate::clock::nanoseconds(ticks));
-                until.saturating_sub(DUE_SOON).max(Duration::from_micros(1))
+                until.saturating_sub(early).max(Duration::from_micros(1))
             });
             let rest = self.queues.iter().filter_map(|queue| queue.rests_until());
             let rest = rest.min().map(|end| {

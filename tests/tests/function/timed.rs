@@ -82,9 +82,13 @@ fn no_command_completes_before_its_time() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(LEASE).unwrap();
     for path in ["null:16M", "memory:16M", file.path().to_str().unwrap()] {
-        for mode in [DoorbellMode::Shadow, DoorbellMode::Mapped] {
+        for (mode, poll) in [
+            (DoorbellMode::Shadow, "shared"),
+            (DoorbellMode::Mapped, "shared"),
+            (DoorbellMode::Shadow, "shared:event"),
+        ] {
             let host = host(path, slow("10ms"));
-            let machine = host.machine(&Setup::nth(0).doorbells(mode));
+            let machine = host.machine(&Setup::nth(0).doorbells(mode).poll(poll));
             let mut controller = machine.attach();
             let mut queue = queue_pair(&mut controller, 1, 32);
             let data = machine.memory.alloc(4096).unwrap();
@@ -94,7 +98,7 @@ fn no_command_completes_before_its_time() {
                 let begin = Instant::now();
                 queue.execute(command.with_data(pointer), HANG).unwrap();
                 let taken = begin.elapsed();
-                assert!(taken >= AT_LEAST, "{path} {mode:?}: {taken:?}");
+                assert!(taken >= AT_LEAST, "{path} {mode:?} {poll}: {taken:?}");
             }
             wait_for("the poller sleeps", || {
                 queue

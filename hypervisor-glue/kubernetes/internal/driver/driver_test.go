@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 	kubelet "k8s.io/kubelet/pkg/apis/dra/v1"
+	registration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 
 	"nvme-mpt.internal/kubernetes/internal/cdi"
 	"nvme-mpt.internal/kubernetes/internal/claims"
@@ -169,6 +170,67 @@ func TestKubeletIsServedAndDrivesArePublished(t *testing.T) {
 		}
 		if functions, err := s.Functions(ctx); err != nil || len(functions) > 0 {
 			t.Errorf("functions %v, %v", functions, err)
+		}
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// dial returns a connection of kubelet's, which ends with the test.
+func dial(t *testing.T, socket string) *grpc.ClientConn {
+	t.Helper()
+	connection, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = connection.Close() })
+	return connection
+}
+
+// kubelet that is restarted finds the plugin by the socket in its folder, and asks again for the claims of pods that run.
+func TestAKubeletThatIsRestartedPreparesTheSameAgain(t *testing.T) {
+	testserver.Each(t, func(t *testing.T, s *server.Server) {
+		drives, err := s.Drives(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		d, client := newDriver(t, s, allocated(drives[0].Path))
+		ctx, stop := context.WithCancel(t.Context())
+		ended := make(chan error)
+		go func() { ended <- d.Run(ctx) }()
+		await(t, "the drive", func() bool { return len(published(t, client)) == 1 })
+
+		asked := []*kubelet.Claim{{Namespace: "default", Name: "disk", Uid: claimUID}}
+		var functions []string
+		for range 3 {
+			socket := filepath.Join(d.options.KubeletDir, "plugins_registry", names.Driver+"-reg.sock")
+			registrar := registration.NewRegistrationClient(dial(t, socket))
+			info, err := registrar.GetInfo(ctx, &registration.InfoRequest{})
+			if err != nil || info.Name != names.Driver || info.Type != "DRAPlugin" {
+				t.Fatalf("%v, %v", info, err)
+			}
+			plugin := kubelet.NewDRAPluginClient(dial(t, info.Endpoint))
+			registered := &registration.RegistrationStatus{PluginRegistered: true}
+			if _, err := registrar.NotifyRegistrationStatus(ctx, registered); err != nil {
+				t.Fatal(err)
+			}
+			answer, err := plugin.NodePrepareResources(ctx, &kubelet.NodePrepareResourcesRequest{Claims: asked})
+			if err != nil || answer.Claims[claimUID].Error != "" {
+				t.Fatalf("%v, %v", answer, err)
+			}
+			if ids := answer.Claims[claimUID].Devices[0].CdiDeviceIds; !slices.Equal(ids, []string{cdi.Name(claimUID, 0)}) {
+				t.Errorf("CDI devices %v", ids)
+			}
+			found, err := s.Functions(ctx)
+			if err != nil || len(found) != 1 {
+				t.Fatalf("functions %v, %v", found, err)
+			}
+			functions = append(functions, fmt.Sprint(found))
+		}
+		if len(slices.Compact(functions)) != 1 {
+			t.Errorf("the function is another one: %v", functions)
 		}
 		stop()
 		if err := <-ended; err != nil {

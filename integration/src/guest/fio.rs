@@ -8,7 +8,7 @@ use thiserror::Error;
 use super::{Agent, GuestError};
 
 /// fio may take this much longer than its run time: start, end, verification on a busy machine.
-const SLACK: Duration = Duration::from_secs(180);
+const SLACK: Duration = Duration::from_secs(300);
 
 /// fio failed, or its report could not be read.
 #[derive(Debug, Error)]

@@ -15,7 +15,7 @@ pub(crate) const GROUP: Group = Group::Alone {
 };
 
 /// A guest that computes checksums of all that it writes, in software, in an emulated processor.
-const WORK: Duration = Duration::from_secs(180);
+const WORK: Duration = Duration::from_secs(600);
 
 /// Linux wants at least eight zones active for it (`BTRFS_MIN_ACTIVE_ZONES`); the lease has half of these.
 const PROFILE: &str = "model = \"zns\"\nzone_size = \"4M\"\nzone_capacity = \"4M\"\n\

@@ -168,7 +168,7 @@ fn each_kind_under_load(bench: &Bench) -> Result<(), Failure> {
         scene.faulty.check(&read_at(0), PATIENCE)?;
         scene.steady.check(
             &format!(
-                "for i in $(seq 200); do [ $(cat /sys/block/nvme0n1/size) = {sectors} ] && exit 0; \
+                "for i in $(seq 1800); do [ $(cat /sys/block/nvme0n1/size) = {sectors} ] && exit 0; \
                  sleep 0.1; done; cat /sys/block/nvme0n1/size; exit 1"
             ),
             PATIENCE,

@@ -50,7 +50,7 @@ pub(crate) const FULL_GROUP: Group = Group::Alone {
 
 /// A Debian on an emulated processor, which GRUB loads through the firmware's driver.
 const BOOT_PATIENCE: Duration = Duration::from_secs(600);
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(300);
 const GREETING: &[u8] = b"booted from NVMe\0";
 
 /// A boot sector that writes a greeting to the first serial port and halts.

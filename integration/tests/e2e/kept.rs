@@ -94,7 +94,8 @@ fn outlive(bench: &Bench, guests: u64, times: u32) -> Result<(), Failure> {
         let slowest = report.read.max_us.max(report.write.max_us) / 1e3;
         let ios = report.read.ios + report.write.ios;
         let _ = write!(told, "; {ios} I/Os, the slowest {slowest:.0} ms");
-        let said = guest.check("dmesg", PATIENCE)?;
+        // An emulated processor that waits for its turn looks to Linux like one that works.
+        let said = guest.check("dmesg | grep -v 'hogged CPU' || true", PATIENCE)?;
         let says = |word: &&str| said.to_lowercase().contains(*word);
         let about = [
             "nvme",

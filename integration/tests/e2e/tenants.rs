@@ -177,7 +177,7 @@ fn verified(socket: &Path) -> Result<load::report::Report, Failure> {
         "--seconds",
         SECONDS,
         "--timeout",
-        "60",
+        "300",
     ];
     let arguments = arguments.iter().map(|word| (*word).into());
     let quiet = Quiet::try_parse_from(arguments.chain([socket.as_os_str().to_owned()]))?;

@@ -66,7 +66,7 @@ fn from_boot_to_resets(bench: &Bench, assets: &Assets) -> Result<(), Failure> {
         .option("iomem_align", "512")
         .verified()
         .run(&guest)?;
-    guest.check(FILE_SYSTEM, Duration::from_secs(180))?;
+    guest.check(FILE_SYSTEM, PATIENCE)?;
     expect_no_complaints(&guest)?;
 
     let load = verified_load("load", 1).runtime(Duration::from_secs(8));

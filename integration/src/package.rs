@@ -4,6 +4,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use clap::Parser;
 use thiserror::Error;
@@ -63,6 +64,9 @@ pub fn run(options: &Options) -> Result<(), PackageError> {
 /// # Errors
 /// See [`PackageError`].
 pub fn build(folder: &Path, version: Option<&str>) -> Result<PathBuf, PackageError> {
+    // All builds use one folder of generated files.
+    static BUILDING: Mutex<()> = Mutex::new(());
+    let _building = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
     let program = server::build()?;
     write_generated(&program)?;
     let step = Step::start("Building the Debian package".to_owned());

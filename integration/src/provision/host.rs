@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use super::ProvisionError;
 use crate::process;
@@ -21,6 +22,9 @@ pub struct Tool {
 /// # Errors
 /// If something is missing and can't be installed; the error names the command to run.
 pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
+    // apt refuses a second one beside it.
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let _installing = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
     let missing: Vec<&Tool> = tools.iter().filter(|tool| !on_path(tool.program)).collect();
     if missing.is_empty() {
         return Ok(());

@@ -1,5 +1,6 @@
 //! Steps that a person can follow: what runs, for how long already, and how it ended.
 
+use std::cell::RefCell;
 use std::io::Write;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
@@ -9,6 +10,11 @@ use std::time::{Duration, Instant};
 const FIRST_REMINDER: Duration = Duration::from_secs(10);
 /// Longest time between two such reports.
 const REMINDER_MAX: Duration = Duration::from_secs(300);
+
+thread_local! {
+    /// Lines that this thread keeps instead of printing them.
+    static KEPT: RefCell<Option<String>> = const { RefCell::new(None) };
+}
 
 /// Returns the waits before each report that a step still runs: its running time doubles from one to the next.
 fn reminders() -> impl Iterator<Item = Duration> {
@@ -26,26 +32,27 @@ pub struct Step {
 }
 
 impl Step {
-    /// Announces a step.
+    /// Announces a step. One whose lines are [kept](keep) reports nothing while it runs.
     pub fn start(what: impl Into<String>) -> Self {
         let what = what.into();
         say(&format!("==> {what}"));
         let started = Instant::now();
         let (stop, stopped) = mpsc::channel();
         let name = what.clone();
-        let reminder = std::thread::spawn(move || {
+        let remind = move || {
             for wait in reminders() {
                 if stopped.recv_timeout(wait) != Err(RecvTimeoutError::Timeout) {
                     return;
                 }
                 say(&format!("    … {name}: {}", seconds(started.elapsed())));
             }
-        });
+        };
+        let is_kept = KEPT.with_borrow(Option::is_some);
         Self {
             what,
             started,
             stop: Some(stop),
-            reminder: Some(reminder),
+            reminder: (!is_kept).then(|| std::thread::spawn(remind)),
         }
     }
 
@@ -103,8 +110,24 @@ pub fn seconds(duration: Duration) -> String {
     }
 }
 
-/// Prints a line at once, also into a pipe.
+/// Runs `work`, and returns its result with the lines that this thread has said meanwhile. They are not printed.
+pub fn keep<T>(work: impl FnOnce() -> T) -> (T, String) {
+    KEPT.set(Some(String::new()));
+    let result = work();
+    (result, KEPT.take().unwrap_or_default())
+}
+
+/// Prints a line at once, also into a pipe, unless the thread [keeps](keep) its lines.
 pub fn say(line: &str) {
+    let is_kept = KEPT.with_borrow_mut(|kept| {
+        let Some(kept) = kept else { return false };
+        kept.push_str(line);
+        kept.push('\n');
+        true
+    });
+    if is_kept {
+        return;
+    }
     let mut out = std::io::stdout().lock();
     // A reader that went away must not turn into a panic in the middle of a test.
     let _ = writeln!(out, "{line}");
@@ -125,5 +148,21 @@ mod tests {
             .take(8)
             .collect();
         assert_eq!(times, [10, 20, 40, 80, 160, 320, 620, 920]);
+    }
+
+    #[test]
+    fn lines_are_kept_of_the_thread_that_keeps_them() {
+        let ((), said) = keep(|| {
+            say("first");
+            let elsewhere = std::thread::spawn(|| keep(|| say("elsewhere")).1);
+            assert_eq!(elsewhere.join().expect("no panic"), "elsewhere\n");
+            Step::start("a step").done("its result");
+        });
+        assert!(
+            said.starts_with("first\n==> a step\n    done in "),
+            "{said}"
+        );
+        assert!(said.ends_with(": its result\n"), "{said}");
+        assert_eq!(keep(|| say("later")).1, "later\n");
     }
 }

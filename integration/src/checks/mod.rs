@@ -1,13 +1,16 @@
 //! One harness for the checks that boot machines: the programs `e2e` and `lab`.
 //!
-//! It is `libtest-mimic` with three additions: [groups](Group) of checks that share a machine, [shares](Shard) of all
-//! groups, and `--once`. Checks run one after the other.
+//! It is `libtest-mimic` with four additions: [groups](Group) of checks that share a machine, [shares](Shard) of all
+//! groups, several groups at once, and `--once`. Checks that share a machine run one after the other.
 
 use std::error::Error as StdError;
+use std::fmt;
 use std::io::{self, Write};
+use std::num::NonZero;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use clap::Parser;
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -15,6 +18,7 @@ use thiserror::Error;
 
 use crate::progress::{say, seconds};
 
+mod at_once;
 mod bench;
 
 pub use bench::Bench;
@@ -86,8 +90,8 @@ impl std::str::FromStr for Shard {
     }
 }
 
-impl std::fmt::Display for Shard {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Shard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.index + 1, self.count)
     }
 }
@@ -105,12 +109,72 @@ pub struct Options {
     shard: Option<Shard>,
 }
 
+/// Work of a check.
+type Run = Box<dyn FnOnce() -> Result<(), Failure> + Send>;
+
+/// A check that is yet to be made.
+struct Check {
+    name: String,
+    run: Run,
+}
+
+impl Check {
+    fn new(
+        group: &str,
+        name: &str,
+        run: impl FnOnce() -> Result<(), Failure> + Send + 'static,
+    ) -> Self {
+        Self {
+            name: format!("{group}::{name}"),
+            run: Box::new(run),
+        }
+    }
+
+    fn is_selected(&self, tests: &Arguments) -> bool {
+        !tests.is_filtered_out(&Trial::test(&*self.name, || Ok(())))
+    }
+
+    /// Makes it where it is reported.
+    fn into_trial(self) -> Trial {
+        let Self { name, run } = self;
+        Trial::test(name, move || {
+            let started = Instant::now();
+            let result = run();
+            report("", started.elapsed(), result)
+        })
+    }
+}
+
+impl fmt::Debug for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Check").field(&self.name).finish()
+    }
+}
+
+/// Prints what a check said, and its time, on the line that the outcome ends. Returns the outcome.
+fn report(said: &str, took: Duration, result: Result<(), Failure>) -> Result<(), Failed> {
+    print!("{said}{} ", seconds(took));
+    // A reader that is gone fails no check.
+    let _ = io::stdout().flush();
+    result.map_err(|failure| Failed::from(crate::error_chain(&*failure)))
+}
+
+/// Checks that run one after the other, in this order.
+#[derive(Debug)]
+struct Unit {
+    checks: Vec<Check>,
+    /// Nothing runs beside it.
+    is_alone: bool,
+}
+
 /// Checks that share a machine, in the order in which they run. A [`Shard`] has a group as a whole.
 #[derive(Debug)]
 pub struct Group {
     name: &'static str,
-    checks: Vec<Trial>,
-    end: Option<Trial>,
+    checks: Vec<Check>,
+    end: Option<Check>,
+    is_apart: bool,
+    is_alone: bool,
 }
 
 impl Group {
@@ -120,6 +184,8 @@ impl Group {
             name,
             checks: Vec::new(),
             end: None,
+            is_apart: false,
+            is_alone: false,
         }
     }
 
@@ -130,7 +196,7 @@ impl Group {
         name: &str,
         run: impl FnOnce() -> Result<(), Failure> + Send + 'static,
     ) -> Self {
-        self.checks.push(trial(self.name, name, run));
+        self.checks.push(Check::new(self.name, name, run));
         self
     }
 
@@ -141,56 +207,79 @@ impl Group {
         name: &str,
         run: impl FnOnce() -> Result<(), Failure> + Send + 'static,
     ) -> Self {
-        self.end = Some(trial(self.name, name, run));
+        self.end = Some(Check::new(self.name, name, run));
         self
     }
 
-    fn selected(self, tests: &Arguments) -> Vec<Trial> {
-        let mut checks = self.checks;
-        checks.retain(|check| !tests.is_filtered_out(check));
-        if !checks.is_empty() {
-            checks.extend(self.end);
+    /// Lets checks of the group run beside each other: each has machines of its own.
+    #[must_use]
+    pub fn apart(mut self) -> Self {
+        self.is_apart = true;
+        self
+    }
+
+    /// Runs the group after all others, with nothing beside it.
+    #[must_use]
+    pub fn alone(mut self) -> Self {
+        self.is_alone = true;
+        self
+    }
+
+    fn selected(self, tests: &Arguments) -> Vec<Unit> {
+        let Self {
+            mut checks,
+            end,
+            is_apart,
+            is_alone,
+            ..
+        } = self;
+        checks.retain(|check| check.is_selected(tests));
+        if checks.is_empty() {
+            return Vec::new();
         }
-        checks
+        let unit = |checks| Unit { checks, is_alone };
+        match end {
+            None if is_apart => checks.into_iter().map(|check| unit(vec![check])).collect(),
+            end => {
+                checks.extend(end);
+                vec![unit(checks)]
+            }
+        }
     }
 }
 
-fn trial(
-    group: &str,
-    name: &str,
-    run: impl FnOnce() -> Result<(), Failure> + Send + 'static,
-) -> Trial {
-    Trial::test(format!("{group}::{name}"), move || {
-        let started = Instant::now();
-        let result = run();
-        // On the line that the outcome ends.
-        print!("{} ", seconds(started.elapsed()));
-        // A reader that is gone fails no check.
-        let _ = io::stdout().flush();
-        result.map_err(|failure| Failed::from(crate::error_chain(&*failure)))
-    })
-}
-
-/// Runs the checks that `options` select, or lists them.
-pub fn run(options: Options, groups: Vec<Group>) -> ExitCode {
+/// Runs the checks that `options` select, or lists them. At most `most` groups, or checks that are
+/// [apart](Group::apart), run at once: as many as there are processors, or as `--test-threads` names.
+pub fn run(options: Options, groups: Vec<Group>, most: usize) -> ExitCode {
     let Options {
         mut tests,
         once: _,
         shard,
     } = options;
-    let trials = select(&tests, shard, groups);
+    let units = select(&tests, shard, groups);
+    let processors = || thread::available_parallelism().map_or(1, NonZero::get);
+    let wanted = tests.test_threads.unwrap_or_else(processors);
     // They are selected already: the end of a group comes with any other check of it.
     (tests.filter, tests.exact) = (None, false);
     tests.skip.clear();
+    // Those are units. Checks are reported one by one.
     tests.test_threads = Some(1);
-    if trials.is_empty() {
+    if units.is_empty() {
         say("No check has such a name");
         return ExitCode::FAILURE;
     }
-    libtest_mimic::run(&tests, trials).exit_code()
+    let runs_none = tests.list || tests.bench;
+    let conclusion = match wanted.clamp(1, most) {
+        at_once if at_once > 1 && !runs_none => at_once::run(&tests, units, at_once),
+        _ => {
+            let checks = units.into_iter().flat_map(|unit| unit.checks);
+            libtest_mimic::run(&tests, checks.map(Check::into_trial).collect())
+        }
+    };
+    conclusion.exit_code()
 }
 
-fn select(tests: &Arguments, shard: Option<Shard>, groups: Vec<Group>) -> Vec<Trial> {
+fn select(tests: &Arguments, shard: Option<Shard>, groups: Vec<Group>) -> Vec<Unit> {
     groups
         .into_iter()
         .enumerate()
@@ -217,8 +306,9 @@ mod tests {
     fn selected(line: &str) -> Vec<String> {
         let words = ["checks"].into_iter().chain(line.split_whitespace());
         let options = Options::try_parse_from(words).unwrap();
-        let trials = select(&options.tests, options.shard, groups());
-        trials.iter().map(|trial| trial.name().to_owned()).collect()
+        let units = select(&options.tests, options.shard, groups());
+        let checks = units.into_iter().flat_map(|unit| unit.checks);
+        checks.map(|check| check.name).collect()
     }
 
     #[test]
@@ -228,6 +318,39 @@ mod tests {
         assert_eq!(selected("b --skip one"), ["b::two", "b::end"]);
         assert!(selected("a::end").is_empty());
         assert!(Options::try_parse_from(["checks", "--onse"]).is_err());
+    }
+
+    #[test]
+    fn units_are_groups_and_checks_that_are_apart() {
+        let checks = |name| {
+            let group = Group::new(name).check("one", || Ok(()));
+            group.check("two", || Ok(()))
+        };
+        let groups = vec![
+            checks("shared"),
+            checks("apart").apart(),
+            checks("ended").apart().end("end", || Ok(())),
+            checks("alone").apart().alone(),
+        ];
+        let options = Options::try_parse_from(["checks", "--skip", "shared::one"]).unwrap();
+        let units = select(&options.tests, None, groups);
+        let told = |unit: &Unit| {
+            let names: Vec<_> = unit.checks.iter().map(|check| &*check.name).collect();
+            (names.join(" "), unit.is_alone)
+        };
+        let units: Vec<_> = units.iter().map(told).collect();
+        let expected = [
+            ("shared::two", false),
+            ("apart::one", false),
+            ("apart::two", false),
+            ("ended::one ended::two ended::end", false),
+            ("alone::one", true),
+            ("alone::two", true),
+        ];
+        assert_eq!(
+            units,
+            expected.map(|(names, is_alone)| (names.to_owned(), is_alone))
+        );
     }
 
     #[test]

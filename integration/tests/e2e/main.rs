@@ -1,7 +1,7 @@
 //! End-to-end tests: unmodified guests on a stock QEMU, with drives served by `nvme-mpt serve`.
 //!
-//! `cargo test --release --workspace --test e2e -- [--list] [--shard I/N] [FILTER]`: FILTER is a part of a
-//! check's name. These tests need minutes: `cargo test` alone does not run them, `cargo verify` runs the group
+//! `cargo test --release --workspace --test e2e -- [--list] [--shard I/N] [--test-threads N] [FILTER]`: FILTER is a part
+//! of a check's name. These tests need minutes: `cargo test` alone does not run them, `cargo verify` runs the group
 //! `modes`, and `cargo verify --full` runs all of them. [`checks`] is the harness.
 
 use std::env;
@@ -38,7 +38,7 @@ mod zones;
 
 use fixture::{Bench, Booted, Failure, Place};
 
-/// A check with what it needs to itself.
+/// A check with what it needs to itself: a [`Place`] and its guests. Others may run beside it.
 type Alone = fn(&Bench) -> Result<(), Failure>;
 /// A check that shares a booted guest with others of its group.
 type OnGuest = fn(&Booted) -> Result<(), Failure>;
@@ -82,21 +82,31 @@ const GROUPS: &[Group] = &[
     fabrics::GROUP,
 ];
 
-/// Groups that need more than Debian's packages, or that a busy machine may fail (`interrupts`, see its module): with
-/// `--full` alone.
+/// Groups that need more than Debian's packages, or that a busy machine may fail ([`ON_A_QUIET_MACHINE`]): with `--full`
+/// alone.
 const FULL_GROUPS: &[Group] = &[interrupts::GROUP, package::GROUP, firmware::FULL_GROUP];
+
+/// Groups beside which nothing runs: see their modules.
+const ON_A_QUIET_MACHINE: &[&str] = &["interrupts"];
+
+/// Most checks at once, whatever number of processors there is. Each may have two guests of half a GiB.
+const MOST_AT_ONCE: usize = 8;
 
 fn main() -> ExitCode {
     let full = env::var_os(FULL).map(|_| FULL_GROUPS).unwrap_or_default();
     let groups = GROUPS.iter().chain(full).copied();
-    checks::run(Options::parse(), groups.map(Group::checks).collect())
+    let groups = groups.map(Group::checks).collect();
+    checks::run(Options::parse(), groups, MOST_AT_ONCE)
 }
 
 impl Group {
     fn checks(self) -> checks::Group {
         match self {
             Self::Alone { name, checks } => {
-                let mut group = checks::Group::new(name);
+                let mut group = checks::Group::new(name).apart();
+                if ON_A_QUIET_MACHINE.contains(&name) {
+                    group = group.alone();
+                }
                 for &(check, run) in checks {
                     group = group.check(check, move || {
                         let place = Place::new(&format!("{name}-{check}"))?;

@@ -1,0 +1,177 @@
+//! Several units at once. Checks are reported in the order of the list, each with what it said as a whole.
+//!
+//! Threads of ours make the checks. A trial of `libtest-mimic` waits for the outcome of its check, and reports it.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Conclusion, Failed, Trial};
+
+use super::{Check, Failure, Run, Unit, report};
+use crate::progress;
+
+/// End of a check, and all that it said.
+struct Made {
+    result: thread::Result<Result<(), Failure>>,
+    said: String,
+    took: Duration,
+}
+
+/// A check to be made on whichever thread.
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Jobs of units.
+type Jobs = Vec<Vec<Job>>;
+
+/// Runs units, `at_once` of them beside each other, and then those that are alone.
+pub(super) fn run(tests: &Arguments, units: Vec<Unit>, at_once: usize) -> Conclusion {
+    let (trials, together, alone) = split(units);
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            make(together, at_once);
+            make(alone, 1);
+        });
+        libtest_mimic::run(tests, trials)
+    })
+}
+
+/// Returns the trials of all checks, and the jobs of units that run together and of those that are alone.
+fn split(units: Vec<Unit>) -> (Vec<Trial>, Jobs, Jobs) {
+    let (mut trials, mut together, mut alone) = (Vec::new(), Vec::new(), Vec::new());
+    for Unit { checks, is_alone } in units {
+        let mut jobs = Vec::new();
+        for Check { name, run } in checks {
+            let (job, made) = job(run);
+            jobs.push(job);
+            trials.push(Trial::test(name, move || reported(&made)));
+        }
+        match is_alone {
+            true => alone.push(jobs),
+            false => together.push(jobs),
+        }
+    }
+    (trials, together, alone)
+}
+
+/// Returns the job that makes a check, and the place where its end arrives.
+fn job(run: Run) -> (Job, Receiver<Made>) {
+    let (sender, made) = mpsc::channel();
+    let job = move || {
+        let started = Instant::now();
+        let (result, said) = progress::keep(|| catch_unwind(AssertUnwindSafe(run)));
+        // It fails only if nobody reports any more.
+        let _ = sender.send(Made {
+            result,
+            said,
+            took: started.elapsed(),
+        });
+    };
+    (Box::new(job), made)
+}
+
+/// Waits for the end of a check, and reports it. A check that panicked panics here.
+fn reported(made: &Receiver<Made>) -> Result<(), Failed> {
+    let ended = |_| Failed::from("The thread that makes the check has ended");
+    let Made { result, said, took } = made.recv().map_err(ended)?;
+    match result {
+        Ok(result) => report(&said, took, result),
+        Err(panic) => {
+            report(&said, took, Ok(()))?;
+            resume_unwind(panic)
+        }
+    }
+}
+
+/// Does all jobs, those of a unit one after the other.
+fn make(units: Jobs, at_once: usize) {
+    let units = Mutex::new(units.into_iter());
+    let next = || {
+        let mut units = units.lock().unwrap_or_else(PoisonError::into_inner);
+        units.next()
+    };
+    thread::scope(|scope| {
+        for _ in 0..at_once {
+            scope.spawn(|| {
+                while let Some(jobs) = next() {
+                    jobs.into_iter().for_each(|job| job());
+                }
+            });
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::progress::say;
+
+    const PATIENCE: Duration = Duration::from_secs(180);
+
+    fn job_of(run: impl FnOnce() -> Result<(), Failure> + Send + 'static) -> (Job, Receiver<Made>) {
+        job(Box::new(run))
+    }
+
+    #[test]
+    fn units_run_beside_each_other_and_their_jobs_in_order() {
+        let done = Arc::new(Mutex::new(Vec::new()));
+        // The first job of each unit needs what that of the other one sends.
+        let unit = |name: &'static str, give: mpsc::Sender<()>, take: Receiver<()>| {
+            let (first, second) = (Arc::clone(&done), Arc::clone(&done));
+            let meet = move || {
+                give.send(()).expect("the other unit");
+                take.recv_timeout(PATIENCE).expect("the other unit at once");
+                first.lock().expect("a list").push((name, 1));
+            };
+            let follow = move || second.lock().expect("a list").push((name, 2));
+            vec![Box::new(meet) as Job, Box::new(follow)]
+        };
+        let (to_b, from_a) = mpsc::channel();
+        let (to_a, from_b) = mpsc::channel();
+        make(vec![unit("a", to_b, from_b), unit("b", to_a, from_a)], 2);
+        let done = done.lock().expect("a list");
+        for name in ["a", "b"] {
+            let jobs = done.iter().filter(|(unit, _)| *unit == name);
+            let places: Vec<_> = jobs.map(|(_, place)| *place).collect();
+            assert_eq!(places, [1, 2], "{name}");
+        }
+    }
+
+    #[test]
+    fn an_end_comes_with_all_that_its_check_said() {
+        let (make, made) = job_of(|| {
+            say("one");
+            say("two");
+            Err("why".into())
+        });
+        make();
+        let made = made.recv().expect("an end");
+        assert_eq!(made.said, "one\ntwo\n");
+        assert_eq!(
+            made.result.expect("no panic").unwrap_err().to_string(),
+            "why"
+        );
+    }
+
+    #[test]
+    fn checks_that_panic_or_are_never_made_have_failed() {
+        let (make, made) = job_of(|| panic!("a check panics"));
+        make();
+        let reported_panic = catch_unwind(AssertUnwindSafe(|| reported(&made)));
+        let panic = reported_panic.expect_err("a panic");
+        assert_eq!(panic.downcast_ref::<&str>(), Some(&"a check panics"));
+
+        let (never, made) = job_of(|| Ok(()));
+        drop(never);
+        let failed = reported(&made).expect_err("a failure");
+        assert!(
+            failed
+                .message()
+                .is_some_and(|message| message.contains("has ended"))
+        );
+    }
+}

@@ -116,8 +116,9 @@ fn each_kind_under_load(bench: &Bench) -> Result<(), Failure> {
         .option("verify", "crc32c")
         .option("verify_backlog", "1024")
         .option("verify_fatal", "1")
-        .runtime(Duration::from_secs(60));
+        .runtime(ENDLESS);
     let steady = scene.steady.start(&steady_load.script())?;
+    await_load(&scene.steady)?;
 
     scene.inject("kind = \"media-error\"\nrange = \"100M+1M\"")?;
     scene
@@ -158,6 +159,7 @@ fn each_kind_under_load(bench: &Bench) -> Result<(), Failure> {
         "controller is down; will reset",
     )?;
 
+    end_load(&scene.steady)?;
     let output = scene.steady.finish(steady, steady_load.patience())?;
     steady_load.report(&output.text)?;
     expect_no_complaints(&scene.steady)?;

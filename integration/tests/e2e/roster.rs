@@ -8,7 +8,7 @@ use integration::server::FunctionOptions;
 
 use crate::Group;
 use crate::fixture::{
-    Bench, ENDLESS, Failure, PATIENCE, await_path, await_that, end_load, expect,
+    Bench, ENDLESS, Failure, PATIENCE, await_load, await_path, await_that, end_load, expect,
     expect_no_complaints,
 };
 
@@ -42,8 +42,9 @@ fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
         .option("verify", "crc32c")
         .option("verify_backlog", "1024")
         .option("verify_fatal", "1")
-        .runtime(Duration::from_secs(20));
+        .runtime(ENDLESS);
     let job = guest.start(&load.script())?;
+    await_load(&guest)?;
     for number in 0..COMINGS {
         let id = format!("f{number}");
         // Each on blocks of its own: none is the former tenant of another.
@@ -57,6 +58,7 @@ fn beside_a_guest(bench: &Bench) -> Result<(), Failure> {
     await_path(&guest, "/dev/nvme1n1", true)?;
     let refused = server.remove("b").is_err();
     expect(refused, || "A function with a VMM was removed".to_owned())?;
+    end_load(&guest)?;
     let output = guest.finish(job, load.patience())?;
     load.report(&output.text)?;
     // Without its server's restart, and there again after one.

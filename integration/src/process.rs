@@ -1,7 +1,7 @@
 //! Child processes: run to the end, or supervised so that none outlives this process.
 #![expect(
     unsafe_code,
-    reason = "kill(2) and prctl(2) have no safe wrapper in the standard library"
+    reason = "kill(2), prctl(2) and setpriority(2) have no safe wrapper in the standard library"
 )]
 
 use std::fs::File;
@@ -17,6 +17,8 @@ use thiserror::Error;
 
 /// Lines of a failed command's output that an error shows.
 const TAIL_LINES: usize = 25;
+/// Niceness of what [gives way](give_way): a third of the weight of others.
+const NICE: libc::c_int = 5;
 
 /// A child process that did not do what was asked.
 #[derive(Debug, Error)]
@@ -88,6 +90,12 @@ pub fn run(command: &mut Command) -> Result<String, ProcessError> {
         status: output.status,
         tail: tail(&all),
     })
+}
+
+/// Lets this thread, and programs that it starts from now on, give way to others (nice(1)).
+pub fn give_way() {
+    // SAFETY: setpriority(2) touches no memory of ours. Linux takes 0 for the calling thread.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 
 /// The last lines of a text.

@@ -2,14 +2,17 @@
 
 use std::fs;
 use std::io;
+use std::num::NonZero;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
 use thiserror::Error;
 
 use crate::checks::Shard;
-use crate::process::ProcessError;
+use crate::process::{self, ProcessError};
 use crate::progress::{Step as Announced, say, seconds};
 use crate::provision::ProvisionError;
 use crate::provision::host::{self, Tool};
@@ -170,6 +173,8 @@ struct Step {
     when: When,
     /// The step runs a part of itself for each [`Shard`], instead of belonging to one.
     is_shared_out: bool,
+    /// Its builds are its own, so it runs beside the steps that share the workspace's build.
+    is_beside: bool,
     run: fn(&mut Context) -> Result<(), VerifyError>,
 }
 
@@ -246,14 +251,36 @@ pub fn run(options: &Options) -> Result<bool, VerifyError> {
     let belongs = |(place, step): &(usize, &Step)| {
         step.is_shared_out || options.shard.is_none_or(|shard| shard.has(*place))
     };
-    let outcomes: Vec<Outcome> = steps::ALL
-        .iter()
-        .filter(|step| step.is_wanted(options))
-        .enumerate()
-        .filter(belongs)
-        .map(|(_, step)| run_step(step, options, &folder))
-        .collect();
-    Ok(summarize(&outcomes))
+    let started = Instant::now();
+    let wanted = steps::ALL.iter().filter(|step| step.is_wanted(options));
+    let steps = wanted.enumerate().filter(belongs);
+    let steps: Vec<&Step> = steps.map(|(_, step)| step).collect();
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    let outcomes = run_steps(&steps, options, &folder, processors);
+    Ok(summarize(&outcomes, started.elapsed()))
+}
+
+/// Runs steps in their order. With more than one processor, those with builds of their own run beside the others and
+/// give way to them. Returns the outcomes in the order of the steps.
+fn run_steps(steps: &[&Step], options: &Options, folder: &Path, processors: usize) -> Vec<Outcome> {
+    let run = |beside: bool| -> Vec<(usize, Outcome)> {
+        let steps = steps.iter().enumerate();
+        let steps = steps.filter(|(_, step)| (processors > 1 && step.is_beside) == beside);
+        steps
+            .map(|(place, step)| (place, run_step(step, options, folder)))
+            .collect()
+    };
+    let mut outcomes = thread::scope(|scope| {
+        let beside = scope.spawn(|| {
+            process::give_way();
+            run(true)
+        });
+        let mut outcomes = run(false);
+        outcomes.extend(beside.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        outcomes
+    });
+    outcomes.sort_by_key(|(place, _)| *place);
+    outcomes.into_iter().map(|(_, outcome)| outcome).collect()
 }
 
 fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
@@ -272,7 +299,7 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
     let mut count = context.count;
     let well = match result {
         Ok(()) => {
-            announced.done(format!("{} passed", count.passed));
+            announced.done(format!("{}, {} passed", step.name, count.passed));
             true
         }
         Err(error) => {
@@ -292,8 +319,8 @@ fn run_step(step: &Step, options: &Options, folder: &Path) -> Outcome {
     }
 }
 
-/// Prints what became of each step, and the sum alone on the last line.
-fn summarize(outcomes: &[Outcome]) -> bool {
+/// Prints what became of each step, and the sum alone on the last line. `time` is that of all steps together.
+fn summarize(outcomes: &[Outcome], time: Duration) -> bool {
     let mut sum = Count::default();
     say(&format!(
         "\n{:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
@@ -302,7 +329,7 @@ fn summarize(outcomes: &[Outcome]) -> bool {
     for Outcome {
         name,
         count,
-        time,
+        time: of_step,
         well,
         not_checked: _,
     } in outcomes
@@ -314,11 +341,10 @@ fn summarize(outcomes: &[Outcome]) -> bool {
             count.failed,
             count.lost,
             count.built,
-            seconds(*time),
+            seconds(*of_step),
         ));
         sum.add(*count);
     }
-    let time: Duration = outcomes.iter().map(|outcome| outcome.time).sum();
     say(&format!(
         "{:<10} {:<8} {:>7} {:>7} {:>7} {:>7} {:>14}",
         "all",
@@ -335,4 +361,78 @@ fn summarize(outcomes: &[Outcome]) -> bool {
     }
     say(&format!("\n{} passed, {} failed", sum.passed, sum.failed));
     !outcomes.is_empty() && outcomes.iter().all(|outcome| outcome.well)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Condvar, Mutex};
+
+    use super::*;
+
+    /// Steps that have come to their meeting.
+    static CAME: Mutex<u32> = Mutex::new(0);
+    static MEETING: Condvar = Condvar::new();
+
+    /// Waits for the other step.
+    fn meet(context: &mut Context) -> Result<(), VerifyError> {
+        let mut came = CAME.lock().expect("the meeting");
+        *came += 1;
+        MEETING.notify_all();
+        let patience = Duration::from_secs(180);
+        let (came, _) = MEETING
+            .wait_timeout_while(came, patience, |came| *came < 2)
+            .expect("the meeting");
+        match *came {
+            2 => Ok(()),
+            _ => fail(context),
+        }
+    }
+
+    fn pass(_: &mut Context) -> Result<(), VerifyError> {
+        Ok(())
+    }
+
+    fn fail(_: &mut Context) -> Result<(), VerifyError> {
+        Err(VerifyError::NoStep {
+            name: "none".to_owned(),
+        })
+    }
+
+    fn step(
+        name: &'static str,
+        is_beside: bool,
+        run: fn(&mut Context) -> Result<(), VerifyError>,
+    ) -> Step {
+        Step {
+            name,
+            what: "a step of a test",
+            when: When::Always,
+            is_shared_out: false,
+            is_beside,
+            run,
+        }
+    }
+
+    #[test]
+    fn steps_with_builds_of_their_own_run_beside_the_others() {
+        let options = Options::try_parse_from(["verify"]).expect("options");
+        let folder = tempfile::tempdir().expect("a folder");
+        let ends = |steps: &[Step], processors| {
+            let steps: Vec<&Step> = steps.iter().collect();
+            let outcomes = run_steps(&steps, &options, folder.path(), processors);
+            let ends = outcomes
+                .into_iter()
+                .map(|outcome| (outcome.name, outcome.well));
+            ends.collect::<Vec<_>>()
+        };
+        let steps = [
+            step("apart", true, meet),
+            step("first", false, meet),
+            step("last", false, fail),
+        ];
+        let expected = [("apart", true), ("first", true), ("last", false)];
+        assert_eq!(ends(&steps, 2), expected);
+        let alone = [step("apart", true, pass), step("last", false, fail)];
+        assert_eq!(ends(&alone, 1), [("apart", true), ("last", false)]);
+    }
 }

@@ -43,6 +43,7 @@ pub(super) const ALL: &[Step] = &[
         what: "the format of all sources",
         when: When::Always,
         is_shared_out: false,
+        is_beside: false,
         run: fmt,
     },
     Step {
@@ -50,6 +51,7 @@ pub(super) const ALL: &[Step] = &[
         what: "lints, as errors",
         when: When::Always,
         is_shared_out: false,
+        is_beside: false,
         run: clippy,
     },
     Step {
@@ -57,6 +59,7 @@ pub(super) const ALL: &[Step] = &[
         what: "documentation without broken links",
         when: When::Always,
         is_shared_out: false,
+        is_beside: false,
         run: doc,
     },
     Step {
@@ -64,6 +67,7 @@ pub(super) const ALL: &[Step] = &[
         what: "unit tests and those that cross crates",
         when: When::Always,
         is_shared_out: false,
+        is_beside: false,
         run: test,
     },
     Step {
@@ -71,6 +75,7 @@ pub(super) const ALL: &[Step] = &[
         what: "models of what threads do to each other",
         when: When::Always,
         is_shared_out: false,
+        is_beside: true,
         run: loom,
     },
     Step {
@@ -78,6 +83,7 @@ pub(super) const ALL: &[Step] = &[
         what: "the data path on a simulated clock, by a thousand seeds",
         when: When::Always,
         is_shared_out: false,
+        is_beside: true,
         run: simulate,
     },
     Step {
@@ -85,6 +91,7 @@ pub(super) const ALL: &[Step] = &[
         what: "every input that a fuzz target ever learned from",
         when: When::UnlessFull,
         is_shared_out: false,
+        is_beside: true,
         run: fuzz::run_corpora,
     },
     Step {
@@ -92,6 +99,7 @@ pub(super) const ALL: &[Step] = &[
         what: "one guest on a stock QEMU, with a function for each way of doorbells",
         when: When::UnlessFull,
         is_shared_out: false,
+        is_beside: false,
         run: guest,
     },
     Step {
@@ -99,6 +107,7 @@ pub(super) const ALL: &[Step] = &[
         what: "one host in software, with two drives and an IOMMU",
         when: When::UnlessFull,
         is_shared_out: false,
+        is_beside: false,
         run: host,
     },
     Step {
@@ -106,6 +115,7 @@ pub(super) const ALL: &[Step] = &[
         what: "functions whose host side is reached through the lease protocol",
         when: When::Full,
         is_shared_out: false,
+        is_beside: false,
         run: remote,
     },
     Step {
@@ -113,6 +123,7 @@ pub(super) const ALL: &[Step] = &[
         what: "tests that do something a hundred or a thousand times",
         when: When::Full,
         is_shared_out: false,
+        is_beside: false,
         run: long,
     },
     Step {
@@ -120,6 +131,7 @@ pub(super) const ALL: &[Step] = &[
         what: "the data path's tests under AddressSanitizer",
         when: When::Full,
         is_shared_out: false,
+        is_beside: true,
         run: asan,
     },
     Step {
@@ -127,6 +139,7 @@ pub(super) const ALL: &[Step] = &[
         what: "every fuzz target for a while",
         when: When::Full,
         is_shared_out: false,
+        is_beside: false,
         run: fuzz::run,
     },
     Step {
@@ -134,6 +147,7 @@ pub(super) const ALL: &[Step] = &[
         what: "benchmarks run, and commands allocate nothing",
         when: When::Full,
         is_shared_out: false,
+        is_beside: false,
         run: bench,
     },
     Step {
@@ -141,6 +155,7 @@ pub(super) const ALL: &[Step] = &[
         what: "licences, sources and advisories of dependencies",
         when: When::Full,
         is_shared_out: false,
+        is_beside: false,
         run: deny,
     },
     Step {
@@ -148,6 +163,7 @@ pub(super) const ALL: &[Step] = &[
         what: "the DRA driver against the server and parts of Kubernetes",
         when: When::Full,
         is_shared_out: false,
+        is_beside: false,
         run: kubernetes,
     },
     Step {
@@ -155,6 +171,7 @@ pub(super) const ALL: &[Step] = &[
         what: "crates built from what would be published of them",
         when: When::Full,
         is_shared_out: false,
+        is_beside: true,
         run: package,
     },
     Step {
@@ -162,6 +179,7 @@ pub(super) const ALL: &[Step] = &[
         what: "a build for 64-bit Arm",
         when: When::Full,
         is_shared_out: false,
+        is_beside: true,
         run: aarch64,
     },
     Step {
@@ -169,6 +187,7 @@ pub(super) const ALL: &[Step] = &[
         what: "guests on a stock QEMU",
         when: When::Full,
         is_shared_out: true,
+        is_beside: false,
         run: e2e,
     },
     Step {
@@ -176,6 +195,7 @@ pub(super) const ALL: &[Step] = &[
         what: "hosts in software, with drives, an IOMMU, KVM and guests of their own",
         when: When::Full,
         is_shared_out: true,
+        is_beside: false,
         run: lab,
     },
 ];

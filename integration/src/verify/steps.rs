@@ -7,8 +7,9 @@ use super::command::{TARGET, Worth};
 use super::{Context, Options, Step, VerifyError, When, fuzz};
 use crate::checks::FULL;
 use crate::process;
-use crate::provision::go;
 use crate::provision::host::{self, Tool};
+use crate::provision::lab::LabAssets;
+use crate::provision::{Assets, KernelChoice, go};
 
 /// Crates of which loom models parts.
 const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
@@ -69,6 +70,14 @@ pub(super) const ALL: &[Step] = &[
         is_shared_out: false,
         is_beside: false,
         run: test,
+    },
+    Step {
+        name: "fetch",
+        what: "a QEMU, kernels and user lands of guests and of the lab, from packages",
+        when: When::Always,
+        is_shared_out: true,
+        is_beside: true,
+        run: fetch,
     },
     Step {
         name: "loom",
@@ -255,6 +264,15 @@ fn long(context: &mut Context) -> Result<(), VerifyError> {
     command.args(["--test", "command", "--", "--ignored"]);
     command.args(["a_hundred", "a_thousand", "sixty_four"]);
     context.run(&mut command, Worth::ItsTests)
+}
+
+/// Provides what guests and the lab boot, which later steps would wait for.
+fn fetch(context: &mut Context) -> Result<(), VerifyError> {
+    Assets::provide(&KernelChoice::V6_12)?;
+    // Its guests' kernels are those of all other guests.
+    LabAssets::provide(&KernelChoice::V6_12)?;
+    context.count.passed += 1;
+    Ok(())
 }
 
 fn loom(context: &mut Context) -> Result<(), VerifyError> {

@@ -312,6 +312,8 @@ fn asan(context: &mut Context) -> Result<(), VerifyError> {
     command.env("RUSTC_BOOTSTRAP", "1");
     // The tests run for longer than their build takes. Checks of arithmetic stay.
     command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
+    // A report names functions and lines.
+    command.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
     context.run(&mut command, Worth::ItsTests)
 }
 

@@ -4,13 +4,14 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
 use super::{Context, Count, VerifyError};
 use crate::guest::LOST;
 use crate::process;
-use crate::progress::say;
+use crate::progress::{say, seconds};
 
 /// Sanitizers want the target named, so that build scripts are built without them.
 pub(super) const TARGET: &str = "x86_64-unknown-linux-gnu";
@@ -84,8 +85,13 @@ impl Context<'_> {
             status,
             count,
             failures,
+            programs,
             not_checked,
         } = ran;
+        if let Some(slowest) = programs.slowest() {
+            let step = self.log.file_stem().unwrap_or_default();
+            say(&format!("    slowest of {}: {slowest}", step.display()));
+        }
         for what in not_checked {
             if !self.not_checked.contains(&what) {
                 self.not_checked.push(what);
@@ -146,6 +152,7 @@ impl Context<'_> {
 
         let mut count = Count::default();
         let mut failures = Failures::default();
+        let mut programs = Programs::default();
         let mut not_checked = Vec::new();
         let mut lines = BufReader::new(output);
         let mut said = Vec::new();
@@ -156,6 +163,7 @@ impl Context<'_> {
                 count.add(more);
             }
             failures.read(text.trim_end());
+            programs.read(text.trim_end());
             not_checked.extend(not_checked_in(text.trim_end()));
             if shown {
                 say(&format!("    {}", text.trim_end()));
@@ -167,6 +175,7 @@ impl Context<'_> {
             status,
             count,
             failures,
+            programs,
             not_checked,
         })
     }
@@ -177,7 +186,51 @@ struct Ran {
     status: ExitStatus,
     count: Count,
     failures: Failures,
+    programs: Programs,
     not_checked: Vec<String>,
+}
+
+/// Test programs that cargo ran, and the seconds that each took.
+#[derive(Debug, Default)]
+struct Programs {
+    running: Option<String>,
+    took: Vec<(f64, String)>,
+}
+
+impl Programs {
+    /// Programs that are named, and the fewest seconds of each.
+    const MOST: usize = 5;
+    const LONG: f64 = 10.0;
+
+    /// Takes the next line: `     Running tests/a/main.rs (target/release/deps/a-0123)`, or
+    /// `test result: …; finished in 1.50s`.
+    fn read(&mut self, line: &str) {
+        if let Some((_, program)) = line.split_once("/deps/")
+            && line.trim_start().starts_with("Running ")
+        {
+            let name = program.rsplit_once('-').map_or(program, |(name, _)| name);
+            self.running = Some(name.to_owned());
+        } else if let Some((_, time)) = line.split_once("; finished in ")
+            && line.starts_with("test result: ")
+            && let Some(Ok(took)) = time.strip_suffix('s').map(str::parse::<f64>)
+            && let Some(name) = self.running.take()
+        {
+            self.took.push((took, name));
+        }
+    }
+
+    /// Returns the slowest of several ones; `None` if none took long.
+    fn slowest(mut self) -> Option<String> {
+        let are_several = self.took.len() > 1;
+        self.took.retain(|(took, _)| *took >= Self::LONG);
+        self.took.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+        let told = self.took.iter().take(Self::MOST).map(|(took, name)| {
+            let took = seconds(Duration::from_secs_f64(*took));
+            format!("{name} {took}")
+        });
+        let told: Vec<String> = told.collect();
+        (are_several && !told.is_empty()).then(|| told.join(", "))
+    }
 }
 
 /// Messages of the tests that failed, out of the output of test programs.
@@ -305,6 +358,30 @@ mod tests {
         assert!(!told.contains("error: 1 target failed"), "{told}");
         let (_, passed) = failed.split_once("running 1 test").unwrap();
         assert_eq!(read(passed), None);
+    }
+
+    #[test]
+    fn the_slowest_test_programs_are_named() {
+        let slowest = |output: &str| {
+            let mut programs = Programs::default();
+            output.lines().for_each(|line| programs.read(line));
+            programs.slowest()
+        };
+        let ran = "     Running unittests src/lib.rs (target/release/deps/nvme_mpt-01ab)\n\
+            running 1 test\n\
+            test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 12.50s\n\
+            \x20    Running tests/function/main.rs (target/release/deps/function-02cd)\n\
+            test result: ok. 9 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 130.01s\n\
+            \x20    Running tests/layers.rs (target/release/deps/layers-03ef)\n\
+            test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.20s";
+        let expected = "function 2 min 10 s, nvme_mpt 12.5 s";
+        assert_eq!(slowest(ran).as_deref(), Some(expected));
+        let (one, _) = ran.split_once("\n     Running tests/function").unwrap();
+        assert_eq!(slowest(one), None);
+        assert_eq!(
+            slowest(&ran.replace("12.50s", "2.50s").replace("130.01s", "9.99s")),
+            None
+        );
     }
 
     #[test]

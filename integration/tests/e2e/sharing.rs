@@ -20,7 +20,7 @@ pub(crate) const GROUP: Group = Group::Alone {
                 bench,
                 &[
                     "--drive",
-                    "memory:600M",
+                    "memory:200M",
                     "--doorbells",
                     "mapped",
                     "--kernel",
@@ -64,7 +64,7 @@ fn two_kernels_at_once(bench: &Bench) -> Result<(), Failure> {
 fn demo(bench: &Bench, more: &[&str]) -> Result<(), Failure> {
     let json = bench.folder().join("demo.json");
     let path = json.display().to_string();
-    let mut arguments = vec!["demo", "--runtime", "2", "--json", &path];
+    let mut arguments = vec!["demo", "--runtime", "1", "--json", &path];
     arguments.extend(more);
     let options = demo::Options::try_parse_from(arguments)?;
     expect(demo::run(&options)?, || {

@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::io::Write;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -12,8 +13,8 @@ const FIRST_REMINDER: Duration = Duration::from_secs(10);
 const REMINDER_MAX: Duration = Duration::from_secs(300);
 
 thread_local! {
-    /// Lines that this thread keeps instead of printing them.
-    static KEPT: RefCell<Option<String>> = const { RefCell::new(None) };
+    /// Destination of this thread's lines.
+    static LINES: RefCell<Lines> = const { RefCell::new(Lines(None)) };
 }
 
 /// Returns the waits before each report that a step still runs: its running time doubles from one to the next.
@@ -47,7 +48,7 @@ impl Step {
                 say(&format!("    … {name}: {}", seconds(started.elapsed())));
             }
         };
-        let is_kept = KEPT.with_borrow(Option::is_some);
+        let is_kept = Lines::of_this_thread().0.is_some();
         Self {
             what,
             started,
@@ -110,22 +111,40 @@ pub fn seconds(duration: Duration) -> String {
     }
 }
 
-/// Runs `work`, and returns its result with the lines that this thread has said meanwhile. They are not printed.
+/// Destination of the lines of a thread: standard output, or a text that [`keep`] returns.
+#[derive(Clone, Debug)]
+pub struct Lines(Option<Arc<Mutex<String>>>);
+
+impl Lines {
+    /// Returns the destination of this thread's lines.
+    pub fn of_this_thread() -> Self {
+        LINES.with_borrow(Self::clone)
+    }
+
+    /// Runs `work`, perhaps on another thread. Its lines go there.
+    pub fn take_from<T>(&self, work: impl FnOnce() -> T) -> T {
+        let before = LINES.replace(self.clone());
+        let result = work();
+        LINES.set(before);
+        result
+    }
+}
+
+/// Runs `work`, and returns its result with the lines that it has said. They are not printed. Threads that it starts
+/// print theirs, unless their [`Lines`] are those of this thread.
 pub fn keep<T>(work: impl FnOnce() -> T) -> (T, String) {
-    KEPT.set(Some(String::new()));
-    let result = work();
-    (result, KEPT.take().unwrap_or_default())
+    let kept = Arc::new(Mutex::new(String::new()));
+    let result = Lines(Some(Arc::clone(&kept))).take_from(work);
+    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    (result, std::mem::take(&mut *kept))
 }
 
 /// Prints a line at once, also into a pipe, unless the thread [keeps](keep) its lines.
 pub fn say(line: &str) {
-    let is_kept = KEPT.with_borrow_mut(|kept| {
-        let Some(kept) = kept else { return false };
+    if let Lines(Some(kept)) = Lines::of_this_thread() {
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.push_str(line);
         kept.push('\n');
-        true
-    });
-    if is_kept {
         return;
     }
     let mut out = std::io::stdout().lock();
@@ -151,18 +170,20 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_kept_of_the_thread_that_keeps_them() {
+    fn lines_are_kept_for_those_who_want_them() {
         let ((), said) = keep(|| {
             say("first");
             let elsewhere = std::thread::spawn(|| keep(|| say("elsewhere")).1);
             assert_eq!(elsewhere.join().expect("no panic"), "elsewhere\n");
+            let lines = Lines::of_this_thread();
+            let helper = std::thread::spawn(move || lines.take_from(|| say("of a helper")));
+            helper.join().expect("no panic");
+            let ((), inner) = keep(|| say("inner"));
+            assert_eq!(inner, "inner\n");
             Step::start("a step").done("its result");
         });
-        assert!(
-            said.starts_with("first\n==> a step\n    done in "),
-            "{said}"
-        );
+        let begin = "first\nof a helper\n==> a step\n    done in ";
+        assert!(said.starts_with(begin), "{said}");
         assert!(said.ends_with(": its result\n"), "{said}");
-        assert_eq!(keep(|| say("later")).1, "later\n");
     }
 }

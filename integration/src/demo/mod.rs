@@ -14,7 +14,7 @@ use crate::guest::fio::FioError;
 use crate::guest::{self, BOOT_PATIENCE, Drive, Guest, GuestConfig, GuestError};
 use crate::lab::LabError;
 use crate::process::ProcessError;
-use crate::progress::{Step, say};
+use crate::progress::{Lines, Step, say};
 use crate::provision::{Assets, KernelChoice, ProvisionError};
 use crate::server::{self, FunctionOptions, Server, ServerError};
 
@@ -379,10 +379,11 @@ fn on_each<T: Send>(
     guests: &[Guest],
     what: impl Fn(&Guest) -> Result<T, DemoError> + Sync,
 ) -> Result<Vec<T>, DemoError> {
+    let lines = Lines::of_this_thread();
     std::thread::scope(|scope| {
         let threads: Vec<_> = guests
             .iter()
-            .map(|guest| scope.spawn(|| what(guest)))
+            .map(|guest| scope.spawn(|| lines.take_from(|| what(guest))))
             .collect();
         all(threads.into_iter().map(|thread| {
             thread

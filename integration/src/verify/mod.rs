@@ -251,6 +251,7 @@ pub fn run(options: &Options) -> Result<bool, VerifyError> {
     let belongs = |(place, step): &(usize, &Step)| {
         step.is_shared_out || options.shard.is_none_or(|shard| shard.has(*place))
     };
+    process::sleep_exactly();
     let started = Instant::now();
     let wanted = steps::ALL.iter().filter(|step| step.is_wanted(options));
     let steps = wanted.enumerate().filter(belongs);

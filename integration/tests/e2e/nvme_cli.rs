@@ -198,16 +198,19 @@ pub(crate) fn get_feature(booted: &Booted) -> Result<(), Failure> {
     // cache, queues, interrupt coalescing, vector configuration, write atomicity, async events,
     // timestamp, host behaviour.
     let advertised = [1, 2, 3, 4, 5, 6, 7, 8, 9, 0x0a, 0x0b, 0x0e, 0x16];
-    for feature in advertised {
-        // Those of a namespace want one named, the others none.
-        let namespace = u32::from(matches!(feature, 3 | 5));
-        for select in [0, 1] {
-            booted.guest.expect_nvme(
-                &format!("get-feature {controller} -f {feature} -n {namespace} -s {select}"),
-                status::SUCCESS,
-            )?;
-        }
-    }
+    // Those of a namespace want one named, the others none.
+    let named = advertised.map(|feature| match feature {
+        3 | 5 => format!("{feature}:1"),
+        _ => format!("{feature}:0"),
+    });
+    let script = format!(
+        "for feature in {}; do for select in 0 1; do \
+           nvme get-feature {controller} -f ${{feature%:*}} -n ${{feature#*:}} -s $select || \
+           {{ echo \"feature:namespace $feature, select $select\"; exit 1; }}; \
+         done; done",
+        named.join(" ")
+    );
+    booted.guest.check(&script, PATIENCE)?;
     booted.guest.expect_nvme(
         &format!("get-feature {controller} -f 0x7f"),
         status::INVALID_FIELD,

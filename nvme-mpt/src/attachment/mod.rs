@@ -383,6 +383,7 @@ impl Attachment {
     /// Lets go of what keeps the next process from the lease. The function is paused, and this process ends at once.
     pub fn let_go(&self) {
         self.holding.host().let_go();
+        self.lease().let_go();
     }
 
     /// The VM's memory.

@@ -42,14 +42,19 @@ impl Holder {
         let is_free = try_lock(&file, LockKind::Exclusive, slot.0, 1)?;
         Ok(is_free.then_some(Self { file, slot }))
     }
-}
 
-impl Drop for Holder {
-    fn drop(&mut self) {
+    /// Lets the slot go, for another holder.
+    pub(super) fn let_go(&self) {
         // The description may outlive this, in a child that was just forked.
         if let Err(error) = unlock(&self.file, self.slot.0, 1) {
             warn!("The lock of a lease's holder stays until its file is closed: {error}");
         }
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.let_go();
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
 
 use super::admit::admit;
@@ -153,7 +154,8 @@ impl Ledger {
         Ok(Lease {
             ledger: self.clone(),
             slot: Some(slot),
-            _holder: holder,
+            holder,
+            is_let_go: AtomicBool::new(false),
             id: request.id.to_owned(),
             drive: request.drive.to_owned(),
             nsid: request.nsid,
@@ -512,7 +514,9 @@ pub struct Lease {
     /// `None` once it was given back.
     slot: Option<Slot>,
     // Let go after `drop` has given the lease back, since fields are dropped later.
-    _holder: Option<Holder>,
+    holder: Option<Holder>,
+    /// The process after this one has it, or will.
+    is_let_go: AtomicBool,
     id: String,
     drive: String,
     nsid: Nsid,
@@ -771,6 +775,19 @@ impl Lease {
         })
     }
 
+    /// Lets go of the lease for the process after this one, which takes it over as that of a holder that died. The ledger
+    /// has it until then. This process ends at once, and does nothing with the lease's bytes any more.
+    pub fn let_go(&self) {
+        self.is_let_go.store(true, Ordering::Relaxed);
+        if let (Book::Folder { unnamed, .. }, Some(slot)) = (&*self.ledger.0, self.slot) {
+            // The next process is named for it.
+            lock(unnamed).remove(&slot);
+        }
+        if let Some(holder) = &self.holder {
+            holder.let_go();
+        }
+    }
+
     /// Gives the lease back, as dropping it does, and says whether that worked.
     ///
     /// # Errors
@@ -795,7 +812,8 @@ impl Lease {
         Self {
             ledger: self.ledger.clone(),
             slot: self.slot,
-            _holder: None,
+            holder: None,
+            is_let_go: AtomicBool::new(false),
             id: self.id.clone(),
             drive: self.drive.clone(),
             changes: Mutex::new(()),
@@ -811,6 +829,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take()
+            && !*self.is_let_go.get_mut()
             && let Err(error) = self.ledger.give_back(slot)
         {
             log::error!(

@@ -417,6 +417,28 @@ fn a_lease_that_was_taken_over_and_released_is_not_named_again() {
 }
 
 #[test]
+fn a_lease_that_was_let_go_of_belongs_to_the_next_process() {
+    let (dir, [ledger, _]) = both();
+    die(ledger.acquire(&request("a", "1G+1G")).unwrap());
+    // Taken over, and not named yet.
+    let before = ledger.acquire(&request("a", "1G+1G")).unwrap();
+    let next = Ledger::open(&dir.path().join("state"));
+    next.acquire(&request("a", "1G+1G")).unwrap_err();
+    before.let_go();
+    assert_eq!(next.list().unwrap()[0].state, LeaseState::Stale);
+    next.acquire(&request("b", "1G+1G")).unwrap_err();
+    let lease = next.acquire(&request("a", "1G+1G")).unwrap();
+    // The process before neither names itself nor gives the lease back.
+    let file = file_of(&dir);
+    ledger.name_holder().unwrap();
+    drop(before);
+    assert_eq!(file_of(&dir), file);
+    assert_eq!(next.list().unwrap()[0].state, LeaseState::Held);
+    lease.release().unwrap();
+    assert_eq!(next.list().unwrap(), []);
+}
+
+#[test]
 fn release_takes_stale_leases_and_refuses_held_ones() {
     let (_dir, [ledger, private]) = both();
     for ledger in [&ledger, &private] {

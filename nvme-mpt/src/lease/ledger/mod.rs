@@ -116,7 +116,7 @@ impl Ledger {
         request: &LeaseRequest<'_>,
     ) -> Result<Lease, LeaseError> {
         request.check()?;
-        let (slot, holder, parts) = match &*self.0 {
+        let (slot, holder, entered) = match &*self.0 {
             Book::Folder { folder, unnamed } => {
                 let exclusive = folder.lock()?;
                 let before = folder.read()?;
@@ -132,13 +132,13 @@ impl Ledger {
                     Some(slot) => (slot, exclusive.take_over(slot)?),
                     None => exclusive.take_slot(&mut records)?,
                 };
-                let parts = enter(&mut records, request, admitted, slot, claim);
+                let entered = enter(&mut records, request, admitted, slot, claim);
                 if records.says_the_same_as(&before) {
                     lock(unnamed).insert(slot);
                 } else {
                     exclusive.write(&records)?;
                 }
-                (slot, Some(holder), parts)
+                (slot, Some(holder), entered)
             }
             Book::Process { .. } => self.update(|records| {
                 claim.check_owner(records, request.id)?;
@@ -147,10 +147,14 @@ impl Ledger {
                 claim.check_extents(records, &request.area(), &admitted.extents)?;
                 let slot = Slot(records.next_slot);
                 records.next_slot += 1;
-                let parts = enter(records, request, admitted, slot, claim);
-                Ok((slot, None, parts))
+                let entered = enter(records, request, admitted, slot, claim);
+                Ok((slot, None, entered))
             })?,
         };
+        let Entered {
+            parts,
+            reserved_pairs,
+        } = entered;
         Ok(Lease {
             ledger: self.clone(),
             slot: Some(slot),
@@ -162,6 +166,7 @@ impl Ledger {
             lba_shift: request.lba_shift,
             capacity: request.area().capacity,
             wanted: request.wanted,
+            reserved_pairs: Mutex::new(Some(reserved_pairs)),
             changes: Mutex::new(()),
             parts: Mutex::new(parts),
         })
@@ -439,14 +444,22 @@ impl Ledger {
     }
 }
 
-/// Enters a lease that is admitted. Returns its extents, and which parts of them have to be wiped.
+/// Lease in the ledger, as it was entered.
+struct Entered {
+    /// Its extents, and those parts of them that have to be wiped.
+    parts: Parts,
+    /// Queue pairs that the ledger has for it.
+    reserved_pairs: u16,
+}
+
+/// Enters a lease that is admitted.
 fn enter(
     records: &mut Records,
     request: &LeaseRequest<'_>,
     admitted: Admitted,
     slot: Slot,
     claim: Claim,
-) -> Parts {
+) -> Entered {
     let Admitted {
         taken_over,
         extents,
@@ -476,7 +489,7 @@ fn enter(
         ending: false,
         reserved_pairs: 0,
     };
-    match taken_over.and_then(|stale| records.of_slot(stale)) {
+    let reserved_pairs = match taken_over.and_then(|stale| records.of_slot(stale)) {
         // The next holder most likely reserves as many pairs again.
         Some(stale) => {
             let reserved_pairs = stale.reserved_pairs;
@@ -484,13 +497,20 @@ fn enter(
                 reserved_pairs,
                 ..record
             };
+            reserved_pairs
         }
-        None => records.leases.push(record),
-    }
+        None => {
+            records.leases.push(record);
+            0
+        }
+    };
     claim.enter(&mut records.terms, request.id);
     // Ids whose last bytes this lease got.
     records.forget_unknown();
-    Parts { extents, unwiped }
+    Entered {
+        parts: Parts { extents, unwiped },
+        reserved_pairs,
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -507,7 +527,7 @@ struct Parts {
 
 /// The right to logical blocks of a drive, given back when dropped.
 ///
-/// Lock order: its changes, then the ledger's, then its parts.
+/// Lock order: its changes or its reserved pairs, then the ledger's, then its parts.
 #[derive(Debug)]
 pub struct Lease {
     ledger: Ledger,
@@ -525,6 +545,8 @@ pub struct Lease {
     capacity: u64,
     /// As it was asked for.
     wanted: Wanted,
+    /// Queue pairs of the drive that the ledger has for it; `None` after a change that failed.
+    reserved_pairs: Mutex<Option<u16>>,
     /// Held during a change of the parts, which is one of the ledger too.
     changes: Mutex<()>,
     parts: Mutex<Parts>,
@@ -740,14 +762,21 @@ impl Lease {
         Ok(())
     }
 
-    /// Notes in the ledger how many queue pairs of the drive belong to the lease.
+    /// Notes in the ledger how many queue pairs of the drive belong to the lease, unless it has as many already.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn note_reserved(&self, pairs: u16) -> Result<(), LeaseError> {
+        let mut noted = lock(&self.reserved_pairs);
+        if noted.replace(pairs) == Some(pairs) {
+            return Ok(());
+        }
         if let Some(slot) = self.slot {
-            self.ledger
-                .change(|records| records.note_reserved(slot, pairs))?;
+            let change = |records: &mut Records| records.note_reserved(slot, pairs);
+            if let Err(error) = self.ledger.change(change) {
+                *noted = None;
+                return Err(error.into());
+            }
         }
         Ok(())
     }
@@ -816,6 +845,7 @@ impl Lease {
             is_let_go: AtomicBool::new(false),
             id: self.id.clone(),
             drive: self.drive.clone(),
+            reserved_pairs: Mutex::new(*lock(&self.reserved_pairs)),
             changes: Mutex::new(()),
             parts: Mutex::new(lock(&self.parts).clone()),
             nsid: self.nsid,

@@ -248,6 +248,22 @@ fn the_reserved_pairs_of_a_lease_are_seen_while_its_holder_lives() {
 }
 
 #[test]
+fn reserved_pairs_that_the_ledger_has_already_do_not_open_it() {
+    let (dir, [ledger, _]) = both();
+    let lease = ledger.acquire(&request("a", "0+1G")).unwrap();
+    lease.note_reserved(3).unwrap();
+    die(lease);
+    let lease = ledger.acquire(&request("a", "0+1G")).unwrap();
+    let text = std::fs::read(ledger_file(&dir)).unwrap();
+    std::fs::write(ledger_file(&dir), "damaged").unwrap();
+    lease.note_reserved(3).unwrap();
+    lease.note_reserved(4).unwrap_err();
+    std::fs::write(ledger_file(&dir), text).unwrap();
+    lease.note_reserved(4).unwrap();
+    assert_eq!(ledger.list().unwrap()[0].reserved_pairs, 4);
+}
+
+#[test]
 fn a_lease_whose_holder_died_while_it_ended_is_stale() {
     let (_dir, [ledger, _]) = both();
     let lease = ledger.acquire(&request("a", "0+1G")).unwrap();

@@ -291,6 +291,11 @@ impl HostController for SoftwareController {
         true
     }
 
+    /// A block device is opened exclusively, and one process at a time changes the states of zones.
+    fn opens_beside(&self) -> bool {
+        self.zones.is_none() && self.medium.path().is_none_or(Path::is_file)
+    }
+
     fn subscribe(&self, events: &Arc<EventQueue>) {
         if let Some(faults) = &self.faults {
             faults.subscribe(events);

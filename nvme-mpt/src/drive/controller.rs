@@ -156,6 +156,12 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         Ok(None)
     }
 
+    /// Returns whether another process can open the drive while this one has it open, and lease parts of it that this one
+    /// has [let go](HostLease::let_go) of.
+    fn opens_beside(&self) -> bool {
+        false
+    }
+
     /// Ends the rest of [`Self::hand_over`]: no other process has the drive.
     fn take_back(&self) {}
 

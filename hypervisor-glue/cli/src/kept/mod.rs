@@ -32,7 +32,7 @@ use thiserror::Error;
 
 use drive::{DRIVE, DriveBags};
 use function::{Shelf, SurvivingFunction};
-use predecessor::{Predecessor, PredecessorError};
+use predecessor::{Leaving, Predecessor, PredecessorError};
 use registry::Registry;
 
 use crate::stats::{Stall, StallCause};
@@ -93,6 +93,8 @@ pub(crate) struct Keeping {
     state: Mutex<State>,
     /// Begin of the stall of functions that this process takes up.
     stall_begin: StallBegin,
+    /// The server that this process replaces.
+    leaving: Option<Leaving>,
 }
 
 /// Begin of the stall of functions that another process takes up.
@@ -128,7 +130,8 @@ struct State {
 impl Keeping {
     /// Finds the keeper of this process, and what it has kept; `None` without a keeper.
     ///
-    /// If a server is to be replaced by this one, `check` has to succeed. Then this waits for the end of that server.
+    /// If a server is to be replaced by this one, `check` has to succeed. Then this waits until that server has let go of its
+    /// functions. It [may not have ended](Self::await_predecessor) yet.
     ///
     /// # Errors
     /// See [`KeepingError`]; the error of `check`.
@@ -144,21 +147,26 @@ impl Keeping {
             cause: StallCause::Crash,
             at: system::host_time(),
         };
+        let mut leaving = None;
         crashes::let_panics_end_the_process();
         if let Some(predecessor) = Predecessor::find(&mut inherited).map_err(KeepingError::from)? {
             check()?;
+            let (at, server) = predecessor.await_turn().map_err(KeepingError::from)?;
             stall_begin = StallBegin {
                 cause: StallCause::Upgrade,
-                at: predecessor.await_end().map_err(KeepingError::from)?,
+                at,
             };
+            leaving = Some(server);
         }
-        Ok(Some(Arc::new(Self::read(store, inherited, stall_begin)?)))
+        let keeping = Self::read(store, inherited, stall_begin, leaving)?;
+        Ok(Some(Arc::new(keeping)))
     }
 
     fn read(
         store: Store,
         mut inherited: Inherited,
         stall_begin: StallBegin,
+        leaving: Option<Leaving>,
     ) -> Result<Self, KeepingError> {
         let registry = Arc::new(Registry::new(store));
         let names: Vec<String> = inherited.names().map(str::to_owned).collect();
@@ -212,7 +220,41 @@ impl Keeping {
             registry,
             state,
             stall_begin,
+            leaving,
         })
+    }
+
+    /// Returns whether this process replaces another server, which may have sockets until it has
+    /// [ended](Self::await_predecessor).
+    pub(crate) fn replaces_a_server(&self) -> bool {
+        self.leaving.is_some()
+    }
+
+    /// Lets the server end that this process replaces: all functions are served that can be.
+    pub(crate) fn let_predecessor_end(&self) {
+        if let Some(leaving) = &self.leaving {
+            leaving.let_end();
+        }
+    }
+
+    /// Lets the server end that this process replaces, and waits for that. Then no process but this one has sockets of
+    /// functions.
+    pub(crate) fn outlast_predecessor(&self) {
+        self.let_predecessor_end();
+        if let Err(error) = self.await_predecessor() {
+            log::error!("{}", report::chain(&error));
+        }
+    }
+
+    /// Waits for the end of the server that this process replaces.
+    ///
+    /// # Errors
+    /// [`KeepingError::Predecessor`] with the kernel's error.
+    pub(crate) fn await_predecessor(&self) -> Result<(), KeepingError> {
+        match &self.leaving {
+            Some(leaving) => Ok(leaving.await_end().map_err(PredecessorError::from)?),
+            None => Ok(()),
+        }
     }
 
     /// Returns whether functions of the process before are to go on.
@@ -223,6 +265,14 @@ impl Keeping {
     /// Returns the begin of the stall of functions that this process takes up.
     pub(crate) fn stall_begin(&self) -> StallBegin {
         self.stall_begin
+    }
+
+    /// Waits until the keeper has processed all messages of this process.
+    ///
+    /// # Errors
+    /// It is gone, or late.
+    pub(crate) fn await_keeper(&self) -> Result<(), KeepError> {
+        self.registry.store().barrier(KEEPER_PATIENCE)
     }
 
     /// Returns all that is in the keeper, for a process that takes this one's place.

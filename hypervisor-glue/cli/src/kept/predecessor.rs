@@ -4,16 +4,22 @@
 //! |---|---|---|
 //! | 1 | starts the successor, with all that is in the keeper and a socket | checks its configuration and all states; says that it is ready |
 //! | 2 | has all functions rest, names the successor to the keeper, says that it ends | waits |
-//! | 3 | ends | sees the end, and goes on as after a crash |
+//! | 3 | lets go of all leases, says so | takes up all functions, says that it serves them |
+//! | 4 | ends | offers its other sockets |
 //!
 //! Until step 2 is done, the server goes on if its successor ends, is late or cannot read a state. From then on, the
-//! successor is what the keeper starts again after its death.
+//! successor is what the keeper starts again after its death, and the server does nothing but end: its functions rest for
+//! good.
+//!
+//! A server that has something which no process can have beside it, such as a physical drive, says nothing in step 3. Its
+//! successor goes on once it has ended. So does the successor of a server of an earlier release.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::Child;
+use std::sync::Once;
 use std::time::Duration;
 
 use nix::sys::socket::getsockopt;
@@ -23,9 +29,9 @@ use nvme_mpt::memory::system;
 use nvme_mpt_keep::{Inherited, KeepError, KeeperError, start_successor};
 use thiserror::Error;
 
+use super::Keeping;
 use super::function::{SurvivorError, check_state};
 use super::registry::Registry;
-use super::{KEEPER_PATIENCE, Keeping};
 use crate::confine::LandlockRefusal;
 
 /// Name of the successor's end of the socket.
@@ -37,12 +43,25 @@ const JOURNAL: &str = "journal";
 /// Word of a successor that can take over.
 const READY: u8 = b'r';
 
+/// Word that follows [`READY`] in one message, of a successor that waits for [`LET_GO`] alone. One of an earlier release
+/// waits for the server's end.
+const BESIDE: u8 = b'b';
+
 /// Word of a server that ends for its successor. The moment at which its functions were asked to rest follows, in
 /// nanoseconds.
 const ENDS: u8 = b'e';
 
+/// Word of a server that has let go of all leases, after [`ENDS`].
+const LET_GO: u8 = b'l';
+
+/// Word of a successor that serves all functions which it can take up.
+const SERVES: u8 = b's';
+
 /// Longest wait for a successor to become ready.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Longest wait for a successor to serve. The server ends then in any case, as it does nothing any more.
+const SERVES_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Time between two looks at what a server waits for.
 const LOOK: Duration = Duration::from_millis(100);
@@ -88,29 +107,64 @@ impl Predecessor {
         Ok(Some(Self { socket, process }))
     }
 
-    /// Tells it that this process can take over, and waits until it has ended. Returns the moment at which its functions were
-    /// asked to rest, by the clock of the host.
-    pub(super) fn await_end(mut self) -> Result<Duration, PredecessorError> {
-        self.socket.write_all(&[READY])?;
+    /// Tells it that this process can take over, and waits until all functions are free to be taken up. Returns the moment
+    /// at which they were asked to rest, by the clock of the host.
+    pub(super) fn await_turn(self) -> Result<(Duration, Leaving), PredecessorError> {
+        let Self {
+            mut socket,
+            process,
+        } = self;
+        socket.write_all(&[READY, BESIDE])?;
         let mut word = [0];
-        match self.socket.read_exact(&mut word) {
+        match socket.read_exact(&mut word) {
             Ok(()) if word == [ENDS] => {}
             _ => return Err(PredecessorError::GoesOn),
         }
         let told = system::host_time();
         let mut rested = [0; 8];
         // A server of an earlier release says no more than the word.
-        let rested = match self.socket.read_exact(&mut rested) {
+        let rested = match socket.read_exact(&mut rested) {
             Ok(()) => Duration::from_nanos(u64::from_le_bytes(rested)),
             Err(_) => told,
         };
+        let has_let_go = socket.read_exact(&mut word).is_ok() && word == [LET_GO];
+        let leaving = Leaving {
+            socket,
+            process,
+            told: Once::new(),
+        };
+        if !has_let_go {
+            leaving.await_end()?;
+        }
+        Ok((rested, leaving))
+    }
+}
+
+/// The server before, which has nothing any more that this process needs, and may not have ended yet.
+#[derive(Debug)]
+pub(super) struct Leaving {
+    socket: UnixStream,
+    process: OwnedFd,
+    told: Once,
+}
+
+impl Leaving {
+    /// Tells it that all functions are served which can be taken up beside it.
+    pub(super) fn let_end(&self) {
+        self.told.call_once(|| {
+            // It may have ended.
+            let _ = (&self.socket).write_all(&[SERVES]);
+        });
+    }
+
+    /// Waits for its end.
+    pub(super) fn await_end(&self) -> io::Result<()> {
         let mut ends = [rustix::event::PollFd::new(
             &self.process,
             rustix::event::PollFlags::IN,
         )];
-        rustix::io::retry_on_intr(|| rustix::event::poll(&mut ends, None))
-            .map_err(io::Error::from)?;
-        Ok(rested)
+        let waited = rustix::io::retry_on_intr(|| rustix::event::poll(&mut ends, None));
+        waited.map(drop).map_err(io::Error::from)
     }
 }
 
@@ -160,6 +214,8 @@ pub(crate) struct Successor {
     socket: UnixStream,
     /// `None` once it takes over.
     process: Option<Child>,
+    /// It can take over before this process has ended.
+    goes_on_beside: bool,
 }
 
 impl Successor {
@@ -180,7 +236,13 @@ impl Successor {
         Ok(Self {
             socket,
             process: Some(process),
+            goes_on_beside: false,
         })
+    }
+
+    /// Returns whether it can take over before this process has ended.
+    pub(crate) fn goes_on_beside(&self) -> bool {
+        self.goes_on_beside
     }
 
     /// Number of its process.
@@ -192,10 +254,13 @@ impl Successor {
     pub(crate) fn await_ready(&mut self, ends: impl Fn() -> bool) -> Result<(), UpgradeError> {
         self.socket.set_read_timeout(Some(LOOK))?;
         let deadline = clock::monotonic() + PATIENCE;
-        let mut word = [0];
+        let mut words = [0; 2];
         loop {
-            match self.socket.read(&mut word) {
-                Ok(1) if word == [READY] => return Ok(()),
+            match self.socket.read(&mut words) {
+                Ok(count) if count > 0 && words[0] == READY => {
+                    self.goes_on_beside = words == [READY, BESIDE];
+                    return Ok(());
+                }
                 Ok(_) => return Err(self.ended()),
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => {}
@@ -218,26 +283,38 @@ impl Successor {
         UpgradeError::Ended(status.map_or("no status".to_owned(), |status| status.to_string()))
     }
 
-    /// Hands over to it, as all functions rest that were asked to at `rested`. After that this process has to end at once:
-    /// nothing of it may touch what is kept.
+    /// Hands over to it, as all functions rest that were asked to at `rested`. After that this process has to end: nothing of
+    /// it may touch what is kept.
     pub(crate) fn hand_over(
         &mut self,
         keeping: &Keeping,
         rested: Duration,
     ) -> Result<(), UpgradeError> {
         let store = keeping.registry().store();
+        // The keeper reads it before it acts on the end of either process.
         store.notify(&format!("MAINPID={}", self.number()))?;
-        let named = store.barrier(KEEPER_PATIENCE).map_err(UpgradeError::from);
         let rested = u64::try_from(rested.as_nanos()).unwrap_or(u64::MAX);
         let mut words = vec![ENDS];
         words.extend(rested.to_le_bytes());
-        let told = named.and_then(|()| Ok(self.socket.write_all(&words)?));
-        match told {
-            Ok(()) => self.process = None,
-            // The keeper is not to take the successor's end for this server's.
-            Err(_) => store.notify(&format!("MAINPID={}", std::process::id()))?,
+        match self.socket.write_all(&words) {
+            Ok(()) => {
+                self.process = None;
+                Ok(())
+            }
+            Err(error) => {
+                // The keeper is not to take the successor's end for this server's.
+                store.notify(&format!("MAINPID={}", std::process::id()))?;
+                Err(error.into())
+            }
         }
-        told
+    }
+
+    /// Has it go on beside this process, which has let go of all leases. Returns once it serves, has ended or is late.
+    pub(crate) fn let_go_on(&mut self) -> io::Result<()> {
+        self.socket.set_read_timeout(Some(SERVES_PATIENCE))?;
+        self.socket.write_all(&[LET_GO])?;
+        let mut word = [0];
+        self.socket.read_exact(&mut word)
     }
 }
 
@@ -248,5 +325,112 @@ impl Drop for Successor {
             let _ = process.kill();
             let _ = process.wait();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Shutdown;
+    use std::process::{Command, Stdio};
+
+    use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
+
+    use super::*;
+
+    fn descriptor_of(process: Pid) -> OwnedFd {
+        pidfd_open(process, PidfdFlags::empty()).unwrap()
+    }
+
+    /// Returns the words of a server that ends, whose functions were asked to rest at `rested`.
+    fn ends(rested: Duration) -> Vec<u8> {
+        let mut words = vec![ENDS];
+        let rested = u64::try_from(rested.as_nanos()).unwrap();
+        words.extend(rested.to_le_bytes());
+        words
+    }
+
+    #[test]
+    fn a_successor_goes_on_beside_a_server_that_has_let_go() {
+        let (mut server, socket) = UnixStream::pair().unwrap();
+        // It does not end in this test.
+        let process = descriptor_of(getpid());
+        let rested = Duration::from_nanos(7);
+        server.write_all(&ends(rested)).unwrap();
+        server.write_all(&[LET_GO]).unwrap();
+        let (at, leaving) = Predecessor { socket, process }.await_turn().unwrap();
+        assert_eq!(at, rested);
+        leaving.let_end();
+        leaving.let_end();
+        drop(leaving);
+        let mut said = Vec::new();
+        server.read_to_end(&mut said).unwrap();
+        assert_eq!(said, [READY, BESIDE, SERVES]);
+    }
+
+    #[test]
+    fn a_successor_waits_for_the_end_of_a_server_that_does_not_let_go() {
+        let rested = Duration::from_nanos(7);
+        // The first one is of an earlier release.
+        for words in [vec![ENDS], ends(rested)] {
+            let mut command = Command::new("cat");
+            command.stdin(Stdio::piped()).stdout(Stdio::null());
+            let mut child = command.spawn().unwrap();
+            let process = descriptor_of(Pid::from_child(&child));
+            let (mut server, socket) = UnixStream::pair().unwrap();
+            server.write_all(&words).unwrap();
+            server.shutdown(Shutdown::Write).unwrap();
+            drop(child.stdin.take());
+            let (at, _) = Predecessor { socket, process }.await_turn().unwrap();
+            assert_eq!(at == rested, words.len() > 1);
+            assert!(child.try_wait().unwrap().is_some(), "it has ended");
+        }
+    }
+
+    #[test]
+    fn a_server_that_goes_on_has_no_successor() {
+        for words in [&b""[..], &[LET_GO][..]] {
+            let (mut server, socket) = UnixStream::pair().unwrap();
+            let process = descriptor_of(getpid());
+            server.write_all(words).unwrap();
+            server.shutdown(Shutdown::Write).unwrap();
+            let refused = Predecessor { socket, process }.await_turn().unwrap_err();
+            assert!(matches!(refused, PredecessorError::GoesOn), "{refused}");
+        }
+    }
+
+    /// Returns a successor that has said this, and its end of the socket.
+    fn successor(words: &[u8]) -> (Successor, UnixStream) {
+        let (socket, mut theirs) = UnixStream::pair().unwrap();
+        theirs.write_all(words).unwrap();
+        let successor = Successor {
+            socket,
+            process: None,
+            goes_on_beside: false,
+        };
+        (successor, theirs)
+    }
+
+    #[test]
+    fn a_successor_of_an_earlier_release_needs_the_end_of_the_server() {
+        for (words, beside) in [(&[READY][..], false), (&[READY, BESIDE][..], true)] {
+            let (mut successor, _theirs) = successor(words);
+            successor.await_ready(|| false).unwrap();
+            assert_eq!(successor.goes_on_beside(), beside);
+        }
+        let (mut other, _theirs) = successor(b"x");
+        let refused = other.await_ready(|| false).unwrap_err();
+        assert!(matches!(refused, UpgradeError::Ended(_)), "{refused}");
+    }
+
+    #[test]
+    fn a_server_that_has_let_go_stays_until_its_successor_serves() {
+        let (mut successor, mut theirs) = successor(&[SERVES]);
+        successor.let_go_on().unwrap();
+        let mut word = [0];
+        theirs.read_exact(&mut word).unwrap();
+        assert_eq!(word, [LET_GO]);
+        // It has ended.
+        drop(theirs);
+        successor.let_go_on().unwrap_err();
     }
 }

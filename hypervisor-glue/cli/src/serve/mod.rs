@@ -188,9 +188,28 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let _ = Rate::of_this_machine();
     // All that can be wrong with the arguments is found before the server that this one replaces ends.
     let keeping = Keeping::find(|| check(&options))?;
-    let metrics = metrics_listener(&options.metrics, keeping.as_deref())?;
+    let keeper = keeping.as_deref();
+    let goes_on = keeper.is_some_and(Keeping::goes_on);
+    let metrics = options.metrics.clone();
     let control = options.control.clone();
+    let bound = match keeper.is_some_and(Keeping::replaces_a_server) {
+        // Guests wait for their functions alone, and the server before may have its sockets still.
+        true => None,
+        false => Some(metrics_listener(&metrics, goes_on)?),
+    };
     let (listener, roster) = start(options, keeping.clone(), stop, confined)?;
+    let bound = match listener.zip(bound) {
+        Some(bound) => Ok(bound),
+        None => bind_late(keeper, &control, &metrics, goes_on),
+    };
+    let (listener, metrics) = match bound {
+        Ok(bound) => bound,
+        Err(error) => {
+            // Functions that are dropped end for good. As they are, the next process goes on with them.
+            std::mem::forget(roster);
+            return Err(error);
+        }
+    };
     announce(&roster, out).map_err(ServeError::Print)?;
     if keeping.is_none() && roster.entries().next().is_some() {
         let lost = "Without a keeper: VMs on vfio-user lose their drives when this server ends; see `nvme-mpt help keep`";
@@ -233,13 +252,14 @@ fn await_signal(
     Ok(receiver)
 }
 
-/// Offers the functions that the server begins with. Its control socket is bound, and not served yet.
+/// Offers the functions that the server begins with. Its control socket is bound, and not served yet; it is `None` for a
+/// server that replaces another one.
 fn start(
     options: ServeOptions,
     keeping: Option<Arc<Keeping>>,
     stop: Arc<AtomicBool>,
     confined: Confined,
-) -> Result<(ControlListener, Roster), ServeError> {
+) -> Result<(Option<ControlListener>, Roster), ServeError> {
     let ServeOptions {
         functions,
         drives,
@@ -257,9 +277,12 @@ fn start(
     // Before anything is opened: a folder that others may use is reported at once.
     make_state_folder(&state_dir).map_err(ServeError::StateDir)?;
     let file = file.map(absolute).transpose()?;
-    make_control_folder(&control)?;
-    // The socket keeps a second server from the file with the functions that were added.
-    let listener = ControlListener::bind(&control)?;
+    let replaces = keeping.as_deref().is_some_and(Keeping::replaces_a_server);
+    // The socket keeps a second server from the file with the functions that were added. So does that of the server before.
+    let listener = match replaces {
+        true => None,
+        false => Some(bind_control(&control)?),
+    };
     let mut ledgers = Ledgers::open(&state_dir);
     if let Some(keeping) = &keeping {
         let private = keeping.private_ledger();
@@ -298,13 +321,33 @@ fn make_control_folder(control: &Path) -> Result<(), ServeError> {
     })
 }
 
-/// Opens the place of the metrics. VMs of the server before do not lose their drives for one that cannot be had.
+/// Binds the control socket.
+fn bind_control(control: &Path) -> Result<ControlListener, ServeError> {
+    make_control_folder(control)?;
+    Ok(ControlListener::bind(control)?)
+}
+
+/// Binds the sockets of a server that replaces another one, once that has ended.
+fn bind_late(
+    keeping: Option<&Keeping>,
+    control: &Path,
+    metrics: &MetricsOptions,
+    goes_on: bool,
+) -> Result<(ControlListener, MetricsListener), ServeError> {
+    if let Some(keeping) = keeping {
+        keeping.await_predecessor()?;
+    }
+    let metrics = metrics_listener(metrics, goes_on)?;
+    Ok((bind_control(control)?, metrics))
+}
+
+/// Opens the place of the metrics. VMs of the server before, which go on, do not lose their drives for one that cannot be had.
 fn metrics_listener(
     options: &MetricsOptions,
-    keeping: Option<&Keeping>,
+    goes_on: bool,
 ) -> Result<MetricsListener, MetricsError> {
     match MetricsListener::bind(options) {
-        Err(error) if keeping.is_some_and(Keeping::goes_on) => {
+        Err(error) if goes_on => {
             log::error!("There are no metrics: {}", report::chain(&error));
             MetricsListener::bind(&MetricsOptions::default())
         }

@@ -67,6 +67,7 @@ impl Offer {
                 socket.display()
             );
             if let Some(before) = kept.take(socket) {
+                kept.outlast_predecessor();
                 before.give_up();
             }
             keeping = None;
@@ -140,6 +141,8 @@ impl Offer {
             "The function on {} does not go on, and a VMM that has it loses its drive: {error}",
             socket.display()
         );
+        // The socket is closed then, and its path is free.
+        keeping.outlast_predecessor();
         shelf.forget_now();
         Ok(None)
     }

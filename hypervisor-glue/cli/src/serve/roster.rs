@@ -160,6 +160,9 @@ impl Roster {
             }
             self.close_unused();
         }
+        if let Some(keeping) = &self.terms.keeping {
+            keeping.let_predecessor_end();
+        }
         self.forget_unlisted();
         let controllers = self.drives.controllers();
         for drive in &controllers {
@@ -659,6 +662,9 @@ impl Roster {
                 waits
             });
             if !waiting.is_empty() {
+                if let Some(keeping) = &self.terms.keeping {
+                    keeping.let_predecessor_end();
+                }
                 clock::sleep(RELEASE_PAUSE);
             }
         }

@@ -11,6 +11,7 @@ use nvme_mpt::Drive;
 use nvme_mpt::memory::system;
 use nvme_mpt_vmm::report;
 
+use super::drives::outlives_process;
 use super::roster::Roster;
 use crate::confine::{FileAccess, FileRule, LandlockRefusal};
 use crate::function_thread::FunctionHandle;
@@ -31,6 +32,8 @@ impl Roster {
         let mut command: Vec<OsString> = vec![program.clone().into()];
         command.extend(env::args_os().skip(1));
         let ends = || self.terms.stop.load(Ordering::Relaxed);
+        // A keeper that does not answer could not start the next server again.
+        keeping.await_keeper()?;
         let mut successor = Successor::start(
             keeping,
             &[FIRST_STAGE.into()],
@@ -41,6 +44,7 @@ impl Roster {
             return Err(self.explain_upgrade(error, &program));
         }
         let number = successor.number();
+        let goes_on_beside = successor.goes_on_beside() && self.leaves_all_beside();
         let offers = self.offers.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
         let rested = system::host_time();
@@ -58,7 +62,24 @@ impl Roster {
         for offer in &self.offers {
             offer.let_go();
         }
+        if goes_on_beside && let Err(error) = successor.let_go_on() {
+            let error = report::chain(&error);
+            log::warn!("Process {number} does not serve all functions yet, or has ended: {error}");
+        }
+        // A service manager may not know messages of a process that has ended.
+        if let Err(error) = keeping.await_keeper() {
+            let error = report::chain(&error);
+            log::warn!("The keeper may not know that process {number} is the server now: {error}");
+        }
         Ok(number)
+    }
+
+    /// Returns whether another process can take up all functions while this one has them, and they rest.
+    fn leaves_all_beside(&self) -> bool {
+        let mut offers = self.offers.iter();
+        let mut drives = self.drives.controllers().into_iter();
+        offers.all(|offer| outlives_process(&offer.declared.function.function))
+            && drives.all(|drive| drive.controller().opens_beside())
     }
 
     /// Returns the error of a successor with its cause, if Landlock lets the server execute no such program.

@@ -803,16 +803,23 @@ fn a_function_that_is_another_one_now_is_offered_anew() {
         ("0+32M\"\nqueues = \"17", "drive.img"),
         ("0+16M", "memory:64M"),
     ];
-    for (range, path) in others {
-        let before = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
-        write(range, path);
-        kept.kill_server();
-        let log = kept.log();
-        assert!(log.contains("does not go on"), "{log}");
-        let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
-        guest.administer();
-        drop((before, guest));
-        await_waiting(&bench);
+    let mut ended = 0;
+    for end in [End::Kill, End::Upgrade] {
+        for (range, path) in others {
+            let before = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+            write(range, path);
+            match end {
+                End::Kill => kept.kill_server(),
+                End::Upgrade => kept.upgrade(&bench),
+            }
+            ended += 1;
+            let log = kept.log();
+            assert_eq!(log.matches("does not go on").count(), ended, "{log}");
+            let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+            guest.administer();
+            drop((before, guest));
+            await_waiting(&bench);
+        }
     }
     kept.stop();
 }

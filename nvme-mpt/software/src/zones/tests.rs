@@ -345,6 +345,16 @@ fn states_are_read_when_nobody_else_has_the_range_any_more() {
 }
 
 #[test]
+fn zones_are_opened_by_one_process_at_a_time() {
+    let (_folder, path) = file();
+    let blocks = SoftwareController::file(&path, 12).expect("a file");
+    assert!(blocks.opens_beside());
+    let zones = blocks.zoned(&profile(PROFILE)).expect("zones");
+    assert!(!zones.opens_beside());
+    assert!(SoftwareController::null(8 << 20, 12).opens_beside());
+}
+
+#[test]
 fn flushes_that_end_together_compare_the_states_once() {
     const FLUSHES: u16 = 8;
     let drive = zones(8 << 20, None).expect("zones");

@@ -292,6 +292,26 @@ fn read(path: &Path) -> io::Result<String> {
     fs::read_to_string(path)
 }
 
+/// All that is declared beside the command line.
+#[derive(Debug, Default)]
+pub(super) struct Declared {
+    /// Functions and drives of the file.
+    pub(super) file: Declarations,
+    /// Functions that were added in an earlier run, without a look at their options.
+    pub(super) added: Vec<OptionText>,
+}
+
+impl Declared {
+    /// Reads it. The file, if there is one, has an absolute path.
+    pub(super) fn read(file: Option<&Path>, added: &AddedFile) -> Result<Self, FileError> {
+        let file = file.map(Declarations::read).transpose()?;
+        Ok(Self {
+            file: file.unwrap_or_default(),
+            added: added.read()?,
+        })
+    }
+}
+
 /// File with the functions that were added at run time, for the next start of the server.
 ///
 /// It lies beside the control socket, which only one server at a time has. Nothing else writes it.

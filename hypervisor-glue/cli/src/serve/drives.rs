@@ -1,5 +1,6 @@
 //! Drives that a server has open: each host controller once, with each namespace that is used.
 
+use std::slice;
 use std::sync::Arc;
 
 use nvme_mpt::{Drive, Learning};
@@ -53,6 +54,31 @@ struct OpenDrive {
 pub(super) struct OpenDrives(Vec<OpenDrive>);
 
 impl OpenDrives {
+    /// Opens drives that another server has open: those that `held` names, then those of functions. The paths are as
+    /// [`Self::open`] is given them later.
+    ///
+    /// It opens files alone, and none with a timing model or faults. If one of them cannot be opened, it keeps none open: the
+    /// error is reported when the drive is opened for its function.
+    pub(super) fn open_beside(held: &[FunctionOptions], functions: &[FunctionOptions]) -> Self {
+        let is_plain = |path: &DrivePath| {
+            let mut all = held.iter().chain(functions);
+            matches!(path, DrivePath::File(file) if file.is_file())
+                && all.all(|other| {
+                    other.path != *path || (other.profile.is_none() && other.faults.is_none())
+                })
+        };
+        let mut drives = Self::default();
+        let alone = |function| (function, slice::from_ref(function));
+        let held = held.iter().map(alone);
+        let shared = functions.iter().map(|function| (function, functions));
+        for (function, sharing) in held.chain(shared) {
+            if is_plain(&function.path) && drives.open(function, sharing.iter(), None).is_err() {
+                return Self::default();
+            }
+        }
+        drives
+    }
+
     /// Returns the drive of a function. `sharing` are the functions that are to share it, this one among them: the
     /// drive is opened as they ask.
     pub(super) fn open<'a>(
@@ -186,5 +212,66 @@ fn common<T: PartialEq>(
     match values.any(|other| Some(&other) != first.as_ref()) {
         true => Err(Differ(key)),
         false => Ok(first),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// Makes a drive's file.
+    fn file(folder: &tempfile::TempDir, name: &str) -> PathBuf {
+        let path = folder.path().join(name);
+        File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        path
+    }
+
+    fn options(path: &std::path::Path, more: &str) -> FunctionOptions {
+        format!("path={}{more}", path.display()).parse().unwrap()
+    }
+
+    fn paths(drives: &OpenDrives) -> Vec<DrivePath> {
+        drives.iter().map(|(path, _)| path.clone()).collect()
+    }
+
+    #[test]
+    fn plain_files_alone_are_opened_beside_another_server() {
+        let folder = tempfile::tempdir().unwrap();
+        let [held, plain, modelled] = ["held", "plain", "modelled"].map(|name| file(&folder, name));
+        let held = [options(&held, "")];
+        let functions = [
+            options(&plain, ",range=0+4K"),
+            options(&plain, ",range=4K+4K"),
+            options(&modelled, ""),
+            options(&modelled, ",profile=ssd"),
+            options(&folder.path().join("none"), ""),
+            "path=null:1M".parse().unwrap(),
+            "path=memory:1M".parse().unwrap(),
+        ];
+        let mut drives = OpenDrives::open_beside(&held, &functions);
+        let opened = [held[0].path.clone(), functions[0].path.clone()];
+        assert_eq!(paths(&drives), opened);
+        // They are the drives of the functions.
+        let before: Vec<_> = drives.controllers();
+        for function in &functions[..2] {
+            let drive = drives.open(function, functions.iter(), None).unwrap();
+            assert!(drive.shares_controller_with(&before[1]));
+        }
+        assert_eq!(paths(&drives), opened);
+    }
+
+    #[test]
+    fn nothing_is_open_beside_another_server_if_a_drive_cannot_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let [good, bad] = ["good", "bad"].map(|name| file(&folder, name));
+        let functions = [
+            options(&good, ""),
+            options(&bad, ",lba=512"),
+            options(&bad, ",lba=4096"),
+        ];
+        assert!(paths(&OpenDrives::open_beside(&[], &functions)).is_empty());
     }
 }

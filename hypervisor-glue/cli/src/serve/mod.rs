@@ -34,18 +34,19 @@ use nvme_mpt::memory::crash::record_crashes;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::open::Ledgers;
-use nvme_mpt_vmm::options::{ServedDrive, ServedFunction, VmmSocket};
+use nvme_mpt_vmm::options::{FunctionOptions, ServedDrive, ServedFunction, VmmSocket};
 use nvme_mpt_vmm::report;
 use thiserror::Error;
 
 use self::changes::{ChangeQueue, ChangeThread};
-use self::declared::{AddedFile, Declarations};
+use self::declared::{AddedFile, Declared, DeclaredFunction};
+use self::drives::OpenDrives;
 use self::figures::Figures;
 use self::leases::{LeaseServer, LeaseTable};
 use self::roster::Roster;
 use self::terms::Terms;
 use crate::attach;
-use crate::change::{Change, FunctionEntry};
+use crate::change::{Change, FunctionEntry, Origin};
 use crate::confine::{ConfineError, Confined, Confinement, confine};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
@@ -187,7 +188,11 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     // It is measured once, for some milliseconds: better before the end of a server that this one replaces.
     let _ = Rate::of_this_machine();
     // All that can be wrong with the arguments is found before the server that this one replaces ends.
-    let keeping = Keeping::find(|| check(&options))?;
+    let mut prepared = None;
+    let keeping = Keeping::find(|| -> Result<(), ServeError> {
+        prepared = Some(prepare(&options)?);
+        Ok(())
+    })?;
     let keeper = keeping.as_deref();
     let goes_on = keeper.is_some_and(Keeping::goes_on);
     let metrics = options.metrics.clone();
@@ -197,7 +202,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
         true => None,
         false => Some(metrics_listener(&metrics, goes_on)?),
     };
-    let (listener, roster) = start(options, keeping.clone(), stop, confined)?;
+    let (listener, roster) = start(options, prepared, keeping.clone(), stop, confined)?;
     let bound = match listener.zip(bound) {
         Some(bound) => Ok(bound),
         None => bind_late(keeper, &control, &metrics, goes_on),
@@ -256,6 +261,7 @@ fn await_signal(
 /// server that replaces another one.
 fn start(
     options: ServeOptions,
+    prepared: Option<Prepared>,
     keeping: Option<Arc<Keeping>>,
     stop: Arc<AtomicBool>,
     confined: Confined,
@@ -307,7 +313,19 @@ fn start(
         stop,
         confined,
     });
-    roster.start(functions, drives)?;
+    let Prepared {
+        declared,
+        drives: open,
+    } = match prepared {
+        Some(prepared) => prepared,
+        None => Prepared {
+            declared: Declared::read(roster.terms.file.as_deref(), &roster.terms.added)
+                .map_err(ChangeError::from)?,
+            drives: OpenDrives::default(),
+        },
+    };
+    roster.drives = open;
+    roster.start(functions, drives, declared)?;
     Ok((listener, roster))
 }
 
@@ -355,17 +373,39 @@ fn metrics_listener(
     }
 }
 
-/// Checks what is known of the options without opening a drive.
-fn check(options: &ServeOptions) -> Result<(), ServeError> {
+/// Work of a server that is to replace another one, before functions rest.
+#[derive(Debug)]
+struct Prepared {
+    declared: Declared,
+    /// Drives that both servers can have open.
+    drives: OpenDrives,
+}
+
+/// Checks what is known of the options without a lease, and opens drives.
+fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
-    if let Some(file) = options.file.clone().map(absolute).transpose()? {
-        Declarations::read(&file).map_err(ChangeError::from)?;
-    }
-    AddedFile::beside(&options.control)
-        .read()
-        .map_err(ChangeError::from)?;
-    Ok(())
+    let file = options.file.clone().map(absolute).transpose()?;
+    let added = AddedFile::beside(&options.control);
+    let declared = Declared::read(file.as_deref(), &added).map_err(ChangeError::from)?;
+    // As the roster opens them.
+    let resolved = |function: &FunctionOptions| FunctionOptions {
+        path: roster::resolved(&function.path),
+        ..function.clone()
+    };
+    let held = options.drives.iter().chain(&declared.file.drives);
+    let held: Vec<_> = held.map(|served| resolved(&served.drive)).collect();
+    let of_file = declared.file.functions.iter();
+    let of_file = of_file.map(|declared| resolved(&declared.function.function));
+    let added = declared.added.iter().filter_map(|text| {
+        let added = DeclaredFunction::read(Origin::Added, text.clone()).ok()?;
+        Some(resolved(&added.function.function))
+    });
+    let functions = options.functions.iter();
+    let functions = functions.map(|served| resolved(&served.function));
+    let functions: Vec<_> = functions.chain(of_file).chain(added).collect();
+    let drives = OpenDrives::open_beside(&held, &functions);
+    Ok(Prepared { declared, drives })
 }
 
 /// Returns the absolute path of a file that is there. Links stay, as they may lead to another file later.

@@ -20,7 +20,7 @@ use nvme_mpt_vmm::options::{
 };
 use nvme_mpt_vmm::report;
 
-use super::declared::{Declarations, DeclaredFunction, descriptions};
+use super::declared::{Declared, DeclaredFunction, descriptions};
 use super::drives::{DriveError, OpenDrives};
 use super::error::{ChangeError, OfferError};
 use super::leases::LeaseTable;
@@ -123,12 +123,12 @@ impl Roster {
         &mut self,
         functions: Vec<ServedFunction>,
         drives: Vec<ServedDrive>,
+        declared: Declared,
     ) -> Result<(), ChangeError> {
-        let file = match &self.terms.file {
-            Some(file) => Declarations::read(file)?,
-            None => Declarations::default(),
-        };
-        let earlier = self.terms.added.read()?;
+        let Declared {
+            file,
+            added: earlier,
+        } = declared;
         let goes_on = self
             .terms
             .keeping

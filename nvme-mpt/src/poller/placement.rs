@@ -283,6 +283,16 @@ mod tests {
     }
 
     #[test]
+    fn a_busy_poller_without_queues_sleeps() {
+        let pollers = Pollers::new();
+        let policy = "shared:busy".parse().expect("valid");
+        let _poller = place_in(&pollers, &policy).expect("thread");
+        while pollers.stats()[0].parks == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
     fn busy_pollers_that_share_a_processor_are_told_of_once() {
         let place = |policies: &[&str]| {
             let pollers = Pollers::new();

@@ -28,7 +28,7 @@ pub enum Spin {
     /// It spins for a bounded time and then parks.
     #[default]
     Adaptive,
-    /// It never parks. (It still yields to others on its processor.)
+    /// It never parks while it has queues. (It still yields to others on its processor.)
     Busy,
     /// It parks as soon as a pass finds no work. A doorbell or a completion of the drive wakes it once for all that has
     /// come by then.

@@ -375,9 +375,13 @@ impl Worker {
                 Rests::Some => spin_time.shortest(),
                 Rests::All => 0,
             };
-            let parks = spin
-                .patience(patience)
-                .is_some_and(|patience| idle >= patience || self.queues.is_empty());
+            // One that follows a vCPU has to look where that is.
+            let has_nothing =
+                self.queues.is_empty() && self.watches.is_empty() && self.beside.is_none();
+            let parks = has_nothing
+                || spin
+                    .patience(patience)
+                    .is_some_and(|patience| idle >= patience || self.queues.is_empty());
             let leaves = courtesy.is_due(now, idle);
             if !(parks || leaves) || self.until_due(now).is_some_and(|ticks| ticks <= due_soon) {
                 continue;

@@ -382,6 +382,8 @@ impl Attachment {
 
     /// Lets go of what keeps the next process from the lease. The function is paused, and this process ends at once.
     pub fn let_go(&self) {
+        // A poller with a watch could take the processor of one of the next process.
+        self.unwatch(&mut self.queues());
         self.holding.host().let_go();
         self.lease().let_go();
     }

@@ -335,7 +335,11 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
 impl<S: Service> Clients<S> {
     fn answer(&self, stream: UnixStream) -> io::Result<()> {
         let line = Line::new(&stream, PATIENCE)?;
-        let answer = match serde_json::from_slice(&line.read(REQUEST_MAX)?) {
+        // One that asks nothing has looked for the process that listens, as `upgrade` does.
+        let Some(request) = line.read(REQUEST_MAX)? else {
+            return Ok(());
+        };
+        let answer = match serde_json::from_slice(&request) {
             Ok(Request::Stats {}) => Answer::Stats(self.service.stats()),
             Ok(Request::Faults { request }) => match self.service.faults(&request) {
                 Ok(faults) => Answer::Faults(faults),
@@ -495,6 +499,7 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
         line.deadline = None;
     }
     let answer = line.read(ANSWER_MAX).map_err(no_answer)?;
+    let answer = answer.ok_or_else(|| no_answer(io::ErrorKind::UnexpectedEof.into()))?;
     serde_json::from_slice(&answer).map_err(bad_answer)
 }
 
@@ -521,13 +526,14 @@ impl<'stream> Line<'stream> {
         }
     }
 
-    /// Reads a line, without its end.
-    fn read(&self, limit: usize) -> io::Result<Vec<u8>> {
+    /// Reads a line, without its end; `None` if the connection ends before the first byte.
+    fn read(&self, limit: usize) -> io::Result<Option<Vec<u8>>> {
         let mut line = Vec::new();
         let mut chunk = [0; 4096];
         loop {
             self.stream.set_read_timeout(self.time_left()?)?;
             let count = match { self.stream }.read(&mut chunk) {
+                Ok(0) if line.is_empty() => return Ok(None),
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -542,7 +548,7 @@ impl<'stream> Line<'stream> {
                 return Err(io::ErrorKind::FileTooLarge.into());
             }
             if chunk.contains(&b'\n') {
-                return Ok(line);
+                return Ok(Some(line));
             }
         }
     }
@@ -727,6 +733,20 @@ mod tests {
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
         drop(UnixStream::connect(&path).unwrap());
         query_stats(&path).unwrap();
+    }
+
+    #[test]
+    fn a_client_that_asks_nothing_is_no_error() {
+        let read = |sent: &[u8]| {
+            let (mut client, server) = UnixStream::pair().unwrap();
+            client.write_all(sent).unwrap();
+            drop(client);
+            Line::new(&server, PATIENCE).unwrap().read(REQUEST_MAX)
+        };
+        assert_eq!(read(b"").unwrap(), None);
+        assert_eq!(read(b"stats\n").unwrap(), Some(b"stats".to_vec()));
+        let cut = read(b"stats").unwrap_err();
+        assert_eq!(cut.kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]

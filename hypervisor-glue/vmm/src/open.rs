@@ -121,6 +121,12 @@ impl Ledgers {
         Self { private, ..self }
     }
 
+    /// Leaves what the next process finds of the ledger of private drives: this process ends, and changes nothing of it any
+    /// more.
+    pub fn leave(&self) {
+        self.private.leave();
+    }
+
     /// Returns the same ledgers, which are asked for leases by the right of `claim`.
     #[must_use]
     pub fn claiming(&self, claim: Claim) -> Self {

@@ -23,6 +23,8 @@ const BYTES_MAX: usize = 16 << 20;
 pub(super) struct KeptRecords {
     file: File,
     next: usize,
+    /// The next process has the file.
+    is_left: bool,
 }
 
 /// Content of the file.
@@ -36,7 +38,7 @@ impl KeptRecords {
     /// Takes a file. Returns the salt and the records of the process before; `None` for a file that is new.
     pub(super) fn open(file: File) -> io::Result<(Self, Option<(u64, Records)>)> {
         if file.metadata()?.len() < 8 {
-            return Ok((Self { file, next: 0 }, None));
+            return Ok((Self::of(file, 0), None));
         }
         let place = word(&file, 0)?;
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text);
@@ -47,12 +49,27 @@ impl KeptRecords {
         let mut bytes = vec![0; len.ok_or_else(|| invalid("the kept ledger is too long"))?];
         file.read_exact_at(&mut bytes, PLACES[place] + 8)?;
         let Kept { salt, records } = serde_json::from_slice(&bytes)?;
-        let next = 1 - place;
-        Ok((Self { file, next }, Some((salt, records))))
+        Ok((Self::of(file, 1 - place), Some((salt, records))))
+    }
+
+    fn of(file: File, next: usize) -> Self {
+        Self {
+            file,
+            next,
+            is_left: false,
+        }
+    }
+
+    /// Leaves the file to the next process: what is stored from now on is not written.
+    pub(super) fn leave(&mut self) {
+        self.is_left = true;
     }
 
     /// Stores records in place of those before.
     pub(super) fn store(&mut self, salt: u64, records: &Records) -> Result<(), StoreError> {
+        if self.is_left {
+            return Ok(());
+        }
         self.write(salt, records).map_err(|source| StoreError::Io {
             action: "keep the ledger in",
             path: PathBuf::from("a memory file"),

@@ -62,6 +62,8 @@ impl Roster {
         for offer in &self.offers {
             offer.let_go();
         }
+        // A function that was removed may have commands in flight, and ends with them.
+        self.terms.ledgers.leave();
         if goes_on_beside && let Err(error) = successor.let_go_on() {
             let error = report::chain(&error);
             log::warn!("Process {number} does not serve all functions yet, or has ended: {error}");

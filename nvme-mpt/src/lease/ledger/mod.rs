@@ -93,6 +93,17 @@ impl Ledger {
         })))
     }
 
+    /// Leaves the memory file of a [kept](Self::kept) ledger to the next process. Changes are those of this process alone from
+    /// now on, until it ends.
+    pub fn leave(&self) {
+        if let Book::Process {
+            kept: Some(kept), ..
+        } = &*self.0
+        {
+            lock(kept).leave();
+        }
+    }
+
     /// Gives out what `request` asks for, unless someone has part of it. A lease with the same id,
     /// drive and range whose holder died is taken over. So is one with the same id and drive by a lease by size.
     ///

@@ -729,3 +729,19 @@ fn a_kept_ledger_knows_names_and_former_data_in_the_next_process() {
         .unwrap();
     assert_eq!(other.unwiped(), ["2G+1G".parse().unwrap()]);
 }
+
+#[test]
+fn a_kept_ledger_that_was_left_is_not_written_any_more() {
+    let file = tempfile::tempfile().unwrap();
+    let kept = || Ledger::kept(file.try_clone().unwrap()).unwrap();
+    let before = kept();
+    let removed = before.acquire(&request("removed", "0+1G")).unwrap();
+    before.leave();
+    let next = kept();
+    let lease = next.acquire(&request("a", "1G+1G")).unwrap();
+    // The last command of a function that was removed ends.
+    drop(removed);
+    die(lease);
+    let error = kept().acquire(&strict("b", "1G+1G")).unwrap_err();
+    assert!(matches!(error, LeaseError::OthersData { .. }), "{error}");
+}

@@ -114,6 +114,20 @@ impl Pollers {
         &self.threads
     }
 
+    /// Starts the first poller of a policy by which queues share pollers, for queues that are to come. A poller of one queue
+    /// is started with that.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn prepare(&self, policy: &PollPolicy, learning: Learning) -> io::Result<()> {
+        match policy.placement {
+            Placement::Shared => self
+                .place(policy, learning, Neighbours::default())
+                .map(drop),
+            Placement::Dedicated => Ok(()),
+        }
+    }
+
     /// The poller for one more shadow queue, which has these neighbours.
     pub(crate) fn place(
         &self,
@@ -290,6 +304,23 @@ mod tests {
         while pollers.stats()[0].parks == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn a_shared_poller_that_was_prepared_gets_the_first_queue() {
+        let pollers = Pollers::new();
+        let prepare = |policy: &PollPolicy| {
+            let prepared = pollers.prepare(policy, Learning::default());
+            prepared.expect("thread");
+        };
+        prepare(&"dedicated".parse().expect("valid"));
+        assert!(pollers.stats().is_empty());
+        let shared = PollPolicy::default();
+        prepare(&shared);
+        prepare(&shared);
+        assert_eq!(pollers.stats().len(), 1);
+        let _placed = place_in(&pollers, &shared).expect("thread");
+        assert_eq!(pollers.stats().len(), 1);
     }
 
     #[test]

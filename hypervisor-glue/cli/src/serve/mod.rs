@@ -295,9 +295,21 @@ fn start(
         let ledgers_of_next = ledgers.with_private(private).with_clerk();
         ledgers = ledgers_of_next.map_err(ServeError::Clerk)?;
     }
-    let pollers = match &keeping {
-        Some(_) => Pollers::on(crashes::threads()),
-        None => Pollers::new(),
+    let added = AddedFile::beside(&control);
+    let Prepared {
+        declared,
+        drives: open,
+        pollers,
+    } = match prepared {
+        Some(prepared) => prepared,
+        None => Prepared {
+            declared: Declared::read(file.as_deref(), &added).map_err(ChangeError::from)?,
+            drives: OpenDrives::default(),
+            pollers: match &keeping {
+                Some(_) => Pollers::on(crashes::threads()),
+                None => Pollers::new(),
+            },
+        },
     };
     let ledgers = Arc::new(ledgers);
     let mut roster = Roster::new(Terms {
@@ -308,22 +320,11 @@ fn start(
         // As other processes name it.
         state_dir: path::absolute(&state_dir).unwrap_or(state_dir),
         file,
-        added: AddedFile::beside(&control),
+        added,
         keeping,
         stop,
         confined,
     });
-    let Prepared {
-        declared,
-        drives: open,
-    } = match prepared {
-        Some(prepared) => prepared,
-        None => Prepared {
-            declared: Declared::read(roster.terms.file.as_deref(), &roster.terms.added)
-                .map_err(ChangeError::from)?,
-            drives: OpenDrives::default(),
-        },
-    };
     roster.drives = open;
     roster.start(functions, drives, declared)?;
     Ok((listener, roster))
@@ -379,9 +380,11 @@ struct Prepared {
     declared: Declared,
     /// Drives that both servers can have open.
     drives: OpenDrives,
+    /// With a thread for each way of polling that functions share.
+    pollers: Arc<Pollers>,
 }
 
-/// Checks what is known of the options without a lease, and opens drives.
+/// Checks what is known of the options without a lease, opens drives and starts pollers.
 fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
@@ -405,7 +408,18 @@ fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
     let functions = functions.map(|served| resolved(&served.function));
     let functions: Vec<_> = functions.chain(of_file).chain(added).collect();
     let drives = OpenDrives::open_beside(&held, &functions);
-    Ok(Prepared { declared, drives })
+    let pollers = Pollers::on(crashes::threads());
+    for function in &functions {
+        if function.poll.check().is_ok() {
+            // What cannot be had now is asked for again with the first queue.
+            let _ = pollers.prepare(&function.poll, function.fixed);
+        }
+    }
+    Ok(Prepared {
+        declared,
+        drives,
+        pollers,
+    })
 }
 
 /// Returns the absolute path of a file that is there. Links stay, as they may lead to another file later.

@@ -2,7 +2,7 @@
 //!
 //! | step | the server | its successor |
 //! |---|---|---|
-//! | 1 | starts the successor, with all that is in the keeper and a socket | checks its configuration and all states, opens drives in files, starts pollers, says that it is ready |
+//! | 1 | starts the successor, with all that is in the keeper and a socket | checks its configuration and all states, opens drives in files, starts threads, says that it is ready |
 //! | 2 | has all functions rest, names the successor to the keeper, says that it ends | waits |
 //! | 3 | lets go of all leases, says so | takes up all functions, says that it serves them |
 //! | 4 | ends | offers its other sockets |

@@ -289,21 +289,17 @@ fn start(
         true => None,
         false => Some(bind_control(&control)?),
     };
-    let mut ledgers = Ledgers::open(&state_dir);
-    if let Some(keeping) = &keeping {
-        let private = keeping.private_ledger();
-        let ledgers_of_next = ledgers.with_private(private).with_clerk();
-        ledgers = ledgers_of_next.map_err(ServeError::Clerk)?;
-    }
     let added = AddedFile::beside(&control);
     let Prepared {
         declared,
+        ledgers,
         drives: open,
         pollers,
     } = match prepared {
         Some(prepared) => prepared,
         None => Prepared {
             declared: Declared::read(file.as_deref(), &added).map_err(ChangeError::from)?,
+            ledgers: open_ledgers(&state_dir, keeping.is_some())?,
             drives: OpenDrives::default(),
             pollers: match &keeping {
                 Some(_) => Pollers::on(crashes::threads()),
@@ -311,7 +307,10 @@ fn start(
             },
         },
     };
-    let ledgers = Arc::new(ledgers);
+    let ledgers = Arc::new(match &keeping {
+        Some(keeping) => ledgers.with_private(keeping.private_ledger()),
+        None => ledgers,
+    });
     let mut roster = Roster::new(Terms {
         leases: LeaseTable::new(&state_dir, access, ledgers.clone(), pollers.clone()),
         ledgers,
@@ -378,10 +377,21 @@ fn metrics_listener(
 #[derive(Debug)]
 struct Prepared {
     declared: Declared,
+    /// Without the ledger of private drives that the server before has kept.
+    ledgers: Ledgers,
     /// Drives that both servers can have open.
     drives: OpenDrives,
     /// With a thread for each way of polling that functions share.
     pollers: Arc<Pollers>,
+}
+
+/// Opens the ledgers of a state folder, for a server that may go on from another one if `is_kept`.
+fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<Ledgers, ServeError> {
+    let ledgers = Ledgers::open(state_dir);
+    match is_kept {
+        true => ledgers.with_clerk().map_err(ServeError::Clerk),
+        false => Ok(ledgers),
+    }
 }
 
 /// Checks what is known of the options without a lease, opens drives and starts pollers.
@@ -417,6 +427,7 @@ fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
     }
     Ok(Prepared {
         declared,
+        ledgers: open_ledgers(&options.state_dir, true)?,
         drives,
         pollers,
     })

@@ -850,6 +850,59 @@ fn a_server_that_is_killed_while_it_starts_loses_nothing() {
     kept.stop();
 }
 
+/// Returns the process that is to replace a server: a child of it.
+fn successor_of(server: &str) -> Option<String> {
+    let mut threads = fs::read_dir(format!("/proc/{server}/task")).ok()?.flatten();
+    threads.find_map(|thread| {
+        let children = fs::read_to_string(thread.path().join("children")).ok()?;
+        let first = children.split(' ').next().filter(|pid| !pid.is_empty());
+        first.map(str::to_owned)
+    })
+}
+
+#[test]
+fn a_server_or_successor_that_is_killed_amid_an_upgrade_loses_nothing() {
+    let bench = Bench::new();
+    let functions = [
+        "path=drive.img,range=0+32M,socket=a.sock,id=a",
+        "path=drive.img,range=32M+32M,socket=b.sock,id=b",
+        "path=memory:64M,size=32M,unit=1M,socket=c.sock,id=c",
+    ];
+    let kept = Kept::start(&bench, &functions);
+    let guests = ["a.sock", "b.sock", "c.sock"]
+        .map(|socket| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true));
+    let succeed = |command: &str| {
+        let began = Instant::now();
+        while bench.ask(command, &[]).is_err() {
+            assert!(began.elapsed() < PATIENCE, "{}", kept.log());
+            thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let mut rng = Rng::new(9);
+    run_beside(guests.into(), 60, || {
+        let mut upgrade = bench.command("upgrade", &["--control", "one.control"]);
+        let upgrade = upgrade.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut upgrade = upgrade.spawn().unwrap();
+        thread::sleep(Duration::from_micros(rng.below(60_000)));
+        // Whatever they are doing by now.
+        let server = kept.server();
+        let victim = match rng.below(2) {
+            0 => server,
+            _ => server.and_then(|server| successor_of(&server)),
+        };
+        if let Some(victim) = victim {
+            Kept::send("KILL", &victim);
+        }
+        // It may wait for a process that has ended.
+        let _ = upgrade.kill();
+        upgrade.wait().unwrap();
+        succeed("list");
+    });
+    // The last one may be under way still.
+    succeed("upgrade");
+    kept.stop();
+}
+
 /// CSTS.
 const STATUS: u64 = 0x1C;
 /// CSTS.RDY and CSTS.CFS.

@@ -7,9 +7,13 @@
 //! | 3 | lets go of all leases, says so | takes up all functions, says that it serves them |
 //! | 4 | ends | offers its other sockets |
 //!
-//! Until step 2 is done, the server goes on if its successor ends, is late or cannot read a state. From then on, the
-//! successor is what the keeper starts again after its death, and the server does nothing but end: its functions rest for
-//! good.
+//! Until step 2 is done, the server goes on if its successor is late or cannot read a state. From then on, the successor is
+//! what the keeper starts again after its death, and the server does nothing but end: its functions rest for good.
+//!
+//! | death | before the naming | between the naming and the word that it ends | after the word |
+//! |---|---|---|---|
+//! | of the server | the successor ends, the keeper starts another server | the same | the successor goes on |
+//! | of the successor | the server goes on | the keeper ends the server, and starts another one | the same |
 //!
 //! A server that has something which no process can have beside it, such as a physical drive, says nothing in step 3. Its
 //! successor goes on once it has ended. So does the successor of a server of an earlier release.

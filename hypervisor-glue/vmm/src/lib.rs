@@ -111,6 +111,7 @@
 )]
 #![cfg_attr(not(all(feature = "kvm", target_arch = "x86_64")), forbid(unsafe_code))]
 
+mod apic;
 mod clerk;
 pub mod control;
 mod device;
@@ -127,6 +128,7 @@ mod start;
 mod tests;
 mod vmm;
 
+pub use apic::local_apic;
 pub use device::{DeviceError, FunctionDevice, Remake};
 pub use doorbells::DoorbellFigures;
 pub use nvme_mpt::memory::Mapping;

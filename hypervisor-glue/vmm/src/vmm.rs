@@ -78,7 +78,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     }
 
     /// Returns the thread that runs the vCPU to which the hypervisor delivers `message`; `None` if that is not known, or
-    /// there are several.
+    /// there are several. [`local_apic`](crate::local_apic) reads the message on a PC.
     ///
     /// A poller of `poll=dedicated@vcpu` stays beside that thread. It reads the thread's processors ten times a second while
     /// it is awake, so a thread that is moved needs no call. A VMM that gives a vCPU another thread calls

@@ -1,6 +1,7 @@
 //! A Cloud Hypervisor of the user's: a stock one has functions of `nvme-mpt serve`, one with our patch has
 //! them in its own process.
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -69,30 +70,53 @@ pub fn assignment() -> String {
     )
 }
 
-impl CloudHypervisor {
-    /// Asks it for something (Cloud Hypervisor, docs/api.md).
-    fn ask(&self, asked: &str, body: &Value) -> Result<(), VmmsError> {
-        let path = self.folder.join("api");
-        let file = || VmmsError::file(&path);
-        let mut stream = UnixStream::connect(&path).map_err(file())?;
-        stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
-        let body = body.to_string();
-        write!(
-            stream,
-            "PUT /api/v1/{asked} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
-             Content-Length: {}\r\n\r\n{body}",
-            body.len()
-        )
-        .map_err(file())?;
-        let answer = Answer::read(BufReader::new(stream)).map_err(file())?;
-        if answer.is_success() {
-            return Ok(());
-        }
-        Err(VmmsError::Refused {
-            asked: format!("{asked} {body}"),
-            answer: format!("{}\n{}", answer.status, answer.body),
-        })
+/// Starts the one that the user names with `arguments`. Its API's socket and its log lie in `folder`.
+///
+/// # Errors
+/// If none is named, or it can't be started.
+pub fn spawn<S: AsRef<OsStr>>(
+    folder: &Path,
+    arguments: impl IntoIterator<Item = S>,
+) -> Result<Supervised, VmmsError> {
+    let socket = api(folder);
+    // One of an earlier guest may still lie there.
+    let _ = std::fs::remove_file(&socket);
+    let mut command = Command::new(named().ok_or(VmmsError::NotNamed)?);
+    command
+        .args(["--api-socket", &format!("path={}", socket.display())])
+        .args(arguments);
+    Ok(Supervised::spawn(NAME, &command, &folder.join("vmm.log"))?)
+}
+
+/// Asks the one of that folder for something (Cloud Hypervisor, docs/api.md).
+///
+/// # Errors
+/// If it does not answer, or refuses.
+pub fn ask(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError> {
+    let path = api(folder);
+    let file = || VmmsError::file(&path);
+    let mut stream = UnixStream::connect(&path).map_err(file())?;
+    stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
+    let body = body.to_string();
+    write!(
+        stream,
+        "PUT /api/v1/{asked} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .map_err(file())?;
+    let answer = Answer::read(BufReader::new(stream)).map_err(file())?;
+    if answer.is_success() {
+        return Ok(());
     }
+    Err(VmmsError::Refused {
+        asked: format!("{asked} {body}"),
+        answer: format!("{}\n{}", answer.status, answer.body),
+    })
+}
+
+fn api(folder: &Path) -> PathBuf {
+    folder.join("api")
 }
 
 /// An answer to a request (RFC 9112).
@@ -166,44 +190,44 @@ impl Vmm for CloudHypervisor {
                 setup.folder,
             )?)
         };
-        for socket in ["agent", "api"] {
-            // One of an earlier guest may still lie there.
-            let _ = std::fs::remove_file(setup.folder.join(socket));
-        }
-        let path = |name: &str| setup.folder.join(name).display().to_string();
-        let (kernel, console) = (&setup.assets.kernel, setup.folder.join("console"));
-        let mut command = Command::new(binary);
-        command
-            .arg("--kernel")
-            .arg(&kernel.image)
-            .arg("--cmdline")
-            .arg(format!(
-                "console=hvc0 loglevel=5 panic=-1 agent=ttyS0 {RESET_BY_ACPI} {}",
-                setup.root_arguments()
-            ))
-            .args(["--cpus", &format!("boot={}", setup.vcpus)])
-            // A server maps it.
-            .args(["--memory", &format!("size={MEMORY_MIB}M,shared=on")])
-            .args(["--console", &format!("file={}", console.display())])
-            .args(["--serial", &format!("socket={}", path("agent"))])
-            .args(["--api-socket", &format!("path={}", path("api"))]);
-        if let Some(initramfs) = setup.initramfs() {
-            command.arg("--initramfs").arg(initramfs);
-        }
-        match &server {
+        let (agent, console) = (setup.folder.join("agent"), setup.folder.join("console"));
+        // One of an earlier guest may still lie there.
+        let _ = std::fs::remove_file(&agent);
+        let kernel = &setup.assets.kernel;
+        let command_line = format!(
+            "console=hvc0 loglevel=5 panic=-1 agent=ttyS0 {RESET_BY_ACPI} {}",
+            setup.root_arguments()
+        );
+        let function = match &server {
             Some(server) => {
                 let (socket, id) = (server.socket(&setup.first.id), &setup.first.id);
                 let device = format!("socket={},id={id}", socket.display());
-                command.args(["--user-device", &device]);
+                ["--user-device".to_owned(), device]
             }
-            None => {
-                let state = setup.state_dir.display();
-                let function = format!("{},state_dir={state}", setup.first.in_process());
-                command.args([OPTION, &function]);
-            }
-        }
-        let mut vmm = Supervised::spawn(NAME, &command, &setup.folder.join("vmm.log"))?;
-        let stream = connect(&setup.folder.join("agent"), || Ok(vmm.ended()?.is_some()))?;
+            None => [
+                OPTION.to_owned(),
+                format!(
+                    "{},state_dir={}",
+                    setup.first.in_process(),
+                    setup.state_dir.display()
+                ),
+            ],
+        };
+        let initramfs = setup.initramfs();
+        let initramfs = initramfs.map(|path| ["--initramfs".into(), path.display().to_string()]);
+        let arguments = [
+            ["--kernel".into(), kernel.image.display().to_string()],
+            ["--cmdline".into(), command_line],
+            ["--cpus".into(), format!("boot={}", setup.vcpus)],
+            // A server maps it.
+            ["--memory".into(), format!("size={MEMORY_MIB}M,shared=on")],
+            ["--console".into(), format!("file={}", console.display())],
+            ["--serial".into(), format!("socket={}", agent.display())],
+            function,
+        ];
+        let arguments = arguments.into_iter().chain(initramfs).flatten();
+        let mut vmm = spawn(setup.folder, arguments)?;
+        let stream = connect(&agent, || Ok(vmm.ended()?.is_some()))?;
         // It raises one interrupt for all that comes over its serial port at once.
         let guest = Agent::new("guest", &kernel.name, &console, vmm, stream)?.remind();
         guest.await_ready(BOOT_PATIENCE)?;
@@ -225,19 +249,20 @@ impl Vmm for CloudHypervisor {
         match &self.server {
             Some(server) => {
                 let device = json!({"id": id, "socket": server.socket(id)});
-                self.ask("vm.add-user-device", &device)
+                ask(&self.folder, "vm.add-user-device", &device)
             }
             None => {
                 let mut function = Value::from_iter(self.pluggable.pairs());
                 function["state_dir"] = json!(self.state_dir);
-                self.ask("vm.add-nvme-mpt", &function)
+                ask(&self.folder, "vm.add-nvme-mpt", &function)
             }
         }
     }
 
     fn unplug(&mut self, _: &str) -> Result<Outcome, VmmsError> {
         // The guest gets the request, and lets go of the function.
-        self.ask("vm.remove-device", &json!({"id": self.pluggable.id}))?;
+        let device = json!({"id": self.pluggable.id});
+        ask(&self.folder, "vm.remove-device", &device)?;
         Ok(Outcome::Done)
     }
 

@@ -1,4 +1,4 @@
-//! Guests of the reference VMM, which has the function in its own process.
+//! Guests of VMMs that have the function in their own process: the reference VMM, and a Cloud Hypervisor with the patch.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -6,12 +6,14 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use integration::process::{ProcessError, at_work, file_tail};
+use integration::process::{ProcessError, Supervised, at_work, file_tail};
 use integration::provision::{Assets, KernelChoice};
 use integration::vmm::counters::{KvmCounters, has_foreign_registers};
-use integration::vmms::reference;
+use integration::vmms::{cloud_hypervisor, reference};
+use serde_json::json;
 
 use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
+use crate::vmms::is_patched_cloud_hypervisor_named;
 use crate::{Group, Refused, exits, init};
 
 pub(crate) const GROUP: Group = Group::Inside {
@@ -38,6 +40,10 @@ pub(crate) const GROUP: Group = Group::Inside {
         (
             "pollers_stay_beside_their_vcpus",
             pollers_stay_beside_their_vcpus,
+        ),
+        (
+            "cloud_hypervisor_pollers_stay_beside_their_vcpus",
+            cloud_hypervisor_pollers_stay_beside_their_vcpus,
         ),
     ],
 };
@@ -68,6 +74,25 @@ fn root_on_a_servers_drive(bench: &Bench) -> Result<(), Failure> {
     verify(bench, &KernelChoice::V6_12, "auto", 2, Owner::Server)
 }
 
+/// Parameter of a kernel that takes no messages.
+const NO_MESSAGES: &str = "pci=nomsi";
+
+/// Returns the script of a guest with [`NO_MESSAGES`].
+fn script_with_the_pin() -> String {
+    init::script(&format!(
+        "{VERIFY}echo guest: pin $(grep -c 'IO-APIC.*nvme0q0' /proc/interrupts)
+        echo guest: ignored $(dmesg | grep -c 'nobody cared')\n"
+    ))
+}
+
+/// Lines that it says.
+const SAID_WITH_THE_PIN: [&str; 4] = [
+    "guest: verified",
+    "guest: same",
+    "guest: pin 1",
+    "guest: ignored 0",
+];
+
 /// Text by which a guest asks for its further function.
 const PLUG: &str = "guest: plug";
 
@@ -87,7 +112,7 @@ fn root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
         "
     );
     let plugged = format!("path={},id=later", later.display());
-    let command_line = format!("{} pci=nomsi", init::COMMAND_LINE);
+    let command_line = format!("{} {NO_MESSAGES}", init::COMMAND_LINE);
     let said = boot_with(
         bench,
         &KernelChoice::V6_12,
@@ -105,6 +130,34 @@ fn root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
     }
     fs::remove_file(&later).map_err(at(&later))?;
     Ok(())
+}
+
+/// Starts a Cloud Hypervisor with the patch and two vCPUs, with its guest's root on a function. `options` are some of the
+/// function's. Returns the guest's console as well.
+fn spawn_cloud_hypervisor(
+    bench: &Bench,
+    assets: &Assets,
+    image: &Path,
+    options: &str,
+) -> Result<(Supervised, PathBuf), Failure> {
+    let console = bench.folder().join("console");
+    let state_dir = bench.state_dir();
+    let function = format!(
+        "path={},{options},state_dir={}",
+        image.display(),
+        state_dir.display()
+    );
+    let machine = [
+        ["--kernel", &assets.kernel.image.display().to_string()],
+        ["--memory", "size=384M,shared=on"],
+        ["--cpus", "boot=2,max=2"],
+        ["--cmdline", init::COMMAND_LINE],
+        ["--console", "off"],
+        ["--serial", &format!("file={}", console.display())],
+        ["--nvme-mpt", &function],
+    ];
+    let vmm = cloud_hypervisor::spawn(bench.folder(), machine.as_flattened())?;
+    Ok((vmm, console))
 }
 
 /// Servers that are killed one after the other, each under a pass of the guest's I/O.
@@ -140,35 +193,32 @@ echo guest: errors $(dmesg | grep -cE 'Buffer I/O|I/O Cmd|I/O error|EXT4-fs (err
         &["--cpus", "2"],
     )?;
     let passes = (1..=KILLS).flat_map(|pass| [format!("verified {pass}"), format!("same {pass}")]);
-    for wanted in passes.chain(["resets 0".to_owned(), "errors 0".to_owned()]) {
-        let wanted = format!("guest: {wanted}");
-        expect(
-            said.lines().any(|line| line.trim_end().ends_with(&wanted)),
-            || {
-                format!(
-                    "The guest does not say {wanted:?}:
-{said}"
-                )
-            },
-        )?;
-    }
-    Ok(())
+    let wanted = passes.chain(["resets 0".to_owned(), "errors 0".to_owned()]);
+    expect_lines(&said, wanted.map(|wanted| format!("guest: {wanted}")))
 }
+
+/// A load of two vCPUs that both read, for as many seconds.
+fn reads(seconds: u32) -> String {
+    format!(
+        "fio --name=read --filename=/data --size=8m --rw=randread --bs=4k --direct=1 --numjobs=2 \
+         --cpus_allowed=0-1 --cpus_allowed_policy=split --time_based --runtime={seconds} --output=/tmp/fio"
+    )
+}
+
+/// Options of a function whose pollers follow vCPUs. Mapped doorbells would have a poller for the admin queue first.
+const BESIDE: &str = "doorbells=shadow,poll=dedicated@vcpu";
+
+/// Processors of two vCPUs, one after the other.
+const PLACES: [[&str; 2]; 3] = [["0", "1"], ["1", "0"], ["0", "1"]];
 
 /// A guest with two vCPUs that both read. The VMM's threads of the vCPUs are pinned to one processor each, then to the
 /// other one. The poller of each vCPU's queue goes to the processor that the vCPU does not have.
 fn pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
-    let read = "fio --name=read --filename=/data --size=8m --rw=randread --bs=4k --direct=1 --numjobs=2 \
-                --cpus_allowed=0-1 --cpus_allowed_policy=split --time_based --runtime=3600 --output=/tmp/fio";
     let assets = Assets::provide(&KernelChoice::V6_12)?;
-    let image = root(bench, &assets, &init::script(read))?;
+    let image = root(bench, &assets, &init::script(&reads(3600)))?;
     let console = bench.folder().join("console");
     let kernel = assets.kernel.image.display().to_string();
-    // Mapped doorbells would have a poller for the admin queue first.
-    let function = format!(
-        "path={},doorbells=shadow,poll=dedicated@vcpu",
-        image.display()
-    );
+    let function = format!("path={},{BESIDE}", image.display());
     let machine = [
         ["--kernel", kernel.as_str()],
         ["--memory", "384"],
@@ -178,28 +228,77 @@ fn pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
     ];
     let machine = machine.as_flattened();
     let mut vmm = reference::spawn(bench.folder(), &bench.state_dir(), &console, machine)?;
-    let pid = vmm.pid();
-    for processors in [["0", "1"], ["1", "0"], ["0", "1"]] {
-        for (number, processor) in processors.iter().enumerate() {
-            let vcpu = await_thread(pid, &format!("vcpu-{number}"))?;
-            sh(&format!("taskset -pc {processor} {vcpu}"))?;
-        }
-        let [first, second] = processors;
-        // Linux gives the first vCPU the first queue.
-        for (number, beside) in [second, first].into_iter().enumerate() {
-            let name = format!("poll-queue-{number}");
-            let poller = await_thread(pid, &name)?;
-            await_that(&format!("{name} on processor {beside}"), || {
-                let told = sh(&format!("taskset -pc {poller}"))?;
-                Ok(told.trim_end().ends_with(&format!(": {beside}")))
-            })?;
-        }
+    for processors in PLACES {
+        expect_pollers_beside(vmm.pid(), ["vcpu-0", "vcpu-1"], processors)?;
     }
     expect(vmm.ended()?.is_none(), || {
         format!("The VMM ended:\n{}", file_tail(&console))
     })?;
     vmm.kill();
     fs::remove_file(&image).map_err(at(&image))?;
+    Ok(())
+}
+
+/// The same in Cloud Hypervisor, with its filters of system calls. Then the second vCPU is unplugged and plugged again,
+/// which gives it another thread.
+fn cloud_hypervisor_pollers_stay_beside_their_vcpus(bench: &Bench) -> Result<(), Failure> {
+    const VCPUS: [&str; 2] = ["vcpu0", "vcpu1"];
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    let assets = Assets::provide(&KernelChoice::V6_12)?;
+    // A vCPU that is plugged is offline at first, and takes no load that began without it.
+    let script = format!(
+        "(while :; do echo 1 >/sys/devices/system/cpu/cpu1/online; sleep 1; done) >/dev/null 2>&1 &
+        while :; do {} || sleep 1; done",
+        reads(5)
+    );
+    let image = root(bench, &assets, &init::script(&script))?;
+    let (mut vmm, console) = spawn_cloud_hypervisor(bench, &assets, &image, BESIDE)?;
+    let pid = vmm.pid();
+    for processors in PLACES {
+        expect_pollers_beside(pid, VCPUS, processors)?;
+    }
+    let resize = |count: u32| {
+        let vcpus = json!({"desired_vcpus": count});
+        cloud_hypervisor::ask(bench.folder(), "vm.resize", &vcpus)
+    };
+    resize(1)?;
+    // The guest gives the second one up, and the VMM refuses another request until its thread has been joined.
+    await_that("the end of the second vCPU", || {
+        let there = sh(&format!("cat /proc/{pid}/task/*/comm || true"))?;
+        Ok(there.lines().all(|name| name != VCPUS[1]))
+    })?;
+    await_that("the second vCPU", || Ok(resize(2).is_ok()))?;
+    for processors in PLACES {
+        expect_pollers_beside(pid, VCPUS, processors)?;
+    }
+    expect(vmm.ended()?.is_none(), || {
+        let log = file_tail(&bench.folder().join("vmm.log"));
+        format!("The VMM ended:\n{}{log}", file_tail(&console))
+    })?;
+    vmm.kill();
+    fs::remove_file(&image).map_err(at(&image))?;
+    Ok(())
+}
+
+/// Pins the threads of two vCPUs to a processor each, and waits until the poller of each vCPU's queue is on the other
+/// vCPU's processor.
+fn expect_pollers_beside(pid: u32, vcpus: [&str; 2], processors: [&str; 2]) -> Result<(), Failure> {
+    for (vcpu, processor) in vcpus.into_iter().zip(processors) {
+        let vcpu = await_thread(pid, vcpu)?;
+        sh(&format!("taskset -pc {processor} {vcpu}"))?;
+    }
+    let [first, second] = processors;
+    // Linux gives the first vCPU the first queue.
+    for (number, beside) in [second, first].into_iter().enumerate() {
+        let name = format!("poll-queue-{number}");
+        let poller = await_thread(pid, &name)?;
+        await_that(&format!("{name} on processor {beside}"), || {
+            let told = sh(&format!("taskset -pc {poller}"))?;
+            Ok(told.trim_end().ends_with(&format!(": {beside}")))
+        })?;
+    }
     Ok(())
 }
 
@@ -238,14 +337,25 @@ fn verify(
     let arguments = ["--cpus", &cpus_argument];
     let function = (doorbells, owner);
     let said = boot(bench, kernel, &init::script(VERIFY), function, &arguments)?;
-    for wanted in [
-        &format!("guest: cpus {cpus}"),
+    let cpus = format!("guest: cpus {cpus}");
+    let wanted = [
+        cpus.as_str(),
         "guest: root /dev/root",
         "guest: model nvme-mpt file drive",
         "guest: identified",
         "guest: verified",
         "guest: same",
-    ] {
+    ];
+    expect_lines(&said, wanted)
+}
+
+/// Expects that a guest said each of these lines.
+fn expect_lines<S: AsRef<str>>(
+    said: &str,
+    wanted: impl IntoIterator<Item = S>,
+) -> Result<(), Failure> {
+    for wanted in wanted {
+        let wanted = wanted.as_ref();
         expect(
             said.lines().any(|line| line.trim_end().ends_with(wanted)),
             || format!("The guest does not say {wanted:?}:\n{said}"),
@@ -322,27 +432,36 @@ fn boot_with(
         await_that(PLUG, || Ok(said(&console)?.contains(PLUG)))?;
         reference::ask(bench.folder(), &format!("add {plugged}"))?;
     }
+    await_end(&mut vmm, &console)?;
+    if let Some(server) = &mut server {
+        await_that("the end of the lease", || Ok(server.list()?.is_empty()))?;
+        server.stop()?;
+    }
+    expect_in_order(&image)?;
+    said(&console)
+}
+
+/// Waits until a guest has turned itself off.
+fn await_end(vmm: &mut Supervised, console: &Path) -> Result<(), Failure> {
     let status = vmm.wait(PATIENCE).map_err(|error| match error {
         ProcessError::StillRuns { .. } if has_foreign_registers(vmm.pid()) => {
             Failure::from(format!("{error}, and it runs with its host's registers"))
         }
         ProcessError::StillRuns { .. } => {
-            let said = file_tail(&console);
+            let said = file_tail(console);
             Failure::from(format!("{error}:\n{}{said}", watch(vmm.pid())))
         }
         error => error.into(),
     })?;
     expect(status.success(), || {
-        format!("It ended with {status}:\n{}", file_tail(&console))
-    })?;
-    if let Some(server) = &mut server {
-        await_that("the end of the lease", || Ok(server.list()?.is_empty()))?;
-        server.stop()?;
-    }
-    // The image has the guest's writes, in a file system that was left in order.
+        format!("It ended with {status}:\n{}", file_tail(console))
+    })
+}
+
+/// Expects an image with the guest's writes, in a file system that was left in order, and removes it.
+fn expect_in_order(image: &Path) -> Result<(), Failure> {
     sh(&format!("e2fsck -fn {}", image.display()))?;
-    fs::remove_file(&image).map_err(at(&image))?;
-    said(&console)
+    fs::remove_file(image).map_err(at(image))
 }
 
 /// All that a guest has said on its console.

@@ -6,6 +6,8 @@ use std::ops::Range;
 use nvme_mpt_vmm::options::FunctionConfig;
 
 const PATCH: &str = include_str!("../../cloud-hypervisor/v53.0.patch");
+/// The module of the trait `Vmm`.
+const INTERFACE: &str = include_str!("../src/vmm.rs");
 
 /// The hunks of a file that the patch touches.
 struct Touched {
@@ -86,15 +88,39 @@ fn it_names_nothing_that_is_elsewhere_only() {
     }
 }
 
+/// The lines that the patch adds to the file whose path ends so.
+fn added(end: &str) -> String {
+    let files = touched();
+    let file = files.iter().find(|file| file.path.ends_with(end));
+    let hunks = file.expect("a file").hunks.iter();
+    let lines: Vec<&str> = hunks.flat_map(|hunk| hunk.lines.iter().copied()).collect();
+    lines.join("\n")
+}
+
+/// Methods with a body, too, which a VMM may leave out.
+#[test]
+fn it_implements_all_that_functions_ask_of_a_vmm() {
+    let vmm = added("device_manager/nvme_mpt.rs");
+    for (interface, methods) in [("Vmm", 8), ("Vectors", 2), ("Pin", 2)] {
+        let start = format!("pub trait {interface}:");
+        let lines = INTERFACE
+            .lines()
+            .skip_while(|line| !line.starts_with(&start));
+        let lines = lines.take_while(|line| *line != "}");
+        let names = lines.filter_map(|line| line.strip_prefix("    fn ")?.split('(').next());
+        let names: Vec<&str> = names.collect();
+        assert!(names.len() >= methods, "{interface}: {names:?}");
+        for name in names {
+            assert!(
+                vmm.contains(&format!("+    fn {name}(")),
+                "{interface}::{name}"
+            );
+        }
+    }
+}
+
 #[test]
 fn it_has_every_key_of_a_function() {
-    let files = touched();
-    let added = |end: &str| -> String {
-        let file = files.iter().find(|file| file.path.ends_with(end));
-        let hunks = file.expect("a file").hunks.iter();
-        let lines: Vec<&str> = hunks.flat_map(|hunk| hunk.lines.iter().copied()).collect();
-        lines.join("\n")
-    };
     let (api, syntax) = (added("cloud-hypervisor.yaml"), added("config/nvme_mpt.rs"));
     for key in FunctionConfig::KEYS {
         assert!(

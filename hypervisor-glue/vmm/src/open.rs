@@ -122,9 +122,10 @@ impl Ledgers {
     }
 
     /// Leaves what the next process finds of the ledger of private drives: this process ends, and changes nothing of it any
-    /// more.
-    pub fn leave(&self) {
-        self.private.leave();
+    /// more. Returns whether it has let go of all leases of private drives. The next process finds no other one held, and
+    /// could give its range away.
+    pub fn leave(&self) -> bool {
+        self.private.leave()
     }
 
     /// Returns the same ledgers, which are asked for leases by the right of `claim`.

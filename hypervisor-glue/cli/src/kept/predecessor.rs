@@ -15,8 +15,8 @@
 //! | of the server | the successor ends, the keeper starts another server | the same | the successor goes on |
 //! | of the successor | the server goes on | the keeper ends the server, and starts another one | the same |
 //!
-//! A server that has something which no process can have beside it, such as a physical drive, says nothing in step 3. Its
-//! successor goes on once it has ended. So does the successor of a server of an earlier release.
+//! A server says nothing in step 3 if it has a lease of a VMM, or a drive that one process alone can have, such as a physical
+//! one. Its successor goes on once it has ended. So does the successor of a server of an earlier release.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};

@@ -154,8 +154,27 @@ pub(super) struct LeaseTable {
     used: Mutex<BTreeMap<String, Used>>,
     /// Messages about the VMMs of each user, who could connect without end.
     budgets: Mutex<BTreeMap<u32, Budget>>,
+    making: Mutex<Making>,
     /// The server ends.
     ends: AtomicBool,
+}
+
+/// Leases that are being made.
+#[derive(Debug, Default)]
+struct Making {
+    count: usize,
+    /// No more leases are made.
+    is_over: bool,
+}
+
+/// A lease that is being made, until this is dropped.
+#[derive(Debug)]
+struct BeingMade<'a>(&'a LeaseTable);
+
+impl Drop for BeingMade<'_> {
+    fn drop(&mut self) {
+        self.0.making().count -= 1;
+    }
 }
 
 impl LeaseTable {
@@ -174,8 +193,45 @@ impl LeaseTable {
             connections: Mutex::default(),
             used: Mutex::default(),
             budgets: Mutex::default(),
+            making: Mutex::default(),
             ends: AtomicBool::new(false),
         })
+    }
+
+    fn making(&self) -> MutexGuard<'_, Making> {
+        // Each change is complete before anything can panic.
+        self.making.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes no more leases, as another process takes the place of this one. Returns whether no VMM has a lease, or is
+    /// about to get one. With one, this process has to end before the next one goes on. The next one finds no leases of
+    /// private drives. The kernel would report a lost write to one process alone.
+    pub(super) fn leave(&self) -> bool {
+        let are_made = {
+            let mut making = self.making();
+            making.is_over = true;
+            making.count > 0
+        };
+        // A thread that makes a lease may read the ledger with the lock. One that has made it has left it in the table.
+        !are_made && self.connections().values().all(|one| one.lease.is_none())
+    }
+
+    /// Notes that a lease is being made. A VMM that comes after [`Self::leave`] waits for the end of this process. Returns
+    /// `None` if the VMM waits no more.
+    fn begin_to_make(&self, stop: &AtomicBool) -> Option<BeingMade<'_>> {
+        loop {
+            {
+                let mut making = self.making();
+                if !making.is_over {
+                    making.count += 1;
+                    return Some(BeingMade(self));
+                }
+            }
+            if stop.load(Ordering::Relaxed) {
+                return None;
+            }
+            clock::sleep(RETRY);
+        }
     }
 
     fn connections(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
@@ -431,6 +487,10 @@ impl LeaseTable {
                 "The function brought the server down {count} times: detach the drive and attach it again"
             ));
         }
+        let Some(_being_made) = self.begin_to_make(stop) else {
+            let reason = "another process takes the place of the server";
+            return Admission::Refused(reason.to_owned());
+        };
         let open = || self.open(&options, claim, reader, parts, stop);
         let attachment = match crash::recorded(crashes.as_ref(), open) {
             Ok(attachment) => Arc::new(attachment),
@@ -882,6 +942,50 @@ mod tests {
                 Admission::NotServed => panic!("the drive is open"),
             }
         }
+    }
+
+    #[test]
+    fn a_server_that_is_replaced_knows_of_leases_of_vmms_and_makes_no_more() {
+        let bench = Bench::new(1 << 20, "id=a");
+        let Bench {
+            table,
+            options,
+            peer,
+            ..
+        } = &bench;
+        let stop = AtomicBool::new(false);
+        let being_made = table.begin_to_make(&stop).unwrap();
+        assert!(!table.leave(), "a VMM is about to get a lease");
+        drop(being_made);
+        assert!(table.leave());
+        // Its VMM has gone, and does not wait for the end of this process.
+        stop.store(true, Ordering::Relaxed);
+        let Admission::Refused(reason) = table.admit(0, *peer, options, None, &stop) else {
+            panic!("a lease that the next process does not know of");
+        };
+        assert!(reason.contains("another process"), "{reason}");
+
+        let bench = Bench::new(1 << 20, "id=a");
+        let Bench {
+            table,
+            options,
+            peer,
+            ..
+        } = &bench;
+        let stop = AtomicBool::new(false);
+        let (stream, _vmm) = UnixStream::pair().unwrap();
+        let connection = Connection {
+            stream,
+            peer: *peer,
+            thread: None,
+            lease: None,
+            end: End::Gone,
+        };
+        table.connections().insert(0, connection);
+        let Admission::Attached(_host) = table.admit(0, *peer, options, None, &stop) else {
+            panic!("no lease");
+        };
+        assert!(!table.leave(), "a VMM has a lease");
     }
 
     #[test]

@@ -62,8 +62,11 @@ impl Roster {
         for offer in &self.offers {
             offer.let_go();
         }
+        // Functions in VMMs go on until this process ends.
+        let have_vmms_none = self.terms.leases.leave();
         // A function that was removed may have commands in flight, and ends with them.
-        self.terms.ledgers.leave();
+        let are_all_let_go = self.terms.ledgers.leave();
+        let goes_on_beside = goes_on_beside && have_vmms_none && are_all_let_go;
         if goes_on_beside && let Err(error) = successor.let_go_on() {
             let error = report::chain(&error);
             log::warn!("Process {number} does not serve all functions yet, or has ended: {error}");

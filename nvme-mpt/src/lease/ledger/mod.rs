@@ -94,13 +94,18 @@ impl Ledger {
     }
 
     /// Leaves the memory file of a [kept](Self::kept) ledger to the next process. Changes are those of this process alone from
-    /// now on, until it ends.
-    pub fn leave(&self) {
-        if let Book::Process {
-            kept: Some(kept), ..
-        } = &*self.0
-        {
-            lock(kept).leave();
+    /// now on, until it ends. Returns whether this process has [let go](Lease::let_go) of all its leases. The next process
+    /// knows of none: with one that is left, this process has to end before the next one gives out leases.
+    pub fn leave(&self) -> bool {
+        match &*self.0 {
+            Book::Folder { .. } => true,
+            Book::Process { records, kept, .. } => {
+                let records = lock(records);
+                if let Some(kept) = kept {
+                    lock(kept).leave();
+                }
+                records.leases.is_empty()
+            }
         }
     }
 
@@ -815,13 +820,19 @@ impl Lease {
         })
     }
 
-    /// Lets go of the lease for the process after this one, which takes it over as that of a holder that died. The ledger
-    /// has it until then. This process ends at once, and does nothing with the lease's bytes any more.
+    /// Lets go of the lease for the process after this one, which takes it over as that of a holder that died. A ledger in a
+    /// folder has it until then. This process ends at once, and does nothing with the lease's bytes any more.
     pub fn let_go(&self) {
         self.is_let_go.store(true, Ordering::Relaxed);
-        if let (Book::Folder { unnamed, .. }, Some(slot)) = (&*self.ledger.0, self.slot) {
-            // The next process is named for it.
-            lock(unnamed).remove(&slot);
+        match (&*self.ledger.0, self.slot) {
+            (Book::Folder { unnamed, .. }, Some(slot)) => {
+                // The next process is named for it.
+                lock(unnamed).remove(&slot);
+            }
+            (Book::Process { records, .. }, Some(slot)) => {
+                lock(records).remove(slot);
+            }
+            (_, None) => {}
         }
         if let Some(holder) = &self.holder {
             holder.let_go();

@@ -745,3 +745,14 @@ fn a_kept_ledger_that_was_left_is_not_written_any_more() {
     let error = kept().acquire(&strict("b", "1G+1G")).unwrap_err();
     assert!(matches!(error, LeaseError::OthersData { .. }), "{error}");
 }
+
+#[test]
+fn a_kept_ledger_that_is_left_knows_of_leases_that_were_not_let_go_of() {
+    let ledger = Ledger::kept(tempfile::tempfile().unwrap()).unwrap();
+    let handed_over = ledger.acquire(&request("a", "0+1G")).unwrap();
+    let in_vmm = ledger.acquire(&request("b", "1G+1G")).unwrap();
+    handed_over.let_go();
+    assert!(!ledger.leave());
+    drop(in_vmm);
+    assert!(ledger.leave());
+}

@@ -176,6 +176,9 @@ impl Keeping {
             registry.know(&name, &descriptors)?;
             kept.insert(name, descriptors);
         }
+        if leaving.is_some() {
+            registry.settle()?;
+        }
         let mut state = State {
             surviving: BTreeMap::new(),
             private: private_ledger(&registry, kept.remove(LEASES).unwrap_or_default())?,

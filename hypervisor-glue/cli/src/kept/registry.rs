@@ -57,12 +57,37 @@ impl Registry {
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<(), KeepError> {
         if !self.keep(name, descriptors)? {
-            let max = self.store.max();
-            log::error!(
-                "The keeper stores {max} descriptors and has no room for {what}. An upgrade passes it on, but it is lost \
-                 if this server dies. Raise FileDescriptorStoreMax= and FDSTORE= of the systemd unit, or RLIMIT_NOFILE of \
-                 nvme-mpt keep, which stores up to 4096; or serve fewer functions"
-            );
+            self.report_left_out(what);
+        }
+        Ok(())
+    }
+
+    fn report_left_out(&self, what: &str) {
+        let max = self.store.max();
+        log::error!(
+            "The keeper stores {max} descriptors and has no room for {what}. An upgrade passes it on, but it is lost \
+             if this server dies. Raise FileDescriptorStoreMax= and FDSTORE= of the systemd unit, or RLIMIT_NOFILE of \
+             nvme-mpt keep, which stores up to 4096; or serve fewer functions"
+        );
+    }
+
+    /// Has the keeper store what it has room for of all that this process [knows](Self::know). A server passes all on to its
+    /// successor, also what the keeper has no room for, and the successor counts in another order.
+    pub(super) fn settle(&self) -> Result<(), KeepError> {
+        let entries = self.entries();
+        let (left_out, stored): (Vec<_>, Vec<_>) =
+            entries.iter().partition(|(_, entry)| entry.is_left_out);
+        if left_out.is_empty() {
+            return Ok(());
+        }
+        for (name, _) in left_out {
+            self.store.forget(name)?;
+            self.report_left_out(name);
+        }
+        for (name, entry) in stored {
+            // The keeper stores no descriptor twice.
+            let descriptors: Vec<_> = entry.kept.iter().map(AsFd::as_fd).collect();
+            self.store.keep(name, &descriptors)?;
         }
         Ok(())
     }
@@ -192,6 +217,36 @@ mod tests {
         let removed = "FDSTOREREMOVE=1\nFDNAME=function-0";
         assert_eq!(message().as_deref(), Some(removed));
         assert_eq!(message(), Some(format!("{stored}1")));
+        assert_eq!(message(), None);
+    }
+
+    #[test]
+    fn the_keeper_stores_what_the_next_server_counts_as_stored() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let keeper = UnixDatagram::bind(&path).unwrap();
+        keeper.set_nonblocking(true).unwrap();
+        let message = || {
+            let mut buffer = [0; 512];
+            let length = keeper.recv(&mut buffer).ok()?;
+            Some(String::from_utf8(buffer[..length].to_vec()).unwrap())
+        };
+        let file = tempfile::tempfile().unwrap();
+        let passed_on = |max| {
+            let registry = Registry::new(Store::connect(path.as_os_str(), max).unwrap());
+            // The server before had the keeper store the ninth, and no room for the tenth.
+            for name in ["function-10", "function-9"] {
+                registry.know(name, &[file.as_fd(); 2]).unwrap();
+            }
+            registry
+        };
+        passed_on(4).settle().unwrap();
+        assert_eq!(message(), None, "the keeper has all");
+        passed_on(3).settle().unwrap();
+        let removed = "FDSTOREREMOVE=1\nFDNAME=function-9";
+        assert_eq!(message().as_deref(), Some(removed));
+        let stored = "FDSTORE=1\nFDPOLL=0\nFDNAME=function-10";
+        assert_eq!(message().as_deref(), Some(stored));
         assert_eq!(message(), None);
     }
 }

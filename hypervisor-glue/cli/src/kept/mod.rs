@@ -201,7 +201,12 @@ impl Keeping {
                     Err(error) => {
                         let error = report::chain(&error);
                         log::error!("{name} of the process before is lost: {error}");
-                        shelf.forget();
+                        if let Some(leaving) = &leaving {
+                            leaving.let_end();
+                            leaving.await_end().map_err(PredecessorError::from)?;
+                        }
+                        // Its socket is closed then, and its path is free for a function that is offered anew.
+                        shelf.forget_now();
                     }
                 }
             } else if let Some(bytes) = number_after(MEMORY, &name) {

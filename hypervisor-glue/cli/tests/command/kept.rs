@@ -992,6 +992,49 @@ fn a_function_that_brings_the_server_down_twice_is_set_aside() {
     kept.end();
 }
 
+/// Offset of the count of crashes in a function's live state (`nvme-mpt/src/live/mod.rs`).
+const CRASHES: u64 = 72;
+
+/// Writes a count of crashes into the live states of all functions of a server.
+fn set_crashes(server: &str, crashes: u64) {
+    let mut count = 0;
+    for entry in fs::read_dir(format!("/proc/{server}/fd")).unwrap() {
+        let path = entry.unwrap().path();
+        let leads_to = fs::read_link(&path).unwrap_or_default();
+        if leads_to.to_string_lossy().contains("nvme-mpt-live") {
+            let file = fs::File::options().write(true).open(&path).unwrap();
+            file.write_all_at(&crashes.to_le_bytes(), CRASHES).unwrap();
+            count += 1;
+        }
+    }
+    assert!(count > 0, "a live state");
+}
+
+#[test]
+fn a_function_that_the_next_server_does_not_take_up_is_offered_anew() {
+    let bench = Bench::new();
+    let functions = [
+        "path=drive.img,range=0+32M,socket=a.sock,id=a",
+        "path=drive.img,range=32M+16M,socket=b.sock,id=b",
+    ];
+    let kept = Kept::start(&bench, &functions);
+    let before = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+    set_crashes(&kept.server().unwrap(), 4);
+    kept.upgrade(&bench);
+    let log = kept.log();
+    assert_eq!(
+        log.matches("of the process before is lost").count(),
+        2,
+        "{log}"
+    );
+    // The server before listened on the sockets until then.
+    assert!(!log.contains("cannot be offered"), "{log}");
+    let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+    guest.administer();
+    drop((before, guest));
+    kept.stop();
+}
+
 #[test]
 fn a_server_that_was_brought_down_once_goes_on_with_all() {
     let bench = Bench::new();

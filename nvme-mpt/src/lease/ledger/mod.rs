@@ -238,18 +238,31 @@ impl Ledger {
         if slots.is_empty() {
             return Ok(());
         }
-        self.change(|records| {
+        self.name_holder_of(&slots, unnamed)?;
+        lock(unnamed).retain(|slot| !slots.contains(slot));
+        Ok(())
+    }
+
+    /// Enters this process for leases in `slots`, but for those that are not in `unnamed` any more.
+    fn name_holder_of(
+        &self,
+        slots: &BTreeSet<Slot>,
+        unnamed: &Mutex<BTreeSet<Slot>>,
+    ) -> Result<(), LeaseError> {
+        let name = |records: &mut Records| {
+            // With the ledger locked. One that was let go of since then may name the next process by now.
+            let unnamed = lock(unnamed);
             let mut found = false;
             for record in &mut records.leases {
-                if slots.contains(&Slot(record.slot)) {
+                let slot = Slot(record.slot);
+                if slots.contains(&slot) && unnamed.contains(&slot) {
                     record.pid = process_id();
                     found = true;
                 }
             }
             found
-        })?;
-        lock(unnamed).retain(|slot| !slots.contains(slot));
-        Ok(())
+        };
+        Ok(self.change(name)?)
     }
 
     /// Returns the terms of all ids that have some.

@@ -455,6 +455,23 @@ fn a_lease_that_was_let_go_of_belongs_to_the_next_process() {
 }
 
 #[test]
+fn a_process_that_waits_to_name_itself_leaves_the_name_of_the_next_one() {
+    let (dir, [ledger, _]) = both();
+    die(ledger.acquire(&request("a", "1G+1G")).unwrap());
+    let before = ledger.acquire(&request("a", "1G+1G")).unwrap();
+    let Book::Folder { unnamed, .. } = &*ledger.0 else {
+        panic!("a ledger in a folder");
+    };
+    // The thread that names the process has read them, and waits for the ledger.
+    let slots = lock(unnamed).clone();
+    assert_eq!(slots.len(), 1);
+    before.let_go();
+    let file = file_of(&dir);
+    ledger.name_holder_of(&slots, unnamed).unwrap();
+    assert_eq!(file_of(&dir), file, "nothing is written");
+}
+
+#[test]
 fn release_takes_stale_leases_and_refuses_held_ones() {
     let (_dir, [ledger, private]) = both();
     for ledger in [&ledger, &private] {

@@ -232,6 +232,27 @@ impl Keeping {
         })
     }
 
+    /// That of a process which replaces another one, and has nothing of it. Nothing answers for the keeper.
+    #[cfg(test)]
+    pub(crate) fn beside(folder: &Path, before: OwnedFd) -> Self {
+        let (Shelf { registry, .. }, _keeper) = Shelf::of_silent_keeper(folder);
+        Self {
+            registry,
+            state: Mutex::new(State {
+                surviving: BTreeMap::new(),
+                private: Ledger::in_process(),
+                memory: BTreeMap::new(),
+                drives: DriveBags::default(),
+                next_function: 0,
+            }),
+            stall_begin: StallBegin {
+                cause: StallCause::Upgrade,
+                at: Duration::ZERO,
+            },
+            leaving: Some(Leaving::of(before)),
+        }
+    }
+
     /// Returns whether this process replaces another server, which may have sockets until it has
     /// [ended](Self::await_predecessor).
     pub(crate) fn replaces_a_server(&self) -> bool {

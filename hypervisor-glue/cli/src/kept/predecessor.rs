@@ -153,6 +153,17 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
+    /// A server that listens to nothing any more.
+    #[cfg(test)]
+    pub(super) fn of(process: OwnedFd) -> Self {
+        let (socket, _) = UnixStream::pair().unwrap();
+        Self {
+            socket,
+            process,
+            told: Once::new(),
+        }
+    }
+
     /// Tells it that all functions are served which can be taken up beside it.
     pub(super) fn let_end(&self) {
         self.told.call_once(|| {

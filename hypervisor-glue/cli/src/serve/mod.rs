@@ -26,6 +26,7 @@ use std::path::{self, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver};
+use std::thread::JoinHandle;
 
 use nvme_mpt::Pollers;
 use nvme_mpt::clock::Rate;
@@ -197,15 +198,23 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let goes_on = keeper.is_some_and(Keeping::goes_on);
     let metrics = options.metrics.clone();
     let control = options.control.clone();
-    let bound = match keeper.is_some_and(Keeping::replaces_a_server) {
-        // Guests wait for their functions alone, and the server before may have its sockets still.
-        true => None,
-        false => Some(metrics_listener(&metrics, goes_on)?),
+    // Guests wait for their functions alone, and the server before may have its sockets still.
+    let replacing = keeping
+        .as_ref()
+        .filter(|keeping| keeping.replaces_a_server());
+    let late = replacing.and_then(|keeping| {
+        LateSockets::begin(keeping.clone(), control.clone(), metrics.clone(), goes_on).ok()
+    });
+    let bound = match replacing {
+        Some(_) => None,
+        None => Some(metrics_listener(&metrics, goes_on)?),
     };
     let (listener, roster) = start(options, prepared, keeping.clone(), stop, confined)?;
-    let bound = match listener.zip(bound) {
-        Some(bound) => Ok(bound),
-        None => bind_late(keeper, &control, &metrics, goes_on),
+    let bound = match (listener.zip(bound), late) {
+        (Some(bound), _) => Ok(bound),
+        (None, Some(late)) => late.bound(),
+        // There was no thread for it.
+        (None, None) => bind_late(keeper, &control, &metrics, goes_on),
     };
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
@@ -357,6 +366,36 @@ fn bind_late(
     }
     let metrics = metrics_listener(metrics, goes_on)?;
     Ok((bind_control(control)?, metrics))
+}
+
+/// Sockets of a server that replaces another one. A thread binds them as soon as that has ended, while functions are offered,
+/// which may take long. So no other server can have the control socket meanwhile, and with it the file of added functions.
+#[derive(Debug)]
+struct LateSockets(JoinHandle<Result<(ControlListener, MetricsListener), ServeError>>);
+
+impl LateSockets {
+    /// Begins to wait for the end of the server before.
+    fn begin(
+        keeping: Arc<Keeping>,
+        control: PathBuf,
+        metrics: MetricsOptions,
+        goes_on: bool,
+    ) -> io::Result<Self> {
+        let bind = move || {
+            crashes::end_by_panic();
+            bind_late(Some(&keeping), &control, &metrics, goes_on)
+        };
+        start_thread("sockets", bind).map(Self)
+    }
+
+    /// Waits until they are bound.
+    fn bound(self) -> Result<(ControlListener, MetricsListener), ServeError> {
+        let Self(thread) = self;
+        match thread.join() {
+            Ok(bound) => bound,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
 }
 
 /// Opens the place of the metrics. VMs of the server before, which go on, do not lose their drives for one that cannot be had.
@@ -579,5 +618,37 @@ impl Service for Controlled {
 
     fn change(&self, change: Change, reply: Reply) {
         self.changes.push(change, reply);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::process::{Command, Stdio};
+
+    use nvme_mpt::clock;
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+    use super::*;
+
+    #[test]
+    fn the_control_socket_waits_for_the_end_of_the_server_before_and_for_no_function() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new("cat");
+        let command = command.stdin(Stdio::piped()).stdout(Stdio::null());
+        let mut before = command.spawn().unwrap();
+        let process = pidfd_open(Pid::from_child(&before), PidfdFlags::empty()).unwrap();
+        let keeping = Arc::new(Keeping::beside(folder.path(), process));
+        let control = folder.path().join("control.sock");
+        let metrics = MetricsOptions::default();
+        let late = LateSockets::begin(keeping, control.clone(), metrics, true).unwrap();
+        UnixStream::connect(&control).unwrap_err();
+        drop(before.stdin.take());
+        before.wait().unwrap();
+        // Functions are offered meanwhile.
+        while UnixStream::connect(&control).is_err() {
+            clock::sleep(std::time::Duration::from_millis(1));
+        }
+        late.bound().unwrap();
     }
 }

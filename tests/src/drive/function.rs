@@ -46,6 +46,8 @@ pub struct ModelDrive {
     released: AtomicBool,
     judge_on_release: bool,
     admin_timeout: Mutex<Duration>,
+    /// Held by a test that has the release take its time.
+    release: Mutex<()>,
 }
 
 impl fmt::Debug for ModelDrive {
@@ -78,6 +80,7 @@ impl ModelDrive {
             released: AtomicBool::new(false),
             judge_on_release,
             admin_timeout: Mutex::new(ADMIN_TIMEOUT),
+            release: Mutex::new(()),
         });
         let hardware = Arc::downgrade(&drive);
         start_thread("model-drive", move || run(&hardware)).expect("a thread");
@@ -187,6 +190,11 @@ impl ModelDrive {
     /// Requests removal in order: its driver is asked to release it.
     pub fn request_removal(&self) {
         (&self.removal.1).write_all(&[1]).expect("room for a byte");
+    }
+
+    /// Has its driver wait in its release until the guard is dropped.
+    pub fn hold_release(&self) -> MutexGuard<'_, ()> {
+        self.release.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns whether its driver gave it up.
@@ -405,6 +413,7 @@ impl Backing for ModelDrive {
     }
 
     fn release(&self) {
+        drop(self.hold_release());
         // As closing a function does: it is reset, and reaches no memory.
         let mut controller = self.controller();
         let left_enabled = controller.cc & CC_ENABLE != 0 && self.answers();

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use nvme_mpt::drive::{HostController, Incidents};
+use nvme_mpt::drive::{HostController, Incidents, ReserveError};
 use nvme_mpt::poller::Threads;
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::drive::{
@@ -450,6 +450,28 @@ fn a_drive_that_goes_while_it_is_reset() {
         resets_begin(host);
         host.model.vanish();
     }));
+}
+
+#[test]
+fn a_drive_that_goes_while_it_is_reset_is_gone_before_it_is_given_back() {
+    let host = Host::with(scarce(), LONG);
+    // The reset waits for the answer to Number of Queues.
+    let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
+    host.model.inject(held);
+    host.model.fail();
+    wait_for("the reset", || host.model.counters().faults_met == 1);
+    // The kernel takes its time with a function that was pulled.
+    let release = host.model.hold_release();
+    host.model.vanish();
+    wait_for("the end", || host.incidents().gone);
+    let refused = host.drive.reserve("a lease", 1);
+    let Err(ReserveError::Io(error)) = &refused else {
+        panic!("{refused:?}");
+    };
+    assert_eq!(error.kind(), std::io::ErrorKind::NotConnected, "{error}");
+    assert!(!host.model.is_released());
+    drop(release);
+    is_buried((host, Vec::new()));
 }
 
 #[track_caller]

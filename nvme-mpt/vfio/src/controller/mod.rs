@@ -110,7 +110,7 @@ struct PhysicalDrive {
     admin: Mutex<AdminQueue>,
     /// Notified when the drive rests no more.
     goes_on: Condvar,
-    /// Notified when a reset is over.
+    /// Notified when a reset is over, and when the drive is given up.
     reset_over: Condvar,
     buffer: Option<DoorbellBuffer>,
     /// The drive failed for good, or was removed.

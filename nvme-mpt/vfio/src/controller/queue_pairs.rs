@@ -380,12 +380,18 @@ fn delete_one(
 }
 
 impl PhysicalDrive {
-    /// Returns the pairs, once no reset is under way.
+    /// Returns whether a reset is under way that the drive may come back from. One that is gone is given back within the
+    /// reset, which takes up to a minute.
+    fn may_come_back(&self, pairs: &QueuePairs) -> bool {
+        pairs.is_resetting && !self.is_gone()
+    }
+
+    /// Returns the pairs, once no reset is under way or the drive is gone.
     fn pairs_after_reset(&self) -> MutexGuard<'_, QueuePairs> {
         let pairs = lock(&self.pairs);
         let pairs = self
             .reset_over
-            .wait_while(pairs, |pairs| pairs.is_resetting);
+            .wait_while(pairs, |pairs| self.may_come_back(pairs));
         pairs.unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -394,9 +400,9 @@ impl PhysicalDrive {
         let pairs = lock(&self.pairs);
         let waited = self
             .reset_over
-            .wait_timeout_while(pairs, RESET_PATIENCE, |pairs| pairs.is_resetting);
+            .wait_timeout_while(pairs, RESET_PATIENCE, |pairs| self.may_come_back(pairs));
         let (pairs, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        match pairs.is_resetting {
+        match self.may_come_back(&pairs) {
             true => Err(ControllerError::Resetting),
             false => Ok(pairs),
         }

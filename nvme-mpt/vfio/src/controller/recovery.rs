@@ -7,7 +7,7 @@
 //! afterwards.
 //!
 //! A reset may take minutes, and does not hold the lock of the pairs meanwhile. Reservations end at once, and new ones are
-//! refused. A queue waits for its pair until the reset is over.
+//! refused. A queue waits for its pair until the reset is over, or the drive is given up.
 
 use std::sync::atomic::Ordering;
 
@@ -179,6 +179,8 @@ impl PhysicalDrive {
             self.gone.store(true, Ordering::Release);
             pairs.all()
         };
+        // Those who wait for the end of a reset learn of it now.
+        self.reset_over.notify_all();
         for (_, pair) in &pairs {
             pair.stop();
         }

@@ -12,11 +12,12 @@ use std::time::Duration;
 
 use nvme_mpt::Drive;
 use nvme_mpt::poller::Threads;
-use nvme_mpt_tests::command::{Sqe, io};
+use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::{
     DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options,
 };
+use nvme_mpt_tests::status::INTERNAL_ERROR;
 use nvme_vfio::{ControllerError, ControllerOptions, HandedOver, VfioController};
 
 use crate::common::{Host, LEASE, LONG, Machine, Setup, Suspended, queue_pair, wait_for};
@@ -164,6 +165,34 @@ fn commands_in_flight_end_before_the_next_process_has_the_drive() {
     // The poller that was forgotten may have rung the doorbell of a queue that is no more.
     assert_eq!(model.model_iommu().faults(), []);
     drop((disk, next, machine, queue, controller, host));
+}
+
+#[test]
+fn a_pair_that_was_refused_is_there_again_after_a_reset_in_the_next_process() {
+    let options = Options {
+        queue_pairs: 4,
+        ..options(DoorbellBufferUse::None)
+    };
+    let host = Host::with(options, LONG);
+    let total = |host: &Host| {
+        let pairs = host.drive.controller().queue_pairs();
+        pairs.expect("a bound").total
+    };
+    let model = host.model.clone();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let first = queue_pair(&mut controller, 1, 16);
+    let refuse = Effect::Fail(INTERNAL_ERROR, true);
+    model.inject(Fault::once(Meets::Admin(admin::CREATE_SQ), refuse));
+    let second = queue_pair(&mut controller, 2, 16);
+    assert_eq!(total(&host), 1);
+    let handed = hand_over(&host);
+    std::mem::forget((machine, host));
+    let host = go_on(&model, handed).unwrap();
+    assert_eq!(total(&host), 1);
+    model.fail();
+    wait_for("all pairs", || total(&host) == 4);
+    drop((first, second, controller, host));
 }
 
 #[test]

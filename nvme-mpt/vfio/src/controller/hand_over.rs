@@ -63,8 +63,11 @@ const STATE_MAX: u64 = 64 << 20;
 struct DriveState {
     version: u32,
     admin: AdminState,
-    /// I/O queue pairs that the drive granted.
+    /// I/O queue pairs that the drive has: fewer than it granted once it refused to create one.
     total: u16,
+    /// I/O queue pairs that the drive granted when it was opened. A process that does not say it means those above.
+    #[serde(default)]
+    granted: u16,
     /// I/O queue pairs that exist.
     created: u16,
     has_doorbell_buffer: bool,
@@ -205,6 +208,7 @@ impl PhysicalDrive {
             version: _,
             admin: positions,
             total,
+            granted,
             created,
             has_doorbell_buffer: _,
             mappings,
@@ -227,7 +231,7 @@ impl PhysicalDrive {
         let buffer = buffer.transpose()?;
         let identity = Identity::read(&mut admin, registers.version())?;
         let governor = Governor::new(options.learning.governor, Rate::of_this_machine());
-        let pairs = QueuePairs::new(total, registers.cap(), governor)?;
+        let pairs = QueuePairs::new(total, granted, registers.cap(), governor)?;
         admin.listen();
         Self::of_parts(DriveParts {
             backing,
@@ -272,6 +276,7 @@ impl PhysicalDrive {
             version: VERSION,
             admin: positions,
             total: pairs.total(),
+            granted: pairs.granted(),
             created: pairs.count(),
             has_doorbell_buffer: self.buffer.is_some(),
             mappings: self.space.mappings(Outdated::new(outdated)),

@@ -129,11 +129,16 @@ impl QueuePairs {
         let pairs = (room / (2 * Doorbell::spacing(cap.dstrd()))).saturating_sub(1);
         let fit = u16::try_from(pairs).unwrap_or(u16::MAX);
         let total = set_number_of_queues(admin)?.min(fit);
-        Self::new(total, cap, governor)
+        Self::new(total, total, cap, governor)
     }
 
-    /// Pairs of which none is created yet.
-    pub(super) fn new(total: u16, cap: Cap, governor: Governor) -> Result<Self, ControllerError> {
+    /// Pairs of which none is created yet: the drive has `total` of those that it `granted`.
+    pub(super) fn new(
+        total: u16,
+        granted: u16,
+        cap: Cap,
+        governor: Governor,
+    ) -> Result<Self, ControllerError> {
         if total == 0 {
             return Err(ControllerError::NoQueuePairs);
         }
@@ -141,7 +146,7 @@ impl QueuePairs {
         let entries = (u32::from(cap.mqes_z()) + 1).clamp(2, ENTRIES_MAX);
         let pairs = Self {
             total,
-            granted: total,
+            granted: granted.max(total),
             entries,
             pairs: Vec::new(),
             left: None,
@@ -170,6 +175,11 @@ impl QueuePairs {
 
     pub(super) fn total(&self) -> u16 {
         self.total
+    }
+
+    /// Returns the number of pairs that the drive granted when it was opened.
+    pub(super) fn granted(&self) -> u16 {
+        self.granted
     }
 
     /// Takes up what the drive grants after a reset. It has forgotten all queues, and may create pairs that it refused.

@@ -1,0 +1,110 @@
+//! `.ci/run` beside a cargo that does nothing: its order, its exit status and its end.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
+use std::thread::sleep;
+use std::time::Duration;
+
+use tempfile::TempDir;
+
+/// A program that one thread has just written is not started while another one starts a process.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Does what the test has in a file of the command's name. There is no cargo-deny.
+const CARGO: &str = r#"#!/bin/sh
+echo "$*" >>"$STUB/calls"
+case "$1" in
+deny) exit 1 ;;
+install) . "$STUB/install" ;;
+verify) [ $# -gt 1 ] || . "$STUB/verify" ;;
+esac
+"#;
+
+/// Runs the script with these ends of `cargo install` and the first `cargo verify`. Returns its output and the folder
+/// of its programs.
+fn run(install: &str, verify: &str) -> (Output, TempDir) {
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let programs = folder.path();
+    for (name, text) in [("install", install), ("verify", verify)] {
+        fs::write(programs.join(name), text).unwrap();
+    }
+    let none = "#!/bin/sh\nexit 1\n";
+    for (name, text) in [
+        ("cargo", CARGO),
+        ("cc", none),
+        ("c++", none),
+        ("apt-get", none),
+    ] {
+        let path = programs.join(name);
+        fs::write(&path, text).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let temporary = programs.join("temporary");
+    fs::create_dir(&temporary).unwrap();
+    let others = std::env::var_os("PATH").unwrap_or_default();
+    let paths = [programs.to_owned()].into_iter();
+    let paths = paths.chain(std::env::split_paths(&others));
+    let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../.ci/run");
+    let output = Command::new(script)
+        .env("PATH", std::env::join_paths(paths).unwrap())
+        .env("STUB", programs)
+        .env("TMPDIR", &temporary)
+        .output()
+        .unwrap();
+    assert_eq!(
+        fs::read_dir(temporary).unwrap().count(),
+        0,
+        "files are left"
+    );
+    (output, folder)
+}
+
+fn went_on(folder: &TempDir) -> bool {
+    let calls = fs::read_to_string(folder.path().join("calls")).unwrap();
+    calls.lines().any(|call| call.starts_with("verify --only "))
+}
+
+#[test]
+fn the_second_part_of_ci_follows_a_first_one_that_is_well() {
+    let (output, folder) = run(":", ":");
+    assert!(output.status.success(), "{output:?}");
+    assert!(went_on(&folder));
+}
+
+#[test]
+fn what_fails_first_is_the_exit_status_of_ci() {
+    for (install, verify) in [("echo no such crate; exit 101", ":"), (":", "exit 3")] {
+        let (output, folder) = run(install, verify);
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        assert!(!went_on(&folder));
+        let said = String::from_utf8_lossy(&output.stderr);
+        let is_told = said.lines().any(|line| line == "no such crate");
+        assert_eq!(is_told, install != ":", "{said}");
+    }
+}
+
+/// Returns whether a process works still. One that has ended stays until its parent has asked for its status.
+fn works(process: &str) -> bool {
+    let stat = fs::read_to_string(Path::new("/proc").join(process).join("stat"));
+    stat.is_ok_and(|stat| !stat.contains(") Z "))
+}
+
+#[test]
+fn nothing_of_a_ci_run_that_is_ended_goes_on() {
+    let install = "echo $$ >\"$STUB/new\"; mv \"$STUB/new\" \"$STUB/process\"; exec sleep 600";
+    let verify = "until [ -e \"$STUB/process\" ]; do sleep 0.01; done; kill -TERM $PPID";
+    let (output, folder) = run(install, verify);
+    assert!(!output.status.success(), "{output:?}");
+    assert!(!went_on(&folder));
+    let process = fs::read_to_string(folder.path().join("process")).unwrap();
+    let mut looks = 0;
+    while works(process.trim()) {
+        looks += 1;
+        assert!(looks < 18_000, "cargo-deny is built still");
+        sleep(Duration::from_millis(10));
+    }
+}

@@ -1,8 +1,8 @@
 //! Programs of the machine itself: asked for by name, installed by package where allowed.
 
+use std::fs::{self, File};
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 
 use super::ProvisionError;
 use crate::process;
@@ -22,26 +22,19 @@ pub struct Tool {
 /// # Errors
 /// If something is missing and can't be installed; the error names the command to run.
 pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
-    // apt refuses a second one beside it.
-    static INSTALLING: Mutex<()> = Mutex::new(());
-    let _installing = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
-    let missing: Vec<&Tool> = tools.iter().filter(|tool| !on_path(tool.program)).collect();
-    if missing.is_empty() {
+    // A package is not complete yet while another thread or process unpacks it.
+    let _turn = turn(&crate::target_dir().join("installing"))?;
+    let missing = |of: fn(&Tool) -> &'static str| {
+        let missing = tools.iter().filter(|tool| !on_path(tool.program));
+        missing.map(of).collect::<Vec<_>>().join(" ")
+    };
+    let programs = missing(|tool| tool.program);
+    if programs.is_empty() {
         return Ok(());
     }
-    let join = |of: fn(&Tool) -> &'static str| {
-        missing
-            .iter()
-            .map(|tool| of(tool))
-            .collect::<Vec<_>>()
-            .join(" ")
-    };
-    let packages = join(|tool| tool.package);
+    let packages = missing(|tool| tool.package);
     if !is_root() {
-        return Err(ProvisionError::Missing {
-            programs: join(|tool| tool.program),
-            packages,
-        });
+        return Err(ProvisionError::Missing { programs, packages });
     }
     let step = Step::start(format!("Installing {packages}"));
     let install = || {
@@ -61,6 +54,21 @@ pub fn ensure(tools: &[Tool]) -> Result<(), ProvisionError> {
     Ok(())
 }
 
+/// Waits until no thread and no other program of the workspace installs anything: apt refuses a second one beside it. The
+/// turn ends when the file is dropped.
+fn turn(path: &Path) -> Result<File, ProvisionError> {
+    let at = |source| ProvisionError::File {
+        path: path.to_owned(),
+        source,
+    };
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder).map_err(at)?;
+    }
+    let file = File::create(path).map_err(at)?;
+    file.lock().map_err(at)?;
+    Ok(file)
+}
+
 /// Returns whether a program can be found.
 pub fn on_path(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -75,4 +83,24 @@ pub fn on_path(program: &str) -> bool {
 /// Returns whether this process runs as root.
 pub fn is_root() -> bool {
     process::run(Command::new("id").arg("-u")).is_ok_and(|uid| uid.trim() == "0")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::TryLockError;
+
+    use super::*;
+
+    #[test]
+    fn one_process_at_a_time_installs_programs() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("target/installing");
+        let own = turn(&path).expect("a turn");
+        let other = File::open(&path).expect("the lock");
+        let taken = other.try_lock().expect_err("it is taken");
+        assert!(matches!(taken, TryLockError::WouldBlock), "{taken}");
+        drop(own);
+        // A program that was just started may have a copy for a moment.
+        other.lock().expect("the next turn");
+    }
 }

@@ -175,6 +175,8 @@ struct Step {
     is_shared_out: bool,
     /// Its builds are its own, so it runs beside the steps that share the workspace's build.
     is_beside: bool,
+    /// With `--full`, the step and those after it begin once those beside have ended: a busy machine may fail checks of it.
+    wants_quiet: bool,
     run: fn(&mut Context) -> Result<(), VerifyError>,
 }
 
@@ -261,25 +263,59 @@ pub fn run(options: &Options) -> Result<bool, VerifyError> {
     Ok(summarize(&outcomes, started.elapsed()))
 }
 
-/// Runs steps in their order. With more than one processor, those with builds of their own run beside the others and
-/// give way to them. Returns the outcomes in the order of the steps.
+/// Steps, with their places in the list.
+type Placed<'a> = Vec<(usize, &'a Step)>;
+
+/// Steps by the time at which they run.
+struct Lanes<'a> {
+    /// Those with builds of their own, which give way to the others.
+    beside: Placed<'a>,
+    /// Those that run meanwhile.
+    first: Placed<'a>,
+    /// Those that run once all others have ended.
+    last: Placed<'a>,
+}
+
+impl<'a> Lanes<'a> {
+    fn of(steps: &[&'a Step], is_full: bool, processors: usize) -> Self {
+        let is_beside = |(_, step): &(usize, &Step)| processors > 1 && step.is_beside;
+        let placed = steps.iter().copied().enumerate();
+        let (beside, mut first): (Placed<'_>, Placed<'_>) = placed.partition(is_beside);
+        let quiet = first
+            .iter()
+            .position(|(_, step)| is_full && step.wants_quiet);
+        let last = first.split_off(quiet.unwrap_or(first.len()));
+        Self {
+            beside,
+            first,
+            last,
+        }
+    }
+}
+
+/// Runs steps in their order, by their [lanes](Lanes). Returns the outcomes in the order of the steps.
 fn run_steps(steps: &[&Step], options: &Options, folder: &Path, processors: usize) -> Vec<Outcome> {
-    let run = |beside: bool| -> Vec<(usize, Outcome)> {
-        let steps = steps.iter().enumerate();
-        let steps = steps.filter(|(_, step)| (processors > 1 && step.is_beside) == beside);
+    let run = |steps: Placed<'_>| -> Vec<(usize, Outcome)> {
+        let steps = steps.into_iter();
         steps
             .map(|(place, step)| (place, run_step(step, options, folder)))
             .collect()
     };
+    let Lanes {
+        beside,
+        first,
+        last,
+    } = Lanes::of(steps, options.full, processors);
     let mut outcomes = thread::scope(|scope| {
         let beside = scope.spawn(|| {
             process::give_way();
-            run(true)
+            run(beside)
         });
-        let mut outcomes = run(false);
+        let mut outcomes = run(first);
         outcomes.extend(beside.join().unwrap_or_else(|panic| resume_unwind(panic)));
         outcomes
     });
+    outcomes.extend(run(last));
     outcomes.sort_by_key(|(place, _)| *place);
     outcomes.into_iter().map(|(_, outcome)| outcome).collect()
 }
@@ -410,8 +446,38 @@ mod tests {
             when: When::Always,
             is_shared_out: false,
             is_beside,
+            wants_quiet: false,
             run,
         }
+    }
+
+    #[test]
+    fn steps_that_want_a_quiet_machine_run_last_with_full() {
+        let quiet = Step {
+            wants_quiet: true,
+            ..step("quiet", false, pass)
+        };
+        let steps = [
+            step("first", false, pass),
+            quiet,
+            step("later", false, pass),
+            step("apart", true, pass),
+        ];
+        let steps: Vec<&Step> = steps.iter().collect();
+        let lanes = |is_full, processors| {
+            let Lanes {
+                beside,
+                first,
+                last,
+            } = Lanes::of(&steps, is_full, processors);
+            [beside, first, last].map(|lane| {
+                let names: Vec<_> = lane.iter().map(|(_, step)| step.name).collect();
+                names.join(" ")
+            })
+        };
+        assert_eq!(lanes(true, 2), ["apart", "first", "quiet later"]);
+        assert_eq!(lanes(false, 2), ["apart", "first quiet later", ""]);
+        assert_eq!(lanes(true, 1), ["", "first", "quiet later apart"]);
     }
 
     #[test]

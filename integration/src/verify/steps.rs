@@ -45,6 +45,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Always,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: fmt,
     },
     Step {
@@ -53,6 +54,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Always,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: clippy,
     },
     Step {
@@ -61,6 +63,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Always,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: doc,
     },
     Step {
@@ -69,6 +72,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Always,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: test,
     },
     Step {
@@ -77,6 +81,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Always,
         is_shared_out: true,
         is_beside: true,
+        wants_quiet: false,
         run: fetch,
     },
     Step {
@@ -85,6 +90,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Always,
         is_shared_out: false,
         is_beside: true,
+        wants_quiet: false,
         run: loom,
     },
     Step {
@@ -93,6 +99,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Always,
         is_shared_out: false,
         is_beside: true,
+        wants_quiet: false,
         run: simulate,
     },
     Step {
@@ -101,6 +108,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::UnlessFull,
         is_shared_out: false,
         is_beside: true,
+        wants_quiet: false,
         run: fuzz::run_corpora,
     },
     Step {
@@ -109,6 +117,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::UnlessFull,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: guest,
     },
     Step {
@@ -117,6 +126,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::UnlessFull,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: host,
     },
     Step {
@@ -125,6 +135,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: remote,
     },
     Step {
@@ -133,6 +144,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: long,
     },
     Step {
@@ -141,6 +153,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: true,
+        wants_quiet: false,
         run: asan,
     },
     Step {
@@ -149,6 +162,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: fuzz::run,
     },
     Step {
@@ -157,6 +171,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: bench,
     },
     Step {
@@ -165,6 +180,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: deny,
     },
     Step {
@@ -173,6 +189,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: false,
+        wants_quiet: false,
         run: kubernetes,
     },
     Step {
@@ -181,6 +198,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: true,
+        wants_quiet: false,
         run: package,
     },
     Step {
@@ -189,6 +207,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: false,
         is_beside: true,
+        wants_quiet: false,
         run: aarch64,
     },
     Step {
@@ -197,6 +216,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: true,
         is_beside: false,
+        wants_quiet: true,
         run: e2e,
     },
     Step {
@@ -205,6 +225,7 @@ pub(super) const ALL: &[Step] = &[
         when: When::Full,
         is_shared_out: true,
         is_beside: false,
+        wants_quiet: true,
         run: lab,
     },
 ];

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::mpsc::{self, RecvTimeoutError, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -13,6 +13,8 @@ use jiff::Timestamp;
 use nvme_mpt::Drive;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::spec::log::SmartHealth;
+
+use crate::stats::DriveStats;
 
 /// Time between two questions.
 const INTERVAL: Duration = Duration::from_secs(60);
@@ -49,40 +51,55 @@ impl DriveHealth {
     }
 }
 
-/// Last answers of drives, by path.
-pub(super) type Answers = Arc<Mutex<BTreeMap<String, DriveHealth>>>;
+/// Last answers of drives about their health, by path. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct HealthAnswers(Arc<Mutex<BTreeMap<String, DriveHealth>>>);
+
+impl HealthAnswers {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, DriveHealth>> {
+        // Each change is complete before anything can panic.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns all of them.
+    pub(crate) fn all(&self) -> BTreeMap<String, DriveHealth> {
+        self.lock().clone()
+    }
+
+    /// Notes the warnings of drives in their figures.
+    pub(crate) fn note_in(&self, drives: &mut [DriveStats]) {
+        let answers = self.lock();
+        for drive in drives {
+            let health = answers.get(&drive.path);
+            drive.critical_warning = health.map(|health| health.critical_warning);
+        }
+    }
+}
 
 /// Thread that asks the drives. It ends when this is dropped, after the answer that it waits for.
 #[derive(Debug)]
 pub(super) struct HealthWatch {
     stop: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
-    answers: Answers,
 }
 
 impl HealthWatch {
-    /// Asks all drives that `drives` returns, now and then.
+    /// Asks all drives that `drives` returns, now and then, and notes their answers.
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub(super) fn start(drives: impl Fn() -> Vec<Arc<Drive>> + Send + 'static) -> io::Result<Self> {
-        let answers = Answers::default();
+    pub(super) fn start(
+        drives: impl Fn() -> Vec<Arc<Drive>> + Send + 'static,
+        answers: HealthAnswers,
+    ) -> io::Result<Self> {
         let (stop, stopped) = mpsc::sync_channel(0);
-        let noted = answers.clone();
         let watch = move || {
-            while stopped.recv_timeout(ask(drives(), &noted)) == Err(RecvTimeoutError::Timeout) {}
+            while stopped.recv_timeout(ask(drives(), &answers)) == Err(RecvTimeoutError::Timeout) {}
         };
         Ok(Self {
             stop: Some(stop),
             thread: Some(start_thread("drive-health", watch)?),
-            answers,
         })
-    }
-
-    /// Returns the last answers.
-    pub(super) fn answers(&self) -> BTreeMap<String, DriveHealth> {
-        let answers = self.answers.lock();
-        answers.unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -98,7 +115,7 @@ impl Drop for HealthWatch {
 }
 
 /// Asks each drive. Returns the time until the next question.
-fn ask(drives: Vec<Arc<Drive>>, answers: &Mutex<BTreeMap<String, DriveHealth>>) -> Duration {
+fn ask(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
     let mut present = BTreeMap::new();
     for drive in drives {
         let path = drive.path().to_owned();
@@ -110,13 +127,44 @@ fn ask(drives: Vec<Arc<Drive>>, answers: &Mutex<BTreeMap<String, DriveHealth>>) 
             // The last answer stays, with its date.
             Err(error) => {
                 log::info!("Drive {path} does not report its health: {error}");
-                let known = answers.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some(known) = known.get(&path) {
-                    present.insert(path, known.clone());
-                }
+                let known = answers.lock().get(&path).cloned();
+                present.extend(known.map(|known| (path, known)));
             }
         }
     }
-    *answers.lock().unwrap_or_else(PoisonError::into_inner) = present;
+    *answers.lock() = present;
     INTERVAL
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_of_drives_have_the_warnings_of_their_last_answers() {
+        let answers = HealthAnswers::default();
+        let health = DriveHealth {
+            at: 1e9,
+            celsius: 41.0,
+            spare: 0.03,
+            used: 0.99,
+            critical_warning: 0b1001,
+            media_errors: 0,
+            unsafe_shutdowns: 0,
+        };
+        let drive = |path: &str| DriveStats {
+            path: path.to_owned(),
+            ..DriveStats::default()
+        };
+        let mut drives = [drive("0000:01:00.0"), drive("0000:02:00.0")];
+        let mut warnings = || {
+            answers.note_in(&mut drives);
+            [drives[0].critical_warning, drives[1].critical_warning]
+        };
+        assert_eq!(warnings(), [None, None]);
+        answers.lock().insert("0000:01:00.0".to_owned(), health);
+        assert_eq!(warnings(), [Some(0b1001), None]);
+        answers.lock().clear();
+        assert_eq!(warnings(), [None, None]);
+    }
 }

@@ -1,8 +1,10 @@
 //! Metrics of a server for Prometheus: over HTTP, and in a file for the node exporter.
 //!
-//! `families` has the metrics, `export` writes them as text, `http` is one client, `health` asks drives for their health,
-//! and `server` is the thread that serves clients and writes the file. It asks functions for their figures as
-//! `nvme-mpt stats` does, so a scrape takes nothing from a poller and does not wait for the control socket.
+//! `families` has the metrics, `export` writes them as text, `http` is one client, and `server` is the thread that serves
+//! clients and writes the file. `health` asks drives for their health, also in a server without a place for metrics.
+//!
+//! The thread asks functions for their figures as `nvme-mpt stats` does, so a scrape takes nothing from a poller and does
+//! not wait for the control socket.
 
 mod export;
 mod families;
@@ -20,6 +22,7 @@ use nvme_mpt::Drive;
 use thiserror::Error;
 
 pub use self::export::{Format, Snapshot};
+pub use self::health::HealthAnswers;
 pub use self::server::{MetricsListener, MetricsServer};
 
 /// Place where metrics are offered over HTTP.
@@ -99,6 +102,9 @@ pub trait Source: Send + Sync + 'static {
 
     /// Returns the drives that are open, each once.
     fn drives(&self) -> Vec<Arc<Drive>>;
+
+    /// Returns the place for the drives' answers about their health. Snapshots have them.
+    fn health(&self) -> HealthAnswers;
 }
 
 #[cfg(test)]

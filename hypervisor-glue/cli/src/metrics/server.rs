@@ -160,33 +160,36 @@ impl MetricsListener {
     }
 }
 
-/// Metrics that are served until this is dropped.
+/// Metrics that are served until this is dropped, and drives that are asked for their health.
 #[derive(Debug)]
 pub struct MetricsServer {
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
+    _health: HealthWatch,
 }
 
 impl MetricsServer {
-    /// Serves the figures of `source`. Without a place for them, it does nothing.
+    /// Serves the figures of `source`, and has its drives asked for their health. Without a place for figures, it does the
+    /// second alone.
     ///
     /// # Errors
     /// A thread cannot be made.
     pub fn start(listener: MetricsListener, source: impl Source) -> Result<Self, MetricsError> {
         let MetricsListener { socket, file } = listener;
+        let source: Arc<dyn Source> = Arc::new(source);
+        let asked = source.clone();
+        let health = HealthWatch::start(move || asked.drives(), source.health());
+        let health = health.map_err(MetricsError::Thread)?;
         if socket.is_none() && file.is_none() {
             return Ok(Self {
                 stop: None,
                 thread: None,
+                _health: health,
             });
         }
-        let source: Arc<dyn Source> = Arc::new(source);
-        let asked = source.clone();
-        let health = HealthWatch::start(move || asked.drives()).map_err(MetricsError::Thread)?;
         let (stopped, stop) = io::pipe().map_err(MetricsError::Thread)?;
         let figures = Figures {
             source,
-            health,
             steady: Steady::default(),
             texts: Vec::new(),
         };
@@ -201,6 +204,7 @@ impl MetricsServer {
         Ok(Self {
             stop: Some(stop),
             thread: Some(thread.map_err(MetricsError::Thread)?),
+            _health: health,
         })
     }
 }
@@ -219,7 +223,6 @@ impl Drop for MetricsServer {
 /// Texts of the figures, and the way to them.
 struct Figures {
     source: Arc<dyn Source>,
-    health: HealthWatch,
     steady: Steady,
     /// Texts that are not too old, each with its age.
     texts: Vec<(Format, Duration, Arc<str>)>,
@@ -234,7 +237,6 @@ impl Figures {
             return text.clone();
         }
         let mut snapshot = self.source.snapshot();
-        snapshot.health = self.health.answers();
         self.steady.steady(&mut snapshot.stats.pollers);
         let text: Arc<str> = snapshot.text(format).into();
         self.texts.push((format, now, text.clone()));
@@ -368,6 +370,7 @@ mod tests {
     use nvme_mpt::Drive;
 
     use super::super::export::tests::full;
+    use super::super::health::HealthAnswers;
     use super::*;
 
     /// Counts its snapshots.
@@ -382,6 +385,10 @@ mod tests {
 
         fn drives(&self) -> Vec<Arc<Drive>> {
             Vec::new()
+        }
+
+        fn health(&self) -> HealthAnswers {
+            HealthAnswers::default()
         }
     }
 
@@ -508,7 +515,6 @@ mod tests {
     fn clients_that_ask_at_once_share_a_text() {
         let mut figures = Figures {
             source: Arc::new(Counting(Arc::default())),
-            health: HealthWatch::start(Vec::new).unwrap(),
             steady: Steady::default(),
             texts: Vec::new(),
         };

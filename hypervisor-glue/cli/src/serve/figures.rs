@@ -11,7 +11,7 @@ use nvme_mpt_vmm::open::Ledgers;
 use super::leases::LeaseTable;
 use super::view::View;
 use crate::function_thread::FunctionHandle;
-use crate::metrics::{Snapshot, Source};
+use crate::metrics::{HealthAnswers, Snapshot, Source};
 use crate::room::DriveRoom;
 use crate::stats::{DriveStats, ServerStats};
 
@@ -22,6 +22,7 @@ pub(super) struct Figures {
     pub(super) leases: Arc<LeaseTable>,
     pub(super) pollers: Arc<Pollers>,
     pub(super) ledgers: Arc<Ledgers>,
+    pub(super) health: HealthAnswers,
 }
 
 impl Figures {
@@ -41,9 +42,11 @@ impl Figures {
         let mut functions = FunctionHandle::stats_of(handles);
         functions.extend(self.leases.stats());
         let drives = view.drives.iter().map(|drive| DriveStats::of(drive));
+        let mut drives: Vec<_> = drives.collect();
+        self.health.note_in(&mut drives);
         ServerStats {
             functions,
-            drives: drives.collect(),
+            drives,
             pollers: self.pollers.stats(),
         }
     }
@@ -69,12 +72,16 @@ impl Source for Figures {
         Snapshot {
             stats: self.stats_of(&view),
             functions,
+            health: self.health.all(),
             wiped: wiped(),
-            ..Snapshot::default()
         }
     }
 
     fn drives(&self) -> Vec<Arc<Drive>> {
         self.view().drives.clone()
+    }
+
+    fn health(&self) -> HealthAnswers {
+        self.health.clone()
     }
 }

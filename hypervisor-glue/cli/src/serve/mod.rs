@@ -54,7 +54,7 @@ use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
 use crate::kept::{self, Keeping, KeepingError, crashes};
 use crate::logging::{self, LogFilter};
-use crate::metrics::{MetricsError, MetricsListener, MetricsOptions, MetricsServer};
+use crate::metrics::{HealthAnswers, MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::socket_access;
 use crate::room::DriveRoom;
 use crate::signals::EndSignals;
@@ -530,6 +530,7 @@ impl Server {
             leases: roster.leases(),
             pollers: roster.pollers(),
             ledgers: roster.terms.ledgers.clone(),
+            health: HealthAnswers::default(),
         };
         // VMMs that came before the drives are open would open them themselves.
         let lease_server =

@@ -42,6 +42,9 @@ pub struct DriveStats {
     pub resets: u64,
     /// True if it failed for good or was removed.
     pub gone: bool,
+    /// Critical Warning bits of its last SMART / Health Information; `None` without an answer.
+    #[serde(default)]
+    pub critical_warning: Option<u8>,
 }
 
 /// A namespace of a drive.
@@ -98,6 +101,8 @@ impl DriveStats {
             aborts,
             resets,
             gone,
+            // The drive would have to be asked for it.
+            critical_warning: None,
         }
     }
 
@@ -428,6 +433,7 @@ pub(crate) mod tests {
                 aborts: 2,
                 resets: 1,
                 gone: false,
+                critical_warning: Some(0b1000),
             }],
         }
     }
@@ -477,6 +483,7 @@ pub(crate) mod tests {
             assert!(drive[key].is_u64(), "{key}");
         }
         assert_eq!(drive["gone"], false);
+        assert_eq!(drive["critical_warning"], 8);
         assert_eq!(
             serde_json::from_value::<ServerStats>(json).unwrap(),
             sample()

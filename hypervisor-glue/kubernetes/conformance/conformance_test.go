@@ -29,9 +29,9 @@ const gib = 1 << 30
 // patience is the longest time for which a machine may hold the controller up.
 const patience = 3 * time.Minute
 
-func published(free int64, gone bool) []resourceapi.Device {
+func published(free int64, gone bool, warning server.Warnings) []resourceapi.Device {
 	return devices.Of(devices.Facts{
-		Drives:     []server.Drive{{Path: "0000:01:00.0", Model: "Fast", Gone: gone, QueuePairs: &server.QueuePairs{Total: 32}}, {Path: "/srv/a.img"}},
+		Drives:     []server.Drive{{Path: "0000:01:00.0", Model: "Fast", Gone: gone, CriticalWarning: warning, QueuePairs: &server.QueuePairs{Total: 32}}, {Path: "/srv/a.img"}},
 		Rooms:      []server.Room{{Drive: "0000:01:00.0", LBABytes: 512, Unit: gib, Free: free}, {Drive: "/srv/a.img", LBABytes: 512, Unit: gib, Free: free}},
 		HostDrives: []server.HostDrive{{Address: "0000:01:00.0", NUMANode: new(int64)}},
 		IsCounted:  func(string) bool { return true },
@@ -40,7 +40,11 @@ func published(free int64, gone bool) []resourceapi.Device {
 
 func TestSlicesAreValidHoweverLittleIsLeft(t *testing.T) {
 	for _, free := range []int64{0, gib, 2 * gib, 300 * gib} {
-		for _, found := range [][]resourceapi.Device{published(free, false), published(free, true), devices.Unreachable(published(free, true))} {
+		all := [][]resourceapi.Device{
+			published(free, false, 0), published(free, true, 0), published(free, false, server.WarningReadOnly), published(free, false, 0xff),
+			devices.Unreachable(published(free, true, 0)), devices.Unreachable(published(free, false, 0xff)),
+		}
+		for _, found := range all {
 			slice := &resourceapi.ResourceSlice{
 				ObjectMeta: metav1.ObjectMeta{Name: "slice"},
 				Spec: resourceapi.ResourceSliceSpec{

@@ -18,11 +18,17 @@ import (
 const (
 	// TaintFailed is the taint of a drive that failed or was removed.
 	TaintFailed = names.Driver + "/failed"
+	// TaintWarning is the taint of a drive that warns of its health. Its value has the reasons.
+	TaintWarning = names.Driver + "/warning"
 	// TaintUnreachable is the taint of drives whose server does not answer.
 	TaintUnreachable = names.Driver + "/unreachable"
 
-	healthOK     = "ok"
-	healthFailed = "failed"
+	healthOK      = "ok"
+	healthWarning = "warning"
+	healthFailed  = "failed"
+
+	// betweenReasons stands between two reasons: a taint's value is a label's, which has neither commas nor blanks.
+	betweenReasons = "."
 
 	// attributeLength is the longest text of an attribute.
 	attributeLength = resourceapi.DeviceAttributeMaxValueLength
@@ -136,7 +142,23 @@ func device(drive server.Drive, room server.Room, facts Facts, rates Rates) reso
 			Effect: resourceapi.DeviceTaintEffectNoSchedule,
 		})
 	}
+	if reasons := warnings(drive); reasons != "" {
+		device.Taints = append(device.Taints, resourceapi.DeviceTaint{
+			Key:    TaintWarning,
+			Value:  reasons,
+			Effect: resourceapi.DeviceTaintEffectNoSchedule,
+		})
+	}
 	return device
+}
+
+// warnings returns the reasons for which a drive warns of its health; nothing for a drive that failed, whose last report is
+// old.
+func warnings(drive server.Drive) string {
+	if drive.Gone {
+		return ""
+	}
+	return strings.Join(drive.CriticalWarning.Reasons(), betweenReasons)
 }
 
 func attributes(drive server.Drive, room server.Room, facts Facts) map[resourceapi.QualifiedName]resourceapi.DeviceAttribute {
@@ -144,9 +166,12 @@ func attributes(drive server.Drive, room server.Room, facts Facts) map[resourcea
 		value = strings.TrimSpace(value)
 		return resourceapi.DeviceAttribute{StringValue: new(value[:min(len(value), attributeLength)])}
 	}
-	health := healthOK
-	if drive.Gone {
+	health, reasons := healthOK, warnings(drive)
+	switch {
+	case drive.Gone:
 		health = healthFailed
+	case reasons != "":
+		health = healthWarning
 	}
 	kind := "software"
 	if IsPhysical(drive.Path) {
@@ -157,6 +182,9 @@ func attributes(drive server.Drive, room server.Room, facts Facts) map[resourcea
 		"health":  text(health),
 		"kind":    text(kind),
 		"lbaSize": {IntValue: new(room.LBABytes)},
+	}
+	if reasons != "" {
+		found["warnings"] = text(reasons)
 	}
 	if IsPhysical(drive.Path) && room.NSID > 0 {
 		found["namespace"] = resourceapi.DeviceAttribute{IntValue: new(room.NSID)}

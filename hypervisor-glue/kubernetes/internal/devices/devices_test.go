@@ -1,6 +1,7 @@
 package devices
 
 import (
+	"slices"
 	"strings"
 	"testing"
 
@@ -168,6 +169,68 @@ func TestDrivesThatFailedAreTainted(t *testing.T) {
 	tainted := Unreachable(all)
 	if len(tainted[0].Taints) != 2 || tainted[1].Taints[0].Key != TaintUnreachable || len(all[1].Taints) > 0 {
 		t.Errorf("taints %v", tainted)
+	}
+}
+
+func TestDrivesThatWarnOfTheirHealthAreTaintedWithTheReasons(t *testing.T) {
+	for _, test := range []struct {
+		warning         server.Warnings
+		health, reasons string
+	}{
+		{0, "ok", ""},
+		{server.WarningTemperature, "warning", "temperature"},
+		{server.WarningSpare | server.WarningReadOnly, "warning", "spare.read-only"},
+		{server.WarningReliability | server.WarningBackup, "warning", "reliability.backup"},
+		// The Persistent Memory Region, and bits that are reserved.
+		{0b1110_0000, "ok", ""},
+		{0xff, "warning", "spare.temperature.reliability.read-only.backup"},
+	} {
+		found := facts()
+		found.Drives[0].CriticalWarning = test.warning
+		all := Of(found, rates)
+		device := all[0]
+		if health := *device.Attributes["health"].StringValue; health != test.health {
+			t.Errorf("%08b: health %s", test.warning, health)
+		}
+		reasons, there := device.Attributes["warnings"]
+		if there != (test.reasons != "") || (there && *reasons.StringValue != test.reasons) {
+			t.Errorf("%08b: warnings %v", test.warning, reasons)
+		}
+		var taints []resourceapi.DeviceTaint
+		if test.reasons != "" {
+			taints = []resourceapi.DeviceTaint{{
+				Key: TaintWarning, Value: test.reasons, Effect: resourceapi.DeviceTaintEffectNoSchedule,
+			}}
+		}
+		if !slices.Equal(device.Taints, taints) {
+			t.Errorf("%08b: taints %v", test.warning, device.Taints)
+		}
+		if other := all[1]; *other.Attributes["health"].StringValue != "ok" || len(other.Taints) > 0 {
+			t.Errorf("the other drive is %v", other)
+		}
+	}
+}
+
+func TestAllNamespacesOfADriveHaveItsWarning(t *testing.T) {
+	found := facts()
+	found.Rooms[0].NSID = 1
+	found.Rooms = append(found.Rooms, server.Room{
+		Drive: "0000:01:00.0", NSID: 2, Bytes: 50 * gib, LBABytes: 512, Unit: gib, Free: 50 * gib,
+	})
+	found.Drives[0].CriticalWarning = server.WarningReadOnly
+	for _, device := range Of(found, rates)[:2] {
+		if len(device.Taints) != 1 || device.Taints[0].Value != "read-only" {
+			t.Errorf("device %v", device)
+		}
+	}
+}
+
+func TestADriveThatFailedIsTaintedForThatAlone(t *testing.T) {
+	found := facts()
+	found.Drives[0].Gone, found.Drives[0].CriticalWarning = true, server.WarningReliability
+	device := Of(found, rates)[0]
+	if len(device.Taints) != 1 || device.Taints[0].Key != TaintFailed || *device.Attributes["health"].StringValue != "failed" {
+		t.Errorf("device %v", device)
 	}
 }
 

@@ -244,6 +244,34 @@ func TestNoClaimGetsADriveThatFailed(t *testing.T) {
 	}
 }
 
+func TestNoClaimGetsADriveThatWarnsUnlessItToleratesTheReason(t *testing.T) {
+	found := facts()
+	found.Drives = found.Drives[1:2]
+	found.Drives[0].CriticalWarning = server.WarningTemperature
+	s := newScheduler(t, Of(found, rates))
+	if s.allocate(claim(1, nil)) {
+		t.Error("a claim got a drive that warns")
+	}
+	// A class of the operator's that does not look at the health.
+	s.class.Spec.Selectors = nil
+	if s.allocate(claim(1, nil)) {
+		t.Error("a claim got a drive with a taint")
+	}
+	tolerates := func(reason string) *resourceapi.ResourceClaim {
+		claim := claim(1, nil)
+		claim.Spec.Devices.Requests[0].Exactly.Tolerations = []resourceapi.DeviceToleration{{
+			Key: TaintWarning, Operator: resourceapi.DeviceTolerationOpEqual, Value: reason,
+		}}
+		return claim
+	}
+	if s.allocate(tolerates("read-only")) {
+		t.Error("a claim got a drive with another warning than the one that it tolerates")
+	}
+	if !s.allocate(tolerates("temperature")) {
+		t.Error("a claim does not get a drive whose warning it tolerates")
+	}
+}
+
 func TestAllocatedClaimsStayFittingWhateverTheServerReportsNow(t *testing.T) {
 	// Two claims fill the drive; the server has made the function of one of them.
 	s := newScheduler(t, drives(1))

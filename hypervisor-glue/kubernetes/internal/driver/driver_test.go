@@ -266,7 +266,13 @@ func TestDrivesFollowTheServer(t *testing.T) {
 	if keys := taints(d, t); !slices.Equal(keys, []string{devices.TaintFailed, devices.TaintUnreachable}) {
 		t.Errorf("taints %v", keys)
 	}
-	testserver.Change(t, s, func(state *testserver.State) { state.Garbage = false })
+	testserver.Change(t, s, func(state *testserver.State) {
+		state.Drives[0].CriticalWarning, state.Garbage = server.WarningSpare, false
+	})
+	if keys := taints(d, t); !slices.Equal(keys, []string{devices.TaintWarning}) {
+		t.Errorf("taints %v", keys)
+	}
+	testserver.Change(t, s, func(state *testserver.State) { state.Drives[0].CriticalWarning = 0 })
 	if keys := taints(d, t); len(keys) > 0 {
 		t.Errorf("taints %v", keys)
 	}

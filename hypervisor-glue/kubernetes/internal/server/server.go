@@ -21,6 +21,31 @@ type Drive struct {
 	Model      string      `json:"model"`
 	Gone       bool        `json:"gone"`
 	QueuePairs *QueuePairs `json:"queue_pairs"`
+	// CriticalWarning has the bits of the drive's last SMART report; 0 without a report.
+	CriticalWarning Warnings `json:"critical_warning"`
+}
+
+// Warnings are Critical Warning bits of SMART / Health Information (NVMe Base 2.0, section 5.16.1.3).
+type Warnings uint8
+
+// Warnings of a drive. That of the Persistent Memory Region is left out, as no function uses the region.
+const (
+	WarningSpare Warnings = 1 << iota
+	WarningTemperature
+	WarningReliability
+	WarningReadOnly
+	WarningBackup
+)
+
+// Reasons returns a word for each warning. Bits that are not known have none.
+func (w Warnings) Reasons() []string {
+	var reasons []string
+	for bit, reason := range []string{"spare", "temperature", "reliability", "read-only", "backup"} {
+		if w&(1<<bit) != 0 {
+			reasons = append(reasons, reason)
+		}
+	}
+	return reasons
 }
 
 // QueuePairs counts I/O queue pairs of a physical drive.

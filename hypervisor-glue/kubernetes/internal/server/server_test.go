@@ -2,6 +2,7 @@ package server_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"os"
 	"path/filepath"
@@ -110,6 +111,25 @@ func TestStatesAreRead(t *testing.T) {
 		err := state.UnmarshalJSON([]byte(test.text))
 		if state.Failed != test.failed || (err == nil) != (test.says == "") || (err != nil && !strings.Contains(err.Error(), test.says)) {
 			t.Errorf("%s is %v, %v", test.text, state, err)
+		}
+	}
+}
+
+func TestWarningsOfDrivesAreRead(t *testing.T) {
+	for _, test := range []struct {
+		text    string
+		warning server.Warnings
+		reasons string
+	}{
+		{`{"path":"a"}`, 0, ""}, // A server that does not report them.
+		{`{"path":"a","critical_warning":null}`, 0, ""},
+		{`{"path":"a","critical_warning":9}`, server.WarningSpare | server.WarningReadOnly, "spare read-only"},
+	} {
+		var drive server.Drive
+		err := json.Unmarshal([]byte(test.text), &drive)
+		reasons := strings.Join(drive.CriticalWarning.Reasons(), " ")
+		if err != nil || drive.CriticalWarning != test.warning || reasons != test.reasons {
+			t.Errorf("%s has %08b, %s, %v", test.text, drive.CriticalWarning, reasons, err)
 		}
 	}
 }

@@ -29,26 +29,44 @@ pub struct Suites {
 /// If there is no mirror, or a package can't be fetched, verified or unpacked.
 pub fn unpack(suites: Suites, packages: &[&str], root: &Path) -> Result<(), ProvisionError> {
     let apt = PrivateApt::new(suites, root)?;
-    let step = Step::start(format!(
-        "Package lists of Debian {}",
-        suites.known.join(", ")
-    ));
-    apt.update()?;
-    step.done("signatures checked");
+    unpack_from(&apt, suites, packages, root)?;
+    apt.remove()
+}
 
+/// Source of packages.
+trait Source {
+    /// Fetches the lists of packages.
+    fn update(&self) -> Result<(), ProvisionError>;
+
+    /// Fetches packages and all they depend on, and returns their files.
+    fn fetch(&self, packages: &[&str]) -> Result<Vec<PathBuf>, ProvisionError>;
+}
+
+/// Fetches and unpacks as one step, whose announcement has the packages: no line of a run is that of another fetch.
+fn unpack_from(
+    source: &impl Source,
+    suites: Suites,
+    packages: &[&str],
+    root: &Path,
+) -> Result<(), ProvisionError> {
     let step = Step::start(format!(
         "Packages from Debian {}: {}",
         suites.preferred,
         packages.join(", ")
     ));
-    let files = apt.fetch(packages)?;
+    source.update()?;
+    let files = source.fetch(packages)?;
     let mut bytes = 0;
     for file in &files {
         bytes += file_size(file)?;
         process::run(Command::new("dpkg-deb").arg("-x").arg(file).arg(root))?;
     }
-    step.done(format!("{} packages, {} MiB", files.len(), bytes >> 20));
-    apt.remove()
+    step.done(format!(
+        "{} packages, {} MiB, signatures checked",
+        files.len(),
+        bytes >> 20
+    ));
+    Ok(())
 }
 
 /// An apt that has its own sources, lists and package database in a folder.
@@ -115,6 +133,31 @@ Acquire::Retries "3";
         )
     }
 
+    fn command(&self) -> Command {
+        let mut command = Command::new("apt-get");
+        command
+            .arg("-c")
+            .arg(self.folder.join("apt.conf"))
+            .env("DEBIAN_FRONTEND", "noninteractive")
+            .env("LC_ALL", "C");
+        command
+    }
+
+    /// Removes what only apt needed: the lists and the packed packages.
+    fn remove(self) -> Result<(), ProvisionError> {
+        fs::remove_dir_all(&self.folder).map_err(|source| ProvisionError::File {
+            path: self.folder,
+            source,
+        })
+    }
+
+    fn write(&self, name: &str, text: &str) -> Result<(), ProvisionError> {
+        let path = self.folder.join(name);
+        fs::write(&path, text).map_err(|source| ProvisionError::File { path, source })
+    }
+}
+
+impl Source for PrivateApt {
     fn update(&self) -> Result<(), ProvisionError> {
         process::run(self.command().args([
             "update",
@@ -151,29 +194,6 @@ Acquire::Retries "3";
         }
         files.sort();
         Ok(files)
-    }
-
-    fn command(&self) -> Command {
-        let mut command = Command::new("apt-get");
-        command
-            .arg("-c")
-            .arg(self.folder.join("apt.conf"))
-            .env("DEBIAN_FRONTEND", "noninteractive")
-            .env("LC_ALL", "C");
-        command
-    }
-
-    /// Removes what only apt needed: the lists and the packed packages.
-    fn remove(self) -> Result<(), ProvisionError> {
-        fs::remove_dir_all(&self.folder).map_err(|source| ProvisionError::File {
-            path: self.folder,
-            source,
-        })
-    }
-
-    fn write(&self, name: &str, text: &str) -> Result<(), ProvisionError> {
-        let path = self.folder.join(name);
-        fs::write(&path, text).map_err(|source| ProvisionError::File { path, source })
     }
 }
 
@@ -279,7 +299,50 @@ fn read(path: impl AsRef<Path>) -> Result<String, ProvisionError> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{KernelChoice, kernel, qemu, userland};
     use super::*;
+    use crate::progress;
+
+    /// A source that has nothing.
+    struct Nothing;
+
+    impl Source for Nothing {
+        fn update(&self) -> Result<(), ProvisionError> {
+            Ok(())
+        }
+
+        fn fetch(&self, _: &[&str]) -> Result<Vec<PathBuf>, ProvisionError> {
+            Ok(Vec::new())
+        }
+    }
+
+    #[test]
+    fn a_lab_that_fetches_all_its_packages_announces_nothing_twice() {
+        let mut fetches = vec![
+            (userland::SUITES, userland::PACKAGES),
+            (qemu::SUITES, qemu::PACKAGES),
+        ];
+        let kernel: &[&str] = &[kernel::PACKAGE];
+        for choice in [KernelChoice::V6_1, KernelChoice::V6_12] {
+            let (suites, _) = kernel::packaged(&choice).expect("it is packaged");
+            fetches.push((suites, kernel));
+        }
+        let root = Path::new("/nonexistent");
+        let (result, said) = progress::keep(|| {
+            let mut fetches = fetches.iter();
+            fetches
+                .try_for_each(|(suites, packages)| unpack_from(&Nothing, *suites, packages, root))
+        });
+        result.expect("nothing is unpacked");
+        let mut lines: Vec<&str> = said
+            .lines()
+            .filter(|line| line.starts_with("==> "))
+            .collect();
+        lines.sort_unstable();
+        assert_eq!(lines.len(), fetches.len(), "{said}");
+        lines.dedup();
+        assert_eq!(lines.len(), fetches.len(), "{said}");
+    }
 
     #[test]
     fn finds_the_mirror_in_one_line_style() {

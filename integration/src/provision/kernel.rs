@@ -12,7 +12,7 @@ use super::modules;
 use super::{ProvisionError, at};
 
 /// The package that brings a kernel, in every suite.
-const PACKAGE: &str = "linux-image-cloud-amd64";
+pub(super) const PACKAGE: &str = "linux-image-cloud-amd64";
 
 /// Kernel of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -14,11 +14,11 @@ use crate::process;
 const PROGRAM: &str = "qemu-system-x86_64";
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 /// Debian 13's backports carry QEMU 11, linked with Debian 13's libraries.
-const SUITES: Suites = Suites {
+pub(super) const SUITES: Suites = Suites {
     known: &["trixie", "trixie-backports"],
     preferred: "trixie-backports",
 };
-const PACKAGES: &[&str] = &["qemu-system-x86", "ovmf"];
+pub(super) const PACKAGES: &[&str] = &["qemu-system-x86", "ovmf"];
 
 /// A QEMU that can be run.
 #[derive(Debug, Clone)]

@@ -14,11 +14,11 @@ use super::cpio::Archive;
 use super::{ProvisionError, at};
 use crate::process;
 
-const SUITES: Suites = Suites {
+pub(super) const SUITES: Suites = Suites {
     known: &["trixie"],
     preferred: "trixie",
 };
-const PACKAGES: &[&str] = &[
+pub(super) const PACKAGES: &[&str] = &[
     "btrfs-progs",
     "busybox-static",
     "dmsetup",

@@ -106,6 +106,17 @@ pub(crate) struct StallBegin {
 }
 
 impl StallBegin {
+    /// Returns the begin for functions in VMMs. They outlive a server without a keeper, and one that ends in order.
+    pub(crate) fn of_vmms(keeping: Option<&Keeping>) -> Self {
+        match keeping.map(Keeping::stall_begin) {
+            Some(begin) if begin.cause == StallCause::Upgrade => begin,
+            begin => Self {
+                cause: StallCause::Restart,
+                at: begin.map_or_else(system::host_time, |begin| begin.at),
+            },
+        }
+    }
+
     /// Returns the stall that ends at `end`.
     pub(crate) fn until(self, end: Duration) -> Stall {
         let Self { cause, at } = self;

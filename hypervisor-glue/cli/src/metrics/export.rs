@@ -12,7 +12,9 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
-use super::families::{DRIVE, FUNCTION, Family, HEALTH, LEASE, Labelled, POLLER, QUEUE, WIPED};
+use super::families::{
+    DRIVE, FUNCTION, Family, HEALTH, LEASE, LEASE_USE, Labelled, POLLER, QUEUE, WIPED,
+};
 use super::health::DriveHealth;
 use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
@@ -296,7 +298,7 @@ fn write_stalls(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
     if stalls.peek().is_none() {
         return Ok(());
     }
-    let help = "Time for which no server worked on the function's queues, when this one took it up; after a crash from the start of this server";
+    let help = "Time for which no server worked on the function's queues, when this one took it up; after a crash or a restart from the start of this server";
     let unit = Some(&Unit::Seconds);
     let mut metric = out.encode_descriptor("function_stall", help, unit, MetricType::Gauge)?;
     for (labels, seconds) in stalls {
@@ -334,6 +336,19 @@ fn write_leases(
         of: entry,
     });
     write(LEASE, out, &leases.collect::<Vec<_>>())?;
+    let drives = entries.iter();
+    let drives: HashMap<&str, &str> = drives
+        .map(|entry| (entry.id.as_str(), entry.drive.as_str()))
+        .collect();
+    let used = functions.iter().filter_map(|function| {
+        let id = function.id.as_str();
+        let labels = [("lease", id), ("drive", *drives.get(id)?)];
+        Some(Labelled {
+            labels,
+            of: function,
+        })
+    });
+    write(LEASE_USE, out, &used.collect::<Vec<_>>())?;
     let pairs = functions.iter().flat_map(|function| {
         let LeasePairStats {
             reserved,
@@ -463,7 +478,7 @@ pub(super) mod tests {
     use nvme_mpt::stats::StatusCount;
 
     use super::*;
-    use crate::stats::tests as stats_tests;
+    use crate::stats::{Stall, StallCause, tests as stats_tests};
 
     /// Figures with a sample of each metric.
     pub(in crate::metrics) fn full() -> Snapshot {
@@ -555,6 +570,7 @@ pub(super) mod tests {
             "nvme_mpt_lease_extents{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2",
             "nvme_mpt_lease_bytes{lease=\"vm-1\",drive=\"0000:01:00.0\"} 8192",
             "nvme_mpt_function_processor_seconds_total{function=\"vm-1\"} 2.345678",
+            "nvme_mpt_lease_processor_seconds_total{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2.345678",
             "nvme_mpt_function_resets_total{function=\"vm-1\",kind=\"controller\"} 2",
             "nvme_mpt_function_resets_total{function=\"vm-1\",kind=\"function-level\"} 1",
             "nvme_mpt_function_stall_seconds{function=\"vm-1\",cause=\"upgrade\"} 0.0125",
@@ -569,6 +585,28 @@ pub(super) mod tests {
             assert!(text.lines().any(|other| other == line), "{line}\n{text}");
         }
         assert!(text.ends_with("# EOF\n"));
+    }
+
+    #[test]
+    fn a_lease_of_a_vmm_has_its_processor_time_and_its_stall_and_no_figures_of_the_vmm() {
+        let mut snapshot = full();
+        let function = &mut snapshot.stats.functions[0];
+        function.process = Some(4711);
+        function.stall = Some(Stall {
+            cause: StallCause::Restart,
+            seconds: 0.25,
+        });
+        snapshot.functions[0].origin = Origin::Vmm;
+        let text = snapshot.text(Format::OpenMetrics);
+        for line in [
+            "nvme_mpt_lease_processor_seconds_total{lease=\"vm-1\",drive=\"0000:01:00.0\"} 2.345678",
+            "nvme_mpt_function_stall_seconds{function=\"vm-1\",cause=\"restart\"} 0.25",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line}\n{text}");
+        }
+        for metric in ["function_resets", "function_aborts", "function_admin"] {
+            assert!(!text.contains(metric), "{metric}\n{text}");
+        }
     }
 
     #[test]

@@ -276,6 +276,14 @@ pub(super) static LEASE: &[Family<FunctionEntry>] = &[
     ),
 ];
 
+/// Metrics of the function of a lease: labels `lease` and `drive`.
+pub(super) static LEASE_USE: &[Family<FunctionStats>] = &[counter(
+    "lease_processor",
+    Some(Unit::Seconds),
+    "Processor time that pollers spent for the lease, with work and without",
+    |function| some(function.processor_seconds),
+)];
+
 /// Metrics of a drive: label `drive`.
 pub(super) static DRIVE: &[Family<DriveStats>] = &[
     gauge(

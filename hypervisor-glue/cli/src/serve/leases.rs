@@ -7,7 +7,7 @@
 //! and decide nothing about the drive, the pollers and former tenants. The ledger has the owners, and the limits that an
 //! operator gave to functions in VMMs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, PipeReader, PipeWriter};
 use std::net::Shutdown;
@@ -29,6 +29,7 @@ use nvme_mpt::lease::{Claim, LeaseError, open_state_folder};
 use nvme_mpt::limit::{RateLimits, Used};
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::crash::{self, CrashRecord};
+use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{
@@ -43,9 +44,10 @@ use vfio_user_server::{Listener, SocketAccess};
 
 use super::error::LimitsError;
 use crate::change::{FunctionEntry, FunctionState, Origin};
+use crate::kept::StallBegin;
 use crate::kept::crashes::CRASHES_SET_ASIDE;
 use crate::logging::{Budget, work_for};
-use crate::stats::FunctionStats;
+use crate::stats::{FunctionStats, Stall};
 
 /// Time between two looks for a lease that is about to end.
 const RETRY: Duration = Duration::from_millis(20);
@@ -95,6 +97,8 @@ struct Lease {
     ordered: Option<RateChange>,
     attachment: Arc<Attachment>,
     peer: Peer,
+    /// Stall that ended with this lease; `None` for a function that has no server before this one.
+    stall: Option<Stall>,
 }
 
 impl Lease {
@@ -152,6 +156,10 @@ pub(super) struct LeaseTable {
     connections: Mutex<BTreeMap<u64, Connection>>,
     /// Use of the limits of leases that ended, by their ids: a VMM that connects again finds no new credit.
     used: Mutex<BTreeMap<String, Used>>,
+    /// Ids of all leases that there were. A function that comes back after an end of its connection alone has no stall.
+    had: Mutex<BTreeSet<String>>,
+    /// Begin of the stall of functions that come from the server before.
+    stall_begin: StallBegin,
     /// Messages about the VMMs of each user, who could connect without end.
     budgets: Mutex<BTreeMap<u32, Budget>>,
     making: Mutex<Making>,
@@ -184,14 +192,17 @@ impl LeaseTable {
         access: SocketAccess,
         ledgers: Arc<Ledgers>,
         pollers: Arc<Pollers>,
+        stall_begin: StallBegin,
     ) -> Arc<Self> {
         Arc::new(Self {
             access,
+            stall_begin,
             ledgers,
             pollers,
             socket: socket_of(state_dir, &process::id().to_string()),
             connections: Mutex::default(),
             used: Mutex::default(),
+            had: Mutex::default(),
             budgets: Mutex::default(),
             making: Mutex::default(),
             ends: AtomicBool::new(false),
@@ -254,6 +265,16 @@ impl LeaseTable {
         used.insert(lease.entry.id.clone(), lease.attachment.limits_used());
     }
 
+    /// Notes that an id has a lease. Returns the stall that ends with it, if the function had another server before.
+    fn end_stall(&self, id: &str, has_server_before: bool) -> Option<Stall> {
+        let had = self.had.lock();
+        // Each change is complete before anything can panic.
+        let is_new = had
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(id.to_owned());
+        (has_server_before && is_new).then(|| self.stall_begin.until(system::host_time()))
+    }
+
     /// Returns the functions that have leases.
     pub(super) fn entries(&self) -> Vec<FunctionEntry> {
         let connections = self.connections();
@@ -305,6 +326,7 @@ impl LeaseTable {
                 latency: stats.latency,
                 errors: stats.errors,
                 processor_seconds: stats.processor_seconds,
+                stall: lease.stall,
                 ..FunctionStats::default()
             };
             found.insert(lease.entry.id.clone(), stats);
@@ -518,6 +540,7 @@ impl LeaseTable {
             ordered: None,
             attachment: attachment.clone(),
             peer,
+            stall: None,
         };
         // With the lock, so that a change of the limits either is in the ledger by now, or finds the lease.
         let mut connections = self.connections();
@@ -530,6 +553,7 @@ impl LeaseTable {
             Err(error) => return Admission::Refused(report::chain(&error)),
         }
         lease.set_rates();
+        lease.stall = self.end_stall(&lease.entry.id, parts.is_some());
         if let Some(used) = self.used().remove(&lease.entry.id) {
             attachment.take_up_limits(used);
         }
@@ -838,13 +862,15 @@ mod tests {
 
     use super::super::drives::OpenDrives;
     use super::*;
+    use crate::stats::StallCause;
 
     #[test]
     fn leases_that_end_are_not_waited_for_before_the_drop() {
         let folder = tempfile::tempdir().unwrap();
         let ledgers = Arc::new(Ledgers::open(folder.path()));
         let access = SocketAccess::default();
-        let table = LeaseTable::new(folder.path(), access, ledgers, Pollers::new());
+        let begin = StallBegin::of_vmms(None);
+        let table = LeaseTable::new(folder.path(), access, ledgers, Pollers::new(), begin);
         let mut server = LeaseServer::start(table.clone()).unwrap();
         let (stream, mut vmm) = UnixStream::pair().unwrap();
         let (mut waits, release) = io::pipe().unwrap();
@@ -874,7 +900,7 @@ mod tests {
         options: String,
         peer: Peer,
         _drive: Arc<Drive>,
-        _folder: tempfile::TempDir,
+        folder: tempfile::TempDir,
     }
 
     impl Bench {
@@ -883,7 +909,13 @@ mod tests {
             let folder = tempfile::tempdir().unwrap();
             let state = folder.path().join("state");
             let ledgers = Arc::new(Ledgers::open(&state));
-            let table = LeaseTable::new(&state, SocketAccess::default(), ledgers, Pollers::new());
+            let table = LeaseTable::new(
+                &state,
+                SocketAccess::default(),
+                ledgers,
+                Pollers::new(),
+                StallBegin::of_vmms(None),
+            );
             let drive = folder.path().join("drive.img");
             fs::File::create(&drive).unwrap().set_len(bytes).unwrap();
             let options = format!("path={},{options}", drive.display());
@@ -899,7 +931,7 @@ mod tests {
                     gid: own,
                 },
                 _drive: opened.unwrap(),
-                _folder: folder,
+                folder,
             }
         }
     }
@@ -986,6 +1018,59 @@ mod tests {
             panic!("no lease");
         };
         assert!(!table.leave(), "a VMM has a lease");
+    }
+
+    #[test]
+    fn a_function_has_a_stall_if_it_comes_from_another_server() {
+        let bench = Bench::new(1 << 20, "id=a");
+        let Bench {
+            table: first,
+            options,
+            peer,
+            ..
+        } = &bench;
+        let stop = AtomicBool::new(false);
+        // Has the lease made, and returns its stall and the parts that its VMM keeps. The VMM goes then.
+        let visit = |table: &LeaseTable, parts: Option<&KeptParts>| {
+            let (stream, _vmm) = UnixStream::pair().unwrap();
+            let connection = Connection {
+                stream,
+                peer: *peer,
+                thread: None,
+                lease: None,
+                end: End::Gone,
+            };
+            table.connections().insert(0, connection);
+            let Admission::Attached(host) = table.admit(0, *peer, options, parts, &stop) else {
+                panic!("no lease");
+            };
+            let stall = table.stats()[0].stall;
+            let shared = host.shared();
+            let parts = shared.live.map(|live| KeptParts {
+                doorbells: shared.doorbells.fd().try_clone_to_owned().unwrap(),
+                live: live.fd().try_clone_to_owned().unwrap(),
+                events: shared.events.try_clone().unwrap(),
+            });
+            let gone = table.connections().remove(&0);
+            drop((gone, host));
+            (stall.map(|stall| stall.cause), parts)
+        };
+        let (stall, parts) = visit(first, None);
+        assert_eq!(stall, None, "there was no server before");
+        let parts = parts.unwrap();
+        let (stall, _) = visit(first, Some(&parts));
+        assert_eq!(stall, None, "the server is the same");
+        let next = LeaseTable::new(
+            bench.folder.path(),
+            SocketAccess::default(),
+            first.ledgers.clone(),
+            Pollers::new(),
+            StallBegin::of_vmms(None),
+        );
+        let (stall, _) = visit(&next, Some(&parts));
+        assert_eq!(stall, Some(StallCause::Restart));
+        let (stall, _) = visit(&next, Some(&parts));
+        assert_eq!(stall, None, "the server is the same");
     }
 
     #[test]

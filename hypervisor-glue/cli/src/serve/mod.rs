@@ -52,7 +52,7 @@ use crate::confine::{ConfineError, Confined, Confinement, confine};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
-use crate::kept::{self, Keeping, KeepingError, crashes};
+use crate::kept::{self, Keeping, KeepingError, StallBegin, crashes};
 use crate::logging::{self, LogFilter};
 use crate::metrics::{HealthAnswers, MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::socket_access;
@@ -320,8 +320,15 @@ fn start(
         Some(keeping) => ledgers.with_private(keeping.private_ledger()),
         None => ledgers,
     });
+    let stall_begin = StallBegin::of_vmms(keeping.as_deref());
     let mut roster = Roster::new(Terms {
-        leases: LeaseTable::new(&state_dir, access, ledgers.clone(), pollers.clone()),
+        leases: LeaseTable::new(
+            &state_dir,
+            access,
+            ledgers.clone(),
+            pollers.clone(),
+            stall_begin,
+        ),
         ledgers,
         pollers,
         data,

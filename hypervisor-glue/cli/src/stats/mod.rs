@@ -191,6 +191,9 @@ pub enum StallCause {
     Upgrade,
     /// The server before died at an unknown moment. The stall counts from the start of this one.
     Crash,
+    /// The server before of a function in a VMM ended or died at an unknown moment. The stall counts from the start of this
+    /// one.
+    Restart,
 }
 
 impl StallCause {
@@ -198,6 +201,7 @@ impl StallCause {
         match self {
             Self::Upgrade => "upgrade",
             Self::Crash => "crash",
+            Self::Restart => "restart",
         }
     }
 }

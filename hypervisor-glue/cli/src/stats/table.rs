@@ -88,6 +88,7 @@ impl fmt::Display for FunctionStats {
             let when = match cause {
                 StallCause::Upgrade => "at the upgrade to this server",
                 StallCause::Crash => "after a crash, from the start of this server",
+                StallCause::Restart => "after the end of a server, from the start of this one",
             };
             writeln!(f, "  stall: {:.1} ms {when}", seconds * 1e3)?;
         }

@@ -665,6 +665,10 @@ fn a_function_goes_on_with_the_next_server() {
             server = self::server(&bench);
             assert_eq!(vmm.order("await"), "all done");
             await_leases(&bench, &["first"]);
+            let stats = ask(&bench, "stats", &["--json"]).unwrap();
+            let stats: serde_json::Value = serde_json::from_str(&stats).unwrap();
+            let stall = &stats["functions"][0]["stall"];
+            assert_eq!(stall["cause"], "restart", "{stats}");
             assert_eq!(vmm.pass(), "passed");
             assert_eq!(vmm.order("read"), "passed");
         }

@@ -667,6 +667,23 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn the_page_has_each_panel_of_the_dashboard() {
+        let path = workspace().join("resources/grafana/nvme-mpt.json");
+        let dashboard = fs::read_to_string(path).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&dashboard).unwrap();
+        let page = fs::read_to_string(workspace().join("docs/operations.md")).unwrap();
+        let (_, answers) = page.split_once("### Answers to the dashboard").unwrap();
+        let panels = json["panels"].as_array().unwrap().iter();
+        let panels = panels.filter(|panel| panel["type"] != "row");
+        let titles: Vec<&str> = panels
+            .map(|panel| panel["title"].as_str().unwrap())
+            .collect();
+        assert!(titles.len() > 25, "{titles:?}");
+        let missing = titles.into_iter().filter(|title| !answers.contains(*title));
+        assert_eq!(missing.collect::<Vec<_>>(), [""; 0]);
+    }
+
+    #[test]
     fn the_page_has_each_metric_and_no_other() {
         let page = fs::read_to_string(workspace().join("docs/operations.md")).unwrap();
         let text = full().text(Format::OpenMetrics);

@@ -712,6 +712,9 @@ pub struct DriveStats {
     pub resets: u64,
     /// True if it failed for good or was removed.
     pub gone: bool,
+    /// Critical Warning bits of its last answer about its health; `None` without one.
+    #[serde(default)]
+    pub critical_warning: Option<u8>,
 }
 
 /// Use of the I/O queue pairs of a drive.

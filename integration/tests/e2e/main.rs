@@ -60,26 +60,27 @@ enum Group {
     },
 }
 
+/// Long checks first: no processor waits long for the last one.
 const GROUPS: &[Group] = &[
-    linux::GROUP,
-    modes::GROUP,
-    reset::GROUP,
-    roster::GROUP,
-    lifecycle::GROUP,
-    hotplug::GROUP,
-    kept::GROUP,
-    ext4::GROUP,
-    sharing::GROUP,
+    fabrics::GROUP,
+    viommu::GROUP,
+    btrfs::GROUP,
+    faults::GROUP,
+    tenants::GROUP,
     zones::GROUP,
     zones::ODD_GROUP,
-    btrfs::GROUP,
     key_value::GROUP,
+    sharing::GROUP,
+    kept::GROUP,
+    lifecycle::GROUP,
+    roster::GROUP,
+    reset::GROUP,
+    modes::GROUP,
+    ext4::GROUP,
     profiles::GROUP,
-    faults::GROUP,
+    hotplug::GROUP,
     firmware::GROUP,
-    viommu::GROUP,
-    tenants::GROUP,
-    fabrics::GROUP,
+    linux::GROUP,
 ];
 
 /// Groups that need more than Debian's packages, or that a busy machine may fail ([`ON_A_QUIET_MACHINE`]): with `--full`

@@ -24,21 +24,22 @@ const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer
      -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
      -Ccodegen-units=1";
 
-/// Runs every target for a while, as many at once as there are processors: a target has one thread.
+/// Runs every target for a while.
 pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
-    let processors = thread::available_parallelism().map_or(1, NonZero::get);
-    run_targets(context, run_target, processors)
+    run_targets(context, run_target)
 }
 
 /// Runs every input of the corpora once.
 pub(super) fn run_corpora(context: &mut Context) -> Result<(), VerifyError> {
-    run_targets(context, run_corpus, 1)
+    run_targets(context, run_corpus)
 }
 
 /// Runs one target, whose program is built.
 type RunTarget = fn(&mut Context, target: &str, program: &Path) -> Result<(), VerifyError>;
 
-fn run_targets(context: &mut Context, run: RunTarget, at_once: usize) -> Result<(), VerifyError> {
+/// Builds all targets and runs them, as many at once as there are processors: a target has one thread.
+fn run_targets(context: &mut Context, run: RunTarget) -> Result<(), VerifyError> {
+    let at_once = thread::available_parallelism().map_or(1, NonZero::get);
     let build = [
         "build",
         "--release",

@@ -23,6 +23,9 @@ const STACK: usize = 64 << 10;
 /// Steps after which a simulation is taken for one that never ends.
 const STEPS_MAX: u64 = 20_000_000;
 
+/// Moment at which an actor that is held has a processor again.
+const HELD: Duration = Duration::MAX;
+
 /// Steps that are kept for a report.
 const LAST_STEPS: usize = 200;
 
@@ -250,14 +253,35 @@ impl Engine {
 
     /// Has a process stand still for some time, at the steps that its actors are at.
     pub(crate) fn suspend(&self, process: &Process, time: Duration) {
+        let until = self.with_core(|core| Duration::from_nanos(core.now) + time);
+        self.deschedule(process, until);
+    }
+
+    /// Has a process stand still until it is [released](Self::release), at the steps that its actors are at. What they
+    /// stored is seen.
+    pub(crate) fn hold(&self, process: &Process) {
+        for actor in self.deschedule(process, HELD) {
+            stores::drain(actor);
+        }
+    }
+
+    /// Lets a process that was held go on.
+    pub(crate) fn release(&self, process: &Process) {
+        self.deschedule(process, Duration::ZERO);
+    }
+
+    /// Has the actors of a process, whose numbers it returns, lose their processors until a moment.
+    fn deschedule(&self, Process(process): &Process, until: Duration) -> Vec<usize> {
         self.with_core(|core| {
-            let until = Duration::from_nanos(core.now) + time;
-            let its = core
-                .actors
-                .iter_mut()
-                .filter(|actor| actor.process == process.0);
-            its.for_each(|actor| actor.descheduled = until);
-        });
+            core.effects += 1;
+            let actors = core.actors.iter_mut().enumerate();
+            let its = actors.filter(|(_, actor)| actor.process == *process);
+            its.map(|(number, actor)| {
+                actor.descheduled = until;
+                number
+            })
+            .collect()
+        })
     }
 
     fn add(&self, name: &str, process: u64, work: Work) {
@@ -405,7 +429,8 @@ impl Core {
                 self.looked = self.effects;
                 continue;
             }
-            let ends = self.actors.iter().filter_map(|actor| match actor.state {
+            let able = self.actors.iter().filter(|actor| actor.descheduled < HELD);
+            let ends = able.filter_map(|actor| match actor.state {
                 State::Ready => Some(actor.descheduled),
                 State::Waits { until, .. } if actor.descheduled > now => {
                     Some(until.map_or(actor.descheduled, |until| until.max(actor.descheduled)))

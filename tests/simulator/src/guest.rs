@@ -1,14 +1,14 @@
-//! Guests that behave like the drivers of operating systems, and know what they may see.
+//! Guests that behave like the drivers of operating systems, with work that knows what it may see.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::memory::clock;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::bar::Bar;
-use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, admin, dsm_range, io};
+use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::completion::Cqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -17,11 +17,6 @@ use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::prp::{self, Prepared};
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::rng::Rng;
-
-use crate::history::{BLOCK, History};
-
-/// Blocks that a guest uses: few, so that commands meet.
-pub(crate) const BLOCKS: usize = 96;
 
 /// Bytes of a buffer of a command.
 const BUFFER: usize = 16 << 10;
@@ -34,9 +29,6 @@ const EVENT_REQUESTS: usize = 4;
 
 /// Byte of memory that no command may write.
 const CANARY: u8 = 0xCA;
-
-/// Most blocks of a command.
-const BLOCKS_MAX: u64 = 12;
 
 /// A driver of an operating system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,6 +89,76 @@ pub(crate) struct Conditions {
     pub(crate) aborts: u64,
 }
 
+/// Work of a guest: its commands, and what it may see of them.
+pub(crate) trait Work: Send {
+    /// A command.
+    type Command: Send;
+
+    /// Command sets that are selected when the controller is enabled, as CC.CSS has them.
+    const COMMAND_SETS: u32;
+
+    /// Chooses the next command.
+    fn choose(&mut self, rng: &mut Rng) -> Self::Command;
+
+    /// Returns a command's entry, without the place of its data, and the data.
+    fn request(&self, command: &Self::Command) -> (Sqe, Data);
+
+    /// Notes that a command is in its queue.
+    fn begin(&mut self, command: &mut Self::Command, now: Duration);
+
+    /// Judges a command that has ended.
+    ///
+    /// # Panics
+    /// If it ended as it never may.
+    fn end(&mut self, command: Self::Command, end: &End<'_>);
+
+    /// Returns commands that read all there is, for a guest that has none in flight.
+    fn last(&self) -> Vec<Self::Command>;
+}
+
+/// Data of a command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Data {
+    /// None.
+    None,
+    /// From the guest.
+    Out(Vec<u8>),
+    /// To the guest, so many bytes.
+    In(usize),
+}
+
+impl Data {
+    const fn len(&self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Out(bytes) => bytes.len(),
+            Self::In(len) => *len,
+        }
+    }
+}
+
+/// End of a command.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct End<'a> {
+    /// Moment at which it was put into its queue.
+    pub(crate) began: Duration,
+    /// The moment.
+    pub(crate) now: Duration,
+    /// Its completion; `None` if its queue is gone, and it took effect before this, or never will.
+    pub(crate) cqe: Option<Cqe>,
+    /// It may have failed, and have taken effect or not.
+    pub(crate) is_excused: bool,
+    /// Data of its transfer.
+    pub(crate) data: &'a [u8],
+}
+
+impl End<'_> {
+    /// Returns whether it succeeded.
+    pub(crate) fn has_succeeded(&self) -> bool {
+        self.cqe.is_some_and(|cqe| cqe.status().is_success())
+    }
+}
+
 /// State that a guest shares with its VMM.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
@@ -137,10 +199,9 @@ pub(crate) struct Machine {
 }
 
 /// A command in flight.
-struct Flight {
+struct Flight<C> {
+    command: C,
     opcode: u8,
-    slba: u64,
-    values: Vec<u64>,
     began: Duration,
     slot: Slot,
     offset: usize,
@@ -158,15 +219,16 @@ struct Slot {
     index: usize,
 }
 
-struct Queue {
+struct Queue<C> {
     pair: QueuePair,
     interrupt: Option<Arc<Interrupt>>,
-    flights: BTreeMap<u16, Flight>,
+    flights: BTreeMap<u16, Flight<C>>,
     next_cid: u16,
 }
 
 /// A guest.
-pub(crate) struct Guest {
+pub(crate) struct Guest<W: Work> {
+    work: W,
     persona: Persona,
     conditions: Conditions,
     rng: Rng,
@@ -175,16 +237,15 @@ pub(crate) struct Guest {
     shared: Arc<Shared>,
     buffers: Buffers,
     busy: Vec<Slot>,
-    history: Arc<Mutex<History>>,
-    queues: Vec<Queue>,
+    queues: Vec<Queue<W::Command>>,
     /// Admin commands that failed.
     failures: u32,
 }
 
-impl Guest {
+impl<W: Work> Guest<W> {
     /// A guest with a function and memory of its own.
     pub(crate) fn new(
-        number: u64,
+        work: W,
         persona: Persona,
         conditions: Conditions,
         rng: Rng,
@@ -197,6 +258,7 @@ impl Guest {
             buffers,
         } = machine;
         Self {
+            work,
             persona,
             conditions,
             rng,
@@ -205,19 +267,9 @@ impl Guest {
             shared,
             buffers,
             busy: Vec::new(),
-            history: Arc::new(Mutex::new(History::new(number, BLOCKS))),
             queues: Vec::new(),
             failures: 0,
         }
-    }
-
-    /// The same guest, whose blocks have the history of a guest before it.
-    pub(crate) fn after(self, history: Arc<Mutex<History>>) -> Self {
-        Self { history, ..self }
-    }
-
-    fn history(&self) -> MutexGuard<'_, History> {
-        self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Attaches, does its rounds, reads all that it wrote, and shuts the controller down.
@@ -232,6 +284,7 @@ impl Guest {
             admin_timeout: self.conditions.patience,
             admin_in_buffer: self.persona == Persona::Libvfn,
             admin_entries: 8 + self.rng.below(24) as u16,
+            command_set: W::COMMAND_SETS,
             ..Config::default()
         };
         let count = match self.persona {
@@ -356,7 +409,11 @@ impl Guest {
         self.reset(controller, count);
     }
 
-    fn create_queue(&mut self, controller: &mut Controller, id: u16) -> Result<Queue, Error> {
+    fn create_queue(
+        &mut self,
+        controller: &mut Controller,
+        id: u16,
+    ) -> Result<Queue<W::Command>, Error> {
         let entries = 2 + self.rng.below(20) as u32;
         let interrupt = self
             .persona
@@ -415,63 +472,28 @@ impl Guest {
 
     /// Writes a command into a queue. Returns whether there was room.
     fn submit(&mut self, index: usize) -> bool {
-        let opcode = match self.rng.below(16) {
-            0..7 => io::READ,
-            7..13 => io::WRITE,
-            13 => io::FLUSH,
-            14 => io::WRITE_ZEROES,
-            _ => io::DATASET_MANAGEMENT,
-        };
-        let blocks = 1 + self.rng.below(BLOCKS_MAX);
-        let last = self.history().blocks() - blocks;
-        let slba = self.rng.below(last);
-        self.submit_command(index, opcode, slba, blocks)
+        let command = self.work.choose(&mut self.rng);
+        self.submit_command(index, command).is_ok()
     }
 
-    fn submit_command(&mut self, index: usize, opcode: u8, slba: u64, blocks: u64) -> bool {
+    /// Writes a command into a queue. Returns it if there was no room.
+    fn submit_command(&mut self, index: usize, mut command: W::Command) -> Result<(), W::Command> {
         let Some(slot) = self.slot() else {
-            return false;
+            return Err(command);
         };
         let rude = self.shared.rude.load(Ordering::Relaxed);
         let offset = 4 * self.rng.below(1000) as usize;
-        let len = match opcode {
-            io::READ | io::WRITE => blocks as usize * BLOCK,
-            io::DATASET_MANAGEMENT => 16,
-            _ => 0,
-        };
-        let values: Vec<u64> = match opcode {
-            io::WRITE => (slba..slba + blocks)
-                .map(|block| self.history().value(block))
-                .collect(),
-            io::WRITE_ZEROES | io::DATASET_MANAGEMENT => vec![0; blocks as usize],
-            _ => Vec::new(),
-        };
+        let (sqe, data) = self.work.request(&command);
+        let len = data.len();
         let (buffer, start) = self.buffer(slot);
         buffer.write(start, &[CANARY; BUFFER]);
-        match opcode {
-            io::WRITE => {
-                let bytes: Vec<u8> = values
-                    .iter()
-                    .flat_map(|value| [value.to_le_bytes(); BLOCK / 8].concat())
-                    .collect();
-                buffer.write(start + offset, &bytes);
-            }
-            io::DATASET_MANAGEMENT => {
-                buffer.write(start + offset, &dsm_range(slba, blocks as u32));
-            }
-            _ => {}
+        if let Data::Out(bytes) = &data {
+            buffer.write(start + offset, bytes);
         }
         let prepared = (len > 0).then(|| {
             prp::buffer(buffer, start + offset, len)
                 .unwrap_or_else(|error| panic!("no memory for a list: {error}"))
         });
-        let sqe = match opcode {
-            io::READ => Sqe::read(1, slba, blocks as u32),
-            io::WRITE => Sqe::write(1, slba, blocks as u32),
-            io::WRITE_ZEROES => Sqe::write_zeroes(1, slba, blocks as u32, false),
-            io::DATASET_MANAGEMENT => Sqe::new(opcode, 1).with_cdw(11, DSM_DEALLOCATE),
-            _ => Sqe::flush(1),
-        };
         let sqe = match &prepared {
             Some(prepared) => sqe.with_data(prepared.pointer),
             None => sqe,
@@ -485,15 +507,12 @@ impl Guest {
         let began = clock::monotonic();
         if !queue.pair.push(&sqe.with_cid(cid)) {
             self.free(slot);
-            return false;
+            return Err(command);
         }
-        for (block, value) in (slba..).zip(&values) {
-            self.history().begin(block, *value, began);
-        }
+        self.work.begin(&mut command, began);
         let flight = Flight {
-            opcode,
-            slba,
-            values,
+            command,
+            opcode: sqe.opcode(),
             began,
             slot,
             offset,
@@ -503,7 +522,7 @@ impl Guest {
             rude,
         };
         self.queues[index].flights.insert(cid, flight);
-        true
+        Ok(())
     }
 
     /// Takes completions until `least` have come, or nothing is in flight.
@@ -560,20 +579,13 @@ impl Guest {
         assert_eq!(cqe.sq_id(), id, "a completion of another queue: {cqe:?}");
         let flight = queue.flights.remove(&cqe.cid());
         let flight = flight.unwrap_or_else(|| panic!("queue {id}: nobody waits for {cqe:?}"));
-        let succeeded = cqe.status().is_success();
         let is_taken = flight.slot.high && self.shared.rude.load(Ordering::Relaxed) != flight.rude;
-        assert!(
-            succeeded || self.conditions.errors || flight.aborted || is_taken,
-            "queue {id}: opcode {:#x} failed: {cqe:?}",
-            flight.opcode
-        );
-        // No command of these has a result.
-        assert_eq!(cqe.result, 0, "queue {id}: {cqe:?}");
-        self.land(&flight, succeeded);
+        let is_excused = self.conditions.errors || flight.aborted || is_taken;
+        self.land(flight, Some(cqe), is_excused);
     }
 
     /// A command has ended, or its queue has.
-    fn land(&mut self, flight: &Flight, succeeded: bool) {
+    fn land(&mut self, flight: Flight<W::Command>, cqe: Option<Cqe>, is_excused: bool) {
         let now = clock::monotonic();
         let (buffer, start) = self.buffer(flight.slot);
         let bytes = buffer.to_vec(start, BUFFER);
@@ -585,40 +597,30 @@ impl Guest {
                 self.persona, flight.opcode
             );
         }
-        if flight.opcode == io::READ && succeeded {
-            let blocks = bytes[transfer].chunks_exact(BLOCK);
-            for (block, bytes) in (flight.slba..).zip(blocks) {
-                let (words, _) = bytes.as_chunks::<8>();
-                let value = u64::from_le_bytes(words[0]);
-                assert!(
-                    words.iter().all(|word| u64::from_le_bytes(*word) == value),
-                    "block {block} is torn: {words:x?}"
-                );
-                if let Err(error) = self.history().judge(block, value, flight.began) {
-                    panic!("{:?}: {error}", self.persona);
-                }
-            }
-        }
-        // Deallocate is advice.
-        let sure = succeeded && flight.opcode != io::DATASET_MANAGEMENT;
-        for (block, _) in (flight.slba..).zip(&flight.values) {
-            self.history().end(block, flight.began, now, sure);
-        }
+        let end = End {
+            began: flight.began,
+            now,
+            cqe,
+            is_excused,
+            data: &bytes[transfer],
+        };
+        self.work.end(flight.command, &end);
         self.free(flight.slot);
     }
 
     /// Ends the commands of queues that are gone: each took effect before this, or never will. Nobody writes to their
     /// memory from now on.
-    fn lose(&mut self, queues: Vec<Queue>) {
+    fn lose(&mut self, queues: Vec<Queue<W::Command>>) {
         let mut slots = Vec::new();
         for flight in queues
             .into_iter()
             .flat_map(|queue| queue.flights.into_values())
         {
-            self.land(&flight, false);
-            let (buffer, start) = self.buffer(flight.slot);
+            let slot = flight.slot;
+            self.land(flight, None, true);
+            let (buffer, start) = self.buffer(slot);
             buffer.write(start, &[CANARY; BUFFER]);
-            slots.push(flight.slot);
+            slots.push(slot);
         }
         let bits = self.rng.below(20);
         clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
@@ -694,16 +696,14 @@ impl Guest {
         );
     }
 
-    /// Reads all blocks once nothing else is in flight.
+    /// Reads all once nothing else is in flight.
     fn read_all(&mut self) {
-        let mut block = 0;
-        while block < self.history().blocks() {
-            let blocks = BLOCKS_MAX.min(self.history().blocks() - block);
-            if self.submit_command(0, io::READ, block, blocks) {
-                block += blocks;
+        for mut command in self.work.last() {
+            while let Err(left) = self.submit_command(0, command) {
+                command = left;
+                self.queues[0].pair.ring();
+                self.collect(0, 1);
             }
-            self.queues[0].pair.ring();
-            self.collect(0, 1);
         }
         self.drain();
     }

@@ -12,7 +12,7 @@ use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::queue::{QueuePair, SQE_SIZE};
 use nvme_mpt_tests::rng::Rng;
 
-use crate::guest::BLOCKS;
+use crate::registers::BLOCKS;
 
 /// Entries of its queues.
 const ENTRIES: u32 = 16;

@@ -9,7 +9,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
-use nvme_mpt::limit::RateLimits;
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::{clock, eventfd};
 use nvme_mpt::poller::start_thread;
@@ -18,12 +17,11 @@ use nvme_mpt::seam::DoorbellWaker;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, AttachmentConfig, CqConfig, DoorbellMode, DoorbellPage, Drive, EventReader,
-    FunctionParts, Gpa, HostSide, KeptParts, KeptQueues, Learning, MemoryKinds, MemoryRegion,
-    Pollers, SqConfig,
+    Attachment, CqConfig, DoorbellMode, DoorbellPage, Drive, EventReader, FunctionParts, Gpa,
+    HostSide, KeptParts, KeptQueues, MemoryRegion, Pollers, SqConfig,
 };
 use nvme_mpt_tests::bar::{Bar, DoorbellWindow};
-use nvme_mpt_tests::doorbell::Doorbell as GuestDoorbell;
+use nvme_mpt_tests::doorbell::{Doorbell as GuestDoorbell, DoorbellMode as Doorbells};
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::rng::Rng;
@@ -33,11 +31,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::blocks::Blocks;
 use crate::engine::Engine;
-use crate::guest::{BLOCKS, Guest};
+use crate::guest::Guest;
 use crate::history::BLOCK;
-
-/// Queue pairs of the function.
-const QUEUE_PAIRS: u16 = 4;
+use crate::registers::{BLOCKS, Registers};
+use crate::scenario::{QUEUE_PAIRS, config};
 
 /// Parts of a function that its VMM has, and that outlive each server.
 #[derive(Debug)]
@@ -174,7 +171,7 @@ impl World {
     }
 
     /// Lets servers live and die while the guest works. The last one lives.
-    pub(crate) fn run(self, guest: Guest, pairs: Vec<QueuePair>, mut rng: Rng) {
+    pub(crate) fn run(self, guest: Guest<Registers>, pairs: Vec<QueuePair>, mut rng: Rng) {
         let engine = Engine::of_thread().expect("a scheduler");
         let Self {
             kept,
@@ -234,21 +231,8 @@ fn serve(kept: &Arc<Kept>, blocks: Blocks, profile: Option<&Profile>, life: u64)
         },
         EventReader::Trusted,
     );
-    let config = AttachmentConfig {
-        drive,
-        lease: lease.unwrap_or_else(|error| panic!("no lease: {error}")),
-        queue_pairs: QUEUE_PAIRS,
-        reservation: None,
-        mdts: None,
-        doorbell_stride: nvme_mpt::DoorbellStride::default(),
-        doorbells: DoorbellMode::Trap,
-        poll: "dedicated".parse().expect("a policy"),
-        learning: Learning::default(),
-        pollers: Pollers::new(),
-        memory: MemoryKinds::default(),
-        rates: RateLimits::default(),
-        serial: None,
-    };
+    let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+    let config = config(&drive, lease, Doorbells::Trap, "dedicated", &Pollers::new());
     let attachment = Attachment::with_parts(config, parts)
         .unwrap_or_else(|error| panic!("no attachment: {error}"));
     for region in kept.memory.regions() {

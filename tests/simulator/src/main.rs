@@ -25,9 +25,13 @@ mod mutations;
 #[cfg(simulation)]
 mod protocol;
 #[cfg(simulation)]
+mod registers;
+#[cfg(simulation)]
 mod runs;
 #[cfg(simulation)]
 mod scenario;
+#[cfg(simulation)]
+mod snapshots;
 
 #[cfg(simulation)]
 fn main() -> std::process::ExitCode {

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use nvme_mpt::drive::HostController;
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{FormerData, Lease, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::memory::clock;
 use nvme_mpt::poller::{Threads, start_thread};
@@ -25,16 +25,21 @@ use nvme_software::model::Profile;
 use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use crate::guest::{BLOCKS, Buffers, Conditions, Guest, Machine, Persona, Shared};
+use crate::guest::{Buffers, Conditions, Guest, Machine, Persona, Shared};
 use crate::history::BLOCK;
 use crate::hostile;
 use crate::ledger;
 use crate::lives::World;
 use crate::protocol;
+use crate::registers::{BLOCKS, Registers};
 use crate::runs::Less;
+use crate::snapshots;
 
 /// Bytes of a lease: as many as its guest uses, so that leases of others lie just beside.
 pub(crate) const LEASE: u64 = (BLOCKS * BLOCK) as u64;
+
+/// Queue pairs of a function.
+pub(crate) const QUEUE_PAIRS: u16 = 4;
 
 /// A region of a guest's memory that stays.
 pub(crate) const LOW: u64 = 0x10_0000;
@@ -77,11 +82,13 @@ pub(crate) enum Scenario {
     Ledger,
     /// VMMs with leases of a server's drive, all of which die at any step.
     Protocol,
+    /// A function that is saved under load, and restored in other processes, which die at any step.
+    Snapshots,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 14] = [
+    pub(crate) const ALL: [(&str, Self); 15] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -96,6 +103,7 @@ impl Scenario {
         ("lives", Self::Lives),
         ("ledger", Self::Ledger),
         ("protocol", Self::Protocol),
+        ("snapshots", Self::Snapshots),
     ];
 
     /// The scenario of a seed.
@@ -132,9 +140,13 @@ impl Scenario {
         matches!(self, Self::Resets | Self::PhysicalResets | Self::Failing)
     }
 
-    fn conditions(self, less: Less, rng: &mut Rng) -> Conditions {
+    /// Limits of what a guest does and has to bear.
+    pub(crate) fn conditions(self, less: Less, rng: &mut Rng) -> Conditions {
         let errors = self == Self::Failing;
-        let resets = self.has_resets();
+        let resets = match self {
+            Self::Snapshots => rng.below(2) == 0,
+            _ => self.has_resets(),
+        };
         Conditions {
             rounds: (16 + rng.below(48)).min(less.rounds.unwrap_or(u64::MAX)),
             patience: Duration::from_secs(if errors { 180 } else { 30 }),
@@ -219,37 +231,57 @@ impl Host {
             blocks: self.drive.blocks(),
             former_data: FormerData::Kept,
         });
-        // No store to a mapped doorbell wakes an event-driven poller.
-        let policies = match doorbells {
-            DoorbellMode::Mapped => &["shared", "dedicated"][..],
-            _ => &["shared", "dedicated", "shared:event", "dedicated:event"],
-        };
-        let policy = policies[rng.below(policies.len() as u64) as usize];
+        let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+        let policy = policy(doorbells, rng);
         let config = AttachmentConfig {
-            drive: self.drive.clone(),
-            lease: lease.unwrap_or_else(|error| panic!("no lease: {error}")),
-            queue_pairs: 4,
-            reservation: None,
-            mdts: None,
-            doorbell_stride: nvme_mpt::DoorbellStride::default(),
-            doorbells: match doorbells {
-                DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
-                DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
-                DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
-            },
-            poll: policy.parse().expect("a policy"),
-            learning: Learning::default(),
-            pollers: self.pollers.clone(),
-            memory: MemoryKinds::default(),
             rates: match scenario {
                 Scenario::Limits => limits(rng),
                 _ => RateLimits::default(),
             },
-            serial: None,
+            ..config(&self.drive, lease, doorbells, policy, &self.pollers)
         };
         let attachment = Attachment::with_parts(config, FunctionParts::Own)
             .unwrap_or_else(|error| panic!("no attachment: {error}"));
         NvmeFunction::new(Arc::new(attachment), MsixMasking::Client)
+    }
+}
+
+/// Returns a policy for the pollers of a function with such doorbells.
+pub(crate) fn policy(doorbells: DoorbellMode, rng: &mut Rng) -> &'static str {
+    // No store to a mapped doorbell wakes an event-driven poller.
+    let policies = match doorbells {
+        DoorbellMode::Mapped => &["shared", "dedicated"][..],
+        _ => &["shared", "dedicated", "shared:event", "dedicated:event"],
+    };
+    policies[rng.below(policies.len() as u64) as usize]
+}
+
+/// Returns the configuration of a function whose guest has such doorbells.
+pub(crate) fn config(
+    drive: &Arc<Drive>,
+    lease: Lease,
+    doorbells: DoorbellMode,
+    policy: &str,
+    pollers: &Arc<Pollers>,
+) -> AttachmentConfig {
+    AttachmentConfig {
+        drive: drive.clone(),
+        lease,
+        queue_pairs: QUEUE_PAIRS,
+        reservation: None,
+        mdts: None,
+        doorbell_stride: nvme_mpt::DoorbellStride::default(),
+        doorbells: match doorbells {
+            DoorbellMode::Shadow => nvme_mpt::DoorbellMode::Shadow,
+            DoorbellMode::Mapped => nvme_mpt::DoorbellMode::Mapped,
+            DoorbellMode::Trap => nvme_mpt::DoorbellMode::Trap,
+        },
+        poll: policy.parse().expect("a policy"),
+        learning: Learning::default(),
+        pollers: pollers.clone(),
+        memory: MemoryKinds::default(),
+        rates: RateLimits::default(),
+        serial: None,
     }
 }
 
@@ -282,6 +314,7 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         Scenario::Lives => return run_lives(scenario, less, &mut rng),
         Scenario::Ledger => return ledger::run(less, &mut rng),
         Scenario::Protocol => return protocol::run(less, &mut rng),
+        Scenario::Snapshots => return snapshots::run(less, &mut rng),
         _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
@@ -346,7 +379,7 @@ fn run_lives(scenario: Scenario, less: Less, rng: &mut Rng) {
         shared,
         buffers,
     };
-    let guest = Guest::new(0, persona, conditions, seed, machine);
+    let guest = Guest::new(Registers::new(0), persona, conditions, seed, machine);
     world.run(guest, pairs, Rng::new(rng.next_u64()));
 }
 
@@ -387,7 +420,13 @@ fn start_guest(
         buffers,
     };
     let guest_rng = Rng::new(rng.next_u64());
-    let guest = Guest::new(number, persona, conditions, guest_rng, machine);
+    let guest = Guest::new(
+        Registers::new(number),
+        persona,
+        conditions,
+        guest_rng,
+        machine,
+    );
     let vmm_rng = Rng::new(rng.next_u64());
     let vmm = match scenario {
         _ if scenario.has_maps() => Some(take_and_give as Vmm),
@@ -415,20 +454,26 @@ pub(crate) fn plug(
     function: NvmeFunction,
     memory: &GuestMemory,
 ) -> (Arc<InProcess>, Vec<Arc<Interrupt>>) {
+    let interrupts = interrupts(function.vectors().len());
     for region in memory.regions() {
         map(&function, memory, &region);
     }
-    let interrupts = function
-        .vectors()
-        .iter()
-        .map(|vector| {
-            let interrupt = Interrupt::new().expect("descriptors");
-            let event = interrupt.event().try_clone().expect("descriptors");
-            vector.set_eventfd(Some(event));
-            Arc::new(interrupt)
-        })
-        .collect();
-    (Arc::new(InProcess::new(function)), interrupts)
+    (wire(function, &interrupts), interrupts)
+}
+
+/// Vectors of a guest's machine.
+pub(crate) fn interrupts(count: usize) -> Vec<Arc<Interrupt>> {
+    let interrupt = |_| Arc::new(Interrupt::new().expect("descriptors"));
+    (0..count).map(interrupt).collect()
+}
+
+/// Gives a function the vectors of its guest's machine, and starts its control thread.
+pub(crate) fn wire(function: NvmeFunction, interrupts: &[Arc<Interrupt>]) -> Arc<InProcess> {
+    for (vector, interrupt) in function.vectors().iter().zip(interrupts) {
+        let event = interrupt.event().try_clone().expect("descriptors");
+        vector.set_eventfd(Some(event));
+    }
+    Arc::new(InProcess::new(function))
 }
 
 fn start_liar(host: &Host, scenario: Scenario, number: u64, rng: &mut Rng) -> Started {

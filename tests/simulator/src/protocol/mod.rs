@@ -24,10 +24,11 @@ use nvme_software::model::Profile;
 
 use crate::blocks::Blocks;
 use crate::engine::{Engine, Process};
-use crate::guest::{BLOCKS, Persona, Shared};
+use crate::guest::{Persona, Shared};
 use crate::history::History;
+use crate::registers::BLOCKS;
 use crate::runs::Less;
-use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, TAKEN, profile};
+use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, TAKEN, policy, profile};
 
 /// Folder that the servers share, with the ledger and their sockets.
 const FOLDER: &str = "/state";
@@ -130,14 +131,9 @@ impl World {
 impl Seat {
     fn new(number: usize, rng: &mut Rng) -> Self {
         let persona = Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize];
-        // No store to a mapped doorbell wakes an event-driven poller.
-        let policies = match persona {
-            Persona::Spdk => &["shared", "dedicated"][..],
-            _ => &["shared", "dedicated", "shared:event", "dedicated:event"],
-        };
         Self {
             persona,
-            policy: policies[rng.below(policies.len() as u64) as usize],
+            policy: policy(persona.doorbells(), rng),
             history: Arc::new(Mutex::new(History::new(number as u64, BLOCKS))),
             vmm: Mutex::new(Vmm::new()),
             former: Mutex::default(),

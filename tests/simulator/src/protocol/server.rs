@@ -8,26 +8,18 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::lease::{FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
-use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::sync::mpsc::Receiver;
 use nvme_mpt::memory::sync::{JoinHandle, Mutex, MutexGuard};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::{
-    Attachment, AttachmentConfig, DoorbellMode, Drive, EventReader, FunctionParts, HostSide,
-    KeptParts, Learning, MemoryKinds, Pollers,
-};
+use nvme_mpt::{Attachment, Drive, EventReader, FunctionParts, HostSide, KeptParts, Pollers};
 use nvme_mpt_lease_protocol::simulated::{Listener, Stream};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session};
-use nvme_mpt_tests::doorbell::DoorbellMode as Doorbells;
 use nvme_software::SoftwareController;
 
 use super::{END, FOLDER, Given, World, socket};
-use crate::scenario::LEASE;
-
-/// Queue pairs of a function.
-const QUEUE_PAIRS: u16 = 4;
+use crate::scenario::{LEASE, config};
 
 /// Time between two looks for a lease that is about to end.
 const RETRY: Duration = Duration::from_millis(20);
@@ -166,25 +158,9 @@ impl Table {
 
     fn attach(&self, number: usize, parts: FunctionParts) -> Arc<Attachment> {
         let seat = &self.world.seats[number];
-        let config = AttachmentConfig {
-            drive: self.drive.clone(),
-            lease: self.lease(number),
-            queue_pairs: QUEUE_PAIRS,
-            reservation: None,
-            mdts: None,
-            doorbell_stride: nvme_mpt::DoorbellStride::default(),
-            doorbells: match seat.persona.doorbells() {
-                Doorbells::Shadow => DoorbellMode::Shadow,
-                Doorbells::Mapped => DoorbellMode::Mapped,
-                Doorbells::Trap => DoorbellMode::Trap,
-            },
-            poll: seat.policy.parse().expect("a policy"),
-            learning: Learning::default(),
-            pollers: self.pollers.clone(),
-            memory: MemoryKinds::default(),
-            rates: RateLimits::default(),
-            serial: None,
-        };
+        let doorbells = seat.persona.doorbells();
+        let lease = self.lease(number);
+        let config = config(&self.drive, lease, doorbells, seat.policy, &self.pollers);
         let attachment = Attachment::with_parts(config, parts);
         let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
         let attachment = Arc::new(attachment);

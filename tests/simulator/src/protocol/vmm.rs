@@ -15,6 +15,7 @@ use vmm_device::{MsixMasking, NvmeFunction};
 
 use super::{END, FOLDER, World, check_filled, fill};
 use crate::guest::{Conditions, Guest, Machine, Shared};
+use crate::registers::Registers;
 use crate::scenario::{Vmm, buffers, pause_and_resume, plug, rest, take_and_give};
 
 /// Longest time of a command: a server may stand still, and be lost twice before a command has completed.
@@ -45,8 +46,8 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
         _ => (Some(mask), true),
     };
     let conditions = conditions(world, loses_queues, &mut rng);
-    let guest = Guest::new(number as u64, seat.persona, conditions, guest_rng, machine);
-    let guest = guest.after(seat.history.clone());
+    let work = Registers::after(seat.history.clone());
+    let guest = Guest::new(work, seat.persona, conditions, guest_rng, machine);
     let doing = doing.map(|vmm| {
         let (bar, memory, shared) = (bar.clone(), memory.clone(), shared.clone());
         let rng = Rng::new(rng.next_u64());

@@ -1,0 +1,174 @@
+//! Work of a guest whose blocks are registers: reads and writes that meet.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, dsm_range, io};
+use nvme_mpt_tests::registers::CC_CSS_NVM;
+use nvme_mpt_tests::rng::Rng;
+
+use crate::guest::{Data, End, Work};
+use crate::history::{BLOCK, History};
+
+/// Blocks that a guest uses: few, so that commands meet.
+pub(crate) const BLOCKS: usize = 96;
+
+/// Most blocks of a command.
+pub(crate) const BLOCKS_MAX: u64 = 12;
+
+/// Blocks that are registers, with all that was written to them.
+#[derive(Debug)]
+pub(crate) struct Registers(Arc<Mutex<History>>);
+
+/// A command on blocks.
+#[derive(Debug)]
+pub(crate) struct Command {
+    opcode: u8,
+    slba: u64,
+    blocks: u64,
+    /// Values that are written to the blocks, one by one.
+    values: Vec<u64>,
+}
+
+impl Registers {
+    /// Blocks of zeroes.
+    pub(crate) fn new(guest: u64) -> Self {
+        Self::after(Arc::new(Mutex::new(History::new(guest, BLOCKS))))
+    }
+
+    /// Blocks with the history of a guest before this one.
+    pub(crate) fn after(history: Arc<Mutex<History>>) -> Self {
+        Self(history)
+    }
+
+    fn history(&self) -> MutexGuard<'_, History> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes of a block that has a value.
+pub(crate) fn bytes_of(value: u64) -> Vec<u8> {
+    [value.to_le_bytes(); BLOCK / 8].concat()
+}
+
+/// Returns the value that the bytes of a block have.
+///
+/// # Panics
+/// If they have several.
+pub(crate) fn value_of(block: u64, bytes: &[u8]) -> u64 {
+    let (words, _) = bytes.as_chunks::<8>();
+    let value = u64::from_le_bytes(words[0]);
+    assert!(
+        words.iter().all(|word| u64::from_le_bytes(*word) == value),
+        "block {block} is torn: {words:x?}"
+    );
+    value
+}
+
+impl Work for Registers {
+    type Command = Command;
+
+    const COMMAND_SETS: u32 = CC_CSS_NVM;
+
+    fn choose(&mut self, rng: &mut Rng) -> Command {
+        let opcode = match rng.below(16) {
+            0..7 => io::READ,
+            7..13 => io::WRITE,
+            13 => io::FLUSH,
+            14 => io::WRITE_ZEROES,
+            _ => io::DATASET_MANAGEMENT,
+        };
+        let mut history = self.history();
+        let blocks = 1 + rng.below(BLOCKS_MAX);
+        let slba = rng.below(history.blocks() - blocks);
+        let values = match opcode {
+            io::WRITE => (slba..slba + blocks)
+                .map(|block| history.value(block))
+                .collect(),
+            io::WRITE_ZEROES | io::DATASET_MANAGEMENT => vec![0; blocks as usize],
+            _ => Vec::new(),
+        };
+        Command {
+            opcode,
+            slba,
+            blocks,
+            values,
+        }
+    }
+
+    fn request(&self, command: &Command) -> (Sqe, Data) {
+        let Command {
+            opcode,
+            slba,
+            blocks,
+            ref values,
+        } = *command;
+        let count = blocks as u32;
+        match opcode {
+            io::READ => {
+                let data = Data::In(blocks as usize * BLOCK);
+                (Sqe::read(1, slba, count), data)
+            }
+            io::WRITE => {
+                let data = values.iter().flat_map(|value| bytes_of(*value)).collect();
+                (Sqe::write(1, slba, count), Data::Out(data))
+            }
+            io::WRITE_ZEROES => (Sqe::write_zeroes(1, slba, count, false), Data::None),
+            io::DATASET_MANAGEMENT => {
+                let sqe = Sqe::new(opcode, 1).with_cdw(11, DSM_DEALLOCATE);
+                (sqe, Data::Out(dsm_range(slba, count).to_vec()))
+            }
+            _ => (Sqe::flush(1), Data::None),
+        }
+    }
+
+    fn begin(&mut self, command: &mut Command, now: Duration) {
+        let mut history = self.history();
+        for (block, value) in (command.slba..).zip(&command.values) {
+            history.begin(block, *value, now);
+        }
+    }
+
+    fn end(&mut self, command: Command, end: &End<'_>) {
+        let Command {
+            opcode,
+            slba,
+            values,
+            ..
+        } = command;
+        if let Some(cqe) = end.cqe {
+            assert!(
+                end.has_succeeded() || end.is_excused,
+                "opcode {opcode:#x} failed: {cqe:?}"
+            );
+            // No command of these has a result.
+            assert_eq!(cqe.result, 0, "opcode {opcode:#x}: {cqe:?}");
+        }
+        let mut history = self.history();
+        if opcode == io::READ && end.has_succeeded() {
+            for (block, bytes) in (slba..).zip(end.data.chunks_exact(BLOCK)) {
+                if let Err(error) = history.judge(block, value_of(block, bytes), end.began) {
+                    panic!("{error}");
+                }
+            }
+        }
+        // Deallocate is advice.
+        let sure = end.has_succeeded() && opcode != io::DATASET_MANAGEMENT;
+        for (block, _) in (slba..).zip(&values) {
+            history.end(block, end.began, end.now, sure);
+        }
+    }
+
+    fn last(&self) -> Vec<Command> {
+        let count = self.history().blocks();
+        let starts = (0..count).step_by(BLOCKS_MAX as usize);
+        starts
+            .map(|slba| Command {
+                opcode: io::READ,
+                slba,
+                blocks: BLOCKS_MAX.min(count - slba),
+                values: Vec::new(),
+            })
+            .collect()
+    }
+}

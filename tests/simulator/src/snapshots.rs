@@ -1,0 +1,560 @@
+//! A guest that is moved: its function is saved under load, and another one is restored from the snapshot, in other
+//! processes, until one of them goes on.
+//!
+//! A process dies at any step of that. A function does not fit, memory is missing, bytes of the snapshot are damaged,
+//! and the sender goes on in the end. A machine of its own runs the guest, which stands still meanwhile at any step that
+//! is no access to a register. The drive's blocks, the guest's memory and the ledger are there for all processes.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use nvme_mpt::lease::{FormerData, LeaseError, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::memory::clock;
+use nvme_mpt::memory::files::simulated as files;
+use nvme_mpt::memory::sync::mpsc::{self, Receiver, Sender};
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Pollers};
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::function::{InProcess, map};
+use nvme_mpt_tests::interrupt::Interrupt;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::registers::{CC, CC_ENABLE};
+use nvme_mpt_tests::rng::Rng;
+use nvme_software::SoftwareController;
+use nvme_software::model::Profile;
+use vmm_device::{FunctionState, MsixMasking, NvmeFunction, SnapshotError};
+
+use crate::blocks::Blocks;
+use crate::engine::{Engine, Process};
+use crate::guest::{Guest, Machine, Persona, Shared};
+use crate::registers::{BLOCKS, Registers};
+use crate::runs::Less;
+use crate::scenario::{
+    HIGH, HIGH_LEN, LEASE, LOW, LOW_LEN, QUEUE_PAIRS, Scenario, buffers, config, interrupts,
+    policy, profile, wire,
+};
+
+/// Folder of the ledger.
+const FOLDER: &str = "/state";
+
+/// Drivers whose doorbells are none that a VMM maps into the guest: it would have to map others when the guest is moved.
+const PERSONAS: [Persona; 5] = [
+    Persona::Linux,
+    Persona::Libvfn,
+    Persona::StorNvme,
+    Persona::Edk2,
+    Persona::FreeBsd,
+];
+
+/// All that outlives a process.
+#[derive(Debug)]
+struct World {
+    blocks: Blocks,
+    profile: Option<Profile>,
+    doorbells: DoorbellMode,
+    memory: GuestMemory,
+    interrupts: Vec<Arc<Interrupt>>,
+}
+
+/// Options of a function.
+#[derive(Clone, Copy, Debug)]
+struct Build {
+    policy: &'static str,
+    queue_pairs: u16,
+    doorbells: DoorbellMode,
+    /// The guest's memory is mapped.
+    has_memory: bool,
+}
+
+/// A process's place for a function.
+struct Slot {
+    world: Arc<World>,
+    function: Option<Arc<InProcess>>,
+}
+
+impl Slot {
+    /// Makes a function of the lease, as after power-on.
+    fn build(&mut self, build: Build) -> Result<(), LeaseError> {
+        let World {
+            blocks,
+            profile,
+            memory,
+            interrupts,
+            ..
+        } = &*self.world;
+        let controller = SoftwareController::over(blocks.clone(), 9);
+        let controller = match profile {
+            Some(profile) => controller.timed(profile),
+            None => controller,
+        };
+        let drive = Drive::new("simulated", Arc::new(controller), None).expect("a namespace");
+        let lease = Ledger::open(Path::new(FOLDER)).acquire(&LeaseRequest {
+            id: "guest",
+            drive: drive.identity(),
+            nsid: drive.namespace().nsid,
+            wanted: Wanted::At(ByteRange::new(0, LEASE).expect("a range")),
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+            former_data: FormerData::Kept,
+        })?;
+        let config = AttachmentConfig {
+            queue_pairs: build.queue_pairs,
+            ..config(
+                &drive,
+                lease,
+                build.doorbells,
+                build.policy,
+                &Pollers::new(),
+            )
+        };
+        let attachment = Attachment::with_parts(config, FunctionParts::Own)
+            .unwrap_or_else(|error| panic!("no attachment: {error}"));
+        let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+        if build.has_memory {
+            map_all(&function, memory);
+        }
+        self.function = Some(wire(function, interrupts));
+        Ok(())
+    }
+
+    fn function(&self) -> &InProcess {
+        self.function.as_ref().expect("a function")
+    }
+
+    fn weak(&self) -> Weak<InProcess> {
+        self.function
+            .as_ref()
+            .map(Arc::downgrade)
+            .expect("a function")
+    }
+
+    fn restore(&self, snapshot: &[u8]) -> Result<(), SnapshotError> {
+        let state = FunctionState::from_bytes(snapshot)?;
+        let restored = self.function().function().restore(&state);
+        restored.map(drop)
+    }
+
+    /// Checks that a function of which a restoration failed is as after power-on.
+    fn check_new(&self) {
+        assert!(
+            !self.function().function().is_paused(),
+            "a function that was not restored is paused"
+        );
+        let cc = self.function().read32(CC);
+        assert_eq!(
+            cc & CC_ENABLE,
+            0,
+            "a function that was not restored is enabled"
+        );
+    }
+}
+
+fn map_all(function: &NvmeFunction, memory: &GuestMemory) {
+    for region in memory.regions() {
+        map(function, memory, &region);
+    }
+}
+
+type Work = Box<dyn FnOnce(&mut Slot) + Send>;
+
+/// A process that may have the guest's function.
+struct Vmm {
+    process: Process,
+    work: Sender<Work>,
+}
+
+impl Vmm {
+    /// Begins work of the process. Its outcome comes if the process lives.
+    fn begin<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut Slot) -> T + Send + 'static,
+    ) -> Receiver<T> {
+        let (outcome, receiver) = mpsc::channel();
+        let work = move |slot: &mut Slot| {
+            let _ended = outcome.send(work(slot));
+        };
+        let sent = self.work.send(Box::new(work));
+        assert!(sent.is_ok(), "a process that does no work");
+        receiver
+    }
+
+    /// Has the process do work.
+    fn call<T: Send + 'static>(&self, work: impl FnOnce(&mut Slot) -> T + Send + 'static) -> T {
+        self.begin(work).recv().expect("a process that lives")
+    }
+
+    /// Ends the function in order.
+    fn end(&self) {
+        self.call(|slot| drop(slot.function.take()));
+    }
+}
+
+/// BAR0 of the function that the guest has at the time.
+#[derive(Debug, Default)]
+struct MovingBar {
+    function: Mutex<Weak<InProcess>>,
+    /// Accesses that are under way.
+    accesses: AtomicUsize,
+}
+
+impl MovingBar {
+    fn move_to(&self, function: Weak<InProcess>) {
+        *self.function.lock().unwrap_or_else(PoisonError::into_inner) = function;
+    }
+
+    fn access<T>(&self, access: impl FnOnce(&InProcess) -> T) -> T {
+        self.accesses.fetch_add(1, Ordering::Relaxed);
+        let function = self.function.lock().unwrap_or_else(PoisonError::into_inner);
+        let function = function.upgrade().expect("a function");
+        let result = access(&function);
+        drop(function);
+        self.accesses.fetch_sub(1, Ordering::Relaxed);
+        result
+    }
+}
+
+impl Bar for MovingBar {
+    fn read32(&self, offset: u64) -> u32 {
+        self.access(|function| function.read32(offset))
+    }
+
+    fn read64(&self, offset: u64) -> u64 {
+        self.access(|function| function.read64(offset))
+    }
+
+    fn write32(&self, offset: u64, value: u32) {
+        self.access(|function| function.write32(offset, value));
+    }
+
+    fn write64(&self, offset: u64, value: u64) {
+        self.access(|function| function.write64(offset, value));
+    }
+}
+
+/// Moves the guest.
+struct Mover<'a> {
+    engine: &'static Engine,
+    world: Arc<World>,
+    bar: Arc<MovingBar>,
+    shared: Arc<Shared>,
+    guest: Process,
+    rng: &'a mut Rng,
+    /// Failures are left out.
+    is_calm: bool,
+}
+
+impl Mover<'_> {
+    fn one_in(&mut self, bound: u64) -> bool {
+        self.rng.below(bound) == 0
+    }
+
+    /// Lets at most `2 << bits` nanoseconds pass.
+    fn rest(&mut self, bits: u64) {
+        let bits = self.rng.below(bits);
+        clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
+    }
+
+    fn build(&mut self) -> Build {
+        let doorbells = self.world.doorbells;
+        Build {
+            policy: policy(doorbells, self.rng),
+            queue_pairs: QUEUE_PAIRS,
+            doorbells,
+            has_memory: true,
+        }
+    }
+
+    /// Has the guest's processors stand still.
+    fn stop_guest(&self) {
+        // An access to a register ends first.
+        while self.bar.accesses.load(Ordering::Relaxed) > 0 {
+            clock::sleep(Duration::from_micros(1));
+        }
+        self.engine.hold(&self.guest);
+    }
+
+    /// Has the function of a process go on, and the guest's processors before it or after it.
+    fn go_on(&mut self, vmm: &Vmm) {
+        self.bar.move_to(vmm.call(|slot| slot.weak()));
+        let is_first = self.one_in(2);
+        if is_first {
+            self.engine.release(&self.guest);
+            self.rest(16);
+        }
+        vmm.call(|slot| slot.function().function().resume());
+        if !is_first {
+            self.rest(16);
+            self.engine.release(&self.guest);
+        }
+    }
+
+    /// All that is in the guest's memory.
+    fn memory(&self) -> Vec<u8> {
+        let mut bytes = vec![0; (LOW_LEN + HIGH_LEN) as usize];
+        let (low, high) = bytes.split_at_mut(LOW_LEN as usize);
+        self.world.memory.read(LOW, low).expect("memory");
+        self.world.memory.read(HIGH, high).expect("memory");
+        bytes
+    }
+
+    fn check_memory(&self, before: &[u8]) {
+        let written = self.memory() != before;
+        assert!(!written, "memory was written while the guest was moved");
+    }
+
+    /// Moves the guest from a process to another one, or back to it. Returns the process that has it then.
+    fn move_guest(&mut self, sender: Vmm) -> Vmm {
+        let stops_first = self.one_in(2);
+        if stops_first {
+            self.stop_guest();
+            self.rest(14);
+        }
+        let paused = sender.call(|slot| slot.function().function().pause());
+        paused.unwrap_or_else(|error| panic!("the function is not paused: {error}"));
+        if !stops_first {
+            self.rest(18);
+            self.stop_guest();
+        }
+        let mut snapshot = save(&sender);
+        let memory = self.memory();
+        if self.one_in(8) {
+            self.rest(18);
+            self.check_memory(&memory);
+            self.go_on(&sender);
+            return sender;
+        }
+        // The sender gives the drive up.
+        let mut sender = if self.one_in(3) {
+            self.engine.kill(sender.process);
+            None
+        } else {
+            sender.end();
+            Some(sender)
+        };
+        let mut failures = if self.is_calm { 0 } else { self.rng.below(4) };
+        loop {
+            let taken_back = self.one_in(4).then(|| sender.take()).flatten();
+            let vmm = match taken_back {
+                Some(sender) => sender,
+                None => self.start_vmm(),
+            };
+            if failures > 0 {
+                failures -= 1;
+                self.fail(vmm, &mut snapshot);
+                self.check_memory(&memory);
+                continue;
+            }
+            self.become_guests(&vmm, &snapshot);
+            self.check_memory(&memory);
+            if let Some(sender) = sender {
+                if self.one_in(2) {
+                    // It believes that the guest is its own.
+                    let build = self.build();
+                    let taken = sender.call(move |slot| slot.build(build).is_ok());
+                    assert!(!taken, "two processes have the guest's drive");
+                }
+                self.engine.kill(sender.process);
+            }
+            self.go_on(&vmm);
+            return vmm;
+        }
+    }
+
+    /// Has a process become the one with the guest's function, which is paused then.
+    fn become_guests(&mut self, vmm: &Vmm, snapshot: &[u8]) {
+        let build = Build {
+            has_memory: self.is_calm || !self.one_in(4),
+            ..self.build()
+        };
+        let built = vmm.call(move |slot| slot.build(build));
+        built.unwrap_or_else(|error| panic!("no lease: {error}"));
+        let bytes = snapshot.to_vec();
+        let restored = vmm.call(move |slot| {
+            let restored = slot.restore(&bytes);
+            if build.has_memory {
+                return restored;
+            }
+            // The memory comes later. Without queues, nothing misses it.
+            if restored.is_err() {
+                slot.check_new();
+            }
+            map_all(&slot.function().function(), &slot.world.memory);
+            match restored {
+                Ok(()) => Ok(()),
+                Err(_) => slot.restore(&bytes),
+            }
+        });
+        restored.unwrap_or_else(|error| panic!("a snapshot does not fit: {error}: {error:?}"));
+    }
+
+    /// Has a process fail to take the guest over. The snapshot is what the next one gets.
+    fn fail(&mut self, vmm: Vmm, snapshot: &mut Vec<u8>) {
+        match self.rng.below(8) {
+            0..4 => {
+                // It dies at any step.
+                let (build, bytes) = (self.build(), snapshot.clone());
+                let _outcome = vmm.begin(move |slot| {
+                    let built = slot.build(build);
+                    built.unwrap_or_else(|error| panic!("no lease: {error}"));
+                    slot.restore(&bytes)
+                });
+                self.rest(21);
+            }
+            4 => {
+                let mut build = self.build();
+                match (self.rng.below(2), build.doorbells) {
+                    (0, _) => build.queue_pairs -= 1,
+                    (_, DoorbellMode::Shadow) => build.doorbells = DoorbellMode::Trap,
+                    _ => build.doorbells = DoorbellMode::Shadow,
+                }
+                let bytes = snapshot.clone();
+                vmm.call(move |slot| {
+                    let built = slot.build(build);
+                    built.unwrap_or_else(|error| panic!("no lease: {error}"));
+                    let refused = slot.restore(&bytes);
+                    assert!(
+                        matches!(refused, Err(SnapshotError::State(_))),
+                        "a function of {build:?} is what another one was: {refused:?}"
+                    );
+                    slot.check_new();
+                });
+                self.end(&vmm);
+            }
+            5 => {
+                let mut bytes = snapshot.clone();
+                let at = self.rng.below(bytes.len() as u64) as usize;
+                match self.rng.below(2) {
+                    0 => bytes.truncate(at),
+                    _ => bytes[at] ^= 1 << self.rng.below(8),
+                }
+                let refused = FunctionState::from_bytes(&bytes);
+                assert!(refused.is_err(), "a damaged snapshot is none");
+            }
+            _ => {
+                self.become_guests(&vmm, snapshot);
+                self.rest(16);
+                let again = save(&vmm);
+                let [first, again_state] = [&*snapshot, &again].map(|bytes| {
+                    let state = FunctionState::from_bytes(bytes);
+                    state.unwrap_or_else(|error| panic!("no snapshot: {error}"))
+                });
+                assert_eq!(
+                    first.attachment(),
+                    again_state.attachment(),
+                    "a snapshot of what was restored is another one"
+                );
+                *snapshot = again;
+                self.end(&vmm);
+            }
+        }
+        self.engine.kill(vmm.process);
+    }
+
+    /// Ends a function that did not go on, in order or by the death of its process.
+    fn end(&mut self, vmm: &Vmm) {
+        if self.one_in(2) {
+            vmm.end();
+        }
+    }
+
+    fn start_vmm(&self) -> Vmm {
+        start_vmm(self.engine, &self.world)
+    }
+
+    /// Moves the guest some times, and waits until it has ended.
+    fn run(mut self, mut vmm: Vmm) {
+        for _ in 0..1 + self.rng.below(6) {
+            self.rest(24);
+            if self.shared.ended.load(Ordering::Relaxed) {
+                break;
+            }
+            vmm = self.move_guest(vmm);
+        }
+        while !self.shared.ended.load(Ordering::Relaxed) {
+            clock::sleep(Duration::from_millis(1));
+        }
+        vmm.end();
+        self.engine.kill(vmm.process);
+    }
+}
+
+fn start_vmm(engine: &'static Engine, world: &Arc<World>) -> Vmm {
+    let (work, orders) = mpsc::channel::<Work>();
+    let world = world.clone();
+    let process = engine.start_process("vmm", move || {
+        let mut slot = Slot {
+            world,
+            function: None,
+        };
+        while let Ok(work) = orders.recv() {
+            work(&mut slot);
+        }
+    });
+    Vmm { process, work }
+}
+
+/// Saves the function of a process as bytes.
+fn save(vmm: &Vmm) -> Vec<u8> {
+    let saved = vmm.call(|slot| slot.function().function().save());
+    let state = saved.unwrap_or_else(|error| panic!("the function is not saved: {error}"));
+    state.to_bytes().expect("bytes")
+}
+
+/// Has a guest do its work, and moves it meanwhile.
+pub(crate) fn run(less: Less, rng: &mut Rng) {
+    files::format(0);
+    let engine = Engine::of_thread().expect("a scheduler");
+    let persona = PERSONAS[rng.below(PERSONAS.len() as u64) as usize];
+    let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
+    let memory = memory.unwrap_or_else(|error| panic!("{error}"));
+    let world = Arc::new(World {
+        blocks: Blocks::new(BLOCKS),
+        profile: (rng.below(2) == 0).then(|| profile(rng)),
+        doorbells: persona.doorbells(),
+        memory: memory.clone(),
+        interrupts: interrupts(usize::from(QUEUE_PAIRS) + 1),
+    });
+    let shared = Arc::new(Shared::default());
+    shared.plugged.store(true, Ordering::Relaxed);
+    let machine = Machine {
+        memory: memory.clone(),
+        interrupts: world.interrupts.clone(),
+        shared: shared.clone(),
+        buffers: buffers(&memory),
+    };
+    let conditions = Scenario::Snapshots.conditions(less, rng);
+    let guest = Guest::new(
+        Registers::new(0),
+        persona,
+        conditions,
+        Rng::new(rng.next_u64()),
+        machine,
+    );
+    let bar = Arc::new(MovingBar::default());
+    let vmm = start_vmm(engine, &world);
+    let build = Build {
+        policy: policy(world.doorbells, rng),
+        queue_pairs: QUEUE_PAIRS,
+        doorbells: world.doorbells,
+        has_memory: true,
+    };
+    let built = vmm.call(move |slot| slot.build(build).map(|()| slot.weak()));
+    bar.move_to(built.unwrap_or_else(|error| panic!("no lease: {error}")));
+    let process = {
+        let bar = bar.clone();
+        engine.start_process("guest", move || guest.run(bar))
+    };
+    let mover = Mover {
+        engine,
+        world,
+        bar,
+        shared,
+        guest: process,
+        rng,
+        is_calm: less.no_trouble,
+    };
+    mover.run(vmm);
+}

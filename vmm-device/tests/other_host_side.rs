@@ -65,7 +65,7 @@ enum Trouble {
     None,
     /// It went.
     Away,
-    /// It goes with the next queue that it is to make, and another one takes its place at once.
+    /// It goes with the next queue that it is to make, or with a flush, and another one takes its place at once.
     Replaced,
     /// It has no room for a queue.
     NoQueues,
@@ -383,6 +383,12 @@ impl HostSide for Recorded {
         self.called(Call::Flush(time));
         match self.trouble() {
             Trouble::Unflushed => Err(io::ErrorKind::TimedOut.into()),
+            Trouble::Away => Err(io::ErrorKind::NotConnected.into()),
+            Trouble::Replaced => {
+                self.successors.fetch_add(1, Ordering::Relaxed);
+                *self.trouble.lock().unwrap() = Trouble::None;
+                Err(io::ErrorKind::NotConnected.into())
+            }
             _ => Ok(()),
         }
     }
@@ -835,4 +841,47 @@ fn a_controller_that_is_enabled_without_its_host_side_is_ready_when_another_is_b
     assert_eq!(guest.csts(), 0);
     guest.write(0x14, 0x0046_0001);
     assert_eq!(guest.csts(), 0b1);
+}
+
+#[test]
+fn a_shutdown_whose_host_side_goes_is_complete_when_the_next_one_has_flushed() {
+    let (all, left) = (Duration::from_secs(30), Duration::from_secs(18));
+    let attempt = [Call::Reset(all), Call::Flush(left)];
+
+    let mut guest = Guest::new();
+    guest.trouble(Trouble::Away);
+    guest.write(0x14, 0x0046_4001);
+    assert_eq!(
+        guest.csts(),
+        0b0101,
+        "shutdown occurring, and nothing has failed"
+    );
+    assert_eq!(guest.calls(), attempt);
+    report(&mut guest, HostSideEvent::Away);
+    assert_eq!(guest.csts(), 0b0101);
+    guest.trouble(Trouble::None);
+    report(&mut guest, HostSideEvent::BackWithoutQueues);
+    assert_eq!(guest.csts(), 0b1001, "shutdown complete");
+    assert_eq!(guest.calls(), attempt);
+
+    // The next one is there before the function asks.
+    let mut guest = Guest::new();
+    guest.trouble(Trouble::Replaced);
+    guest.write(0x14, 0x0046_4001);
+    assert_eq!(guest.csts(), 0b0101);
+    for event in [HostSideEvent::Away, HostSideEvent::BackWithQueues] {
+        report(&mut guest, event);
+    }
+    assert_eq!(guest.csts(), 0b1001);
+
+    // The guest does not wait for it.
+    let mut guest = Guest::new();
+    guest.trouble(Trouble::Away);
+    guest.write(0x14, 0x0046_4001);
+    guest.write(0x14, 0x0046_0000);
+    assert_eq!(guest.csts(), 0);
+    guest.trouble(Trouble::None);
+    report(&mut guest, HostSideEvent::BackWithoutQueues);
+    guest.write(0x14, 0x0046_0001);
+    assert_eq!(guest.csts(), 0b1, "ready");
 }

@@ -32,7 +32,7 @@ use crate::{
         config_space::{Bar, BarMove, ConfigSpace, Offer, set_interrupt_status},
         msix::{Msix, MsixControl, MsixMasking, MsixMessage},
     },
-    registers::{AdminQueues, Capabilities, Registers, Transition},
+    registers::{Capabilities, Registers, Transition},
 };
 
 use kept::ControlParts;
@@ -126,8 +126,8 @@ pub struct NvmeFunction {
     rests: bool,
     /// The process of the host side is gone, and another one is waited for.
     away: bool,
-    /// The guest has enabled the controller meanwhile: `CSTS.RDY` waits.
-    enabling: Option<AdminQueues>,
+    /// Request of the guest that waits for it, and so does `CSTS`: to enable the controller, or to shut it down.
+    waiting: Option<Transition>,
     keeper: Option<Box<dyn ControlKeeper>>,
     /// Registers before the access that is carried out now. The next process carries it out again, so for it these count.
     before_access: Option<Registers>,
@@ -176,7 +176,7 @@ impl NvmeFunction {
             paused: false,
             rests: false,
             away: false,
-            enabling: None,
+            waiting: None,
             keeper: None,
             before_access: None,
             is_touched: true,
@@ -640,8 +640,8 @@ impl NvmeFunction {
         if self.away {
             return;
         }
-        if let Some(queues) = self.enabling.take() {
-            self.carry_out(Transition::Enable(queues));
+        if let Some(transition) = self.waiting.take() {
+            self.carry_out(transition);
         } else if event == HostSideEvent::BackWithoutQueues && self.registers.is_running() {
             // A driver notices `CSTS.CFS` by time-outs alone.
             self.admin.report_lost_queues();
@@ -674,15 +674,13 @@ impl NvmeFunction {
             return;
         }
         match transition {
-            Transition::Enable(queues) if self.away => self.enabling = Some(queues),
+            Transition::Enable(_) if self.away => self.waiting = Some(transition),
             Transition::Enable(queues) => {
                 // No store to mapped doorbells ends up here.
                 if let Err(error) = self.host.watch_admin_doorbells() {
                     if error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone {
                         // It went right now, and is waited for.
-                        self.away = true;
-                        self.enabling = Some(queues);
-                        return;
+                        return self.wait(transition);
                     }
                     return self.fail(&format!("its admin doorbells cannot be watched: {error}"));
                 }
@@ -697,14 +695,25 @@ impl NvmeFunction {
             }
             Transition::Shutdown(notification) => {
                 // A guest that is in a hurry does without, and a drive that is gone keeps nothing.
+                let successors = self.host.successors();
                 if notification == ShutdownNotification::NORMAL
                     && let Err(error) = self.flush_by(&deadline)
                 {
+                    if self.host.is_away() || self.host.successors() != successors {
+                        // The next one makes durable what this one did.
+                        return self.wait(transition);
+                    }
                     return self.fail(&format!("its drive cannot be flushed: {error}"));
                 }
                 self.registers.shut_down();
             }
         }
+    }
+
+    /// Puts a request of the guest off: the process of the host side went right now, and the next one is waited for.
+    fn wait(&mut self, transition: Transition) {
+        self.away = true;
+        self.waiting = Some(transition);
     }
 
     /// Shows the guest that its controller has failed, and whoever runs it why.
@@ -795,7 +804,7 @@ impl NvmeFunction {
     /// Ends all that the controller does. Unless it fails, nothing touches the guest's memory any more; if
     /// it does, the controller has failed.
     fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
-        self.enabling = None;
+        self.waiting = None;
         self.admin.reset();
         // From here on, doorbells are no longer what they were. The next process must not take queues up by them.
         self.store();

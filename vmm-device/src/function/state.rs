@@ -49,8 +49,9 @@ impl NvmeFunction {
     /// # Errors
     /// [`StateError::NotPaused`]; [`StateError::Unreachable`] while the function waits for its host side.
     pub fn save(&self) -> Result<FunctionState, StateError> {
-        if self.enabling.is_some() {
-            let text = "the guest enables its controller, which waits for the host side: save it again later";
+        if self.waiting.is_some() {
+            let text = "the guest enables its controller or shuts it down, which waits for the host side: save it again \
+                        later";
             let source = io::Error::new(io::ErrorKind::NotConnected, text);
             return Err(StateError::Unreachable { source });
         }

@@ -285,7 +285,6 @@ impl<W: Work> Guest<W> {
             admin_in_buffer: self.persona == Persona::Libvfn,
             admin_entries: 8 + self.rng.below(24) as u16,
             command_set: W::COMMAND_SETS,
-            ..Config::default()
         };
         let count = match self.persona {
             Persona::Edk2 => 1,

@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use nvme_mpt::lease::{FormerData, LeaseError, LeaseRequest, Ledger, Wanted};
-use nvme_mpt::memory::clock;
 use nvme_mpt::memory::files::simulated as files;
 use nvme_mpt::memory::sync::mpsc::{self, Receiver, Sender};
+use nvme_mpt::memory::{clock, eventfd};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::{Attachment, AttachmentConfig, Drive, FunctionParts, Pollers};
 use nvme_mpt_tests::bar::Bar;
@@ -158,12 +158,12 @@ fn map_all(function: &NvmeFunction, memory: &GuestMemory) {
     }
 }
 
-type Work = Box<dyn FnOnce(&mut Slot) + Send>;
+type Job = Box<dyn FnOnce(&mut Slot) + Send>;
 
 /// A process that may have the guest's function.
 struct Vmm {
     process: Process,
-    work: Sender<Work>,
+    work: Sender<Job>,
 }
 
 impl Vmm {
@@ -334,6 +334,7 @@ impl Mover<'_> {
             sender.end();
             Some(sender)
         };
+        let raised = self.take_interrupts();
         let mut failures = if self.is_calm { 0 } else { self.rng.below(4) };
         loop {
             let taken_back = self.one_in(4).then(|| sender.take()).flatten();
@@ -349,6 +350,11 @@ impl Mover<'_> {
             }
             self.become_guests(&vmm, &snapshot);
             self.check_memory(&memory);
+            let early = self.take_interrupts();
+            assert!(
+                early.iter().all(|signals| *signals == 0),
+                "vectors were raised before the function went on: {early:?}"
+            );
             if let Some(sender) = sender {
                 if self.one_in(2) {
                     // It believes that the guest is its own.
@@ -358,8 +364,28 @@ impl Mover<'_> {
                 }
                 self.engine.kill(sender.process);
             }
+            if self.one_in(2) {
+                // Else they are lost on the way.
+                self.raise(&raised);
+            }
             self.go_on(&vmm);
             return vmm;
+        }
+    }
+
+    /// Takes the signals of the guest's vectors that it did not take itself.
+    fn take_interrupts(&self) -> Vec<u64> {
+        let interrupts = self.world.interrupts.iter();
+        interrupts
+            .map(|interrupt| interrupt.take().expect("an eventfd"))
+            .collect()
+    }
+
+    fn raise(&self, raised: &[u64]) {
+        for (interrupt, signals) in self.world.interrupts.iter().zip(raised) {
+            if *signals > 0 {
+                let _full = eventfd::signal(interrupt.event());
+            }
         }
     }
 
@@ -437,14 +463,16 @@ impl Mover<'_> {
                 self.become_guests(&vmm, snapshot);
                 self.rest(16);
                 let again = save(&vmm);
-                let [first, again_state] = [&*snapshot, &again].map(|bytes| {
+                let [before, after] = [&*snapshot, &again].map(|bytes| {
                     let state = FunctionState::from_bytes(bytes);
-                    state.unwrap_or_else(|error| panic!("no snapshot: {error}"))
+                    let state = state.unwrap_or_else(|error| panic!("no snapshot: {error}"));
+                    state.attachment().clone()
                 });
-                assert_eq!(
-                    first.attachment(),
-                    again_state.attachment(),
-                    "a snapshot of what was restored is another one"
+                assert!(
+                    before == after,
+                    "a snapshot of what was restored is another one: {:?} and {:?}",
+                    before.queues,
+                    after.queues
                 );
                 *snapshot = again;
                 self.end(&vmm);
@@ -466,7 +494,7 @@ impl Mover<'_> {
 
     /// Moves the guest some times, and waits until it has ended.
     fn run(mut self, mut vmm: Vmm) {
-        for _ in 0..1 + self.rng.below(6) {
+        for _ in 0..1 + self.rng.below(10) {
             self.rest(24);
             if self.shared.ended.load(Ordering::Relaxed) {
                 break;
@@ -482,7 +510,7 @@ impl Mover<'_> {
 }
 
 fn start_vmm(engine: &'static Engine, world: &Arc<World>) -> Vmm {
-    let (work, orders) = mpsc::channel::<Work>();
+    let (work, orders) = mpsc::channel::<Job>();
     let world = world.clone();
     let process = engine.start_process("vmm", move || {
         let mut slot = Slot {

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use nvme_mpt::StateError;
 use nvme_mpt::memory::clock;
 use nvme_mpt::poller::{Threads, start_thread};
 use nvme_mpt_lease_protocol::{RemoteHostSide, attach_anywhere};
 use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
-use vmm_device::{MsixMasking, NvmeFunction};
+use vmm_device::{MsixMasking, NvmeFunction, SnapshotError};
 
 use super::{END, FOLDER, World, check_filled, fill};
 use crate::guest::{Conditions, Guest, Machine, Shared};
@@ -38,11 +39,12 @@ pub(super) fn live(world: &Arc<World>, number: usize, mut rng: Rng) {
     let guest_rng = Rng::new(rng.next_u64());
     // A pause or an unmap that a server does not answer in time fails, as does a reset or a deletion. Commands of a queue
     // that is gone are no users of memory that is taken away.
-    let (doing, loses_queues): (Option<Vmm>, bool) = match rng.below(4) {
+    let (doing, loses_queues): (Option<Vmm>, bool) = match rng.below(5) {
         _ if world.has_standstills => (None, false),
         0 => (None, true),
         1 => (Some(take_and_give), false),
         2 => (Some(pause_and_resume), true),
+        3 => (Some(save_and_restore), true),
         _ => (Some(mask), true),
     };
     let conditions = conditions(world, loses_queues, &mut rng);
@@ -107,6 +109,49 @@ fn end(world: &World, number: usize, bar: Arc<InProcess>, memory: &GuestMemory) 
     }
     check_filled(memory);
     world.seats[number].vmm().has_ended = true;
+}
+
+/// A VMM that saves the function and makes it again what it was, until the guest has ended. The server that saved its
+/// queues may be another one than the server that restores them.
+fn save_and_restore(bar: &InProcess, _: &GuestMemory, shared: &Shared, mut rng: Rng) {
+    while !shared.ended.load(Ordering::Relaxed) {
+        rest(&mut rng);
+        shared.frozen.store(true, Ordering::Relaxed);
+        let stands_still =
+            || shared.stands_still.load(Ordering::Relaxed) || shared.ended.load(Ordering::Relaxed);
+        while !stands_still() {
+            clock::sleep(Duration::from_micros(50));
+        }
+        let paused = bar.function().pause();
+        paused.unwrap_or_else(|error| panic!("the function is not paused: {error}"));
+        let state = repeat(|| bar.function().save());
+        rest(&mut rng);
+        drop(repeat(|| {
+            let restored = bar.function().restore(&state);
+            restored.map_err(|error| match error {
+                SnapshotError::State(error) => error,
+                other => panic!("it does not fit: {other}: {other:?}"),
+            })
+        }));
+        rest(&mut rng);
+        bar.function().resume();
+        shared.frozen.store(false, Ordering::Relaxed);
+        shared.stands_still.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Does something with the queues of a server, as soon as there is one.
+fn repeat<T>(mut work: impl FnMut() -> Result<T, StateError>) -> T {
+    let began = clock::monotonic();
+    loop {
+        match work() {
+            Ok(done) => return done,
+            Err(StateError::Unreachable { .. }) if clock::monotonic() - began < PATIENCE => {
+                clock::sleep(Duration::from_millis(1));
+            }
+            Err(error) => panic!("no state is saved or restored: {error}: {error:?}"),
+        }
+    }
 }
 
 /// A VMM that masks interrupts and unmasks them, until the guest has ended.

@@ -1,6 +1,7 @@
 //! A drive's blocks, which outlive the process that has the drive.
 
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
@@ -8,26 +9,41 @@ use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::memory::RawBytes;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
+use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
-use nvme_software::{LeasedMedium, Medium, Pace, SoftwareQueue, Store};
+use nvme_software::{LeasedMedium, Medium, Pace, SoftwareQueue, Store, StoreStep};
 
 use crate::history::BLOCK;
 
 /// A drive.
 #[derive(Clone, Debug)]
-pub(crate) struct Blocks(Arc<Mutex<Vec<u8>>>);
+pub(crate) struct Blocks {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    path: Option<PathBuf>,
+}
 
 impl Blocks {
     /// Blocks of zeroes.
     pub(crate) fn new(blocks: usize) -> Self {
-        Self(Arc::new(Mutex::new(vec![0; blocks * BLOCK])))
+        Self {
+            bytes: Arc::new(Mutex::new(vec![0; blocks * BLOCK])),
+            path: None,
+        }
+    }
+
+    /// The same blocks, with a file beside which the drive's other files lie.
+    pub(crate) fn at(self, path: &Path) -> Self {
+        Self {
+            path: Some(path.to_owned()),
+            ..self
+        }
     }
 
     fn bytes(&self) -> MutexGuard<'_, Vec<u8>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.bytes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -42,6 +58,10 @@ impl Medium for Blocks {
 
     fn bytes(&self) -> u64 {
         self.bytes().len() as u64
+    }
+
+    fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
     }
 
     fn open_lease(
@@ -101,6 +121,30 @@ impl Store for Leased {
     }
 
     fn prefetch(&self, _: &Sqe) {}
+
+    const HAS_LONG: bool = true;
+
+    fn is_long(sqe: &Sqe) -> bool {
+        NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE_ZEROES
+    }
+
+    /// Zeroes one block a turn, so that other queues come in between.
+    fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> StoreStep {
+        let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+        let mut block = *sqe;
+        ReadWrite {
+            slba: Lba(slba.0 + steps as u64),
+            nlb_z: 0,
+            ..ReadWrite::default()
+        }
+        .write_to(&mut block);
+        let status = self.execute(&block, memory);
+        let is_last = steps == usize::from(nlb_z) || !status.is_success();
+        StoreStep {
+            bytes: u64::MAX,
+            status: is_last.then_some(status),
+        }
+    }
 }
 
 impl LeasedMedium for Leased {

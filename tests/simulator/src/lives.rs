@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_mpt::drive::HostController;
 use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::{clock, eventfd};
@@ -25,15 +26,10 @@ use nvme_mpt_tests::doorbell::{Doorbell as GuestDoorbell, DoorbellMode as Doorbe
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::queue::{CompletionQueue, QueuePair, SubmissionQueue};
 use nvme_mpt_tests::rng::Rng;
-use nvme_software::SoftwareController;
-use nvme_software::model::Profile;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::blocks::Blocks;
 use crate::engine::Engine;
-use crate::guest::Guest;
-use crate::history::BLOCK;
-use crate::registers::{BLOCKS, Registers};
+use crate::guest::{Guest, Work};
 use crate::scenario::{QUEUE_PAIRS, config};
 
 /// Parts of a function that its VMM has, and that outlive each server.
@@ -93,15 +89,19 @@ impl Bar for KeptBar {
 /// A guest's queues, and the VMM's side of them.
 pub(crate) struct World {
     kept: Arc<Kept>,
-    blocks: Blocks,
-    profile: Option<Profile>,
+    open: Open,
+    range: ByteRange,
 }
 
+/// Opens the drive, in each server anew.
+pub(crate) type Open = Arc<dyn Fn() -> Arc<dyn HostController> + Send + Sync>;
+
 impl World {
-    /// Queues in the guest's memory, which no server has yet.
+    /// Queues in the guest's memory, which no server has yet, for a range of a drive.
     pub(crate) fn new(
         memory: &GuestMemory,
-        profile: Option<Profile>,
+        open: Open,
+        range: ByteRange,
         rng: &mut Rng,
     ) -> (Self, Vec<QueuePair>) {
         let doorbells = DoorbellPage::new(
@@ -161,28 +161,22 @@ impl World {
                 QueuePair::new(sq, cq)
             })
             .collect();
-        let blocks = Blocks::new(BLOCKS);
-        let world = Self {
-            kept,
-            blocks,
-            profile,
-        };
+        let world = Self { kept, open, range };
         (world, pairs)
     }
 
     /// Lets servers live and die while the guest works. The last one lives.
-    pub(crate) fn run(self, guest: Guest<Registers>, pairs: Vec<QueuePair>, mut rng: Rng) {
+    pub(crate) fn run<W: Work + 'static>(
+        self,
+        guest: Guest<W>,
+        pairs: Vec<QueuePair>,
+        mut rng: Rng,
+    ) {
         let engine = Engine::of_thread().expect("a scheduler");
-        let Self {
-            kept,
-            blocks,
-            profile,
-        } = self;
+        let Self { kept, open, range } = self;
         let serve = |life: u64| {
-            let (kept, blocks, profile) = (kept.clone(), blocks.clone(), profile.clone());
-            engine.start_process("server", move || {
-                serve(&kept, blocks, profile.as_ref(), life);
-            })
+            let (kept, open) = (kept.clone(), open.clone());
+            engine.start_process("server", move || serve(&kept, &open, range, life))
         };
         let mut server = serve(0);
         // Its function is there before the guest is.
@@ -204,20 +198,14 @@ impl World {
 }
 
 /// A server's life.
-fn serve(kept: &Arc<Kept>, blocks: Blocks, profile: Option<&Profile>, life: u64) {
-    let controller = SoftwareController::over(blocks, 9);
-    let controller = match profile {
-        Some(profile) => controller.timed(profile),
-        None => controller,
-    };
-    let drive = Drive::new("simulated", Arc::new(controller), None).expect("a namespace");
+fn serve(kept: &Arc<Kept>, open: &Open, range: ByteRange, life: u64) {
+    let drive = Drive::new("simulated", open(), None).expect("a namespace");
     let ledger = Ledger::in_process();
-    let length = (BLOCKS * BLOCK) as u64;
     let lease = ledger.acquire(&LeaseRequest {
         id: "guest",
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
-        wanted: Wanted::At(ByteRange::new(0, length).expect("a range")),
+        wanted: Wanted::At(range),
         lba_shift: drive.lba_shift(),
         blocks: drive.blocks(),
         former_data: FormerData::Kept,

@@ -32,6 +32,8 @@ mod runs;
 mod scenario;
 #[cfg(simulation)]
 mod snapshots;
+#[cfg(simulation)]
+mod zones;
 
 #[cfg(simulation)]
 fn main() -> std::process::ExitCode {

@@ -25,6 +25,7 @@ use nvme_software::model::Profile;
 use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
+use crate::blocks::Blocks;
 use crate::guest::{Buffers, Conditions, Guest, Machine, Persona, Shared};
 use crate::history::BLOCK;
 use crate::hostile;
@@ -34,6 +35,7 @@ use crate::protocol;
 use crate::registers::{BLOCKS, Registers};
 use crate::runs::Less;
 use crate::snapshots;
+use crate::zones;
 
 /// Bytes of a lease: as many as its guest uses, so that leases of others lie just beside.
 pub(crate) const LEASE: u64 = (BLOCKS * BLOCK) as u64;
@@ -84,11 +86,13 @@ pub(crate) enum Scenario {
     Protocol,
     /// A function that is saved under load, and restored in other processes, which die at any step.
     Snapshots,
+    /// Zones, with controllers and queues that come and go, or a server that dies at any step.
+    Zones,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 15] = [
+    pub(crate) const ALL: [(&str, Self); 16] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -104,6 +108,7 @@ impl Scenario {
         ("ledger", Self::Ledger),
         ("protocol", Self::Protocol),
         ("snapshots", Self::Snapshots),
+        ("zones", Self::Zones),
     ];
 
     /// The scenario of a seed.
@@ -144,11 +149,16 @@ impl Scenario {
     pub(crate) fn conditions(self, less: Less, rng: &mut Rng) -> Conditions {
         let errors = self == Self::Failing;
         let resets = match self {
-            Self::Snapshots => rng.below(2) == 0,
+            Self::Snapshots | Self::Zones => rng.below(2) == 0,
             _ => self.has_resets(),
         };
+        // Worlds with one guest, which are small.
+        let more = match self {
+            Self::Snapshots | Self::Zones => 2,
+            _ => 1,
+        };
         Conditions {
-            rounds: (16 + rng.below(48)).min(less.rounds.unwrap_or(u64::MAX)),
+            rounds: (more * (16 + rng.below(48))).min(less.rounds.unwrap_or(u64::MAX)),
             patience: Duration::from_secs(if errors { 180 } else { 30 }),
             errors,
             resets: if resets { 12 } else { 0 },
@@ -297,14 +307,19 @@ fn limits(rng: &mut Rng) -> RateLimits {
 
 /// A timing model of a drive.
 pub(crate) fn profile(rng: &mut Rng) -> Profile {
+    let text = format!("model = \"nvm\"\n{}", timing(rng));
+    Profile::parse("simulated", &text).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Times of a drive's commands.
+pub(crate) fn timing(rng: &mut Rng) -> String {
     let latency = [1, 20, 300][rng.below(3) as usize];
-    let text = format!(
-        "model = \"nvm\"\nunits = 4\nstripe = \"4K\"\n\
+    format!(
+        "units = 4\nstripe = \"4K\"\n\
          read = {{ latency = \"{latency}us\", bandwidth = \"4G\" }}\n\
          write = {{ latency = \"{}us\", bandwidth = \"2G\" }}\n",
         2 * latency
-    );
-    Profile::parse("simulated", &text).unwrap_or_else(|error| panic!("{error}"))
+    )
 }
 
 /// Runs a world from its beginning to its end.
@@ -314,6 +329,7 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         Scenario::Lives => return run_lives(scenario, less, &mut rng),
         Scenario::Ledger => return ledger::run(less, &mut rng),
         Scenario::Protocol => return protocol::run(less, &mut rng),
+        Scenario::Zones => return zones::run(less, &mut rng),
         Scenario::Snapshots => return snapshots::run(less, &mut rng),
         _ => {}
     }
@@ -368,7 +384,16 @@ fn run_lives(scenario: Scenario, less: Less, rng: &mut Rng) {
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
     let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
     let profile = (rng.below(2) == 0).then(|| profile(rng));
-    let (world, pairs) = World::new(&memory, profile, rng);
+    let blocks = Blocks::new(BLOCKS);
+    let open = move || -> Arc<dyn HostController> {
+        let controller = SoftwareController::over(blocks.clone(), 9);
+        Arc::new(match &profile {
+            Some(profile) => controller.timed(profile),
+            None => controller,
+        })
+    };
+    let range = ByteRange::new(0, LEASE).expect("a range");
+    let (world, pairs) = World::new(&memory, Arc::new(open), range, rng);
     let buffers = buffers(&memory);
     let shared = Arc::new(Shared::default());
     let (persona, conditions) = (Persona::FreeBsd, scenario.conditions(less, rng));

@@ -1,0 +1,240 @@
+//! Data in a guest's zones: the values that a read may return, by all writes and resets that the guest knows of.
+
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use super::model::Number;
+
+/// Bits of a value that number the blocks of its command.
+const BLOCK_BITS: u32 = 8;
+
+/// Returns the value that a command writes to the `nth` of its blocks.
+pub(super) const fn value(number: Number, nth: u64) -> u64 {
+    1 << 63 | number << BLOCK_BITS | nth
+}
+
+/// Blocks that a command writes.
+#[derive(Clone, Copy, Debug)]
+struct Write {
+    zone: usize,
+    /// Blocks from the start of the zone on; `None` for an append whose place its guest does not know.
+    offset: Option<u64>,
+    blocks: u64,
+    zeroes: bool,
+    began: Duration,
+    /// None while it is under way.
+    ended: Option<Duration>,
+    /// False if it may not have taken effect.
+    is_sure: bool,
+}
+
+impl Write {
+    /// Returns which of its blocks lies there, as far as that is known.
+    fn nth(&self, zone: usize, offset: u64) -> Option<u64> {
+        let nth = offset.checked_sub(self.offset?)?;
+        (self.zone == zone && nth < self.blocks).then_some(nth)
+    }
+}
+
+/// A reset of a zone.
+#[derive(Clone, Copy, Debug)]
+struct Reset {
+    zone: usize,
+    began: Duration,
+    /// None while it is under way.
+    ended: Option<Duration>,
+    /// False if it may not have taken effect.
+    is_sure: bool,
+    /// It may have left blocks as they were, behind the write pointer.
+    is_cut: bool,
+}
+
+/// Data in all zones.
+#[derive(Debug)]
+pub(super) struct Data {
+    writes: BTreeMap<Number, Write>,
+    resets: BTreeMap<(Number, usize), Reset>,
+    /// A reset that a process did not end may leave data behind the write pointer.
+    leaves_data: bool,
+}
+
+impl Data {
+    /// Blocks of zeroes.
+    pub(super) const fn new(leaves_data: bool) -> Self {
+        Self {
+            writes: BTreeMap::new(),
+            resets: BTreeMap::new(),
+            leaves_data,
+        }
+    }
+
+    /// Data is on its way.
+    pub(super) fn begin_write(
+        &mut self,
+        number: Number,
+        zone: usize,
+        offset: Option<u64>,
+        (blocks, zeroes): (u64, bool),
+        now: Duration,
+    ) {
+        let write = Write {
+            zone,
+            offset,
+            blocks,
+            zeroes,
+            began: now,
+            ended: None,
+            is_sure: false,
+        };
+        self.writes.insert(number, write);
+    }
+
+    /// A write has succeeded, at this place.
+    pub(super) fn written(&mut self, number: Number, offset: u64, now: Duration) {
+        if let Some(write) = self.writes.get_mut(&number) {
+            (write.offset, write.ended, write.is_sure) = (Some(offset), Some(now), true);
+        }
+    }
+
+    /// A write has failed: nothing of it is anywhere.
+    pub(super) fn failed(&mut self, number: Number) {
+        self.writes.remove(&number);
+    }
+
+    /// A write or a reset took effect before this moment, or never will.
+    pub(super) fn lost(&mut self, number: Number, now: Duration) {
+        if let Some(write) = self.writes.get_mut(&number) {
+            write.ended = Some(now);
+        }
+        self.end_reset(number, now, false);
+        for (_, reset) in self.resets.range_mut(parts(number)) {
+            reset.is_cut = true;
+        }
+    }
+
+    /// Zones are about to be reset.
+    pub(super) fn begin_reset(
+        &mut self,
+        number: Number,
+        zones: impl Iterator<Item = usize>,
+        now: Duration,
+    ) {
+        for zone in zones {
+            let reset = Reset {
+                zone,
+                began: now,
+                ended: None,
+                is_sure: false,
+                is_cut: false,
+            };
+            self.resets.insert((number, zone), reset);
+        }
+    }
+
+    /// A reset has ended; `is_sure` if it succeeded.
+    pub(super) fn end_reset(&mut self, number: Number, now: Duration, is_sure: bool) {
+        for (_, reset) in self.resets.range_mut(parts(number)) {
+            (reset.ended, reset.is_sure) = (Some(now), is_sure);
+        }
+    }
+
+    /// A reset has failed: it changed nothing.
+    pub(super) fn reset_failed(&mut self, number: Number) {
+        self.resets.retain(|(other, _), _| *other != number);
+    }
+
+    /// Judges what a read that began at a moment has returned for a block; `is_written` if it lies below the write
+    /// pointer now.
+    ///
+    /// # Panics
+    /// If the block never had that value meanwhile.
+    pub(super) fn judge(
+        &self,
+        (zone, offset): (usize, u64),
+        is_written: bool,
+        found: u64,
+        began: Duration,
+    ) {
+        let settled = self.settled(zone, offset, is_written, began);
+        assert!(
+            settled.is_none_or(|values| values.contains(&found)),
+            "block {offset} of zone {zone} has {found:#x}, and was written by one of {:?}",
+            self.writes
+                .values()
+                .filter(|write| write.nth(zone, offset).is_some())
+                .collect::<Vec<_>>()
+        );
+        if found == 0 {
+            return;
+        }
+        let (number, nth) = (
+            (found & !(1 << 63)) >> BLOCK_BITS,
+            found & ((1 << BLOCK_BITS) - 1),
+        );
+        let write = self.writes.get(&number);
+        let write = write.filter(|write| {
+            let is_there = write.offset.is_none() || write.nth(zone, offset) == Some(nth);
+            found == value(number, nth) && write.zone == zone && is_there && !write.zeroes
+        });
+        let Some(write) = write else {
+            panic!("block {offset} of zone {zone} has {found:#x}, which was never written there");
+        };
+        let over = self
+            .reset_over(write)
+            .filter(|reset| is_before(reset.ended, began));
+        let mut cut = self.resets.values().filter(|reset| reset.is_cut);
+        let leaves_data = self.leaves_data
+            || cut.any(|reset| reset.zone == zone && !is_before(reset.ended, write.began));
+        assert!(
+            leaves_data || over.is_none(),
+            "block {offset} of zone {zone} has {found:#x} of {write:?} after {over:?}"
+        );
+    }
+
+    /// Returns the values of which a block had one when a read began, and until now; `None` if others are possible.
+    fn settled(
+        &self,
+        zone: usize,
+        offset: u64,
+        is_written: bool,
+        began: Duration,
+    ) -> Option<Vec<u64>> {
+        let resets = || self.resets.values().filter(|reset| reset.zone == zone);
+        let all = self.writes.iter().filter(|(_, write)| write.zone == zone);
+        let (mut values, mut is_certain, mut is_doubtful) = (Vec::new(), false, false);
+        for (number, write) in all.filter(|(_, write)| self.reset_over(write).is_none()) {
+            let nth = write.nth(zone, offset);
+            if write.is_sure && is_before(write.ended, began) {
+                if let Some(nth) = nth {
+                    let value = value(*number, nth);
+                    values.push(if write.zeroes { 0 } else { value });
+                    // No reset can have taken it.
+                    is_certain |= resets().all(|reset| is_before(reset.ended, write.began));
+                }
+            } else {
+                is_doubtful |= nth.is_some() || write.offset.is_none();
+            }
+        }
+        let is_quiet = resets().all(|reset| is_before(reset.ended, began));
+        let is_settled = is_written && is_quiet && !is_doubtful;
+        (is_certain || is_settled).then_some(values)
+    }
+
+    /// Returns a reset after a write.
+    fn reset_over(&self, write: &Write) -> Option<&Reset> {
+        self.resets.values().find(|reset| {
+            reset.zone == write.zone && reset.is_sure && is_before(write.ended, reset.began)
+        })
+    }
+}
+
+/// Numbers of a reset's zones.
+const fn parts(number: Number) -> RangeInclusive<(Number, usize)> {
+    (number, 0)..=(number, usize::MAX)
+}
+
+/// Returns whether something ended before a moment.
+fn is_before(ended: Option<Duration>, moment: Duration) -> bool {
+    ended.is_some_and(|ended| ended < moment)
+}

@@ -1,0 +1,545 @@
+//! A guest with a drive that is divided into zones: it opens, writes, appends to, closes, finishes, resets and reads
+//! them from several queues at once, and holds the answers against a model of zones.
+//!
+//! In one half of the worlds, controllers and queues come and go, and the function is paused. In the other half, the
+//! server dies at any step, and the next one takes the queues up; the states of the zones lie beside the drive.
+
+mod data;
+mod model;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use nvme_mpt::drive::HostController;
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::memory::files::simulated as files;
+use nvme_mpt::poller::start_thread;
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::{Attachment, Drive, FunctionParts, Pollers};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::registers::CC_CSS_ALL;
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::status;
+use nvme_mpt_tests::zoned::{self, DESCRIPTOR, action};
+use nvme_software::SoftwareController;
+use nvme_software::model::Profile;
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use crate::blocks::Blocks;
+use crate::guest::{self, Conditions, End, Guest, Machine, Persona, Shared, Work};
+use crate::history::BLOCK;
+use crate::lives;
+use crate::registers::{BLOCKS_MAX, bytes_of, value_of};
+use crate::runs::Less;
+use crate::scenario::{
+    HIGH, HIGH_LEN, LOW, LOW_LEN, Scenario, buffers, config, pause_and_resume, plug, policy, timing,
+};
+
+use data::Data;
+use model::{Action, Answer, Geometry, Model, Number};
+
+/// Most blocks of a Zone Append: 4 KiB.
+const APPEND_MAX: u64 = 8;
+
+/// Most commands in flight that change one zone: the model keeps all orders of them.
+const IN_FLIGHT: usize = 3;
+
+/// A command on zones.
+#[derive(Debug)]
+pub(crate) struct Command {
+    number: Number,
+    kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Write {
+        zone: usize,
+        offset: u64,
+        blocks: u64,
+        zeroes: bool,
+    },
+    Append {
+        zone: usize,
+        blocks: u64,
+    },
+    /// An action on a zone, or on all.
+    Send {
+        zone: Option<usize>,
+        code: u8,
+    },
+    Read {
+        slba: u64,
+        blocks: u64,
+    },
+    Report,
+    Flush,
+}
+
+/// A guest's zones, and all that it knows of them.
+#[derive(Debug)]
+struct Zones {
+    geometry: Geometry,
+    /// The server may die: then a Zone Append may have taken effect that was interrupted. As in Linux, no other command
+    /// changes a zone while one does, but for appends.
+    dies: bool,
+    model: Model,
+    data: Data,
+    commands: Number,
+}
+
+impl Zones {
+    fn new(geometry: Geometry, dies: bool) -> Self {
+        Self {
+            geometry,
+            dies,
+            model: Model::new(geometry),
+            data: Data::new(dies),
+            commands: 0,
+        }
+    }
+
+    fn command(&mut self, kind: Kind) -> Command {
+        self.commands += 1;
+        Command {
+            number: self.commands,
+            kind,
+        }
+    }
+
+    /// Returns whether a zone may get another command that changes it.
+    fn is_free(&self, zone: usize, appends: bool) -> bool {
+        let in_flight = self.model.in_flight(zone);
+        if self.dies && in_flight > 0 && !(appends && self.model.has_appends_alone(zone)) {
+            return false;
+        }
+        in_flight < IN_FLIGHT
+    }
+
+    fn choose_change(&self, rng: &mut Rng) -> Kind {
+        let zone = rng.below(self.geometry.zones as u64) as usize;
+        let all = 0..self.geometry.zones;
+        match rng.below(32) {
+            0..10 => Kind::Append {
+                zone,
+                blocks: 1 + rng.below(APPEND_MAX),
+            },
+            10..20 => {
+                // The next block, or another one at times.
+                let offset = match rng.below(8) {
+                    0 => rng.below(self.geometry.size),
+                    1..4 => self.model.written(zone).0,
+                    _ => self.model.written(zone).1,
+                };
+                let offset = offset.min(self.geometry.size - 1);
+                let most = APPEND_MAX.min(self.geometry.size - offset);
+                Kind::Write {
+                    zone,
+                    offset,
+                    blocks: 1 + rng.below(most),
+                    zeroes: rng.below(8) == 0,
+                }
+            }
+            20..31 => {
+                let codes = [action::OPEN, action::CLOSE, action::FINISH];
+                let code = match rng.below(2) {
+                    0 => action::RESET,
+                    _ => codes[rng.below(3) as usize],
+                };
+                let zone = Some(zone);
+                Kind::Send { zone, code }
+            }
+            _ if all.into_iter().all(|zone| self.is_free(zone, false)) => {
+                let codes = [action::RESET, action::CLOSE, action::FINISH];
+                let code = codes[rng.below(3) as usize];
+                Kind::Send { zone: None, code }
+            }
+            _ => Kind::Report,
+        }
+    }
+
+    fn read(&self, rng: &mut Rng) -> Kind {
+        let Geometry {
+            zones,
+            size,
+            capacity,
+            ..
+        } = self.geometry;
+        // Mostly what can be written of a zone.
+        let slba = rng.below(zones as u64) * size + rng.below(capacity + 2);
+        let blocks = 1 + rng.below(BLOCKS_MAX);
+        Kind::Read {
+            slba,
+            blocks: blocks.min(zones as u64 * size - slba),
+        }
+    }
+
+    /// Notes the end of a command that changes zones.
+    fn end_change(&mut self, number: Number, kind: Kind, end: &End<'_>) {
+        let answer = match end.cqe.map(|cqe| (cqe.status().code(), cqe.result)) {
+            None => None,
+            Some((status::SUCCESS, lba)) => Some(match kind {
+                Kind::Append { zone, .. } => {
+                    let start = zone as u64 * self.geometry.size;
+                    Answer::Appended(lba.wrapping_sub(start))
+                }
+                _ => Answer::Done,
+            }),
+            Some((status::ABORT_REQUESTED | status::ABORTED_SQ_DELETION, _)) if end.is_excused => {
+                None
+            }
+            Some((status::COMMAND_INTERRUPTED, _))
+                if self.dies && matches!(kind, Kind::Append { .. }) =>
+            {
+                None
+            }
+            Some((status, _)) => Some(Answer::Failed(status)),
+        };
+        self.model.end(number, answer);
+        let now = end.now;
+        match (answer, kind) {
+            (None, _) => self.data.lost(number, now),
+            (Some(Answer::Failed(_)), Kind::Send { .. }) => self.data.reset_failed(number),
+            (Some(Answer::Failed(_)), _) => self.data.failed(number),
+            (Some(Answer::Appended(offset)), _) => self.data.written(number, offset, now),
+            (Some(Answer::Done), Kind::Write { offset, .. }) => {
+                self.data.written(number, offset, now);
+            }
+            // A reset of all leaves a zone to another reset that is under way.
+            (Some(Answer::Done), Kind::Send { zone, .. }) => {
+                self.data.end_reset(number, now, zone.is_some());
+            }
+            (Some(Answer::Done), _) => {}
+        }
+    }
+}
+
+fn action_of(code: u8, all: bool) -> Action {
+    match (code, all) {
+        (action::OPEN, _) => Action::Open,
+        (action::CLOSE, false) => Action::Close,
+        (action::CLOSE, true) => Action::CloseAll,
+        (action::FINISH, false) => Action::Finish,
+        (action::FINISH, true) => Action::FinishAll,
+        (_, false) => Action::Reset,
+        (_, true) => Action::ResetAll,
+    }
+}
+
+impl Work for Zones {
+    type Command = Command;
+
+    const COMMAND_SETS: u32 = CC_CSS_ALL;
+
+    fn choose(&mut self, rng: &mut Rng) -> Command {
+        let kind = match rng.below(16) {
+            0..5 => self.read(rng),
+            5 => Kind::Report,
+            6 => Kind::Flush,
+            _ => match self.choose_change(rng) {
+                Kind::Append { zone, .. } if !self.is_free(zone, true) => self.read(rng),
+                Kind::Write { zone, .. }
+                | Kind::Send {
+                    zone: Some(zone), ..
+                } if !self.is_free(zone, false) => self.read(rng),
+                kind => kind,
+            },
+        };
+        self.command(kind)
+    }
+
+    fn request(&self, command: &Command) -> (Sqe, guest::Data) {
+        let Geometry { zones, size, .. } = self.geometry;
+        let start = |zone: usize| zone as u64 * size;
+        let bytes = |blocks: u64| {
+            let values = (0..blocks).map(|nth| data::value(command.number, nth));
+            guest::Data::Out(values.flat_map(bytes_of).collect())
+        };
+        match command.kind {
+            Kind::Write {
+                zone,
+                offset,
+                blocks,
+                zeroes: true,
+            } => {
+                let sqe = Sqe::write_zeroes(1, start(zone) + offset, blocks as u32, false);
+                (sqe, guest::Data::None)
+            }
+            Kind::Write {
+                zone,
+                offset,
+                blocks,
+                ..
+            } => {
+                let sqe = Sqe::write(1, start(zone) + offset, blocks as u32);
+                (sqe, bytes(blocks))
+            }
+            Kind::Append { zone, blocks } => {
+                let sqe = Sqe::zone_append(1, start(zone), blocks as u32);
+                (sqe, bytes(blocks))
+            }
+            Kind::Send { zone, code } => {
+                let sqe = Sqe::zone_send(1, zone.map_or(0, start), code, zone.is_none());
+                (sqe, guest::Data::None)
+            }
+            Kind::Read { slba, blocks } => {
+                let data = guest::Data::In(blocks as usize * BLOCK);
+                (Sqe::read(1, slba, blocks as u32), data)
+            }
+            Kind::Report => {
+                let len = DESCRIPTOR * (1 + zones);
+                let sqe = Sqe::zone_receive(1, 0, len, 0, true);
+                (sqe, guest::Data::In(len))
+            }
+            Kind::Flush => (Sqe::flush(1), guest::Data::None),
+        }
+    }
+
+    fn begin(&mut self, command: &mut Command, now: Duration) {
+        let number = command.number;
+        let (zone, action) = match command.kind {
+            Kind::Write {
+                zone,
+                offset,
+                blocks,
+                zeroes,
+            } => {
+                let size = (blocks, zeroes);
+                self.data.begin_write(number, zone, Some(offset), size, now);
+                (Some(zone), Action::Write { offset, blocks })
+            }
+            Kind::Append { zone, blocks } => {
+                let size = (blocks, false);
+                self.data.begin_write(number, zone, None, size, now);
+                (Some(zone), Action::Append { blocks })
+            }
+            Kind::Send { zone, code } => {
+                if code == action::RESET {
+                    let zones = zone.map_or(0..self.geometry.zones, |zone| zone..zone + 1);
+                    self.data.begin_reset(number, zones, now);
+                }
+                (zone, action_of(code, zone.is_none()))
+            }
+            Kind::Report => return self.model.begin_report(number),
+            Kind::Read { .. } | Kind::Flush => return,
+        };
+        self.model.begin(number, zone, action);
+    }
+
+    fn end(&mut self, command: Command, end: &End<'_>) {
+        let Command { number, kind } = command;
+        let has_result = matches!(kind, Kind::Append { .. }) && end.has_succeeded();
+        if let Some(cqe) = end.cqe {
+            assert!(cqe.result == 0 || has_result, "{kind:?}: {cqe:?}");
+        }
+        let must_succeed = matches!(kind, Kind::Read { .. } | Kind::Report | Kind::Flush);
+        assert!(
+            !must_succeed || end.is_excused || end.has_succeeded(),
+            "{kind:?} failed: {:?}",
+            end.cqe
+        );
+        match kind {
+            Kind::Read { slba, .. } if end.has_succeeded() => {
+                for (block, bytes) in (slba..).zip(end.data.chunks_exact(BLOCK)) {
+                    let (zone, offset) = (block / self.geometry.size, block % self.geometry.size);
+                    let value = value_of(block, bytes);
+                    let place = (zone as usize, offset);
+                    let is_written = self.model.is_written(place.0, offset);
+                    self.data.judge(place, is_written, value, end.began);
+                }
+            }
+            Kind::Read { .. } | Kind::Flush => {}
+            Kind::Report => {
+                let zones = end.has_succeeded().then(|| zoned::parse_report(end.data));
+                let zones = zones.as_ref().map(|(_, zones)| zones.as_slice());
+                self.model.end_report(number, zones);
+            }
+            _ => self.end_change(number, kind, end),
+        }
+    }
+
+    fn last(&self) -> Vec<Command> {
+        let Geometry {
+            zones,
+            size,
+            capacity,
+            ..
+        } = self.geometry;
+        let blocks = (0..zones as u64).flat_map(|zone| {
+            let starts = (0..capacity).step_by(BLOCKS_MAX as usize);
+            starts.map(move |offset| Kind::Read {
+                slba: zone * size + offset,
+                blocks: BLOCKS_MAX.min(capacity - offset),
+            })
+        });
+        let kinds = [Kind::Report, Kind::Report].into_iter().chain(blocks);
+        let numbers = self.commands + 1..;
+        numbers
+            .zip(kinds)
+            .map(|(number, kind)| Command { number, kind })
+            .collect()
+    }
+}
+
+/// A drive of which the second half of the zones is a guest's.
+struct ZonedDrive {
+    geometry: Geometry,
+    blocks: Blocks,
+    profile: Profile,
+}
+
+impl ZonedDrive {
+    fn new(rng: &mut Rng) -> Self {
+        let zones = 2 + rng.below(4) as usize;
+        // The smallest size that there is, and one that is no power of two.
+        let size = [64, 68][rng.below(2) as usize];
+        let capacity = [4, 8, 12][rng.below(3) as usize];
+        let open_max = 1 + rng.below(3);
+        let active_max = open_max + rng.below(3);
+        let timing = match rng.below(3) {
+            0 => String::new(),
+            _ => format!("[timing]\n{}", timing(rng)),
+        };
+        let text = format!(
+            "model = \"zns\"\nzone_size = \"{size}K\"\nzone_capacity = \"{capacity}K\"\n\
+             max_open = {}\nmax_active = {}\nappend_limit = \"4K\"\n{timing}",
+            2 * open_max,
+            2 * active_max
+        );
+        let profile = Profile::parse("simulated", &text);
+        let geometry = Geometry {
+            zones,
+            size: size * 2,
+            capacity: capacity * 2,
+            open_max: open_max as usize,
+            active_max: active_max as usize,
+        };
+        Self {
+            blocks: Blocks::new(2 * zones * geometry.size as usize),
+            geometry,
+            profile: profile.unwrap_or_else(|error| panic!("{error}")),
+        }
+    }
+
+    fn lease(&self) -> ByteRange {
+        let bytes = self.geometry.zones as u64 * self.geometry.size * BLOCK as u64;
+        ByteRange::new(bytes, bytes).expect("a range")
+    }
+
+    /// Opens the drive, whose zones' states lie beside a path if there is one.
+    fn open(&self, path: Option<&Path>) -> Arc<dyn HostController> {
+        let Profile::Zns(zns) = &self.profile else {
+            panic!("no profile of zones");
+        };
+        let blocks = match path {
+            Some(path) => self.blocks.clone().at(path),
+            None => self.blocks.clone(),
+        };
+        let drive = SoftwareController::over(blocks, 9).timed(&self.profile);
+        let zoned = drive.zoned(zns);
+        Arc::new(zoned.unwrap_or_else(|error| panic!("no zones: {error}: {error:?}")))
+    }
+}
+
+/// Has a guest do its work on zones.
+pub(crate) fn run(less: Less, rng: &mut Rng) {
+    let drive = ZonedDrive::new(rng);
+    let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
+    let memory = memory.unwrap_or_else(|error| panic!("{error}"));
+    let conditions = Scenario::Zones.conditions(less, rng);
+    match rng.below(2) {
+        0 => run_lives(drive, memory, conditions, rng),
+        _ => run_function(&drive, memory, conditions, rng),
+    }
+}
+
+/// Controllers and queues come and go, and the function is paused.
+fn run_function(drive: &ZonedDrive, memory: GuestMemory, conditions: Conditions, rng: &mut Rng) {
+    let persona = Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize];
+    let controller = drive.open(None);
+    let host = Drive::new("simulated", controller, None).expect("a namespace");
+    let lease = Ledger::in_process().acquire(&LeaseRequest {
+        id: "guest",
+        drive: host.identity(),
+        nsid: host.namespace().nsid,
+        wanted: Wanted::At(drive.lease()),
+        lba_shift: host.lba_shift(),
+        blocks: host.blocks(),
+        former_data: FormerData::Kept,
+    });
+    let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+    let doorbells = persona.doorbells();
+    let config = config(
+        &host,
+        lease,
+        doorbells,
+        policy(doorbells, rng),
+        &Pollers::new(),
+    );
+    let attachment = Attachment::with_parts(config, FunctionParts::Own);
+    let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
+    let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+    let (bar, interrupts) = plug(function, &memory);
+    let shared = Arc::new(Shared::default());
+    shared.plugged.store(true, Ordering::Relaxed);
+    let machine = Machine {
+        memory: memory.clone(),
+        interrupts,
+        shared: shared.clone(),
+        buffers: buffers(&memory),
+    };
+    let work = Zones::new(drive.geometry, false);
+    let guest = Guest::new(work, persona, conditions, Rng::new(rng.next_u64()), machine);
+    let pauses = rng.below(3) == 0;
+    let vmm = pauses.then(|| {
+        let (bar, rng) = (bar.clone(), Rng::new(rng.next_u64()));
+        let work = move || pause_and_resume(&bar, &memory, &shared, rng);
+        start_thread("vmm", work).expect("an actor")
+    });
+    guest.run(bar.clone());
+    if let Some(vmm) = vmm {
+        let _ended = vmm.join();
+    }
+}
+
+/// The server dies some times.
+fn run_lives(drive: ZonedDrive, memory: GuestMemory, conditions: Conditions, rng: &mut Rng) {
+    let folder = Folder::new();
+    let (geometry, range, path) = (drive.geometry, drive.lease(), folder.0.join("drive"));
+    let open = Arc::new(move || drive.open(Some(&path)));
+    let (world, pairs) = lives::World::new(&memory, open, range, rng);
+    let machine = Machine {
+        buffers: buffers(&memory),
+        memory,
+        interrupts: Vec::new(),
+        shared: Arc::default(),
+    };
+    let work = Zones::new(geometry, true);
+    let guest_rng = Rng::new(rng.next_u64());
+    let guest = Guest::new(work, Persona::FreeBsd, conditions, guest_rng, machine);
+    world.run(guest, pairs, Rng::new(rng.next_u64()));
+}
+
+/// A folder on a disk, for a file that has memory of its own: the words of zones are stored to a mapping.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        let folder = std::env::temp_dir().join(format!("nvme-mpt-zones-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        std::fs::write(folder.join("drive"), []).expect("a file");
+        // Names are synced on the simulated disk.
+        files::format(0);
+        files::create_dir_all(&folder).expect("a folder");
+        Self(folder)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).expect("a folder");
+    }
+}

@@ -21,6 +21,10 @@ use crate::spec::registers::Doorbell;
 /// Name of the promise that a lease by size may outgrow.
 const BLOCKS: &str = "blocks";
 
+/// Name of the limit of a range to deallocate. A larger one keeps it, and guests may have been told of less than the drive
+/// takes.
+const DSM_RANGE: &str = "bytes of a Dataset Management range";
+
 impl Attachment {
     /// Saves the attachment, while it is [paused](Self::pause).
     ///
@@ -205,7 +209,12 @@ impl Attachment {
         // The first mismatch is reported: `here` begins with the most important promises. Those only in `saved` follow.
         for PromiseState { name, .. } in here.iter().chain(saved) {
             let (saved, here) = (value(saved, name), value(&here, name));
-            if saved != here && !(name == BLOCKS && self.has_grown(&saved)) {
+            let is_kept = match name.as_str() {
+                BLOCKS => self.has_grown(&saved),
+                DSM_RANGE => is_below(&saved, &here),
+                _ => false,
+            };
+            if saved != here && !is_kept {
                 return Err(StateError::Mismatch {
                     promise: name.clone(),
                     saved,
@@ -276,7 +285,7 @@ impl Attachment {
             ),
             ("SGL descriptors", sgl_descriptors_max),
             ("bytes of a command without data", no_data_bytes_max),
-            ("bytes of a Dataset Management range", dsm_range_bytes_max),
+            (DSM_RANGE, dsm_range_bytes_max),
             ("Dataset Management ranges", dsm_ranges_max),
             ("bytes of a Copy command", copy_bytes_max),
             ("Copy ranges", copy_ranges_max),
@@ -292,6 +301,12 @@ impl Attachment {
             })
             .collect()
     }
+}
+
+/// Returns whether a number that was saved is below the present one.
+fn is_below(saved: &str, here: &str) -> bool {
+    let numbers = saved.parse::<u64>().ok().zip(here.parse::<u64>().ok());
+    numbers.is_some_and(|(saved, here)| saved < here)
 }
 
 fn page_aligned(field: &str, value: u64) -> Result<(), StateError> {

@@ -7,7 +7,7 @@ use crate::event::{DriveEvent, Event};
 use crate::learn::Learning;
 use crate::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use crate::memory::memfd;
-use crate::seam::{CqConfig, HostSide};
+use crate::seam::{CqConfig, HostSide, StateError};
 use crate::spec::ids::Nsid;
 use crate::spec::registers::Doorbell;
 
@@ -67,6 +67,23 @@ fn impossible_attachments_are_refused_by_name() {
 
 fn attachment() -> Attachment {
     Attachment::new(config(&IdleController::drive(), "0+1M")).expect("an attachment")
+}
+
+#[test]
+fn a_guest_that_was_told_of_shorter_ranges_to_deallocate_goes_on() {
+    let attachment = attachment();
+    attachment.pause().expect("no queues to rest");
+    let mut state = attachment.save().expect("a state");
+    let mut check = |saved: u64| {
+        let mut promises = state.promises.iter_mut();
+        let limit = promises.find(|promise| promise.name == "bytes of a Dataset Management range");
+        limit.expect("a limit").value = saved.to_string();
+        attachment.check(&state)
+    };
+    check(128 << 10).expect("the drive takes more");
+    check(1 << 20).expect("the drive takes as much");
+    let refused = check(8 << 20).expect_err("more than the drive takes");
+    assert!(matches!(refused, StateError::Mismatch { .. }), "{refused}");
 }
 
 #[test]

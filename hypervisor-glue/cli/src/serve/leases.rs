@@ -49,6 +49,9 @@ use crate::kept::crashes::CRASHES_SET_ASIDE;
 use crate::logging::{Budget, work_for};
 use crate::stats::{FunctionStats, Stall};
 
+/// Most ids of leases that are remembered for stalls. Later ones have none.
+const STALLS_MAX: usize = 65_536;
+
 /// Time between two looks for a lease that is about to end.
 const RETRY: Duration = Duration::from_millis(20);
 
@@ -267,11 +270,10 @@ impl LeaseTable {
 
     /// Notes that an id has a lease. Returns the stall that ends with it, if the function had another server before.
     fn end_stall(&self, id: &str, has_server_before: bool) -> Option<Stall> {
-        let had = self.had.lock();
         // Each change is complete before anything can panic.
-        let is_new = had
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(id.to_owned());
+        let mut had = self.had.lock().unwrap_or_else(PoisonError::into_inner);
+        // A VMM chooses its ids.
+        let is_new = had.len() < STALLS_MAX && had.insert(id.to_owned());
         (has_server_before && is_new).then(|| self.stall_begin.until(system::host_time()))
     }
 

@@ -79,7 +79,7 @@ impl Routes {
                 function.set_pin(is_pin.then_some(PinFall::Acknowledgement));
                 vector.set_eventfd(Some(eventfd));
                 self.is_pin = is_pin;
-                // A message that is the same as before is not looked at again.
+                // The pin leads to no vCPU that is known.
                 self.find_vcpus(function);
             }
             (Err(error), _) => {
@@ -157,12 +157,15 @@ impl Routes {
             return;
         };
         let wanted = Some((message.address, message.data));
-        if *told == wanted {
-            return;
-        }
-        match self.vectors.set_message(vector, message) {
+        let moved = match *told == wanted {
+            true => Ok(()),
+            false => self.vectors.set_message(vector, message),
+        };
+        match moved {
             Ok(()) => {
                 *told = wanted;
+                // Also of the same message: it may have led nowhere when the VMM's threads changed, as that of a processor
+                // that the guest took offline.
                 if let Some(vector) = function.vectors().get(usize::from(vector)) {
                     vector.set_vcpu_thread(self.vmm.vcpu_thread(message));
                 }

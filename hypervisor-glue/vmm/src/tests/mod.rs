@@ -694,6 +694,10 @@ fn a_vector_names_the_thread_of_its_vcpu_wherever_the_guest_leads_it() {
         *asked.vcpus.lock().unwrap() = threads.into();
     };
     let named = |vector: usize| with(&device, |function| function.vectors()[vector].vcpu_thread());
+    let lead_masked = |address: u64| {
+        device.write_bar(Bar::Msix, 16, &address.to_le_bytes());
+        device.write_bar(Bar::Msix, 24, &0x41_u32.to_le_bytes());
+    };
     let lead = |address: u64| {
         device.write_bar(Bar::Msix, 16, &address.to_le_bytes());
         device.write_bar(Bar::Msix, 24, &0x41_u64.to_le_bytes());
@@ -709,6 +713,16 @@ fn a_vector_names_the_thread_of_its_vcpu_wherever_the_guest_leads_it() {
     assert_eq!(named(1), Some(ThreadId(100)), "nobody told");
     device.vcpus_changed();
     assert_eq!((named(0), named(1)), (None, Some(ThreadId(200))));
+    // As Linux does with the interrupts of a processor that goes offline.
+    let mask = |control: u32| device.write_bar(Bar::Msix, 28, &control.to_le_bytes());
+    mask(1);
+    lead_masked(0);
+    threads([(0, 300), (1, 301)]);
+    device.vcpus_changed();
+    assert_eq!(named(1), None, "it leads nowhere");
+    lead_masked(0xFEE0_0000);
+    mask(0);
+    assert_eq!(named(1), Some(ThreadId(300)), "the message is the same");
     lead(0xFEE0_7000);
     assert_eq!(named(1), None, "there is no such vCPU");
 }

@@ -308,9 +308,15 @@ fn expect_pollers_beside(pid: u32, vcpus: [&str; 2], processors: [&str; 2]) -> R
     for (number, beside) in [second, first].into_iter().enumerate() {
         let name = format!("poll-queue-{number}");
         let poller = await_thread(pid, &name)?;
-        await_that(&format!("{name} on processor {beside}"), || {
+        let is_there = || {
             let told = sh(&format!("taskset -pc {poller}"))?;
             Ok(told.trim_end().ends_with(&format!(": {beside}")))
+        };
+        await_that(&format!("{name} on processor {beside}"), is_there).map_err(|error| {
+            let threads = sh(&format!(
+                "cd /proc/{pid}/task && grep -H Cpus_allowed_list */status && grep -H . */comm"
+            ));
+            Failure::from(format!("{error}:\n{}", threads.unwrap_or_default()))
         })?;
     }
     Ok(())

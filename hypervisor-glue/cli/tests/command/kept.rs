@@ -98,12 +98,17 @@ impl Kept {
         self.log().matches("SIGABRT").count()
     }
 
-    /// Returns the server's process, which is the keeper's only child.
+    /// Returns the server's process: the keeper's last child that has not ended. One that was replaced may still wait for
+    /// the keeper.
     pub(crate) fn server(&self) -> Option<String> {
         let keeper = self.keeper.id();
         let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
-        let first = children.split(' ').next().filter(|pid| !pid.is_empty());
-        first.map(str::to_owned)
+        let has_ended = |pid: &str| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat"));
+            stat.is_ok_and(|stat| stat.contains(") Z "))
+        };
+        let mut servers = children.split_whitespace();
+        servers.rfind(|pid| !has_ended(pid)).map(str::to_owned)
     }
 
     fn send(signal: &str, pid: &str) {

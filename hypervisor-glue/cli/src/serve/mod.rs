@@ -234,10 +234,11 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
         log::info!("There is no function yet: add one with `nvme-mpt add --control {control}`");
     }
     let server = Server::run(listener, metrics, roster)?;
+    // A process that reads the line may end this one at once, and a keeper starts none again that was never ready.
+    kept::notify(keeping.as_deref(), "READY=1");
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;
-    kept::notify(keeping.as_deref(), "READY=1");
     let signal = signal
         .recv()
         .unwrap_or_else(|error| Err(io::Error::other(error)));

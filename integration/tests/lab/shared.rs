@@ -85,6 +85,7 @@ fn share<V: Vmm>(bench: &Bench, beside: Beside) -> Result<(), Failure> {
     let launch = |id| {
         let folder = bench.folder().join(id);
         fs::create_dir_all(&folder).map_err(at(&folder))?;
+        let before = server.list()?;
         let vmm = V::launch(&Setup {
             assets: bench.v6_12(),
             vcpus: 1,
@@ -94,7 +95,12 @@ fn share<V: Vmm>(bench: &Bench, beside: Beside) -> Result<(), Failure> {
             folder: &folder,
             state_dir: &server.state_dir(),
         })?;
-        Ok::<_, Failure>(vmm)
+        let lease = server
+            .list()?
+            .into_iter()
+            .find(|lease| !before.contains(lease));
+        let lease = lease.ok_or_else(|| format!("The function of {id} has no lease"))?;
+        Ok::<_, Failure>(Tenant { id, lease, vmm })
     };
     // One after the other: of guests that boot at the same time one is lost more often. On a processor each, so that
     // both run at the same time.
@@ -173,14 +179,47 @@ fn rounds(seed: u64) -> String {
     )
 }
 
+/// Starts a script. It has begun when this returns: a guest may leave a part of what is said to it unread until more
+/// follows.
+fn begin(guest: &Agent, script: &str) -> Result<Job, Failure> {
+    let job = guest.start(script)?;
+    guest.check("true", PATIENCE)?;
+    Ok(job)
+}
+
 /// All that is on the drive.
 struct Scene<V> {
     server: Server,
-    one: V,
-    two: V,
+    one: Tenant<V>,
+    two: Tenant<V>,
     qemu: Option<Guest>,
     /// Seeds of the data that the guests have written last. No two guests have the same.
     seeds: Vec<u64>,
+}
+
+/// A VMM, and its function on the drive.
+struct Tenant<V> {
+    id: &'static str,
+    /// Name of its lease, which is the function's id or a name that the drive's range gives it.
+    lease: String,
+    vmm: V,
+}
+
+/// A guest that has a range.
+struct Holder<'a> {
+    id: &'static str,
+    lease: &'a str,
+    guest: &'a Agent,
+}
+
+impl<V: Vmm> Tenant<V> {
+    fn holder(&self) -> Holder<'_> {
+        Holder {
+            id: self.id,
+            lease: &self.lease,
+            guest: self.vmm.guest(),
+        }
+    }
 }
 
 /// Counts of a VMM so far.
@@ -200,26 +239,30 @@ struct Took {
 }
 
 impl<V: Vmm> Scene<V> {
-    fn guests(&self) -> impl Iterator<Item = (&'static str, &Agent)> {
-        let qemu = self.qemu.as_ref().map(|guest| (QEMU, &**guest));
-        [(ONE, self.one.guest()), (TWO, self.two.guest())]
+    fn holders(&self) -> impl Iterator<Item = Holder<'_>> {
+        let qemu = self.qemu.as_ref().map(|guest| Holder {
+            id: QEMU,
+            lease: QEMU,
+            guest,
+        });
+        [self.one.holder(), self.two.holder()]
             .into_iter()
             .chain(qemu)
     }
 
-    fn counts(&self, id: &str, vmm: &V) -> Result<Counts, Failure> {
-        let kvm = KvmCounters::of_process(vmm.guest().pid());
+    fn counts(&self, tenant: &Tenant<V>) -> Result<Counts, Failure> {
+        let kvm = KvmCounters::of_process(tenant.vmm.guest().pid());
         let kvm = kvm.map_err(at("/sys/kernel/debug/kvm"))?;
         Ok(Counts {
             mmio_exits: kvm.mmio_exits,
             exits: kvm.exits,
-            commands: self.server.function_stats(id)?.totals().commands,
+            commands: self.server.function_stats(&tenant.lease)?.totals().commands,
         })
     }
 
     /// Checks the exits since `before`.
-    fn expect_few_exits(&self, id: &str, vmm: &V, before: Counts) -> Result<(), Failure> {
-        let after = self.counts(id, vmm)?;
+    fn expect_few_exits(&self, tenant: &Tenant<V>, before: Counts) -> Result<(), Failure> {
+        let (id, after) = (tenant.id, self.counts(tenant)?);
         expect(after.exits > before.exits, || {
             "KVM has counted nothing".to_owned()
         })?;
@@ -236,25 +279,25 @@ impl<V: Vmm> Scene<V> {
 
     /// Has all guests verify what they write, at once.
     fn verifies(&self) -> Result<(), Failure> {
-        let before = [self.counts(ONE, &self.one)?, self.counts(TWO, &self.two)?];
+        let before = [self.counts(&self.one)?, self.counts(&self.two)?];
         let mut jobs = Vec::new();
-        for ((_, guest), seed) in self.guests().zip(&self.seeds) {
+        for (Holder { guest, .. }, seed) in self.holders().zip(&self.seeds) {
             let load = load(&seed.to_string());
-            jobs.push((guest, guest.start(&load.script())?, load));
+            jobs.push((guest, begin(guest, &load.script())?, load));
         }
         for (guest, job, load) in jobs {
             load.report(&guest.finish(job, load.patience())?.text)?;
         }
-        self.expect_few_exits(ONE, &self.one, before[0])?;
-        self.expect_few_exits(TWO, &self.two, before[1])
+        self.expect_few_exits(&self.one, before[0])?;
+        self.expect_few_exits(&self.two, before[1])
     }
 
     /// Plugs and removes a function of one guest, while all guests verify what they write. Returns the sum of what
     /// was written by it last.
     fn carries_on_while_one_joins_and_leaves(&mut self) -> Result<String, Failure> {
-        let before = self.counts(TWO, &self.two)?;
-        let jobs = self.guests().zip(&self.seeds);
-        let jobs = jobs.map(|((_, guest), seed)| guest.start(&rounds(*seed)));
+        let before = self.counts(&self.two)?;
+        let jobs = self.holders().zip(&self.seeds);
+        let jobs = jobs.map(|(holder, seed)| begin(holder.guest, &rounds(*seed)));
         let jobs: Vec<Job> = jobs.collect::<Result<_, _>>()?;
         let mut last = None;
         let mut took = Took::default();
@@ -269,7 +312,7 @@ impl<V: Vmm> Scene<V> {
             mean(took.removal)
         ));
         let mut seeds = Vec::new();
-        for (((id, guest), job), seed) in self.guests().zip(jobs).zip(&self.seeds) {
+        for ((Holder { id, guest, .. }, job), seed) in self.holders().zip(jobs).zip(&self.seeds) {
             guest.check("rm /run/rounds", PATIENCE)?;
             let written: u64 = guest.finish_well(job, PATIENCE)?.trim().parse()?;
             say(&format!(
@@ -280,17 +323,18 @@ impl<V: Vmm> Scene<V> {
         }
         self.seeds = seeds;
         // Not the other one, whose bus was looked at, which takes exits.
-        self.expect_few_exits(TWO, &self.two, before)?;
+        self.expect_few_exits(&self.two, before)?;
         last.ok_or_else(|| Failure::from("It never came"))
     }
 
     /// Plugs the function, reads what it wrote `last` time, writes something else, and removes the function.
     fn joins_and_leaves(&mut self, last: Option<&str>, took: &mut Took) -> Result<String, Failure> {
         let started = Instant::now();
-        self.one.plug()?;
+        let before = self.server.list()?;
+        self.one.vmm.plug()?;
         took.plug += started.elapsed();
         let started = Instant::now();
-        let said = self.one.guest().check(
+        let said = self.one.vmm.guest().check(
             &format!(
                 "for try in $(seq {TRIES}); do
                     for controller in /sys/class/nvme/*; do
@@ -317,24 +361,25 @@ impl<V: Vmm> Scene<V> {
         })?;
         took.work += started.elapsed();
         let started = Instant::now();
-        match self.one.unplug(name)? {
+        expect(self.server.list()?.len() == before.len() + 1, || {
+            format!("{THIRD} has no lease of its own")
+        })?;
+        match self.one.vmm.unplug(name)? {
             Outcome::Done => {}
             Outcome::Lacking(what) => return Err(what.into()),
         }
-        await_that("the end of the lease", || {
-            Ok(!self.server.list()?.iter().any(|id| id == THIRD))
-        })?;
+        await_that("the end of the lease", || Ok(self.server.list()? == before))?;
         took.removal += started.elapsed();
         Ok(left.to_owned())
     }
 
     /// Checks that the server gives out no part of a range, and names the lease that has it.
     fn refuses_what_is_taken(&self, path: &str) -> Result<(), Failure> {
-        for (holder, _) in self.guests() {
-            for start in [start(holder), start(holder) + RANGE - GUARD] {
+        for Holder { id, lease, .. } in self.holders() {
+            for start in [start(id), start(id) + RANGE - GUARD] {
                 let range = format!("{start}+{}", 2 * GUARD);
                 let fourth = FunctionOptions::new("fourth", path, range);
-                expect_refused(&self.server, &fourth, holder)?;
+                expect_refused(&self.server, &fourth, lease)?;
             }
         }
         Ok(())
@@ -344,15 +389,15 @@ impl<V: Vmm> Scene<V> {
     /// them.
     fn ends(mut self) -> Result<Vec<(&'static str, String)>, Failure> {
         let mut sums = Vec::new();
-        for ((id, guest), seed) in self.guests().zip(&self.seeds) {
+        for (Holder { id, guest, .. }, seed) in self.holders().zip(&self.seeds) {
             load(&seed.to_string())
                 .option("verify_only", "1")
                 .run(guest)?;
             let said = guest.check(&sum(Path::new("/dev/nvme0n1"), 0), PATIENCE)?;
             sums.push((id, said));
         }
-        self.one.power_off()?;
-        self.two.power_off()?;
+        self.one.vmm.power_off()?;
+        self.two.vmm.power_off()?;
         if let Some(qemu) = &mut self.qemu {
             qemu.power_off(PATIENCE)?;
             self.server.await_no_client(QEMU)?;

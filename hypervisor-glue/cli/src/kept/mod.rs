@@ -246,8 +246,24 @@ impl Keeping {
     /// That of a process which replaces another one, and has nothing of it. Nothing answers for the keeper.
     #[cfg(test)]
     pub(crate) fn beside(folder: &Path, before: OwnedFd) -> Self {
-        let (Shelf { registry, .. }, _keeper) = Shelf::of_silent_keeper(folder);
-        Self {
+        let (keeping, ..) = Self::beside_with(folder, before);
+        keeping
+    }
+
+    /// The same, with the socket of a keeper that reads nothing, and the end of the socket that the server before has, which
+    /// is this process.
+    #[cfg(test)]
+    pub(crate) fn beside_with(
+        folder: &Path,
+        before: OwnedFd,
+    ) -> (
+        Self,
+        std::os::unix::net::UnixDatagram,
+        std::os::unix::net::UnixStream,
+    ) {
+        let (Shelf { registry, .. }, keeper) = Shelf::of_silent_keeper(folder);
+        let (leaving, server) = Leaving::of(before);
+        let keeping = Self {
             registry,
             state: Mutex::new(State {
                 surviving: BTreeMap::new(),
@@ -260,14 +276,21 @@ impl Keeping {
                 cause: StallCause::Upgrade,
                 at: Duration::ZERO,
             },
-            leaving: Some(Leaving::of(before)),
-        }
+            leaving: Some(leaving),
+        };
+        (keeping, keeper, server)
     }
 
     /// Returns whether this process replaces another server, which may have sockets until it has
     /// [ended](Self::await_predecessor).
     pub(crate) fn replaces_a_server(&self) -> bool {
         self.leaving.is_some()
+    }
+
+    /// Returns whether this process replaces the server with this process number.
+    pub(crate) fn replaces(&self, number: u32) -> bool {
+        let leaving = self.leaving.as_ref();
+        leaving.is_some_and(|leaving| leaving.is_process(number))
     }
 
     /// Lets the server end that this process replaces: all functions are served that can be.

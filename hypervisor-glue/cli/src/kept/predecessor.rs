@@ -153,15 +153,22 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
-    /// A server that listens to nothing any more.
+    /// A server whose end of the socket is in this process. Returns that end, too.
     #[cfg(test)]
-    pub(super) fn of(process: OwnedFd) -> Self {
-        let (socket, _) = UnixStream::pair().unwrap();
-        Self {
+    pub(super) fn of(process: OwnedFd) -> (Self, UnixStream) {
+        let (socket, theirs) = UnixStream::pair().unwrap();
+        let leaving = Self {
             socket,
             process,
             told: Once::new(),
-        }
+        };
+        (leaving, theirs)
+    }
+
+    /// Returns whether a process has this number and is that server, ended or not.
+    pub(super) fn is_process(&self, number: u32) -> bool {
+        let credentials = getsockopt(&self.socket, PeerCredentials);
+        credentials.is_ok_and(|peer| u32::try_from(peer.pid()) == Ok(number))
     }
 
     /// Tells it that all functions are served which can be taken up beside it.

@@ -93,6 +93,16 @@ impl OfferError {
             _ => false,
         }
     }
+
+    /// Returns the number of the process that has the lease in the way; `None` for other errors.
+    pub(super) fn lease_holder(&self) -> Option<u32> {
+        match self {
+            Self::Open(OpenError::Lease(
+                LeaseError::Overlap { other, .. } | LeaseError::IdTaken { other, .. },
+            )) if other.state != LeaseState::Stale => Some(other.pid),
+            _ => None,
+        }
+    }
 }
 
 /// Limits of a lease that a VMM has cannot be recorded, or the recorded ones cannot be read.

@@ -3,6 +3,7 @@
 //! One thread owns the roster: the main thread while the server starts and ends, the thread of changes in between. Other
 //! threads see a [`View`] that is replaced after each change.
 
+use std::collections::BTreeSet;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -34,7 +35,7 @@ use crate::function_thread::{FunctionThreadError, Leave};
 use crate::owner::user_number;
 
 /// Longest wait for a drive or range that the server before still has in the kernel.
-const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
+const RELEASE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 20 });
 
 /// Pause between two tries.
 const RELEASE_PAUSE: Duration = Duration::from_millis(1);
@@ -636,8 +637,9 @@ impl Roster {
 
     /// Offers functions beside each other. Those that cannot be offered are listed as failed.
     ///
-    /// A function of the server before may have to wait for the end of what that server has left in the kernel. No other
-    /// function waits for it.
+    /// A function of the server before may have to wait for the end of what that server has left in the kernel. So does one
+    /// whose lease that server has still, as it removed the function with commands in flight. No other function waits for
+    /// it.
     fn offer_each(&mut self, functions: Vec<DeclaredFunction>) {
         let functions: Vec<DeclaredFunction> = functions
             .into_iter()
@@ -645,6 +647,8 @@ impl Roster {
             .collect();
         let deadline = clock::monotonic() + RELEASE_PATIENCE;
         let mut waiting: Vec<&DeclaredFunction> = functions.iter().collect();
+        // Sockets of functions whose leases the server before had still.
+        let mut outlasting: BTreeSet<PathBuf> = BTreeSet::new();
         while !waiting.is_empty() {
             let is_late = clock::monotonic() > deadline || self.check_runs().is_err();
             waiting.retain(|declared| {
@@ -653,9 +657,15 @@ impl Roster {
                 };
                 let keeping = self.terms.keeping.as_ref();
                 let socket = &declared.function.socket;
+                let is_before = |number| keeping.is_some_and(|keeping| keeping.replaces(number));
+                if error.lease_holder().is_some_and(is_before) {
+                    outlasting.insert(socket.clone());
+                }
+                // Once that server has ended, the kernel may have its ring of the file for a moment.
                 let waits = !is_late
                     && error.is_of_another_user()
-                    && keeping.is_some_and(|keeping| keeping.has(socket));
+                    && (outlasting.contains(socket)
+                        || keeping.is_some_and(|keeping| keeping.has(socket)));
                 if !waits {
                     self.fail(declared.origin, FailedFunction::of(declared), &error);
                 }
@@ -883,5 +893,89 @@ pub(super) fn resolved(path: &DrivePath) -> DrivePath {
             DrivePath::File(std::fs::canonicalize(file).unwrap_or_else(|_| file.clone()))
         }
         other => other.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::io::Read;
+    use std::sync::atomic::AtomicBool;
+
+    use nvme_mpt::lease::{FormerData, make_state_folder};
+    use nvme_mpt::poller::start_thread;
+    use rustix::process::{PidfdFlags, getpid, pidfd_open};
+    use vfio_user_server::SocketAccess;
+
+    use super::super::declared::AddedFile;
+    use super::*;
+    use crate::confine::Confined;
+    use crate::kept::{Keeping, StallBegin};
+
+    /// The roster of a server without functions, in a folder with a state folder.
+    fn roster(folder: &Path, keeping: Option<Keeping>) -> Roster {
+        let state_dir = folder.join("state");
+        let ledgers = Arc::new(open::Ledgers::open(&state_dir));
+        let pollers = Pollers::new();
+        let leases = LeaseTable::new(
+            &state_dir,
+            SocketAccess::default(),
+            ledgers.clone(),
+            pollers.clone(),
+            StallBegin::of_vmms(keeping.as_ref()),
+        );
+        Roster::new(Terms {
+            ledgers,
+            leases,
+            pollers,
+            data: FormerData::Refused,
+            state_dir,
+            file: None,
+            added: AddedFile::beside(&folder.join("control.sock")),
+            keeping: keeping.map(Arc::new),
+            stop: Arc::new(AtomicBool::new(false)),
+            confined: Confined::default(),
+        })
+    }
+
+    fn function(folder: &Path, socket: &str) -> DeclaredFunction {
+        let (socket, drive) = (folder.join(socket), folder.join("drive.img"));
+        let text = format!(
+            "socket={},path={},range=0+1M,id=a",
+            socket.display(),
+            drive.display()
+        );
+        DeclaredFunction::argument(text.parse().unwrap())
+    }
+
+    #[test]
+    fn a_function_waits_for_the_lease_of_the_server_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        make_state_folder(&folder.join("state")).unwrap();
+        let drive = File::create(folder.join("drive.img")).unwrap();
+        drive.set_len(2 << 20).unwrap();
+        // This process is the server before as well.
+        let process = pidfd_open(getpid(), PidfdFlags::empty()).unwrap();
+        let (keeping, _keeper, mut server) = Keeping::beside_with(folder, process);
+        let mut before = roster(folder, None);
+        before
+            .offer_all(vec![function(folder, "before.sock")])
+            .unwrap();
+        // It has the lease until its successor has tried to get it, and waits.
+        let end = move || {
+            let told = server.read_exact(&mut [0]).is_ok();
+            drop(before);
+            told
+        };
+        let ended = start_thread("before", end).unwrap();
+        let mut after = roster(folder, Some(keeping));
+        after.offer_each(vec![function(folder, "after.sock")]);
+        let failed = after.failed.iter();
+        let reasons: Vec<_> = failed.map(|failed| failed.entry.summary.as_str()).collect();
+        assert!(reasons.is_empty(), "{reasons:?}");
+        assert_eq!(after.entries().count(), 1);
+        after.end().unwrap();
+        assert!(ended.join().unwrap(), "the server before ended first");
     }
 }

@@ -386,6 +386,10 @@ impl HostLease for SoftwareLease {
         self.medium.record_losses(record);
     }
 
+    fn take_up_losses(&self) {
+        self.medium.take_up_losses();
+    }
+
     fn record_changes(&self, record: ChangeRecord) {
         if let Some(zones) = &self.zones {
             zones.record_changes(record);

@@ -113,6 +113,9 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
         let _ = record;
     }
 
+    /// Notes losses of which other leases were told before this one was opened here. It goes on after another process.
+    fn take_up_losses(&self) {}
+
     /// Begins anew for a VMM that connected.
     fn begin_anew(&self) {}
 }

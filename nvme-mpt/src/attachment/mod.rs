@@ -206,6 +206,10 @@ impl Attachment {
             },
         };
         let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
+        let goes_on = matches!(
+            parts,
+            FunctionParts::Continued(Some(_)) | FunctionParts::Kept(..)
+        );
         let (page, events, live) = match parts {
             FunctionParts::Own => (
                 DoorbellPage::new(doorbells, doorbell_stride, queue_pairs)?,
@@ -241,6 +245,9 @@ impl Attachment {
                 host.lose_earlier_writes();
             }
             host.record_losses(record);
+            if goes_on {
+                host.take_up_losses();
+            }
         }
         if let Some(record) = live.as_ref().and_then(LiveState::changes) {
             host.record_changes(record);

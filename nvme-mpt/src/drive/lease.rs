@@ -132,6 +132,10 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = record;
     }
 
+    /// Notes losses of which other leases of the drive were told before this one was opened here. The lease goes on
+    /// after another process: some of its completed writes are older, and may be lost.
+    fn take_up_losses(&self) {}
+
     /// Records from now on whether there are [changes](Self::changes) of which the guest was not told, for the process
     /// after this one. If the process before had some, there are changes that are not known one by one.
     fn record_changes(&self, record: ChangeRecord) {

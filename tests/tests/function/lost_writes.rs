@@ -240,6 +240,35 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
         .expect_err("the error was reported to the neighbour alone");
 }
 
+/// A server takes functions up one after the other.
+#[test]
+fn a_function_that_is_taken_up_late_knows_what_its_neighbour_was_told_before() {
+    const MINUTE: Duration = Duration::from_secs(60);
+    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+        return;
+    };
+    let [setup, other] = [0, 1].map(Setup::nth);
+    let server = Host::of_file(device.device(), 4096);
+    let functions = [("a", &setup), ("b", &other)].map(|(name, setup)| {
+        server.attachment_with(name, setup, FunctionParts::Outliving(EventReader::Trusted))
+    });
+    let [first, late] = functions.each_ref().map(|function| kept(function));
+    drop((functions, server));
+
+    let server = Host::of_file(device.device(), 4096);
+    let first = server.attachment_with("a", &setup, first);
+    let file = File::options().write(true).open(device.device()).unwrap();
+    file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
+        .unwrap();
+    first.flush_within(MINUTE).unwrap_err();
+    let late = server.attachment_with("b", &other, late);
+    late.flush_within(MINUTE)
+        .expect_err("the error was reported to the neighbour alone");
+    assert!(late.damage().lost_writes);
+    late.begin_anew();
+    late.flush_within(MINUTE).expect("another VMM");
+}
+
 #[test]
 fn a_snapshot_has_what_was_lost() {
     let Some(device) = LoopDevice::cached(LEASE, ROOM) else {

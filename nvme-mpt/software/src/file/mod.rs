@@ -22,6 +22,7 @@ mod claims;
 mod deadline;
 mod lease;
 mod locks;
+mod losses;
 mod operation;
 mod pages;
 mod queue;
@@ -51,6 +52,7 @@ pub(crate) use queue::FileQueue;
 
 use claims::Lanes;
 use locks::Locks;
+use losses::Losses;
 use operation::{Means, Next, Operation, Zeroing};
 use pages::Pages;
 use slices::Turns;
@@ -97,6 +99,7 @@ pub(super) struct SharedFile {
     turns: Turns,
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     watched: Watched,
+    losses: Losses,
     /// The file that must be as durable as the blocks.
     pub(super) companion: OnceLock<Arc<File>>,
 }
@@ -161,6 +164,7 @@ impl FileStore {
             turns: Turns::new(),
             uncorrectable: Arc::default(),
             watched: Watched::new(kind.is_file(), bytes),
+            losses: Losses::default(),
             companion: OnceLock::new(),
         };
         Ok(Self {
@@ -301,6 +305,10 @@ impl LeasedMedium for FileLease {
 
     fn record_losses(&self, record: LossRecord) {
         self.file.record_losses(record);
+    }
+
+    fn take_up_losses(&self) {
+        self.file.take_up_losses();
     }
 
     fn begin_anew(&self) {

@@ -73,7 +73,9 @@ pub(crate) struct LeasedFile {
     /// Knows of errors from before a queue's own witness. What it reports is noted under the lock.
     witness: Mutex<Witness>,
     lost: AtomicBool,
-    /// The same, for the process after this one.
+    /// True if the lease goes on after another process. Its VMM wrote before it was opened here.
+    goes_on: AtomicBool,
+    /// What `lost` says, for the process after this one.
     record: OnceLock<LossRecord>,
     events: Mutex<Weak<EventQueue>>,
     /// Keeps others from the lease's bytes until the last queue has ended.
@@ -105,6 +107,7 @@ impl LeasedFile {
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
             witness: Mutex::new(Witness::open(&shared)?),
             lost: AtomicBool::new(false),
+            goes_on: AtomicBool::new(false),
             record: OnceLock::new(),
             events: Mutex::default(),
             locks,
@@ -154,17 +157,24 @@ impl LeasedFile {
         }
     }
 
-    /// Notes what the lease's own witness knows, and returns whether that is the first loss.
+    /// Notes what the lease's own witness knows, and returns whether that is a loss.
     fn note_own(&self) -> bool {
         let witness = self.witness.lock().unwrap_or_else(PoisonError::into_inner);
-        witness.ask().is_err_and(|error| self.note_loss(&error))
+        let asked = witness.ask();
+        asked.inspect_err(|error| self.note_loss(error)).is_err()
     }
 
     /// Has all leases of the file note what their witnesses know. A process that is killed before they flush would take
     /// their error with it: the kernel reports an error that was seen to no description that is opened later.
     fn ask_others(&self) {
+        // A lease that is opened meanwhile sees the count, or is among those that are asked.
+        self.shared.losses.count();
         for lease in self.shared.watched.leases() {
             lease.note_own();
+            // Its witness may be younger than the kernel's report.
+            if lease.goes_on.load(Ordering::Relaxed) {
+                lease.lose_what_others_lost();
+            }
         }
     }
 
@@ -203,6 +213,21 @@ impl LeasedFile {
         self.report();
     }
 
+    /// Notes the losses of which other leases of the file were told before this one was opened here. The lease goes on
+    /// after another process, so some of its writes are older.
+    pub(crate) fn take_up_losses(&self) {
+        self.goes_on.store(true, Ordering::Relaxed);
+        if self.shared.losses.are_new_to(&self.name) {
+            self.lose_what_others_lost();
+        }
+    }
+
+    fn lose_what_others_lost(&self) {
+        if !self.has_lost_writes() {
+            self.lose_earlier_writes();
+        }
+    }
+
     /// Forgets what was lost: a VMM connected, and its guest begins anew.
     pub(crate) fn forget_lost_writes(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
@@ -211,6 +236,7 @@ impl LeasedFile {
             let _ = uring::write_back_error(file);
         }
         self.ask_own();
+        self.goes_on.store(false, Ordering::Relaxed);
         self.record(false);
         if self.lost.swap(false, Ordering::Relaxed) {
             info!(
@@ -223,16 +249,15 @@ impl LeasedFile {
     /// Notes that the kernel could not write back what completed writes left in the page cache. Returns the
     /// status of the command that found it.
     pub(super) fn lose_writes(&self, cause: &io::Error) -> Status {
-        if self.note_loss(cause) {
-            self.ask_others();
-        }
+        self.note_loss(cause);
+        // Other leases are told of what the witness knows too. A failed flush of the device is not among it.
+        self.ask_own();
         LOST
     }
 
-    /// Notes that completed writes were lost, and returns whether they are the first.
-    fn note_loss(&self, cause: &io::Error) -> bool {
-        let is_first = !self.lost.swap(true, Ordering::Relaxed);
-        if is_first {
+    /// Notes that completed writes were lost.
+    fn note_loss(&self, cause: &io::Error) {
+        if !self.lost.swap(true, Ordering::Relaxed) {
             self.record(true);
             error!(
                 "Lease {} lost completed writes, as {} could not be written: {cause}. All its writes and flushes \
@@ -242,7 +267,6 @@ impl LeasedFile {
             );
             self.report();
         }
-        is_first
     }
 
     /// Reports that there is new damage.
@@ -320,6 +344,12 @@ impl LeasedFile {
     /// The descriptor of the file that is to be as durable, if there is one.
     pub(super) fn companion_fd(&self) -> Option<RawFd> {
         self.companion.as_ref().map(AsRawFd::as_raw_fd)
+    }
+}
+
+impl Drop for LeasedFile {
+    fn drop(&mut self) {
+        self.shared.losses.end(&self.name);
     }
 }
 

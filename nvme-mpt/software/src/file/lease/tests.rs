@@ -152,6 +152,44 @@ fn a_zone_whose_write_finds_what_was_lost_elsewhere_stays_writable() {
 }
 
 #[test]
+fn a_lease_that_goes_on_knows_of_losses_before_it_was_opened_here() {
+    let scene = Scene::new();
+    let lease = |name| scene.store.lease(name, 1 << 20, None).unwrap();
+    let lose = |lease: &LeasedFile| {
+        NEXT_WITNESS_HEARS.set(Some(libc::EIO));
+        lease.sync().unwrap_err();
+    };
+    let first = lease("first");
+    let before = lease("before");
+    before.take_up_losses();
+    assert!(!before.has_lost_writes(), "there were none yet");
+    lose(&first);
+    assert!(before.has_lost_writes(), "the kernel's report may be older");
+
+    let new = lease("new");
+    let later = lease("later");
+    later.take_up_losses();
+    assert!(!new.has_lost_writes(), "it has written nothing");
+    assert!(later.has_lost_writes());
+    later.sync().unwrap_err();
+
+    // Another VMM connects, and goes on in the same process.
+    later.forget_lost_writes();
+    later.sync().unwrap();
+    drop(later);
+    let later = lease("later");
+    later.take_up_losses();
+    assert!(!later.has_lost_writes(), "it knew that one");
+    drop(later);
+    first.forget_lost_writes();
+    lose(&first);
+    let later = lease("later");
+    later.take_up_losses();
+    assert!(later.has_lost_writes(), "the second loss");
+    assert!(!new.has_lost_writes());
+}
+
+#[test]
 fn a_flush_that_did_not_run_loses_nothing() {
     let scene = Scene::new();
     let lease = scene.store.lease("a", 1 << 20, None).unwrap();

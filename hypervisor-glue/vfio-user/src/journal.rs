@@ -738,6 +738,109 @@ impl RawHead {
 mod tests {
     use super::*;
 
+    /// Words other than zero that layout 1 has left, by their offsets. Half of a reply is sent.
+    const STORED: &[(u64, u64)] = &[
+        (0, u64::from_le_bytes(*b"vfiousrJ")),
+        (8, 1),
+        (16, 1),
+        (0x2000, 1),
+        (0x2008, 0x0001_0000_0003),
+        (0x2010, 0x0008_0000_0014),
+        (0x2018, 0x0004_0000_001F),
+        (0x2020, 0x0015_0000_0007),
+        (0x2028, 0x0008_0000_0001),
+        (0x0120_0000, u64::from_le_bytes(*b"a device")),
+        (0x0280_0000, u64::from_le_bytes(*b"answered")),
+    ];
+
+    /// Bytes of that file.
+    const STORED_LEN: u64 = 0x8220_0000;
+
+    /// Position of that file.
+    const STORED_POSITION: u64 = 0x0280_0004;
+
+    fn stored_head() -> Head {
+        let agreed = Some(Agreed { takes_fds: true });
+        let before = Traffic {
+            unread: 7,
+            unanswered: 21,
+        };
+        Head {
+            sequence: 0x0001_0000_0003,
+            request: 20,
+            reply: 8,
+            memory_of: Some(RegionIndex::Bar4),
+            before_sending: Some(before),
+            client: Some(Connected { agreed, ends: true }),
+        }
+    }
+
+    #[test]
+    fn the_journal_of_this_layout_is_as_it_was_stored() {
+        let mut journal = Journal::new().unwrap();
+        let head = stored_head();
+        journal.write_reply(head.sequence, b"answered").unwrap();
+        journal.commit(head, Some(b"a device".to_vec())).unwrap();
+        journal.set_sent(4).unwrap();
+        let mut file = &journal.shared.file;
+        assert_eq!(file.metadata().unwrap().len(), STORED_LEN);
+        assert_eq!(file.stream_position().unwrap(), STORED_POSITION);
+        // All heads, and the begin of each part behind them that layout 1 has in use.
+        let places = [0, 0x1000, 0x2000, 0x0020_0000, 0x0120_0000, 0x0280_0000];
+        let words = places.into_iter().flat_map(|place: u64| {
+            let mut bytes = [0; 0x1000];
+            file.read_exact_at(&mut bytes, place).unwrap();
+            let (words, _) = bytes.as_chunks::<8>();
+            let words = words.iter().map(|word| u64::from_le_bytes(*word));
+            (place..).step_by(8).zip(words.collect::<Vec<_>>())
+        });
+        let words: Vec<_> = words.filter(|(_, word)| *word != 0).collect();
+        assert!(
+            words == STORED,
+            "The layout of the journal has changed: raise LAYOUT, read the one before as well, and store these words: \
+             {words:#x?}"
+        );
+    }
+
+    #[test]
+    fn the_journal_of_layout_1_is_taken_up() {
+        let file = rustix::fs::memfd_create("stored", MemfdFlags::CLOEXEC).unwrap();
+        let mut file = File::from(file);
+        file.set_len(STORED_LEN).unwrap();
+        for (offset, word) in STORED {
+            file.write_all_at(&word.to_le_bytes(), *offset).unwrap();
+        }
+        file.seek(SeekFrom::Start(STORED_POSITION)).unwrap();
+        let record = Record::of_running(file.try_clone().unwrap().into()).unwrap();
+        assert_eq!(record.device(), b"a device");
+        let (journal, record) = Journal::from_kept(file.into()).unwrap();
+        assert_eq!(
+            (record.device(), record.is_connected()),
+            (&b"a device"[..], true)
+        );
+        assert_eq!(journal.head(), stored_head());
+        assert_eq!(journal.reply().unwrap(), b"answered");
+        assert_eq!(journal.sent().unwrap(), Some(4));
+    }
+
+    #[test]
+    fn a_journal_of_another_layout_is_refused_while_its_server_goes_on() {
+        let mut journal = Journal::new().unwrap();
+        commit(&mut journal, b"state");
+        let later = LAYOUT + 1;
+        let file = &journal.shared.file;
+        file.write_all_at(&later.to_le_bytes(), 8).unwrap();
+        for refused in [
+            Record::of_running(share(&journal)).unwrap_err(),
+            Journal::from_kept(share(&journal)).unwrap_err(),
+        ] {
+            assert!(
+                matches!(refused, JournalError::Layout { found } if found == later),
+                "{refused}"
+            );
+        }
+    }
+
     #[test]
     fn a_state_that_is_stored_in_the_middle_of_a_request_is_the_next_one_s() {
         let mut journal = Journal::new().unwrap();

@@ -327,3 +327,72 @@ impl PhysicalDrive {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::iter;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    /// States that releases have stored of the same drive. The first release knew nothing of granted pairs. The last one
+    /// is this one.
+    const STORED: [&str; 2] = [
+        include_str!("stored/drive_state_1_without_granted.json"),
+        include_str!("stored/drive_state_1.json"),
+    ];
+
+    fn value(text: &str) -> Value {
+        serde_json::from_str(text).unwrap()
+    }
+
+    /// Returns the descriptors that a process of such a release leaves.
+    fn left(state: &str) -> Vec<OwnedFd> {
+        let file = File::from(memfd(c"stored", 4096).unwrap());
+        file.write_all_at(b"nvmphand", 0).unwrap();
+        file.write_all_at(state.as_bytes(), 4096).unwrap();
+        let parts = [c"admin", c"buffer", c"function"].map(|name| memfd(name, 4096).unwrap());
+        iter::once(OwnedFd::from(file)).chain(parts).collect()
+    }
+
+    #[test]
+    fn the_states_of_all_releases_are_taken_up_once() {
+        for (stored, granted) in STORED.into_iter().zip([0, 32]) {
+            let left = left(stored);
+            let copies = left.iter().map(|fd| fd.try_clone().unwrap()).collect();
+            let handed = HandedOver::read(copies).unwrap();
+            let state = &handed.state;
+            assert_eq!((state.total, state.created), (31, 4));
+            assert_eq!(state.granted, granted);
+            let now = serde_json::to_value(state).unwrap();
+            assert_eq!(now["admin"], value(stored)["admin"]);
+            assert_eq!(now["mappings"], value(stored)["mappings"]);
+            assert!(handed.doorbell_buffer.is_some());
+            assert_eq!(handed.function.len(), 1);
+            let refused = HandedOver::read(left).unwrap_err();
+            assert!(refused.to_string().contains("holds no more"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn the_state_of_this_version_is_as_it_was_stored() {
+        let stored = STORED[STORED.len() - 1];
+        let state: DriveState = serde_json::from_str(stored).unwrap();
+        assert_eq!(state.version, VERSION);
+        let now = serde_json::to_value(&state).unwrap();
+        assert!(
+            now == value(stored),
+            "The format of drives' states has changed. Give a new value a default, or raise VERSION, read the version \
+             before as well, and store this in stored:\n{now}"
+        );
+    }
+
+    #[test]
+    fn a_state_of_a_later_version_is_refused() {
+        let mut later = value(STORED[STORED.len() - 1]);
+        later["version"] = (VERSION + 1).into();
+        let refused = HandedOver::read(left(&later.to_string())).unwrap_err();
+        assert!(refused.to_string().contains("another release"), "{refused}");
+    }
+}

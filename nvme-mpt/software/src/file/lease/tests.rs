@@ -1,5 +1,9 @@
 //! A lease whose file system failed to write back once.
 
+use std::cell::RefCell;
+
+use log::{Level, LevelFilter, Log, Metadata, Record};
+
 use super::*;
 use crate::file::reopen::place;
 use crate::file::tests::TestClock;
@@ -112,6 +116,53 @@ fn a_write_back_that_failed_once_fails_every_flush_and_write_until_a_vmm_connect
         assert_eq!(scene.run(two, &zeroes(true)), Status::SUCCESS);
         a.sync().unwrap();
     }
+}
+
+/// Logger that keeps the messages of each thread.
+struct Messages;
+
+thread_local! {
+    static LOGGED: RefCell<Vec<(Level, String)>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Log for Messages {
+    fn enabled(&self, _metadata: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        let message = (record.level(), record.args().to_string());
+        // A thread that ends keeps none.
+        let _ = LOGGED.try_with(|logged| logged.borrow_mut().push(message));
+    }
+
+    fn flush(&self) {}
+}
+
+#[test]
+fn lost_writes_are_logged_once_with_their_lease_and_file() {
+    // No other test of this process sets a logger.
+    log::set_logger(&Messages).unwrap();
+    log::set_max_level(LevelFilter::Info);
+    let scene = Scene::new();
+    let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+    let mut queue = queue(&lease);
+    NEXT_SYNC_FAILS.set(Some(libc::ENOSPC));
+    for _ in 0..3 {
+        assert_eq!(scene.run(&mut queue, &command(NvmOpcode::FLUSH)), LOST);
+    }
+    lease.sync().unwrap_err();
+    lease.forget_lost_writes();
+    let mut logged = LOGGED.take();
+    logged.retain(|(_, message)| message.starts_with("Lease "));
+    let lost = format!(
+        "Lease a lost completed writes, as {} could not be written: {}. All its writes and flushes fail until its VMM \
+         connects again",
+        scene.store.shared.path.display(),
+        io::Error::from_raw_os_error(libc::ENOSPC),
+    );
+    let again = "Lease a takes writes again, as its VMM connected anew".to_owned();
+    assert_eq!(logged, [(Level::Error, lost), (Level::Info, again)]);
 }
 
 #[test]

@@ -312,6 +312,26 @@ mod tests {
         count
     }
 
+    #[test]
+    fn messages_that_a_release_has_left_are_read() {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None);
+        let (writer, reader) = pair.unwrap();
+        let files = [file(), file(), file()];
+        let numbers = [
+            [3, 0, 0, 0, 0, 0, 0, 0],
+            [1, 0, 0, 0, 0, 0, 0, 0x80],
+            [3, 0, 0, 0, 0, 0, 0, 0],
+        ];
+        for (number, file) in numbers.iter().zip(&files) {
+            message::send(&writer, number, &[file.as_fd()], SendFlags::empty()).unwrap();
+        }
+        let mut bag = Bag::from_kept(vec![writer, reader]).unwrap();
+        let [_, second, last] = files.each_ref().map(identity);
+        let left = Model::from([(3, vec![last]), (0x8000_0000_0000_0001, vec![second])]);
+        assert_eq!(read(&mut bag), left);
+    }
+
     #[derive(Clone, Debug)]
     enum Step {
         Put(u64, usize),

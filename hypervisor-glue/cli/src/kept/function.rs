@@ -865,7 +865,9 @@ impl ControlKeeper for StoreBetween {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::FileExt;
+    use std::os::unix::net::UnixListener;
 
+    use nvme_mpt::memory::memfd;
     use serde_json::Value;
 
     use super::*;
@@ -943,6 +945,61 @@ mod tests {
         for crashes in [4, u64::MAX] {
             let error = read(crashes);
             assert!(matches!(error, SurvivorError::Crashes(4..)), "{error}");
+        }
+    }
+
+    /// The bag's messages have the numbers that all releases have given them.
+    #[test]
+    fn what_each_release_has_left_of_a_function_is_taken_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let (shelf, _keeper) = Shelf::of_silent_keeper(folder.path());
+        for (version, stored) in STORED {
+            let journal = Journal::new().unwrap();
+            journal.state_store().store(stored.as_bytes()).unwrap();
+            let socket = folder.path().join(version.to_string());
+            let listener = UnixListener::bind(socket).unwrap();
+            let live = LiveState::new(4).unwrap();
+            let [doorbells, memory, read_only] =
+                [4096, 8 << 20, 4096].map(|len| memfd(c"kept", len).unwrap());
+            let (stream, _client) = UnixStream::pair().unwrap();
+            let [first, second, acknowledged] =
+                [0; 3].map(|count| eventfd::share(&EventFd::new(count).unwrap()).unwrap());
+            let left: [&[BorrowedFd<'_>]; 9] = [
+                &[journal.as_fd()],
+                &[listener.as_fd()],
+                &[doorbells.as_fd()],
+                &[live.fd()],
+                &[stream.as_fd()],
+                &[memory.as_fd()],
+                &[first.as_fd(), second.as_fd()],
+                &[read_only.as_fd()],
+                &[acknowledged.as_fd()],
+            ];
+            let bag = Bag::new().unwrap();
+            for (number, descriptors) in (0..).zip(left) {
+                bag.put(number, descriptors).unwrap();
+            }
+            let ends = bag.ends().map(|end| end.try_clone_to_owned().unwrap());
+            let function = SurvivingFunction::read(shelf.clone(), ends.into()).unwrap();
+            assert_eq!(function.socket(), Path::new("/run/nvme-mpt/a.sock"));
+            let parts = function.parts();
+            assert!(matches!(parts, FunctionParts::Continued(Some(_))));
+            let survivors = function.take_apart().unwrap();
+            assert!(survivors.stream.is_some());
+            let client = survivors.client;
+            assert_eq!(client.user, Some(1000));
+            let regions = client.regions.iter();
+            let regions: Vec<_> = regions
+                .map(|region| (region.gpa.0, region.offset))
+                .collect();
+            assert_eq!(regions, [(1_u64 << 20, 1_u64 << 16), (4_u64 << 30, 0)]);
+            let vectors = client.vectors.iter();
+            let vectors: Vec<_> = vectors
+                .map(|vector| (vector.masked, vector.eventfd.is_some()))
+                .collect();
+            assert_eq!(vectors, [(false, true), (true, true), (false, false)]);
+            assert_eq!(client.interrupts, client_of(version).interrupts);
+            assert_eq!(client.acknowledged.is_some(), version > 1);
         }
     }
 

@@ -627,17 +627,26 @@ const VERSION: &[u8] = b"{\"version\":";
 /// Offsets of both states in a journal (`hypervisor-glue/vfio-user/src/journal.rs`).
 const STATES: [u64; 2] = [2 << 20, 18 << 20];
 
+/// Offset of a journal's layout.
+const LAYOUT: u64 = 8;
+
+/// Opens the journals of a server, each as often as it has a descriptor.
+fn journals_of(server: &str) -> Vec<fs::File> {
+    let entries = fs::read_dir(format!("/proc/{server}/fd")).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    let journals = paths.filter(|path| {
+        let leads_to = fs::read_link(path).unwrap_or_default();
+        leads_to.to_string_lossy().contains("vfio-user-journal")
+    });
+    let mut options = fs::File::options();
+    options.read(true).write(true);
+    journals.map(|path| options.open(path).unwrap()).collect()
+}
+
 /// Writes another version into the states that a server has for the next one. Returns the digit that was there.
 fn set_version(server: &str, digit: u8) -> u8 {
     let mut before = None;
-    for entry in fs::read_dir(format!("/proc/{server}/fd")).unwrap() {
-        let path = entry.unwrap().path();
-        let leads_to = fs::read_link(&path).unwrap_or_default();
-        if !leads_to.to_string_lossy().contains("vfio-user-journal") {
-            continue;
-        }
-        let mut options = fs::File::options();
-        let file = options.read(true).write(true).open(&path).unwrap();
+    for file in journals_of(server) {
         for at in STATES {
             let mut begin = [0; VERSION.len() + 1];
             file.read_exact_at(&mut begin, at).unwrap();
@@ -649,6 +658,18 @@ fn set_version(server: &str, digit: u8) -> u8 {
         }
     }
     before.expect("a state")
+}
+
+/// Writes another layout into the journals of a server. Returns the bytes that were there.
+fn set_layout(server: &str, layout: [u8; 4]) -> [u8; 4] {
+    let mut before = None;
+    for file in journals_of(server) {
+        let mut bytes = [0; 4];
+        file.read_exact_at(&mut bytes, LAYOUT).unwrap();
+        before.get_or_insert(bytes);
+        file.write_all_at(&layout, LAYOUT).unwrap();
+    }
+    before.expect("a journal")
 }
 
 #[test]
@@ -669,6 +690,27 @@ fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
     assert_eq!(kept.server().unwrap(), server);
     guest.administer();
     set_version(&server, version);
+    kept.upgrade(&bench);
+    guest.administer();
+    drop(guest);
+    kept.stop();
+}
+
+#[test]
+fn a_journal_of_a_later_release_is_refused_before_the_server_ends() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
+    guest.administer();
+    let server = kept.server().unwrap();
+    let layout = set_layout(&server, 9_u32.to_le_bytes());
+    let error = bench.ask("upgrade", &[]).unwrap_err();
+    assert!(error.contains("before it could take over"), "{error}");
+    let log = kept.log();
+    assert!(log.contains("journal has layout 9"), "{log}");
+    assert_eq!(kept.server().unwrap(), server);
+    guest.administer();
+    set_layout(&server, layout);
     kept.upgrade(&bench);
     guest.administer();
     drop(guest);

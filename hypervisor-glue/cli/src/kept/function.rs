@@ -39,7 +39,8 @@ use super::KEEPER_PATIENCE;
 use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, ReportError, write_report};
 use super::registry::Registry;
 
-/// Version of [`DeviceState`]. Those up to it are read.
+/// Version of [`DeviceState`], and of the layouts of doorbells and live state. Those up to it are read. A successor looks
+/// at it before the server ends, and at the layouts after that.
 ///
 /// | version | since then |
 /// |---|---|
@@ -1036,6 +1037,20 @@ mod tests {
             now == stored,
             "The format of device states has changed. Raise VERSION, read the version before as well, and store this as \
              stored/device_state_{{VERSION}}.json:\n{now}"
+        );
+    }
+
+    #[test]
+    fn this_version_has_live_state_of_layout_1() {
+        let live = LiveState::new(1).unwrap();
+        let live = File::from(live.fd().try_clone_to_owned().unwrap());
+        let mut layout = [0; 8];
+        live.read_exact_at(&mut layout, 0).unwrap();
+        assert_eq!(
+            (VERSION, VERSION_MSIX_ALONE, &layout),
+            (2, 1, b"nvmpliv\x01"),
+            "a layout that the release before does not read needs versions that it does not read, so that it refuses \
+             the state before the server ends"
         );
     }
 

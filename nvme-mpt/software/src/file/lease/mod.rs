@@ -75,7 +75,7 @@ pub(crate) struct LeasedFile {
     lost: AtomicBool,
     /// True if the lease goes on after another process. Its VMM wrote before it was opened here.
     goes_on: AtomicBool,
-    /// What `lost` says, for the process after this one.
+    /// Copy of `lost` for the process after this one.
     record: OnceLock<LossRecord>,
     events: Mutex<Weak<EventQueue>>,
     /// Keeps others from the lease's bytes until the last queue has ended.

@@ -87,7 +87,8 @@ fn the_kernel_is_asked_for_nothing_behind_the_end_of_a_file_that_was_cut_short()
 }
 
 /// The pattern after which a guest waited for ever: writes of 1 KiB in a sparse file. Right behind them comes one of
-/// 14 KiB in two parts that begins in the same block. More of them are under way, and the thread is asleep in between.
+/// 8 KiB (the guest's had 14) in two parts that begins in the same block. More of them are under way, and the thread
+/// is asleep in between.
 #[test]
 fn parts_of_blocks_in_a_sparse_file_all_complete() {
     let ring = Uring::new(SLOTS.into()).expect("io_uring");

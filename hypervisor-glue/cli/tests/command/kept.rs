@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -89,6 +89,11 @@ impl Kept {
         }
     }
 
+    /// Forgets servers that were ready before: an upgrade that was asked for again has more than one.
+    fn forget_ready(&self) {
+        while self.ready.try_recv().is_ok() {}
+    }
+
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(&self.log).unwrap()
     }
@@ -119,6 +124,7 @@ impl Kept {
 
     /// Kills the server, and waits for the next one.
     pub(crate) fn kill_server(&self) {
+        self.forget_ready();
         let server = self.server().expect("a server");
         Self::send("KILL", &server);
         self.await_ready();
@@ -126,6 +132,7 @@ impl Kept {
 
     /// Replaces the server, and waits for the next one.
     pub(crate) fn upgrade(&self, bench: &Bench) {
+        self.forget_ready();
         let before = self.server().expect("a server");
         let printed = bench
             .ask("upgrade", &[])
@@ -308,9 +315,13 @@ impl Guest {
     fn run(mut self, course: &Course) -> (u64, Vec<Duration>) {
         let mut administered = 0;
         self.last = Instant::now();
-        let is_over = || course.is_over.load(Ordering::Relaxed);
-        while !is_over() || !self.flights.is_empty() {
-            if !is_over() {
+        // A guest that was held up for long goes on until it has had an I/O for each end.
+        let is_over = |done: u64| {
+            let ended = course.ended.load(Ordering::Relaxed) as u64;
+            course.is_over.load(Ordering::Relaxed) && done > ended + 1
+        };
+        while !is_over(self.done) || !self.flights.is_empty() {
+            if !is_over(self.done) {
                 self.submit();
             }
             self.take(course);
@@ -617,7 +628,8 @@ fn a_server_goes_on_if_its_successor_cannot_take_over() {
     );
     assert!(kept.log().contains(&logged), "{}", kept.log());
     // The command has looked for the successor by a connection that it closed.
-    assert!(!kept.log().contains("not answered"), "{}", kept.log());
+    let cut = "not answered: unexpected end of file";
+    assert!(!kept.log().contains(cut), "{}", kept.log());
     kept.stop();
 }
 
@@ -678,6 +690,8 @@ fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
     let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, true);
     guest.administer();
+    // The server stores what has changed before it answers: it stores nothing anew afterwards.
+    guest.controller.bar().read32(STATUS);
     let server = kept.server().unwrap();
     let version = set_version(&server, b'9');
     let error = bench.ask("upgrade", &[]).unwrap_err();
@@ -894,6 +908,12 @@ fn a_server_that_is_killed_while_it_starts_loses_nothing() {
             kept.await_ready();
         }
     });
+    // A server that has yet to begin would die of the signal that ends it.
+    let began = Instant::now();
+    while bench.ask("list", &[]).is_err() {
+        assert!(began.elapsed() < PATIENCE, "{}", kept.log());
+        thread::sleep(Duration::from_millis(10));
+    }
     kept.stop();
 }
 
@@ -1223,9 +1243,11 @@ fn clients_without_msix_are_interrupted_by_the_next_server() {
 fn stalls_are_measured_and_resets_counted_on() {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &["path=null:64M,socket=a.sock,id=a"]);
+    // A function that is held up has no figures for a moment.
+    let has_function = |printed: &str| printed.contains("\"id\":\"a\"");
     let figures = || {
-        let printed = bench.ask("stats", &["--json"]).unwrap();
-        let stats: serde_json::Value = serde_json::from_str(&printed).unwrap();
+        let printed = bench.ask_until("stats", &["--json"], has_function);
+        let stats: serde_json::Value = serde_json::from_str(&printed.unwrap()).unwrap();
         stats["functions"][0].clone()
     };
     let mut guest = Guest::connect(&bench.path("a.sock"), DoorbellMode::Shadow, false);
@@ -1262,15 +1284,22 @@ fn a_server_that_always_dies_is_given_up() {
         &["--deaths", "3"],
         &["path=drive.img,socket=a.sock"],
     );
-    for _ in 0..2 {
-        kept.kill_server();
+    // Three deaths within a minute, which a slow machine may exceed: then more servers die.
+    let mut deaths = 0;
+    loop {
+        Kept::send("KILL", &kept.server().expect("a server"));
+        deaths += 1;
+        match kept.ready.recv_timeout(PATIENCE) {
+            Ok(()) => {}
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => panic!("no server: {}", kept.log()),
+        }
     }
-    Kept::send("KILL", &kept.server().unwrap());
+    assert!(deaths >= 3, "{deaths}");
     let status = kept.keeper.wait().unwrap();
     assert!(!status.success());
     let log = kept.log();
     assert!(log.contains("gives up"), "{log}");
-    assert_eq!(kept.ready.recv(), Err(RecvError));
 }
 
 #[test]
@@ -1282,6 +1311,7 @@ fn added_functions_survive_and_removed_ones_are_let_go() {
         .unwrap();
     let guest = Guest::connect(&bench.path("b.sock"), DoorbellMode::Shadow, true);
     run_beside(vec![guest], 3, || kept.kill_server());
+    await_waiting(&bench);
     bench.ask("remove", &["b"]).unwrap();
     kept.kill_server();
     let listed = bench.ask("list", &[]).unwrap();

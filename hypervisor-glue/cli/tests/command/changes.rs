@@ -573,15 +573,17 @@ fn the_example_file_is_one() {
 
 /// Makes a drive whose wipe takes two minutes. Returns the options of a function, by its id and what is done with data.
 fn slow_to_wipe(bench: &Bench) -> impl Fn(&str, &str) -> String {
-    slow_to_wipe_of(bench, 64 << 30)
+    slow_to_wipe_of(bench, 64 << 30, "500ms")
 }
 
-/// Makes a drive of so many bytes, which are wiped in steps of 256 MiB and half a second.
-fn slow_to_wipe_of(bench: &Bench, bytes: u64) -> impl Fn(&str, &str) -> String {
+/// Makes a drive of so many bytes, which are wiped in steps of 256 MiB. A step erases at once, and takes `time`.
+fn slow_to_wipe_of(bench: &Bench, bytes: u64, time: &str) -> impl Fn(&str, &str) -> String {
     let big = fs::File::create(bench.path("big.img")).unwrap();
     big.set_len(bytes).unwrap();
-    // Eight commands at a time, each half a second.
-    let slow = "[[fault]]\nkind = \"latency\"\nadd = \"500ms\"\noperations = [\"write-zeroes\"]\n";
+    // Eight commands at a time.
+    let slow = format!(
+        "[[fault]]\nkind = \"latency\"\nadd = \"{time}\"\noperations = [\"write-zeroes\"]\n"
+    );
     fs::write(bench.path("slow.toml"), slow).unwrap();
     |id, data| format!("socket={id}.sock,path=big.img,id={id},faults=slow.toml{data}")
 }
@@ -623,7 +625,8 @@ fn a_wipe_that_is_killed_in_the_middle_is_done_by_the_next_server() {
     const BYTES: u64 = 1 << 29;
     const PIECE: usize = 1 << 20;
     let bench = Bench::new();
-    let options = slow_to_wipe_of(&bench, BYTES);
+    // The server is killed within the first of two steps.
+    let options = slow_to_wipe_of(&bench, BYTES, "60s");
     let server = bench.serve("one", &[]).unwrap();
     ask(&bench, "add", &[&options("a", "")]).unwrap();
     ask(&bench, "remove", &["a"]).unwrap();

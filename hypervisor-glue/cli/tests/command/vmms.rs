@@ -665,8 +665,10 @@ fn a_function_goes_on_with_the_next_server() {
             server = self::server(&bench);
             assert_eq!(vmm.order("await"), "all done");
             await_leases(&bench, &["first"]);
-            let stats = ask(&bench, "stats", &["--json"]).unwrap();
-            let stats: serde_json::Value = serde_json::from_str(&stats).unwrap();
+            // A function that is held up has no figures for a moment.
+            let has_function = |stats: &str| stats.contains("\"id\":\"first\"");
+            let stats = bench.ask_until("stats", &["--json"], has_function);
+            let stats: serde_json::Value = serde_json::from_str(&stats.unwrap()).unwrap();
             let stall = &stats["functions"][0]["stall"];
             assert_eq!(stall["cause"], "restart", "{stats}");
             assert_eq!(vmm.pass(), "passed");

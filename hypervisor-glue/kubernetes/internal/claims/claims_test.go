@@ -101,7 +101,7 @@ func TestClaimsAreHeldAsTheyCome(t *testing.T) {
 	go func() { ended <- cluster.Watch(ctx, func(err error) { t.Error(err) }) }()
 	await := func(name string) {
 		t.Helper()
-		for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+		for deadline := time.Now().Add(3 * time.Minute); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 			if found, err := cluster.Get(ctx, "default", name); err == nil && found != nil && IsHeld(found) {
 				return
 			}

@@ -80,7 +80,7 @@ func newDriver(t *testing.T, s *server.Server, objects ...runtime.Object) (*Driv
 
 func await(t *testing.T, what string, is func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(3 * time.Minute); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
 		if is() {
 			return
 		}

@@ -159,7 +159,7 @@ func TestAFolderOfAnotherUserHasCommandsOfThatUser(t *testing.T) {
 	if err := os.WriteFile(script, []byte("#!/bin/sh\necho \"[{\\\"id\\\":\\\"$(id -u):$(id -g)\\\"}]\"\n"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	s := server.Server{Binary: script, StateDir: folder, Question: time.Minute}
+	s := server.Server{Binary: script, StateDir: folder, Question: 3 * time.Minute}
 	leases, err := s.Leases(t.Context())
 	if err != nil || leases[0].ID != "65534:65534" {
 		t.Errorf("%v, %v", leases, err)

@@ -362,13 +362,16 @@ impl Server {
         self.fault(|command| command.args(["clear", path]))
     }
 
-    fn fault(&self, what: impl FnOnce(&mut Command) -> &mut Command) -> Result<(), ServerError> {
-        let mut command = Command::new(&self.binary);
-        command
-            .args(["fault", "--control"])
-            .arg(control(&self.folder));
-        process::run(what(&mut command))?;
-        Ok(())
+    fn fault(&self, what: impl Fn(&mut Command) -> &mut Command) -> Result<(), ServerError> {
+        let command = || {
+            let mut command = Command::new(&self.binary);
+            command
+                .args(["fault", "--control"])
+                .arg(control(&self.folder));
+            what(&mut command);
+            command
+        };
+        run_in_time(command).map(drop)
     }
 
     /// Adds a function. It is not among those of a [restart](Self::restart), as the server keeps it.
@@ -419,20 +422,13 @@ impl Server {
         Ok(entries.into_iter().map(|entry| entry.id).collect())
     }
 
-    /// Runs a command, again as long as the server does not answer in time. Nothing has changed then.
     fn ask(&self, arguments: &[&str]) -> Result<String, ServerError> {
-        let deadline = Instant::now() + HELD_UP;
-        loop {
+        run_in_time(|| {
             let mut command = Command::new(&self.binary);
             command.args(arguments);
             command.arg("--control").arg(control(&self.folder));
-            match process::run(&mut command) {
-                Err(ProcessError::Failed { tail, .. })
-                    if tail.contains("does not answer") && Instant::now() < deadline => {}
-                result => return Ok(result?),
-            }
-            thread::sleep(Duration::from_millis(100));
-        }
+            command
+        })
     }
 
     /// Waits until no VMM is connected to the function `name`. The kernel may close the socket of a VMM that was
@@ -603,6 +599,19 @@ impl Drop for Server {
                 let _ = process::run(Command::new("kill").args(["-s", "KILL", &pid.to_string()]));
             }
         }
+    }
+}
+
+/// Runs a command, again as long as its server does not answer in time. Nothing has changed then.
+fn run_in_time(command: impl Fn() -> Command) -> Result<String, ServerError> {
+    let deadline = Instant::now() + HELD_UP;
+    loop {
+        match process::run(&mut command()) {
+            Err(ProcessError::Failed { tail, .. })
+                if tail.contains("does not answer") && Instant::now() < deadline => {}
+            result => return Ok(result?),
+        }
+        thread::sleep(Duration::from_millis(100));
     }
 }
 

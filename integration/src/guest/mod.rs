@@ -39,7 +39,7 @@ const MESSAGE_TIMEOUT_MS: u32 = 300_000;
 
 /// A guest emulated in software on a busy machine boots within this. One in the lab, on a physical drive, took up to
 /// 135 s to boot and verify 4 MiB. A dozen other processes wanted its two processors meanwhile.
-pub const BOOT_PATIENCE: Duration = Duration::from_secs(180);
+pub const BOOT_PATIENCE: Duration = Duration::from_secs(300);
 /// Arguments with which a kernel boots from the file system on its first NVMe drive, whose user land is that
 /// of guests.
 pub const ROOT_ARGUMENTS: &str = "root=/dev/nvme0n1 rw init=/init";

@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
 
 use integration::guest::fio::Fio;
 use integration::guest::{Drive, Guest, GuestConfig, HOTPLUG_BUS};
@@ -62,7 +61,7 @@ fn fitted(bench: &Bench) -> Result<(), Failure> {
     await_path(&guest, "/dev/nvme1n1", true)?;
     let reads = Fio::new("reads", "randread", "4k", 1)
         .option("filename", "/dev/nvme1n1")
-        .runtime(Duration::from_secs(1))
+        .option("number_ios", "100")
         .run(&guest)?
         .read;
     expect(reads.ios > 0, || format!("{reads:?}"))?;
@@ -88,11 +87,11 @@ fn measured(guest: &Guest) -> Result<String, Failure> {
     let (mut short, mut shortened) = (String::new(), 0);
     for line in jobs.lines() {
         let line = match line.split_once('=') {
-            Some(("runtime", _)) => "runtime=1",
+            Some(("runtime", _)) => "runtime=3",
             Some(("ramp_time", _)) => "ramp_time=0",
             _ => line,
         };
-        shortened += usize::from(line == "runtime=1" || line == "ramp_time=0");
+        shortened += usize::from(line == "runtime=3" || line == "ramp_time=0");
         short.push_str(line);
         short.push('\n');
     }

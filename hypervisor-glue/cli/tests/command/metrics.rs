@@ -72,7 +72,7 @@ fn a_monitor_sees_functions_come_and_connect_and_go() {
     let next = "socket=c.sock,path=drive.img,range=16M+16M,id=c,data=wipe";
     bench.ask("add", &[next]).unwrap();
     let wiped = scrape(&bench, |text| {
-        text.contains("function_up{function=\"c\"} 1")
+        text.contains("function_up{function=\"c\"} 1") && text.contains("wipes_total 1")
     });
     for line in [
         "nvme_mpt_wiped_bytes_total 16777216",

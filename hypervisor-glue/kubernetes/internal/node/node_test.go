@@ -798,7 +798,7 @@ func TestAPluginThatIsKilledBetweenAnyTwoStepsGoesOn(t *testing.T) {
 
 func TestAClaimIsPreparedOnceItIsHeld(t *testing.T) {
 	b := newBench(t, testserver.Fake(t))
-	b.HoldPatience = time.Minute
+	b.HoldPatience = 3 * time.Minute
 	claim := b.claim(1, 3)
 	looks := 0
 	b.Cluster = &holding{cluster: b.cluster, look: func() {

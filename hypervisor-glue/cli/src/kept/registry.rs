@@ -187,18 +187,39 @@ mod tests {
 
     use super::*;
 
+    /// Socket of a keeper that stores nothing.
+    struct Keeper {
+        socket: UnixDatagram,
+        folder: tempfile::TempDir,
+    }
+
+    impl Keeper {
+        fn new() -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            Self { socket, folder }
+        }
+
+        /// Makes a registry of its server, with room for so many descriptors.
+        fn registry(&self, max: u64) -> Registry {
+            let path = self.folder.path().join("notify");
+            Registry::new(Store::connect(path.as_os_str(), max).unwrap())
+        }
+
+        /// Returns the next message; `None` if there is none yet.
+        fn message(&self) -> Option<String> {
+            let mut buffer = [0; 512];
+            let length = self.socket.recv(&mut buffer).ok()?;
+            Some(String::from_utf8(buffer[..length].to_vec()).unwrap())
+        }
+    }
+
     #[test]
     fn what_the_keeper_has_no_room_for_is_passed_on_and_kept_once_there_is_room() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
-        let keeper = UnixDatagram::bind(&path).unwrap();
-        keeper.set_nonblocking(true).unwrap();
-        let message = || {
-            let mut buffer = [0; 512];
-            let length = keeper.recv(&mut buffer).ok()?;
-            Some(String::from_utf8(buffer[..length].to_vec()).unwrap())
-        };
-        let registry = Registry::new(Store::connect(path.as_os_str(), 3).unwrap());
+        let keeper = Keeper::new();
+        let message = || keeper.message();
+        let registry = keeper.registry(3);
         let file = tempfile::tempfile().unwrap();
         let ends = [file.as_fd(); 2];
         let keep = |name: &str| registry.keep(name, &ends).unwrap();
@@ -222,18 +243,11 @@ mod tests {
 
     #[test]
     fn the_keeper_stores_what_the_next_server_counts_as_stored() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("notify");
-        let keeper = UnixDatagram::bind(&path).unwrap();
-        keeper.set_nonblocking(true).unwrap();
-        let message = || {
-            let mut buffer = [0; 512];
-            let length = keeper.recv(&mut buffer).ok()?;
-            Some(String::from_utf8(buffer[..length].to_vec()).unwrap())
-        };
+        let keeper = Keeper::new();
+        let message = || keeper.message();
         let file = tempfile::tempfile().unwrap();
         let passed_on = |max| {
-            let registry = Registry::new(Store::connect(path.as_os_str(), max).unwrap());
+            let registry = keeper.registry(max);
             // The server before had the keeper store the ninth, and no room for the tenth.
             for name in ["function-10", "function-9"] {
                 registry.know(name, &[file.as_fd(); 2]).unwrap();

@@ -874,26 +874,47 @@ mod tests {
         let begin = StallBegin::of_vmms(None);
         let table = LeaseTable::new(folder.path(), access, ledgers, Pollers::new(), begin);
         let mut server = LeaseServer::start(table.clone()).unwrap();
-        let (stream, mut vmm) = UnixStream::pair().unwrap();
+        let root = Peer {
+            pid: 0,
+            uid: 0,
+            gid: 0,
+        };
+        let mut vmm = connect(&table, root, u64::MAX);
         let (mut waits, release) = io::pipe().unwrap();
         let work = move || drop(waits.read_exact(&mut [0]));
         let thread = start_thread("lease", work).unwrap();
-        let connection = Connection {
-            stream,
-            peer: Peer {
-                pid: 0,
-                uid: 0,
-                gid: 0,
-            },
-            thread: Some(thread),
-            lease: None,
-            end: End::Gone,
-        };
-        table.connections().insert(u64::MAX, connection);
+        let mut connections = table.connections();
+        connections.get_mut(&u64::MAX).unwrap().thread = Some(thread);
+        drop(connections);
         server.begin_end();
         assert!(vmm.write_all(&[0]).is_err(), "nothing is read any more");
         drop(release);
         drop(server);
+    }
+
+    /// Connects a VMM without a thread or a lease, under a number. Returns the VMM's end.
+    fn connect(table: &LeaseTable, peer: Peer, number: u64) -> UnixStream {
+        let (stream, vmm) = UnixStream::pair().unwrap();
+        let connection = Connection {
+            stream,
+            peer,
+            thread: None,
+            lease: None,
+            end: End::Gone,
+        };
+        table.connections().insert(number, connection);
+        vmm
+    }
+
+    /// Returns the parts that a VMM keeps of its function; `None` for one that ends with its server.
+    fn kept_parts(host: &dyn HostSide) -> Option<KeptParts> {
+        let shared = host.shared();
+        let live = shared.live?;
+        Some(KeptParts {
+            doorbells: shared.doorbells.fd().try_clone_to_owned().unwrap(),
+            live: live.fd().try_clone_to_owned().unwrap(),
+            events: shared.events.try_clone().unwrap(),
+        })
     }
 
     /// A table with a drive that is open, for a function of this user.
@@ -954,13 +975,7 @@ mod tests {
             Admission::Refused(reason) => panic!("{reason}"),
             Admission::NotServed => panic!("the drive is open"),
         };
-        let shared = host.shared();
-        let live = shared.live.unwrap();
-        let parts = KeptParts {
-            doorbells: shared.doorbells.fd().try_clone_to_owned().unwrap(),
-            live: live.fd().try_clone_to_owned().unwrap(),
-            events: shared.events.try_clone().unwrap(),
-        };
+        let parts = kept_parts(&*host).unwrap();
         drop(host);
         let crashed = fs::File::from(parts.live.try_clone().unwrap());
         for crashes in [0_u64, 1, 2, u64::MAX] {
@@ -1007,15 +1022,7 @@ mod tests {
             ..
         } = &bench;
         let stop = AtomicBool::new(false);
-        let (stream, _vmm) = UnixStream::pair().unwrap();
-        let connection = Connection {
-            stream,
-            peer: *peer,
-            thread: None,
-            lease: None,
-            end: End::Gone,
-        };
-        table.connections().insert(0, connection);
+        let _vmm = connect(table, *peer, 0);
         let Admission::Attached(_host) = table.admit(0, *peer, options, None, &stop) else {
             panic!("no lease");
         };
@@ -1034,25 +1041,12 @@ mod tests {
         let stop = AtomicBool::new(false);
         // Has the lease made, and returns its stall and the parts that its VMM keeps. The VMM goes then.
         let visit = |table: &LeaseTable, parts: Option<&KeptParts>| {
-            let (stream, _vmm) = UnixStream::pair().unwrap();
-            let connection = Connection {
-                stream,
-                peer: *peer,
-                thread: None,
-                lease: None,
-                end: End::Gone,
-            };
-            table.connections().insert(0, connection);
+            let _vmm = connect(table, *peer, 0);
             let Admission::Attached(host) = table.admit(0, *peer, options, parts, &stop) else {
                 panic!("no lease");
             };
             let stall = table.stats()[0].stall;
-            let shared = host.shared();
-            let parts = shared.live.map(|live| KeptParts {
-                doorbells: shared.doorbells.fd().try_clone_to_owned().unwrap(),
-                live: live.fd().try_clone_to_owned().unwrap(),
-                events: shared.events.try_clone().unwrap(),
-            });
+            let parts = kept_parts(&*host);
             let gone = table.connections().remove(&0);
             drop((gone, host));
             (stall.map(|stall| stall.cause), parts)
@@ -1085,15 +1079,7 @@ mod tests {
             ..
         } = &bench;
         let (peer, stop) = (*peer, AtomicBool::new(false));
-        let (stream, _vmm) = UnixStream::pair().unwrap();
-        let connection = Connection {
-            stream,
-            peer,
-            thread: None,
-            lease: None,
-            end: End::Gone,
-        };
-        table.connections().insert(0, connection);
+        let _vmm = connect(table, peer, 0);
         let Admission::Attached(_host) = table.admit(0, peer, options, None, &stop) else {
             panic!("no lease");
         };

@@ -38,6 +38,13 @@ const PER_ADMIN: u64 = 200;
 /// Longer than a server that runs takes for a command.
 const LIVELY: Duration = Duration::from_millis(1);
 
+/// Each way in which a client rings doorbells.
+const DOORBELLS: [DoorbellMode; 3] = [
+    DoorbellMode::Shadow,
+    DoorbellMode::Mapped,
+    DoorbellMode::Trap,
+];
+
 /// A keeper with its server. Both are ended when it is dropped.
 pub(crate) struct Kept {
     keeper: Child,
@@ -428,6 +435,13 @@ fn report(end: End, name: &str, mut figures: Figures) {
     }
 }
 
+/// Ends servers of a file so many times for each way of doorbells.
+fn survives_on_a_file(end: End, times: usize) {
+    for doorbells in DOORBELLS {
+        survives(end, "drive.img", doorbells, true, times);
+    }
+}
+
 fn survives(end: End, drive: &str, doorbells: DoorbellMode, keeps: bool, times: usize) {
     survives_with(end, drive, doorbells, keeps, times, "");
 }
@@ -464,11 +478,7 @@ fn survives_with(
 
 #[test]
 fn clients_with_doorbells_4_bytes_apart_survive_kills_and_upgrades() {
-    for doorbells in [
-        DoorbellMode::Shadow,
-        DoorbellMode::Mapped,
-        DoorbellMode::Trap,
-    ] {
+    for doorbells in DOORBELLS {
         for end in [End::Kill, End::Upgrade] {
             survives_with(end, "memory:64M", doorbells, true, 5, ",doorbell-stride=4");
         }
@@ -508,13 +518,7 @@ fn a_client_on_null_survives_200_kills() {
 
 #[test]
 fn a_client_on_a_file_survives_200_kills() {
-    for doorbells in [
-        DoorbellMode::Shadow,
-        DoorbellMode::Mapped,
-        DoorbellMode::Trap,
-    ] {
-        survives(End::Kill, "drive.img", doorbells, true, 67);
-    }
+    survives_on_a_file(End::Kill, 67);
 }
 
 #[test]
@@ -529,13 +533,7 @@ fn a_client_on_null_survives_200_upgrades() {
 
 #[test]
 fn a_client_on_a_file_survives_200_upgrades() {
-    for doorbells in [
-        DoorbellMode::Shadow,
-        DoorbellMode::Mapped,
-        DoorbellMode::Trap,
-    ] {
-        survives(End::Upgrade, "drive.img", doorbells, true, 67);
-    }
+    survives_on_a_file(End::Upgrade, 67);
 }
 
 #[test]
@@ -544,13 +542,7 @@ fn clients_survive_a_thousand_ends_of_each_kind() {
     for end in [End::Kill, End::Upgrade] {
         survives(end, "memory:64M", DoorbellMode::Shadow, true, 1000);
         survives(end, "null:64M", DoorbellMode::Mapped, false, 1000);
-        for (doorbells, times) in [
-            (DoorbellMode::Shadow, 334),
-            (DoorbellMode::Mapped, 333),
-            (DoorbellMode::Trap, 333),
-        ] {
-            survives(end, "drive.img", doorbells, true, times);
-        }
+        survives_on_a_file(end, 334);
     }
 }
 

@@ -5,8 +5,7 @@
 
 use std::sync::Arc;
 
-use super::translate::location;
-use super::{Failure, Untranslated};
+use super::{Failure, Untranslated, location};
 use crate::range::LbaRange;
 use crate::spec::ids::{Lba, Nsid};
 use crate::spec::status::Status;

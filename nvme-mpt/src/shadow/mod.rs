@@ -6,8 +6,8 @@
 
 mod command_set;
 mod leased_blocks;
+pub mod location;
 mod nvm;
-mod pair;
 mod parts;
 mod prp;
 mod queue;
@@ -19,12 +19,11 @@ pub(crate) use command_set::TranslatedQueue;
 pub use command_set::{CommandSet, CompletedCommand, Traffic};
 pub use leased_blocks::{LeasedBlocks, Nsids};
 pub use nvm::{NvmCommands, NvmFacts};
-pub use pair::HostQueuePair;
 pub(crate) use parts::PART_LISTS;
-pub use queue::ShadowQueue;
 pub(crate) use queue::{CompletionQueue, HostEnd, QueueContext, SubmissionQueue};
+pub use queue::{HostQueuePair, ShadowQueue};
 pub use sgl::MAX_DESCRIPTORS as MAX_SGL_DESCRIPTORS;
-pub use translate::{Translator, location};
+pub use translate::Translator;
 
 use crate::spec::status::Status;
 

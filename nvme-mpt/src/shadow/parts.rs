@@ -15,10 +15,10 @@ use zerocopy::{FromBytes, IntoBytes, transmute};
 
 use super::LeasedBlocks;
 use super::slot::Slots;
-use super::translate::Translator;
+use super::translate::{PartMeans, Translator};
 use crate::address::PAGE_SIZE;
 use crate::host::ListMemory;
-use crate::host::{DataPointer, HostCompletion, Limits};
+use crate::host::{DataPointer, HostCompletion};
 use crate::spec::dma::SglDescriptor;
 use crate::spec::ids::{CommandId, Lba};
 use crate::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
@@ -183,15 +183,6 @@ struct PartPlace {
     slot: u16,
     /// Number of its list, which the part alone has.
     list: u16,
-}
-
-/// Means with which parts of commands are made.
-#[derive(Debug)]
-pub(super) struct PartMeans<'a> {
-    pub(super) blocks: &'a LeasedBlocks,
-    pub(super) limits: &'a Limits,
-    /// The slots' own lists, and those of parts.
-    pub(super) lists: &'a mut ListMemory,
 }
 
 /// Makes parts of commands.

@@ -7,9 +7,8 @@ use std::sync::Arc;
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::parts::PartMeans;
 use super::prp::{self, PrpHints};
-use super::{CommandSet, Failure, LeasedBlocks, Untranslated, sgl};
+use super::{Failure, LeasedBlocks, Untranslated, location, sgl};
 use crate::address::PAGE_SIZE;
 use crate::dma::{Direction, RegionHint, RegionTable};
 use crate::host::DataPointer;
@@ -23,26 +22,6 @@ use crate::spec::nvm::{
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Cdw0, Fuse, Psdt, Sqe};
 use crate::spec::status::Status;
-
-/// Byte offsets of fields in a command, for the error log.
-pub mod location {
-    /// Opcode.
-    pub const OPCODE: u16 = 0;
-    /// Fused operation, and PRPs or SGLs.
-    pub const FUSE_AND_PSDT: u16 = 1;
-    /// Namespace Identifier.
-    pub const NSID: u16 = 4;
-    /// Dword 10.
-    pub const CDW10: u16 = 40;
-    /// Dword 11.
-    pub const CDW11: u16 = 44;
-    /// Dword 12.
-    pub const CDW12: u16 = 48;
-    /// Dword 13.
-    pub const CDW13: u16 = 52;
-    /// Data Pointer.
-    pub const DATA: u16 = 24;
-}
 
 /// Bits of a Read's or Write's dword 12 that reach the host controller: NLB, FUA and LR. Directives and
 /// protection information are not offered.
@@ -62,6 +41,15 @@ pub struct Translator {
     sgl_hint: RegionHint,
     /// A command's ranges, between being copied from the guest and being checked.
     ranges: Box<[u64; PAGE_SIZE as usize / 8]>,
+}
+
+/// Means with which parts of commands are made.
+#[derive(Debug)]
+pub(super) struct PartMeans<'a> {
+    pub(super) blocks: &'a LeasedBlocks,
+    pub(super) limits: &'a Limits,
+    /// The slots' own lists, and those of parts.
+    pub(super) lists: &'a mut ListMemory,
 }
 
 impl Translator {
@@ -107,20 +95,18 @@ impl Translator {
         }
     }
 
-    /// Translates a command that was [crossing](Untranslated::Crossing), into one whose LBAs are still those of the
-    /// lease. It is no command for the host controller, but what its parts are made of.
+    /// Has a command set translate a command that was [crossing](Untranslated::Crossing), into one whose LBAs are still
+    /// those of the lease. It is no command for the host controller, but what its parts are made of.
     ///
     /// # Errors
     /// As [`Self::translate`].
     #[cold]
-    pub(super) fn translate_whole<C: CommandSet>(
+    pub(super) fn translate_whole(
         &mut self,
-        guest: &Sqe,
-        slot: u16,
-        whole: &mut Sqe,
+        translate: impl FnOnce(&mut Self) -> Result<u32, Untranslated>,
     ) -> Result<u32, Failure> {
         std::mem::swap(&mut self.blocks, &mut self.of_lease);
-        let translated = C::translate(self, guest, slot, whole);
+        let translated = translate(self);
         std::mem::swap(&mut self.blocks, &mut self.of_lease);
         translated.map_err(|error| match error {
             Untranslated::Failed(failure) => failure,

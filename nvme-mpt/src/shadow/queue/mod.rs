@@ -5,6 +5,7 @@
 mod departures;
 mod dirty;
 mod memory;
+mod pair;
 mod posting;
 mod repeats;
 mod rings;
@@ -15,6 +16,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, PoisonError};
 
 use self::departures::HeldDepartures;
+pub use self::pair::HostQueuePair;
 use self::posting::{Posting, fail_command};
 use self::repeats::Repeat;
 pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
@@ -38,7 +40,6 @@ use crate::memory::sync::Mutex;
 use crate::memory::{Room, lost_memory_epoch};
 use crate::park::Silence;
 use crate::processor_time::{Bill, ProcessorTime};
-use crate::shadow::HostQueuePair;
 use crate::shadow::TranslatedQueue;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
@@ -941,7 +942,8 @@ fn not_one_command<H: TranslatedQueue>(
     let (number, whole) = permit.host();
     let translated = match error {
         Untranslated::Failed(failure) => Err(failure),
-        Untranslated::Crossing => translator.translate_whole::<H::Commands>(guest, number, whole),
+        Untranslated::Crossing => translator
+            .translate_whole(|translator| H::Commands::translate(translator, guest, number, whole)),
     };
     match translated {
         Ok(bytes) => {

@@ -4,10 +4,10 @@ use std::fmt;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 
-use super::command_set::CommandSet;
-use super::queue::ShadowCore;
+use super::ShadowCore;
 use crate::clock::Ticks;
 use crate::host::{HostBatch, HostCompletion, HostMemory, HostQueue, SharedPair};
+use crate::shadow::CommandSet;
 use crate::spec::sqe::Sqe;
 
 /// A host queue, whatever its kind.

@@ -1,6 +1,7 @@
 //! Drives, as a PATH names them: opened once in a process, and leased in parts.
 //!
-//! A new kind of drive is a variant of [`DrivePath`] and the line of [`open_on`] that opens it.
+//! A new kind of drive is a variant of [`DrivePath`], a line in each of its two text forms, and the line that opens it.
+//! Options that have no meaning for it are refused in `options/function.rs`.
 
 mod opened;
 

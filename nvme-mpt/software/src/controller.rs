@@ -12,6 +12,7 @@ use nvme_mpt::drive::{
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{ChangeLog, CommandSetDescription, Damage, Limits, Mdts};
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::learn::Choice;
 use nvme_mpt::live::{ChangeRecord, LossRecord};
 use nvme_mpt::range::{ByteRange, LbaRange};
 use nvme_mpt::shadow::HostQueuePair;
@@ -120,7 +121,16 @@ impl SoftwareController {
     /// # Errors
     /// Returns the kernel's error when it is opened.
     pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
-        Ok(Self::over(FileStore::open(path, lba_shift)?, lba_shift))
+        Self::file_in_slices(path, lba_shift, Choice::Learned)
+    }
+
+    /// As [`Self::file`], with a choice for the length of [slices](nvme_mpt::learn::SliceLength).
+    ///
+    /// # Errors
+    /// Returns the kernel's error when it is opened.
+    pub fn file_in_slices(path: &Path, lba_shift: u8, slices: Choice) -> io::Result<Self> {
+        let store = FileStore::open(path, lba_shift, slices)?;
+        Ok(Self::over(store, lba_shift))
     }
 
     /// The same drive, with the timing of another.

@@ -8,6 +8,7 @@
 //! | `governor` | bytes that busy guests have in a shared drive ([`HeavyWindow`]) | latencies of quiet guests | 256 KiB |
 //! | `doorbells` | moments at which doorbells are mapped and trapped ([`Hysteresis`]) | exits, commands, costs of both | mapped |
 //! | `budget` | IOMMU mappings of one VM ([`Budget`]) | mappings in use | a sixteenth |
+//! | `slices` | bytes of a file that are deallocated at once ([`SliceLength`]) | length and time of the last | 256 KiB |
 //!
 //! # Contract
 //! - **Pure.** A decision follows from the inputs alone. Nothing here reads a clock, sleeps, yields, locks or allocates:
@@ -23,6 +24,7 @@ mod courtesy;
 mod doorbells;
 mod governor;
 mod moderation;
+mod slices;
 mod spin;
 
 use serde::{Deserialize, Serialize};
@@ -36,6 +38,7 @@ pub use courtesy::{Courtesy, OnProcessor};
 pub use doorbells::Hysteresis;
 pub use governor::{Class, HeavyWindow, Terms, WINDOW_MAX};
 pub use moderation::{Moderation, Owed};
+pub use slices::SliceLength;
 pub use spin::SpinTime;
 
 /// Source of one kind of decisions.
@@ -63,19 +66,24 @@ pub struct Learning {
     pub doorbells: Choice,
     /// IOMMU mappings of one VM.
     pub budget: Choice,
+    /// Bytes of a file that are deallocated or zeroed at once. The drive alone heeds it, so that messages and states of
+    /// functions are without it.
+    #[serde(skip)]
+    pub slices: Choice,
 }
 
 /// One of the choices.
 type Part = fn(&mut Learning) -> &mut Choice;
 
 /// Names of the choices.
-const NAMES: [(&str, Part); 6] = [
+const NAMES: [(&str, Part); 7] = [
     ("spin", |learning| &mut learning.spin),
     ("courtesy", |learning| &mut learning.courtesy),
     ("moderation", |learning| &mut learning.moderation),
     ("governor", |learning| &mut learning.governor),
     ("doorbells", |learning| &mut learning.doorbells),
     ("budget", |learning| &mut learning.budget),
+    ("slices", |learning| &mut learning.slices),
 ];
 
 impl Learning {
@@ -94,11 +102,15 @@ impl Learning {
     #[must_use]
     pub fn of_drive(self) -> Self {
         let Self {
-            governor, budget, ..
+            governor,
+            budget,
+            slices,
+            ..
         } = self;
         Self {
             governor,
             budget,
+            slices,
             ..Self::default()
         }
     }
@@ -162,10 +174,18 @@ mod tests {
         for text in ["", "all", "spin+", "spin,budget"] {
             let error = text.parse::<Learning>().expect_err(text);
             assert!(
-                error.ends_with("spin, courtesy, moderation, governor, doorbells, budget"),
+                error.ends_with("spin, courtesy, moderation, governor, doorbells, budget, slices"),
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn messages_and_states_have_no_slices() {
+        let slices: Learning = "budget+slices".parse().expect("two names");
+        let text = serde_json::to_string(&slices).expect("text");
+        let read: Learning = serde_json::from_str(&text).expect("as it was");
+        assert_eq!(read.to_string(), "budget");
     }
 
     #[test]
@@ -173,6 +193,6 @@ mod tests {
         let all = NAMES.map(|(name, _)| name).join("+");
         let all: Learning = all.parse().expect("names");
         assert_eq!(all.of_poller().to_string(), "spin+courtesy");
-        assert_eq!(all.of_drive().to_string(), "governor+budget");
+        assert_eq!(all.of_drive().to_string(), "governor+budget+slices");
     }
 }

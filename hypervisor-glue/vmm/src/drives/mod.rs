@@ -167,7 +167,7 @@ pub struct DriveOptions {
     pub namespace: Option<Nsid>,
     /// Time that a physical drive may take for a command, before it is aborted and the drive reset.
     pub deadline: Duration,
-    /// Choices for what learns about a physical drive.
+    /// Choices for what learns about the drive.
     pub learning: Learning,
     /// Timing of a software drive; `None` for as fast as it can be. A physical drive has its own speed.
     pub profile: Option<Arc<Profile>>,
@@ -365,7 +365,9 @@ fn open_controller(
             software(drive.map_err(failed)?)?
         }
         DrivePath::File(file) => {
-            software(SoftwareController::file(file, lba_shift).map_err(failed)?)?
+            let slices = options.learning.slices;
+            let drive = SoftwareController::file_in_slices(file, lba_shift, slices);
+            software(drive.map_err(failed)?)?
         }
         DrivePath::Pci(address) => {
             let options = ControllerOptions {

@@ -305,6 +305,12 @@ impl FunctionOptions {
 
     /// An option that the kind of drive makes meaningless, and why.
     fn meaningless(&self) -> Option<(&'static str, &'static str)> {
+        let is_sliced = matches!(self.path, DrivePath::File(_))
+            && !matches!(self.profile.as_deref(), Some(Profile::Kv(_)));
+        if self.fixed.slices == Choice::Fixed && !is_sliced {
+            let why = "only the blocks of a file or block device are deallocated in slices";
+            return Some(("fixed=slices", why));
+        }
         if matches!(self.path, DrivePath::Memory(_) | DrivePath::Null(_))
             && self.reconnect.is_some()
         {

@@ -109,8 +109,8 @@ joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated [default: share
     option(
         "fixed",
         "NAME+NAME",
-        "what does not learn, joined by +: spin, courtesy, moderation, governor, doorbells, budget
-[default: all of it learns]",
+        "what does not learn, joined by +: spin, courtesy, moderation, governor, doorbells, budget,
+slices [default: all of it learns]",
     ),
     option(
         "memory",

@@ -236,12 +236,22 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         (
             "path=/d,fixed=moderation+doorbell",
             "Option \"fixed\" cannot be \"moderation+doorbell\"\n  `doorbell` does not learn; join names by +, from spin, \
-             courtesy, moderation, governor, doorbells, budget",
+             courtesy, moderation, governor, doorbells, budget, slices",
         ),
         (
             "path=/d,fixed=spin+governor",
             "Option \"fixed=governor\" is not for /d: only a physical drive has queue pairs that guests share, and \
              an IOMMU; leave it out",
+        ),
+        (
+            "path=memory:1G,fixed=spin+slices",
+            "Option \"fixed=slices\" is not for memory:1G: only the blocks of a file or block device are deallocated \
+             in slices; leave it out",
+        ),
+        (
+            "path=/d,profile=kv,fixed=slices",
+            "Option \"fixed=slices\" is not for /d: only the blocks of a file or block device are deallocated in \
+             slices; leave it out",
         ),
         (
             "path=/d,timeout=5",

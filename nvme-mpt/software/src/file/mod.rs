@@ -62,6 +62,7 @@ use way::{Direction, Plan, Way};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, Limits};
+use nvme_mpt::learn::Choice;
 use nvme_mpt::live::LossRecord;
 use nvme_mpt::memory::file_system::is_memory;
 use nvme_mpt::origin::Origin;
@@ -105,11 +106,11 @@ pub(super) struct SharedFile {
 }
 
 impl FileStore {
-    /// Opens a file or block device for reading and writing.
+    /// Opens a file or block device for reading and writing, whose long ranges are cut into `slices`.
     ///
     /// # Errors
     /// Returns the kernel's error, and `InvalidInput` for something that is neither.
-    pub(super) fn open(path: &Path, lba_shift: u8) -> io::Result<Self> {
+    pub(super) fn open(path: &Path, lba_shift: u8, slices: Choice) -> io::Result<Self> {
         let path = path.canonicalize()?;
         let kind = path.metadata()?.file_type();
         if !kind.is_file() && !kind.is_block_device() {
@@ -161,7 +162,7 @@ impl FileStore {
             punches_holes,
             zeroes_ranges: AtomicBool::new(true),
             lanes: Lanes::default(),
-            turns: Turns::new(),
+            turns: Turns::new(slices),
             uncorrectable: Arc::default(),
             watched: Watched::new(kind.is_file(), bytes),
             losses: Losses::default(),

@@ -2,30 +2,15 @@
 //! range. So a range is done in slices of about a third of a millisecond. Pauses between them leave most of the file's time
 //! to others while these use it.
 //!
-//! The time of a slice follows from the extents in it, which are as short as a block on a fragmented file. The next
-//! slice has the length that would have taken the right time.
+//! The length of a slice is [learned](SliceLength).
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use super::way::UNIT;
 use crate::sync::{Mutex, MutexGuard};
-use nvme_mpt::clock::{Ticks, ticks_in};
-
-/// Time that a slice should take.
-const TARGET: Duration = Duration::from_micros(300);
-
-/// Bounds of a slice, in bytes, and the first one. The shortest one is a block, as that may be an extent by itself.
-///
-/// Slices of holes are fast, whatever their length, and say nothing about the extents behind. So the longest slice has 512
-/// extents at most. A guest whose first command comes meanwhile waits for that many: 0.2 s, at 0.4 ms each on ext4.
-const MIN: u64 = UNIT;
-const MAX: u64 = 2 << 20;
-const FIRST: u64 = 256 << 10;
-
-/// The longest slice while others use the file: at most 64 extents.
-const SHARED_MAX: u64 = 256 << 10;
+use nvme_mpt::clock::{Rate, Ticks, ticks_in};
+use nvme_mpt::learn::{Choice, SliceLength};
 
 /// Pause after a slice, in lengths of the slice, while others use the file: they have 80 % of its time, as long as
 /// slices take 12 ms at most.
@@ -45,7 +30,6 @@ const KEPT: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub(super) struct Turns {
     state: Mutex<State>,
-    target: u64,
     pause_max: u64,
     quiet: u64,
     kept: u64,
@@ -54,8 +38,7 @@ pub(super) struct Turns {
 #[derive(Debug)]
 struct State {
     taken: bool,
-    /// Bytes of the next slice, as the last ones taught.
-    bytes: u64,
+    slice: SliceLength,
     /// Moment before which no slice begins.
     free_at: u64,
     /// Moment until which others count as using the file.
@@ -71,17 +54,16 @@ struct State {
 pub(super) struct Waiter(pub(super) usize);
 
 impl Turns {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(slices: Choice) -> Self {
         Self {
             state: Mutex::new(State {
                 taken: false,
-                bytes: FIRST,
+                slice: SliceLength::new(slices, Rate::of_this_machine()),
                 free_at: 0,
                 shared_until: 0,
                 line: VecDeque::new(),
                 offered: None,
             }),
-            target: ticks_in(TARGET),
             pause_max: ticks_in(PAUSE_MAX),
             quiet: ticks_in(QUIET),
             kept: ticks_in(KEPT),
@@ -109,7 +91,7 @@ impl Turns {
         }
         state.leave(queue);
         state.taken = true;
-        Some(state.bytes)
+        Some(state.slice.bytes())
     }
 
     /// Gives the turn back without having used it.
@@ -130,11 +112,12 @@ impl Turns {
         if transfers {
             state.shared_until = now.0 + self.quiet;
         }
-        let (pause, max) = match now.0 < state.shared_until {
-            true => (took.saturating_mul(SHARED_PAUSE), SHARED_MAX),
-            false => (took, MAX),
+        let is_shared = now.0 < state.shared_until;
+        let pause = match is_shared {
+            true => took.saturating_mul(SHARED_PAUSE),
+            false => took,
         };
-        state.bytes = next_slice(state.bytes, bytes, took, self.target).min(max);
+        state.slice.done(bytes, took, is_shared);
         state.free_at = now.0 + pause.min(self.pause_max);
         state.taken = false;
     }
@@ -164,37 +147,16 @@ impl State {
     }
 }
 
-/// Returns the bytes of the next slice after one of `bytes`, of `planned` at most, took so many ticks.
-fn next_slice(planned: u64, bytes: u64, took: u64, target: u64) -> u64 {
-    if bytes < planned && took <= target {
-        // A short slice says little about the time of a long one.
-        return planned;
-    }
-    let ideal = u128::from(bytes) * u128::from(target) / u128::from(took.max(1));
-    let ideal = u64::try_from(ideal).unwrap_or(u64::MAX);
-    let next = ideal.min(planned * 2).clamp(MIN, MAX);
-    next - next % UNIT
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn slices_learn_their_length() {
-        let target = 1000;
-        // Twice as fast as wanted, and far faster.
-        assert_eq!(next_slice(512 << 10, 512 << 10, 500, target), 1 << 20);
-        assert_eq!(next_slice(512 << 10, 512 << 10, 1, target), 1 << 20);
-        // Twice as slow, and far slower.
-        assert_eq!(next_slice(512 << 10, 512 << 10, 2000, target), 256 << 10);
-        assert_eq!(next_slice(512 << 10, 512 << 10, 64_000, target), 8 << 10);
-        assert_eq!(next_slice(512 << 10, 512 << 10, 1 << 40, target), MIN);
-        assert_eq!(next_slice(MIN, MIN, 1 << 40, target), MIN);
-        assert_eq!(next_slice(MAX, MAX, 0, target), MAX);
-        // The end of a range says little, unless it is slow.
-        assert_eq!(next_slice(512 << 10, 4096, 1, target), 512 << 10);
-        assert_eq!(next_slice(512 << 10, 8192, 2000, target), 4096);
+    /// Bytes of the first slice.
+    const FIRST: u64 = 256 << 10;
+
+    /// Time that a slice should take, in ticks.
+    fn target() -> u64 {
+        ticks_in(Duration::from_micros(300))
     }
 
     const ONE: Waiter = Waiter(1);
@@ -202,14 +164,14 @@ mod tests {
 
     #[test]
     fn one_slice_at_a_time() {
-        let turns = Turns::new();
+        let turns = Turns::new(Choice::Learned);
         let began = Ticks(1000);
         assert_eq!(turns.take(began, ONE), Some(FIRST));
         assert_eq!(turns.take(began, ONE), None);
-        let now = Ticks(1000 + turns.target);
+        let now = Ticks(1000 + target());
         turns.done(FIRST, began, now, false);
         // Nothing else uses the file: the pause is as long as the slice.
-        let next = Ticks(now.0 + turns.target);
+        let next = Ticks(now.0 + target());
         assert_eq!(turns.take(Ticks(next.0 - 1), ONE), None);
         assert_eq!(turns.take(next, ONE), Some(FIRST));
         turns.give_back();
@@ -218,7 +180,7 @@ mod tests {
 
     #[test]
     fn queues_have_turns_in_the_order_in_which_they_asked() {
-        let turns = Turns::new();
+        let turns = Turns::new(Choice::Learned);
         let now = Ticks(1000);
         assert!(turns.take(now, ONE).is_some());
         assert!(turns.take(now, OTHER).is_none());
@@ -243,14 +205,14 @@ mod tests {
 
     #[test]
     fn others_have_four_fifths_of_the_time_while_they_use_the_file() {
-        let turns = Turns::new();
+        let turns = Turns::new(Choice::Learned);
         let pause = |took: u64, began: u64, transfers| {
             turns.take(Ticks(began), ONE).expect("its pause is over");
             let now = began + took;
             turns.done(FIRST, Ticks(began), Ticks(now), transfers);
             turns.state().free_at - now
         };
-        let took = turns.target;
+        let took = target();
         assert_eq!(pause(took, 0, true), 4 * took);
         // Also after a slice without a transfer, for a while.
         assert_eq!(pause(took, 10 * took, false), 4 * took);
@@ -262,7 +224,7 @@ mod tests {
 
     #[test]
     fn slices_are_short_while_others_use_the_file() {
-        let turns = Turns::new();
+        let turns = Turns::new(Choice::Learned);
         let mut now = 0;
         let mut longest = |transfers| {
             for _ in 0..20 {
@@ -270,9 +232,20 @@ mod tests {
                 let bytes = turns.take(Ticks(now), ONE).expect("it is free");
                 turns.done(bytes, Ticks(now), Ticks(now + 1), transfers);
             }
-            turns.state().bytes
+            turns.state().slice.bytes()
         };
-        assert_eq!(longest(false), MAX);
-        assert_eq!(longest(true), SHARED_MAX);
+        assert_eq!(longest(false), 2 << 20);
+        assert_eq!(longest(true), FIRST);
+    }
+
+    #[test]
+    fn slices_of_a_fixed_length_stay() {
+        let turns = Turns::new(Choice::Fixed);
+        for began in [0, 100 * turns.pause_max] {
+            assert_eq!(turns.take(Ticks(began), ONE), Some(FIRST));
+            let now = Ticks(began + turns.pause_max);
+            turns.done(FIRST, Ticks(began), now, true);
+        }
+        assert_eq!(turns.state().slice.bytes(), FIRST);
     }
 }

@@ -16,6 +16,7 @@ use nvme_mpt::drive::HostNamespace;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::learn::Choice;
 use nvme_mpt::memory::system::{LockKind, try_lock};
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::range_lock::is_locked;
@@ -44,7 +45,7 @@ impl Scene {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         Self {
-            store: FileStore::open(file.path(), 9).unwrap(),
+            store: FileStore::open(file.path(), 9, Choice::Learned).unwrap(),
             file,
             table: RegionTable::default(),
             lists: ListMemory::new(&Arc::new(IovaSpace::software()), 4).unwrap(),
@@ -304,7 +305,7 @@ fn a_lease_is_of_the_file_that_was_opened_whatever_its_path_leads_to() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("drive");
     std::fs::write(&path, [0; 4096]).unwrap();
-    let store = FileStore::open(&path, 9).unwrap();
+    let store = FileStore::open(&path, 9, Choice::Learned).unwrap();
     let opened = place(&store.shared.opened).unwrap();
     std::fs::rename(&path, dir.path().join("moved")).unwrap();
     for replacement in [None, Some([1; 4096])] {

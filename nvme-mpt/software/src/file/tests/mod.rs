@@ -40,6 +40,7 @@ use nvme_mpt::dma::RegionTable;
 use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::learn::Choice;
 use nvme_mpt::spec::ids::{CommandId, Lba};
 use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DsmRange, ReadWrite};
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -196,7 +197,7 @@ struct Drive<R: Ring, C: Clock> {
 /// A drive of 512-byte blocks in a file that is read and written past the page cache.
 fn store(file: &File, path: &std::path::Path) -> FileStore {
     file.set_len(BYTES).expect("room");
-    let mut store = FileStore::open(path, 9).expect("a file");
+    let mut store = FileStore::open(path, 9, Choice::Learned).expect("a file");
     let alignment = DirectAlignment {
         memory: 512,
         offset: 512,

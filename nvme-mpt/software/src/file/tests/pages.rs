@@ -13,7 +13,7 @@ fn drive() -> (Drive<FakeRing, TestClock>, FakeRing) {
     let file = tempfile::Builder::new().tempfile_in("/dev/shm");
     let file = file.expect("a file");
     file.as_file().set_len(BYTES).expect("room");
-    let store = FileStore::open(file.path(), 9).expect("a file");
+    let store = FileStore::open(file.path(), 9, Choice::Learned).expect("a file");
     assert!(store.shared.pages.is_some());
     let ring = FakeRing::default();
     let drive = Drive::on(file, store, ring.clone(), TestClock::default());

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_are_short_while_others_use_the_file() {
+    fn a_slice_has_64_blocks_at_most_while_others_use_the_file() {
         let mut slices = SliceLength::new(Choice::Learned, Rate::NANOSECOND);
         for (is_shared, longest) in [(false, MAX), (true, SHARED_MAX), (false, MAX)] {
             for _ in 0..20 {

@@ -6,8 +6,9 @@
 //! ```
 //!
 //! Client and server have a processor each. SPDK's own client (`spdk_nvme_perf`) loads both servers, and the server that
-//! is not loaded stands still (SIGSTOP), as SPDK's spins. A row's figure is the ratio of our commands per second to the
-//! peer's: the median of the rounds, with the lowest and the highest.
+//! is not loaded stands still (SIGSTOP), as SPDK's spins. Each drive of ours has two functions, with an adaptive and with a
+//! busy poller. Each round of a row loads both functions and the peer. A printed line has the ratio of one function's
+//! commands per second to the peer's: the median of the rounds, with the lowest and the highest.
 //!
 //! Without `SPDK`, the rows that need it are named and left out.
 
@@ -23,7 +24,7 @@ use integration::process;
 use integration::server::{FunctionOptions, Server};
 use integration::{programs, server};
 
-use rows::{Drive, Load, Peer, ROWS, Row};
+use rows::{Drive, Load, Peer, Polling, ROWS, Row};
 use spdk::Spdk;
 
 mod copies;
@@ -110,69 +111,101 @@ fn measure(mut rows: Vec<&Row>, effort: Effort) -> Result<(), Failure> {
         })
         .transpose()?;
     println!(
-        "{:<34} {:>12} {:>12} {:>6} {:>13} {:>5}",
-        "row", "ours", "peer", "ratio", "from, to", "goal"
+        "{:<44} {:>12} {:>12} {:>6} {:>13} {:>5}",
+        "row, polling", "ours", "peer", "ratio", "from, to", "goal"
     );
     for row in rows {
         let mut rounds = Vec::new();
         for _ in 0..effort.rounds {
             rounds.push(round(row, &ours, spdk.as_ref(), effort)?);
         }
-        report(row, rounds);
+        for polling in Polling::ALL {
+            report(row, polling, &mut rounds);
+        }
     }
     Ok(())
 }
 
-/// Commands per second of both sides.
+/// Commands per second of both functions of ours, and of their peer.
 #[derive(Debug, Clone, Copy)]
 struct Round {
-    ours: f64,
+    adaptive: f64,
+    busy: f64,
     peer: f64,
 }
 
 impl Round {
-    fn ratio(self) -> f64 {
-        self.ours / self.peer
+    fn ours(self, polling: Polling) -> f64 {
+        match polling {
+            Polling::Adaptive => self.adaptive,
+            Polling::Busy => self.busy,
+        }
+    }
+
+    fn ratio(self, polling: Polling) -> f64 {
+        self.ours(polling) / self.peer
     }
 }
 
 fn round(row: &Row, ours: &Ours, spdk: Option<&Spdk>, effort: Effort) -> Result<Round, Failure> {
-    let Row { drive, load, .. } = row;
+    if let Some(spdk) = spdk {
+        spdk.pause()?;
+    }
+    let adaptive = load_ours(row, Polling::Adaptive, ours, spdk, effort)?;
+    let busy = load_ours(row, Polling::Busy, ours, spdk, effort)?;
+    ours.pause()?;
+    let peer = load_peer(row, spdk, effort)?;
+    ours.resume()?;
+    if let Some(spdk) = spdk {
+        spdk.resume()?;
+    }
+    Ok(Round {
+        adaptive,
+        busy,
+        peer,
+    })
+}
+
+fn load_ours(
+    row: &Row,
+    polling: Polling,
+    ours: &Ours,
+    spdk: Option<&Spdk>,
+    effort: Effort,
+) -> Result<f64, Failure> {
     match (row.peer, spdk) {
-        (Peer::Spdk(device), Some(spdk)) => {
-            spdk.pause()?;
-            let mine = spdk.load(&ours.folder_of(*drive), None, *load, effort.seconds)?;
-            spdk.resume()?;
-            ours.pause()?;
-            let folder = spdk.folder_of(device);
-            let peer = spdk.load(&folder, Some(device), *load, effort.seconds)?;
-            ours.resume()?;
-            Ok(Round { ours: mine, peer })
-        }
-        (Peer::Copies, _) => {
-            if let Some(spdk) = spdk {
-                spdk.pause()?;
-            }
-            let mine = ours.load(*drive, *load, effort.seconds)?;
-            let peer = copies::per_second(load.size as usize, effort.seconds)?;
-            if let Some(spdk) = spdk {
-                spdk.resume()?;
-            }
-            Ok(Round { ours: mine, peer })
+        (Peer::Spdk(_), Some(spdk)) => {
+            let folder = ours.folder_of(row.drive, polling);
+            spdk.load(&folder, None, row.load, effort.seconds)
         }
         (Peer::Spdk(_), None) => Err("This row needs SPDK".into()),
+        (Peer::Copies, _) => ours.load(row.drive, polling, row.load, effort.seconds),
     }
 }
 
-fn report(row: &Row, mut rounds: Vec<Round>) {
-    rounds.sort_by(|one, other| one.ratio().total_cmp(&other.ratio()));
-    let Round { ours, peer } = rounds[rounds.len() / 2];
-    let (least, most) = (rounds[0].ratio(), rounds[rounds.len() - 1].ratio());
+fn load_peer(row: &Row, spdk: Option<&Spdk>, effort: Effort) -> Result<f64, Failure> {
+    match (row.peer, spdk) {
+        (Peer::Spdk(device), Some(spdk)) => {
+            spdk.resume()?;
+            let folder = spdk.folder_of(device);
+            spdk.load(&folder, Some(device), row.load, effort.seconds)
+        }
+        (Peer::Spdk(_), None) => Err("This row needs SPDK".into()),
+        (Peer::Copies, _) => copies::per_second(row.load.size as usize, effort.seconds),
+    }
+}
+
+fn report(row: &Row, polling: Polling, rounds: &mut [Round]) {
+    rounds.sort_by(|one, other| one.ratio(polling).total_cmp(&other.ratio(polling)));
+    let median = rounds[rounds.len() / 2];
+    let (least, most) = (rounds[0], rounds[rounds.len() - 1]);
     println!(
-        "{:<34} {ours:>12.0} {peer:>12.0} {:>6.2} {:>13} {:>5}",
-        row.name,
-        ours / peer,
-        format!("{least:.2} to {most:.2}"),
+        "{:<44} {:>12.0} {:>12.0} {:>6.2} {:>13} {:>5}",
+        format!("{}, {}", row.name, polling.name()),
+        median.ours(polling),
+        median.peer,
+        median.ratio(polling),
+        format!("{:.2} to {:.2}", least.ratio(polling), most.ratio(polling)),
         row.goal,
     );
 }
@@ -194,9 +227,8 @@ impl Files {
         for drive in drives {
             if let Some(place) = drive.folder() {
                 let folder = tempfile::tempdir_in(&place).map_err(at(&place))?;
-                for name in [OURS, PEER] {
-                    fill(&folder.path().join(name))?;
-                }
+                fill(&folder.path().join(OURS), OURS_SIZE)?;
+                fill(&folder.path().join(PEER), DRIVE)?;
                 folders.push((*drive, folder));
             }
         }
@@ -211,11 +243,11 @@ impl Files {
     }
 }
 
-fn fill(path: &Path) -> Result<(), Failure> {
+fn fill(path: &Path, size: u64) -> Result<(), Failure> {
     let block: Vec<u8> = (0..1 << 20).map(|at: u32| (at / 7) as u8).collect();
     let write = || {
         let mut file = File::create(path)?;
-        for _ in 0..DRIVE >> 20 {
+        for _ in 0..size >> 20 {
             file.write_all(&block)?;
         }
         file.sync_all()
@@ -225,8 +257,15 @@ fn fill(path: &Path) -> Result<(), Failure> {
 
 const OURS: &str = "ours";
 const PEER: &str = "peer";
+/// Bytes of a drive of ours: each of its functions has as many as the peer's drive.
+const OURS_SIZE: u64 = Polling::ALL.len() as u64 * DRIVE;
 
-/// Our server, with a function for each drive.
+/// Returns the name of a function of ours.
+fn name(drive: Drive, polling: Polling) -> String {
+    format!("{}-{}", drive.name(), polling.name())
+}
+
+/// Our server, with a function for each drive and polling.
 struct Ours {
     server: Server,
     folder: PathBuf,
@@ -244,22 +283,26 @@ impl Ours {
         let mut functions = Vec::new();
         for drive in drives {
             let path = match drive {
-                Drive::Null => format!("null:{DRIVE}"),
-                Drive::Memory => format!("memory:{DRIVE}"),
+                Drive::Null => format!("null:{OURS_SIZE}"),
+                Drive::Memory => format!("memory:{OURS_SIZE}"),
                 Drive::Tmpfs | Drive::Disk => files.path(*drive, OURS)?.display().to_string(),
             };
-            let function = FunctionOptions::new(drive.name(), path, format!("0+{DRIVE}"));
-            // SPDK's client has no Doorbell Buffer, and maps the doorbells.
-            let function = function.option("doorbells=mapped");
-            functions.push(function.option(format!("poll=shared@{SERVER}")));
+            for (number, polling) in (0_u64..).zip(Polling::ALL) {
+                let range = format!("{}+{DRIVE}", number * DRIVE);
+                let function = FunctionOptions::new(&name(*drive, polling), &*path, range);
+                // SPDK's client has no Doorbell Buffer, and maps the doorbells.
+                let function = function.option("doorbells=mapped");
+                let poll = format!("poll=shared:{}@{SERVER}", polling.name());
+                functions.push(function.option(poll));
+            }
         }
         let server = Server::start(&program, &functions, &folder)?;
         // SPDK's client wants a folder, and a socket of this name in it.
-        for drive in drives {
-            let of_drive = folder.join(drive.name());
-            fs::create_dir(&of_drive).map_err(at(&of_drive))?;
-            let link = of_drive.join("cntrl");
-            symlink(server.socket(drive.name()), &link).map_err(at(&link))?;
+        for function in &functions {
+            let of_function = folder.join(&function.id);
+            fs::create_dir(&of_function).map_err(at(&of_function))?;
+            let link = of_function.join("cntrl");
+            symlink(server.socket(&function.id), &link).map_err(at(&link))?;
         }
         let ours = Self {
             server,
@@ -267,37 +310,45 @@ impl Ours {
             load: load.clone(),
         };
         if drives.contains(&Drive::Memory) {
-            ours.fill(Drive::Memory)?;
+            for polling in Polling::ALL {
+                ours.fill(Drive::Memory, polling)?;
+            }
         }
         Ok(ours)
     }
 
-    /// Writes all of a drive: what was never written is read without a copy.
-    fn fill(&self, drive: Drive) -> Result<(), Failure> {
+    /// Writes all of a function's half: what was never written is read without a copy.
+    fn fill(&self, drive: Drive, polling: Polling) -> Result<(), Failure> {
         let size = 128 << 10;
         let count = (DRIVE / size).to_string();
         let pattern = ["--mix", "0", "--pattern", "sequential", "--count", &count];
         process::run(
-            self.client(drive)
+            self.client(drive, polling)
                 .args(["--size", &size.to_string()])
                 .args(pattern),
         )?;
         Ok(())
     }
 
-    fn client(&self, drive: Drive) -> Command {
+    fn client(&self, drive: Drive, polling: Polling) -> Command {
         let mut command = Command::new(&self.load);
         command
-            .arg(self.server.socket(drive.name()))
+            .arg(self.server.socket(&name(drive, polling)))
             .args(["--cpu", &CLIENT.to_string()]);
         command
     }
 
     /// Returns the commands per second of our own client.
-    fn load(&self, drive: Drive, load: Load, seconds: u32) -> Result<f64, Failure> {
+    fn load(
+        &self,
+        drive: Drive,
+        polling: Polling,
+        load: Load,
+        seconds: u32,
+    ) -> Result<f64, Failure> {
         let result = self.folder.join("result.json");
         process::run(
-            self.client(drive)
+            self.client(drive, polling)
                 .args(["--qd", &load.depth.to_string()])
                 .args(["--size", &load.size.to_string()])
                 .args(["--seconds", &seconds.to_string(), "--json"])
@@ -311,8 +362,8 @@ impl Ours {
     }
 
     /// Returns the folder by which SPDK's client finds a function.
-    fn folder_of(&self, drive: Drive) -> PathBuf {
-        self.folder.join(drive.name())
+    fn folder_of(&self, drive: Drive, polling: Polling) -> PathBuf {
+        self.folder.join(name(drive, polling))
     }
 
     fn pause(&self) -> Result<(), Failure> {

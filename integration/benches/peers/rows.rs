@@ -35,6 +35,26 @@ impl Drive {
     }
 }
 
+/// Polling of a function of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Polling {
+    /// A poller that sleeps when there is nothing to do.
+    Adaptive,
+    /// A poller that never sleeps while it has queues, as SPDK's.
+    Busy,
+}
+
+impl Polling {
+    pub(crate) const ALL: [Self; 2] = [Self::Adaptive, Self::Busy];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Adaptive => "adaptive",
+            Self::Busy => "busy",
+        }
+    }
+}
+
 /// A block device of SPDK.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Device {

@@ -1,0 +1,250 @@
+//! Throughput, fairness and latency of many functions on few pollers, and of many pollers on few processors.
+//!
+//! ```text
+//! cargo bench -p nvme-mpt-tests --bench crowd              # five rounds of each case, in turn
+//! cargo bench -p nvme-mpt-tests --bench crowd -- --smoke   # a short run of each
+//! ```
+//!
+//! One thread stands for all guests. It is pinned to the first processor, keeps reads in flight in each queue, and polls.
+//! Pollers and drive are those of the product. Fairness is Jain's index of the functions' commands: 1 if all had as many,
+//! and 1/N if one of N had all.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::memory::processors::{own_processors, pin_this_thread};
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::spec::ids::Nsid;
+use nvme_mpt::{Attachment, AttachmentConfig, Learning, Pollers};
+use nvme_mpt_tests::attached::AttachedGuest;
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::memory::DmaBuffer;
+use nvme_mpt_tests::prp;
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+
+/// Queue pairs of each function.
+const QUEUES: u16 = 4;
+const ENTRIES: u32 = 64;
+/// Reads in flight in each queue.
+const DEPTH: u16 = 4;
+/// Bytes of a function's lease.
+const BYTES: u64 = 1 << 20;
+/// Bytes of a guest's memory.
+const MEMORY: u64 = 4 << 20;
+
+/// Functions and the polling of their queues.
+struct Case {
+    name: &'static str,
+    functions: u64,
+    poll: String,
+}
+
+/// Observations of one run.
+#[derive(Clone, Copy)]
+struct Seen {
+    per_second: f64,
+    fairness: f64,
+    p99: Duration,
+}
+
+fn main() -> ExitCode {
+    let is_smoke = std::env::args().any(|argument| argument == "--smoke");
+    let (rounds, time) = match is_smoke {
+        true => (1, Duration::from_millis(50)),
+        false => (5, Duration::from_secs(1)),
+    };
+    let own: Vec<usize> = own_processors()
+        .map(|own| own.iter().collect())
+        .unwrap_or_default();
+    let (Some(first), Some(second)) = (own.first().copied(), own.get(1).or(own.first()).copied())
+    else {
+        eprintln!("The kernel does not tell the processors of this thread");
+        return ExitCode::FAILURE;
+    };
+    let cases = [
+        Case {
+            name: "64 functions, 256 queues, 1 poller",
+            functions: 64,
+            poll: format!("shared@{second}"),
+        },
+        Case {
+            name: "the same, busy",
+            functions: 64,
+            poll: format!("shared:busy@{second}"),
+        },
+        Case {
+            name: "2 functions, 8 queues, 8 pollers on 2 processors",
+            functions: 2,
+            poll: format!("dedicated@{first}+{second}"),
+        },
+    ];
+    let mut seen = [const { Vec::new() }; 3];
+    for _ in 0..rounds {
+        for (seen, case) in seen.iter_mut().zip(&cases) {
+            seen.push(run(case, first, time));
+        }
+    }
+    for (seen, case) in seen.iter_mut().zip(&cases) {
+        report(case, seen);
+    }
+    ExitCode::SUCCESS
+}
+
+/// Prints the medians of the rounds.
+fn report(case: &Case, seen: &mut [Seen]) {
+    let middle = seen.len() / 2;
+    seen.sort_by(|one, other| one.fairness.total_cmp(&other.fairness));
+    let fairness = seen[middle].fairness;
+    seen.sort_by_key(|seen| seen.p99);
+    let p99 = seen[middle].p99.as_secs_f64() * 1e6;
+    seen.sort_by(|one, other| one.per_second.total_cmp(&other.per_second));
+    let (least, most) = (seen[0].per_second, seen[seen.len() - 1].per_second);
+    println!(
+        "{:48} {:8.1} k/s ({:.1} to {:.1}), Jain's index {fairness:.3}, p99 {p99:8.1} us",
+        case.name,
+        seen[middle].per_second / 1e3,
+        least / 1e3,
+        most / 1e3
+    );
+}
+
+/// Has the guests of all functions read for some time.
+fn run(case: &Case, processor: usize, time: Duration) -> Seen {
+    let attachments = attachments(case);
+    let guests: Vec<AttachedGuest> = attachments
+        .iter()
+        .map(|attachment| AttachedGuest::new(attachment.clone(), MEMORY))
+        .collect();
+    let mut queues = Vec::new();
+    for (function, guest) in guests.iter().enumerate() {
+        queues.extend((1..=QUEUES).map(|qid| Queue::new(guest, qid, function)));
+    }
+    let functions = guests.len();
+    let reading = thread::spawn(move || {
+        pin_this_thread(processor).unwrap();
+        read(&mut queues, functions, time)
+    });
+    let seen = reading.join().unwrap();
+    for attachment in &attachments {
+        attachment.reset().unwrap();
+    }
+    drop(guests);
+    seen
+}
+
+fn attachments(case: &Case) -> Vec<Arc<Attachment>> {
+    let drive = drives::open(&"null:64M".parse().unwrap(), DriveOptions::default()).unwrap();
+    let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
+    let attachment = |number: u64| {
+        let id = format!("function-{number}");
+        let request = LeaseRequest {
+            id: &id,
+            drive: drive.identity(),
+            nsid: Nsid(1),
+            wanted: Wanted::At(ByteRange::new(number * BYTES, BYTES).unwrap()),
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+            former_data: FormerData::Kept,
+        };
+        let config = AttachmentConfig {
+            lease: ledger.acquire(&request).unwrap(),
+            drive: drive.clone(),
+            queue_pairs: QUEUES,
+            reservation: None,
+            mdts: None,
+            doorbell_stride: nvme_mpt::DoorbellStride::default(),
+            doorbells: nvme_mpt::DoorbellMode::Shadow,
+            poll: case.poll.parse().unwrap(),
+            learning: Learning::default(),
+            pollers: pollers.clone(),
+            memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
+            serial: None,
+        };
+        Arc::new(Attachment::new(config).unwrap())
+    };
+    (0..case.functions).map(attachment).collect()
+}
+
+/// A queue pair of a function, with a read for each command identifier.
+struct Queue {
+    pair: QueuePair,
+    function: usize,
+    reads: Vec<Sqe>,
+    submitted: Vec<Instant>,
+    free: Vec<u16>,
+    _data: Vec<DmaBuffer>,
+}
+
+impl Queue {
+    fn new(guest: &AttachedGuest, qid: u16, function: usize) -> Self {
+        let (mut reads, mut kept) = (Vec::new(), Vec::new());
+        for cid in 0..DEPTH {
+            let data = guest.memory().alloc(4096).unwrap();
+            let prepared = prp::buffer(&data, 0, 4096).unwrap();
+            let read = Sqe::read(1, u64::from(cid) * 8, 8).with_cid(cid);
+            reads.push(read.with_data(prepared.pointer));
+            kept.push(data);
+        }
+        Self {
+            pair: guest.queue_pair(qid, ENTRIES, None),
+            function,
+            reads,
+            submitted: vec![Instant::now(); usize::from(DEPTH)],
+            free: (0..DEPTH).collect(),
+            _data: kept,
+        }
+    }
+
+    /// Puts a read into each free place.
+    fn submit(&mut self) {
+        while let Some(cid) = self.free.pop() {
+            assert!(self.pair.push(&self.reads[usize::from(cid)]));
+            self.submitted[usize::from(cid)] = Instant::now();
+        }
+    }
+}
+
+/// Keeps reads in flight in all queues for some time, and waits for the last of them.
+fn read(queues: &mut [Queue], functions: usize, time: Duration) -> Seen {
+    let mut latencies = Vec::new();
+    let mut commands = vec![0_u64; functions];
+    let begun = Instant::now();
+    let mut in_flight = true;
+    while in_flight {
+        let goes_on = begun.elapsed() < time;
+        in_flight = false;
+        for queue in &mut *queues {
+            if goes_on {
+                queue.submit();
+            }
+            queue.pair.ring();
+            while let Some(completion) = queue.pair.poll() {
+                assert!(completion.status().is_success(), "{completion:?}");
+                let cid = completion.cid();
+                latencies.push(queue.submitted[usize::from(cid)].elapsed());
+                commands[queue.function] += 1;
+                queue.free.push(cid);
+            }
+            in_flight |= goes_on || queue.free.len() < usize::from(DEPTH);
+        }
+    }
+    let took = begun.elapsed();
+    latencies.sort_unstable();
+    Seen {
+        per_second: latencies.len() as f64 / took.as_secs_f64(),
+        fairness: fairness(&commands),
+        p99: latencies[latencies.len() * 99 / 100],
+    }
+}
+
+/// Returns Jain's index.
+fn fairness(commands: &[u64]) -> f64 {
+    let sum: f64 = commands.iter().map(|count| *count as f64).sum();
+    let squares: f64 = commands.iter().map(|count| (*count as f64).powi(2)).sum();
+    sum.powi(2) / (commands.len() as f64 * squares)
+}

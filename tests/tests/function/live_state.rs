@@ -138,6 +138,7 @@ fn host(kind: &str) -> Host {
         faults: faults.map(|text| Arc::new(FaultPlan::parse("test", text).unwrap())),
         ..DriveOptions::default()
     };
+    children::let_go();
     Host::of(drives::open(&path.parse().unwrap(), options).unwrap())
 }
 

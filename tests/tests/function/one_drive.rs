@@ -16,6 +16,8 @@ use crate::common::loop_device::{LoopDevice, Mounted, run};
 use crate::common::{LEASE, children};
 
 fn open(path: &Path) -> Result<Arc<Drive>, OpenDriveError> {
+    // What this process has closed, a child may still have.
+    children::let_go();
     drives::open(&DrivePath::File(path.to_owned()), DriveOptions::default())
 }
 

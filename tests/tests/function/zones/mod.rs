@@ -61,6 +61,7 @@ fn options(profile: &str, faults: Option<&str>) -> DriveOptions {
 }
 
 fn host(path: &str) -> Host {
+    children::let_go();
     Host::of(drives::open(&path.parse().unwrap(), options(PROFILE, None)).unwrap())
 }
 
@@ -185,6 +186,7 @@ fn each_guest_has_zones_of_its_own_from_zero_on() {
         (file.to_str().unwrap(), PROFILE),
         (file.to_str().unwrap(), on_flash.as_str()),
     ] {
+        children::let_go();
         let drive = drives::open(&path.parse().unwrap(), options(profile, None)).unwrap();
         let host = Host::of(drive);
         let machines = [0, 1].map(|index| host.machine(&Setup::nth(index)));

@@ -252,10 +252,18 @@ fn admin_commands_wait_while_the_drive_rests() {
 #[test]
 fn a_drive_that_is_to_be_reset_is_not_handed_over() {
     let host = Host::with(options(DoorbellBufferUse::None), LONG);
+    // The reset waits for the answer to Number of Queues, however soon it begins.
+    let held = Fault::once(Meets::Admin(admin::SET_FEATURES), Effect::Hold);
+    host.model.inject(held);
     host.model.fail();
     assert!(host.drive.controller().hand_over().is_err());
+    wait_for("the reset", || host.model.counters().faults_met == 1);
+    host.model.let_go();
     // It comes back by itself.
-    wait_for("the reset", || host.incidents().resets == 1);
+    wait_for("the drive's health", || {
+        host.drive.controller().smart_health().is_ok()
+    });
+    assert_eq!(host.incidents().resets, 1);
     host.finish();
 }
 

@@ -1,7 +1,7 @@
 //! Clock of the control path's waits in tests.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use nvme_mpt::deadline::WaitClock;
@@ -16,13 +16,19 @@ const TAKEN_UP: u32 = 3000;
 #[derive(Debug, Default)]
 pub(crate) struct TestClock {
     waited: Mutex<Duration>,
-    skips: AtomicBool,
+    /// Waits in vain that are still to be skipped.
+    skips: AtomicU32,
 }
 
 impl TestClock {
     /// Has a wait whose end is not there already end at once, as if it had lasted; or last again.
     pub(crate) fn skip_waits(&self, skip: bool) {
-        self.skips.store(skip, Ordering::Release);
+        self.skip_in_vain(if skip { u32::MAX } else { 0 });
+    }
+
+    /// Has waits end as [`Self::skip_waits`] does, until so many were in vain.
+    pub(crate) fn skip_in_vain(&self, waits: u32) {
+        self.skips.store(waits, Ordering::Release);
     }
 
     /// Lets time pass at once.
@@ -44,8 +50,16 @@ impl WaitClock for TestClock {
     fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
         let succeeded = if time.is_zero() {
             attempt(time)
-        } else if self.skips.load(Ordering::Acquire) {
-            (0..TAKEN_UP).any(|_| attempt(Duration::from_millis(1)))
+        } else if self.skips.load(Ordering::Acquire) > 0 {
+            let succeeded = (0..TAKEN_UP).any(|_| attempt(Duration::from_millis(1)));
+            if !succeeded {
+                let one_less = |left: u32| left.checked_sub(1);
+                // Zero stays zero: a test has ended the skips meanwhile.
+                let _ = self
+                    .skips
+                    .fetch_update(Ordering::AcqRel, Ordering::Acquire, one_less);
+            }
+            succeeded
         } else {
             // It does not end because the machine is slow.
             attempt(time.max(HANG))

@@ -391,7 +391,8 @@ fn interrupts_that_were_masked_come_afterwards() {
     queue.move_to(&machine.bar()).unwrap();
     assert_eq!(interrupt.take().unwrap(), 0, "masked still");
     machine.function().write_bar(Bar::Msix, 28, &[0; 4]);
-    assert_eq!(interrupt.wait(HANG).unwrap(), 1);
+    // The poller may tell once more of what a pending interrupt has told of.
+    assert!((1..=2).contains(&interrupt.wait(HANG).unwrap()));
     queue.wait(cid, HANG).unwrap();
 }
 

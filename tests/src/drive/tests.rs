@@ -202,10 +202,12 @@ fn faults_do_what_they_are_called() {
 
     // Failures of the controller, which a reset cures.
     for effect in [Effect::Fatal, Effect::Hang] {
+        let met = drive.counters().faults_met + 1;
         inject(effect);
         queue.submit(Sqe::flush(1)).unwrap();
         queue.ring();
-        while drive.counters().faults_met < 6 && effect == Effect::Fatal {
+        // Before it can take the admin command, which it would carry out.
+        while drive.counters().faults_met < met {
             std::thread::sleep(Duration::from_micros(20));
         }
         let admin = scene.driver.admin_queue().unwrap();

@@ -111,7 +111,9 @@ impl ShadowCore {
             return;
         };
         let now = Ticks::now();
-        if is_over(now, since, self.context.tables.quiet_since(now)) {
+        let tables = &self.context.tables;
+        // A poller that lost its processor in this pass may not have seen that the memory is back.
+        if is_over(now, since, tables.quiet_since(now)) && tables.is_newest(self.generation) {
             self.fail(QueueFailure::RingUnmapped(gone));
         }
     }

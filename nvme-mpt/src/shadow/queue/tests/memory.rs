@@ -166,6 +166,20 @@ fn a_ring_is_waited_for_while_memory_changes_and_a_second_longer() {
 }
 
 #[test]
+fn a_ring_that_may_be_back_is_looked_for_before_its_queue_fails() {
+    let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+    // Longer ago than a ring may be gone in all. The poller lost its processor after it had asked for a newer table.
+    let since = Ticks(Ticks::now().0 - ticks_in(Duration::from_secs(40)));
+    let suspended = Condition::Suspended { gone: SQ, since };
+    guest.queue.core.condition = suspended;
+    guest.window.map(region(DATA, PAGE)).expect("free");
+    guest.queue.core.end_suspension();
+    assert_eq!(guest.queue.core.condition, suspended);
+    guest.poll(&mut Host::default());
+    assert_eq!(guest.queue.core.condition, Condition::Sound);
+}
+
+#[test]
 fn commands_that_wait_to_be_carried_out_again_stay_recorded_when_their_ring_is_back() {
     const SLOT: u16 = 3;
     let live = Arc::new(LiveState::new(1).expect("memory"));

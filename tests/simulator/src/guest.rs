@@ -128,7 +128,8 @@ pub(crate) enum Data {
 }
 
 impl Data {
-    const fn len(&self) -> usize {
+    /// Its bytes.
+    pub(crate) const fn len(&self) -> usize {
         match self {
             Self::None => 0,
             Self::Out(bytes) => bytes.len(),

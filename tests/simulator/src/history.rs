@@ -8,7 +8,7 @@ use std::time::Duration;
 /// Bytes of a logical block.
 pub(crate) const BLOCK: usize = 512;
 
-/// Writes of a block that are kept.
+/// Writes of a block that are kept, of many blocks.
 const KEPT: usize = 24;
 
 /// A write, as its guest knows it.
@@ -27,6 +27,8 @@ struct Write {
 pub(crate) struct History {
     guest: u64,
     writes: u64,
+    /// Writes of a block that are kept.
+    kept: usize,
     blocks: Vec<Vec<Write>>,
 }
 
@@ -42,7 +44,16 @@ impl History {
         Self {
             guest,
             writes: 0,
+            kept: KEPT,
             blocks: vec![vec![zeroes]; blocks],
+        }
+    }
+
+    /// Keeps all writes. So few blocks may be written many times while a read is under way.
+    pub(crate) fn whole(self) -> Self {
+        Self {
+            kept: usize::MAX,
+            ..self
         }
     }
 
@@ -76,12 +87,23 @@ impl History {
         {
             (write.ended, write.sure) = (Some(now), sure);
         }
-        if writes.len() > KEPT {
+        if writes.len() > self.kept {
             // What was overwritten long ago. No read is under way for so many writes.
             let sure = writes.iter().rev().filter(|write| write.sure).nth(8);
             if let Some(&last) = sure {
                 writes.retain(|write| write.ended.is_none_or(|ended| ended >= last.began));
             }
+        }
+    }
+
+    /// The write of a value that began at that moment was refused: it never takes effect.
+    pub(crate) fn forget(&mut self, block: u64, value: u64, began: Duration) {
+        let writes = &mut self.blocks[block as usize];
+        let write = writes.iter().position(|write| {
+            write.value == value && write.began == began && write.ended.is_none()
+        });
+        if let Some(index) = write {
+            writes.remove(index);
         }
     }
 
@@ -91,6 +113,14 @@ impl History {
         for write in under_way.filter(|write| write.ended.is_none()) {
             write.ended = Some(now);
         }
+    }
+
+    /// Returns whether a read that began at a moment may return such a value.
+    pub(crate) fn may_be(&self, block: u64, began: Duration, such: impl Fn(u64) -> bool) -> bool {
+        let values = self.blocks[block as usize].iter().map(|write| write.value);
+        values
+            .filter(|value| such(*value))
+            .any(|value| self.judge(block, value, began).is_ok())
     }
 
     /// Judges what a read that began at a moment has returned for a block.

@@ -17,6 +17,8 @@ mod history;
 #[cfg(simulation)]
 mod hostile;
 #[cfg(simulation)]
+mod keys;
+#[cfg(simulation)]
 mod ledger;
 #[cfg(simulation)]
 mod lives;

@@ -26,9 +26,10 @@ use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
-use crate::guest::{Buffers, Conditions, Guest, Machine, Persona, Shared};
+use crate::guest::{Buffers, Conditions, Guest, Machine, Persona, Shared, Work};
 use crate::history::BLOCK;
 use crate::hostile;
+use crate::keys;
 use crate::ledger;
 use crate::lives::World;
 use crate::protocol;
@@ -88,11 +89,13 @@ pub(crate) enum Scenario {
     Snapshots,
     /// Zones, with controllers and queues that come and go, or a server that dies at any step.
     Zones,
+    /// Keys and values, with controllers and queues that come and go.
+    Keys,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 16] = [
+    pub(crate) const ALL: [(&str, Self); 17] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -109,6 +112,7 @@ impl Scenario {
         ("protocol", Self::Protocol),
         ("snapshots", Self::Snapshots),
         ("zones", Self::Zones),
+        ("keys", Self::Keys),
     ];
 
     /// The scenario of a seed.
@@ -149,12 +153,12 @@ impl Scenario {
     pub(crate) fn conditions(self, less: Less, rng: &mut Rng) -> Conditions {
         let errors = self == Self::Failing;
         let resets = match self {
-            Self::Snapshots | Self::Zones => rng.below(2) == 0,
+            Self::Snapshots | Self::Zones | Self::Keys => rng.below(2) == 0,
             _ => self.has_resets(),
         };
         // Worlds with one guest, which are small.
         let more = match self {
-            Self::Snapshots | Self::Zones => 2,
+            Self::Snapshots | Self::Zones | Self::Keys => 2,
             _ => 1,
         };
         Conditions {
@@ -330,6 +334,7 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         Scenario::Ledger => return ledger::run(less, &mut rng),
         Scenario::Protocol => return protocol::run(less, &mut rng),
         Scenario::Zones => return zones::run(less, &mut rng),
+        Scenario::Keys => return keys::run(less, &mut rng),
         Scenario::Snapshots => return snapshots::run(less, &mut rng),
         _ => {}
     }
@@ -376,6 +381,54 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         assert!(model.is_released(), "the drive was not given back");
         let mapped = nvme_mpt_tests::drive::ModelIommu::mapped(model.model_iommu());
         assert_eq!(mapped, 0, "memory stays mapped for the drive");
+    }
+}
+
+/// One guest with a function on a range of a drive, which is paused at times.
+pub(crate) fn run_alone<W: Work + 'static>(
+    controller: Arc<dyn HostController>,
+    range: ByteRange,
+    work: W,
+    memory: GuestMemory,
+    conditions: Conditions,
+    rng: &mut Rng,
+) {
+    let persona = Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize];
+    let drive = Drive::new("simulated", controller, None).expect("a namespace");
+    let lease = Ledger::in_process().acquire(&LeaseRequest {
+        id: "guest",
+        drive: drive.identity(),
+        nsid: drive.namespace().nsid,
+        wanted: Wanted::At(range),
+        lba_shift: drive.lba_shift(),
+        blocks: drive.blocks(),
+        former_data: FormerData::Kept,
+    });
+    let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+    let doorbells = persona.doorbells();
+    let policy = policy(doorbells, rng);
+    let config = config(&drive, lease, doorbells, policy, &Pollers::new());
+    let attachment = Attachment::with_parts(config, FunctionParts::Own);
+    let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
+    let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
+    let (bar, interrupts) = plug(function, &memory);
+    let shared = Arc::new(Shared::default());
+    shared.plugged.store(true, Ordering::Relaxed);
+    let machine = Machine {
+        memory: memory.clone(),
+        interrupts,
+        shared: shared.clone(),
+        buffers: buffers(&memory),
+    };
+    let guest = Guest::new(work, persona, conditions, Rng::new(rng.next_u64()), machine);
+    let vmm = (rng.below(3) == 0).then(|| {
+        let (bar, rng) = (bar.clone(), Rng::new(rng.next_u64()));
+        let work = move || pause_and_resume(&bar, &memory, &shared, rng);
+        start_thread("vmm", work).expect("an actor")
+    });
+    guest.run(bar.clone());
+    if let Some(vmm) = vmm {
+        let _ended = vmm.join();
     }
 }
 

@@ -9,15 +9,11 @@ mod model;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use nvme_mpt::drive::HostController;
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::memory::files::simulated as files;
-use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::{Attachment, Drive, FunctionParts, Pollers};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::registers::CC_CSS_ALL;
@@ -26,17 +22,14 @@ use nvme_mpt_tests::status;
 use nvme_mpt_tests::zoned::{self, DESCRIPTOR, action};
 use nvme_software::SoftwareController;
 use nvme_software::model::Profile;
-use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
-use crate::guest::{self, Conditions, End, Guest, Machine, Persona, Shared, Work};
+use crate::guest::{self, Conditions, End, Guest, Machine, Persona, Work};
 use crate::history::BLOCK;
 use crate::lives;
 use crate::registers::{BLOCKS_MAX, bytes_of, value_of};
 use crate::runs::Less;
-use crate::scenario::{
-    HIGH, HIGH_LEN, LOW, LOW_LEN, Scenario, buffers, config, pause_and_resume, plug, policy, timing,
-};
+use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, Scenario, buffers, run_alone, timing};
 
 use data::Data;
 use model::{Action, Answer, Geometry, Model, Number};
@@ -452,56 +445,17 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     let conditions = Scenario::Zones.conditions(less, rng);
     match rng.below(2) {
         0 => run_lives(drive, memory, conditions, rng),
-        _ => run_function(&drive, memory, conditions, rng),
-    }
-}
-
-/// Controllers and queues come and go, and the function is paused.
-fn run_function(drive: &ZonedDrive, memory: GuestMemory, conditions: Conditions, rng: &mut Rng) {
-    let persona = Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize];
-    let controller = drive.open(None);
-    let host = Drive::new("simulated", controller, None).expect("a namespace");
-    let lease = Ledger::in_process().acquire(&LeaseRequest {
-        id: "guest",
-        drive: host.identity(),
-        nsid: host.namespace().nsid,
-        wanted: Wanted::At(drive.lease()),
-        lba_shift: host.lba_shift(),
-        blocks: host.blocks(),
-        former_data: FormerData::Kept,
-    });
-    let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
-    let doorbells = persona.doorbells();
-    let config = config(
-        &host,
-        lease,
-        doorbells,
-        policy(doorbells, rng),
-        &Pollers::new(),
-    );
-    let attachment = Attachment::with_parts(config, FunctionParts::Own);
-    let attachment = attachment.unwrap_or_else(|error| panic!("no attachment: {error}"));
-    let function = NvmeFunction::new(Arc::new(attachment), MsixMasking::Client);
-    let (bar, interrupts) = plug(function, &memory);
-    let shared = Arc::new(Shared::default());
-    shared.plugged.store(true, Ordering::Relaxed);
-    let machine = Machine {
-        memory: memory.clone(),
-        interrupts,
-        shared: shared.clone(),
-        buffers: buffers(&memory),
-    };
-    let work = Zones::new(drive.geometry, false);
-    let guest = Guest::new(work, persona, conditions, Rng::new(rng.next_u64()), machine);
-    let pauses = rng.below(3) == 0;
-    let vmm = pauses.then(|| {
-        let (bar, rng) = (bar.clone(), Rng::new(rng.next_u64()));
-        let work = move || pause_and_resume(&bar, &memory, &shared, rng);
-        start_thread("vmm", work).expect("an actor")
-    });
-    guest.run(bar.clone());
-    if let Some(vmm) = vmm {
-        let _ended = vmm.join();
+        _ => {
+            let work = Zones::new(drive.geometry, false);
+            run_alone(
+                drive.open(None),
+                drive.lease(),
+                work,
+                memory,
+                conditions,
+                rng,
+            );
+        }
     }
 }
 

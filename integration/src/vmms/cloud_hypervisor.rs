@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 use crate::guest::{Agent, BOOT_PATIENCE, ChannelError, GuestError};
 use crate::lab::{self, inside};
 use crate::process::{self, Supervised};
-use crate::server::{self, FunctionOptions, Server};
+use crate::server::{self, FunctionOptions, Replacement, Server};
 
 use super::{
     MEMORY_MIB, NO_SERVER, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm,
-    VmmsError, expect_success, kill,
+    VmmsError, expect_success,
 };
 
 /// The environment variable that names one.
@@ -289,11 +289,12 @@ impl Vmm for CloudHypervisor {
         }
     }
 
-    fn kill_server(&mut self) -> Result<Outcome, VmmsError> {
-        match &mut self.server {
-            Some(server) => kill(server),
-            None => Ok(NO_SERVER),
-        }
+    fn replace_server(&mut self, how: Replacement) -> Result<Outcome, VmmsError> {
+        let Some(server) = &mut self.server else {
+            return Ok(NO_SERVER);
+        };
+        server.replace(how)?;
+        Ok(Outcome::Done)
     }
 
     fn power_off(&mut self) -> Result<(), VmmsError> {

@@ -16,7 +16,7 @@ use thiserror::Error;
 use crate::guest::{Agent, GuestError, ROOT_ARGUMENTS};
 use crate::process::ProcessError;
 use crate::provision::Assets;
-use crate::server::{FunctionOptions, Replacement, Server, ServerError};
+use crate::server::{FunctionOptions, Replacement, ServerError};
 
 pub mod cloud_hypervisor;
 mod qemu;
@@ -182,23 +182,17 @@ pub trait Vmm {
     /// If it is not.
     fn reboot(&mut self) -> Result<Outcome, VmmsError>;
 
-    /// Kills the server of its functions, which has a keeper, and waits until the next one serves.
+    /// Ends the server of its functions, which has a keeper, and waits until the next one serves.
     ///
     /// # Errors
     /// If that does not come up.
-    fn kill_server(&mut self) -> Result<Outcome, VmmsError>;
+    fn replace_server(&mut self, how: Replacement) -> Result<Outcome, VmmsError>;
 
     /// Powers the guest off, and waits until the VMM has ended.
     ///
     /// # Errors
     /// If it does not.
     fn power_off(&mut self) -> Result<(), VmmsError>;
-}
-
-/// Kills the server of functions over vfio-user.
-fn kill(server: &mut Server) -> Result<Outcome, VmmsError> {
-    server.replace(Replacement::Kill)?;
-    Ok(Outcome::Done)
 }
 
 /// Outcome for functions in the VMM's process.

@@ -1,11 +1,11 @@
 //! A stock QEMU, with functions of `nvme-mpt serve`.
 
 use crate::guest::{Agent, BOOT_PATIENCE, Drive, Guest, GuestConfig, HOTPLUG_BUS};
-use crate::server::{self, Server};
+use crate::server::{self, Replacement, Server};
 
 use super::{
     MEMORY_MIB, Outcome, PATIENCE, POWER_OFF, REBOOT, Root, Setup, Vmm, VmmsError, expect_success,
-    forget, kill,
+    forget,
 };
 
 /// QEMU and the server of its functions.
@@ -63,8 +63,9 @@ impl Vmm for Qemu {
         Ok(Outcome::Done)
     }
 
-    fn kill_server(&mut self) -> Result<Outcome, VmmsError> {
-        kill(&mut self.server)
+    fn replace_server(&mut self, how: Replacement) -> Result<Outcome, VmmsError> {
+        self.server.replace(how)?;
+        Ok(Outcome::Done)
     }
 
     fn power_off(&mut self) -> Result<(), VmmsError> {

@@ -9,6 +9,7 @@ use std::process::Command;
 use crate::guest::{self, Agent, BOOT_PATIENCE};
 use crate::lab::inside;
 use crate::process::{ProcessError, Supervised};
+use crate::server::Replacement;
 
 use super::{
     MEMORY_MIB, NO_SERVER, Outcome, PATIENCE, POWER_OFF, REBOOT, RESET_BY_ACPI, Setup, Vmm,
@@ -168,7 +169,7 @@ impl Vmm for Reference {
         ))
     }
 
-    fn kill_server(&mut self) -> Result<Outcome, VmmsError> {
+    fn replace_server(&mut self, _: Replacement) -> Result<Outcome, VmmsError> {
         Ok(NO_SERVER)
     }
 

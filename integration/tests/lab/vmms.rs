@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use integration::guest::fio::Fio;
 use integration::progress::{say, seconds};
 use integration::provision::{Assets, KernelChoice};
-use integration::server::{FunctionOptions, Server};
+use integration::server::{FunctionOptions, Replacement, Server};
 use integration::vmm::counters::KvmCounters;
 use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
 use integration::vmms::{Outcome, Qemu, Reference, Root, Setup, Vmm, VmmsError};
@@ -66,8 +66,15 @@ const READS: u64 = 1000;
 const MMIO_EXITS_MAX: f64 = 0.01;
 /// Number of resets of the controller under load.
 const RESETS: usize = 3;
-/// Servers of functions over vfio-user that are killed.
-const SERVERS: usize = 3;
+/// Ends of servers of functions over vfio-user.
+const ENDS: [Replacement; 6] = [
+    Replacement::Kill,
+    Replacement::Upgrade,
+    Replacement::Kill,
+    Replacement::Upgrade,
+    Replacement::Kill,
+    Replacement::Upgrade,
+];
 /// Bytes that are written and discarded.
 const PATTERN_BYTES: u64 = 1 << 20;
 /// OACS: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
@@ -322,12 +329,12 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failur
     Ok(Outcome::Done)
 }
 
-/// Its servers are killed under load, which is verified, and the next ones take their place.
+/// Its servers are killed and upgraded under load, which is verified, and the next ones take their place.
 fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     // That of the drives of functions in the VMM's process, if the VMM has not.
-    let servers = match subject.server {
-        Some(_) => 1,
-        None => SERVERS,
+    let ends = match subject.server {
+        Some(_) => &ENDS[..1],
+        None => &ENDS,
     };
     let load = Fio::new("load", "randwrite", "4k", 32)
         .option("filename", &format!("/dev/{}n1", subject.plugged))
@@ -341,7 +348,7 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
         echo $status >/run/outcome) >/run/fio 2>&1 </dev/null &"
     ))?;
     let mut outcome = Outcome::Done;
-    for _ in 0..servers {
+    for end in ends {
         // Field 5 counts writes that have completed (Linux, Documentation/block/stat.rst).
         subject.check(&format!(
             "written() {{ awk '{{print $5}}' /sys/block/{}n1/stat; }}
@@ -356,7 +363,7 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
                 server.restart()?;
                 Outcome::Done
             }
-            None => subject.vmm.kill_server()?,
+            None => subject.vmm.replace_server(*end)?,
         };
         if outcome != Outcome::Done {
             break;

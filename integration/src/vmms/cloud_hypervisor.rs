@@ -26,6 +26,8 @@ pub const VARIABLE: &str = "CLOUD_HYPERVISOR";
 const NAME: &str = "cloud-hypervisor";
 /// The option of one that has functions in its own process.
 const OPTION: &str = "--nvme-mpt";
+/// The option for devices over vfio-user.
+const USER_DEVICE: &str = "--user-device";
 
 /// A Cloud Hypervisor with a guest.
 #[derive(Debug)]
@@ -173,23 +175,38 @@ fn connect(
     }
 }
 
-impl Vmm for CloudHypervisor {
-    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
-        let binary = named().ok_or(VmmsError::NotNamed)?;
-        let help = process::run(Command::new(&binary).arg("--help"))?;
-        if !help.contains("--user-device") {
-            return Err(VmmsError::NoCloudHypervisor { path: binary });
-        }
-        let server = if help.contains(OPTION) {
-            None
-        } else {
-            let functions = setup.functions();
-            Some(Server::start_kept(
-                &server::build()?,
-                &functions,
-                setup.folder,
-            )?)
-        };
+/// Returns the help of the one that the user names, which has vfio-user.
+fn help() -> Result<String, VmmsError> {
+    let binary = named().ok_or(VmmsError::NotNamed)?;
+    let help = process::run(Command::new(&binary).arg("--help"))?;
+    match help.contains(USER_DEVICE) {
+        true => Ok(help),
+        false => Err(VmmsError::NoCloudHypervisor { path: binary }),
+    }
+}
+
+/// Returns the arguments that give it a function over vfio-user.
+fn user_device(socket: &Path, id: &str) -> [String; 2] {
+    let device = format!("socket={},id={id}", socket.display());
+    [USER_DEVICE.to_owned(), device]
+}
+
+impl CloudHypervisor {
+    /// Launches the one that the user names, with or without the patch. Its first function is behind a socket of a
+    /// server that others share. It cannot be given another one.
+    ///
+    /// # Errors
+    /// As of [`Vmm::launch`].
+    pub fn launch_over_vfio_user(setup: &Setup<'_>, socket: &Path) -> Result<Self, VmmsError> {
+        help()?;
+        Self::boot(setup, user_device(socket, &setup.first.id), None)
+    }
+
+    fn boot(
+        setup: &Setup<'_>,
+        function: [String; 2],
+        server: Option<Server>,
+    ) -> Result<Self, VmmsError> {
         let (agent, console) = (setup.folder.join("agent"), setup.folder.join("console"));
         // One of an earlier guest may still lie there.
         let _ = std::fs::remove_file(&agent);
@@ -198,21 +215,6 @@ impl Vmm for CloudHypervisor {
             "console=hvc0 loglevel=5 panic=-1 agent=ttyS0 {RESET_BY_ACPI} {}",
             setup.root_arguments()
         );
-        let function = match &server {
-            Some(server) => {
-                let (socket, id) = (server.socket(&setup.first.id), &setup.first.id);
-                let device = format!("socket={},id={id}", socket.display());
-                ["--user-device".to_owned(), device]
-            }
-            None => [
-                OPTION.to_owned(),
-                format!(
-                    "{},state_dir={}",
-                    setup.first.in_process(),
-                    setup.state_dir.display()
-                ),
-            ],
-        };
         let initramfs = setup.initramfs();
         let initramfs = initramfs.map(|path| ["--initramfs".into(), path.display().to_string()]);
         let arguments = [
@@ -238,6 +240,25 @@ impl Vmm for CloudHypervisor {
             pluggable: setup.pluggable.clone(),
             server,
         })
+    }
+}
+
+impl Vmm for CloudHypervisor {
+    fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
+        let Setup {
+            first,
+            folder,
+            state_dir,
+            ..
+        } = setup;
+        if help()?.contains(OPTION) {
+            let (function, leases) = (first.in_process(), state_dir.display());
+            let function = format!("{function},state_dir={leases}");
+            return Self::boot(setup, [OPTION.to_owned(), function], None);
+        }
+        let server = Server::start_kept(&server::build()?, &setup.functions(), folder)?;
+        let function = user_device(&server.socket(&first.id), &first.id);
+        Self::boot(setup, function, Some(server))
     }
 
     fn guest(&self) -> &Agent {

@@ -1,5 +1,5 @@
 //! VMMs that share a physical drive through its server: two at once with functions in their own processes, beside a
-//! function that joins and leaves, or beside a stock QEMU over vfio-user.
+//! function that joins and leaves, or beside a QEMU or a Cloud Hypervisor over vfio-user.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -12,8 +12,8 @@ use integration::lab::{LabDrive, inside};
 use integration::progress::{say, seconds};
 use integration::server::{FunctionOptions, Server};
 use integration::vmm::counters::KvmCounters;
-use integration::vmms::cloud_hypervisor::CloudHypervisor;
-use integration::vmms::{Outcome, Reference, Root, Setup, Vmm};
+use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
+use integration::vmms::{Outcome, Reference, Root, Setup, Vmm, VmmsError};
 
 use crate::elsewhere::expect_refused;
 use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, on_processor, sh};
@@ -31,6 +31,13 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("reference_and_qemu", |bench| {
             share::<Reference>(bench, Beside::Qemu)
         }),
+        ("reference_and_cloud_hypervisor", |bench| {
+            if cloud_hypervisor::named().is_none() {
+                say(&format!("        NOT CHECKED: {}", VmmsError::NotNamed));
+                return Ok(());
+            }
+            share::<Reference>(bench, Beside::CloudHypervisor)
+        }),
         ("cloud_hypervisor", |bench| {
             share_among_cloud_hypervisors(bench, Beside::Comings)
         }),
@@ -47,9 +54,9 @@ const GUARD_BYTE: u8 = 0xA5;
 /// Functions of the drive in the order of their ranges.
 const ONE: &str = "one";
 const TWO: &str = "two";
-const QEMU: &str = "qemu";
+const BESIDE: &str = "beside";
 const THIRD: &str = "third";
-const ALL: [&str; 4] = [ONE, TWO, QEMU, THIRD];
+const ALL: [&str; 4] = [ONE, TWO, BESIDE, THIRD];
 /// Number of times that the function joins and leaves.
 const COMINGS: usize = 50;
 /// Bytes that it writes each time.
@@ -66,6 +73,8 @@ enum Beside {
     Comings,
     /// A stock QEMU.
     Qemu,
+    /// A Cloud Hypervisor over vfio-user, with the patch or without.
+    CloudHypervisor,
 }
 
 fn share_among_cloud_hypervisors(bench: &Bench, beside: Beside) -> Result<(), Failure> {
@@ -82,18 +91,28 @@ fn share<V: Vmm>(bench: &Bench, beside: Beside) -> Result<(), Failure> {
     let a = inside::address("a")?;
     let server = bench.hold(&[format!("path={a}")])?;
     let function = |id| function(&a, id);
-    let launch = |id| {
+    let folder = |id| {
         let folder = bench.folder().join(id);
         fs::create_dir_all(&folder).map_err(at(&folder))?;
+        Ok::<_, Failure>(folder)
+    };
+    let state_dir = server.state_dir();
+    let setup = Setup {
+        assets: bench.v6_12(),
+        vcpus: 1,
+        root: Root::Memory,
+        first: function(ONE),
+        pluggable: function(THIRD),
+        folder: bench.folder(),
+        state_dir: &state_dir,
+    };
+    let launch = |id| {
         let before = server.list()?;
         let vmm = V::launch(&Setup {
-            assets: bench.v6_12(),
-            vcpus: 1,
-            root: Root::Memory,
             first: function(id),
-            pluggable: function(THIRD),
-            folder: &folder,
-            state_dir: &server.state_dir(),
+            pluggable: setup.pluggable.clone(),
+            folder: &folder(id)?,
+            ..setup
         })?;
         let lease = server
             .list()?
@@ -106,26 +125,39 @@ fn share<V: Vmm>(bench: &Bench, beside: Beside) -> Result<(), Failure> {
     // both run at the same time.
     let one = on_processor(0, || launch(ONE))?;
     let two = on_processor(1, || launch(TWO))?;
-    let qemu = match beside {
+    let neighbour = match beside {
         Beside::Comings => None,
         Beside::Qemu => {
-            server.add(&function(QEMU))?;
-            let drive = Drive::vfio_user(server.socket(QEMU));
-            let config = GuestConfig::new(QEMU).memory_mib(384).drive(drive);
-            Some(on_processor(0, || bench.boot(&config))?)
+            server.add(&function(BESIDE))?;
+            let drive = Drive::vfio_user(server.socket(BESIDE));
+            let config = GuestConfig::new(BESIDE).memory_mib(384).drive(drive);
+            let guest = on_processor(0, || bench.boot(&config))?;
+            Some(Neighbour::Qemu(Box::new(guest)))
+        }
+        Beside::CloudHypervisor => {
+            server.add(&function(BESIDE))?;
+            let (folder, socket) = (folder(BESIDE)?, server.socket(BESIDE));
+            let setup = Setup {
+                first: function(BESIDE),
+                folder: &folder,
+                ..setup
+            };
+            let launch = || Ok(CloudHypervisor::launch_over_vfio_user(&setup, &socket)?);
+            let vmm = on_processor(0, launch)?;
+            Some(Neighbour::CloudHypervisor(Box::new(vmm)))
         }
     };
     let mut scene = Scene {
         server,
         one,
         two,
-        qemu,
+        neighbour,
         seeds: (1..=ALL.len() as u64).map(|guest| guest << 16).collect(),
     };
     scene.verifies()?;
     let last = match beside {
         Beside::Comings => Some(scene.carries_on_while_one_joins_and_leaves()?),
-        Beside::Qemu => None,
+        Beside::Qemu | Beside::CloudHypervisor => None,
     };
     scene.refuses_what_is_taken(&a)?;
     let sums = scene.ends()?;
@@ -192,7 +224,7 @@ struct Scene<V> {
     server: Server,
     one: Tenant<V>,
     two: Tenant<V>,
-    qemu: Option<Guest>,
+    neighbour: Option<Neighbour>,
     /// Seeds of the data that the guests have written last. No two guests have the same.
     seeds: Vec<u64>,
 }
@@ -203,6 +235,29 @@ struct Tenant<V> {
     /// Name of its lease, which is the function's id or a name that the drive's range gives it.
     lease: String,
     vmm: V,
+}
+
+/// A VMM with a function over vfio-user.
+enum Neighbour {
+    Qemu(Box<Guest>),
+    CloudHypervisor(Box<CloudHypervisor>),
+}
+
+impl Neighbour {
+    fn guest(&self) -> &Agent {
+        match self {
+            Self::Qemu(guest) => guest,
+            Self::CloudHypervisor(vmm) => vmm.guest(),
+        }
+    }
+
+    fn power_off(&mut self) -> Result<(), Failure> {
+        match self {
+            Self::Qemu(guest) => drop(guest.power_off(PATIENCE)?),
+            Self::CloudHypervisor(vmm) => vmm.power_off()?,
+        }
+        Ok(())
+    }
 }
 
 /// A guest that has a range.
@@ -240,14 +295,14 @@ struct Took {
 
 impl<V: Vmm> Scene<V> {
     fn holders(&self) -> impl Iterator<Item = Holder<'_>> {
-        let qemu = self.qemu.as_ref().map(|guest| Holder {
-            id: QEMU,
-            lease: QEMU,
-            guest,
+        let neighbour = self.neighbour.as_ref().map(|neighbour| Holder {
+            id: BESIDE,
+            lease: BESIDE,
+            guest: neighbour.guest(),
         });
         [self.one.holder(), self.two.holder()]
             .into_iter()
-            .chain(qemu)
+            .chain(neighbour)
     }
 
     fn counts(&self, tenant: &Tenant<V>) -> Result<Counts, Failure> {
@@ -398,10 +453,10 @@ impl<V: Vmm> Scene<V> {
         }
         self.one.vmm.power_off()?;
         self.two.vmm.power_off()?;
-        if let Some(qemu) = &mut self.qemu {
-            qemu.power_off(PATIENCE)?;
-            self.server.await_no_client(QEMU)?;
-            self.server.remove(QEMU)?;
+        if let Some(neighbour) = &mut self.neighbour {
+            neighbour.power_off()?;
+            self.server.await_no_client(BESIDE)?;
+            self.server.remove(BESIDE)?;
         }
         await_that("the end of all leases", || {
             Ok(self.server.list()?.is_empty())
@@ -443,7 +498,7 @@ fn expect_on_the_drive(sums: &[(&str, String)], last: Option<&str>) -> Result<()
             expect(found.starts_with(last), || {
                 format!("{THIRD} wrote {last}, and the drive has {found}")
             })?;
-            kept.extend([(third + LEFT, RANGE - LEFT), (start(QEMU), RANGE)]);
+            kept.extend([(third + LEFT, RANGE - LEFT), (start(BESIDE), RANGE)]);
         }
     }
     let file = File::open(&device).map_err(at(&device))?;

@@ -136,7 +136,7 @@ impl Roster {
             .as_ref()
             .is_some_and(|kept| kept.goes_on());
         let arguments = functions.into_iter().map(DeclaredFunction::argument);
-        let functions = arguments.chain(file.functions).collect();
+        let functions: Vec<DeclaredFunction> = arguments.chain(file.functions).collect();
         if goes_on {
             // VMs of the server before are not to lose their drives for another function or drive.
             for (origin, drives) in [(Origin::CommandLine, drives), (Origin::File, file.drives)] {
@@ -144,7 +144,7 @@ impl Roster {
                     log::error!("{}", report::chain(&error));
                 }
             }
-            let mut functions: Vec<DeclaredFunction> = functions;
+            let mut functions = functions;
             for text in earlier {
                 match DeclaredFunction::read(Origin::Added, text.clone()) {
                     Ok(declared) => functions.push(declared),
@@ -155,7 +155,7 @@ impl Roster {
         } else {
             self.hold(Origin::CommandLine, drives)?;
             self.hold(Origin::File, file.drives)?;
-            self.offer_all(functions)?;
+            self.offer_all_beside(&functions)?;
             for text in earlier {
                 self.offer_again(text);
             }
@@ -585,6 +585,31 @@ impl Roster {
         Ok(())
     }
 
+    /// Offers functions as [`Self::offer_all`] does. A function whose lease the server before has still waits for the end
+    /// of that server.
+    fn offer_all_beside(&mut self, functions: &[DeclaredFunction]) -> Result<(), ChangeError> {
+        let deadline = clock::monotonic() + RELEASE_PATIENCE;
+        let mut outlasts = false;
+        loop {
+            let Err(error) = self.offer_all(functions.to_vec()) else {
+                return Ok(());
+            };
+            let keeping = self.terms.keeping.as_ref();
+            let (Some(keeping), ChangeError::Function { source, .. }) = (keeping, &error) else {
+                return Err(error);
+            };
+            let is_before = |number| keeping.replaces(number);
+            outlasts |= source.lease_holder().is_some_and(is_before);
+            let is_late = clock::monotonic() > deadline || self.check_runs().is_err();
+            // Once that server has ended, the kernel may have its ring of the file for a moment.
+            if is_late || !outlasts || !source.is_of_another_user() {
+                return Err(error);
+            }
+            keeping.let_predecessor_end();
+            clock::sleep(RELEASE_PAUSE);
+        }
+    }
+
     /// Offers a function. `batch` are those that are offered with it.
     fn offer(
         &mut self,
@@ -948,8 +973,8 @@ mod tests {
         DeclaredFunction::argument(text.parse().unwrap())
     }
 
-    #[test]
-    fn a_function_waits_for_the_lease_of_the_server_before() {
+    /// Has the next server offer a function whose lease the server before has still, and checks that the function waits.
+    fn check_waiting(offer: impl FnOnce(&mut Roster, DeclaredFunction)) {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         make_state_folder(&folder.join("state")).unwrap();
@@ -970,12 +995,26 @@ mod tests {
         };
         let ended = start_thread("before", end).unwrap();
         let mut after = roster(folder, Some(keeping));
-        after.offer_each(vec![function(folder, "after.sock")]);
+        offer(&mut after, function(folder, "after.sock"));
         let failed = after.failed.iter();
         let reasons: Vec<_> = failed.map(|failed| failed.entry.summary.as_str()).collect();
         assert!(reasons.is_empty(), "{reasons:?}");
         assert_eq!(after.entries().count(), 1);
         after.end().unwrap();
         assert!(ended.join().unwrap(), "the server before ended first");
+    }
+
+    #[test]
+    fn a_function_waits_for_the_lease_of_the_server_before() {
+        check_waiting(|after, function| after.offer_each(vec![function]));
+    }
+
+    #[test]
+    fn the_only_function_waits_for_the_lease_of_the_server_before() {
+        check_waiting(|after, DeclaredFunction { function, .. }| {
+            // Without a function that goes on, one that cannot be offered ends the server.
+            let started = after.start(vec![function], Vec::new(), Declared::default());
+            started.unwrap();
+        });
     }
 }

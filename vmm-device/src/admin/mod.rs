@@ -55,7 +55,7 @@ use self::{
     log_pages::LogPages,
     ring::{AdminRings, Completion},
     subject::Subject,
-    suspension::Suspension,
+    suspension::{Moment, Suspension},
 };
 pub(crate) use self::{health::WATCH_INTERVAL, suspension::LOOK_INTERVAL};
 use crate::{registers::AdminQueues, state::parts::AdminState};
@@ -339,13 +339,16 @@ impl Admin {
             return Ok(false);
         };
         let mut posted = false;
+        // In front of the look at the memory, which may be back when the thread looks at the clock once more.
+        let before = self.moment(controller);
         let result = self.run_rings(&mut rings, controller, &mut posted);
         self.rings = Some(rings);
         match result {
             Ok(()) => self.suspension.end(),
             Err(error) => {
                 let is_gone = matches!(error, DmaError::NotMapped { .. });
-                let (now, quiet) = (self.clock.now(), controller.shared.memory.quiet_for());
+                let after = self.moment(controller);
+                let Moment { now, quiet } = self.suspension.moment(before, after);
                 if !is_gone || self.suspension.is_over(now, quiet) {
                     return Err(error);
                 }
@@ -415,6 +418,7 @@ impl Admin {
         let cid = sqe.cid();
         let host = controller.host;
         let successors = host.successors();
+        let before = self.moment(controller);
         let completion = match self.execute(sqe, controller) {
             Ok(Outcome::Waits) => return,
             Ok(Outcome::Done(dw0)) => Completion {
@@ -428,7 +432,7 @@ impl Admin {
                 return;
             }
             // It has changed nothing yet.
-            Err(Failure::NotMapped(_)) if !self.is_memory_gone_for_good(controller) => {
+            Err(Failure::NotMapped(_)) if !self.is_memory_gone_for_good(before, controller) => {
                 self.postponed = Some(*sqe);
                 return;
             }
@@ -459,9 +463,18 @@ impl Admin {
         self.unposted.push_back(completion);
     }
 
-    /// Returns whether memory that a command names, and that is not there, is waited for no longer.
-    fn is_memory_gone_for_good(&mut self, controller: Controller<'_>) -> bool {
-        let (now, quiet) = (self.clock.now(), controller.shared.memory.quiet_for());
+    /// Returns the present moment.
+    fn moment(&self, controller: Controller<'_>) -> Moment {
+        Moment {
+            now: self.clock.now(),
+            quiet: controller.shared.memory.quiet_for(),
+        }
+    }
+
+    /// Returns whether memory that a command names is waited for no longer. The command did not find it after `before`.
+    fn is_memory_gone_for_good(&mut self, before: Moment, controller: Controller<'_>) -> bool {
+        let after = self.moment(controller);
+        let Moment { now, quiet } = self.command_suspension.moment(before, after);
         self.command_suspension.is_over_for_command(now, quiet)
     }
 

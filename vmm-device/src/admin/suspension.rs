@@ -8,6 +8,13 @@ use nvme_mpt::dma::is_gone_for_good;
 /// Interval at which memory that is gone is looked for. Nothing reports that it is back.
 pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
+/// Time by the clock, and time since the VM's memory changed last.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Moment {
+    pub(super) now: Duration,
+    pub(super) quiet: Duration,
+}
+
 /// Time in which the admin queues, or a command, wait for memory.
 #[derive(Debug, Default)]
 pub(super) struct Suspension {
@@ -15,6 +22,16 @@ pub(super) struct Suspension {
 }
 
 impl Suspension {
+    /// Returns the moment of an access that found no memory, made between two others. The thread may have stood still after
+    /// the access, and the memory may be back. The next access finds it then.
+    pub(super) fn moment(&self, before: Moment, after: Moment) -> Moment {
+        let begun = if self.is_on() { before } else { after };
+        Moment {
+            now: begun.now,
+            quiet: before.quiet.min(after.quiet),
+        }
+    }
+
     /// Notes that memory is gone at the moment `now`, in a VM whose memory has not changed for the time `quiet`. Returns
     /// whether the queues wait for it no longer.
     pub(super) fn is_over(&mut self, now: Duration, quiet: Duration) -> bool {

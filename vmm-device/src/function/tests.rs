@@ -426,6 +426,114 @@ fn data_that_stays_unmapped_fails_the_command_alone() {
     assert_eq!(guest.admin(identify()).status(), Status::SUCCESS);
 }
 
+/// A clock at one of whose readings the thread stands still for 40 s. Memory that was gone is back afterwards.
+#[derive(Debug)]
+struct StallingClock {
+    host: Arc<dyn HostSide>,
+    stall: Mutex<Stall>,
+}
+
+#[derive(Debug, Default)]
+struct Stall {
+    now: Duration,
+    /// Readings until it.
+    readings: u32,
+    /// Memory that comes back; `None` before the stall is set, and after it.
+    memory: Option<MemoryRegion>,
+    /// True if the machine stood still as well, so that a command's memory was gone for longer than it is waited for.
+    is_gone: bool,
+}
+
+impl WaitClock for StallingClock {
+    fn now(&self) -> Duration {
+        let mut stall = self.stall.lock().expect("sound");
+        if stall.readings > 0 {
+            stall.readings -= 1;
+        } else if let Some(memory) = stall.memory.take() {
+            stall.is_gone = self.host.shared().memory.quiet_for() > Duration::from_secs(1);
+            self.host.map(memory).expect("mapped");
+            stall.now += Duration::from_secs(40);
+        }
+        stall.now
+    }
+
+    fn wait(&self, _: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool {
+        attempt(Duration::from_secs(3600))
+    }
+
+    fn sleep(&self, time: Duration) {
+        self.stall.lock().expect("sound").now += time;
+    }
+}
+
+/// Checks that a command, which waits for the memory from `gone` on, goes on if the thread stands still at a reading of the
+/// clock while the memory comes back. Returns whether there was such a reading.
+fn goes_on_after_a_stall(readings: u32, gone: u64, command: Sqe) -> bool {
+    let host = Arc::new(fixtures::attachment(DoorbellMode::Trap));
+    let clock = Arc::new(StallingClock {
+        host: host.clone(),
+        stall: Mutex::default(),
+    });
+    let function = NvmeFunction::new(host, MsixMasking::Client).with_clock(clock.clone());
+    let memory = fixtures::guest_memory();
+    let mut guest = Guest::on(function, memory.try_clone().expect("a descriptor"));
+    guest.enable();
+    let data = data_memory();
+    let data_fd = data.fd.try_clone().expect("a descriptor");
+    guest.function.host().map(data).expect("mapped");
+    let cid = guest.enqueue(command);
+    let len = MEMORY.end - MEMORY.start;
+    let unmapped = guest.function.host().unmap(Gpa(gone), len);
+    assert_eq!(unmapped.expect("unmapped"), len);
+    guest.ring();
+    if guest.function.events_interval() != Some(LOOK_INTERVAL) {
+        // A command for data waits by the time since the last change, and the machine stood still for as long.
+        assert_eq!(gone, NOWHERE);
+        return true;
+    }
+    *clock.stall.lock().expect("sound") = Stall {
+        now: Duration::ZERO,
+        readings,
+        memory: Some(MemoryRegion {
+            gpa: Gpa(gone),
+            fd: if gone == NOWHERE { data_fd } else { memory },
+            ..data_memory()
+        }),
+        is_gone: false,
+    };
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 1, "reading {readings}");
+    {
+        let stall = clock.stall.lock().expect("sound");
+        if stall.memory.is_some() {
+            return false;
+        }
+        if stall.is_gone && gone == NOWHERE {
+            return true;
+        }
+    }
+    guest.function.process_events();
+    let cqe = guest.completion();
+    assert_eq!(
+        (cqe.cid(), cqe.status()),
+        (cid, Status::SUCCESS),
+        "reading {readings}"
+    );
+    true
+}
+
+#[test]
+fn memory_that_came_back_while_the_thread_stood_still_is_found() {
+    let data = Sqe {
+        dptr: [NOWHERE, 0],
+        ..identify()
+    };
+    for (gone, command) in [(MEMORY.start, identify()), (NOWHERE, data)] {
+        let readings = (0..).take_while(|reading| goes_on_after_a_stall(*reading, gone, command));
+        assert!(readings.count() > 0);
+    }
+}
+
 #[test]
 fn what_a_queue_reported_before_a_reset_fails_no_controller_after_it() {
     let mut guest = Guest::ready(DoorbellMode::Trap);

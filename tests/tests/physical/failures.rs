@@ -1,6 +1,7 @@
 //! Failures of drives, under load from several guests: every command completes once, none is lost, and guests
 //! go on undisturbed, or learn of it at once.
 
+use std::thread;
 use std::time::Duration;
 
 use nvme_mpt::drive::{HostController, Incidents, ReserveError};
@@ -608,6 +609,69 @@ fn a_queue_that_a_drive_did_not_delete_is_deleted_before_the_next_one_is_created
     let mut queue = queue_pair(&mut controller, 1, 16);
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     drop((queue, controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_queue_is_created_after_the_reset_that_a_fatal_status_brings() {
+    let host = Host::with(scarce_with(4), LONG);
+    let load = Load::start(&host, &Setup::nth(0), 1, 4);
+    let machine = host.machine(&Setup::nth(1));
+    let mut controller = machine.attach();
+    for (id, opcode) in [(1, admin::CREATE_CQ), (2, admin::CREATE_SQ)] {
+        let before = host.incidents().resets;
+        host.model
+            .inject(Fault::once(Meets::Admin(opcode), Effect::Fatal));
+        // The drive has minutes for an answer, and none comes.
+        let mut queue = queue_pair(&mut controller, id, 16);
+        assert_eq!(host.incidents().resets, before + 1);
+        assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+        load.goes_on();
+    }
+    assert_eq!(host.model.counters().faults_met, 2);
+    load.finish();
+    drop((controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_queue_whose_creation_gets_no_answer_is_created_after_the_reset() {
+    let host = Host::with(scarce_with(4), LONG);
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    host.model
+        .inject(Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Lose));
+    host.model.set_admin_timeout(Some(ADMIN_TIMEOUT));
+    let (model, drive) = (host.model.clone(), host.drive.clone());
+    let patient = thread::spawn(move || {
+        wait_for("a reset", || drive.controller().incidents().resets > 0);
+        model.set_admin_timeout(None);
+    });
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+    assert_eq!(host.model.counters().faults_met, 1);
+    patient.join().unwrap();
+    drop((queue, controller, machine));
+    host.finish();
+}
+
+#[test]
+fn a_drive_that_fails_with_each_new_queue_is_not_reset_without_end() {
+    let host = Host::with(scarce_with(4), LONG);
+    let load = Load::start(&host, &Setup::nth(0), 1, 4);
+    let machine = host.machine(&Setup::nth(1));
+    let mut controller = machine.attach();
+    let fault = Fault::once(Meets::Admin(admin::CREATE_CQ), Effect::Fatal);
+    host.model.inject(fault.clone());
+    // The reset between the attempts creates the pair of the load.
+    host.model.inject(fault.after(2));
+    let options = nvme_mpt_tests::controller::QueueOptions::polled(16);
+    assert!(controller.create_queue_pair(1, &options).is_err());
+    resets(&host, 2);
+    load.goes_on();
+    assert_eq!(host.incidents().resets, 2);
+    load.finish();
+    drop((controller, machine));
     host.finish();
 }
 

@@ -24,14 +24,14 @@ use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::event::AsyncEvent;
 use nvme_mpt::spec::ids::{CommandId, QueueId};
 use nvme_mpt::spec::opcode::AdminOpcode;
-use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::spec::registers::{Csts, Doorbell, REMOVED, offset};
 use nvme_mpt::spec::sqe::Sqe;
 
 /// Entries of both queues: one command, one Asynchronous Event Request, and room for those that
 /// were given up.
 const ENTRIES: u16 = 32;
 
-/// Rounds of the wait between two looks at the function's presence.
+/// Rounds of the wait between two looks at the function's presence and status.
 const ROUNDS_PER_LOOK: u32 = 16;
 
 /// Submission Queue, Completion Queue, data: a page each.
@@ -228,8 +228,14 @@ impl AdminQueue {
                 };
             }
             rounds += 1;
-            if rounds % ROUNDS_PER_LOOK == 0 && self.backing.is_gone() {
-                return Err(ControllerError::Gone);
+            if rounds % ROUNDS_PER_LOOK == 0 {
+                if self.backing.is_gone() {
+                    return Err(ControllerError::Gone);
+                }
+                // The lock of the pairs, for which the reset waits, may be held meanwhile.
+                if self.is_fatal() {
+                    return Err(ControllerError::Fatal);
+                }
             }
             let timeout = self.backing.admin_timeout();
             if self.clock.now().saturating_sub(started) >= timeout {
@@ -241,6 +247,12 @@ impl AdminQueue {
             self.clock.sleep(pause);
             pause = (pause * 2).min(Duration::from_millis(1));
         }
+    }
+
+    /// Returns whether the controller reports CSTS.CFS. All ones come from a function that is going.
+    fn is_fatal(&self) -> bool {
+        let value = self.backing.read32(offset::CSTS as usize);
+        value != REMOVED && Csts(value).cfs()
     }
 
     /// Executes a command whose data, up to a page of it, comes from the controller.

@@ -313,7 +313,8 @@ impl PhysicalDrive {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Runs admin commands, unless the drive is gone or is being reset. One that is not answered has it reset.
+    /// Runs admin commands, unless the drive is gone or is being reset. One that is not answered, or meets a fatal status,
+    /// has it reset.
     fn with_admin<T>(
         &self,
         commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
@@ -327,7 +328,10 @@ impl PhysicalDrive {
             return Err(ControllerError::Resetting);
         }
         let result = commands(&mut admin);
-        if let Err(ControllerError::AdminTimeout { .. } | ControllerError::Gone) = result {
+        if let Err(
+            ControllerError::AdminTimeout { .. } | ControllerError::Fatal | ControllerError::Gone,
+        ) = result
+        {
             self.want_reset();
         }
         result

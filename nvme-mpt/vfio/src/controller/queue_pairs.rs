@@ -46,6 +46,9 @@ const RESTING_LOOKS: u32 = (REST.as_millis() / TICK.as_millis()) as u32;
 /// Attempts at a Flush that resets or Aborts take away.
 const FLUSH_ATTEMPTS: u32 = 5;
 
+/// Attempts at a pair that end in a reset. A drive that fails with each new pair is not reset without end.
+const JOIN_ATTEMPTS: u32 = 2;
+
 /// Longest wait of a reservation for a reset. Changes of other drives' functions wait behind it.
 const RESET_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -390,13 +393,13 @@ fn delete_one(
 }
 
 impl PhysicalDrive {
-    /// Returns whether a reset is under way that the drive may come back from. One that is gone is given back within the
-    /// reset, which takes up to a minute.
+    /// Returns whether a reset is to come or under way that the drive may come back from. One that is gone is given back
+    /// within the reset, which takes up to a minute.
     fn may_come_back(&self, pairs: &QueuePairs) -> bool {
-        pairs.is_resetting && !self.is_gone()
+        (pairs.is_resetting || self.reset_wanted.load(Ordering::Acquire)) && !self.is_gone()
     }
 
-    /// Returns the pairs, once no reset is under way or the drive is gone.
+    /// Returns the pairs, once no reset is to come or under way or the drive is gone.
     fn pairs_after_reset(&self) -> MutexGuard<'_, QueuePairs> {
         let pairs = lock(&self.pairs);
         let pairs = self
@@ -419,7 +422,30 @@ impl PhysicalDrive {
     }
 
     /// A free queue pair of the reservation, or one of one's own while there is one, else a share of the least used.
+    /// A pair that a failure of the drive prevents is created after the reset.
     pub(super) fn join_queue_pair(
+        &self,
+        slots: u16,
+        namespace: &HostNamespace,
+        lease: &Arc<LeaseShare>,
+    ) -> Result<VfioQueue, ControllerError> {
+        let mut failed = 0;
+        loop {
+            match self.try_to_join(slots, namespace, lease) {
+                // The drive got no command.
+                Err(ControllerError::Resetting) => {}
+                Err(ControllerError::AdminTimeout { .. } | ControllerError::Fatal)
+                    if failed + 1 < JOIN_ATTEMPTS =>
+                {
+                    failed += 1;
+                }
+                joined => return joined,
+            }
+        }
+    }
+
+    /// Joins a queue pair once no reset is to come or under way.
+    fn try_to_join(
         &self,
         slots: u16,
         namespace: &HostNamespace,
@@ -501,7 +527,9 @@ impl PhysicalDrive {
             Err(error) => {
                 let is_left = matches!(
                     error,
-                    ControllerError::QueueLeft { .. } | ControllerError::AdminTimeout { .. }
+                    ControllerError::QueueLeft { .. }
+                        | ControllerError::AdminTimeout { .. }
+                        | ControllerError::Fatal
                 );
                 if is_left {
                     pairs.left = Some(pair);

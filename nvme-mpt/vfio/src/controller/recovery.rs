@@ -7,7 +7,8 @@
 //! afterwards.
 //!
 //! A reset may take minutes, and does not hold the lock of the pairs meanwhile. Reservations end at once, and new ones are
-//! refused. A queue waits for its pair until the reset is over, or the drive is given up.
+//! refused. A queue waits for its pair until the reset is over, or the drive is given up, also where the reset is still
+//! to come.
 
 use std::sync::atomic::Ordering;
 
@@ -88,10 +89,10 @@ impl PhysicalDrive {
         let name = self.backing.name();
         warn!("Drive {name} is reset: {cause}");
         self.counters.resets.fetch_add(1, Ordering::Relaxed);
-        let reset = Reset::begin(self);
-        let pairs = &reset.pairs;
         // Admin commands fail from now on instead of waiting. No thread creates a pair during a reset.
         self.reset_wanted.store(true, Ordering::Release);
+        let reset = Reset::begin(self);
+        let pairs = &reset.pairs;
         let mut admin = lock(&self.admin);
         for (_, pair) in pairs {
             pair.stop();

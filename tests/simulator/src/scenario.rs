@@ -20,6 +20,7 @@ use nvme_mpt_tests::function::{InProcess, map};
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::status;
 use nvme_software::SoftwareController;
 use nvme_software::model::Profile;
 use nvme_vfio::{ControllerOptions, VfioController};
@@ -662,7 +663,7 @@ fn trouble(model: &ModelDrive, mut rng: Rng) {
     for _ in 0..1 + rng.below(4) {
         let bits = rng.below(24);
         clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
-        let effect = match rng.below(8) {
+        let effect = match rng.below(9) {
             0 => Effect::Lose,
             1 => Effect::Delay(Duration::from_millis(rng.below(20_000))),
             2 => Effect::Fatal,
@@ -670,6 +671,7 @@ fn trouble(model: &ModelDrive, mut rng: Rng) {
             4 => Effect::CompleteTwice,
             5 => Effect::CompleteUnknown,
             6 => Effect::Garbage,
+            7 => Effect::Fail(status::UNRECOVERED_READ_ERROR, rng.below(2) == 0),
             _ => Effect::Delay(Duration::from_micros(rng.below(2000))),
         };
         let fault = Fault::once(Meets::Io, effect)

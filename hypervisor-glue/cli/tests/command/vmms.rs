@@ -268,17 +268,21 @@ impl Guest {
         let interrupt = Arc::new(Interrupt::new().unwrap());
         let options = QueueOptions::interrupting(64, VECTOR, interrupt);
         self.queue = self.controller.create_queue_pair(2, &options).unwrap();
-        let ours = Arc::new(EventFd::new(0).unwrap());
+        let ours = Arc::new(EventFd::new(libc::EFD_NONBLOCK).unwrap());
         let vector = &vectors[usize::from(VECTOR)];
         vector.set_eventfd(Some(ours.try_clone().unwrap()));
         vector.set_masked(false);
-        for eventfd in [events, ours] {
-            let _ = eventfd.read();
-            eventfd.write(u64::MAX - 1).unwrap();
+        // Nothing reads it.
+        let _ = ours.read();
+        ours.write(u64::MAX - 1).unwrap();
+        for eventfd in [&events, &ours] {
             // The server has made it non-blocking, which any owner can undo: here by the ioctl FIONBIO.
-            let descriptor = UnixStream::from(eventfd::share(&eventfd).unwrap());
+            let descriptor = UnixStream::from(eventfd::share(eventfd).unwrap());
             descriptor.set_nonblocking(false).unwrap();
         }
+        // The function's threads empty this one, and would wait for a counter that another of them has emptied. It is
+        // full again at once.
+        thread::spawn(move || while events.write(u64::MAX - 1).is_ok() {});
         // The poller reports that it fails, and raises the vector.
         self.queue.submit(Sqe::read(1, u64::MAX, 1)).unwrap();
         self.queue.ring();

@@ -9,6 +9,7 @@
 //! | `doorbells` | moments at which doorbells are mapped and trapped ([`Hysteresis`]) | exits, commands, costs of both | mapped |
 //! | `budget` | IOMMU mappings of one VM ([`Budget`]) | mappings in use | a sixteenth |
 //! | `slices` | bytes of a file that are deallocated at once ([`SliceLength`]) | length and time of the last | 256 KiB |
+//! | `looks` | pauses between looks at doorbells that notify nobody ([`Looks`]) | time without work | 1 ms |
 //!
 //! # Contract
 //! - **Pure.** A decision follows from the inputs alone. Nothing here reads a clock, sleeps, yields, locks or allocates:
@@ -23,6 +24,7 @@ mod budget;
 mod courtesy;
 mod doorbells;
 mod governor;
+mod looks;
 mod moderation;
 mod slices;
 mod spin;
@@ -37,6 +39,7 @@ pub use budget::{Budget, NoMapping, Used};
 pub use courtesy::{Courtesy, OnProcessor};
 pub use doorbells::Hysteresis;
 pub use governor::{Class, HeavyWindow, Terms, WINDOW_MAX};
+pub use looks::Looks;
 pub use moderation::{Moderation, Owed};
 pub use slices::SliceLength;
 pub use spin::SpinTime;
@@ -49,6 +52,12 @@ pub enum Choice {
     Learned,
     /// Decisions are constants.
     Fixed,
+}
+
+impl Choice {
+    fn is_learned(&self) -> bool {
+        *self == Self::Learned
+    }
 }
 
 /// Choices for all that learns. The text form names what is fixed: `moderation+doorbells`.
@@ -70,13 +79,16 @@ pub struct Learning {
     /// functions are without it.
     #[serde(skip)]
     pub slices: Choice,
+    /// Pauses between looks at doorbells that notify nobody. Messages and states of earlier releases are without it.
+    #[serde(default, skip_serializing_if = "Choice::is_learned")]
+    pub looks: Choice,
 }
 
 /// One of the choices.
 type Part = fn(&mut Learning) -> &mut Choice;
 
 /// Names of the choices.
-const NAMES: [(&str, Part); 7] = [
+const NAMES: [(&str, Part); 8] = [
     ("spin", |learning| &mut learning.spin),
     ("courtesy", |learning| &mut learning.courtesy),
     ("moderation", |learning| &mut learning.moderation),
@@ -84,16 +96,23 @@ const NAMES: [(&str, Part); 7] = [
     ("doorbells", |learning| &mut learning.doorbells),
     ("budget", |learning| &mut learning.budget),
     ("slices", |learning| &mut learning.slices),
+    ("looks", |learning| &mut learning.looks),
 ];
 
 impl Learning {
     /// Returns the choices that belong to a poller; the others learn.
     #[must_use]
     pub fn of_poller(self) -> Self {
-        let Self { spin, courtesy, .. } = self;
+        let Self {
+            spin,
+            courtesy,
+            looks,
+            ..
+        } = self;
         Self {
             spin,
             courtesy,
+            looks,
             ..Self::default()
         }
     }
@@ -174,7 +193,9 @@ mod tests {
         for text in ["", "all", "spin+", "spin,budget"] {
             let error = text.parse::<Learning>().expect_err(text);
             assert!(
-                error.ends_with("spin, courtesy, moderation, governor, doorbells, budget, slices"),
+                error.ends_with(
+                    "spin, courtesy, moderation, governor, doorbells, budget, slices, looks"
+                ),
                 "{error}"
             );
         }
@@ -189,10 +210,23 @@ mod tests {
     }
 
     #[test]
+    fn messages_and_states_of_releases_without_looks_are_read() {
+        let budget: Learning = "budget".parse().expect("a name");
+        let text = serde_json::to_string(&budget).expect("text");
+        assert!(!text.contains("looks"), "{text}");
+        let looks: Learning = "looks".parse().expect("a name");
+        let with_looks = serde_json::to_string(&looks).expect("text");
+        for (text, name) in [(text, "budget"), (with_looks, "looks")] {
+            let read: Learning = serde_json::from_str(&text).expect("as it was");
+            assert_eq!(read.to_string(), name);
+        }
+    }
+
+    #[test]
     fn choices_belong_to_a_poller_a_drive_or_a_function() {
         let all = NAMES.map(|(name, _)| name).join("+");
         let all: Learning = all.parse().expect("names");
-        assert_eq!(all.of_poller().to_string(), "spin+courtesy");
+        assert_eq!(all.of_poller().to_string(), "spin+courtesy+looks");
         assert_eq!(all.of_drive().to_string(), "governor+budget+slices");
     }
 }

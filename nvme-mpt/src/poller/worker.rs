@@ -19,7 +19,7 @@ use super::policy::Spin;
 use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
-use crate::learn::{Courtesy, Learning, OnProcessor, SpinTime};
+use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
 use crate::memory::processors::pin_this_thread;
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
@@ -34,10 +34,6 @@ use crate::stats::PollerStats;
 /// Passes without work that follow one another without a pause: a guest with one command in flight
 /// answers within them, and a pause would be part of its latency.
 const EAGER_PASSES: u32 = 64;
-
-/// Doorbells that cannot notify are looked at this often while nothing happens.
-const TIMED_MIN: Duration = Duration::from_micros(50);
-const TIMED_MAX: Duration = Duration::from_millis(1);
 
 /// Longest sleep that ends as exactly as a timer does. Others end to the millisecond.
 const EXACT_MAX: Duration = Duration::from_millis(20);
@@ -323,6 +319,7 @@ impl Worker {
         let due_soon = rate.ticks(early);
         let mut spin_time = SpinTime::new(learning.spin, rate);
         let mut courtesy = Courtesy::new(learning.courtesy, rate);
+        let looks = Looks::new(learning.looks);
         let mut idle_since = None;
         // As `idle_since`, but since it last slept.
         let mut spin_since = None;
@@ -388,7 +385,7 @@ impl Worker {
             }
             spin_since = None;
             if parks {
-                let (found_work, slept) = self.park(idle, early);
+                let (found_work, slept) = self.park(idle, early, looks);
                 // The clock ends a rest, however long the poller spins before it.
                 if rests == Rests::None {
                     spin_time.slept(slept, found_work);
@@ -481,7 +478,7 @@ impl Worker {
 
     /// Sleeps until there is something to do, or until so long before a command is due. Returns whether work was there after
     /// it, and the ticks it slept.
-    fn park(&mut self, idle: u64, early: Duration) -> (bool, u64) {
+    fn park(&mut self, idle: u64, early: Duration, looks: Looks) -> (bool, u64) {
         for queue in &mut self.queues {
             queue.arm();
         }
@@ -500,7 +497,11 @@ impl Worker {
         if !found {
             let silent = timed.then(|| {
                 let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
-                (idle / 8).clamp(TIMED_MIN, TIMED_MAX)
+                if self.queues.iter().any(|queue| queue.has_silent_work()) {
+                    Looks::at_work(idle)
+                } else {
+                    looks.at_doorbells(idle)
+                }
             });
             // A poller that spins does so for the rest, and the command completes in time.
             let due = self.until_due(began).map(|ticks| {

@@ -110,7 +110,7 @@ joined by +, as in dedicated:busy@2+3, or @vcpu behind dedicated [default: share
         "fixed",
         "NAME+NAME",
         "what does not learn, joined by +: spin, courtesy, moderation, governor, doorbells, budget,
-slices [default: all of it learns]",
+slices, looks [default: all of it learns]",
     ),
     option(
         "memory",

@@ -236,7 +236,7 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         (
             "path=/d,fixed=moderation+doorbell",
             "Option \"fixed\" cannot be \"moderation+doorbell\"\n  `doorbell` does not learn; join names by +, from spin, \
-             courtesy, moderation, governor, doorbells, budget, slices",
+             courtesy, moderation, governor, doorbells, budget, slices, looks",
         ),
         (
             "path=/d,fixed=spin+governor",

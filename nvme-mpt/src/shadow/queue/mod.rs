@@ -324,15 +324,19 @@ impl ShadowQueue {
     /// completion of a drive that is polled.
     #[must_use]
     pub fn is_silent(&self) -> bool {
-        if self.host.is_polled() && !self.is_drained() {
-            return true;
-        }
-        match self.core.condition {
-            Condition::Sound => self.core.context.silence.may_be(),
-            // Time has to pass for it.
-            Condition::Suspended { .. } => true,
-            Condition::Failed => false,
-        }
+        self.has_silent_work()
+            || match self.core.condition {
+                Condition::Sound => self.core.context.silence.may_be(),
+                Condition::Suspended { .. } | Condition::Failed => false,
+            }
+    }
+
+    /// Returns whether something is on its way here that notifies nobody: a completion of a drive that is polled, or the
+    /// end of a suspension, for which time has to pass.
+    #[must_use]
+    pub fn has_silent_work(&self) -> bool {
+        (self.host.is_polled() && !self.is_drained())
+            || matches!(self.core.condition, Condition::Suspended { .. })
     }
 
     /// Becomes readable when the host controller has completed something.

@@ -1,0 +1,115 @@
+//! Pause between two looks at doorbells whose stores notify nobody.
+//!
+//! A command that comes meanwhile waits for the end of the pause. So the pause grows with the time that nothing happened:
+//! a guest that was idle for long waits longer than one that was idle for a moment, and for both the wait is a small part
+//! of their idle time.
+//!
+//! The fixed alternative ends at a millisecond.
+
+use std::time::Duration;
+
+use super::Choice;
+
+/// The shortest pause.
+const MIN: Duration = Duration::from_micros(50);
+
+/// Divisor of the idle time, and the longest pause, while a command may be on its way.
+const OFTEN: (u32, Duration) = (8, Duration::from_millis(1));
+
+/// The same after a longer time: fifty looks a second.
+const SELDOM: (u32, Duration) = (64, Duration::from_millis(20));
+
+/// Decides on the pause between two looks.
+#[derive(Clone, Copy, Debug)]
+pub struct Looks {
+    choice: Choice,
+}
+
+impl Looks {
+    /// Pauses that grow to 20 ms, or to a millisecond if they are fixed.
+    #[must_use]
+    pub fn new(choice: Choice) -> Self {
+        Self { choice }
+    }
+
+    /// Returns the pause before the next look at doorbells, after so much time without work.
+    #[must_use]
+    pub fn at_doorbells(self, idle: Duration) -> Duration {
+        match self.choice {
+            Choice::Learned => Self::at_work(idle).max(part(idle, SELDOM)),
+            Choice::Fixed => Self::at_work(idle),
+        }
+    }
+
+    /// Returns the pause before the next look at what will change for certain, such as a drive that has commands.
+    #[must_use]
+    pub fn at_work(idle: Duration) -> Duration {
+        part(idle, OFTEN).max(MIN)
+    }
+}
+
+fn part(idle: Duration, (divisor, longest): (u32, Duration)) -> Duration {
+    (idle / divisor).min(longest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Looks at doorbells from the moment on at which a poller has spun, until so much time has passed.
+    fn looks_within(looks: Looks, time: Duration) -> (usize, Duration) {
+        let mut idle = Duration::from_micros(20);
+        let (mut count, mut pause) = (0, Duration::ZERO);
+        while idle < time {
+            pause = looks.at_doorbells(idle);
+            idle += pause;
+            count += 1;
+        }
+        (count, pause)
+    }
+
+    #[test]
+    fn an_idle_guest_is_looked_at_fifty_times_a_second() {
+        let looks = Looks::new(Choice::Learned);
+        let (first, _) = looks_within(looks, Duration::from_secs(2));
+        let (all, pause) = looks_within(looks, Duration::from_secs(12));
+        assert_eq!(all - first, 500);
+        assert_eq!(pause, Duration::from_millis(20));
+        assert!(first < 400, "{first}");
+    }
+
+    #[test]
+    fn fixed_looks_go_on_each_millisecond() {
+        let looks = Looks::new(Choice::Fixed);
+        let (first, _) = looks_within(looks, Duration::from_secs(2));
+        let (all, pause) = looks_within(looks, Duration::from_secs(12));
+        assert_eq!(all - first, 10_000);
+        assert_eq!(pause, Duration::from_millis(1));
+    }
+
+    #[test]
+    fn a_command_waits_for_a_small_part_of_the_time_that_its_guest_was_idle() {
+        let looks = Looks::new(Choice::Learned);
+        for micros in [400, 5_000, 8_000] {
+            let idle = Duration::from_micros(micros);
+            assert_eq!(looks.at_doorbells(idle), idle / 8);
+        }
+        for millis in [9, 30, 64] {
+            let pause = looks.at_doorbells(Duration::from_millis(millis));
+            assert_eq!(pause, Duration::from_millis(1));
+        }
+        for millis in [65, 500, 1_280] {
+            let idle = Duration::from_millis(millis);
+            assert_eq!(looks.at_doorbells(idle), idle / 64);
+        }
+        assert_eq!(looks.at_doorbells(Duration::ZERO), MIN);
+    }
+
+    #[test]
+    fn a_drive_that_has_commands_is_looked_at_each_millisecond() {
+        for seconds in [1, 3_600] {
+            let pause = Looks::at_work(Duration::from_secs(seconds));
+            assert_eq!(pause, Duration::from_millis(1));
+        }
+    }
+}

@@ -42,6 +42,8 @@ pub(crate) struct Slot {
     pub(crate) opcode: NvmOpcode,
     /// Room for the completion, from [`Permit::occupy`] to [`Slots::release`].
     room: Option<Room>,
+    /// While it is free, the number of the free slot that is taken after it.
+    next_free: u16,
     /// Work that its end has to do besides.
     pub(crate) special: Special,
     /// Bytes of data in the VM's memory. Ranges to deallocate or copy are none: the host has a copy of them.
@@ -68,7 +70,7 @@ impl Slot {
 pub(crate) struct Permit<'a> {
     number: u16,
     slot: &'a mut Slot,
-    free: &'a mut Vec<u16>,
+    free: &'a mut Free,
 }
 
 /// Facts of a command that is put in flight, as in [`Slot`].
@@ -110,9 +112,9 @@ impl<'a> Permit<'a> {
         slot.bytes = bytes;
         slot.slba = slba;
         slot.taken = taken;
-        // The permit was made of the last number.
-        let left = free.len().saturating_sub(1);
-        free.truncate(left);
+        // The permit was made of the first number.
+        free.first = slot.next_free;
+        free.count -= 1;
         &slot.host
     }
 
@@ -124,26 +126,44 @@ impl<'a> Permit<'a> {
     }
 }
 
+/// Number that no slot has.
+const NO_SLOT: u16 = u16::MAX;
+
+/// Free slots. Each has the number of the next one, so a look at the first slot finds whether there is any.
+#[derive(Debug)]
+struct Free {
+    /// Number of the slot that is taken next, or [`NO_SLOT`].
+    first: u16,
+    count: usize,
+}
+
 /// The slots of a shadow queue. A slot's index is the command's identifier at the host controller.
 #[derive(Debug)]
 pub(crate) struct Slots {
     slots: Box<[Slot]>,
-    free: Vec<u16>,
+    free: Free,
 }
 
 impl Slots {
     pub(crate) fn new(count: u16) -> Self {
-        let slots = (0..count).map(|_| Slot::default()).collect();
         // Lowest first: the same few slots and their list pages stay in the cache.
+        let first = |from: u16| if from < count { from } else { NO_SLOT };
+        let slots = (0..count).map(|number| Slot {
+            next_free: first(number + 1),
+            ..Slot::default()
+        });
         Self {
-            slots,
-            free: (0..count).rev().collect(),
+            slots: slots.collect(),
+            free: Free {
+                first: first(0),
+                count: usize::from(count),
+            },
         }
     }
 
     #[inline]
     pub(crate) fn free(&self) -> usize {
-        self.free.len()
+        self.free.count
     }
 
     /// Returns the number of slots.
@@ -153,13 +173,13 @@ impl Slots {
 
     #[inline]
     pub(crate) fn in_flight(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.slots.len() - self.free.count
     }
 
     /// Reserves a slot, if one is free.
     #[inline]
     pub(crate) fn reserve(&mut self) -> Option<Permit<'_>> {
-        let number = *self.free.last()?;
+        let number = self.free.first;
         Some(Permit {
             number,
             slot: self.slots.get_mut(usize::from(number))?,
@@ -170,11 +190,29 @@ impl Slots {
     /// Reserves one slot of all, if it is free.
     #[cold]
     pub(crate) fn reserve_at(&mut self, number: u16) -> Option<Permit<'_>> {
-        let at = self.free.iter().position(|free| *free == number)?;
-        // The permit takes the last one, and the next ones stay the lowest.
-        let number = self.free.remove(at);
-        self.free.push(number);
+        self.bring_to_front(number)?;
         self.reserve()
+    }
+
+    /// Has a slot taken next; `None` if it is not free.
+    fn bring_to_front(&mut self, number: u16) -> Option<()> {
+        let mut before = self.free.first;
+        if before == number {
+            return Some(());
+        }
+        loop {
+            let next = self.slots.get(usize::from(before))?.next_free;
+            if next == number {
+                break;
+            }
+            before = next;
+        }
+        // The others stay in their order.
+        let slot = self.slots.get_mut(usize::from(number))?;
+        let after = std::mem::replace(&mut slot.next_free, self.free.first);
+        self.slots.get_mut(usize::from(before))?.next_free = after;
+        self.free.first = number;
+        Some(())
     }
 
     /// Gives a slot back, with the room for its completion; `None` for a number that no command in flight has.
@@ -186,17 +224,21 @@ impl Slots {
             .get_mut(usize::from(index))
             .filter(|slot| slot.room.is_some())?;
         let room = slot.room.take()?;
-        // The list does not grow: each slot is in it once at most.
-        self.free.push(index);
+        slot.next_free = self.free.first;
+        self.free.first = index;
+        self.free.count += 1;
         Some((slot, room))
     }
 
     /// Takes back a slot that was the last to be released.
     #[cold]
     pub(crate) fn retake(&mut self, index: u16, room: Room) {
-        if let Some(slot) = self.slots.get_mut(usize::from(index)) {
+        if let Some(slot) = self.slots.get_mut(usize::from(index))
+            && self.free.first == index
+        {
             slot.room = Some(room);
-            self.free.pop_if(|last| *last == index);
+            self.free.first = slot.next_free;
+            self.free.count -= 1;
         }
     }
 
@@ -268,6 +310,32 @@ mod tests {
         assert!(slots.reserve_at(1).is_none());
         assert!(slots.reserve_at(3).is_none());
         assert_eq!(occupy(&mut slots, CommandId(8)), 0);
+    }
+
+    #[test]
+    fn free_slots_keep_their_order_when_another_one_is_taken() {
+        let mut slots = Slots::new(4);
+        // The last one, whose number no other slot names after it.
+        for (number, free) in [(2, 3), (0, 2), (3, 1), (1, 0)] {
+            let mut permit = slots.reserve_at(number).expect("free");
+            assert_eq!(permit.host().0, number);
+            assert_eq!(occupy(&mut slots, CommandId(number)), number);
+            assert_eq!(slots.free(), free);
+            assert!(slots.reserve_at(number).is_none());
+        }
+        assert!(slots.reserve().is_none());
+        assert!(slots.reserve_at(NO_SLOT).is_none());
+        for number in [1, 3, 0] {
+            assert!(slots.release(number).is_some());
+        }
+        drop(slots.reserve_at(1).expect("free"));
+        for number in [1, 0, 3] {
+            assert_eq!(occupy(&mut slots, CommandId(number)), number);
+        }
+        let (_, room) = slots.release(3).expect("in flight");
+        slots.retake(3, room);
+        assert_eq!((slots.in_flight(), slots.free()), (4, 0));
+        assert!(slots.reserve().is_none());
     }
 
     #[test]

@@ -160,9 +160,21 @@ impl SubmissionRing {
     #[inline]
     #[must_use]
     pub fn read(&self, index: u32) -> Sqe {
+        self.read_ahead(index, 0)
+    }
+
+    /// As [`Self::read`]. Asks the processor to fetch the entry that lies so many entries behind it in memory. There
+    /// may be none.
+    ///
+    /// # Panics
+    /// As [`Self::read`].
+    #[inline]
+    #[must_use]
+    pub fn read_ahead(&self, index: u32, ahead: u32) -> Sqe {
         #[cfg(simulation)]
         crate::simulation::turn(crate::simulation::Step::ReadEntry, [index.into(), 0]);
         let entry = self.0.at(index);
+        fetch(entry.wrapping_add(ahead as usize));
         // SAFETY: the entry lies inside a mapping by the constructor's check and `at`, aligned to 64 bytes; volatile, as
         // the guest may write it at any time.
         #[cfg(target_arch = "x86_64")]
@@ -185,17 +197,23 @@ impl SubmissionRing {
 
     /// Asks the processor to fetch an entry that is read soon, of the first stretch. Any index is safe to name.
     #[inline]
-    #[cfg_attr(
-        not(target_arch = "x86_64"),
-        expect(unused_variables, reason = "no prefetch is stable there")
-    )]
     pub fn prefetch(&self, index: u32) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch has no architectural effect, wherever it points.
-        unsafe {
-            use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            _mm_prefetch::<_MM_HINT_T0>(self.0.first.wrapping_add(index as usize).cast());
-        }
+        fetch(self.0.first.wrapping_add(index as usize));
+    }
+}
+
+/// Asks the processor to fetch an entry. Any address is safe to name.
+#[inline(always)]
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    expect(unused_variables, reason = "no prefetch is stable there")
+)]
+fn fetch(entry: *const SubmissionEntry) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch has no architectural effect, wherever it points.
+    unsafe {
+        use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(entry.cast());
     }
 }
 

@@ -565,12 +565,11 @@ impl ShadowCore {
             && let Some(room) = rooms.split_off()
         {
             let (number, host) = permit.host();
-            let guest = sq.ring.read(sq.head.get());
+            let guest = sq.ring.read_ahead(sq.head.get(), PREFETCH);
             if let Some(live) = live {
                 live.record(number, &guest, mark);
                 mark = mark.next();
             }
-            sq.ring.prefetch(sq.head.get() + PREFETCH);
             sq.head.advance();
             match H::Commands::translate(translator, &guest, number, host) {
                 Ok(transfer) => {

@@ -32,6 +32,27 @@ pub(super) struct PrpHints {
 pub(super) fn translate(
     table: &RegionTable,
     hints: &mut PrpHints,
+    prps: [u64; 2],
+    len: u64,
+    direction: Direction,
+    lists: &mut ListMemory,
+    slot: u16,
+) -> Result<[u64; 2], Failure> {
+    let [prp1, _] = prps;
+    // Nearly all have their data in one page, and need no more than this.
+    if prp1.is_multiple_of(4) && prp1 % PAGE_SIZE + len <= PAGE_SIZE {
+        let iova = table.translate(Gpa(prp1), len, direction, &mut hints.data);
+        let outside = Failure::at(Status::DATA_TRANSFER_ERROR, PRP1);
+        return Ok([iova.ok_or(outside)?.bits(), 0]);
+    }
+    translate_pages(table, hints, prps, len, direction, lists, slot)
+}
+
+/// As [`translate`], of commands whose data may lie in several pages.
+#[inline(never)]
+fn translate_pages(
+    table: &RegionTable,
+    hints: &mut PrpHints,
     [prp1, prp2]: [u64; 2],
     len: u64,
     direction: Direction,
@@ -63,7 +84,7 @@ pub(super) fn translate(
 }
 
 /// Copies and translates a PRP list for `len` bytes, to where a slot has its list.
-#[inline(never)]
+#[inline]
 fn translate_list(
     table: &RegionTable,
     hints: &mut PrpHints,

@@ -27,6 +27,12 @@ use crate::spec::status::Status;
 /// protection information are not offered.
 const READ_WRITE_CDW12: u32 = 0xC000_FFFF;
 
+/// The opcode's bits of dword 0.
+const OPCODE: Cdw0 = Cdw0(0).with_opcode(u8::MAX);
+
+/// Bits of dword 0 that are clear in a command by itself that has PRPs.
+const FUSE_AND_PSDT: Cdw0 = Cdw0(0).with_fuse(Fuse(0b11)).with_psdt(Psdt(0b11));
+
 /// Turns guest commands into host commands, for one shadow queue.
 #[derive(Debug)]
 pub struct Translator {
@@ -158,10 +164,14 @@ impl Translator {
         slot: u16,
         host: &mut Sqe,
     ) -> Result<u32, Untranslated> {
+        const READ: u32 = NvmOpcode::READ.0 as u32;
+        const WRITE: u32 = NvmOpcode::WRITE.0 as u32;
         let opcode = NvmOpcode(guest.opcode());
-        if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
-            self.check_common(guest)?;
-            return self.read_write(guest, opcode, slot, host);
+        // One look finds reads and writes by themselves that have PRPs, as nearly all commands are.
+        let kind = guest.cdw0.0 & (OPCODE.0 | FUSE_AND_PSDT.0);
+        if matches!(kind, READ | WRITE) {
+            self.check_nsid(guest)?;
+            return self.read_write::<true>(guest, opcode, slot, host);
         }
         self.translate_others(guest, opcode, slot, host)
     }
@@ -173,6 +183,10 @@ impl Translator {
         slot: u16,
         host: &mut Sqe,
     ) -> Result<u32, Untranslated> {
+        if matches!(opcode, NvmOpcode::READ | NvmOpcode::WRITE) {
+            self.check_common(guest)?;
+            return self.read_write::<false>(guest, opcode, slot, host);
+        }
         if !self.limits.offers(opcode) {
             return Err(Failure::at(Status::INVALID_OPCODE, location::OPCODE).into());
         }
@@ -214,8 +228,6 @@ impl Translator {
     /// Invalid Field, or Invalid Namespace or Format.
     #[inline(always)]
     pub fn check_common(&self, guest: &Sqe) -> Result<(), Failure> {
-        // None of these is set in a command by itself that has PRPs, as nearly all are: one look tells.
-        const FUSE_AND_PSDT: Cdw0 = Cdw0(0).with_fuse(Fuse(0b11)).with_psdt(Psdt(0b11));
         let cdw0 = guest.cdw0;
         if cdw0.0 & FUSE_AND_PSDT.0 != 0 {
             let sgl = cdw0.psdt() == Psdt::SGL_MPTR_BUFFER && self.limits.sgl_descriptors_max > 0;
@@ -223,6 +235,12 @@ impl Translator {
                 return Err(Failure::at(Status::INVALID_FIELD, location::FUSE_AND_PSDT));
             }
         }
+        self.check_nsid(guest)
+    }
+
+    /// Checks the namespace of a command.
+    #[inline(always)]
+    fn check_nsid(&self, guest: &Sqe) -> Result<(), Failure> {
         if guest.nsid != self.blocks.guest_nsid() {
             return Err(Failure::at(
                 Status::INVALID_NAMESPACE_OR_FORMAT,
@@ -259,16 +277,7 @@ impl Translator {
         host: &mut Sqe,
     ) -> Result<(), Failure> {
         if guest.cdw0.psdt() == Psdt::PRP {
-            let hints = &mut self.prp_hints;
-            host.dptr = prp::translate(
-                &self.table,
-                hints,
-                guest.dptr,
-                len,
-                direction,
-                &mut self.lists,
-                slot,
-            )?;
+            host.dptr = self.prps(guest, len, direction, slot)?;
         } else {
             let hint = &mut self.sgl_hint;
             host.cdw0 = host.cdw0.with_psdt(Psdt::SGL_MPTR_BUFFER);
@@ -285,8 +294,29 @@ impl Translator {
         Ok(())
     }
 
+    /// Translates PRPs. Returns those for the host controller.
     #[inline(always)]
-    fn read_write(
+    fn prps(
+        &mut self,
+        guest: &Sqe,
+        len: u64,
+        direction: Direction,
+        slot: u16,
+    ) -> Result<[u64; 2], Failure> {
+        prp::translate(
+            &self.table,
+            &mut self.prp_hints,
+            guest.dptr,
+            len,
+            direction,
+            &mut self.lists,
+            slot,
+        )
+    }
+
+    /// Translates a Read or a Write. `PRPS` is true if its data is known to have PRPs.
+    #[inline(always)]
+    fn read_write<const PRPS: bool>(
         &mut self,
         guest: &Sqe,
         opcode: NvmOpcode,
@@ -308,7 +338,11 @@ impl Translator {
         self.begin(host, opcode.0, slot);
         host.set_cdw10_11(slba.0);
         host.cdw12 = guest.cdw12 & READ_WRITE_CDW12;
-        self.data(guest, len, direction, slot, host)?;
+        if PRPS {
+            host.dptr = self.prps(guest, len, direction, slot)?;
+        } else {
+            self.data(guest, len, direction, slot, host)?;
+        }
         Ok(len as u32)
     }
 

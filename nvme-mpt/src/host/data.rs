@@ -52,6 +52,18 @@ impl DataPointer {
         })
     }
 
+    /// Returns the first `len` bytes if they are one stretch of a page. `None` for others, and for errors:
+    /// [`Self::for_each`] distinguishes them.
+    #[inline]
+    #[must_use]
+    pub fn in_one_page<'a>(&self, memory: HostMemory<'a>, len: u64) -> Option<RawBytes<'a>> {
+        let [prp1, _] = self.dptr;
+        if self.psdt != Psdt::PRP || prp1 % PAGE_SIZE + len > PAGE_SIZE {
+            return None;
+        }
+        resolve(memory, &mut RegionHint::default(), prp1, len).ok()
+    }
+
     /// Calls `part` with address and length of each stretch of the first `len` bytes, in order.
     ///
     /// # Errors

@@ -5,6 +5,9 @@
 //! The log tells of it without being asked, since data goes and a server starts no sooner.
 //!
 //! The ledger has each part marked until it is zeroes and flushed, so a crash leaves nothing unnoticed.
+//!
+//! A command that a reset of the drive, or an Abort, took away is sent again, as by all drivers. The wipe goes on where it
+//! was.
 
 use std::io;
 use std::sync::Arc;
@@ -33,6 +36,9 @@ const DEPTH: u16 = 8;
 
 /// Longest time without a completion, in pauses: the machine may stand still. A drive's own deadline is shorter.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Attempts at a command that resets or Aborts take away. A drive that fails with a command again and again ends the wipe.
+const ATTEMPTS: u32 = 5;
 
 /// Time between two looks for completions.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -201,8 +207,19 @@ struct Eraser<'a> {
     end: u64,
     /// Blocks of one command at most.
     step: u64,
-    /// First blocks of the commands in flight, by slot.
-    flying: [Option<Lba>; DEPTH as usize],
+    /// The commands in flight, by slot.
+    flying: [Option<Piece>; DEPTH as usize],
+    /// Commands that a reset or an Abort took away.
+    again: Vec<Piece>,
+}
+
+/// Blocks of one command.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    /// The first block.
+    block: Lba,
+    /// Attempts at it that were taken away.
+    failed: u32,
 }
 
 impl<'a> Eraser<'a> {
@@ -220,6 +237,7 @@ impl<'a> Eraser<'a> {
             end: range.end() >> shift,
             step: most,
             flying: [None; DEPTH as usize],
+            again: Vec::with_capacity(DEPTH.into()),
         })
     }
 
@@ -235,7 +253,8 @@ impl<'a> Eraser<'a> {
                 self.submit();
             }
             if self.flying.iter().all(Option::is_none) {
-                return match stopped && self.next < self.end {
+                let is_left = self.next < self.end || !self.again.is_empty();
+                return match stopped && is_left {
                     true => Err(WipeError::Interrupted {
                         drive: self.drive.path().to_string(),
                         range: self.range,
@@ -278,15 +297,24 @@ impl<'a> Eraser<'a> {
     fn submit(&mut self) {
         let mut commands = Vec::with_capacity(DEPTH.into());
         for (slot, flying) in (0..).zip(&mut self.flying) {
-            if flying.is_some() || self.next == self.end {
+            if flying.is_some() {
                 continue;
             }
-            let blocks = (self.end - self.next).min(self.step);
+            let piece = match self.again.pop() {
+                Some(piece) => piece,
+                None if self.next == self.end => break,
+                None => {
+                    let block = Lba(self.next);
+                    self.next += (self.end - self.next).min(self.step);
+                    Piece { block, failed: 0 }
+                }
+            };
+            let blocks = (self.end - piece.block.0).min(self.step);
             let mut sqe = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
             sqe.cdw0 = sqe.cdw0.with_cid(CommandId(slot));
             sqe.nsid = self.drive.namespace().nsid;
             WriteZeroes {
-                slba: Lba(self.next),
+                slba: piece.block,
                 // At most 65,536 blocks.
                 nlb_z: (blocks - 1) as u16,
                 deac: self.drive.limits().deallocated_reads_zeroes,
@@ -294,8 +322,7 @@ impl<'a> Eraser<'a> {
             }
             .write_to(&mut sqe);
             commands.push(sqe);
-            *flying = Some(Lba(self.next));
-            self.next += blocks;
+            *flying = Some(piece);
         }
         if !commands.is_empty() {
             let memory = HostMemory {
@@ -308,9 +335,17 @@ impl<'a> Eraser<'a> {
 
     fn complete(&mut self, completion: &HostCompletion) -> Result<(), WipeError> {
         let flying = self.flying.get_mut(usize::from(completion.slot));
-        let Some(block) = flying.and_then(Option::take) else {
+        let Some(piece) = flying.and_then(Option::take) else {
             return Ok(());
         };
+        let Piece { block, failed } = piece;
+        if completion.status == Status::COMMAND_INTERRUPTED && failed + 1 < ATTEMPTS {
+            self.again.push(Piece {
+                block,
+                failed: failed + 1,
+            });
+            return Ok(());
+        }
         if completion.status != Status::SUCCESS {
             return Err(WipeError::Command {
                 drive: self.drive.path().to_string(),

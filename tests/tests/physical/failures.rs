@@ -1,11 +1,15 @@
 //! Failures of drives, under load from several guests: every command completes once, none is lost, and guests
 //! go on undisturbed, or learn of it at once.
 
+use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
 use nvme_mpt::drive::{HostController, Incidents, ReserveError};
+use nvme_mpt::lease::{FormerData, Lease};
 use nvme_mpt::poller::Threads;
+use nvme_mpt::spec::status::Status;
+use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::drive::{
     Aborts, Counters, DoorbellBufferUse, Effect, Fault, HandQueue, Meets, ModelDrive,
@@ -672,6 +676,82 @@ fn a_drive_that_fails_with_each_new_queue_is_not_reset_without_end() {
     assert_eq!(host.incidents().resets, 2);
     load.finish();
     drop((controller, machine));
+    host.finish();
+}
+
+/// A lease of a range in which another one left data, which is to be wiped in many commands.
+fn unwiped(host: &Host) -> Lease {
+    let setup = Setup::nth(0);
+    {
+        let machine = host.machine(&setup);
+        let (_controller, mut disk) = machine.disk();
+        for at in pieces() {
+            disk.write(at, &[0xA5; 512]).unwrap();
+        }
+    }
+    let mut lease = None;
+    wait_for("the end of the lease before", || {
+        lease = host.lease("wipes", &setup, FormerData::Wiped).ok();
+        lease.is_some()
+    });
+    lease.unwrap()
+}
+
+/// Blocks that are looked at after a wipe, some in each of its commands.
+fn pieces() -> impl Iterator<Item = u64> {
+    (0..LEASE / 512).step_by(32)
+}
+
+/// Asserts that the range of an [`unwiped`] lease has zeroes by now.
+#[track_caller]
+fn assert_wiped(host: &Host, lease: Lease) {
+    assert_eq!(lease.unwiped(), []);
+    drop(lease);
+    let machine = host.machine(&Setup::nth(0));
+    let (_controller, mut disk) = machine.disk();
+    for at in pieces() {
+        assert_eq!(disk.read(at, 1).unwrap(), [0; 512], "block {at}");
+    }
+}
+
+#[test]
+fn a_wipe_goes_on_after_the_resets_of_its_drive() {
+    let options = Options {
+        no_data_limit: 2,
+        ..scarce()
+    };
+    let host = Host::with(options, LONG);
+    let lease = unwiped(&host);
+    let fault = Fault::once(Meets::IoOpcode(io::WRITE_ZEROES), Effect::Fatal);
+    for first in [0, 3, 300] {
+        host.model.inject(fault.clone().after(first));
+    }
+    wipe(&host.drive, &lease, &AtomicBool::new(false)).unwrap();
+    assert_eq!(host.model.counters().faults_met, 3);
+    assert_eq!(host.incidents().resets, 3);
+    assert_wiped(&host, lease);
+    host.finish();
+}
+
+#[test]
+fn a_wipe_ends_on_a_drive_that_fails_with_its_commands_again_and_again() {
+    let options = Options {
+        no_data_limit: 2,
+        ..scarce()
+    };
+    let host = Host::with(options, LONG);
+    let lease = unwiped(&host);
+    let fault = Fault::once(Meets::IoOpcode(io::WRITE_ZEROES), Effect::Fatal);
+    host.model.inject(fault.times(1000));
+    let error = wipe(&host.drive, &lease, &AtomicBool::new(false)).unwrap_err();
+    assert!(
+        matches!(&error, WipeError::Command { status, .. } if *status == Status::COMMAND_INTERRUPTED),
+        "{error}"
+    );
+    assert_eq!(lease.unwiped().len(), 1, "it stays marked");
+    host.model.heal();
+    wipe(&host.drive, &lease, &AtomicBool::new(false)).unwrap();
+    assert_wiped(&host, lease);
     host.finish();
 }
 

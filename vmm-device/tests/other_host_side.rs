@@ -69,6 +69,8 @@ enum Trouble {
     Replaced,
     /// It has no room for a queue.
     NoQueues,
+    /// Its drive is reset again and again.
+    Resetting,
     /// Commands stay in flight.
     Busy,
     /// The drive is not flushed.
@@ -162,6 +164,10 @@ impl Recorded {
             Trouble::NoQueues | Trouble::Away | Trouble::Replaced
         ) {
             let source = io::Error::from_raw_os_error(28);
+            return Err(QueueError::Host { qid, source });
+        }
+        if trouble == Trouble::Resetting {
+            let source = io::ErrorKind::ResourceBusy.into();
             return Err(QueueError::Host { qid, source });
         }
         self.queues.lock().unwrap().push(qid);
@@ -629,6 +635,19 @@ fn a_queue_that_the_host_side_refuses_is_not_there() {
     assert_eq!(guest.admin(create_cq()), Status::SUCCESS);
     assert_eq!(guest.admin(features), Status::COMMAND_SEQUENCE_ERROR);
     assert_eq!(guest.csts(), 0b1);
+}
+
+#[test]
+fn a_queue_that_a_drive_has_no_time_for_may_be_asked_for_again() {
+    let mut guest = Guest::new();
+    for (trouble, retried) in [(Trouble::NoQueues, false), (Trouble::Resetting, true)] {
+        guest.trouble(trouble);
+        let at = u64::from(guest.tail);
+        assert_eq!(guest.admin(create_cq()), Status::INTERNAL_ERROR);
+        assert_eq!(!guest.completion(at).status().dnr(), retried, "{trouble:?}");
+    }
+    guest.trouble(Trouble::None);
+    assert_eq!(guest.admin(create_cq()), Status::SUCCESS);
 }
 
 #[test]

@@ -1,12 +1,16 @@
 //! Failure of an admin command.
 
+use std::io;
+
 use nvme_mpt::{QueueError, spec::status::Status};
 
 /// Failure of a command.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The command fails, and the controller goes on.
+    /// The command fails, as it does when it comes again. The controller goes on.
     Command(Status),
+    /// The command fails, and may succeed when it comes again.
+    ForNow(Status),
     /// Memory that the command names is not there, and the VMM may bring it back. The command fails with this status if it
     /// does not.
     NotMapped(Status),
@@ -19,8 +23,9 @@ impl Failure {
     /// Returns the status that completes the command.
     pub(super) fn status(&self) -> Status {
         match self {
-            Self::Command(status) | Self::NotMapped(status) => *status,
-            Self::QueueLost(_) => Status::INTERNAL_ERROR,
+            Self::ForNow(status) => *status,
+            Self::Command(status) | Self::NotMapped(status) => status.with_dnr(true),
+            Self::QueueLost(_) => Status::INTERNAL_ERROR.with_dnr(true),
         }
     }
 }
@@ -50,6 +55,10 @@ impl From<QueueError> for Failure {
             }
             QueueError::Host { source, .. } => {
                 log::error!("{error}: {source}");
+                // A drive that is reset again and again, say.
+                if source.kind() == io::ErrorKind::ResourceBusy {
+                    return Self::ForNow(Status::INTERNAL_ERROR);
+                }
                 Status::INTERNAL_ERROR
             }
         })

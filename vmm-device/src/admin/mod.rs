@@ -442,8 +442,6 @@ impl Admin {
                     self.report_lost_queues();
                     self.lost_queue = Some(error);
                 }
-                // None of the errors here goes away when the same command comes again.
-                let status = status.with_dnr(true);
                 self.errors.command_failed(&ErrorEntry {
                     sqid: QueueId::ADMIN,
                     cid,

@@ -49,6 +49,10 @@ const FLUSH_ATTEMPTS: u32 = 5;
 /// Attempts at a pair that end in a reset. A drive that fails with each new pair is not reset without end.
 const JOIN_ATTEMPTS: u32 = 2;
 
+/// Resets that may begin while a queue waits for its pair. A drive that wants the next one each time is not waited for
+/// without end.
+const JOIN_RESETS: u64 = 5;
+
 /// Longest wait of a reservation for a reset. Changes of other drives' functions wait behind it.
 const RESET_PATIENCE: Duration = Duration::from_secs(2);
 
@@ -312,6 +316,42 @@ impl QueuePairs {
     }
 }
 
+/// Patience of a queue with a drive that fails while its pair is created.
+#[derive(Debug)]
+struct JoinPatience {
+    /// Attempts that ended in a reset.
+    failed: u32,
+    /// Resets that had begun before the first attempt.
+    resets_before: u64,
+}
+
+impl JoinPatience {
+    fn new(resets: u64) -> Self {
+        Self {
+            failed: 0,
+            resets_before: resets,
+        }
+    }
+
+    /// Returns whether one more reset is waited for, where so many have begun.
+    fn lasts(&self, resets: u64) -> bool {
+        resets.saturating_sub(self.resets_before) <= JOIN_RESETS
+    }
+
+    /// Returns whether the pair is tried once more after an attempt that failed, where so many resets have begun.
+    fn goes_on(&mut self, error: &ControllerError, resets: u64) -> bool {
+        match error {
+            // The drive got no command.
+            ControllerError::Resetting => self.lasts(resets),
+            ControllerError::AdminTimeout { .. } | ControllerError::Fatal => {
+                self.failed += 1;
+                self.failed < JOIN_ATTEMPTS
+            }
+            _ => false,
+        }
+    }
+}
+
 /// After a reset, too: what was granted is forgotten then. Returns how many pairs that is.
 pub(super) fn set_number_of_queues(admin: &mut AdminQueue) -> Result<u16, ControllerError> {
     let wanted = NumberOfQueues(0)
@@ -399,13 +439,26 @@ impl PhysicalDrive {
         (pairs.is_resetting || self.reset_wanted.load(Ordering::Acquire)) && !self.is_gone()
     }
 
-    /// Returns the pairs, once no reset is to come or under way or the drive is gone.
-    fn pairs_after_reset(&self) -> MutexGuard<'_, QueuePairs> {
+    /// Returns the pairs, once no reset is to come or under way or the drive is gone. Further resets are waited for as long
+    /// as `patience` lasts.
+    fn pairs_after_reset(
+        &self,
+        patience: &JoinPatience,
+    ) -> Result<MutexGuard<'_, QueuePairs>, ControllerError> {
         let pairs = lock(&self.pairs);
-        let pairs = self
-            .reset_over
-            .wait_while(pairs, |pairs| self.may_come_back(pairs));
-        pairs.unwrap_or_else(PoisonError::into_inner)
+        let waited = self.reset_over.wait_while(pairs, |pairs| {
+            self.may_come_back(pairs) && patience.lasts(self.resets())
+        });
+        let pairs = waited.unwrap_or_else(PoisonError::into_inner);
+        match self.may_come_back(&pairs) {
+            true => Err(ControllerError::Resetting),
+            false => Ok(pairs),
+        }
+    }
+
+    /// Returns the number of resets that have begun.
+    fn resets(&self) -> u64 {
+        self.counters.resets.load(Ordering::Relaxed)
     }
 
     /// Returns the pairs, unless a reset takes longer than [`RESET_PATIENCE`].
@@ -429,16 +482,10 @@ impl PhysicalDrive {
         namespace: &HostNamespace,
         lease: &Arc<LeaseShare>,
     ) -> Result<VfioQueue, ControllerError> {
-        let mut failed = 0;
+        let mut patience = JoinPatience::new(self.resets());
         loop {
-            match self.try_to_join(slots, namespace, lease) {
-                // The drive got no command.
-                Err(ControllerError::Resetting) => {}
-                Err(ControllerError::AdminTimeout { .. } | ControllerError::Fatal)
-                    if failed + 1 < JOIN_ATTEMPTS =>
-                {
-                    failed += 1;
-                }
+            match self.try_to_join(slots, namespace, lease, &patience) {
+                Err(error) if patience.goes_on(&error, self.resets()) => {}
                 joined => return joined,
             }
         }
@@ -450,8 +497,9 @@ impl PhysicalDrive {
         slots: u16,
         namespace: &HostNamespace,
         lease: &Arc<LeaseShare>,
+        patience: &JoinPatience,
     ) -> Result<VfioQueue, ControllerError> {
-        let mut pairs = self.pairs_after_reset();
+        let mut pairs = self.pairs_after_reset(patience)?;
         if self.is_gone() {
             return Err(ControllerError::Gone);
         }
@@ -588,5 +636,22 @@ impl PhysicalDrive {
                 Some(status) => return status,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_drive_that_wants_one_reset_after_the_other_is_not_waited_for_without_end() {
+        let mut patience = JoinPatience::new(7);
+        let resets =
+            (7..).take_while(|resets| patience.goes_on(&ControllerError::Resetting, *resets));
+        assert_eq!(resets.count() as u64, JOIN_RESETS + 1);
+        assert!(!patience.lasts(7 + JOIN_RESETS + 1));
+        assert!(patience.goes_on(&ControllerError::Fatal, 7));
+        assert!(!patience.goes_on(&ControllerError::Fatal, 7));
+        assert!(!patience.goes_on(&ControllerError::Gone, 7));
     }
 }

@@ -18,16 +18,16 @@ use nvme_mpt::seam::{CoalescingConfig, IoDoorbells};
 use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
 use nvme_mpt::spec::cqe::Cqe;
 use nvme_mpt::spec::identify::Oncs;
-use nvme_mpt::spec::ids::{Nsid, QueueId};
+use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
 use nvme_mpt::spec::log::SmartHealth;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
-    DoorbellBuffer, DoorbellMode, DoorbellPage, Event, EventQueue, Gpa, HostSide, HostSideEvent,
-    InterruptVector, KeptQueues, Learning, LeaseFacts, LeaseStatus, Limits, MemoryRegion,
-    QueueError, QueueFailure, SharedParts, SqConfig, StateError,
+    DoorbellBuffer, DoorbellMode, DoorbellPage, ErrorEntry, Event, EventQueue, Gpa, HostSide,
+    HostSideEvent, InterruptVector, KeptQueues, Learning, LeaseFacts, LeaseStatus, Limits,
+    MemoryRegion, QueueError, QueueFailure, SharedParts, SqConfig, StateError,
 };
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 use zerocopy::{FromZeros, IntoBytes};
@@ -112,6 +112,8 @@ struct Recorded {
     trouble: Mutex<Trouble>,
     successors: AtomicU64,
     calls: Mutex<Vec<Call>>,
+    /// Events that come just after the next look for events.
+    soon: Mutex<Vec<Event>>,
 }
 
 impl Recorded {
@@ -142,6 +144,7 @@ impl Recorded {
             trouble: Mutex::default(),
             successors: AtomicU64::new(0),
             calls: Mutex::default(),
+            soon: Mutex::default(),
         }
     }
 
@@ -281,7 +284,11 @@ impl HostSide for Recorded {
     }
 
     fn take_events(&self) -> Vec<Event> {
-        self.events.take()
+        let events = self.events.take();
+        for event in std::mem::take(&mut *self.soon.lock().unwrap()) {
+            self.events.report(event);
+        }
+        events
     }
 
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
@@ -670,6 +677,40 @@ fn a_failure_of_the_host_side_is_a_fatal_status() {
     guest.trouble(Trouble::Unflushed);
     guest.write(0x14, 0x0046_4001);
     assert_eq!(guest.csts() & 0b1110, 0b0110, "CFS, and shutdown occurring");
+}
+
+#[test]
+fn the_error_log_has_what_came_after_the_look_for_events() {
+    let get_log_page = |lid: u32| {
+        let mut sqe = Sqe::new(0x02);
+        sqe.dptr = [DATA, 0];
+        sqe.cdw10 = (0x7F_u32 << 16) | lid;
+        sqe
+    };
+    // Error Information, and Number of Error Information Log Entries of SMART / Health Information.
+    for (lid, count_at) in [(1, 0), (2, 176)] {
+        let mut guest = Guest::new();
+        let error = ErrorEntry {
+            sqid: QueueId(1),
+            cid: CommandId(7),
+            status: Status::LBA_OUT_OF_RANGE,
+            lba: 0,
+            nsid: Nsid(1),
+            parameter_location: 0xFFFF,
+        };
+        let failure = Event::QueueFailed {
+            qid: QueueId(1),
+            reason: QueueFailure::HostQueue,
+        };
+        *guest.host.soon.lock().unwrap() = vec![Event::CommandFailed(error), failure];
+        assert_eq!(guest.admin(get_log_page(lid)), Status::SUCCESS);
+        assert_eq!(guest.data::<8>(count_at), 1_u64.to_le_bytes());
+        assert_eq!(guest.csts(), 0b1);
+        // What came with the error is not lost, and neither is a doorbell that was rung meanwhile.
+        assert!(guest.function.events_fd().read().is_ok(), "it is woken");
+        guest.function.process_events();
+        assert_eq!(guest.csts(), 0b11, "a queue broke");
+    }
 }
 
 #[test]

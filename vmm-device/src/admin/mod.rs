@@ -31,6 +31,7 @@ use nvme_mpt::{
     DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, KeptQueues, LeaseFacts,
     QueueError, SharedParts,
     deadline::{Deadline, WaitClock},
+    memory::eventfd,
     spec::{
         event::{AsyncEvent, SmartEvent},
         feature::FeatureId,
@@ -109,6 +110,8 @@ pub(crate) struct Admin {
     clock: Arc<dyn WaitClock>,
     /// Failure that lost an I/O queue, until the function has taken it.
     lost_queue: Option<QueueError>,
+    /// Events that came with errors of commands, until the function has taken them.
+    put_off: Vec<Event>,
 }
 
 /// Continuation of a command that was carried out.
@@ -140,6 +143,7 @@ impl Admin {
             new_buffer: None,
             clock,
             lost_queue: None,
+            put_off: Vec::new(),
         }
     }
 
@@ -555,6 +559,12 @@ impl Admin {
             shared,
             ..
         } = controller;
+        if matches!(
+            request.lid,
+            LogPageId::ERROR_INFORMATION | LogPageId::SMART_HEALTH
+        ) {
+            self.take_up_errors(controller);
+        }
         if request.lid == LogPageId::SMART_HEALTH {
             self.health.note(host.damage());
             self.health.refresh(host);
@@ -589,6 +599,24 @@ impl Admin {
             host.forget_changes(told);
         }
         Ok(())
+    }
+
+    /// Takes up the errors that queues have reported by now. The guest may have seen the completions of their commands
+    /// before it asked for the log, and after the function looked for events.
+    fn take_up_errors(&mut self, controller: Controller<'_>) {
+        for event in controller.host.take_events() {
+            match event {
+                Event::CommandFailed(error) => self.errors.command_failed(&error),
+                other => self.put_off.push(other),
+            }
+        }
+        // The look for events takes the signal of a doorbell, too. A counter that is full wakes as well.
+        let _ = eventfd::signal(&controller.shared.events);
+    }
+
+    /// Returns the events that the function has not been told of.
+    pub(crate) fn take_put_off(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.put_off)
     }
 
     /// Carries out the demand of a feature that got another value.

@@ -44,6 +44,8 @@ impl Admin {
             clock: _,
             // Taken when the commands are done.
             lost_queue: _,
+            // Taken before the state is saved.
+            put_off: _,
         } = self;
         AdminState {
             rings: rings.map(AdminRings::save),

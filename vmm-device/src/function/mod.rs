@@ -614,9 +614,16 @@ impl NvmeFunction {
         }
     }
 
+    /// Returns the events that nothing has taken up yet.
+    fn events(&mut self) -> Vec<Event> {
+        let mut events = self.admin.take_put_off();
+        events.extend(self.host.take_events());
+        events
+    }
+
     /// Takes up what happened on the I/O queues and to the drive.
     fn take_events(&mut self) {
-        for event in self.host.take_events() {
+        for event in self.events() {
             match &event {
                 Event::QueueFailed { qid, reason } => {
                     self.fail(&format!("I/O queue {qid}: {reason}"));
@@ -811,7 +818,7 @@ impl NvmeFunction {
         let stopped = self.host.reset_within(deadline.left());
         // Errors of commands of the queues that went stay in the log. Events of the drive are dropped: later requests
         // find its state out anew.
-        for event in self.host.take_events() {
+        for event in self.events() {
             match event {
                 Event::CommandFailed(_) => self.admin.report(&event, &*self.host),
                 Event::HostSide(event) => self.away = event == HostSideEvent::Away,

@@ -105,6 +105,8 @@ impl Attachment {
         if *lost_writes {
             self.holding.host().lose_earlier_writes();
         }
+        // The lease was opened here after writes of before the snapshot.
+        self.holding.host().take_up_losses();
         for state in saved {
             let qid = QueueId(state.qid);
             self.restore_queue(&mut queues, state)

@@ -270,6 +270,36 @@ fn a_function_that_is_taken_up_late_knows_what_its_neighbour_was_told_before() {
 }
 
 #[test]
+fn a_snapshot_that_is_restored_late_knows_what_its_neighbour_was_told_before() {
+    const MINUTE: Duration = Duration::from_secs(60);
+    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+        return;
+    };
+    let [setup, other] = [0, 1].map(Setup::nth);
+    let host = Host::of_file(device.device(), 4096);
+    let machine = host.machine(&setup);
+    drop(machine.disk());
+    let suspended = machine.suspend();
+    let Host { ledger, .. } = host;
+    let host = Host {
+        ledger,
+        ..Host::of_file(device.device(), 4096)
+    };
+    let neighbour = host.attachment("neighbour", &other);
+    let file = File::options().write(true).open(device.device()).unwrap();
+    file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
+        .unwrap();
+    neighbour.flush_within(MINUTE).unwrap_err();
+    let restored = host.restore(&suspended, &setup).unwrap();
+    let function = restored.function();
+    function
+        .flush()
+        .expect_err("the error was reported to the neighbour alone");
+    function.host().begin_anew();
+    function.flush().expect("another VMM");
+}
+
+#[test]
 fn a_snapshot_has_what_was_lost() {
     let Some(device) = LoopDevice::cached(LEASE, ROOM) else {
         return;

@@ -1,12 +1,14 @@
 //! The control socket: one line of JSON asks, one line of JSON answers, and the connection ends.
 //!
-//! The socket has a thread of its own, so that asking for figures disturbs no function. The thread serves
-//! one client at a time, each for two seconds at most. A user with access to the socket can delay others
-//! with access to it, and nothing else.
+//! The socket has a thread of its own, so that asking for figures disturbs no function. A client that has written nothing
+//! yet holds up no other one, however long it takes. The thread serves one client at a time from the first byte of its
+//! request on, each for two seconds at most. A user with access to the socket can delay others with access to it, and
+//! nothing else.
 //!
 //! A change of the functions may take long: a range may have to be wiped. So it is handed to the service, which answers
 //! when it is done. A client that goes meanwhile changes nothing about that.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::num::NonZeroU64;
 use std::os::fd::AsRawFd;
@@ -34,8 +36,11 @@ use crate::room::DriveRoom;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
-/// Time that a server gives a client for its request and for taking the answer.
+/// Time that a server gives a client for its request, from the first byte on, and for taking the answer.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 2 });
+
+/// Clients that may be connected and have written nothing. The next one ends the connection of the first.
+const SILENT_MAX: usize = 64;
 
 /// Time that a client waits for its answer: several other clients may be served before it.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
@@ -259,6 +264,7 @@ impl ControlServer {
             listener,
             stop: stop.try_clone().map_err(ControlError::Thread)?,
             stopped: false,
+            silent: VecDeque::new(),
             service,
         };
         let mut events = EventManager::new().map_err(ControlError::Events)?;
@@ -299,6 +305,8 @@ struct Clients<S> {
     listener: Listener,
     stop: EventFd,
     stopped: bool,
+    /// Clients that have written nothing, in the order in which they came.
+    silent: VecDeque<UnixStream>,
     service: S,
 }
 
@@ -315,24 +323,52 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
         }
     }
 
-    fn process(&mut self, events: Events, _: &mut EventOps) {
-        if events.fd() == self.stop.as_raw_fd() {
+    fn process(&mut self, events: Events, ops: &mut EventOps) {
+        let fd = events.fd();
+        if fd == self.stop.as_raw_fd() {
             self.stopped = true;
-            return;
-        }
-        match self.listener.accept() {
-            Ok(Some(stream)) => {
-                if let Err(error) = self.answer(stream) {
-                    log::info!("A control client was not answered: {error}");
-                }
+        } else if fd == self.listener.as_raw_fd() {
+            match self.listener.accept() {
+                Ok(Some(stream)) => self.await_request(stream, ops),
+                Ok(None) => {}
+                Err(error) => log::warn!("Cannot accept a control client: {error}"),
             }
-            Ok(None) => {}
-            Err(error) => log::warn!("Cannot accept a control client: {error}"),
+        } else if let Some(stream) = self.take_silent(|stream| stream.as_raw_fd() == fd, ops)
+            && let Err(error) = self.answer(stream)
+        {
+            log::info!("A control client was not answered: {error}");
         }
     }
 }
 
 impl<S: Service> Clients<S> {
+    /// Waits for the first byte of a client's request, beside all others.
+    fn await_request(&mut self, stream: UnixStream, ops: &mut EventOps) {
+        if self.silent.len() >= SILENT_MAX && self.take_silent(|_| true, ops).is_some() {
+            log::warn!(
+                "{SILENT_MAX} control clients have asked nothing: the first one is disconnected"
+            );
+        }
+        match ops.add(Events::new(&stream, EventSet::IN)) {
+            Ok(()) => self.silent.push_back(stream),
+            Err(error) => log::warn!("A control client cannot be waited for: {error}"),
+        }
+    }
+
+    /// Takes the first such client from those that have written nothing.
+    fn take_silent(
+        &mut self,
+        is_wanted: impl Fn(&UnixStream) -> bool,
+        ops: &mut EventOps,
+    ) -> Option<UnixStream> {
+        let index = self.silent.iter().position(is_wanted)?;
+        let stream = self.silent.remove(index)?;
+        if let Err(error) = ops.remove(Events::new(&stream, EventSet::IN)) {
+            log::warn!("A control client is still waited for: {error}");
+        }
+        Some(stream)
+    }
+
     fn answer(&self, stream: UnixStream) -> io::Result<()> {
         let line = Line::new(&stream, PATIENCE)?;
         // One that asks nothing has looked for the process that listens, as `upgrade` does.
@@ -733,6 +769,29 @@ mod tests {
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
         drop(UnixStream::connect(&path).unwrap());
         query_stats(&path).unwrap();
+    }
+
+    #[test]
+    fn a_client_that_asks_late_holds_up_no_other_and_is_answered() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        let mut late: Vec<_> = (0..SILENT_MAX)
+            .map(|_| UnixStream::connect(&path).unwrap())
+            .collect();
+        for asked in 0..2 {
+            let stats = query_stats(&path).unwrap();
+            assert_eq!(stats.functions[0].capacity_bytes, asked);
+        }
+        // There was no room for it beside the others.
+        assert_eq!(late[0].read(&mut [0]).unwrap(), 0);
+        for (asked, stream) in (2..).zip(late.drain(3..).rev()) {
+            (&stream).write_all(b"{\"command\":\"stats\"}\n").unwrap();
+            let mut answer = String::new();
+            BufReader::new(stream).read_line(&mut answer).unwrap();
+            let capacity = format!("\"capacity_bytes\":{asked}");
+            assert!(answer.contains(&capacity), "{answer}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! | step | the server | its successor |
 //! |---|---|---|
-//! | 1 | starts the successor, with all that is in the keeper and a socket | checks its configuration and all states, opens drives in files, starts threads, says that it is ready |
+//! | 1 | starts the successor, with all that is in the keeper, a socket and the version that its VMMs speak | checks its configuration, all states and that version, opens drives in files, starts threads, says that it is ready |
 //! | 2 | has all functions rest, names the successor to the keeper, says that it ends | waits |
 //! | 3 | lets go of all leases, says so | takes up all functions, says that it serves them |
 //! | 4 | ends | offers its other sockets |
@@ -18,6 +18,7 @@
 //! A server says nothing in step 3 if it has a lease of a VMM, or a drive that one process alone can have, such as a physical
 //! one. Its successor goes on once it has ended. So does the successor of a server of an earlier release.
 
+use std::env;
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -31,6 +32,7 @@ use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::clock;
 use nvme_mpt::memory::system;
 use nvme_mpt_keep::{Inherited, KeepError, KeeperError, start_successor};
+use nvme_mpt_lease_protocol::VERSION;
 use thiserror::Error;
 
 use super::Keeping;
@@ -43,6 +45,9 @@ const SOCKET: &str = "predecessor";
 
 /// Name of the journals that a successor may read at once.
 const JOURNAL: &str = "journal";
+
+/// Variable with the version of the lease protocol that VMMs with leases of the server speak; empty without such VMMs.
+const LEASE_PROTOCOL: &str = "NVME_MPT_LEASE_PROTOCOL";
 
 /// Word of a successor that can take over.
 const READY: u8 = b'r';
@@ -76,6 +81,15 @@ pub enum PredecessorError {
     /// A state cannot be read.
     #[error("The state of a function cannot be taken over, so the server before goes on")]
     State(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// VMMs with leases could not go on.
+    #[error(
+        "VMMs speak version {version} of the lease protocol, and this server version {VERSION}, so the server before goes \
+         on: use a release that speaks version {version}, or remove the functions of these VMMs first"
+    )]
+    LeaseProtocol {
+        /// Version that the VMMs speak.
+        version: String,
+    },
     /// The server before is not replaced after all.
     #[error("The server before goes on without this one, or has died and is started again")]
     GoesOn,
@@ -98,6 +112,7 @@ impl Predecessor {
         let Some(socket) = inherited.take(SOCKET).into_iter().next() else {
             return Ok(None);
         };
+        check_lease_protocol(&env::var(LEASE_PROTOCOL).unwrap_or_default())?;
         let socket = UnixStream::from(socket);
         let unreadable = |error: SurvivorError| PredecessorError::State(Box::new(error));
         for journal in journals {
@@ -142,6 +157,21 @@ impl Predecessor {
         }
         Ok((rested, leaving))
     }
+}
+
+/// Returns the variable that names the version of the lease protocol to a successor, which takes VMMs over if there are some.
+pub(crate) fn lease_protocol(are_vmms: bool) -> (&'static str, String) {
+    let version = are_vmms.then(|| VERSION.to_string());
+    (LEASE_PROTOCOL, version.unwrap_or_default())
+}
+
+/// Refuses VMMs of another version. A server of an earlier release names none.
+fn check_lease_protocol(version: &str) -> Result<(), PredecessorError> {
+    if version.is_empty() || version.parse::<u32>() == Ok(VERSION) {
+        return Ok(());
+    }
+    let version = version.to_owned();
+    Err(PredecessorError::LeaseProtocol { version })
 }
 
 /// The server before, which has nothing any more that this process needs, and may not have ended yet.
@@ -418,6 +448,24 @@ mod tests {
             let refused = Predecessor { socket, process }.await_turn().unwrap_err();
             assert!(matches!(refused, PredecessorError::GoesOn), "{refused}");
         }
+    }
+
+    #[test]
+    fn vmms_of_another_version_are_refused_before_the_server_ends() {
+        for are_vmms in [false, true] {
+            let (name, version) = lease_protocol(are_vmms);
+            assert_eq!(name, LEASE_PROTOCOL);
+            assert_eq!(version.is_empty(), !are_vmms);
+            check_lease_protocol(&version).unwrap();
+        }
+        for version in [VERSION - 1, VERSION + 1] {
+            let refused = check_lease_protocol(&version.to_string()).unwrap_err();
+            let versions = format!(
+                "version {version} of the lease protocol, and this server version {VERSION}"
+            );
+            assert!(refused.to_string().contains(&versions), "{refused}");
+        }
+        check_lease_protocol("four").unwrap_err();
     }
 
     /// Returns a successor that has said this, and its end of the socket.

@@ -217,6 +217,12 @@ impl LeaseTable {
         self.making.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns whether VMMs have leases, or are about to get some.
+    pub(super) fn are_there(&self) -> bool {
+        let are_made = self.making().count > 0;
+        are_made || self.connections().values().any(|one| one.lease.is_some())
+    }
+
     /// Makes no more leases, as another process takes the place of this one. Returns whether no VMM has a lease, or is
     /// about to get one. With one, this process has to end before the next one goes on. The next one finds no leases of
     /// private drives. The kernel would report a lost write to one process alone.
@@ -227,7 +233,7 @@ impl LeaseTable {
             making.count > 0
         };
         // A thread that makes a lease may read the ledger with the lock. One that has made it has left it in the table.
-        !are_made && self.connections().values().all(|one| one.lease.is_none())
+        !are_made && !self.are_there()
     }
 
     /// Notes that a lease is being made. A VMM that comes after [`Self::leave`] waits for the end of this process. Returns
@@ -1003,7 +1009,9 @@ mod tests {
             ..
         } = &bench;
         let stop = AtomicBool::new(false);
+        assert!(!table.are_there());
         let being_made = table.begin_to_make(&stop).unwrap();
+        assert!(table.are_there());
         assert!(!table.leave(), "a VMM is about to get a lease");
         drop(being_made);
         assert!(table.leave());
@@ -1026,6 +1034,7 @@ mod tests {
         let Admission::Attached(_host) = table.admit(0, *peer, options, None, &stop) else {
             panic!("no lease");
         };
+        assert!(table.are_there());
         assert!(!table.leave(), "a VMM has a lease");
     }
 

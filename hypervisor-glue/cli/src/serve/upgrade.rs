@@ -15,7 +15,7 @@ use super::drives::outlives_process;
 use super::roster::Roster;
 use crate::confine::{FileAccess, FileRule, LandlockRefusal};
 use crate::function_thread::FunctionHandle;
-use crate::kept::predecessor::{Successor, UpgradeError};
+use crate::kept::predecessor::{Successor, UpgradeError, lease_protocol};
 use crate::kept::{FIRST_STAGE, Keeping};
 
 /// End of the path of a program that was replaced or removed, as the kernel reports it.
@@ -38,7 +38,10 @@ impl Roster {
             keeping,
             &[FIRST_STAGE.into()],
             &command,
-            &[self.terms.confined.variable()],
+            &[
+                self.terms.confined.variable(),
+                lease_protocol(self.terms.leases.are_there()),
+            ],
         )?;
         if let Err(error) = successor.await_ready(ends) {
             return Err(self.explain_upgrade(error, &program));

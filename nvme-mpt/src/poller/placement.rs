@@ -2,6 +2,7 @@
 
 use std::io;
 use std::sync::{Arc, PoisonError, Weak};
+use std::time::Duration;
 
 use log::warn;
 
@@ -9,6 +10,7 @@ use super::beside::Neighbours;
 use super::policy::{Placement, PollPolicy, Processors, Spin};
 use super::threads::Threads;
 use super::worker::{Home, Poller};
+use crate::clock;
 use crate::learn::Learning;
 use crate::memory::sync::Mutex;
 use crate::stats::PollerStats;
@@ -128,6 +130,23 @@ impl Pollers {
         }
     }
 
+    /// Waits until each poller has made a pass over all that it was given before, but no longer than `patience`. The calling
+    /// thread leaves its processor to pollers meanwhile, which the kernel might else start a tick later.
+    pub fn await_passes(&self, patience: Duration) {
+        let running: Vec<_> = {
+            let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+            groups.iter().flat_map(Group::running).collect()
+        };
+        let deadline = clock::monotonic() + patience;
+        // All are asked before the first one is waited for.
+        let asked: Vec<_> = running.iter().map(|poller| poller.ask_for_pass()).collect();
+        for answer in asked {
+            let left = deadline.saturating_sub(clock::monotonic());
+            // A poller that is late passes later.
+            let _ = answer.recv_timeout(left);
+        }
+    }
+
     /// The poller for one more shadow queue, which has these neighbours.
     pub(crate) fn place(
         &self,
@@ -224,8 +243,8 @@ fn crowd(groups: &[Group], cpu: usize) -> Option<Vec<String>> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc;
-    use std::time::Duration;
 
     use super::*;
     use crate::interrupt::InterruptVector;
@@ -321,6 +340,37 @@ mod tests {
         assert_eq!(pollers.stats().len(), 1);
         let _placed = place_in(&pollers, &shared).expect("thread");
         assert_eq!(pollers.stats().len(), 1);
+    }
+
+    #[test]
+    fn a_wait_for_passes_ends_after_each_poller_has_passed() {
+        let (open, gate) = mpsc::channel();
+        let gate = Mutex::new(Some(gate));
+        let runs = Arc::new(AtomicBool::new(false));
+        let seen = runs.clone();
+        let threads = Threads::from_spawn(move |_, work| {
+            let gate = gate.lock().expect("not poisoned").take();
+            let gate = gate.expect("one poller");
+            let runs = runs.clone();
+            std::thread::Builder::new().spawn(move || {
+                gate.recv().expect("a test");
+                runs.store(true, Ordering::Relaxed);
+                work();
+            })
+        });
+        let pollers = Pollers::on(threads);
+        let _poller = place_in(&pollers, &PollPolicy::default()).expect("a thread");
+        // It makes no pass yet.
+        pollers.await_passes(Duration::ZERO);
+        assert!(!seen.load(Ordering::Relaxed));
+        open.send(()).expect("it waits");
+        pollers.await_passes(Duration::from_secs(600));
+        assert!(seen.load(Ordering::Relaxed));
+        // One that sleeps wakes for it.
+        while pollers.stats()[0].parks == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        pollers.await_passes(Duration::from_secs(600));
     }
 
     #[test]

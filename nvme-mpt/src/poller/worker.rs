@@ -79,6 +79,8 @@ enum Mail {
     Remove(u64, Departure, SyncSender<Box<ShadowQueue>>),
     Watch(DoorbellWatch),
     Unwatch(u64),
+    /// Answered after the next pass.
+    AfterPass(SyncSender<()>),
     Stop,
 }
 
@@ -236,6 +238,13 @@ impl Poller {
     /// Stops watching doorbells.
     pub(crate) fn unwatch(&self, id: u64) {
         self.send(Mail::Unwatch(id));
+    }
+
+    /// Asks for a pass over all that the poller was given so far. The answer follows the pass.
+    pub(super) fn ask_for_pass(&self) -> Receiver<()> {
+        let (sender, receiver) = sync_channel(1);
+        self.send(Mail::AfterPass(sender));
+        receiver
     }
 
     fn send(&self, mail: Mail) {
@@ -564,6 +573,7 @@ impl Worker {
                 .unwrap_or_else(PoisonError::into_inner);
             std::mem::take(&mut *mail)
         };
+        let mut answers = Vec::new();
         for mail in mail {
             match mail {
                 Mail::Add(queue) => {
@@ -585,10 +595,18 @@ impl Worker {
                 }
                 Mail::Watch(watch) => self.watches.push(watch),
                 Mail::Unwatch(id) => self.watches.retain(|watch| watch.id != id),
+                Mail::AfterPass(answer) => answers.push(answer),
                 Mail::Stop => self.stop = true,
             }
         }
         self.follow_change();
+        if !answers.is_empty() {
+            self.measured_pass();
+        }
+        for answer in answers {
+            // The thread that asked may have stopped waiting.
+            let _ = answer.send(());
+        }
     }
 
     #[cold]

@@ -2,9 +2,9 @@
 //!
 //! | step | the server | its successor |
 //! |---|---|---|
-//! | 1 | starts the successor, with all that is in the keeper, a socket and the version that its VMMs speak | checks its configuration, all states and that version, opens drives in files, starts threads, says that it is ready |
+//! | 1 | starts the successor, with all that is in the keeper, a socket and the version that its VMMs speak | checks its configuration, all states and that version, opens drives in files, has started its threads, says that it is ready |
 //! | 2 | has all functions rest, names the successor to the keeper, says that it ends | waits |
-//! | 3 | lets go of all leases, says so | takes up all functions, says that it serves them |
+//! | 3 | lets go of all leases, says so | takes up all functions, has its pollers look at them, says that it serves them |
 //! | 4 | ends | offers its other sockets |
 //!
 //! Until step 2 is done, the server goes on if its successor is late or cannot read a state. From then on, the successor is

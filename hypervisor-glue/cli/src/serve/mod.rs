@@ -25,8 +25,9 @@ use std::num::NonZeroU64;
 use std::path::{self, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use nvme_mpt::Pollers;
 use nvme_mpt::clock::Rate;
@@ -66,6 +67,9 @@ pub use self::drives::DriveError;
 pub use self::error::{ChangeError, LimitsError, OfferError};
 pub(crate) use crate::owner::user_name;
 pub use crate::owner::{UnknownOwner, user_number};
+
+/// Longest wait for pollers that were just started.
+const START_PATIENCE: Duration = Duration::from_millis(100);
 
 /// Functions of a server, and the places of its state.
 #[derive(Clone, Debug)]
@@ -189,30 +193,33 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     // It is measured once, for some milliseconds: better before the end of a server that this one replaces.
     let _ = Rate::of_this_machine();
     // All that can be wrong with the arguments is found before the server that this one replaces ends.
+    let metrics = options.metrics.clone();
+    let control = options.control.clone();
     let mut prepared = None;
+    let mut late = None;
     let keeping = Keeping::find(|| -> Result<(), ServeError> {
+        // Without this thread, the sockets are bound once functions are offered.
+        late = LateSockets::prepare(control.clone(), metrics.clone()).ok();
         prepared = Some(prepare(&options)?);
         Ok(())
     })?;
     let keeper = keeping.as_deref();
     let goes_on = keeper.is_some_and(Keeping::goes_on);
-    let metrics = options.metrics.clone();
-    let control = options.control.clone();
     // Guests wait for their functions alone, and the server before may have its sockets still.
     let replacing = keeping
         .as_ref()
         .filter(|keeping| keeping.replaces_a_server());
-    let late = replacing.and_then(|keeping| {
-        LateSockets::begin(keeping.clone(), control.clone(), metrics.clone(), goes_on).ok()
-    });
+    if let (Some(keeping), Some(late)) = (replacing, &late) {
+        late.begin(keeping.clone(), goes_on);
+    }
     let bound = match replacing {
         Some(_) => None,
         None => Some(metrics_listener(&metrics, goes_on)?),
     };
     let (listener, roster) = start(options, prepared, keeping.clone(), stop, confined)?;
-    let bound = match (listener.zip(bound), late) {
+    let bound = match (listener.zip(bound), late.and_then(LateSockets::bound)) {
         (Some(bound), _) => Ok(bound),
-        (None, Some(late)) => late.bound(),
+        (None, Some(bound)) => bound,
         // There was no thread for it.
         (None, None) => bind_late(keeper, &control, &metrics, goes_on),
     };
@@ -368,7 +375,7 @@ fn bind_late(
     control: &Path,
     metrics: &MetricsOptions,
     goes_on: bool,
-) -> Result<(ControlListener, MetricsListener), ServeError> {
+) -> Result<Sockets, ServeError> {
     if let Some(keeping) = keeping {
         keeping.await_predecessor()?;
     }
@@ -376,29 +383,41 @@ fn bind_late(
     Ok((bind_control(control)?, metrics))
 }
 
+/// Sockets of a server and its metrics.
+type Sockets = (ControlListener, MetricsListener);
+
 /// Sockets of a server that replaces another one. A thread binds them as soon as that has ended, while functions are offered,
 /// which may take long. So no other server can have the control socket meanwhile, and with it the file of added functions.
 #[derive(Debug)]
-struct LateSockets(JoinHandle<Result<(ControlListener, MetricsListener), ServeError>>);
+struct LateSockets {
+    orders: Sender<(Arc<Keeping>, bool)>,
+    /// Returns `None` if there was no order.
+    thread: JoinHandle<Option<Result<Sockets, ServeError>>>,
+}
 
 impl LateSockets {
-    /// Begins to wait for the end of the server before.
-    fn begin(
-        keeping: Arc<Keeping>,
-        control: PathBuf,
-        metrics: MetricsOptions,
-        goes_on: bool,
-    ) -> io::Result<Self> {
+    /// Starts the thread. While functions rest, the kernel could run it in the place of a poller.
+    fn prepare(control: PathBuf, metrics: MetricsOptions) -> io::Result<Self> {
+        let (orders, inbox) = mpsc::channel();
         let bind = move || {
             crashes::end_by_panic();
-            bind_late(Some(&keeping), &control, &metrics, goes_on)
+            let (keeping, goes_on): (Arc<Keeping>, bool) = inbox.recv().ok()?;
+            Some(bind_late(Some(&keeping), &control, &metrics, goes_on))
         };
-        start_thread("sockets", bind).map(Self)
+        let thread = start_thread("sockets", bind)?;
+        Ok(Self { orders, thread })
     }
 
-    /// Waits until they are bound.
-    fn bound(self) -> Result<(ControlListener, MetricsListener), ServeError> {
-        let Self(thread) = self;
+    /// Begins to wait for the end of the server before.
+    fn begin(&self, keeping: Arc<Keeping>, goes_on: bool) {
+        // The thread ends after this order, or by a panic, which ends the process.
+        let _ = self.orders.send((keeping, goes_on));
+    }
+
+    /// Waits until they are bound; `None` without a [begin](Self::begin).
+    fn bound(self) -> Option<Result<Sockets, ServeError>> {
+        let Self { orders, thread } = self;
+        drop(orders);
         match thread.join() {
             Ok(bound) => bound,
             Err(panic) => std::panic::resume_unwind(panic),
@@ -441,7 +460,7 @@ fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<Ledgers, ServeError> 
     }
 }
 
-/// Checks what is known of the options without a lease, opens drives and starts pollers.
+/// Checks what is known of the options without a lease, opens drives and starts pollers. Returns once those run.
 fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
@@ -465,6 +484,7 @@ fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
     let functions = functions.map(|served| resolved(&served.function));
     let functions: Vec<_> = functions.chain(of_file).chain(added).collect();
     let drives = OpenDrives::open_beside(&held, &functions);
+    let ledgers = open_ledgers(&options.state_dir, true)?;
     let pollers = Pollers::on(crashes::threads());
     for function in &functions {
         if function.poll.check().is_ok() {
@@ -472,9 +492,11 @@ fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
             let _ = pollers.prepare(&function.poll, function.fixed);
         }
     }
+    // Threads that begin while functions rest would have the processors that the server before needs for that.
+    pollers.await_passes(START_PATIENCE);
     Ok(Prepared {
         declared,
-        ledgers: open_ledgers(&options.state_dir, true)?,
+        ledgers,
         drives,
         pollers,
     })
@@ -650,14 +672,15 @@ mod tests {
         let keeping = Arc::new(Keeping::beside(folder.path(), process));
         let control = folder.path().join("control.sock");
         let metrics = MetricsOptions::default();
-        let late = LateSockets::begin(keeping, control.clone(), metrics, true).unwrap();
+        let late = LateSockets::prepare(control.clone(), metrics).unwrap();
+        late.begin(keeping, true);
         UnixStream::connect(&control).unwrap_err();
         drop(before.stdin.take());
         before.wait().unwrap();
         // Functions are offered meanwhile.
         while UnixStream::connect(&control).is_err() {
-            clock::sleep(std::time::Duration::from_millis(1));
+            clock::sleep(Duration::from_millis(1));
         }
-        late.bound().unwrap();
+        late.bound().expect("begun").unwrap();
     }
 }

@@ -37,6 +37,9 @@ use crate::owner::user_number;
 /// Longest wait for a drive or range that the server before still has in the kernel.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 20 });
 
+/// Longest wait for pollers to look at queues that were taken up. The server before ends after it.
+const PASS_PATIENCE: Duration = Duration::from_millis(100);
+
 /// Pause between two tries.
 const RELEASE_PAUSE: Duration = Duration::from_millis(1);
 
@@ -162,6 +165,10 @@ impl Roster {
             self.close_unused();
         }
         if let Some(keeping) = &self.terms.keeping {
+            if goes_on {
+                // All else can wait: guests have had no completion since the server before rests.
+                self.terms.pollers.await_passes(PASS_PATIENCE);
+            }
             keeping.let_predecessor_end();
         }
         self.forget_unlisted();

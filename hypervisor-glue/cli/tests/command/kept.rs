@@ -197,8 +197,25 @@ struct Guest {
     rng: Rng,
     done: u64,
     last: Instant,
-    /// Longest time without a completion, for each server that ended.
-    longest: Vec<Duration>,
+    longest: Longest,
+}
+
+/// Longest times of a guest, each for each server that ended.
+#[derive(Debug, Default)]
+struct Longest {
+    /// Without a completion, while the guest had no admin command.
+    without: Vec<Duration>,
+    /// For the admin commands of [`Guest::administer`].
+    administered: Vec<Duration>,
+}
+
+/// Notes a time for the server that ended last, if it is the longest one.
+fn note(longest: &mut Vec<Duration>, course: &Course, time: Duration) {
+    let ended = course.ended.load(Ordering::Relaxed);
+    if longest.len() <= ended {
+        longest.resize(ended + 1, Duration::ZERO);
+    }
+    longest[ended] = longest[ended].max(time);
 }
 
 /// Progress of a test, which its guests follow.
@@ -230,7 +247,7 @@ impl Guest {
             rng: Rng::new(11),
             done: 0,
             last: Instant::now(),
-            longest: Vec::new(),
+            longest: Longest::default(),
         }
     }
 
@@ -296,11 +313,7 @@ impl Guest {
             }
             self.done += 1;
             let now = Instant::now();
-            self.longest
-                .resize(course.ended.load(Ordering::Relaxed) + 1, Duration::ZERO);
-            if let Some(longest) = self.longest.last_mut() {
-                *longest = (*longest).max(now - self.last);
-            }
+            note(&mut self.longest.without, course, now - self.last);
             self.last = now;
         }
         self.queue.ring();
@@ -317,9 +330,8 @@ impl Guest {
         self.controller.delete_queue_pair(disk.queue).unwrap();
     }
 
-    /// Runs until the course is over, and waits for all commands. Returns the longest time without a completion for each
-    /// server that ended.
-    fn run(mut self, course: &Course) -> (u64, Vec<Duration>) {
+    /// Runs until the course is over, and waits for all commands. Returns the number of I/Os, and the longest times.
+    fn run(mut self, course: &Course) -> (u64, Longest) {
         let mut administered = 0;
         self.last = Instant::now();
         // A guest that was held up for long goes on until it has had an I/O for each end.
@@ -334,7 +346,12 @@ impl Guest {
             self.take(course);
             if self.done / PER_ADMIN > administered {
                 administered = self.done / PER_ADMIN;
+                let began = Instant::now();
                 self.administer();
+                let now = Instant::now();
+                note(&mut self.longest.administered, course, now - began);
+                // It has looked for no completion meanwhile.
+                self.last = now;
             }
             let (lost, waited) = (self.flights.len(), self.last.elapsed());
             assert!(waited < PATIENCE, "lost: {lost} commands");
@@ -349,8 +366,8 @@ impl Guest {
 
 /// Figures of guests whose servers ended.
 struct Figures {
-    /// I/Os of each guest, and its longest time without a completion for each server that ended.
-    guests: Vec<(u64, Vec<Duration>)>,
+    /// I/Os of each guest, and its longest times.
+    guests: Vec<(u64, Longest)>,
     /// Time from each end until the next server was ready.
     starts: Vec<Duration>,
 }
@@ -425,13 +442,24 @@ fn report(end: End, name: &str, mut figures: Figures) {
     println!(
         "{end:?}, {name}: the next server was ready after {median:.1?} (median), {most:.1?} at most"
     );
-    for (done, mut longest) in figures.guests {
-        assert!(done > longest.len() as u64);
-        let (median, most) = median_and_most(&mut longest);
+    for (done, longest) in figures.guests {
+        let Longest {
+            mut without,
+            mut administered,
+        } = longest;
+        assert!(done > without.len() as u64);
+        let (median, most) = median_and_most(&mut without);
         println!(
             "{end:?}, {name}: {done} I/Os; without one for {median:.1?} (median), {most:.1?} at most: {}",
-            histogram(&longest)
+            histogram(&without)
         );
+        administered.retain(|time| !time.is_zero());
+        if !administered.is_empty() {
+            let (median, most) = median_and_most(&mut administered);
+            println!(
+                "{end:?}, {name}: a queue pair was created, used and deleted in {median:.1?} (median), {most:.1?} at most"
+            );
+        }
     }
 }
 

@@ -87,6 +87,7 @@ pub(crate) fn ask_for_lease(
     let opening = Opening {
         version: VERSION,
         options: options.to_owned(),
+        only_asks: false,
     };
     channel.send(&opening, kept).map_err(answer)?;
     let (attached, descriptors) = loop {
@@ -103,7 +104,10 @@ pub(crate) fn ask_for_lease(
             Opened::Attached(attached) if attached.is_possible() => {
                 break (*attached, descriptors);
             }
-            Opened::Attached(_) => return Err(answer(ChannelError::Impossible)),
+            // It was asked for a lease.
+            Opened::Served | Opened::Attached(_) => {
+                return Err(answer(ChannelError::Impossible));
+            }
         }
     };
     channel.set_patience(PATIENCE).map_err(set_up)?;
@@ -118,6 +122,47 @@ pub(crate) fn ask_for_lease(
         parts,
         socket: socket.to_owned(),
     }))
+}
+
+/// Asks the server on `socket` whether it has the drive of an option string with absolute paths. The function gets no
+/// lease. A server that says nothing for `patience` is not waited for any longer.
+pub(crate) fn ask_for_drive(
+    stream: Stream,
+    socket: &Path,
+    options: &str,
+    patience: Duration,
+) -> Result<bool, AttachError> {
+    let answer = |source| AttachError::Answer {
+        socket: socket.to_owned(),
+        source,
+    };
+    let set_up = |source| AttachError::SetUp {
+        socket: socket.to_owned(),
+        source,
+    };
+    let channel = Channel::new(stream).map_err(set_up)?;
+    channel.set_patience(patience).map_err(set_up)?;
+    let opening = Opening {
+        version: VERSION,
+        options: options.to_owned(),
+        only_asks: true,
+    };
+    channel.send(&opening, &[]).map_err(answer)?;
+    loop {
+        let (opened, _) = channel.receive_answer().map_err(answer)?;
+        match opened {
+            Opened::Waiting => {}
+            Opened::NotServed => return Ok(false),
+            // A server that does not know the question gives a lease, which ends with the connection.
+            Opened::Served | Opened::Attached(_) => return Ok(true),
+            Opened::Refused { reason } => {
+                return Err(AttachError::Refused {
+                    socket: socket.to_owned(),
+                    reason,
+                });
+            }
+        }
+    }
 }
 
 /// Connects to a server.

@@ -83,6 +83,13 @@ pub fn attach_anywhere(
     RemoteHostSide::new(given, reach, threads).map(Some)
 }
 
+/// Returns whether a server has the drive of `options`, by the look-up with which [`attach_anywhere`] finds it. No lease is
+/// made. A server that cannot be asked counts as one that does not have the drive.
+#[must_use]
+pub fn is_served(state_dir: &Path, options: &str) -> bool {
+    places::have(state_dir, options, OPENING_PATIENCE)
+}
+
 /// Bells of the server's pollers, and the doorbells whose queues they poll.
 #[derive(Debug, Default)]
 struct Bells {

@@ -35,7 +35,7 @@ mod watch;
 
 pub use ask::AttachError;
 pub use channel::{ChannelError, MESSAGE_MAX};
-pub use client::{RemoteHostSide, attach_anywhere, attach_over};
+pub use client::{RemoteHostSide, attach_anywhere, attach_over, is_served};
 pub use message::VERSION;
 pub use places::{socket_of, sockets};
 pub use session::{Admission, End, Leases, Session, SessionError};

@@ -31,6 +31,14 @@ pub(crate) struct Opening {
     /// The function's option string, with absolute paths.
     #[serde(default)]
     pub(crate) options: String,
+    /// True if the VMM asks only for [`Opened::Served`], and wants no lease. A server that does not know this field makes
+    /// the lease, which ends with the connection.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub(crate) only_asks: bool,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 /// Answers to an [`Opening`]: any number of [`Self::Waiting`], and one other.
@@ -39,6 +47,8 @@ pub(crate) struct Opening {
 pub(crate) enum Opened {
     /// The server does not have the drive.
     NotServed,
+    /// The server has the drive. It answers [`Opening::only_asks`] so.
+    Served,
     /// The server has the drive, and gives out no lease.
     Refused {
         /// Why, for a person.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use nvme_mpt::lease::SERVER_SOCKETS;
 
-use crate::ask::{AttachError, Given, ask_for_lease, connect};
+use crate::ask::{AttachError, Given, ask_for_drive, ask_for_lease, connect};
 use crate::socket::named_in;
 
 /// Returns the folder with the sockets of all servers of a state folder.
@@ -22,6 +22,30 @@ pub fn socket_of(state_dir: &Path, name: &str) -> PathBuf {
     sockets(state_dir).join(format!("{name}.sock"))
 }
 
+/// Returns the sockets in the folder of all servers, also those that servers left behind.
+fn sockets_in(state_dir: &Path) -> impl Iterator<Item = PathBuf> {
+    // No server was there yet, or its folder is not ours to read: the ledger in it neither.
+    let names = named_in(&sockets(state_dir)).unwrap_or_default();
+    let is_socket = |path: &PathBuf| {
+        path.extension()
+            .is_some_and(|extension| extension == "sock")
+    };
+    names.into_iter().filter(is_socket)
+}
+
+/// Returns whether a server has the drive of `options`. Each server may say nothing for `patience`.
+pub(crate) fn have(state_dir: &Path, options: &str, patience: Duration) -> bool {
+    sockets_in(state_dir).any(|path| {
+        let ask = |stream| ask_for_drive(stream, &path, options, patience);
+        let answer = connect(&path).and_then(ask);
+        // One that cannot be asked is reported when the function wants its lease.
+        answer.unwrap_or_else(|error| {
+            log::debug!("{error}, and is not asked for the drive");
+            false
+        })
+    })
+}
+
 /// Finds the server that has the drive of `options`, and gets a lease there. `kept` is what the function has from the
 /// server before. Each server may say nothing for `patience`.
 pub(crate) fn find(
@@ -30,15 +54,7 @@ pub(crate) fn find(
     kept: &[BorrowedFd<'_>],
     patience: Duration,
 ) -> Result<Option<Given>, AttachError> {
-    let names = match named_in(&sockets(state_dir)) {
-        Ok(names) => names,
-        // No server was there yet, or its folder is not ours to read: the ledger in it neither.
-        Err(_) => return Ok(None),
-    };
-    for path in names {
-        if path.extension().is_none_or(|extension| extension != "sock") {
-            continue;
-        }
+    for path in sockets_in(state_dir) {
         let ask = |stream| ask_for_lease(stream, &path, options, kept, patience);
         let given = connect(&path).and_then(ask);
         match given {
@@ -87,5 +103,6 @@ mod tests {
         // It may have another drive, so the VMM opens its own.
         let found = find(state_dir.path(), "path=a", &[], PATIENCE).unwrap();
         assert!(found.is_none());
+        assert!(!have(state_dir.path(), "path=a", PATIENCE));
     }
 }

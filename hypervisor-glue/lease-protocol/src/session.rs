@@ -68,6 +68,12 @@ pub trait Leases: Sync {
         stop: &AtomicBool,
     ) -> Admission;
 
+    /// Returns whether this server has the drive of an option string. A VMM asks before it wants a lease.
+    fn serves(&self, options: &str) -> bool {
+        let _ = options;
+        false
+    }
+
     /// Sets the limits that the VMM asks for.
     fn set_rates(&self, host: &Arc<dyn HostSide>, rates: RateLimits) {
         host.set_rates(rates);
@@ -143,13 +149,25 @@ impl Session {
     fn hold_lease(self, leases: &dyn Leases) -> Result<(), SessionError> {
         let (opening, descriptors): (Opening, _) =
             self.channel.receive_request(Some(OPENING_PATIENCE))?;
-        let Opening { version, options } = opening;
+        let Opening {
+            version,
+            options,
+            only_asks,
+        } = opening;
         if version != VERSION {
             let reason = format!(
                 "the VMM speaks version {version} of the lease protocol, and this server version {VERSION}: use the \
                  same release for both"
             );
             self.channel.send(&Opened::Refused { reason }, &[])?;
+            return Ok(());
+        }
+        if only_asks {
+            let answer = match leases.serves(&options) {
+                true => Opened::Served,
+                false => Opened::NotServed,
+            };
+            self.channel.send(&answer, &[])?;
             return Ok(());
         }
         let parts = kept_parts(descriptors)?;

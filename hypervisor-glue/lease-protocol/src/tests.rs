@@ -39,8 +39,15 @@ fn requests() {
     let opening = Opening {
         version: VERSION,
         options: "path=/srv/a".to_owned(),
+        only_asks: false,
     };
     is(&opening, r#"{"version":4,"options":"path=/srv/a"}"#);
+    let asking = Opening {
+        only_asks: true,
+        ..opening
+    };
+    let text = r#"{"version":4,"options":"path=/srv/a","only_asks":true}"#;
+    is(&asking, text);
     let region = Region {
         gpa: Gpa(4096),
         len: 8192,
@@ -176,6 +183,7 @@ fn command_sets() {
 #[test]
 fn replies() {
     is(&Opened::NotServed, r#""not_served""#);
+    is(&Opened::Served, r#""served""#);
     is(&Opened::Waiting, r#""waiting""#);
     is(&Farewell::Removed, r#""removed""#);
     let reason = "no".to_owned();

@@ -671,6 +671,12 @@ impl Leases for Admitting<'_> {
         admission
     }
 
+    fn serves(&self, options: &str) -> bool {
+        let options = options.parse::<OptionText>().ok();
+        let path = options.and_then(|options| options.get("path")?.parse::<DrivePath>().ok());
+        path.is_some_and(|path| drives::opened_options(&path).is_some())
+    }
+
     fn set_rates(&self, _: &Arc<dyn HostSide>, rates: RateLimits) {
         self.table.ask_for_rates(self.number, rates);
     }

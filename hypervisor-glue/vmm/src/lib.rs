@@ -86,6 +86,7 @@
 //! | [`open`] | leases a part of a drive, and attaches to it |
 //! | [`control`] | runs the control thread of a function |
 //! | [`report`] | prints an error with its causes |
+//! | [`sandbox`] | lists the files that a sandbox lets functions use |
 //! | `kvm` | implements [`Vmm`] over KVM's own interface |
 //!
 //! # Features
@@ -123,6 +124,7 @@ pub mod open;
 pub mod options;
 pub mod report;
 mod routes;
+pub mod sandbox;
 mod start;
 #[cfg(test)]
 mod tests;

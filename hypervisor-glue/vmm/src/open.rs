@@ -23,6 +23,7 @@ use thiserror::Error;
 use crate::clerk::Clerk;
 use crate::drives::{self, DrivePath, OpenDriveError};
 use crate::options::{AskedFunction, FunctionOptions, LeaseSize};
+use crate::sandbox;
 
 /// Errors of opening the drive and range of an option string.
 #[derive(Debug, Error)]
@@ -75,6 +76,12 @@ pub enum OpenError {
     /// The server that has the drive gives no lease.
     #[error(transparent)]
     Server(#[from] nvme_mpt_lease_protocol::AttachError),
+    /// No server has the drive any more, and the sandbox of this process was made while one had it.
+    #[error(
+        "No drive server has {0} any more, and this process was confined while one had it, without the right to open the \
+         drive: start the server again, and add the function then; or start this process anew"
+    )]
+    LeftToServers(DrivePath),
 }
 
 /// Ledgers of leases, by the processes that may know of them.
@@ -393,13 +400,15 @@ pub fn host_side(
     for caution in options.cautions() {
         log::warn!("A function on {}: {caution}", options.path);
     }
-    // Other drives are in the memory of the process that opens them.
-    if matches!(options.path, DrivePath::Pci(_) | DrivePath::File(_)) {
+    if sandbox::can_be_served(&options.path) {
         let text = function.text().to_string();
         let patience = options.reconnect;
         let served = attach_anywhere(&ledgers.state_dir, &text, patience, pollers.threads())?;
         if let Some(host) = served {
             return Ok((host.id().to_owned(), Arc::new(host)));
+        }
+        if sandbox::is_left(function) {
+            return Err(OpenError::LeftToServers(options.path.clone()));
         }
     }
     let attachment = open(options, ledgers, pollers, &AtomicBool::new(false))?;

@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use crate::drives::{DrivePath, is_block_device};
+use nvme_mpt_lease_protocol::sockets;
 use nvme_software::model::Profile;
 use serde::{Deserialize, Serialize};
 
@@ -195,8 +196,9 @@ impl FunctionConfig {
         AskedFunction::read(OptionText::of(self.pairs())?)
     }
 
-    /// The files that a sandbox has to let the function use, each with whether it has to let it write
-    /// there. The folder of the ledger has to be there before.
+    /// The files that a sandbox has to let the function use that opens its drive itself, each with whether it has to let
+    /// it write there. The folder of the ledger has to be there before. [`settle`](crate::sandbox::settle) returns fewer if
+    /// a server has the drive.
     ///
     /// # Errors
     /// [`OptionError::Value`] if the path names no drive.
@@ -238,13 +240,22 @@ impl FunctionConfig {
                 files.push((nodes, false));
             }
         }
-        let described = [&self.profile, &self.faults].into_iter().flatten();
-        files.extend(
-            described
-                .filter(|name| name.contains('/'))
-                .map(|name| (name.into(), false)),
-        );
+        files.extend(self.described());
         Ok(files)
+    }
+
+    /// Returns the files of a function whose drive a server has, each with whether the function writes there.
+    pub(crate) fn files_with_server(&self) -> Vec<(PathBuf, bool)> {
+        let mut files = vec![(sockets(&self.state_dir), false)];
+        files.extend(self.described());
+        files
+    }
+
+    /// Returns the files that options name beside the drive, which are read with the options.
+    fn described(&self) -> impl Iterator<Item = (PathBuf, bool)> {
+        let described = [&self.profile, &self.faults].into_iter().flatten();
+        let named = described.filter(|name| name.contains('/'));
+        named.map(|name| (name.into(), false))
     }
 
     fn pairs(&self) -> Vec<(String, String)> {
@@ -428,7 +439,7 @@ mod tests {
             ]
         );
         let profile = ("profile", "/etc/slow.toml");
-        let described = ("/etc/slow.toml".into(), false);
+        let described = (PathBuf::from("/etc/slow.toml"), false);
         assert_eq!(
             files(&[image, ("profile", "nvm")]),
             [
@@ -440,7 +451,18 @@ mod tests {
         );
         assert_eq!(
             files(&[image, profile]),
-            [state, ("/srv".into(), true), sys, proc, described]
+            [state, ("/srv".into(), true), sys, proc, described.clone()]
         );
+        let with_server =
+            |pairs: &[(&str, &str)]| config(pairs).expect("valid").files_with_server();
+        let servers = (PathBuf::from(STATE_DIR).join("servers"), false);
+        for pairs in [
+            &[image][..],
+            &[("path", "0000:01:00.0"), ("poll", "dedicated@vcpu")],
+            &[image, ("profile", "ssd"), ("faults", "none")],
+        ] {
+            assert_eq!(with_server(pairs), [servers.clone()], "{pairs:?}");
+        }
+        assert_eq!(with_server(&[image, profile]), [servers, described]);
     }
 }

@@ -1,0 +1,171 @@
+//! Files that a VMM's sandbox lets functions use, and drives that it leaves to their servers.
+//!
+//! A sandbox such as Landlock is made once, and holds until the process ends. A function on a server's drive needs the
+//! folder of the servers' sockets alone. The right to open the drive as well would be one that a guest could gain, and that
+//! the function never uses: if the server goes, the function waits for the next one.
+//!
+//! So [`settle`] looks for the server while the sandbox is made. From then on, this process leaves the drive to servers: a
+//! function that finds no server there is refused, whoever adds it.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use nvme_mpt_lease_protocol::is_served;
+
+use crate::drives::DrivePath;
+use crate::options::{AskedFunction, FunctionConfig, OptionError};
+
+/// Drives that this process leaves to servers, by absolute paths.
+static LEFT: Mutex<Vec<DrivePath>> = Mutex::new(Vec::new());
+
+fn left() -> MutexGuard<'static, Vec<DrivePath>> {
+    // Each change is complete before anything can panic.
+    LEFT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the files that a sandbox has to let a function use, each with whether it has to let it write there. It leaves
+/// the drive to servers from now on if a server has it: see [`is_left_to_servers`].
+///
+/// Call it once for each function that the sandbox is made for, and confine the process by what it returns. Without a
+/// server the folder of the ledger has to be there before.
+///
+/// # Errors
+/// All of [`OptionError`] that values can cause.
+pub fn settle(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
+    let asked = config.asked()?;
+    let path = drive_of(&asked);
+    if has_server(&config.state_dir, &asked) {
+        log::info!("A drive server has {path}: this process leaves the drive to servers");
+        let mut left = left();
+        if !left.contains(&path) {
+            left.push(path);
+        }
+    } else if !left().contains(&path) {
+        return config.files();
+    }
+    Ok(config.files_with_server())
+}
+
+/// Returns whether this process leaves the function's drive to servers. The function then does no I/O of its own, in any of
+/// its threads. That stays so until the process ends.
+#[must_use]
+pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
+    config.asked().is_ok_and(|asked| is_left(&asked))
+}
+
+/// Returns whether this process leaves the function's drive to servers.
+pub(crate) fn is_left(asked: &AskedFunction) -> bool {
+    left().contains(&drive_of(asked))
+}
+
+/// Returns whether a server can have a drive. Others are in the memory of the process that opens them.
+pub(crate) fn can_be_served(path: &DrivePath) -> bool {
+    matches!(path, DrivePath::Pci(_) | DrivePath::File(_))
+}
+
+/// Returns whether a server has the drive of a function now.
+fn has_server(state_dir: &Path, asked: &AskedFunction) -> bool {
+    can_be_served(&asked.options().path) && is_served(state_dir, &asked.text().to_string())
+}
+
+/// Returns the drive of a function, by its absolute path.
+fn drive_of(asked: &AskedFunction) -> DrivePath {
+    let absolute = asked.text().get("path").and_then(|path| path.parse().ok());
+    absolute.unwrap_or_else(|| asked.options().path.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::os::unix::net::UnixListener;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+    use std::thread::{self, JoinHandle};
+
+    use nvme_mpt::{HostSide, KeptParts, Pollers};
+    use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of, sockets};
+
+    use super::*;
+    use crate::open::{self, Ledgers, OpenError};
+
+    /// A server that has one drive, and has it no more when a function wants a lease.
+    struct Going(String);
+
+    impl Leases for Going {
+        fn attach(
+            &self,
+            _: Peer,
+            options: &str,
+            _: Option<KeptParts>,
+            _: &AtomicBool,
+        ) -> Admission {
+            assert!(options.starts_with("path="), "{options}");
+            Admission::NotServed
+        }
+
+        fn serves(&self, options: &str) -> bool {
+            options.contains(&self.0)
+        }
+
+        fn ended(&self, _: &Arc<dyn HostSide>) -> End {
+            End::Gone
+        }
+    }
+
+    /// Has such a server answer as many VMMs, and end.
+    fn serve(state_dir: &Path, drive: &Path, count: usize) -> JoinHandle<()> {
+        fs::create_dir_all(sockets(state_dir)).unwrap();
+        let listener = UnixListener::bind(socket_of(state_dir, "1")).unwrap();
+        let leases = Going(drive.display().to_string());
+        thread::spawn(move || {
+            for stream in listener.incoming().take(count) {
+                Session::new(stream.unwrap()).unwrap().run(&leases).unwrap();
+            }
+        })
+    }
+
+    #[test]
+    fn a_drive_that_a_server_has_is_left_to_servers_and_others_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let state_dir = folder.path().join("state");
+        let [served, own] = ["served.img", "own.img"].map(|name| {
+            let path = folder.path().join(name);
+            File::create(&path).unwrap().set_len(1 << 20).unwrap();
+            path
+        });
+        let config = |path: &Path| FunctionConfig {
+            path: path.display().to_string(),
+            state_dir: state_dir.clone(),
+            ..FunctionConfig::default()
+        };
+        let ledgers = Ledgers::open(&state_dir);
+        let start = |config: &FunctionConfig| {
+            open::host_side(&config.asked().unwrap(), &ledgers, &Pollers::new())
+        };
+        // Each function asks when the sandbox is made, and when it starts.
+        let server = serve(&state_dir, &served, 4);
+
+        let left = config(&served);
+        assert!(!is_left_to_servers(&left));
+        let files = settle(&left).unwrap();
+        assert_eq!(files, [(sockets(&state_dir), false)]);
+        assert!(is_left_to_servers(&left));
+        let error = start(&left).unwrap_err();
+        assert!(matches!(error, OpenError::LeftToServers(_)), "{error}");
+        let told = error.to_string();
+        for words in ["served.img", "start the server again"] {
+            assert!(told.contains(words), "{told}");
+        }
+
+        let other = config(&own);
+        assert_eq!(settle(&other).unwrap(), other.files().unwrap());
+        assert!(!is_left_to_servers(&other));
+        let (id, _host) = start(&other).unwrap();
+        assert!(!id.is_empty());
+        server.join().unwrap();
+
+        // The rules that the process has do not change.
+        assert_eq!(settle(&left).unwrap(), [(sockets(&state_dir), false)]);
+        assert!(matches!(start(&left), Err(OpenError::LeftToServers(_))));
+    }
+}

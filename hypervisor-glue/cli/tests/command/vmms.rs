@@ -2,7 +2,7 @@
 
 use std::env;
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -11,6 +11,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use landlock::{
+    ABI, Access, AccessFs, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus,
+    path_beneath_rules,
+};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::{HostSide, Pollers, SharedParts};
@@ -22,13 +26,14 @@ use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::function::{InProcess, map};
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
+use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::prp;
 use nvme_mpt_tests::queue::QueuePair;
 use nvme_mpt_tests::registers::CSTS_FATAL;
 use nvme_mpt_tests::status::{DATA_TRANSFER_ERROR, LBA_OUT_OF_RANGE};
 use nvme_mpt_vmm::open::{self, Ledgers};
-use nvme_mpt_vmm::options::AskedFunction;
-use nvme_mpt_vmm::report;
+use nvme_mpt_vmm::options::{AskedFunction, FunctionConfig};
+use nvme_mpt_vmm::{report, sandbox};
 use vmm_device::{MsixMasking, NvmeFunction};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -40,6 +45,12 @@ const STATE: &str = "TEST_VMM_STATE";
 const SEED: &str = "TEST_VMM_SEED";
 /// Number of the user that it becomes, if it is not to stay the test's.
 const USER: &str = "TEST_VMM_USER";
+/// Set if it confines itself by Landlock before it attaches.
+const CONFINED: &str = "TEST_VMM_CONFINED";
+/// Reports of a VMM that has confined itself.
+const WITHOUT_DRIVE: &str = "confined, without the drive";
+const WITH_DRIVE: &str = "confined, with the drive";
+const NOT_CONFINED: &str = "not confined";
 
 /// Commands that a guest leaves in flight.
 const IN_FLIGHT: u64 = 32;
@@ -60,17 +71,20 @@ impl TestVmm {
         Self::start_by(bench, None, options, seed)
     }
 
-    /// Starts one that becomes another user, which root alone may do.
-    pub(crate) fn start_as(bench: &Bench, user: u32, options: &str, seed: u8) -> Self {
-        Self::start_by(bench, Some(user), options, seed)
+    /// Starts one that confines itself for its function. It reports that, and attaches when it is told to.
+    fn start_confined(bench: &Bench, options: &str, seed: u8) -> Self {
+        Self::start_by(bench, Some((CONFINED, String::new())), options, seed)
     }
 
-    fn start_by(bench: &Bench, user: Option<u32>, options: &str, seed: u8) -> Self {
+    /// Starts one that becomes another user, which root alone may do.
+    pub(crate) fn start_as(bench: &Bench, user: u32, options: &str, seed: u8) -> Self {
+        Self::start_by(bench, Some((USER, user.to_string())), options, seed)
+    }
+
+    fn start_by(bench: &Bench, variable: Option<(&str, String)>, options: &str, seed: u8) -> Self {
         let mut command = Command::new(env::current_exe().unwrap());
-        if let Some(user) = user {
-            command.env(USER, user.to_string());
-        }
         let mut process = command
+            .envs(variable)
             .args(["--exact", "vmms::vmm", "--ignored", "--nocapture"])
             .env(FUNCTION, options)
             .env(STATE, bench.path("state"))
@@ -142,6 +156,9 @@ fn vmm() {
     let seed: u8 = env::var(SEED).unwrap().parse().unwrap();
     if let Ok(user) = env::var(USER) {
         nix::unistd::setuid(user.parse::<u32>().unwrap().into()).unwrap();
+    }
+    if env::var(CONFINED).is_ok() {
+        confine(&function, env::var(STATE).unwrap());
     }
     let host = match open::host_side(&function, &ledgers, &Pollers::new()) {
         Ok((_, host)) => host,
@@ -228,6 +245,37 @@ fn vmm() {
     }
     drop(guest);
     bar.function().end().unwrap();
+}
+
+/// Confines this thread, and those that it starts, for a function. Waits for an order then.
+fn confine(function: &AskedFunction, state_dir: String) {
+    let text = function.text();
+    let config = FunctionConfig::from_keys(|key| match key {
+        "state_dir" => Some(state_dir.clone()),
+        "lease" => text.get("id").map(str::to_owned),
+        _ => text.get(key).map(str::to_owned),
+    });
+    let config = config.unwrap();
+    // As Cloud Hypervisor does.
+    let all = AccessFs::from_all(ABI::V3);
+    let rules = Ruleset::default().handle_access(all).unwrap();
+    let mut rules = rules.create().unwrap();
+    for (path, writes) in sandbox::settle(&config).unwrap() {
+        let rights = match writes {
+            true => all,
+            false => AccessFs::from_read(ABI::V3),
+        };
+        rules = rules.add_rules(path_beneath_rules([path], rights)).unwrap();
+    }
+    let status = rules.restrict_self().unwrap().ruleset;
+    let report = match fs::File::open(&config.path) {
+        _ if status != RulesetStatus::FullyEnforced => NOT_CONFINED,
+        Ok(_) => WITH_DRIVE,
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => WITHOUT_DRIVE,
+        Err(error) => panic!("{error}"),
+    };
+    println!("VMM: {report}");
+    std::io::stdin().read_line(&mut String::new()).unwrap();
 }
 
 /// The driver of a VMM's guest.
@@ -489,6 +537,50 @@ fn a_guest_that_names_what_it_has_not_is_refused_and_its_neighbour_verifies_its_
     first.end();
     second.end();
     server.stop();
+}
+
+#[test]
+fn a_vmm_that_is_confined_while_a_server_has_its_drive_cannot_open_it_and_waits_for_servers() {
+    let bench = Bench::new();
+    let first_server = server(&bench);
+    let options = "path=drive.img,range=0+16M,id=first";
+    let mut first = TestVmm::start_confined(&bench, options, 1);
+    match first.report() {
+        report if report == NOT_CONFINED => {
+            not_checked("this kernel has no Landlock, or an old one");
+            first.kill();
+            return;
+        }
+        report => assert_eq!(report, WITHOUT_DRIVE),
+    }
+    assert_eq!(first.order("attach"), "attached");
+    assert_eq!(first.pass(), "passed");
+    first_server.kill();
+    let second_server = server(&bench);
+    assert_eq!(first.pass(), "passed");
+
+    // The server goes after it was found and before the function attaches. The question made no lease.
+    let mut late = TestVmm::start_confined(&bench, "path=drive.img,range=16M+16M,id=late", 101);
+    assert_eq!(late.report(), WITHOUT_DRIVE);
+    await_leases(&bench, &["first"]);
+    first.end();
+    second_server.stop();
+    let report = late.order("attach");
+    assert!(
+        report.starts_with("refused: No drive server has "),
+        "{report}"
+    );
+    for words in ["drive.img", "start the server again"] {
+        assert!(report.contains(words), "{report}");
+    }
+    late.end();
+
+    // Without a server, the drive is the VMM's own.
+    let mut own = TestVmm::start_confined(&bench, options, 11);
+    assert_eq!(own.report(), WITH_DRIVE);
+    assert_eq!(own.order("attach"), "attached");
+    assert_eq!(own.pass(), "passed");
+    own.end();
 }
 
 #[test]

@@ -133,3 +133,33 @@ fn it_has_every_key_of_a_function() {
         );
     }
 }
+
+/// The lines of a function that the patch adds to the filters.
+fn filter(function: &str) -> String {
+    let added = added("vmm/src/seccomp_filters.rs");
+    let start = format!("+fn {function}(");
+    let lines = added.lines().skip_while(|line| !line.starts_with(&start));
+    let lines: Vec<&str> = lines.take_while(|line| *line != "+}").collect();
+    assert!(!lines.is_empty(), "{function}");
+    lines.join("\n")
+}
+
+#[test]
+fn it_lets_threads_whose_drives_are_left_to_servers_reach_no_drive() {
+    let served = filter("nvme_mpt_common_rules");
+    let own = filter("nvme_mpt_thread_rules");
+    for call in [
+        "io_uring_enter",
+        "fallocate",
+        "fdatasync",
+        "fsync",
+        "sync_file_range",
+    ] {
+        let call = format!("SYS_{call},");
+        assert!(own.contains(&call) && !served.contains(&call), "{call}");
+    }
+    assert!(!served.contains("io_uring"), "{served}");
+    let ioctls = filter("create_nvme_mpt_served_ioctl_seccomp_rule");
+    assert!(!ioctls.contains("VFIO"), "{ioctls}");
+    assert!(filter("create_nvme_mpt_ioctl_seccomp_rule").contains("VFIO"));
+}

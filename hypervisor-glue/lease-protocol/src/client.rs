@@ -36,7 +36,7 @@ use zerocopy::FromBytes;
 
 use crate::DESCRIPTORS_MAX;
 use crate::ask::{AttachError, Given, OPENING_PATIENCE, PATIENCE, Reach, ask_for_lease};
-use crate::link::{DirtyLog, Link, Lost};
+use crate::link::{DirtyLog, Link, LinkState, Lost};
 use crate::message::{Attached, DirtyPages, Doorbells, Outcome, Request, Smart};
 use crate::places;
 use crate::socket::Stream;
@@ -241,7 +241,17 @@ impl RemoteHostSide {
     }
 
     fn ask_io<T: DeserializeOwned>(&self, request: &Request) -> io::Result<T> {
-        let outcome: Outcome<T> = self.ask(request)?;
+        self.ask_io_in(&mut self.link.state(), request)
+    }
+
+    /// As [`Self::ask_io`], while the caller has the state. Between an answer and a note for the next server, that one may
+    /// come.
+    fn ask_io_in<T: DeserializeOwned>(
+        &self,
+        state: &mut LinkState,
+        request: &Request,
+    ) -> io::Result<T> {
+        let outcome: Outcome<T> = self.link.ask_in(state, request, None)?;
         outcome.map_err(|failed| failed.0)
     }
 
@@ -558,22 +568,23 @@ impl HostSide for RemoteHostSide {
     }
 
     fn start_dirty_log(&self) -> Result<(), DmaError> {
-        let answer: Result<Result<(), DmaError>, Lost> = self.ask(&Request::StartDirtyLog);
-        match answer {
-            Ok(result) => result?,
-            Err(Lost) if self.link.state().waits() => {}
+        // A server that comes back meanwhile is told of it then.
+        let mut state = self.link.state();
+        let answer: Result<Result<(), DmaError>, Lost> =
+            self.link.ask_in(&mut state, &Request::StartDirtyLog, None);
+        let log = match answer {
+            Ok(result) => result.map(|()| DirtyLog::Complete)?,
+            // A server that is ending may write still.
+            Err(Lost) if state.waits() => DirtyLog::Missed,
             Err(Lost) => return Err(DmaError::NotLogged),
-        }
+        };
         self.window.start_dirty_log()?;
-        self.link.state().standing.dirty_log = Some(DirtyLog::Complete);
+        state.standing.dirty_log = Some(log);
         Ok(())
     }
 
     fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
         let mut ranges = self.window.take_dirty_pages()?;
-        if self.link.state().standing.take_missed() {
-            ranges = self.all_pages()?;
-        }
         loop {
             let answer: Result<Result<DirtyPages, DmaError>, Lost> =
                 self.ask(&Request::TakeDirtyPages);
@@ -585,15 +596,21 @@ impl HostSide for RemoteHostSide {
             };
             ranges.extend(pages.ranges);
             if !pages.more {
-                return Ok(ranges);
+                break;
             }
+        }
+        // Last, as the server that answered may have come a moment ago.
+        match self.link.state().standing.take_missed() {
+            true => self.all_pages(),
+            false => Ok(ranges),
         }
     }
 
     fn stop_dirty_log(&self) {
+        // First, for a server that comes back meanwhile.
+        self.link.state().standing.dirty_log = None;
         self.tell(&Request::StopDirtyLog);
         self.window.stop_dirty_log();
-        self.link.state().standing.dirty_log = None;
     }
 
     fn create_cq(&self, config: CqConfig) -> Result<(), QueueError> {
@@ -664,8 +681,8 @@ impl HostSide for RemoteHostSide {
     }
 
     fn begin_silent_doorbells(&self) -> io::Result<()> {
-        let began = self.ask_io(&Request::BeginSilentDoorbells);
         let mut state = self.link.state();
+        let began = self.ask_io_in(&mut state, &Request::BeginSilentDoorbells);
         state.standing.silent = began.is_ok() || state.waits();
         match state.standing.silent {
             true => Ok(()),
@@ -679,8 +696,9 @@ impl HostSide for RemoteHostSide {
     }
 
     fn watch_admin_doorbells(&self) -> io::Result<()> {
-        self.ask_io::<()>(&Request::WatchAdminDoorbells)?;
-        self.link.state().standing.watched = true;
+        let mut state = self.link.state();
+        let () = self.ask_io_in(&mut state, &Request::WatchAdminDoorbells)?;
+        state.standing.watched = true;
         Ok(())
     }
 

@@ -308,9 +308,11 @@ fn loom(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::ItsTests)
 }
 
-/// With `--full`, twenty thousand seeds, and lints of what is built for simulations alone.
+/// The seeds that failed once, and others. With `--full`, twenty thousand of these, and lints of what is built for simulations alone.
 fn simulate(context: &mut Context) -> Result<(), VerifyError> {
     let full = context.options.full;
+    let mut command = context.cargo(&["simulate", "--regressions"]);
+    context.run(&mut command, Worth::One)?;
     let seeds = if full { "20000" } else { "1000" };
     let mut command = context.cargo(&["simulate", "--seeds", seeds]);
     context.run(&mut command, Worth::One)?;

@@ -29,6 +29,8 @@ mod protocol;
 #[cfg(simulation)]
 mod registers;
 #[cfg(simulation)]
+mod regressions;
+#[cfg(simulation)]
 mod runs;
 #[cfg(simulation)]
 mod scenario;

@@ -13,6 +13,7 @@ use nvme_mpt_tests::rng::mix;
 
 use crate::engine::{Engine, Outcome};
 use crate::mutations;
+use crate::regressions::{self, Regression};
 use crate::scenario::{self, Scenario};
 
 /// Seeds of a process.
@@ -57,6 +58,9 @@ pub(crate) struct Options {
     /// Makes each deliberate defect whose name has this text in it, and counts the seeds that find it.
     #[arg(long, num_args = 0..=1, default_missing_value = "", value_name = "NAME")]
     mutations: Option<String>,
+    /// Runs the seeds that failed once.
+    #[arg(long)]
+    regressions: bool,
     /// Runs these seeds in this process, for a parent.
     #[arg(long, hide = true, num_args = 2)]
     batch: Option<Vec<u64>>,
@@ -139,6 +143,10 @@ impl Less {
     }
 }
 
+/// Returns the scenario of a name.
+///
+/// # Errors
+/// The names that there are.
 fn named(name: &str) -> Result<Scenario, String> {
     let mut all = Scenario::ALL.iter();
     let found = all.find(|(known, _)| *known == name);
@@ -161,6 +169,7 @@ pub(crate) fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         },
+        (None, None) if options.regressions => run_regressions(&options),
         (None, None) if options.shrink => shrink(&options),
         (None, None) => parent(&options),
     }
@@ -305,6 +314,63 @@ fn shrink(options: &Options) -> ExitCode {
         .name();
     show(scenario, &reason, seed, less);
     ExitCode::SUCCESS
+}
+
+/// Runs the seeds that failed once, each in its scenario.
+fn run_regressions(options: &Options) -> ExitCode {
+    let list = match regressions::read() {
+        Ok(list) => list,
+        Err(error) => {
+            eprintln!("{error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let (began, mut failed) = (Instant::now(), 0);
+    for Regression {
+        scenario,
+        seed,
+        found,
+        fix,
+    } in &list
+    {
+        let results = Mutex::default();
+        let scenario = match named(scenario) {
+            Ok(scenario) => scenario,
+            Err(error) => {
+                eprintln!("Seed {seed} has the scenario {scenario}: {error}");
+                return ExitCode::FAILURE;
+            }
+        };
+        let options = Options {
+            scenario: Some(scenario),
+            ..options.clone()
+        };
+        match Batch::start(&options, *seed..*seed + 1) {
+            Ok(batch) => {
+                let _rest = batch.finish(&results);
+            }
+            Err(error) => {
+                eprintln!("no process for seed {seed}: {error}");
+                return ExitCode::FAILURE;
+            }
+        }
+        let results: Results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let was_run = results.seeds > 0;
+        failed += usize::from(!was_run || !results.failures.is_empty());
+        for (seed, reason) in &results.failures {
+            show(scenario.name(), reason, *seed, options.less);
+            println!("    It failed before {fix}, too: {found}");
+        }
+    }
+    let seconds = began.elapsed().as_secs_f64();
+    println!(
+        "{} seeds that failed once, {failed} failed: {seconds:.1} s",
+        list.len()
+    );
+    match failed == 0 && !list.is_empty() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    }
 }
 
 /// Shows a failure, and the command that repeats it.

@@ -28,9 +28,41 @@ const ABSENT: u64 = 0;
 /// Bytes of a guest's buffer for a value.
 const ROOM: usize = 512;
 
+/// Most Stores in a row of one key that must not be there.
+const RACERS: u64 = 10;
+
 /// Keys that are registers, with all that was stored in them.
 #[derive(Debug)]
-struct Keys(History);
+struct Keys {
+    history: History,
+    /// A key, and the number of Stores that are still to race for it.
+    race: Option<(u64, u64)>,
+    /// Stores that made a key, as it was absent.
+    made: Vec<Span>,
+    /// Deletes of a key that was there, or may have been.
+    deleted: Vec<Span>,
+}
+
+/// Time of a command on a key.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    key: u64,
+    began: Duration,
+    /// None while it is under way.
+    ended: Option<Duration>,
+}
+
+impl Span {
+    /// Returns whether some of it lies between two moments.
+    fn meets(&self, key: u64, (from, to): (Duration, Duration)) -> bool {
+        self.key == key && self.began <= to && self.ended.is_none_or(|ended| ended >= from)
+    }
+
+    /// Returns whether all of it lies there.
+    fn is_within(&self, key: u64, (from, to): (Duration, Duration)) -> bool {
+        self.key == key && self.began >= from && self.ended.is_some_and(|ended| ended <= to)
+    }
+}
 
 /// A command on a key.
 #[derive(Debug)]
@@ -88,8 +120,42 @@ fn presence(command: &Command, end: &End<'_>) -> Option<Presence> {
 impl Keys {
     /// Judges a value that a command found.
     fn judge(&self, key: u64, value: u64, end: &End<'_>) {
-        if let Err(error) = self.0.judge(key, value, end.began) {
+        if let Err(error) = self.history.judge(key, value, end.began) {
             panic!("key {key}: {error}");
+        }
+    }
+
+    /// Judges a Store that made a key. Of several, all but one need a Delete between them.
+    fn judge_maker(&mut self, key: u64, end: &End<'_>) {
+        self.made.push(Span {
+            key,
+            began: end.began,
+            ended: Some(end.now),
+        });
+        for other in self.made.iter().filter(|other| other.key == key) {
+            let ended = other.ended.unwrap_or(end.now);
+            let time = (other.began.min(end.began), ended.max(end.now));
+            let made = self.made.iter().filter(|span| span.is_within(key, time));
+            let deleted = self.deleted.iter().filter(|span| span.meets(key, time));
+            let (made, deleted) = (made.count(), deleted.count());
+            assert!(
+                made <= deleted + 1,
+                "key {key}: {made} Stores found it absent in {time:?}, and {deleted} Deletes ended it"
+            );
+        }
+    }
+
+    /// Notes the end of a Delete. One that was cut short may have taken effect.
+    fn end_delete(&mut self, key: u64, end: &End<'_>, found: Option<Presence>) {
+        let its = |span: &Span| span.key == key && span.began == end.began && span.ended.is_none();
+        let Some(index) = self.deleted.iter().position(its) else {
+            return;
+        };
+        match found {
+            Some(Presence::Absent) => {
+                self.deleted.swap_remove(index);
+            }
+            _ => self.deleted[index].ended = Some(end.now),
         }
     }
 }
@@ -100,7 +166,25 @@ impl Work for Keys {
     const COMMAND_SETS: u32 = CC_CSS_ALL;
 
     fn choose(&mut self, rng: &mut Rng) -> Command {
+        if let Some((key, left)) = self.race {
+            self.race = (left > 1).then_some((key, left - 1));
+            return Command {
+                opcode: kv::STORE,
+                key,
+                value: Some(self.history.value(key)),
+                only_if: Some(Presence::Absent),
+            };
+        }
         let key = rng.below(KEYS as u64);
+        if rng.below(12) == 0 {
+            self.race = Some((key, 2 + rng.below(RACERS - 1)));
+            return Command {
+                opcode: kv::DELETE,
+                key,
+                value: Some(ABSENT),
+                only_if: None,
+            };
+        }
         let opcode = match rng.below(16) {
             0..6 => kv::RETRIEVE,
             6..11 => kv::STORE,
@@ -109,7 +193,7 @@ impl Work for Keys {
             _ => kv::FLUSH,
         };
         let value = match opcode {
-            kv::STORE => Some(self.0.value(key)),
+            kv::STORE => Some(self.history.value(key)),
             kv::DELETE => Some(ABSENT),
             _ => None,
         };
@@ -142,7 +226,14 @@ impl Work for Keys {
 
     fn begin(&mut self, command: &mut Command, now: Duration) {
         if let Some(value) = command.value {
-            self.0.begin(command.key, value, now);
+            self.history.begin(command.key, value, now);
+        }
+        if command.opcode == kv::DELETE {
+            self.deleted.push(Span {
+                key: command.key,
+                began: now,
+                ended: None,
+            });
         }
     }
 
@@ -158,7 +249,13 @@ impl Work for Keys {
             end.cqe
         );
         if is_refused && let Some(value) = value {
-            self.0.forget(key, value, end.began);
+            self.history.forget(key, value, end.began);
+        }
+        if opcode == kv::DELETE {
+            self.end_delete(key, end, presence);
+        }
+        if end.has_succeeded() && command.only_if == Some(Presence::Absent) {
+            self.judge_maker(key, end);
         }
         let length = end.cqe.map_or(0, |cqe| cqe.result as usize);
         match presence {
@@ -179,16 +276,17 @@ impl Work for Keys {
                     found != ABSENT && Some(found) != value && has_length
                 };
                 assert!(
-                    self.0.may_be(key, end.began, may_be),
+                    self.history.may_be(key, end.began, may_be),
                     "{command:?} found a value that was not there: {:?}, {:?}",
                     end.cqe,
-                    self.0
+                    self.history
                 );
             }
             None => {}
         }
         if value.is_some() && !is_refused {
-            self.0.end(key, end.began, end.now, end.has_succeeded());
+            self.history
+                .end(key, end.began, end.now, end.has_succeeded());
         }
     }
 
@@ -224,6 +322,11 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     let memory = GuestMemory::new(&[(LOW, LOW_LEN), (HIGH, HIGH_LEN)]);
     let memory = memory.unwrap_or_else(|error| panic!("{error}"));
     let conditions = Scenario::Keys.conditions(less, rng);
-    let work = Keys(History::new(0, KEYS).whole());
+    let work = Keys {
+        history: History::new(0, KEYS).whole(),
+        race: None,
+        made: Vec::new(),
+        deleted: Vec::new(),
+    };
     run_alone(controller, range, work, memory, conditions, rng);
 }

@@ -2,17 +2,15 @@
 //!
 //! A program that has the file of a loop device locks that, and knows of no device.
 
-use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
 use nvme_mpt::origin::BackingFile;
 use nvme_mpt::range::ByteRange;
-use nvme_mpt::range_lock::RangeLock;
 
 use super::SharedFile;
-use super::reopen::reopen;
+use super::kernel::{File, RangeLock, lock_below, reopen};
 use super::way::Way;
 
 /// Bytes of a file that its users share: one by those that read and write it through the page cache, one by the others.
@@ -124,17 +122,4 @@ fn share_way(lock: &RangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
          its loop device, or let the loop device bypass the page cache (losetup --direct-io=on)",
         path.display()
     )))
-}
-
-/// Opens the file of a loop device for locks.
-fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
-    let file = OpenOptions::new().read(true).write(true).open(&below.path);
-    let opened = file.and_then(|file| match below.is(&file)? {
-        true => Ok(file),
-        false => Err(io::Error::other("its path leads to another file")),
-    });
-    let path = below.path.display();
-    opened
-        .map(RangeLock::new)
-        .map_err(|error| format!("the loop device's file {path} cannot be locked: {error}"))
 }

@@ -20,6 +20,7 @@
 mod bounces;
 mod claims;
 mod deadline;
+mod kernel;
 mod lease;
 mod locks;
 mod losses;
@@ -37,10 +38,7 @@ mod watch;
 mod way;
 mod zeroes;
 
-use std::fs::{File, FileType, OpenOptions};
-use std::io::{self, Seek, SeekFrom};
-use std::os::fd::AsFd;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -51,6 +49,7 @@ pub(crate) use lease::LeasedFile;
 pub(crate) use queue::FileQueue;
 
 use claims::Lanes;
+use kernel::{File, Opened, Origin};
 use locks::Locks;
 use losses::Losses;
 use operation::{Means, Next, Operation, Zeroing};
@@ -64,8 +63,6 @@ use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::learn::Choice;
 use nvme_mpt::live::LossRecord;
-use nvme_mpt::memory::file_system::is_memory;
-use nvme_mpt::origin::Origin;
 use nvme_mpt::range::{ByteRange, LbaRange};
 use nvme_mpt::shadow::HostQueuePair;
 
@@ -111,29 +108,17 @@ impl FileStore {
     /// # Errors
     /// Returns the kernel's error, and `InvalidInput` for something that is neither.
     pub(super) fn open(path: &Path, lba_shift: u8, slices: Choice) -> io::Result<Self> {
-        let path = path.canonicalize()?;
-        let kind = path.metadata()?.file_type();
-        if !kind.is_file() && !kind.is_block_device() {
-            let what = "it is neither a file nor a block device";
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
-        }
-        let origin = Origin::of(&path)?;
-        let mut options = OpenOptions::new();
-        options.read(true).write(true);
-        // A block device that is mounted or otherwise in use refuses an exclusive open.
-        let exclusive = if kind.is_block_device() {
-            libc::O_EXCL
-        } else {
-            0
-        };
-        let mut opened = options.custom_flags(exclusive).open(&path)?;
-        let bytes = opened.seek(SeekFrom::End(0))?;
-        let in_memory = is_memory(opened.as_fd());
-        let direct = match in_memory {
-            true => None,
-            false => options.custom_flags(libc::O_DIRECT).open(&path).ok(),
-        };
-        let way = Way::of(bytes, direct.as_ref().and_then(uring::direct_alignment));
+        let Opened {
+            path,
+            origin,
+            file: opened,
+            bytes,
+            is_regular,
+            in_memory,
+            direct,
+            punches_holes,
+        } = kernel::open(path)?;
+        let way = Way::of(bytes, direct);
         if way == Way::Cached && !in_memory {
             info!(
                 "{} is not read and written past the page cache, which costs a copy",
@@ -144,12 +129,6 @@ impl FileStore {
             true => Pages::map(&opened, bytes),
             false => None,
         };
-        let punches_holes = AtomicBool::new(deallocates(&opened, kind, bytes)?);
-        // Said now, not when a guest creates its first queue.
-        uring::Uring::new(1).map_err(|error| {
-            let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
-            io::Error::new(error.kind(), what)
-        })?;
         let shared = SharedFile {
             path,
             origin,
@@ -159,12 +138,12 @@ impl FileStore {
             way,
             in_memory,
             pages,
-            punches_holes,
+            punches_holes: AtomicBool::new(punches_holes),
             zeroes_ranges: AtomicBool::new(true),
             lanes: Lanes::default(),
             turns: Turns::new(slices),
             uncorrectable: Arc::default(),
-            watched: Watched::new(kind.is_file(), bytes),
+            watched: Watched::new(is_regular, bytes),
             losses: Losses::default(),
             companion: OnceLock::new(),
         };
@@ -360,25 +339,4 @@ impl SharedFile {
             info!("{} cannot {what}", self.path.display());
         }
     }
-}
-
-/// Returns whether a deallocated range of a file or block device reads as zeroes.
-fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
-    if kind.is_file() {
-        return Ok(uring::can_punch_holes(file, bytes));
-    }
-    // A device that cannot write zeroes deallocates nothing on demand: what its discarded blocks read is not known.
-    let device = file.metadata()?.rdev();
-    let folder = format!(
-        "/sys/dev/block/{}:{}",
-        libc::major(device),
-        libc::minor(device)
-    );
-    // A partition has the queue of its whole device.
-    let limit = ["queue", "../queue"].iter().find_map(|queue| {
-        let path = format!("{folder}/{queue}/write_zeroes_max_bytes");
-        std::fs::read_to_string(path).ok()
-    });
-    let limit = limit.and_then(|limit| limit.trim().parse().ok());
-    Ok(limit.unwrap_or(0_u64) > 0)
 }

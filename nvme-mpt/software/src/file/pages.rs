@@ -11,16 +11,14 @@
 //! SIGBUS therefore means that the file was cut short, or that a page is damaged. The handler puts zeroes there and
 //! marks the mapping. The command, and all that follow, then go to the kernel, which reports what is wrong.
 
-use std::fs::File;
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use log::warn;
 
-use super::uring::next_data;
+use super::kernel::{self, File, next_data};
 use super::way::UNIT;
-use nvme_mpt::memory::{Access, Mapping, RawBytes};
+use nvme_mpt::memory::{Mapping, RawBytes};
 
 /// The pages of a file, mapped.
 #[derive(Debug)]
@@ -35,7 +33,7 @@ impl Pages {
     /// Maps all of a file in memory. `None` if the kernel does not: of a sealed file, or without address space.
     pub(super) fn map(file: &File, bytes: u64) -> Option<Self> {
         let len = usize::try_from(bytes).ok()?;
-        let mapping = Mapping::shared_unreserved(file.as_fd(), 0, len, Access::ReadWrite).ok()?;
+        let mapping = kernel::map(file, len).ok()?;
         let words = bytes.div_ceil(UNIT).div_ceil(64);
         Some(Self {
             mapping,

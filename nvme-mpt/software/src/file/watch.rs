@@ -4,14 +4,13 @@
 //! that write, before any of them is made. Both its size and its path are looked at whenever the control thread
 //! asks for damage.
 
-use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 
 use log::error;
 
+use super::kernel::{MetadataExt, metadata};
 use super::{LeasedFile, SharedFile};
 use nvme_mpt::memory::sync::Mutex;
 
@@ -101,7 +100,7 @@ impl SharedFile {
         let Ok(opened) = self.opened.metadata() else {
             return;
         };
-        let replaced = match fs::metadata(&self.path) {
+        let replaced = match metadata(&self.path) {
             Ok(found) => (found.dev(), found.ino()) != (opened.dev(), opened.ino()),
             // A sandbox may hide what is there.
             Err(error) => error.kind() == io::ErrorKind::NotFound,

@@ -8,7 +8,6 @@
 //! that succeeded before the one that has the error. So each queue has a [`Witness`] too, which it asks at the end
 //! of each Flush and of each write with FUA.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,11 +17,11 @@ use log::{error, info};
 
 pub(super) use crate::medium::LOST;
 
+use super::SharedFile;
 use super::claims::Claims;
+use super::kernel::{File, reopen, write_back_error};
 use super::locks::Locks;
-use super::reopen::reopen;
 use super::way::Way;
-use super::{SharedFile, uring};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
 use nvme_mpt::live::LossRecord;
@@ -51,7 +50,7 @@ impl Witness {
     fn ask(&self) -> io::Result<()> {
         let files = [Some(&self.file), self.companion.as_ref()];
         // All are asked, so that none has old news the next time.
-        let asked = files.map(|file| file.map_or(Ok(()), uring::write_back_error));
+        let asked = files.map(|file| file.map_or(Ok(()), write_back_error));
         heard(asked.into_iter().collect())
     }
 }
@@ -233,7 +232,7 @@ impl LeasedFile {
         let files = [Some(&self.buffered), self.companion.as_ref()];
         // The next errors that these files report are from before.
         for file in files.into_iter().chain([self.data.as_ref()]).flatten() {
-            let _ = uring::write_back_error(file);
+            let _ = write_back_error(file);
         }
         self.ask_own();
         self.goes_on.store(false, Ordering::Relaxed);

@@ -5,9 +5,9 @@ use std::cell::RefCell;
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
 use super::*;
+use crate::file::kernel::Uring;
 use crate::file::reopen::place;
 use crate::file::tests::TestClock;
-use crate::file::uring::Uring;
 use crate::file::{FileQueue, FileStore};
 use crate::model::Profile;
 use crate::zones::{ZonedQueue, Zones};

@@ -25,11 +25,12 @@ use zerocopy::IntoBytes;
 
 use super::bounces::{Bounces, Need};
 use super::claims::{Change, Claim, LISTED_MAX};
+use super::kernel::Uring;
 use super::operation::Means;
 use super::pages::Pages;
 use super::queue::{FileQueue, STARTS};
 use super::slices::Waiter;
-use super::uring::{Ended, Manner, Request, Ring, Uring};
+use super::uring::{Ended, Manner, Request, Ring};
 use super::way::{DirectAlignment, UNIT, Way};
 use super::zeroes;
 use super::{FileStore, LeasedFile};

@@ -1,0 +1,361 @@
+//! Files of the kernel, and io_uring.
+#![expect(unsafe_code, reason = "hands buffers to the kernel and calls it")]
+
+use std::fs::{FileType, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::Duration;
+
+use io_uring::{IoUring, opcode, squeue, types};
+
+pub(in crate::file) use std::fs::{File, metadata};
+pub(in crate::file) use std::os::unix::fs::MetadataExt;
+
+pub(in crate::file) use nvme_mpt::origin::Origin;
+pub(in crate::file) use nvme_mpt::range_lock::RangeLock;
+
+pub(in crate::file) use super::super::reopen::reopen;
+
+use super::super::uring::{Ended, Manner, Request, Ring, Vectors};
+use super::super::way::DirectAlignment;
+use super::Opened;
+use nvme_mpt::deadline::{Deadline, SystemClock};
+use nvme_mpt::memory::file_system::is_memory;
+use nvme_mpt::memory::{Access, Mapping};
+use nvme_mpt::origin::BackingFile;
+
+/// Opens a file or block device to read and write.
+///
+/// # Errors
+/// Returns the kernel's error, and `InvalidInput` for something that is neither.
+pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
+    let path = path.canonicalize()?;
+    let kind = path.metadata()?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        let what = "it is neither a file nor a block device";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    let origin = Origin::of(&path)?;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    // A block device that is mounted or otherwise in use refuses an exclusive open.
+    let exclusive = if kind.is_block_device() {
+        libc::O_EXCL
+    } else {
+        0
+    };
+    let mut file = options.custom_flags(exclusive).open(&path)?;
+    let bytes = file.seek(SeekFrom::End(0))?;
+    let in_memory = is_memory(file.as_fd());
+    let direct = match in_memory {
+        true => None,
+        false => options.custom_flags(libc::O_DIRECT).open(&path).ok(),
+    };
+    let punches_holes = deallocates(&file, kind, bytes)?;
+    // Said now, not when a guest creates its first queue.
+    Uring::new(1).map_err(|error| {
+        let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
+        io::Error::new(error.kind(), what)
+    })?;
+    Ok(Opened {
+        path,
+        origin,
+        file,
+        bytes,
+        is_regular: kind.is_file(),
+        in_memory,
+        direct: direct.as_ref().and_then(direct_alignment),
+        punches_holes,
+    })
+}
+
+/// Maps all of a file in memory.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub(in crate::file) fn map(file: &File, len: usize) -> io::Result<Mapping> {
+    Mapping::shared_unreserved(file.as_fd(), 0, len, Access::ReadWrite)
+}
+
+/// The io_uring of one queue.
+pub struct Uring {
+    ring: IoUring,
+    in_flight: usize,
+    behind: bool,
+}
+
+impl std::fmt::Debug for Uring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Uring")
+            .field("in_flight", &self.in_flight)
+            .field("behind", &self.behind)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Workers that the kernel may have for the requests of a thread that wait: more than queues that make a sync each, so
+/// that one tenant's syncs keep no request of another waiting.
+const WORKERS: u32 = 256;
+
+/// Workers for requests on what is no file.
+const UNCHANGED: u32 = 0;
+
+impl Uring {
+    pub(in crate::file) fn new(entries: u32) -> io::Result<Self> {
+        let ring = IoUring::new(entries)?;
+        // Without it, a thread has as many workers for all of its rings as its first ring has entries. Kernels before
+        // 5.15 know no such limit to set.
+        let mut most = [WORKERS, UNCHANGED];
+        if let Err(error) = ring.submitter().register_iowq_max_workers(&mut most) {
+            log::debug!("Cannot set the number of workers of an io_uring: {error}");
+        }
+        Ok(Self {
+            ring,
+            in_flight: 0,
+            behind: false,
+        })
+    }
+
+    /// Keeps files open until the last request has ended, also if this process ends before.
+    pub(in crate::file) fn keep_open<'a>(
+        &self,
+        files: impl Iterator<Item = &'a File>,
+    ) -> io::Result<()> {
+        let files: Vec<RawFd> = files.map(AsRawFd::as_raw_fd).collect();
+        match files.is_empty() {
+            true => Ok(()),
+            false => self.ring.submitter().register_files(&files),
+        }
+    }
+
+    /// # Safety
+    /// As of [`Ring::prepare`].
+    unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
+        // SAFETY: the buffers live long enough by this function's contract.
+        if unsafe { self.ring.submission().push(entry) }.is_err() {
+            self.ring.submit()?;
+            // SAFETY: as above.
+            unsafe { self.ring.submission().push(entry) }
+                .map_err(|_| io::Error::other("The io_uring submission queue is full"))?;
+        }
+        self.in_flight += 1;
+        Ok(())
+    }
+}
+
+impl Ring for Uring {
+    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()> {
+        let count = |vectors: &Vectors| vectors.left().len() as u32;
+        let start = |vectors: &Vectors| vectors.left().as_ptr();
+        let entry: squeue::Entry = match request {
+            Request::Read { fd, offset, into } => {
+                opcode::Readv::new(types::Fd(fd), start(into), count(into))
+                    .offset(offset)
+                    .build()
+            }
+            Request::Write {
+                fd,
+                offset,
+                from,
+                durable,
+            } => {
+                let flags = if durable { libc::RWF_DSYNC } else { 0 };
+                opcode::Writev::new(types::Fd(fd), start(from), count(from))
+                    .offset(offset)
+                    .rw_flags(flags)
+                    .build()
+            }
+            Request::Sync { fd } => opcode::Fsync::new(types::Fd(fd))
+                .flags(types::FsyncFlags::DATASYNC)
+                .build(),
+            Request::Zero { fd, offset, len } => fallocate(fd, offset, len, ZERO),
+            Request::Punch { fd, offset, len } => fallocate(fd, offset, len, PUNCH),
+        };
+        let entry = entry.user_data(tag);
+        let entry = match manner {
+            Manner::AtOnce => entry,
+            Manner::ByThread => entry.flags(squeue::Flags::ASYNC),
+        };
+        // SAFETY: the buffers live long enough by this function's contract.
+        unsafe { self.push(&entry) }
+    }
+
+    fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()> {
+        let entry = opcode::AsyncCancel::new(target).build().user_data(tag);
+        // SAFETY: the request names no memory.
+        unsafe { self.push(&entry) }
+    }
+
+    fn submit(&mut self) {
+        let waiting = self.ring.submission().len();
+        if waiting > 0 {
+            // EAGAIN, EBUSY and EINTR leave the requests in the ring.
+            let taken = self.ring.submit().unwrap_or(0);
+            self.behind = taken < waiting;
+        }
+    }
+
+    fn is_behind(&self) -> bool {
+        self.behind
+    }
+
+    fn take(&mut self) -> Option<Ended> {
+        let completion = self.ring.completion().next()?;
+        self.in_flight -= 1;
+        let result = completion.result();
+        Some(Ended {
+            tag: completion.user_data(),
+            result: usize::try_from(result).map_err(|_| -result),
+        })
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn fd(&self) -> RawFd {
+        self.ring.as_raw_fd()
+    }
+
+    fn settle(&mut self, patience: Duration) -> bool {
+        let deadline = Deadline::after(&SystemClock::shared(), patience);
+        let slice = types::Timespec::from(Duration::from_millis(100));
+        while self.in_flight > 0 {
+            let arguments = types::SubmitArgs::new().timespec(&slice);
+            let waited = self.ring.submitter().submit_with_args(1, &arguments);
+            while self.take().is_some() {}
+            if let Err(error) = waited
+                && error.raw_os_error() == Some(libc::EBADF)
+            {
+                return true;
+            }
+            if deadline.has_passed() {
+                return self.in_flight == 0;
+            }
+        }
+        true
+    }
+}
+
+const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+
+/// Zeroes a range, and does not make a file longer.
+const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+
+fn fallocate(fd: RawFd, offset: u64, len: u64, mode: i32) -> squeue::Entry {
+    opcode::Fallocate::new(types::Fd(fd), len)
+        .offset(offset)
+        .mode(mode)
+        .build()
+}
+
+/// Returns what transfers past the page cache have to keep to; `None` for files that have no such transfers.
+fn direct_alignment(file: &File) -> Option<DirectAlignment> {
+    // SAFETY: statx is a plain structure that the call fills, and the path is a C string.
+    let stat = unsafe {
+        let mut stat = std::mem::zeroed::<libc::statx>();
+        let flags = libc::AT_EMPTY_PATH;
+        let mask = libc::STATX_DIOALIGN;
+        if libc::statx(file.as_raw_fd(), c"".as_ptr(), flags, mask, &raw mut stat) < 0 {
+            return None;
+        }
+        stat
+    };
+    if stat.stx_mask & libc::STATX_DIOALIGN == 0 {
+        // A kernel that cannot tell: a memory page suits every file system and device.
+        return Some(DirectAlignment {
+            memory: 4096,
+            offset: 4096,
+        });
+    }
+    let memory = usize::try_from(stat.stx_dio_mem_align).ok()?;
+    let offset = u64::from(stat.stx_dio_offset_align);
+    (memory > 0 && offset > 0).then_some(DirectAlignment { memory, offset })
+}
+
+/// Returns the error of a write-back of the file that its open file description has not heard of yet. It waits for
+/// nothing: no page lies where it looks.
+pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
+    const BEYOND: libc::off64_t = i64::MAX - 4095;
+    // SAFETY: the call takes numbers alone.
+    let result = unsafe {
+        libc::sync_file_range(
+            file.as_raw_fd(),
+            BEYOND,
+            1,
+            libc::SYNC_FILE_RANGE_WAIT_BEFORE,
+        )
+    };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Returns the offset of the first data from `offset` on; `None` if only a hole follows.
+pub(in crate::file) fn next_data(file: &File, offset: u64) -> Option<u64> {
+    let offset = libc::off_t::try_from(offset).ok()?;
+    // SAFETY: the call takes numbers alone. It moves the position of the description, which nothing uses.
+    let data = unsafe { libc::lseek(file.as_raw_fd(), offset, libc::SEEK_DATA) };
+    u64::try_from(data).ok()
+}
+
+/// Returns whether ranges of the file can be deallocated. It tries behind the file's end, where there is nothing.
+fn can_punch_holes(file: &File, bytes: u64) -> bool {
+    let Ok(offset) = libc::off_t::try_from(bytes) else {
+        return false;
+    };
+    // SAFETY: the call changes nothing but the file, and there only what lies behind its end.
+    let result = unsafe { libc::fallocate(file.as_raw_fd(), PUNCH, offset, 4096) };
+    result == 0
+}
+
+/// Returns whether a deallocated range of a file or block device reads as zeroes.
+fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
+    if kind.is_file() {
+        return Ok(can_punch_holes(file, bytes));
+    }
+    // A device that cannot write zeroes deallocates nothing on demand: what its discarded blocks read is not known.
+    let device = file.metadata()?.rdev();
+    let folder = format!(
+        "/sys/dev/block/{}:{}",
+        libc::major(device),
+        libc::minor(device)
+    );
+    // A partition has the queue of its whole device.
+    let limit = ["queue", "../queue"].iter().find_map(|queue| {
+        let path = format!("{folder}/{queue}/write_zeroes_max_bytes");
+        std::fs::read_to_string(path).ok()
+    });
+    let limit = limit.and_then(|limit| limit.trim().parse().ok());
+    Ok(limit.unwrap_or(0_u64) > 0)
+}
+
+/// Opens the file of a loop device for locks.
+pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
+    let file = OpenOptions::new().read(true).write(true).open(&below.path);
+    let opened = file.and_then(|file| match below.is(&file)? {
+        true => Ok(file),
+        false => Err(io::Error::other("its path leads to another file")),
+    });
+    let path = below.path.display();
+    opened
+        .map(RangeLock::new)
+        .map_err(|error| format!("the loop device's file {path} cannot be locked: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_ring_leaves_its_thread_workers_enough() {
+        let first = Uring::new(1).expect("a ring");
+        let mut most = [UNCHANGED; 2];
+        let asked = first.ring.submitter().register_iowq_max_workers(&mut most);
+        asked.expect("the kernel knows the limit");
+        assert_eq!(most[0], WORKERS);
+    }
+}

@@ -25,6 +25,10 @@ const DRA_MODULES: [&str; 2] = [
     "hypervisor-glue/kubernetes",
     "hypervisor-glue/kubernetes/conformance",
 ];
+/// Module of Go that runs the driver in a cluster.
+const CLUSTER_MODULE: &str = "hypervisor-glue/kubernetes/cluster";
+/// Flag of Go's compiler. One build of dependencies, without optimization, is shared by lints, tests and the cluster.
+const UNOPTIMIZED: &str = "-gcflags=all=-N -l";
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
 /// Linker and C library of `AARCH64`.
 const AARCH64_TOOLS: [Tool; 2] = [
@@ -191,6 +195,15 @@ pub(super) const ALL: &[Step] = &[
         is_beside: false,
         wants_quiet: false,
         run: kubernetes,
+    },
+    Step {
+        name: "cluster",
+        what: "the DRA driver in a cluster of etcd, an API server, a scheduler and kubelet",
+        when: When::Full,
+        is_shared_out: false,
+        is_beside: false,
+        wants_quiet: false,
+        run: cluster,
     },
     Step {
         name: "package",
@@ -410,22 +423,11 @@ fn aarch64(context: &mut Context) -> Result<(), VerifyError> {
     context.run(&mut command, Worth::One)
 }
 
-/// The driver's tests ask the server that is built here. One build of its dependencies, without optimization, is shared by
-/// lints and tests.
+/// The driver's tests ask the server that is built here.
 fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
-    let mut build = context.cargo(&["build", "--release", "--workspace", "--bin", "nvme-mpt"]);
-    context.run(&mut build, Worth::One)?;
+    build_server(context)?;
     let go = go::go()?;
-    let command = |program: &Path, folder: &str, arguments: &[&str]| {
-        let mut command = Command::new(program);
-        command
-            .args(arguments)
-            .current_dir(crate::workspace_dir().join(folder))
-            .env("CGO_ENABLED", "0")
-            .env("GOTOOLCHAIN", "local");
-        command
-    };
-    let mut format = command(&go.with_file_name("gofmt"), DRA_MODULES[0], &["-l", "."]);
+    let mut format = in_module(&go.with_file_name("gofmt"), DRA_MODULES[0], &["-l", "."]);
     let unformatted = process::run(&mut format)?;
     if !unformatted.trim().is_empty() {
         return Err(VerifyError::Failed {
@@ -434,19 +436,53 @@ fn kubernetes(context: &mut Context) -> Result<(), VerifyError> {
             what: format!("Run gofmt -w in {}:\n{unformatted}", DRA_MODULES[0]),
         });
     }
-    let unoptimized = "-gcflags=all=-N -l";
     for module in DRA_MODULES {
-        let mut vet = command(&go, module, &["vet", unoptimized, "./..."]);
+        let mut vet = in_module(&go, module, &["vet", UNOPTIMIZED, "./..."]);
         context.run(&mut vet, Worth::One)?;
-        let arguments = ["test", "-vet=off", "-count=1", unoptimized, "./..."];
-        let mut test = command(&go, module, &arguments);
-        test.env(
-            "NVME_MPT_BINARY",
-            crate::target_dir().join("release/nvme-mpt"),
-        );
+        let arguments = ["test", "-vet=off", "-count=1", UNOPTIMIZED, "./..."];
+        let mut test = in_module(&go, module, &arguments);
         context.run(&mut test, Worth::ItsTests)?;
     }
     Ok(())
+}
+
+/// The cluster's programs stay in a folder. Their first build takes ten minutes and more.
+fn cluster(context: &mut Context) -> Result<(), VerifyError> {
+    let go = match go::go() {
+        Ok(go) => go,
+        Err(error) => {
+            let what = format!("a cluster of Kubernetes: it is built with Go: {error}");
+            context.not_checked.push(what);
+            return Ok(());
+        }
+    };
+    build_server(context)?;
+    let mut vet = in_module(&go, CLUSTER_MODULE, &["vet", UNOPTIMIZED, "./..."]);
+    context.run(&mut vet, Worth::One)?;
+    // Go shows reasons of tests that are skipped with -v alone.
+    let how = ["-vet=off", "-count=1", "-v", "-timeout=3h"];
+    let arguments = [&["test"][..], &how, &[UNOPTIMIZED, "."]].concat();
+    let mut test = in_module(&go, CLUSTER_MODULE, &arguments);
+    test.env("NVME_MPT_CLUSTER_PROGRAMS", context.folder.join("cluster"));
+    context.run(&mut test, Worth::ItsTests)
+}
+
+fn build_server(context: &mut Context) -> Result<(), VerifyError> {
+    let mut build = context.cargo(&["build", "--release", "--workspace", "--bin", "nvme-mpt"]);
+    context.run(&mut build, Worth::One)
+}
+
+/// A program of Go's in a module, whose tests find the server.
+fn in_module(program: &Path, module: &str, arguments: &[&str]) -> Command {
+    let server = crate::target_dir().join("release/nvme-mpt");
+    let mut command = Command::new(program);
+    command
+        .args(arguments)
+        .current_dir(crate::workspace_dir().join(module))
+        .env("CGO_ENABLED", "0")
+        .env("GOTOOLCHAIN", "local")
+        .env("NVME_MPT_BINARY", server);
+    command
 }
 
 fn guest(context: &mut Context) -> Result<(), VerifyError> {

@@ -461,7 +461,11 @@ mod tests {
             &[("path", "0000:01:00.0"), ("poll", "dedicated@vcpu")],
             &[image, ("profile", "ssd"), ("faults", "none")],
         ] {
-            assert_eq!(with_server(pairs), [servers.clone()], "{pairs:?}");
+            assert_eq!(
+                with_server(pairs),
+                std::slice::from_ref(&servers),
+                "{pairs:?}"
+            );
         }
         assert_eq!(with_server(&[image, profile]), [servers, described]);
     }

@@ -717,7 +717,10 @@ fn a_state_of_a_later_release_is_refused_before_the_server_ends() {
     let version = set_version(&server, b'9')[0];
     loop {
         thread::sleep(Duration::from_millis(200));
-        if set_version(&server, b'9').iter().all(|digit| *digit == b'9') {
+        if set_version(&server, b'9')
+            .iter()
+            .all(|digit| *digit == b'9')
+        {
             break;
         }
     }

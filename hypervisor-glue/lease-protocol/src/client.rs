@@ -697,9 +697,10 @@ impl HostSide for RemoteHostSide {
 
     fn watch_admin_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
-        let () = self.ask_io_in(&mut state, &Request::WatchAdminDoorbells)?;
-        state.standing.watched = true;
-        Ok(())
+        let watched = self.ask_io_in(&mut state, &Request::WatchAdminDoorbells);
+        // The next server is told, if this one went.
+        state.standing.watched = watched.is_ok() || state.waits();
+        watched
     }
 
     fn begin_anew(&self) {

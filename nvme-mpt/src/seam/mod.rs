@@ -298,7 +298,8 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// [`DoorbellMode::Mapped`](crate::DoorbellMode::Mapped) they are silent from the beginning.
     ///
     /// # Errors
-    /// Returns the kernel's error when no poller can be started.
+    /// Returns the kernel's error when no poller can be started. A host side that goes and is waited for returns
+    /// `NotConnected`, and the next one has them watched.
     fn watch_admin_doorbells(&self) -> io::Result<()>;
 
     /// Begins anew for a VMM that connected: writes that were lost concern the VMM before it.

@@ -667,6 +667,11 @@ impl NvmeFunction {
         }
     }
 
+    /// Returns whether an error says that the host side went right now, and is waited for.
+    fn is_waited_for(&self, error: &io::Error) -> bool {
+        error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone
+    }
+
     fn carry_out(&mut self, transition: Transition) {
         let deadline = self.deadline();
         // Each of them ends what was: a guest that enables the controller finds no leftovers, and
@@ -685,8 +690,7 @@ impl NvmeFunction {
             Transition::Enable(queues) => {
                 // No store to mapped doorbells ends up here.
                 if let Err(error) = self.host.watch_admin_doorbells() {
-                    if error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone {
-                        // It went right now, and is waited for.
+                    if self.is_waited_for(&error) {
                         return self.wait(transition);
                     }
                     return self.fail(&format!("its admin doorbells cannot be watched: {error}"));

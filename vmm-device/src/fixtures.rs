@@ -20,7 +20,7 @@ use nvme_mpt::{
     Attachment, AttachmentConfig, DoorbellMode, Drive, FunctionParts, Gpa, Learning,
     LeasedNamespace, Limits, MemoryRegion, PollPolicy, Pollers,
 };
-use nvme_software::SoftwareController;
+use nvme_software::{Allocation, SoftwareController};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -116,7 +116,8 @@ pub(crate) fn still_clock() -> Arc<dyn WaitClock> {
 
 /// A drive of 64 MiB in memory.
 pub(crate) fn drive() -> Arc<Drive> {
-    let controller = SoftwareController::memory(64 << 20, 9).expect("memory");
+    let controller =
+        SoftwareController::memory(64 << 20, 9, Allocation::AsWritten).expect("memory");
     Drive::new("memory:64M", Arc::new(controller), None).expect("a namespace")
 }
 

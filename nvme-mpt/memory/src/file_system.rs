@@ -98,6 +98,24 @@ pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
+/// Takes all memory of a memory file's first `len` bytes, as if they had been written. Its content stays.
+///
+/// # Errors
+/// Returns the kernel's error when it has none to give. The file has then what it had before.
+pub fn allocate(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
+    let len = libc::off_t::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
+    loop {
+        // SAFETY: `fd` is open; the call takes numbers.
+        if unsafe { libc::fallocate(fd.as_raw_fd(), 0, 0, len) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
 /// Seals of a file whose size nobody can change, nor the seals.
 const SIZE_SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
@@ -122,6 +140,7 @@ pub fn host_page_size() -> usize {
 mod tests {
     use std::fs::File;
     use std::os::fd::AsFd;
+    use std::os::unix::fs::{FileExt, MetadataExt};
 
     use super::*;
     use crate::memfd;
@@ -140,5 +159,20 @@ mod tests {
         let proc = File::open("/proc/self/status").expect("a file of the kernel's");
         assert_eq!(type_of(proc.as_fd()).as_deref(), Some("proc"));
         assert_eq!(page_size(memory.as_fd()).expect("size"), host_page_size());
+    }
+
+    #[test]
+    fn memory_that_is_allocated_is_taken_and_unchanged() {
+        let file = File::from(memfd(c"test", 1 << 20).expect("memory"));
+        file.write_all_at(&[7], 4096).expect("written");
+        let taken = || file.metadata().expect("metadata").blocks() * 512;
+        assert!(taken() < 1 << 20);
+        allocate(file.as_fd(), 1 << 20).expect("allocated");
+        assert_eq!(taken(), 1 << 20);
+        let mut read = [9; 2];
+        file.read_exact_at(&mut read, 4096).expect("read");
+        assert_eq!(read, [7, 0]);
+        let error = allocate(file.as_fd(), u64::MAX).expect_err("too large");
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 }

@@ -85,7 +85,7 @@ mod work;
 
 pub use bytes::{RawBytes, RawWords};
 pub use cell::{Cell32, Cell64};
-pub use file_system::{host_page_size, is_size_sealed, memfd, sealed_memfd};
+pub use file_system::{allocate, host_page_size, is_size_sealed, memfd, sealed_memfd};
 pub use host_ring::{HostCompletionRing, HostSubmissionRing};
 pub use indices::{CompletionIndices, InvalidIndex, PhasedIndex, RingIndex, RingSize, Room, Rooms};
 pub use mapping::{Access, FilePlace, Mapping};

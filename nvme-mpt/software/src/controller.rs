@@ -23,7 +23,7 @@ use nvme_mpt::spec::ids::Nsid;
 use crate::faults::{FaultError, FaultPlan, FaultQueue, Faults};
 use crate::file::FileStore;
 use crate::medium::{LeasedMedium, Medium, Pace};
-use crate::memory::MemoryMedium;
+use crate::memory::{Allocation, MemoryMedium};
 use crate::model::{Model, Profile, Wear, ZnsProfile};
 use crate::null::NullMedium;
 use crate::zones::{LeasedZones, ZoneError, ZonedQueue, Zones};
@@ -102,17 +102,24 @@ impl SoftwareController {
     /// A drive in memory.
     ///
     /// # Errors
-    /// Returns the kernel's error when there is no room in the address space.
-    pub fn memory(bytes: u64, lba_shift: u8) -> io::Result<Self> {
-        Ok(Self::over(MemoryMedium::new(bytes, lba_shift)?, lba_shift))
+    /// Returns the kernel's error when there is no room in the address space, or no memory for [`Allocation::AtOnce`].
+    pub fn memory(bytes: u64, lba_shift: u8, allocation: Allocation) -> io::Result<Self> {
+        let medium = MemoryMedium::new(bytes, lba_shift, allocation)?;
+        Ok(Self::over(medium, lba_shift))
     }
 
     /// A drive in a memory file, which other processes may have after this one.
     ///
     /// # Errors
-    /// Returns the kernel's error when the file cannot be mapped; [`io::ErrorKind::InvalidInput`] if it has fewer bytes.
-    pub fn memory_file(file: &OwnedFd, bytes: u64, lba_shift: u8) -> io::Result<Self> {
-        let medium = MemoryMedium::of_file(file, bytes, lba_shift)?;
+    /// Returns the kernel's error when the file cannot be mapped, or has no memory for [`Allocation::AtOnce`];
+    /// [`io::ErrorKind::InvalidInput`] if it has fewer bytes.
+    pub fn memory_file(
+        file: &OwnedFd,
+        bytes: u64,
+        lba_shift: u8,
+        allocation: Allocation,
+    ) -> io::Result<Self> {
+        let medium = MemoryMedium::of_file(file, bytes, lba_shift, allocation)?;
         Ok(Self::over(medium, lba_shift))
     }
 

@@ -117,4 +117,5 @@ pub mod zones;
 
 pub use controller::SoftwareController;
 pub use medium::{LeasedMedium, Medium, Pace};
+pub use memory::Allocation;
 pub use store::{SoftwareQueue, Store, StoreStep};

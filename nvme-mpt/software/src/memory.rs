@@ -1,13 +1,17 @@
 //! `memory:SIZE`, a drive in memory. Its content ends with the process, or is in a memory file that outlives it.
 
+use std::fmt;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory, Limits};
-use nvme_mpt::memory::{Access, Mapping, RawBytes};
+use nvme_mpt::memory::{self, Access, Mapping, RawBytes};
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
@@ -24,8 +28,71 @@ use crate::range::range;
 use crate::store::{SoftwareQueue, Store, StoreStep, TURN_BYTES};
 use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
 
+/// The host's account of its memory.
+const MEMINFO: &str = "/proc/meminfo";
+
+/// Bytes of the blocks that `stat` counts (stat(2)).
+const STAT_BLOCK: u64 = 512;
+
 /// Bytes that are given back in the time that one byte is zeroed, in pages of 4 KiB. Huge pages take less.
 const DISCARD_SPEED: u64 = 4;
+
+/// Moment at which a drive in memory takes its memory from the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Allocation {
+    /// When a part is written first, which then takes longer.
+    #[default]
+    AsWritten,
+    /// All of it at the start.
+    AtOnce,
+}
+
+impl FromStr for Allocation {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "off" => Ok(Self::AsWritten),
+            "on" => Ok(Self::AtOnce),
+            _ => Err(format!(
+                "`{text}` is neither; use on (all memory at the start) or off (as it is written)"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::AsWritten => "off",
+            Self::AtOnce => "on",
+        })
+    }
+}
+
+/// Refuses to take more memory than the host has left, as it would end processes to give it. A host that does not tell is
+/// not asked.
+fn expect_available(bytes: u64) -> io::Result<()> {
+    let available = fs::read_to_string(MEMINFO)
+        .ok()
+        .and_then(|text| available(&text));
+    match available {
+        Some(available) if available < bytes => Err(io::Error::new(
+            io::ErrorKind::OutOfMemory,
+            format!("It needs {bytes} bytes, and the host has {available} available"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the bytes that a host can give without swapping (proc_meminfo(5)).
+fn available(meminfo: &str) -> Option<u64> {
+    let line = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    kib.checked_mul(1024)
+}
 
 /// Memory of this process.
 #[derive(Debug)]
@@ -35,15 +102,33 @@ pub(crate) struct MemoryMedium {
 }
 
 impl MemoryMedium {
-    pub(crate) fn new(bytes: u64, lba_shift: u8) -> io::Result<Self> {
+    pub(crate) fn new(bytes: u64, lba_shift: u8, allocation: Allocation) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        if allocation == Allocation::AtOnce {
+            expect_available(bytes)?;
+        }
         let store = MemoryStore::new(len, lba_shift, Arc::default())?;
+        if allocation == Allocation::AtOnce {
+            store.blocks.populate()?;
+        }
         Ok(Self { bytes, store })
     }
 
     /// A medium in a memory file of so many bytes.
-    pub(crate) fn of_file(file: &OwnedFd, bytes: u64, lba_shift: u8) -> io::Result<Self> {
+    pub(crate) fn of_file(
+        file: &OwnedFd,
+        bytes: u64,
+        lba_shift: u8,
+        allocation: Allocation,
+    ) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        if allocation == Allocation::AtOnce {
+            // The next process finds it taken. Mapping its pages would take that process time that guests notice.
+            let file = File::from(file.try_clone()?);
+            let taken = file.metadata()?.blocks() * STAT_BLOCK;
+            expect_available(bytes.saturating_sub(taken))?;
+            memory::allocate(file.as_fd(), bytes)?;
+        }
         let blocks = Mapping::shared_unreserved(file.as_fd(), 0, len, Access::ReadWrite)?;
         let store = MemoryStore::over(blocks, true, lba_shift, Arc::default());
         Ok(Self { bytes, store })
@@ -416,16 +501,67 @@ impl Store for MemoryStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::FileExt;
+
     use crate::model::{Model, Profile};
     use nvme_mpt::clock::Ticks;
     use nvme_mpt::dma::RegionTable;
     use nvme_mpt::host::{HostBatch, HostCompletion, HostQueue, ListMemory};
     use nvme_mpt::iova::IovaSpace;
+    use nvme_mpt::memory::host_page_size;
     use nvme_mpt::spec::ids::CommandId;
     use zerocopy::IntoBytes;
 
     const SLOTS: u16 = 64;
     const MIB: u64 = 1 << 20;
+
+    /// Returns whether each page of a store is in memory: bit 63 of its entry says so (proc_pid_pagemap(5)).
+    fn is_there(store: &MemoryStore) -> bool {
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        let bytes = store.blocks.bytes(0, store.blocks.len()).unwrap();
+        let pages = (0..store.blocks.len()).step_by(host_page_size());
+        pages.into_iter().all(|offset| {
+            let page = (bytes.as_ptr() as usize + offset) / host_page_size();
+            let mut entry = [0; 8];
+            pagemap.read_exact_at(&mut entry, 8 * page as u64).unwrap();
+            u64::from_le_bytes(entry) >> 63 == 1
+        })
+    }
+
+    #[test]
+    fn memory_is_taken_at_once_where_that_is_asked_for() {
+        for (allocation, taken) in [(Allocation::AsWritten, false), (Allocation::AtOnce, true)] {
+            let medium = MemoryMedium::new(4 * MIB, 9, allocation).unwrap();
+            assert_eq!(is_there(&medium.store), taken, "{allocation}");
+
+            let file = memory::memfd(c"test", 4 * MIB).unwrap();
+            let content = File::from(file.try_clone().unwrap());
+            content.write_all_at(&[7], MIB).unwrap();
+            // Twice, as the next process finds it taken.
+            for _ in 0..2 {
+                MemoryMedium::of_file(&file, 4 * MIB, 9, allocation).unwrap();
+                let bytes = content.metadata().unwrap().blocks() * STAT_BLOCK;
+                assert_eq!(bytes == 4 * MIB, taken, "{allocation}: {bytes}");
+            }
+            let mut read = [0; 2];
+            content.read_exact_at(&mut read, MIB).unwrap();
+            assert_eq!(read, [7, 0]);
+        }
+    }
+
+    #[test]
+    fn a_host_is_not_asked_for_more_memory_than_it_has() {
+        const PIB: u64 = 1 << 50;
+        let error = MemoryMedium::new(PIB, 9, Allocation::AtOnce).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::OutOfMemory);
+        assert!(error.to_string().contains("available"), "{error}");
+        let file = memory::memfd(c"test", PIB).unwrap();
+        let error = MemoryMedium::of_file(&file, PIB, 9, Allocation::AtOnce).unwrap_err();
+        assert!(error.to_string().contains("available"), "{error}");
+        let meminfo = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:       5 kB\n";
+        assert_eq!(available(meminfo), Some(5 << 10));
+        assert_eq!(available("MemTotal: 9 kB\n"), None);
+    }
 
     struct Drive {
         queue: SoftwareQueue<MemoryStore>,

@@ -21,8 +21,8 @@ use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::status;
-use nvme_software::SoftwareController;
 use nvme_software::model::Profile;
+use nvme_software::{Allocation, SoftwareController};
 use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
@@ -207,7 +207,7 @@ impl Host {
             VfioController::open(drive, options, &Threads::default())
                 .unwrap_or_else(|error| panic!("the drive does not open: {error}"))
         } else {
-            let software = SoftwareController::memory(bytes, 9)
+            let software = SoftwareController::memory(bytes, 9, Allocation::AsWritten)
                 .unwrap_or_else(|error| panic!("no memory for a drive: {error}"));
             let is_timed = matches!(
                 scenario,

@@ -192,6 +192,10 @@ fn common_options<'a>(
     let faults = common("faults", faults)?;
     let fixed = sharing.clone().map(|other| other.fixed.of_drive());
     let learning = common("fixed", fixed.filter(|fixed| *fixed != Learning::default()))?;
+    let populate = common(
+        "populate",
+        sharing.clone().filter_map(|other| other.populate),
+    )?;
     let timeout = common("timeout", sharing.filter_map(|other| other.timeout))?;
     let default = DriveOptions::default();
     Ok(DriveOptions {
@@ -200,6 +204,7 @@ fn common_options<'a>(
         learning: learning.unwrap_or_default(),
         profile,
         faults,
+        allocation: populate.unwrap_or_default(),
         ..default
     })
 }

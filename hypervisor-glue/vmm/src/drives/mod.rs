@@ -22,11 +22,11 @@ use nvme_mpt::poller::Threads;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{Drive, Learning};
-use nvme_software::SoftwareController;
 use nvme_software::faults::{FaultError, FaultPlan};
 use nvme_software::key_value::{KeyValueController, KeyValueError};
 use nvme_software::model::{KvProfile, Profile};
 use nvme_software::zones::ZoneError;
+use nvme_software::{Allocation, SoftwareController};
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{
     ControllerError, ControllerOptions, HandedOver, VfioBacking, VfioController, VfioError,
@@ -62,6 +62,17 @@ pub enum OpenDriveError {
     /// Its faults do not fit it.
     #[error(transparent)]
     Faults(#[from] FaultError),
+    /// The host has less memory than the drive is to take at its start.
+    #[error(
+        "Drive `{path}` cannot take its memory at the start (populate=on); give it fewer bytes, free memory, or leave \
+         populate out"
+    )]
+    Populate {
+        /// The drive.
+        path: String,
+        /// Kernel's error.
+        source: io::Error,
+    },
     /// The drive cannot be opened.
     #[error("Drive `{path}` cannot be opened")]
     Open {
@@ -173,6 +184,8 @@ pub struct DriveOptions {
     pub profile: Option<Arc<Profile>>,
     /// Faults of a software drive; `None` for a drive that never fails.
     pub faults: Option<Arc<FaultPlan>>,
+    /// Moment at which a `memory:` drive takes its memory.
+    pub allocation: Allocation,
     /// Memory file with the content of a `memory:` drive; `None` for memory that ends with the process.
     pub memory: Option<MemoryFile>,
 }
@@ -208,6 +221,7 @@ impl Default for DriveOptions {
             learning: Learning::default(),
             profile: None,
             faults: None,
+            allocation: Allocation::default(),
             memory: None,
         }
     }
@@ -225,6 +239,7 @@ impl DriveOptions {
             learning,
             profile,
             faults,
+            allocation,
             memory: _,
         } = self;
         let physical = matches!(path, DrivePath::Pci(_));
@@ -237,6 +252,7 @@ impl DriveOptions {
             ),
             ("profile", profile.is_some() && *profile != opened.profile),
             ("faults", faults.is_some() && *faults != opened.faults),
+            ("populate", *allocation != opened.allocation),
         ];
         let differs = differ.into_iter().find(|(_, differs)| *differs);
         differs.map(|(key, _)| key)
@@ -358,9 +374,19 @@ fn open_controller(
     Ok(match path {
         DrivePath::Null(bytes) => software(SoftwareController::null(*bytes, lba_shift))?,
         DrivePath::Memory(bytes) => {
+            let allocation = options.allocation;
             let drive = match &options.memory {
-                Some(MemoryFile(file)) => SoftwareController::memory_file(file, *bytes, lba_shift),
-                None => SoftwareController::memory(*bytes, lba_shift),
+                Some(MemoryFile(file)) => {
+                    SoftwareController::memory_file(file, *bytes, lba_shift, allocation)
+                }
+                None => SoftwareController::memory(*bytes, lba_shift, allocation),
+            };
+            let failed = |source| match allocation {
+                Allocation::AsWritten => failed(source),
+                Allocation::AtOnce => OpenDriveError::Populate {
+                    path: path.to_string(),
+                    source,
+                },
             };
             software(drive.map_err(failed)?)?
         }

@@ -91,6 +91,9 @@ pub struct FunctionConfig {
     /// Faults of a software drive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub faults: Option<String>,
+    /// Moment at which a drive in memory takes its memory: `on` for its start.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub populate: Option<String>,
     /// Namespace of a physical drive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespace: Option<u32>,
@@ -133,6 +136,7 @@ impl FunctionConfig {
         "lba",
         "profile",
         "faults",
+        "populate",
         "namespace",
         "timeout",
         "reconnect",
@@ -172,6 +176,7 @@ impl FunctionConfig {
             lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
             profile: get("profile"),
             faults: get("faults"),
+            populate: get("populate"),
             namespace: parsed("namespace", get("namespace"), str::parse)?,
             timeout: parsed("timeout", get("timeout"), str::parse)?,
             reconnect: parsed("reconnect", get("reconnect"), str::parse)?,
@@ -281,6 +286,7 @@ impl FunctionConfig {
             lba,
             profile,
             faults,
+            populate,
             namespace,
             timeout,
             reconnect,
@@ -311,6 +317,7 @@ impl FunctionConfig {
             ("lba", lba.map(|lba| lba.to_string())),
             ("profile", profile.clone()),
             ("faults", faults.clone()),
+            ("populate", populate.clone()),
             ("namespace", namespace.map(|nsid| nsid.to_string())),
             ("timeout", timeout.map(|seconds| seconds.to_string())),
             ("reconnect", reconnect.map(|seconds| seconds.to_string())),

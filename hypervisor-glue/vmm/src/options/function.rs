@@ -13,6 +13,7 @@ use nvme_mpt::poller::{Placement, Spin};
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
+use nvme_software::Allocation;
 use nvme_software::faults::FaultPlan;
 use nvme_software::model::{Profile, Size};
 
@@ -100,6 +101,8 @@ pub struct FunctionOptions {
     pub profile: Option<Arc<Profile>>,
     /// Faults of a software drive.
     pub faults: Option<Arc<FaultPlan>>,
+    /// Moment at which a `memory:` drive takes its memory.
+    pub populate: Option<Allocation>,
     /// Namespace of a physical drive; its first if not given.
     pub namespace: Option<Nsid>,
     /// Time that a physical drive may take for a command before it is aborted.
@@ -192,6 +195,7 @@ impl FunctionOptions {
             namespace: self.namespace,
             profile: self.profile.clone(),
             faults: self.faults.clone(),
+            allocation: self.populate.unwrap_or(default.allocation),
             memory: default.memory,
         }
     }
@@ -225,6 +229,7 @@ impl FunctionOptions {
             lba: take(keys, "lba", str::parse)?,
             profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,
             faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
+            populate: take(keys, "populate", str::parse)?,
             namespace: take(keys, "namespace", parse_namespace)?,
             timeout: take(keys, "timeout", parse_timeout)?,
             reconnect: take(keys, "reconnect", parse_seconds)?,
@@ -310,6 +315,12 @@ impl FunctionOptions {
         if self.fixed.slices == Choice::Fixed && !is_sliced {
             let why = "only the blocks of a file or block device are deallocated in slices";
             return Some(("fixed=slices", why));
+        }
+        let takes_memory = matches!(self.path, DrivePath::Memory(_))
+            && !matches!(self.profile.as_deref(), Some(Profile::Kv(_)));
+        if self.populate.is_some() && !takes_memory {
+            let why = "only the blocks of a drive in memory, as in path=memory:4G, take memory of the host";
+            return Some(("populate", why));
         }
         if matches!(self.path, DrivePath::Memory(_) | DrivePath::Null(_))
             && self.reconnect.is_some()

@@ -166,6 +166,12 @@ as it can be]",
 inject faults later with `nvme-mpt fault` [default: the drive never fails]",
     ),
     option(
+        "populate",
+        "on|off",
+        "on: a drive in memory takes all of its memory at the start, so that first writes are as fast
+as others [default: off, memory is taken as it is written]",
+    ),
+    option(
         "namespace",
         "N",
         "namespace of a physical drive [default: its first]",

@@ -11,6 +11,7 @@ use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
+use nvme_software::Allocation;
 use nvme_software::model::Profile;
 
 use super::*;
@@ -50,6 +51,7 @@ fn a_path_is_enough() {
             lba: None,
             profile: None,
             faults: None,
+            populate: None,
             namespace: None,
             timeout: None,
             reconnect: None,
@@ -60,7 +62,7 @@ fn a_path_is_enough() {
 #[test]
 fn every_option_is_understood_in_any_order() {
     let options = function(
-        "serial=A 1,lba=4096,profile=nvm,faults=none,poll=dedicated,fixed=spin+doorbells,memory=any,iops=20000+500,bandwidth=1G,data=wipe,doorbells=mapped,doorbell-stride=4,id=vm-1,queues=4,mdts=2M,range=64G+64G,path=memory:1T",
+        "serial=A 1,lba=4096,profile=nvm,faults=none,populate=on,poll=dedicated,fixed=spin+doorbells,memory=any,iops=20000+500,bandwidth=1G,data=wipe,doorbells=mapped,doorbell-stride=4,id=vm-1,queues=4,mdts=2M,range=64G+64G,path=memory:1T",
     );
     assert_eq!(
         options,
@@ -91,6 +93,7 @@ fn every_option_is_understood_in_any_order() {
             lba: Some(LbaSize::B4096),
             profile: Some(Arc::new(Profile::named("nvm").unwrap())),
             faults: Some(Arc::default()),
+            populate: Some(Allocation::AtOnce),
             namespace: None,
             timeout: None,
             reconnect: None,
@@ -180,13 +183,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=/d,length=4",
             "There is no option \"length\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
              bandwidth, weight, data, serial, \
-             lba, profile, faults, namespace, timeout, reconnect",
+             lba, profile, faults, populate, namespace, timeout, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
             "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
              bandwidth, weight, data, serial, \
-             lba, profile, faults, namespace, timeout, reconnect",
+             lba, profile, faults, populate, namespace, timeout, reconnect",
         ),
         (
             "path=/d,queues=0",
@@ -227,6 +230,21 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=memory:1G,faults=/nonexistent/plan",
             "Option \"faults\" cannot be \"/nonexistent/plan\"\n  Fault plan `/nonexistent/plan` cannot be read; \
              name a file, or `none` to begin without faults\n  No such file or directory (os error 2)",
+        ),
+        (
+            "path=null:1G,populate=on",
+            "Option \"populate\" is not for null:1G: only the blocks of a drive in memory, as in path=memory:4G, take \
+             memory of the host; leave it out",
+        ),
+        (
+            "path=memory:1G,profile=kv,populate=off",
+            "Option \"populate\" is not for memory:1G: only the blocks of a drive in memory, as in path=memory:4G, take \
+             memory of the host; leave it out",
+        ),
+        (
+            "path=memory:1G,populate=yes",
+            "Option \"populate\" cannot be \"yes\"\n  `yes` is neither; use on (all memory at the start) or off (as it is \
+             written)",
         ),
         (
             "path=memory:1G,namespace=1",

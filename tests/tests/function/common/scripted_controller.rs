@@ -15,7 +15,7 @@ use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
 use nvme_mpt::{Drive, DriveEvent, Event, EventQueue};
-use nvme_software::SoftwareController;
+use nvme_software::{Allocation, SoftwareController};
 
 use super::{Host, LEASE};
 
@@ -47,7 +47,9 @@ pub(crate) struct ScriptedController {
 impl ScriptedController {
     /// A drive with two namespaces of two leases each.
     pub(crate) fn new(change: impl FnOnce(&mut Limits)) -> Arc<Self> {
-        let stores = [0; 2].map(|_| Arc::new(SoftwareController::memory(2 * LEASE, 9).unwrap()));
+        let stores = [0; 2].map(|_| {
+            Arc::new(SoftwareController::memory(2 * LEASE, 9, Allocation::AsWritten).unwrap())
+        });
         let mut limits = *stores[0].limits();
         change(&mut limits);
         let namespaces = [1, 2].map(|nsid| HostNamespace {

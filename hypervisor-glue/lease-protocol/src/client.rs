@@ -683,7 +683,8 @@ impl HostSide for RemoteHostSide {
     fn begin_silent_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
         let began = self.ask_io_in(&mut state, &Request::BeginSilentDoorbells);
-        state.standing.silent = began.is_ok() || state.waits();
+        // The next server is told, if this one went. One that refused has begun nothing.
+        state.standing.silent = began.is_ok() || state.is_away();
         match state.standing.silent {
             true => Ok(()),
             false => began,
@@ -698,8 +699,8 @@ impl HostSide for RemoteHostSide {
     fn watch_admin_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
         let watched = self.ask_io_in(&mut state, &Request::WatchAdminDoorbells);
-        // The next server is told, if this one went.
-        state.standing.watched = watched.is_ok() || state.waits();
+        // The next server is told, if this one went. One that refused watches nothing.
+        state.standing.watched = watched.is_ok() || state.is_away();
         watched
     }
 
@@ -777,5 +778,165 @@ impl HostSide for RemoteHostSide {
 
     fn take_up(&self, kept: &KeptQueues) -> Result<(), StateError> {
         self.ask_of_state(&Request::TakeUp(Box::new(kept.clone())))
+    }
+}
+
+#[cfg(all(test, not(simulation)))]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::os::unix::net::UnixListener;
+
+    use nvme_mpt::interrupt::vectors_of;
+    use nvme_mpt::memory::memfd;
+    use nvme_mpt::poller::start_thread;
+    use nvme_mpt::seam::LeasedNamespace;
+    use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
+    use nvme_mpt::spec::identify::Oncs;
+    use nvme_mpt::spec::ids::Nsid;
+    use nvme_mpt::{DoorbellMode, DoorbellStride, Learning, Limits};
+    use vmm_sys_util::eventfd::EFD_NONBLOCK;
+
+    use super::*;
+    use crate::channel::{Channel, ChannelError};
+    use crate::message::{Failed, Opened, Opening};
+
+    const QUEUE_PAIRS: u16 = 1;
+    /// `EMFILE`.
+    const NO_DESCRIPTORS: i32 = 24;
+
+    fn facts() -> LeaseFacts {
+        let limits = Limits {
+            mdts: 5,
+            entries_max: 64,
+            commands: Oncs::default(),
+            awun_z: 0,
+            awupf_z: 0,
+            volatile_write_cache: true,
+            deallocated_reads_zeroes: false,
+            sgl_descriptors_max: 0,
+            no_data_bytes_max: 4096,
+            dsm_range_bytes_max: 4096,
+            dsm_ranges_max: 1,
+            copy_bytes_max: 4096,
+            copy_ranges_max: 1,
+            own_bytes_max: 0,
+        };
+        let lba_shift = 12;
+        LeaseFacts {
+            namespace: LeasedNamespace {
+                nsid: Nsid(1),
+                lba_shift,
+                blocks: 1000,
+                serial: "served".into(),
+                model: "a server's drive".into(),
+                nguid: [1; 16],
+                eui64: [2; 8],
+                uuid: [3; 16],
+                command_sets: NvmCommands::describe(&NvmFacts { limits, lba_shift }).into(),
+            },
+            limits,
+            queue_pairs: QUEUE_PAIRS,
+            doorbells: DoorbellMode::Trap,
+            parks: true,
+            thresholds: None,
+            can_be_damaged: false,
+            is_private: false,
+            unit_blocks: None,
+            learning: Learning::default(),
+        }
+    }
+
+    /// Gives the lease to the next function that connects.
+    fn give_lease(listener: &UnixListener) -> Channel {
+        let (stream, _) = listener.accept().unwrap();
+        let channel = Channel::new(stream).unwrap();
+        let _: (Opening, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
+        let stride = DoorbellStride::default();
+        let doorbells = DoorbellPage::new(DoorbellMode::Trap, stride, QUEUE_PAIRS).unwrap();
+        let live = memfd(c"live", 4096).unwrap();
+        let events = eventfd::share(&EventFd::new(EFD_NONBLOCK).unwrap()).unwrap();
+        let attached = Opened::Attached(Box::new(Attached {
+            id: "lease".to_owned(),
+            facts: facts(),
+            dstrd: doorbells.dstrd(),
+            vectors: vectors_of(QUEUE_PAIRS),
+        }));
+        let parts = [doorbells.fd(), live.as_fd(), events.as_fd()];
+        channel.send(&attached, &parts).unwrap();
+        channel
+    }
+
+    /// Has a server refuse the first request of a function, or leave it unanswered, and go. Returns the result of the
+    /// request, and the requests by which the next server learns of the function.
+    fn asked(
+        refuses: bool,
+        ask: impl FnOnce(&RemoteHostSide) -> io::Result<()>,
+    ) -> (io::Result<()>, Vec<Request>) {
+        let state_dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(places::sockets(state_dir.path())).unwrap();
+        let listener = UnixListener::bind(places::socket_of(state_dir.path(), "1")).unwrap();
+        let (tell, told) = mpsc::channel();
+        let serve = move || {
+            let first = give_lease(&listener);
+            let _: (Request, Vec<OwnedFd>) = first.receive_request(None).unwrap();
+            if refuses {
+                let error = io::Error::from_raw_os_error(NO_DESCRIPTORS);
+                let refused: Outcome<()> = Err(Failed(error));
+                first.send(&refused, &[]).unwrap();
+            }
+            drop(first);
+            let next = give_lease(&listener);
+            let mut requests: Vec<Request> = Vec::new();
+            while !matches!(requests.last(), Some(Request::TakeUp(_))) {
+                let (request, _) = next.receive_request(None).unwrap();
+                let done: Outcome<()> = Ok(());
+                next.send(&done, &[]).unwrap();
+                requests.push(request);
+            }
+            tell.send(requests).unwrap();
+            // Until the function ends.
+            let end: Result<(Request, Vec<OwnedFd>), _> = next.receive_request(None);
+            assert!(matches!(end, Err(ChannelError::Closed)), "{end:?}");
+        };
+        let server = start_thread("server", serve).unwrap();
+        let threads = Threads::default();
+        let host = attach_anywhere(state_dir.path(), "path=a", None, &threads);
+        let host = host.unwrap().expect("the server has the drive");
+        let result = ask(&host);
+        let told = told.recv().unwrap();
+        drop(host);
+        server.join().unwrap();
+        (result, told)
+    }
+
+    #[test]
+    fn the_next_server_is_told_nothing_that_the_one_before_refused() {
+        let (watched, told) = asked(true, |host| host.watch_admin_doorbells());
+        assert_eq!(watched.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
+        assert!(matches!(told[..], [Request::TakeUp(_)]), "{told:?}");
+
+        let (began, told) = asked(true, |host| host.begin_silent_doorbells());
+        assert_eq!(began.unwrap_err().raw_os_error(), Some(NO_DESCRIPTORS));
+        assert!(matches!(told[..], [Request::TakeUp(_)]), "{told:?}");
+    }
+
+    #[test]
+    fn the_next_server_is_told_what_the_one_before_left_unanswered() {
+        let (watched, told) = asked(false, |host| host.watch_admin_doorbells());
+        assert_eq!(watched.unwrap_err().kind(), io::ErrorKind::NotConnected);
+        assert!(
+            matches!(told[..], [Request::WatchAdminDoorbells, Request::TakeUp(_)]),
+            "{told:?}"
+        );
+
+        let (began, told) = asked(false, |host| host.begin_silent_doorbells());
+        began.expect("the next server begins it");
+        assert!(
+            matches!(
+                told[..],
+                [Request::BeginSilentDoorbells, Request::TakeUp(_)]
+            ),
+            "{told:?}"
+        );
     }
 }

@@ -64,6 +64,64 @@ pub(crate) struct Given {
     pub(crate) socket: PathBuf,
 }
 
+/// Answer of a server to an [`Opening`].
+enum Answer {
+    /// It does not have the drive.
+    NotServed,
+    /// It has the drive, and made no lease.
+    Served,
+    /// It has the drive, and made the lease. The descriptors come with it.
+    Attached(Box<Attached>, Vec<OwnedFd>),
+}
+
+/// Returns the error of a server that does not answer as the protocol says.
+fn no_answer(socket: &Path, source: ChannelError) -> AttachError {
+    AttachError::Answer {
+        socket: socket.to_owned(),
+        source,
+    }
+}
+
+/// Returns the error of a process that cannot use its connection to a server.
+fn no_set_up(socket: &Path, source: io::Error) -> AttachError {
+    AttachError::SetUp {
+        socket: socket.to_owned(),
+        source,
+    }
+}
+
+/// Sends an opening to the server on `socket`, with the descriptors that go with it. Returns the connection and the
+/// answer. A server that says nothing for `patience` is not waited for any longer.
+fn open(
+    stream: Stream,
+    socket: &Path,
+    opening: &Opening,
+    kept: &[BorrowedFd<'_>],
+    patience: Duration,
+) -> Result<(Channel, Answer), AttachError> {
+    let set_up = |source| no_set_up(socket, source);
+    let failed = |source| no_answer(socket, source);
+    let channel = Channel::new(stream).map_err(set_up)?;
+    channel.set_patience(patience).map_err(set_up)?;
+    channel.send(opening, kept).map_err(failed)?;
+    let answer = loop {
+        let (opened, descriptors) = channel.receive_answer().map_err(failed)?;
+        match opened {
+            Opened::Waiting => {}
+            Opened::NotServed => break Answer::NotServed,
+            Opened::Served => break Answer::Served,
+            Opened::Attached(attached) => break Answer::Attached(attached, descriptors),
+            Opened::Refused { reason } => {
+                return Err(AttachError::Refused {
+                    socket: socket.to_owned(),
+                    reason,
+                });
+            }
+        }
+    };
+    Ok((channel, answer))
+}
+
 /// Asks the server on `socket` for the lease of an option string with absolute paths; `None` if the server does not have
 /// the function's drive. `kept` is what the function has from the server before. A server that says nothing for `patience`
 /// is not waited for any longer.
@@ -74,47 +132,29 @@ pub(crate) fn ask_for_lease(
     kept: &[BorrowedFd<'_>],
     patience: Duration,
 ) -> Result<Option<Given>, AttachError> {
-    let answer = |source| AttachError::Answer {
-        socket: socket.to_owned(),
-        source,
-    };
-    let set_up = |source| AttachError::SetUp {
-        socket: socket.to_owned(),
-        source,
-    };
-    let channel = Channel::new(stream).map_err(set_up)?;
-    channel.set_patience(patience).map_err(set_up)?;
     let opening = Opening {
         version: VERSION,
         options: options.to_owned(),
         only_asks: false,
     };
-    channel.send(&opening, kept).map_err(answer)?;
-    let (attached, descriptors) = loop {
-        let (opened, descriptors) = channel.receive_answer().map_err(answer)?;
-        match opened {
-            Opened::Waiting => {}
-            Opened::NotServed => return Ok(None),
-            Opened::Refused { reason } => {
-                return Err(AttachError::Refused {
-                    socket: socket.to_owned(),
-                    reason,
-                });
-            }
-            Opened::Attached(attached) if attached.is_possible() => {
-                break (*attached, descriptors);
-            }
-            // It was asked for a lease.
-            Opened::Served | Opened::Attached(_) => {
-                return Err(answer(ChannelError::Impossible));
-            }
+    let (channel, answer) = open(stream, socket, &opening, kept, patience)?;
+    let (attached, descriptors) = match answer {
+        Answer::NotServed => return Ok(None),
+        Answer::Attached(attached, descriptors) if attached.is_possible() => {
+            (*attached, descriptors)
+        }
+        // It was asked for a lease.
+        Answer::Served | Answer::Attached(..) => {
+            return Err(no_answer(socket, ChannelError::Impossible));
         }
     };
-    channel.set_patience(PATIENCE).map_err(set_up)?;
+    channel
+        .set_patience(PATIENCE)
+        .map_err(|source| no_set_up(socket, source))?;
     channel.expect_queue_pairs(attached.facts.queue_pairs);
     let parts = <[OwnedFd; PARTS]>::try_from(descriptors).map_err(|descriptors| {
         let (came, said) = (descriptors.len(), PARTS);
-        answer(ChannelError::Descriptors { came, said })
+        no_answer(socket, ChannelError::Descriptors { came, said })
     })?;
     Ok(Some(Given {
         channel,
@@ -132,37 +172,14 @@ pub(crate) fn ask_for_drive(
     options: &str,
     patience: Duration,
 ) -> Result<bool, AttachError> {
-    let answer = |source| AttachError::Answer {
-        socket: socket.to_owned(),
-        source,
-    };
-    let set_up = |source| AttachError::SetUp {
-        socket: socket.to_owned(),
-        source,
-    };
-    let channel = Channel::new(stream).map_err(set_up)?;
-    channel.set_patience(patience).map_err(set_up)?;
     let opening = Opening {
         version: VERSION,
         options: options.to_owned(),
         only_asks: true,
     };
-    channel.send(&opening, &[]).map_err(answer)?;
-    loop {
-        let (opened, _) = channel.receive_answer().map_err(answer)?;
-        match opened {
-            Opened::Waiting => {}
-            Opened::NotServed => return Ok(false),
-            // A server that does not know the question gives a lease, which ends with the connection.
-            Opened::Served | Opened::Attached(_) => return Ok(true),
-            Opened::Refused { reason } => {
-                return Err(AttachError::Refused {
-                    socket: socket.to_owned(),
-                    reason,
-                });
-            }
-        }
-    }
+    let (_, answer) = open(stream, socket, &opening, &[], patience)?;
+    // A server that does not know the question gives a lease, which ends with the connection.
+    Ok(!matches!(answer, Answer::NotServed))
 }
 
 /// Connects to a server.

@@ -223,6 +223,10 @@ fn replies() {
     let host: Result<(), QueueError> = Err(QueueError::Host { qid, source });
     let text = r#"{"Err":{"Host":{"qid":1,"source":{"errno":28,"text":"No space left on device (os error 28)"}}}}"#;
     is(&host, text);
+    let source = std::io::Error::new(std::io::ErrorKind::ResourceBusy, "it is reset");
+    let reset: Result<(), QueueError> = Err(QueueError::Host { qid, source });
+    let text = r#"{"Err":{"Host":{"qid":1,"source":{"errno":16,"text":"it is reset"}}}}"#;
+    is(&reset, text);
     let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "late");
     let late: Result<(), Failed> = Err(Failed(late));
     is(&late, r#"{"Err":{"kind":"timed_out","text":"late"}}"#);

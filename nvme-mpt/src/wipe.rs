@@ -6,6 +6,8 @@
 //!
 //! The ledger has each part marked until it is zeroes and flushed, so a crash leaves nothing unnoticed.
 //!
+//! Blocks that are known to be zeroes, as holes of a file are, are left out. The flush at the end makes them durable, too.
+//!
 //! A command that a reset of the drive, or an Abort, took away is sent again, as by all drivers. The wipe goes on where it
 //! was.
 
@@ -23,7 +25,7 @@ use crate::drive::{HostLease, HostLeaseError};
 use crate::host::ListMemory;
 use crate::host::{HostCompletion, HostMemory};
 use crate::lease::{Extents, Lease, LeaseError};
-use crate::range::ByteRange;
+use crate::range::{ByteRange, LbaRange};
 use crate::shadow::HostQueuePair;
 use crate::spec::ids::{CommandId, Lba};
 use crate::spec::nvm::WriteZeroes;
@@ -198,6 +200,7 @@ pub(crate) fn wipe_with(
 /// A part of a drive that is being wiped.
 struct Eraser<'a> {
     drive: &'a Arc<Drive>,
+    host: &'a dyn HostLease,
     range: ByteRange,
     queue: HostQueuePair,
     lists: ListMemory,
@@ -211,6 +214,8 @@ struct Eraser<'a> {
     flying: [Option<Piece>; DEPTH as usize],
     /// Commands that a reset or an Abort took away.
     again: Vec<Piece>,
+    /// True if all is durable that was written before the wipe.
+    is_flushed: bool,
 }
 
 /// Blocks of one command.
@@ -223,12 +228,13 @@ struct Piece {
 }
 
 impl<'a> Eraser<'a> {
-    fn new(drive: &'a Arc<Drive>, host: &dyn HostLease, range: ByteRange) -> io::Result<Self> {
+    fn new(drive: &'a Arc<Drive>, host: &'a dyn HostLease, range: ByteRange) -> io::Result<Self> {
         let controller = drive.controller();
         let shift = drive.lba_shift();
         let most = (drive.limits().no_data_bytes_max >> shift).clamp(1, 1 << 16);
         Ok(Self {
             drive,
+            host,
             range,
             queue: host.create_wiping_queue(DEPTH)?,
             lists: ListMemory::new(controller.iova_space(), DEPTH.into())?,
@@ -238,6 +244,7 @@ impl<'a> Eraser<'a> {
             step: most,
             flying: [None; DEPTH as usize],
             again: Vec::with_capacity(DEPTH.into()),
+            is_flushed: false,
         })
     }
 
@@ -250,7 +257,7 @@ impl<'a> Eraser<'a> {
         loop {
             let stopped = stop.load(Ordering::Relaxed);
             if !stopped {
-                self.submit();
+                self.submit()?;
             }
             if self.flying.iter().all(Option::is_none) {
                 let is_left = self.next < self.end || !self.again.is_empty();
@@ -294,20 +301,58 @@ impl<'a> Eraser<'a> {
         }
     }
 
-    fn submit(&mut self) {
+    /// Takes the next piece, behind blocks that are zeroes already; `None` behind the last one.
+    fn next_piece(&mut self) -> Result<Option<Piece>, WipeError> {
+        if let Some(piece) = self.again.pop() {
+            return Ok(Some(piece));
+        }
+        self.leave_zeroes_out()?;
+        if self.next == self.end {
+            return Ok(None);
+        }
+        let block = Lba(self.next);
+        self.next += (self.end - self.next).min(self.step);
+        Ok(Some(Piece { block, failed: 0 }))
+    }
+
+    /// Goes on behind blocks that are zeroes already.
+    fn leave_zeroes_out(&mut self) -> Result<(), WipeError> {
+        let mut zeroes = self.leading_zeroes();
+        // Some file systems take data that they have not written yet for a hole.
+        if zeroes > 0 && !self.is_flushed {
+            self.host.flush().map_err(|source| WipeError::Io {
+                drive: self.drive.path().to_string(),
+                source,
+            })?;
+            self.is_flushed = true;
+            zeroes = self.leading_zeroes();
+        }
+        self.next += zeroes;
+        WIPED
+            .0
+            .fetch_add(zeroes << self.drive.lba_shift(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Returns the number of blocks from the next one on that are known to be zeroes.
+    fn leading_zeroes(&self) -> u64 {
+        let blocks = self.end - self.next;
+        if blocks == 0 {
+            return 0;
+        }
+        let start = Lba(self.next);
+        let part = LbaRange { start, blocks };
+        self.host.leading_zeroes(part).min(blocks)
+    }
+
+    fn submit(&mut self) -> Result<(), WipeError> {
         let mut commands = Vec::with_capacity(DEPTH.into());
-        for (slot, flying) in (0..).zip(&mut self.flying) {
-            if flying.is_some() {
+        for slot in 0..DEPTH {
+            if self.flying[usize::from(slot)].is_some() {
                 continue;
             }
-            let piece = match self.again.pop() {
-                Some(piece) => piece,
-                None if self.next == self.end => break,
-                None => {
-                    let block = Lba(self.next);
-                    self.next += (self.end - self.next).min(self.step);
-                    Piece { block, failed: 0 }
-                }
+            let Some(piece) = self.next_piece()? else {
+                break;
             };
             let blocks = (self.end - piece.block.0).min(self.step);
             let mut sqe = Sqe::new(NvmOpcode::WRITE_ZEROES.0);
@@ -322,7 +367,7 @@ impl<'a> Eraser<'a> {
             }
             .write_to(&mut sqe);
             commands.push(sqe);
-            *flying = Some(piece);
+            self.flying[usize::from(slot)] = Some(piece);
         }
         if !commands.is_empty() {
             let memory = HostMemory {
@@ -331,6 +376,7 @@ impl<'a> Eraser<'a> {
             };
             self.queue.ring_in(&commands, memory);
         }
+        Ok(())
     }
 
     fn complete(&mut self, completion: &HostCompletion) -> Result<(), WipeError> {

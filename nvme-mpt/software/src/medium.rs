@@ -78,6 +78,13 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
         Ok(())
     }
 
+    /// Returns the number of blocks from the first one of a part on that are known to be zeroes, as
+    /// [`HostLease::leading_zeroes`](nvme_mpt::drive::HostLease::leading_zeroes) has it.
+    fn leading_zeroes(&self, part: LbaRange) -> u64 {
+        let _ = part;
+        0
+    }
+
     /// Makes everything durable that the lease completed until now.
     ///
     /// # Errors

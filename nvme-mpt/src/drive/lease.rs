@@ -99,6 +99,14 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = weight;
     }
 
+    /// Returns the number of blocks from the first one of a part on that are known to be zeroes, as those of a hole are.
+    /// A wipe leaves them out. After [`Self::flush`], they are zeroes for good. The part lies in the lease, and nothing
+    /// writes to it meanwhile.
+    fn leading_zeroes(&self, part: LbaRange) -> u64 {
+        let _ = part;
+        0
+    }
+
     /// Makes everything durable that the lease completed until now.
     ///
     /// # Errors

@@ -9,6 +9,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 
+use nvme_mpt::lease::FormerData;
 use nvme_mpt_tests::Error;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
@@ -575,4 +576,51 @@ fn punch(file: &File, offset: i64, len: i64) {
     // SAFETY: the call takes numbers alone.
     let result = unsafe { libc::fallocate(file.as_raw_fd(), mode, offset, len) };
     assert_eq!(result, 0);
+}
+
+/// Gives a part of a file room without data, which is a hole. Returns whether the file system does that.
+fn reserve_room(file: &File, offset: i64, len: i64) -> bool {
+    // SAFETY: the calls take numbers alone. The position of the file is not used.
+    unsafe {
+        libc::fallocate(file.as_raw_fd(), 0, offset, len) == 0
+            && libc::lseek(file.as_raw_fd(), offset, libc::SEEK_DATA) != offset
+    }
+}
+
+#[test]
+fn a_wipe_erases_all_data_and_leaves_holes_out() {
+    const MIB: u64 = 1 << 20;
+    const ROOM: u64 = 4 * MIB;
+    let setup = Setup::nth(0);
+    let data = [0xA5; 4096];
+    for folder in [std::env::temp_dir(), "/dev/shm".into()] {
+        for lba_size in [512, 4096] {
+            let drive = tempfile::Builder::new().tempfile_in(&folder).unwrap();
+            let file = drive.as_file();
+            file.set_len(LEASE + 4096).unwrap();
+            if !reserve_room(file, 8 << 20, ROOM as i64) {
+                not_checked("the file system has no room without data");
+                continue;
+            }
+            let former = [0, 3 * MIB + 4096, LEASE - 4096];
+            for at in former.into_iter().chain([LEASE]) {
+                file.write_all_at(&data, at).unwrap();
+            }
+            let host = Host::of_file(drive.path(), lba_size);
+            drop(host.lease("former", &setup, FormerData::Kept).unwrap());
+            host.wipe(&setup);
+            let block = |at: u64| {
+                let mut block = [1; 4096];
+                file.read_exact_at(&mut block, at).unwrap();
+                block
+            };
+            for at in former {
+                assert!(block(at) == [0; 4096], "data at {at}");
+            }
+            assert!(block(LEASE) == data, "the neighbour's data");
+            // A command would have given the room back.
+            let bytes = file.metadata().unwrap().blocks() * 512;
+            assert!(bytes >= ROOM, "{bytes} bytes");
+        }
+    }
 }

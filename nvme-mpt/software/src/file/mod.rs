@@ -259,6 +259,14 @@ impl LeasedMedium for FileLease {
         Ok(pace.queue(FileQueue::new(&self.file, slots)?, slots))
     }
 
+    fn leading_zeroes(&self, part: LbaRange) -> u64 {
+        let shared = &self.file.shared;
+        match shared.uncorrectable.intersects(part.start.0, part.blocks) {
+            true => 0,
+            false => self.file.leading_hole(part.bytes(shared.lba_shift)) >> shared.lba_shift,
+        }
+    }
+
     fn flush(&self) -> io::Result<()> {
         self.file.sync()
     }

@@ -97,7 +97,7 @@ impl Pages {
         let (mut at, end) = (offset, offset + len);
         let mut found = false;
         while at < end
-            && let Some(data) = next_data(file, at)
+            && let Ok(Some(data)) = next_data(file, at)
             && data < end
         {
             self.note(data, 1);

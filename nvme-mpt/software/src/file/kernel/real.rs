@@ -294,12 +294,23 @@ pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the offset of the first data from `offset` on; `None` if only a hole follows.
-pub(in crate::file) fn next_data(file: &File, offset: u64) -> Option<u64> {
-    let offset = libc::off_t::try_from(offset).ok()?;
+/// Returns the offset of the first data from `offset` on; `None` if only a hole follows. A file system without holes has
+/// data everywhere.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub(in crate::file) fn next_data(file: &File, offset: u64) -> io::Result<Option<u64>> {
+    let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
     // SAFETY: the call takes numbers alone. It moves the position of the description, which nothing uses.
     let data = unsafe { libc::lseek(file.as_raw_fd(), offset, libc::SEEK_DATA) };
-    u64::try_from(data).ok()
+    if let Ok(data) = u64::try_from(data) {
+        return Ok(Some(data));
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::ENXIO) => Ok(None),
+        _ => Err(error),
+    }
 }
 
 /// Returns whether ranges of the file can be deallocated. It tries behind the file's end, where there is nothing.

@@ -13,15 +13,15 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
-use log::{error, info};
+use log::{debug, error, info};
 
 pub(super) use crate::medium::LOST;
 
 use super::SharedFile;
 use super::claims::Claims;
-use super::kernel::{File, reopen, write_back_error};
+use super::kernel::{File, next_data, reopen, write_back_error};
 use super::locks::Locks;
-use super::way::Way;
+use super::way::{UNIT, Way};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
 use nvme_mpt::live::LossRecord;
@@ -309,6 +309,29 @@ impl LeasedFile {
             // The lease is read only (Base 2.0, Figure 207, Critical Warning, bit 3).
             _ => Err(Status::WRITE_TO_READ_ONLY_RANGE.with_dnr(true)),
         }
+    }
+
+    /// Returns the bytes of the hole that a range of the file begins with. A block device has none, nor has a file that was
+    /// cut short: its bytes are lost, not zeroes.
+    pub(super) fn leading_hole(&self, range: ByteRange) -> u64 {
+        let shared = &self.shared;
+        shared.look_at_size();
+        if !shared.watched.can_change() || !shared.watched.has(range.end()) {
+            return 0;
+        }
+        let data = match next_data(&self.buffered, range.start()) {
+            Ok(data) => data.unwrap_or(u64::MAX),
+            Err(error) => {
+                debug!(
+                    "Cannot look for holes of {}: {error}",
+                    shared.path.display()
+                );
+                return 0;
+            }
+        };
+        // Behind whole blocks: one of which a part is data is written as a whole.
+        let end = (data - data % UNIT).clamp(range.start(), range.end());
+        end - range.start()
     }
 
     /// Makes all that was written durable.

@@ -1,6 +1,7 @@
 //! A lease whose file system failed to write back once.
 
 use std::cell::RefCell;
+use std::os::unix::fs::FileExt;
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
@@ -359,4 +360,27 @@ fn a_lock_that_is_dropped_is_free_at_once() {
     drop(lock);
     let looker = scene.file.reopen().unwrap();
     assert!(!is_locked(&looker, 0, 4096).unwrap());
+}
+
+#[test]
+fn a_hole_ends_at_the_first_data_and_a_file_that_was_cut_short_has_none() {
+    const MIB: u64 = 1 << 20;
+    // A page of tmpfs may have 2 MiB.
+    let drive = tempfile::Builder::new().tempfile_in("/dev/shm").unwrap();
+    let file = drive.as_file();
+    file.set_len(16 * MIB).unwrap();
+    let store = FileStore::open(drive.path(), 9, Choice::Learned).unwrap();
+    let lease = store.lease("a", 16 * MIB, None).unwrap();
+    let hole = |start: u64, length: u64| {
+        let range = ByteRange::new(start * MIB, length * MIB).unwrap();
+        lease.leading_hole(range) / MIB
+    };
+    assert_eq!(hole(0, 16), 16);
+    file.write_all_at(&[1], 8 * MIB).unwrap();
+    assert_eq!(
+        [hole(0, 16), hole(0, 4), hole(8, 8), hole(12, 4)],
+        [8, 4, 0, 4]
+    );
+    file.set_len(4 * MIB).unwrap();
+    assert_eq!([hole(0, 4), hole(12, 4)], [4, 0]);
 }

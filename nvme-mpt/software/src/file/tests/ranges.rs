@@ -1,10 +1,11 @@
 //! Deallocate and Write Zeroes: refusals, slices, memory.
 
 use super::*;
-use nvme_mpt::drive::HostController;
+use nvme_mpt::drive::{HostController, HostLeaseRequest};
 use nvme_mpt::range::LbaRange;
 
 use crate::SoftwareController;
+use crate::faults::FaultPlan;
 
 #[test]
 fn deallocation_that_the_file_system_refuses_is_no_error() {
@@ -241,4 +242,31 @@ fn a_deallocate_waits_for_no_memory() {
         (What::Punch, 4096, 8192)
     );
     assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+}
+
+#[test]
+fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
+    let file = tempfile::Builder::new().tempfile_in("/dev/shm");
+    let file = file.expect("a file");
+    file.as_file().set_len(BYTES).expect("room");
+    let part = LbaRange {
+        start: Lba(0),
+        blocks: BYTES >> 9,
+    };
+    let parts = [part];
+    let open = || SoftwareController::file(file.path(), 9).expect("a drive");
+    let zeroes = |drive: SoftwareController| {
+        let namespace = drive.namespaces()[0];
+        let request = HostLeaseRequest {
+            name: "test",
+            namespace,
+            parts: &parts,
+            reservation: None,
+        };
+        let lease = Arc::new(drive).open_lease(&request).expect("a lease");
+        lease.leading_zeroes(part)
+    };
+    assert_eq!(zeroes(open()), part.blocks);
+    let faulty = open().faulty(&FaultPlan::default()).expect("no faults");
+    assert_eq!(zeroes(faulty), 0);
 }

@@ -1,9 +1,8 @@
 //! The control socket: one line of JSON asks, one line of JSON answers, and the connection ends.
 //!
-//! The socket has a thread of its own, so that asking for figures disturbs no function. A client that has written nothing
-//! yet holds up no other one, however long it takes. The thread serves one client at a time from the first byte of its
-//! request on, each for two seconds at most. A user with access to the socket can delay others with access to it, and
-//! nothing else.
+//! The socket has a thread of its own, so that asking for figures disturbs no function. The thread reads the requests of all
+//! clients beside each other: one that has written nothing yet, or half of its request, holds up no other one. It answers
+//! one client at a time. A client that does not take a long answer delays others by two seconds at most.
 //!
 //! A change of the functions may take long: a range may have to be wiped. So it is handed to the service, which answers
 //! when it is done. A client that goes meanwhile changes nothing about that.
@@ -11,7 +10,7 @@
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::num::NonZeroU64;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -36,11 +35,11 @@ use crate::room::DriveRoom;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
-/// Time that a server gives a client for its request, from the first byte on, and for taking the answer.
+/// Time that a server gives a client for taking the answer.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 2 });
 
-/// Clients that may be connected and have written nothing. The next one ends the connection of the first.
-const SILENT_MAX: usize = 64;
+/// Clients that may be connected and have not asked yet. The next one ends the connection of the first.
+const ASKING_MAX: usize = 64;
 
 /// Time that a client waits for its answer: several other clients may be served before it.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
@@ -264,7 +263,7 @@ impl ControlServer {
             listener,
             stop: stop.try_clone().map_err(ControlError::Thread)?,
             stopped: false,
-            silent: VecDeque::new(),
+            asking: VecDeque::new(),
             service,
         };
         let mut events = EventManager::new().map_err(ControlError::Events)?;
@@ -305,9 +304,16 @@ struct Clients<S> {
     listener: Listener,
     stop: EventFd,
     stopped: bool,
-    /// Clients that have written nothing, in the order in which they came.
-    silent: VecDeque<UnixStream>,
+    /// Clients that have not asked yet, in the order in which they came.
+    asking: VecDeque<Asking>,
     service: S,
+}
+
+/// A client whose request has not come as a whole.
+struct Asking {
+    stream: UnixStream,
+    /// The part that has come.
+    request: Vec<u8>,
 }
 
 impl<S: Service> MutEventSubscriber for Clients<S> {
@@ -333,49 +339,60 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
                 Ok(None) => {}
                 Err(error) => log::warn!("Cannot accept a control client: {error}"),
             }
-        } else if let Some(stream) = self.take_silent(|stream| stream.as_raw_fd() == fd, ops)
-            && let Err(error) = self.answer(stream)
-        {
+        } else if let Err(error) = self.hear(fd, ops) {
             log::info!("A control client was not answered: {error}");
         }
     }
 }
 
 impl<S: Service> Clients<S> {
-    /// Waits for the first byte of a client's request, beside all others.
+    /// Waits for the request of a client, whose stream does not block, beside all others.
     fn await_request(&mut self, stream: UnixStream, ops: &mut EventOps) {
-        if self.silent.len() >= SILENT_MAX && self.take_silent(|_| true, ops).is_some() {
+        if self.asking.len() >= ASKING_MAX && self.take(0, ops).is_some() {
             log::warn!(
-                "{SILENT_MAX} control clients have asked nothing: the first one is disconnected"
+                "{ASKING_MAX} control clients have not asked yet: the first one is disconnected"
             );
         }
+        let request = Vec::new();
         match ops.add(Events::new(&stream, EventSet::IN)) {
-            Ok(()) => self.silent.push_back(stream),
+            Ok(()) => self.asking.push_back(Asking { stream, request }),
             Err(error) => log::warn!("A control client cannot be waited for: {error}"),
         }
     }
 
-    /// Takes the first such client from those that have written nothing.
-    fn take_silent(
-        &mut self,
-        is_wanted: impl Fn(&UnixStream) -> bool,
-        ops: &mut EventOps,
-    ) -> Option<UnixStream> {
-        let index = self.silent.iter().position(is_wanted)?;
-        let stream = self.silent.remove(index)?;
-        if let Err(error) = ops.remove(Events::new(&stream, EventSet::IN)) {
+    /// Takes a client from those that have not asked yet.
+    fn take(&mut self, index: usize, ops: &mut EventOps) -> Option<Asking> {
+        let asking = self.asking.remove(index)?;
+        if let Err(error) = ops.remove(Events::new(&asking.stream, EventSet::IN)) {
             log::warn!("A control client is still waited for: {error}");
         }
-        Some(stream)
+        Some(asking)
     }
 
-    fn answer(&self, stream: UnixStream) -> io::Result<()> {
-        let line = Line::new(&stream, PATIENCE)?;
-        // One that asks nothing has looked for the process that listens, as `upgrade` does.
-        let Some(request) = line.read(REQUEST_MAX)? else {
+    /// Reads what a client has written. Answers it once its request has come as a whole.
+    fn hear(&mut self, fd: RawFd, ops: &mut EventOps) -> io::Result<()> {
+        let mut asking = self.asking.iter_mut().enumerate();
+        let Some((index, client)) = asking.find(|(_, client)| client.stream.as_raw_fd() == fd)
+        else {
             return Ok(());
         };
-        let answer = match serde_json::from_slice(&request) {
+        let progress = read_part(&client.stream, &mut client.request, REQUEST_MAX);
+        match &progress {
+            Ok(Progress::Part) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            _ => {}
+        }
+        let asked = self.take(index, ops);
+        match (progress?, asked) {
+            (Progress::Whole, Some(Asking { stream, request })) => self.answer(stream, &request),
+            // One that asks nothing has looked for the process that listens, as `upgrade` does.
+            _ => Ok(()),
+        }
+    }
+
+    fn answer(&self, stream: UnixStream, request: &[u8]) -> io::Result<()> {
+        let line = Line::new(&stream, PATIENCE)?;
+        let answer = match serde_json::from_slice(request) {
             Ok(Request::Stats {}) => Answer::Stats(self.service.stats()),
             Ok(Request::Faults { request }) => match self.service.faults(&request) {
                 Ok(faults) => Answer::Faults(faults),
@@ -539,6 +556,36 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
     serde_json::from_slice(&answer).map_err(bad_answer)
 }
 
+/// Progress of a line that is read.
+enum Progress {
+    /// More of it follows.
+    Part,
+    /// It has come as a whole.
+    Whole,
+    /// The connection has ended before its first byte.
+    Nothing,
+}
+
+/// Reads the next part of a line, without its end.
+fn read_part(mut stream: &UnixStream, line: &mut Vec<u8>, limit: usize) -> io::Result<Progress> {
+    let mut chunk = [0; 4096];
+    let count = match stream.read(&mut chunk) {
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => return Ok(Progress::Part),
+        read => read?,
+    };
+    let end = chunk[..count].iter().position(|byte| *byte == b'\n');
+    line.extend_from_slice(&chunk[..end.unwrap_or(count)]);
+    if line.len() > limit {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    match end {
+        Some(_) => Ok(Progress::Whole),
+        None if count > 0 => Ok(Progress::Part),
+        None if line.is_empty() => Ok(Progress::Nothing),
+        None => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
+}
+
 /// A line in and a line out, before a deadline that is the same for both.
 struct Line<'stream> {
     stream: &'stream UnixStream,
@@ -565,26 +612,12 @@ impl<'stream> Line<'stream> {
     /// Reads a line, without its end; `None` if the connection ends before the first byte.
     fn read(&self, limit: usize) -> io::Result<Option<Vec<u8>>> {
         let mut line = Vec::new();
-        let mut chunk = [0; 4096];
         loop {
             self.stream.set_read_timeout(self.time_left()?)?;
-            let count = match { self.stream }.read(&mut chunk) {
-                Ok(0) if line.is_empty() => return Ok(None),
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(error),
-            };
-            let chunk = &chunk[..count];
-            match chunk.iter().position(|byte| *byte == b'\n') {
-                Some(end) => line.extend_from_slice(&chunk[..end]),
-                None => line.extend_from_slice(chunk),
-            }
-            if line.len() > limit {
-                return Err(io::ErrorKind::FileTooLarge.into());
-            }
-            if chunk.contains(&b'\n') {
-                return Ok(Some(line));
+            match read_part(self.stream, &mut line, limit)? {
+                Progress::Part => {}
+                Progress::Whole => return Ok(Some(line)),
+                Progress::Nothing => return Ok(None),
             }
         }
     }
@@ -776,7 +809,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        let mut late: Vec<_> = (0..SILENT_MAX)
+        let mut late: Vec<_> = (0..ASKING_MAX)
             .map(|_| UnixStream::connect(&path).unwrap())
             .collect();
         for asked in 0..2 {
@@ -792,6 +825,29 @@ mod tests {
             let capacity = format!("\"capacity_bytes\":{asked}");
             assert!(answer.contains(&capacity), "{answer}");
         }
+    }
+
+    #[test]
+    fn a_client_that_has_sent_half_of_its_request_holds_up_no_other_and_is_answered() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        let (half, rest) = b"{\"command\":\"stats\"}\n".split_at(9);
+        let mut late = UnixStream::connect(&path).unwrap();
+        late.write_all(half).unwrap();
+        for asked in 0..2 {
+            let stats = query_stats(&path).unwrap();
+            assert_eq!(stats.functions[0].capacity_bytes, asked);
+        }
+        late.write_all(rest).unwrap();
+        let mut answer = String::new();
+        BufReader::new(late).read_line(&mut answer).unwrap();
+        assert!(answer.contains("\"capacity_bytes\":2"), "{answer}");
+        // One that goes with half of its request is forgotten.
+        let mut gone = UnixStream::connect(&path).unwrap();
+        gone.write_all(half).unwrap();
+        drop(gone);
+        query_stats(&path).unwrap();
     }
 
     #[test]

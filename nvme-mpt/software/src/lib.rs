@@ -116,6 +116,8 @@ mod uncorrectable;
 pub mod zones;
 
 pub use controller::SoftwareController;
+#[cfg(simulation)]
+pub use file::kernel::simulated;
 pub use medium::{LeasedMedium, Medium, Pace};
 pub use memory::Allocation;
 pub use store::{SoftwareQueue, Store, StoreStep};

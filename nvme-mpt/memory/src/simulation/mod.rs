@@ -218,6 +218,12 @@ pub fn process() -> u64 {
     with(Simulator::process).unwrap_or_default()
 }
 
+/// Returns the number of the actor.
+#[must_use]
+pub fn actor() -> usize {
+    with(Simulator::actor).unwrap_or_default()
+}
+
 /// Returns the time since the simulation began.
 #[must_use]
 pub fn now() -> Duration {

@@ -20,13 +20,14 @@
 mod bounces;
 mod claims;
 mod deadline;
-mod kernel;
+pub(crate) mod kernel;
 mod lease;
 mod locks;
 mod losses;
 mod operation;
 mod pages;
 mod queue;
+#[cfg(not(simulation))]
 mod reopen;
 mod slices;
 mod steps;
@@ -214,6 +215,7 @@ impl Medium for FileStore {
         Some(&self.shared.path)
     }
 
+    #[cfg(not(simulation))]
     fn keep_durable_with(&self, file: Arc<File>) {
         // The first one stays: a drive has one such file.
         let _ = self.shared.companion.set(file);

@@ -48,6 +48,7 @@ impl Vectors {
     }
 
     /// The parts that are left, as the kernel takes them.
+    #[cfg(not(simulation))]
     pub(super) fn left(&self) -> &[libc::iovec] {
         &self.vectors[self.first..]
     }

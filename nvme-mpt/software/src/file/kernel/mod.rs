@@ -1,10 +1,22 @@
-//! All that the file store asks of the kernel: files, locks and io_uring.
+//! All that the file store asks of the kernel: files, locks and io_uring, or a simulator's disk in their place
+//! (`cfg(simulation)`).
 
+#[cfg(simulation)]
+mod disk;
+#[cfg(not(simulation))]
 mod real;
+#[cfg(simulation)]
+pub mod simulated;
 
 use std::path::PathBuf;
 
+#[cfg(not(simulation))]
 pub(super) use real::{
+    File, MetadataExt, Origin, RangeLock, Uring, lock_below, map, metadata, next_data, open,
+    reopen, write_back_error,
+};
+#[cfg(simulation)]
+pub(super) use simulated::{
     File, MetadataExt, Origin, RangeLock, Uring, lock_below, map, metadata, next_data, open,
     reopen, write_back_error,
 };

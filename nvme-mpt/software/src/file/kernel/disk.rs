@@ -1,0 +1,364 @@
+//! A simulated file on a simulated disk: what all see, what the device has, and what is stable.
+//!
+//! Through the page cache, a write is seen at once, and written back later, or by a sync. A write-back that fails leaves
+//! the page as it is and counts it as written: the next crash loses it. Each open description is told of that once, as
+//! `lib/errseq.c` of Linux does it. The device has a cache of its own, which a sync makes stable. A crash keeps any part
+//! of that cache, and any of the pages that were not written back.
+
+use std::collections::BTreeMap;
+
+use nvme_mpt::memory::simulation::random;
+
+/// Bytes that a crash never tears.
+pub(super) const SECTOR: usize = 512;
+
+/// Bytes of a page of the cache, and of a block of the file system.
+pub(super) const PAGE: usize = 4096;
+
+/// Habits of the simulated disk. Of what happens at times, it has one time in so many; 0 for never.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Habits {
+    /// True for a file that is read and written past the page cache.
+    pub is_direct: bool,
+    /// True for a file system that punches holes.
+    pub punches_holes: bool,
+    /// Write-backs of a page that fail.
+    pub failed_write_backs: u64,
+    /// Syncs whose flush of the device fails.
+    pub failed_flushes: u64,
+    /// Requests that are interrupted, or find no resources.
+    pub interruptions: u64,
+    /// Transfers that move a part alone.
+    pub short_transfers: u64,
+    /// Slices that the file system refuses.
+    pub refused_slices: u64,
+    /// Calls that hand over no request.
+    pub refused_calls: u64,
+    /// Requests that stay until they are cancelled, or for many seconds.
+    pub kept_requests: u64,
+    /// Longest time of a request in nanoseconds, as a power of two.
+    pub time_bits: u64,
+}
+
+/// Returns whether something happens that happens one time in so many.
+pub(super) fn happens(one_in: u64) -> bool {
+    one_in > 0 && random().is_multiple_of(one_in)
+}
+
+/// A page in the cache.
+#[derive(Clone, Debug)]
+struct Page {
+    bytes: Vec<u8>,
+    is_dirty: bool,
+}
+
+/// An open file description.
+#[derive(Clone, Copy, Debug)]
+struct Description {
+    process: u64,
+    /// The last error that it was told of.
+    told: u64,
+    /// Rings and requests that keep it open.
+    keepers: u64,
+    is_closed: bool,
+}
+
+/// A lock on bytes of the file.
+#[derive(Clone, Copy, Debug)]
+struct Lock {
+    open: u64,
+    is_exclusive: bool,
+    start: u64,
+    end: u64,
+}
+
+/// The disk.
+#[derive(Debug, Default)]
+pub(super) struct Disk {
+    pub(super) habits: Habits,
+    /// Requests that it may still keep.
+    pub(super) keeps: u64,
+    stable: Vec<u8>,
+    /// What the device has, in its cache or not.
+    device: Vec<u8>,
+    /// Writes in the device's cache.
+    volatile: Vec<(usize, Vec<u8>)>,
+    cache: BTreeMap<usize, Page>,
+    /// Number of the last error of write-back.
+    error: u64,
+    /// True if some description was told of it.
+    is_error_seen: bool,
+    /// Failures of write-backs and flushes.
+    pub(super) failures: u64,
+    /// Errors of which descriptions were told.
+    pub(super) tellings: u64,
+    descriptions: BTreeMap<u64, Description>,
+    locks: Vec<Lock>,
+    opened: u64,
+}
+
+impl Disk {
+    /// A disk with a file of zeroes.
+    pub(super) fn new(bytes: usize, habits: Habits, keeps: u64) -> Self {
+        Self {
+            habits,
+            keeps,
+            stable: vec![0; bytes],
+            device: vec![0; bytes],
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.device.len() as u64
+    }
+
+    pub(super) fn stable(&self, offset: usize, len: usize) -> Vec<u8> {
+        self.stable[offset..offset + len].to_vec()
+    }
+
+    /// Opens the file.
+    pub(super) fn open(&mut self, process: u64) -> u64 {
+        self.opened += 1;
+        // An error that no description was told of is news to a new one.
+        let told = match self.is_error_seen {
+            true => self.error,
+            false => 0,
+        };
+        let description = Description {
+            process,
+            told,
+            keepers: 0,
+            is_closed: false,
+        };
+        self.descriptions.insert(self.opened, description);
+        self.opened
+    }
+
+    /// Keeps a description open for a ring or a request.
+    pub(super) fn keep(&mut self, open: u64) {
+        if let Some(description) = self.descriptions.get_mut(&open) {
+            description.keepers += 1;
+        }
+    }
+
+    /// Lets go of a description that was kept for a ring or a request.
+    pub(super) fn let_go(&mut self, open: u64) {
+        if let Some(description) = self.descriptions.get_mut(&open) {
+            description.keepers -= 1;
+            if description.is_closed {
+                self.close(open);
+            }
+        }
+    }
+
+    pub(super) fn close(&mut self, open: u64) {
+        let Some(description) = self.descriptions.get_mut(&open) else {
+            return;
+        };
+        description.is_closed = true;
+        if description.keepers == 0 {
+            self.descriptions.remove(&open);
+            self.locks.retain(|lock| lock.open != open);
+        }
+    }
+
+    pub(super) fn end_process(&mut self, process: u64) {
+        let all = self.descriptions.iter();
+        let its = all.filter(|(_, description)| description.process == process);
+        let its: Vec<u64> = its.map(|(open, _)| *open).collect();
+        its.into_iter().for_each(|open| self.close(open));
+    }
+
+    /// Returns whether another description has a lock that excludes this one.
+    pub(super) fn is_locked(&self, open: u64, is_exclusive: bool, start: u64, end: u64) -> bool {
+        self.locks.iter().any(|lock| {
+            lock.open != open
+                && (lock.is_exclusive || is_exclusive)
+                && lock.start < end
+                && start < lock.end
+        })
+    }
+
+    /// Takes a lock, if it is free.
+    pub(super) fn lock(&mut self, open: u64, is_exclusive: bool, start: u64, end: u64) -> bool {
+        let is_free = !self.is_locked(open, is_exclusive, start, end);
+        if is_free {
+            self.locks.push(Lock {
+                open,
+                is_exclusive,
+                start,
+                end,
+            });
+        }
+        is_free
+    }
+
+    pub(super) fn unlock(&mut self, open: u64, start: u64, end: u64) {
+        self.locks
+            .retain(|lock| lock.open != open || lock.start >= end || start >= lock.end);
+    }
+
+    pub(super) fn read(&self, offset: usize, len: usize) -> Vec<u8> {
+        let mut bytes = self.device[offset..offset + len].to_vec();
+        for (at, part) in pages(offset, len) {
+            if let Some(page) = self.cache.get(&(at / PAGE)) {
+                let from = at % PAGE;
+                bytes[at - offset..at - offset + part]
+                    .copy_from_slice(&page.bytes[from..from + part]);
+            }
+        }
+        bytes
+    }
+
+    pub(super) fn write(&mut self, offset: usize, bytes: &[u8]) {
+        if self.habits.is_direct {
+            return self.write_device(offset, bytes);
+        }
+        for (at, part) in pages(offset, bytes.len()) {
+            let number = at / PAGE;
+            let start = number * PAGE;
+            let end = (start + PAGE).min(self.device.len());
+            let there = &self.device[start..end];
+            let page = self.cache.entry(number).or_insert_with(|| Page {
+                bytes: there.to_vec(),
+                is_dirty: false,
+            });
+            let from = at - start;
+            page.bytes[from..from + part].copy_from_slice(&bytes[at - offset..at - offset + part]);
+            page.is_dirty = true;
+        }
+    }
+
+    /// Zeroes a range, by the file system.
+    pub(super) fn zero(&mut self, offset: usize, len: usize) {
+        for (at, part) in pages(offset, len) {
+            let is_whole = part == PAGE;
+            if is_whole {
+                self.cache.remove(&(at / PAGE));
+            }
+            match is_whole {
+                true => self.write_device(at, &vec![0; part]),
+                false => self.write(at, &vec![0; part]),
+            }
+        }
+    }
+
+    fn write_device(&mut self, offset: usize, bytes: &[u8]) {
+        self.device[offset..offset + bytes.len()].copy_from_slice(bytes);
+        self.volatile.push((offset, bytes.to_vec()));
+    }
+
+    /// Writes pages of a range back.
+    pub(super) fn write_back(&mut self, offset: usize, len: usize) {
+        let dirty = |page: &Page| page.is_dirty;
+        let (first, end) = (offset / PAGE, (offset + len).div_ceil(PAGE));
+        let range = self.cache.range(first..end);
+        let numbers: Vec<usize> = range
+            .filter(|(_, page)| dirty(page))
+            .map(|(number, _)| *number)
+            .collect();
+        for number in numbers {
+            let Some(page) = self.cache.get_mut(&number) else {
+                continue;
+            };
+            page.is_dirty = false;
+            let bytes = page.bytes.clone();
+            if happens(self.habits.failed_write_backs) {
+                self.failures += 1;
+                if self.is_error_seen || self.error == 0 {
+                    self.error += 1;
+                    self.is_error_seen = false;
+                }
+            } else {
+                self.write_device(number * PAGE, &bytes);
+            }
+        }
+    }
+
+    pub(super) fn is_dirty(&self) -> bool {
+        self.cache.values().any(|page| page.is_dirty)
+    }
+
+    /// Writes a page back that is chosen by chance, if there is one.
+    pub(super) fn write_some_back(&mut self) {
+        let dirty = self.cache.iter().filter(|(_, page)| page.is_dirty);
+        let dirty: Vec<usize> = dirty.map(|(number, _)| *number).collect();
+        if !dirty.is_empty() {
+            let number = dirty[random() as usize % dirty.len()];
+            self.write_back(number * PAGE, PAGE);
+        }
+    }
+
+    /// Tells a description of an error of write-back that it was not told of.
+    pub(super) fn tell(&mut self, open: u64) -> Result<(), i32> {
+        let Some(description) = self.descriptions.get_mut(&open) else {
+            return Ok(());
+        };
+        if description.told == self.error {
+            return Ok(());
+        }
+        description.told = self.error;
+        self.tellings += 1;
+        self.is_error_seen = true;
+        Err(libc::EIO)
+    }
+
+    /// Makes a range durable, and with it all that is in the device's cache.
+    pub(super) fn sync(&mut self, open: u64, offset: usize, len: usize) -> Result<(), i32> {
+        self.write_back(offset, len);
+        let told = self.tell(open);
+        if happens(self.habits.failed_flushes) {
+            self.failures += 1;
+            return told.and(Err(libc::EIO));
+        }
+        for (offset, bytes) in self.volatile.drain(..) {
+            self.stable[offset..offset + bytes.len()].copy_from_slice(&bytes);
+        }
+        told
+    }
+
+    /// Leaves what a crash of the machine leaves.
+    pub(super) fn crash(&mut self) {
+        for (number, page) in std::mem::take(&mut self.cache) {
+            if page.is_dirty && happens(2) {
+                self.write_device(number * PAGE, &page.bytes);
+            }
+        }
+        let writes = std::mem::take(&mut self.volatile);
+        let (way, first) = (random() % 4, random() as usize % (writes.len() + 1));
+        for (number, (offset, bytes)) in writes.iter().enumerate() {
+            let survives = match way {
+                0 => false,
+                1 => true,
+                2 => number < first,
+                _ => happens(2),
+            };
+            if survives {
+                let sectors = bytes.len().div_ceil(SECTOR);
+                let len = match happens(4) {
+                    true => (random() as usize % (sectors + 1) * SECTOR).min(bytes.len()),
+                    false => bytes.len(),
+                };
+                self.stable[*offset..offset + len].copy_from_slice(&bytes[..len]);
+            }
+        }
+        self.device.clone_from(&self.stable);
+        self.descriptions.clear();
+        self.locks.clear();
+        (self.error, self.is_error_seen) = (0, false);
+    }
+}
+
+/// Returns the parts of a range by pages: offset and length of each.
+fn pages(offset: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
+    let end = offset + len;
+    let mut at = offset;
+    std::iter::from_fn(move || {
+        let part = (PAGE - at % PAGE).min(end.checked_sub(at)?);
+        (part > 0).then(|| {
+            at += part;
+            (at - part, part)
+        })
+    })
+}

@@ -1,0 +1,796 @@
+//! Files on a simulated disk, and a simulated io_uring.
+//!
+//! A request takes effect at one moment, and its completion comes at a later one. An actor, [`run`], brings both about, in
+//! any order. What a process that died has requested is cancelled, or takes effect later. Until then, its files stay
+//! open, and its locks with them.
+//!
+//! The kernel tells a description of an error once. A process that dies before it noted that takes the error with it.
+//! [`missed`] is the moment of the last such death.
+#![expect(
+    unsafe_code,
+    reason = "copies from and to memory that requests name, as the kernel does"
+)]
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::super::uring::{Ended, Manner, Request, Ring, Vectors};
+use super::super::way::DirectAlignment;
+use super::Opened;
+use super::disk::{Disk, PAGE, SECTOR, happens};
+use nvme_mpt::memory::simulation::{
+    Step, acted, actor, now, process, random, turn, wait, wait_for,
+};
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt::memory::{Mapping, eventfd};
+use nvme_mpt::origin::BackingFile;
+
+pub use super::disk::Habits;
+
+/// Time for which a claim of a range waits for the locks of others.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Longest pause between write-backs of pages that nothing asks for.
+const WRITE_BACK: Duration = Duration::from_millis(2);
+
+/// Longest time of a request that is kept: it is cancelled before, at times.
+const KEPT: Duration = Duration::from_secs(14);
+
+thread_local! {
+    static KERNEL: RefCell<Kernel> = RefCell::default();
+}
+
+fn with<T>(call: impl FnOnce(&mut Kernel) -> T) -> T {
+    KERNEL.with_borrow_mut(call)
+}
+
+/// The kernel of the simulated machine.
+#[derive(Debug, Default)]
+struct Kernel {
+    disk: Disk,
+    requests: Vec<Asked>,
+    rings: BTreeMap<u64, State>,
+    made: u64,
+    /// Actors that were told of an error and may not have noted it yet, with their processes.
+    noting: BTreeMap<usize, u64>,
+    missed: Option<Duration>,
+}
+
+/// A ring, as the kernel has it.
+#[derive(Debug)]
+struct State {
+    process: u64,
+    completions: VecDeque<Completion>,
+    event: Arc<EventFd>,
+    /// Descriptions that it keeps open.
+    kept: Vec<u64>,
+    is_dead: bool,
+}
+
+/// A completion, and whether it tells of an error of write-back.
+#[derive(Debug)]
+struct Completion {
+    ended: Ended,
+    tells: bool,
+}
+
+#[derive(Clone, Debug)]
+enum What {
+    Read(Vec<(usize, usize)>),
+    Write {
+        from: Vec<(usize, usize)>,
+        is_durable: bool,
+    },
+    Sync,
+    Zero(u64),
+    Punch(u64),
+    Cancel(u64),
+}
+
+/// A request that the kernel has.
+#[derive(Clone, Debug)]
+struct Asked {
+    ring: u64,
+    tag: u64,
+    open: u64,
+    offset: u64,
+    what: What,
+    /// Moment at which it takes effect; the moment of its completion after that.
+    due: Duration,
+    is_kept: bool,
+    result: Option<Result<usize, i32>>,
+    /// True if its description was told of an error of write-back.
+    tells: bool,
+}
+
+/// Begins with a file of so many zeroes, on a disk that keeps so many requests at most.
+pub fn format(bytes: u64, habits: Habits, keeps: u64) {
+    with(|kernel| {
+        *kernel = Kernel {
+            disk: Disk::new(bytes as usize, habits, keeps),
+            ..Kernel::default()
+        };
+    });
+}
+
+/// Crashes the machine. All processes have ended before.
+pub fn crash() {
+    with(|kernel| {
+        kernel.requests.clear();
+        kernel.rings.clear();
+        kernel.noting.clear();
+        kernel.disk.crash();
+    });
+}
+
+/// Ends all that a process has open. Requests of its rings are cancelled, or take effect later.
+pub fn end_process(process: u64) {
+    with(|kernel| {
+        let noting = kernel.noting.len();
+        kernel.noting.retain(|_, of| *of != process);
+        let mut misses = kernel.noting.len() < noting;
+        let rings = kernel.rings.iter_mut();
+        for (ring, state) in rings.filter(|(_, state)| state.process == process) {
+            state.is_dead = true;
+            misses |= state.completions.iter().any(|completion| completion.tells);
+            let disk = &mut kernel.disk;
+            kernel.requests.retain(|asked| {
+                let stays =
+                    asked.ring != *ring || asked.result.is_none() && !asked.is_kept && happens(2);
+                if !stays {
+                    misses |= asked.tells;
+                    disk.let_go(asked.open);
+                }
+                stays
+            });
+        }
+        if misses {
+            kernel.missed = Some(now());
+        }
+        kernel.disk.end_process(process);
+        kernel.bury();
+    });
+}
+
+/// Returns the stable content of a range of the file.
+#[must_use]
+pub fn stable(offset: u64, len: usize) -> Vec<u8> {
+    with(|kernel| kernel.disk.stable(offset as usize, len))
+}
+
+/// Returns the number of write-backs and of flushes that failed.
+#[must_use]
+pub fn failures() -> u64 {
+    with(|kernel| kernel.disk.failures)
+}
+
+/// Returns the last moment at which a process died with an error that it was told of and may not have noted.
+#[must_use]
+pub fn missed() -> Option<Duration> {
+    with(|kernel| kernel.missed)
+}
+
+/// The actor has noted all errors that it was told of.
+pub fn noted() {
+    with(|kernel| kernel.noting.remove(&actor()));
+}
+
+/// Tells the actor of an error, unless there is none.
+fn told(result: Result<(), i32>) -> io::Result<()> {
+    if result.is_err() {
+        with(|kernel| kernel.noting.insert(actor(), process()));
+    }
+    result.map_err(io::Error::from_raw_os_error)
+}
+
+/// Carries requests out, and writes pages back, until the simulation is over.
+pub fn run(is_over: &AtomicBool) {
+    let mut write_back = now();
+    while !is_over.load(Ordering::Relaxed) {
+        let (due, is_dirty) = with(|kernel| (kernel.next(), kernel.disk.is_dirty()));
+        match due {
+            Some(due) if due <= now() => carry_out(),
+            _ if is_dirty && write_back <= now() => {
+                with(|kernel| kernel.disk.write_some_back());
+                let bits = u64::from(WRITE_BACK.as_nanos().ilog2());
+                let pause = random() % (2 << (random() % bits));
+                write_back = now() + Duration::from_nanos(pause);
+            }
+            _ => {
+                let ends = [due, is_dirty.then_some(write_back)];
+                wait(ends.into_iter().flatten().min());
+            }
+        }
+    }
+}
+
+/// Takes the next step of a request: its effect or its completion.
+fn carry_out() {
+    let next = with(|kernel| {
+        let requests = kernel.requests.iter();
+        let next = requests.enumerate().min_by_key(|(_, asked)| asked.due)?;
+        Some((next.0, next.1.clone()))
+    });
+    let Some((index, asked)) = next else {
+        return;
+    };
+    let event = match asked.result {
+        None => {
+            with(|kernel| {
+                let before = kernel.disk.tellings;
+                let result = kernel.take_effect(&asked);
+                let tells = kernel.disk.tellings > before;
+                let rings = &kernel.rings;
+                if tells && rings.get(&asked.ring).is_none_or(|state| state.is_dead) {
+                    kernel.missed = Some(now());
+                }
+                let after = kernel.time();
+                // A cancellation may have ended a request, and none is added or taken out.
+                let asked = &mut kernel.requests[index];
+                (asked.result, asked.tells) = (Some(result), tells);
+                asked.due = now() + after;
+            });
+            None
+        }
+        Some(result) => with(|kernel| {
+            kernel.requests.remove(index);
+            kernel.disk.let_go(asked.open);
+            let (tag, tells) = (asked.tag, asked.tells);
+            let state = kernel.rings.get_mut(&asked.ring)?;
+            let ended = Ended { tag, result };
+            state.completions.push_back(Completion { ended, tells });
+            let event = (!state.is_dead).then(|| state.event.clone());
+            kernel.bury();
+            event
+        }),
+    };
+    let step = match asked.what {
+        What::Read(_) => Step::ReadFile,
+        What::Sync => Step::SyncFile,
+        _ => Step::WriteFile,
+    };
+    if let Some(event) = event {
+        let _full = eventfd::signal(&event);
+    }
+    acted();
+    turn(step, [asked.tag, asked.offset]);
+}
+
+impl Kernel {
+    fn next(&self) -> Option<Duration> {
+        self.requests.iter().map(|asked| asked.due).min()
+    }
+
+    /// Returns the time of one step of a request.
+    fn time(&self) -> Duration {
+        let bits = random() % (self.disk.habits.time_bits + 1);
+        Duration::from_nanos(random() % (2 << bits))
+    }
+
+    /// Closes what rings of processes that ended keep open, once they have no request.
+    fn bury(&mut self) {
+        let Self {
+            disk,
+            requests,
+            rings,
+            ..
+        } = self;
+        rings.retain(|ring, state| {
+            let is_gone = state.is_dead && !requests.iter().any(|asked| asked.ring == *ring);
+            if is_gone {
+                state.kept.iter().for_each(|open| disk.let_go(*open));
+            }
+            !is_gone
+        });
+    }
+
+    /// Has a request take effect. Returns its result.
+    fn take_effect(&mut self, asked: &Asked) -> Result<usize, i32> {
+        let offset = asked.offset as usize;
+        let habits = self.disk.habits;
+        if let What::Cancel(target) = asked.what {
+            return self.cancel(asked.ring, target);
+        }
+        let is_interrupted = happens(habits.interruptions);
+        let interrupted = Err([libc::EINTR, libc::EAGAIN][random() as usize % 2]);
+        match &asked.what {
+            What::Read(_) | What::Write { .. } if is_interrupted => interrupted,
+            What::Read(parts) => {
+                let len = self.moved(parts, SECTOR);
+                scatter(&self.disk.read(offset, len), parts);
+                Ok(len)
+            }
+            What::Write { from, is_durable } => {
+                let mut bytes = gather(from);
+                // Past the page cache, a write of less than a block is the sign of a file that was cut short.
+                let unit = if habits.is_direct { PAGE } else { SECTOR };
+                bytes.truncate(self.moved(from, unit));
+                self.disk.write(offset, &bytes);
+                if *is_durable {
+                    self.disk.sync(asked.open, offset, bytes.len())?;
+                }
+                Ok(bytes.len())
+            }
+            What::Sync => {
+                let all = self.disk.bytes() as usize;
+                if is_interrupted {
+                    // It may have written pages back, and have been told of errors.
+                    if happens(2) {
+                        self.disk.write_back(0, all);
+                        let _told = self.disk.tell(asked.open);
+                    }
+                    return interrupted;
+                }
+                self.disk.sync(asked.open, 0, all).map(|()| 0)
+            }
+            What::Zero(len) | What::Punch(len) => {
+                if happens(habits.refused_slices) {
+                    return Err([libc::ENOSPC, libc::EBUSY][random() as usize % 2]);
+                }
+                let len = *len as usize;
+                if is_interrupted {
+                    let sectors = random() as usize % (len / SECTOR + 1);
+                    self.disk.zero(offset, sectors * SECTOR);
+                    return interrupted;
+                }
+                self.disk.zero(offset, len);
+                Ok(0)
+            }
+            What::Cancel(_) => Err(libc::EINVAL),
+        }
+    }
+
+    /// Returns the number of bytes that a transfer moves, of which a part has whole units alone.
+    fn moved(&self, parts: &[(usize, usize)], unit: usize) -> usize {
+        let len: usize = parts.iter().map(|(_, len)| len).sum();
+        let units = len / unit;
+        match units > 1 && happens(self.disk.habits.short_transfers) {
+            true => (1 + random() as usize % units) * unit,
+            false => len,
+        }
+    }
+
+    fn cancel(&mut self, ring: u64, target: u64) -> Result<usize, i32> {
+        let mut requests = self.requests.iter_mut();
+        let asked = requests.find(|asked| asked.ring == ring && asked.tag == target);
+        let asked = asked.ok_or(libc::ENOENT)?;
+        if asked.result.is_some() || !asked.is_kept && happens(2) {
+            return Err(libc::EALREADY);
+        }
+        asked.result = Some(Err(libc::ECANCELED));
+        asked.due = now();
+        Ok(0)
+    }
+}
+
+fn gather(parts: &[(usize, usize)]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for (address, len) in parts {
+        let source = std::ptr::with_exposed_provenance::<u8>(*address);
+        let start = bytes.len();
+        bytes.resize(start + len, 0);
+        // SAFETY: the part stays mapped until the completion is taken, by the contract of `Ring::prepare`, and after
+        // its process died, as what a dead process has is never unmapped.
+        unsafe { std::ptr::copy(source, bytes[start..].as_mut_ptr(), *len) };
+    }
+    bytes
+}
+
+fn scatter(mut bytes: &[u8], parts: &[(usize, usize)]) {
+    for (address, len) in parts {
+        let (part, rest) = bytes.split_at(bytes.len().min(*len));
+        bytes = rest;
+        let target = std::ptr::with_exposed_provenance_mut::<u8>(*address);
+        // SAFETY: as in `gather`; a request that reads may write to its memory.
+        unsafe { std::ptr::copy(part.as_ptr(), target, part.len()) };
+    }
+}
+
+/// As [`std::fs::File`]: an open description of the file.
+#[derive(Debug)]
+pub struct File {
+    open: u64,
+}
+
+impl File {
+    fn open() -> Self {
+        turn(Step::OpenFile, [0; 2]);
+        let process = process();
+        Self {
+            open: with(|kernel| kernel.disk.open(process)),
+        }
+    }
+
+    /// As [`std::fs::File::metadata`].
+    pub(in crate::file) fn metadata(&self) -> io::Result<Metadata> {
+        Ok(Metadata(with(|kernel| kernel.disk.bytes())))
+    }
+
+    /// As [`std::fs::File::sync_data`].
+    pub(in crate::file) fn sync_data(&self) -> io::Result<()> {
+        turn(Step::SyncFile, [self.open, 0]);
+        let synced = with(|kernel| {
+            let all = kernel.disk.bytes() as usize;
+            kernel.disk.sync(self.open, 0, all)
+        });
+        told(synced)
+    }
+}
+
+impl AsRawFd for File {
+    fn as_raw_fd(&self) -> RawFd {
+        self.open as RawFd
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        // A thread that ends has no kernel any more.
+        let _ended = KERNEL.try_with(|kernel| kernel.borrow_mut().disk.close(self.open));
+        acted();
+    }
+}
+
+/// As [`std::fs::Metadata`]: the number of bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Metadata(u64);
+
+impl Metadata {
+    /// As [`std::fs::Metadata::len`].
+    pub(in crate::file) const fn len(&self) -> u64 {
+        self.0
+    }
+}
+
+/// As [`std::os::unix::fs::MetadataExt`]: there is one file.
+pub(in crate::file) trait MetadataExt {
+    /// Returns the file system.
+    fn dev(&self) -> u64;
+    /// Returns the file.
+    fn ino(&self) -> u64;
+}
+
+impl MetadataExt for Metadata {
+    fn dev(&self) -> u64 {
+        1
+    }
+
+    fn ino(&self) -> u64 {
+        1
+    }
+}
+
+/// As [`std::fs::metadata`].
+pub(in crate::file) fn metadata(_: &Path) -> io::Result<Metadata> {
+    Ok(Metadata(with(|kernel| kernel.disk.bytes())))
+}
+
+/// As [`nvme_mpt::origin::Origin`].
+#[derive(Clone, Debug)]
+pub(in crate::file) struct Origin;
+
+impl Origin {
+    /// Returns the name of the bytes.
+    pub(in crate::file) fn identity(&self) -> String {
+        "simulated:file".to_owned()
+    }
+
+    /// Returns the files below a loop device: none.
+    pub(in crate::file) const fn files(&self) -> &[BackingFile] {
+        &[]
+    }
+}
+
+/// Opens the file.
+pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
+    let file = File::open();
+    let habits = with(|kernel| kernel.disk.habits);
+    Ok(Opened {
+        path: PathBuf::from(path),
+        origin: Origin,
+        bytes: file.metadata()?.len(),
+        file,
+        is_regular: true,
+        in_memory: false,
+        direct: habits.is_direct.then_some(DirectAlignment {
+            memory: SECTOR,
+            offset: SECTOR as u64,
+        }),
+        punches_holes: habits.punches_holes,
+    })
+}
+
+/// Opens the file once more, for a description of its own.
+pub(in crate::file) fn reopen(_: &File, _: Option<&Path>, _: i32) -> io::Result<File> {
+    Ok(File::open())
+}
+
+/// Maps nothing: no file is in memory.
+pub(in crate::file) fn map(_: &File, _: usize) -> io::Result<Mapping> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Returns no data: no file is in memory.
+pub(in crate::file) fn next_data(_: &File, _: u64) -> Option<u64> {
+    None
+}
+
+/// Returns the error of a write-back that the description has not been told of.
+pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
+    turn(Step::ReadFile, [file.open, 0]);
+    told(with(|kernel| kernel.disk.tell(file.open)))
+}
+
+/// Opens the file of a loop device: there is none.
+pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
+    Err(format!("{} is not simulated", below.path.display()))
+}
+
+/// As [`nvme_mpt::range_lock::RangeLock`].
+#[derive(Debug)]
+pub(in crate::file) struct RangeLock {
+    file: File,
+    ranges: Mutex<Vec<(u64, u64)>>,
+}
+
+impl RangeLock {
+    pub(in crate::file) fn new(file: File) -> Self {
+        Self {
+            file,
+            ranges: Mutex::new(Vec::new()),
+        }
+    }
+
+    fn ranges(&self) -> MutexGuard<'_, Vec<(u64, u64)>> {
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(in crate::file) const fn file(&self) -> &File {
+        &self.file
+    }
+
+    fn take(&self, is_exclusive: bool, start: u64, length: u64) -> bool {
+        turn(Step::LockFile, [self.file.open, start]);
+        let end = start.saturating_add(length);
+        let is_free = with(|kernel| kernel.disk.lock(self.file.open, is_exclusive, start, end));
+        if is_free {
+            self.ranges().push((start, length));
+        }
+        is_free
+    }
+
+    pub(in crate::file) fn add(&self, start: u64, length: u64) -> io::Result<()> {
+        wait_for(Some(PATIENCE), || {
+            self.take(true, start, length).then_some(())
+        })
+        .ok_or_else(|| io::ErrorKind::WouldBlock.into())
+    }
+
+    pub(in crate::file) fn share(&self, byte: u64) -> io::Result<()> {
+        match self.take(false, byte, 1) {
+            true => Ok(()),
+            false => Err(io::ErrorKind::WouldBlock.into()),
+        }
+    }
+
+    pub(in crate::file) fn sharers(&self, byte: u64) -> io::Result<Option<String>> {
+        let open = self.file.open;
+        let is_shared = with(|kernel| kernel.disk.is_locked(open, true, byte, byte + 1));
+        Ok(is_shared.then(|| "another process".to_owned()))
+    }
+
+    pub(in crate::file) fn let_go(&self) {
+        let ranges = self.ranges().clone();
+        for (start, length) in ranges {
+            self.give_up(start, length);
+        }
+    }
+
+    pub(in crate::file) fn give_up(&self, start: u64, length: u64) {
+        self.ranges().retain(|range| *range != (start, length));
+        let end = start.saturating_add(length);
+        with(|kernel| kernel.disk.unlock(self.file.open, start, end));
+        acted();
+    }
+}
+
+impl Drop for RangeLock {
+    fn drop(&mut self) {
+        self.let_go();
+    }
+}
+
+/// The io_uring of one queue.
+#[derive(Debug)]
+pub struct Uring {
+    ring: u64,
+    event: Arc<EventFd>,
+    prepared: Vec<Asked>,
+    in_flight: usize,
+    is_behind: bool,
+}
+
+impl Uring {
+    pub(in crate::file) fn new(_: u32) -> io::Result<Self> {
+        let event = Arc::new(EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?);
+        let process = process();
+        let state = State {
+            process,
+            completions: VecDeque::new(),
+            event: event.clone(),
+            kept: Vec::new(),
+            is_dead: false,
+        };
+        let ring = with(|kernel| {
+            kernel.made += 1;
+            kernel.rings.insert(kernel.made, state);
+            kernel.made
+        });
+        Ok(Self {
+            ring,
+            event,
+            prepared: Vec::new(),
+            in_flight: 0,
+            is_behind: false,
+        })
+    }
+
+    /// Keeps files open until the last request has ended, also if this process ends before.
+    pub(in crate::file) fn keep_open<'a>(
+        &self,
+        files: impl Iterator<Item = &'a File>,
+    ) -> io::Result<()> {
+        let files: Vec<u64> = files.map(|file| file.open).collect();
+        with(|kernel| {
+            files.iter().for_each(|open| kernel.disk.keep(*open));
+            if let Some(state) = kernel.rings.get_mut(&self.ring) {
+                state.kept.extend(files);
+            }
+        });
+        Ok(())
+    }
+
+    fn push(&mut self, tag: u64, open: RawFd, offset: u64, what: What) {
+        self.in_flight += 1;
+        self.prepared.push(Asked {
+            ring: self.ring,
+            tag,
+            open: open as u64,
+            offset,
+            what,
+            due: Duration::ZERO,
+            is_kept: false,
+            result: None,
+            tells: false,
+        });
+    }
+}
+
+impl Ring for Uring {
+    unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()> {
+        let parts = |vectors: &Vectors| vectors.parts().collect();
+        let (fd, offset, what) = match request {
+            Request::Read { fd, offset, into } => (fd, offset, What::Read(parts(into))),
+            Request::Write {
+                fd,
+                offset,
+                from,
+                durable,
+            } => {
+                let from = parts(from);
+                let is_durable = durable;
+                (fd, offset, What::Write { from, is_durable })
+            }
+            Request::Sync { fd } => (fd, 0, What::Sync),
+            Request::Zero { fd, offset, len } => (fd, offset, What::Zero(len)),
+            Request::Punch { fd, offset, len } => (fd, offset, What::Punch(len)),
+        };
+        self.push(tag, fd, offset, what);
+        // A thread of the kernel's own may wait, and keeps nothing. A request that others are blocked by would have pollers
+        // look for its end millions of times.
+        if let (Manner::AtOnce, Some(asked)) = (manner, self.prepared.last_mut()) {
+            asked.is_kept = with(|kernel| {
+                let disk = &mut kernel.disk;
+                let may_be_kept = match asked.what {
+                    What::Sync => true,
+                    What::Read(_) | What::Write { .. } => !disk.habits.is_direct,
+                    _ => false,
+                };
+                let is_kept = may_be_kept && disk.keeps > 0 && happens(disk.habits.kept_requests);
+                disk.keeps -= u64::from(is_kept);
+                is_kept
+            });
+        }
+        Ok(())
+    }
+
+    fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()> {
+        self.push(tag, -1, 0, What::Cancel(target));
+        Ok(())
+    }
+
+    fn submit(&mut self) {
+        noted();
+        if self.prepared.is_empty() {
+            return;
+        }
+        turn(Step::Submit, [self.ring, self.prepared.len() as u64]);
+        self.is_behind = with(|kernel| {
+            if happens(kernel.disk.habits.refused_calls) {
+                return true;
+            }
+            for mut asked in self.prepared.drain(..) {
+                let time = match asked.is_kept {
+                    true => KEPT.mul_f64((random() % 1000) as f64 / 1000.0) + KEPT / 4,
+                    false => kernel.time(),
+                };
+                asked.due = now() + time;
+                kernel.disk.keep(asked.open);
+                kernel.requests.push(asked);
+            }
+            false
+        });
+        acted();
+    }
+
+    fn is_behind(&self) -> bool {
+        self.is_behind
+    }
+
+    fn take(&mut self) -> Option<Ended> {
+        // What was told before was noted by then.
+        noted();
+        let (Completion { ended, .. }, is_last) = with(|kernel| {
+            let state = kernel.rings.get_mut(&self.ring)?;
+            let completion = state.completions.pop_front()?;
+            if completion.tells {
+                kernel.noting.insert(actor(), process());
+            }
+            Some((completion, state.completions.is_empty()))
+        })?;
+        if is_last {
+            // As the kernel's, it is readable while completions are there.
+            let _empty = self.event.read();
+        }
+        self.in_flight -= 1;
+        turn(Step::Receive, [self.ring, ended.tag]);
+        Some(ended)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    fn fd(&self) -> RawFd {
+        self.event.as_raw_fd()
+    }
+
+    fn settle(&mut self, patience: Duration) -> bool {
+        wait_for(Some(patience), || {
+            self.submit();
+            while self.take().is_some() {}
+            (self.in_flight == 0).then_some(())
+        })
+        .is_some()
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        let _ended = KERNEL.try_with(|kernel| {
+            let mut kernel = kernel.borrow_mut();
+            if let Some(state) = kernel.rings.get_mut(&self.ring) {
+                state.is_dead = true;
+            }
+            kernel.bury();
+        });
+    }
+}

@@ -14,6 +14,7 @@ use nvme_mpt::memory::files::simulated as files;
 use nvme_mpt::memory::simulation::{self, Event, Simulator, Work, stores};
 use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_tests::rng::Rng;
+use nvme_software::simulated as drives;
 
 use crate::runs::Less;
 
@@ -247,6 +248,7 @@ impl Engine {
         for actor in killed {
             stores::drain(actor);
         }
+        drives::end_process(process);
         files::end_process(process);
         sockets::end_process(process);
     }

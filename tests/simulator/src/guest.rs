@@ -27,6 +27,9 @@ const FAILURES_MAX: u32 = 20;
 /// Asynchronous Event Requests of a driver that gives them at once.
 const EVENT_REQUESTS: usize = 4;
 
+/// Pause between two looks at a queue without interrupts.
+const LOOK: Duration = Duration::from_micros(20);
+
 /// Byte of memory that no command may write.
 const CANARY: u8 = 0xCA;
 
@@ -81,6 +84,8 @@ pub(crate) struct Conditions {
     pub(crate) patience: Duration,
     /// True if commands may fail.
     pub(crate) errors: bool,
+    /// True if commands may take many seconds.
+    pub(crate) is_kept_waiting: bool,
     /// One reset of the controller in so many rounds; none for 0.
     pub(crate) resets: u64,
     /// One deletion of a queue in so many rounds; none for 0.
@@ -561,7 +566,11 @@ impl<W: Work> Guest<W> {
                         self.conditions.patience
                     );
                 }
-                None => clock::sleep(Duration::from_micros(20)),
+                // A kernel that keeps requests takes a million looks else.
+                None if self.conditions.is_kept_waiting => {
+                    clock::sleep((waited / 64).clamp(LOOK, 500 * LOOK));
+                }
+                None => clock::sleep(LOOK),
             }
         }
     }

@@ -29,6 +29,8 @@ pub(crate) struct History {
     writes: u64,
     /// Writes of a block that are kept.
     kept: usize,
+    /// No write that began before this moment is sure to have taken effect.
+    doubted: Duration,
     blocks: Vec<Vec<Write>>,
 }
 
@@ -45,6 +47,7 @@ impl History {
             guest,
             writes: 0,
             kept: KEPT,
+            doubted: Duration::ZERO,
             blocks: vec![vec![zeroes]; blocks],
         }
     }
@@ -80,6 +83,7 @@ impl History {
 
     /// The write that began at that moment has ended; `sure` if it succeeded.
     pub(crate) fn end(&mut self, block: u64, began: Duration, now: Duration, sure: bool) {
+        let sure = sure && began >= self.doubted;
         let writes = &mut self.blocks[block as usize];
         if let Some(write) = writes
             .iter_mut()
@@ -115,12 +119,56 @@ impl History {
         }
     }
 
+    /// No write that began before a moment is sure to have taken effect.
+    pub(crate) fn doubt(&mut self, moment: Duration) {
+        if moment <= self.doubted {
+            return;
+        }
+        self.doubted = moment;
+        let writes = self.blocks.iter_mut().flatten();
+        for write in writes.filter(|write| write.began < moment) {
+            write.sure = false;
+        }
+    }
+
+    /// The blocks have these values alone, from a moment on.
+    pub(crate) fn begin_with(&mut self, values: &[u64], now: Duration) {
+        for (writes, value) in self.blocks.iter_mut().zip(values) {
+            *writes = vec![Write {
+                value: *value,
+                began: now,
+                ended: Some(now),
+                sure: true,
+            }];
+        }
+    }
+
     /// Returns whether a read that began at a moment may return such a value.
     pub(crate) fn may_be(&self, block: u64, began: Duration, such: impl Fn(u64) -> bool) -> bool {
         let values = self.blocks[block as usize].iter().map(|write| write.value);
         values
             .filter(|value| such(*value))
             .any(|value| self.judge(block, value, began).is_ok())
+    }
+
+    /// Judges a value of a block after a write that began at a moment: no older write has it.
+    ///
+    /// # Errors
+    /// A description of the mistake.
+    pub(crate) fn judge_since(
+        &self,
+        block: u64,
+        value: u64,
+        began: Duration,
+    ) -> Result<(), String> {
+        let writes = &self.blocks[block as usize];
+        let mut such = writes.iter().filter(|write| write.value == value);
+        match such.any(|write| write.ended.is_none_or(|ended| ended >= began)) {
+            true => Ok(()),
+            false => Err(format!(
+                "block {block} has {value:#x}, which is older than the write of {began:?}: {writes:?}"
+            )),
+        }
     }
 
     /// Judges what a read that began at a moment has returned for a block.

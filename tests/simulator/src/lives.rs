@@ -34,7 +34,7 @@ use crate::scenario::{QUEUE_PAIRS, config};
 
 /// Parts of a function that its VMM has, and that outlive each server.
 #[derive(Debug)]
-struct Kept {
+pub(crate) struct Kept {
     memory: GuestMemory,
     doorbells: DoorbellPage,
     live: LiveState,
@@ -45,6 +45,79 @@ struct Kept {
 }
 
 impl Kept {
+    /// Queues in the guest's memory, which no server has yet.
+    pub(crate) fn new(memory: &GuestMemory, rng: &mut Rng) -> (Arc<Self>, Vec<QueuePair>) {
+        let doorbells = DoorbellPage::new(
+            DoorbellMode::Trap,
+            nvme_mpt::DoorbellStride::default(),
+            QUEUE_PAIRS,
+        )
+        .expect("memory");
+        let stride = 4_u64 << doorbells.dstrd();
+        let count = 1 + rng.below(2) as u16;
+        let mut queues = KeptQueues {
+            cqs: Vec::new(),
+            sqs: Vec::new(),
+            doorbell_buffer: None,
+            revoked: false,
+        };
+        let mut rings = Vec::new();
+        for id in 1..=count {
+            let entries = 2 + rng.below(20) as u32;
+            let [sq, cq] = [64, 16].map(|entry| {
+                let bytes = entries as usize * entry;
+                memory.alloc(bytes).expect("memory for a ring")
+            });
+            let qid = QueueId(id);
+            queues.cqs.push(CqConfig {
+                qid,
+                base: Gpa(cq.gpa()),
+                entries,
+                vector: None,
+            });
+            queues.sqs.push(SqConfig {
+                qid,
+                cqid: qid,
+                base: Gpa(sq.gpa()),
+                entries,
+            });
+            rings.push((id, entries, sq, cq));
+        }
+        let kept = Arc::new(Kept {
+            memory: memory.clone(),
+            doorbells,
+            live: LiveState::new(QUEUE_PAIRS).expect("memory"),
+            queues,
+            wakers: Mutex::default(),
+            is_served: AtomicBool::new(false),
+        });
+        let bar: Arc<dyn Bar> = Arc::new(KeptBar(kept.clone()));
+        let pairs = rings
+            .into_iter()
+            .map(|(id, entries, sq, cq)| {
+                let doorbell = |side: u64| {
+                    let offset = 0x1000 + (2 * u64::from(id) + side) * stride;
+                    GuestDoorbell::new(&bar, offset, false).expect("a register")
+                };
+                let sq = SubmissionQueue::new(id, sq, entries, doorbell(0));
+                let cq = CompletionQueue::new(id, cq, entries, doorbell(1), None);
+                QueuePair::new(sq, cq)
+            })
+            .collect();
+        (kept, pairs)
+    }
+
+    /// Returns whether a server serves it.
+    pub(crate) fn is_served(&self) -> bool {
+        self.is_served.load(Ordering::Relaxed)
+    }
+
+    /// Its server has died.
+    pub(crate) fn died(&self) {
+        self.is_served.store(false, Ordering::Relaxed);
+        self.wakers().clear();
+    }
+
     fn wakers(&self) -> MutexGuard<'_, Vec<(Doorbell, DoorbellWaker)>> {
         self.wakers.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -104,65 +177,8 @@ impl World {
         range: ByteRange,
         rng: &mut Rng,
     ) -> (Self, Vec<QueuePair>) {
-        let doorbells = DoorbellPage::new(
-            DoorbellMode::Trap,
-            nvme_mpt::DoorbellStride::default(),
-            QUEUE_PAIRS,
-        )
-        .expect("memory");
-        let stride = 4_u64 << doorbells.dstrd();
-        let count = 1 + rng.below(2) as u16;
-        let mut queues = KeptQueues {
-            cqs: Vec::new(),
-            sqs: Vec::new(),
-            doorbell_buffer: None,
-            revoked: false,
-        };
-        let mut rings = Vec::new();
-        for id in 1..=count {
-            let entries = 2 + rng.below(20) as u32;
-            let [sq, cq] = [64, 16].map(|entry| {
-                let bytes = entries as usize * entry;
-                memory.alloc(bytes).expect("memory for a ring")
-            });
-            let qid = QueueId(id);
-            queues.cqs.push(CqConfig {
-                qid,
-                base: Gpa(cq.gpa()),
-                entries,
-                vector: None,
-            });
-            queues.sqs.push(SqConfig {
-                qid,
-                cqid: qid,
-                base: Gpa(sq.gpa()),
-                entries,
-            });
-            rings.push((id, entries, sq, cq));
-        }
-        let kept = Arc::new(Kept {
-            memory: memory.clone(),
-            doorbells,
-            live: LiveState::new(QUEUE_PAIRS).expect("memory"),
-            queues,
-            wakers: Mutex::default(),
-            is_served: AtomicBool::new(false),
-        });
-        let bar: Arc<dyn Bar> = Arc::new(KeptBar(kept.clone()));
-        let pairs = rings
-            .into_iter()
-            .map(|(id, entries, sq, cq)| {
-                let doorbell = |side: u64| {
-                    let offset = 0x1000 + (2 * u64::from(id) + side) * stride;
-                    GuestDoorbell::new(&bar, offset, false).expect("a register")
-                };
-                let sq = SubmissionQueue::new(id, sq, entries, doorbell(0));
-                let cq = CompletionQueue::new(id, cq, entries, doorbell(1), None);
-                QueuePair::new(sq, cq)
-            })
-            .collect();
-        let world = Self { kept, open, range };
-        (world, pairs)
+        let (kept, pairs) = Kept::new(memory, rng);
+        (Self { kept, open, range }, pairs)
     }
 
     /// Lets servers live and die while the guest works. The last one lives.
@@ -201,8 +217,28 @@ impl World {
 fn serve(kept: &Arc<Kept>, open: &Open, range: ByteRange, life: u64) {
     let drive = Drive::new("simulated", open(), None).expect("a namespace");
     let ledger = Ledger::in_process();
+    let _attachment = attach(kept, &drive, &ledger, "guest", range, life);
+    live_on();
+}
+
+/// Lives until its VMM ends it.
+pub(crate) fn live_on() -> ! {
+    loop {
+        clock::sleep(Duration::from_secs(3600));
+    }
+}
+
+/// Serves a function, whose queues are there since the first life.
+pub(crate) fn attach(
+    kept: &Arc<Kept>,
+    drive: &Arc<Drive>,
+    ledger: &Ledger,
+    id: &str,
+    range: ByteRange,
+    life: u64,
+) -> Attachment {
     let lease = ledger.acquire(&LeaseRequest {
-        id: "guest",
+        id,
         drive: drive.identity(),
         nsid: drive.namespace().nsid,
         wanted: Wanted::At(range),
@@ -220,7 +256,7 @@ fn serve(kept: &Arc<Kept>, open: &Open, range: ByteRange, life: u64) {
         EventReader::Trusted,
     );
     let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
-    let config = config(&drive, lease, Doorbells::Trap, "dedicated", &Pollers::new());
+    let config = config(drive, lease, Doorbells::Trap, "dedicated", &Pollers::new());
     let attachment = Attachment::with_parts(config, parts)
         .unwrap_or_else(|error| panic!("no attachment: {error}"));
     for region in kept.memory.regions() {
@@ -237,6 +273,8 @@ fn serve(kept: &Arc<Kept>, open: &Open, range: ByteRange, life: u64) {
         }
     }
     if life == 0 {
+        // As its VMM connects.
+        HostSide::begin_anew(&attachment);
         for cq in &kept.queues.cqs {
             attachment
                 .create_cq(*cq)
@@ -258,8 +296,5 @@ fn serve(kept: &Arc<Kept>, open: &Open, range: ByteRange, life: u64) {
     for (_, waker) in kept.wakers().iter() {
         let _full = eventfd::signal(waker.eventfd());
     }
-    // Its VMM ends it.
-    loop {
-        clock::sleep(Duration::from_secs(3600));
-    }
+    attachment
 }

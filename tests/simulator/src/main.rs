@@ -11,6 +11,8 @@ mod blocks;
 #[cfg(simulation)]
 mod engine;
 #[cfg(simulation)]
+mod files;
+#[cfg(simulation)]
 mod guest;
 #[cfg(simulation)]
 mod history;

@@ -27,6 +27,7 @@ use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
+use crate::files;
 use crate::guest::{Buffers, Conditions, Guest, Machine, Persona, Shared, Work};
 use crate::history::BLOCK;
 use crate::hostile;
@@ -92,11 +93,13 @@ pub(crate) enum Scenario {
     Zones,
     /// Keys and values, with controllers and queues that come and go.
     Keys,
+    /// Tenants of a file, with a server that dies at any step, and a machine that crashes.
+    Files,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 17] = [
+    pub(crate) const ALL: [(&str, Self); 18] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -114,6 +117,7 @@ impl Scenario {
         ("snapshots", Self::Snapshots),
         ("zones", Self::Zones),
         ("keys", Self::Keys),
+        ("files", Self::Files),
     ];
 
     /// The scenario of a seed.
@@ -166,6 +170,7 @@ impl Scenario {
             rounds: (more * (16 + rng.below(48))).min(less.rounds.unwrap_or(u64::MAX)),
             patience: Duration::from_secs(if errors { 180 } else { 30 }),
             errors,
+            is_kept_waiting: false,
             resets: if resets { 12 } else { 0 },
             deletions: if resets { 10 } else { 0 },
             aborts: if resets { 10 } else { 0 },
@@ -336,6 +341,7 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         Scenario::Protocol => return protocol::run(less, &mut rng),
         Scenario::Zones => return zones::run(less, &mut rng),
         Scenario::Keys => return keys::run(less, &mut rng),
+        Scenario::Files => return files::run(less, &mut rng),
         Scenario::Snapshots => return snapshots::run(less, &mut rng),
         _ => {}
     }

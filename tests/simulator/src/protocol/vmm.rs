@@ -88,6 +88,7 @@ fn conditions(world: &World, loses_queues: bool, rng: &mut Rng) -> Conditions {
         rounds: rounds.min(world.less.rounds.unwrap_or(u64::MAX)),
         patience: PATIENCE,
         errors: false,
+        is_kept_waiting: false,
         resets: if loses_queues { 10 } else { 0 },
         deletions: if loses_queues { 8 } else { 0 },
         aborts: 10,

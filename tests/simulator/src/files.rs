@@ -1,0 +1,465 @@
+//! Tenants of one file: their server dies at any step, the next one takes their queues up, and the machine crashes.
+//!
+//! The file lies on a simulated disk (`nvme_software::simulated`), which has a page cache, a device with a cache of its
+//! own, and errors. Requests of a server that died take effect later, or never. Each block is a register. What a Flush or
+//! FUA promised has to be stable at once. The disk is asked for that, so that no crash has to find it.
+//!
+//! A server that dies before it noted an error of the kernel's takes it with it: no later server is told. No write of
+//! before its death is sure to be stable then.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nvme_mpt::Drive;
+use nvme_mpt::drive::HostController;
+use nvme_mpt::lease::Ledger;
+use nvme_mpt::memory::clock;
+use nvme_mpt::memory::simulation::acted;
+use nvme_mpt::poller::start_thread;
+use nvme_mpt::range::ByteRange;
+use nvme_mpt_tests::command::{DSM_DEALLOCATE, Sqe, dsm_range, io};
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::registers::CC_CSS_NVM;
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::status;
+use nvme_software::SoftwareController;
+use nvme_software::simulated as disk;
+
+use crate::engine::{Engine, Process};
+use crate::guest::{Conditions, Data, End, Guest, Machine, Persona, Shared, Work};
+use crate::history::{BLOCK, History};
+use crate::lives::{Kept, attach, live_on};
+use crate::registers::{BLOCKS, BLOCKS_MAX, bytes_of, value_of};
+use crate::runs::Less;
+use crate::scenario::{HIGH, HIGH_LEN, LEASE, LOW, LOW_LEN, buffers};
+
+/// Force Unit Access, in dword 12 of commands that write.
+const FUA: u32 = 1 << 30;
+
+/// Longest time of a command: the kernel may keep a few requests, for many seconds each.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Requests that the kernel keeps, of all tenants.
+const KEPT_MAX: u64 = 2;
+
+/// A tenant's blocks, by all that it knows of them.
+#[derive(Debug)]
+struct Known {
+    number: u64,
+    /// Blocks as a read finds them.
+    seen: History,
+    /// The same blocks as they are stable.
+    stable: History,
+    /// Moment at which the last Flush that succeeded had begun.
+    flushed: Duration,
+    /// Failures of the disk when its VMM connected.
+    failures: u64,
+    /// Commands of a storm of Deallocates that are left.
+    storm: u64,
+}
+
+impl Known {
+    fn new(number: u64) -> Self {
+        let history = || History::new(number, BLOCKS).whole();
+        Self {
+            number,
+            seen: history(),
+            stable: history(),
+            flushed: Duration::ZERO,
+            failures: 0,
+            storm: 0,
+        }
+    }
+
+    /// Returns the stable value of a block.
+    fn stable_value(&self, block: u64) -> u64 {
+        let offset = self.number * LEASE + block * BLOCK as u64;
+        value_of(block, &disk::stable(offset, BLOCK))
+    }
+
+    /// Checks that blocks are as stable as was promised at a moment for what was complete by then.
+    fn judge_stable(&self, blocks: std::ops::Range<u64>, promised: Duration, what: &str) {
+        for block in blocks {
+            let value = self.stable_value(block);
+            if let Err(error) = self.stable.judge(block, value, promised) {
+                panic!("{what} of {promised:?}: stable {error}");
+            }
+        }
+    }
+
+    /// Doubts what a server that died may have known to be lost.
+    fn doubt_missed(&mut self) {
+        if let Some(moment) = disk::missed() {
+            self.stable.doubt(moment);
+        }
+    }
+
+    /// The machine has crashed.
+    fn crash(&mut self, now: Duration) {
+        self.doubt_missed();
+        let blocks = self.seen.blocks();
+        self.judge_stable(0..blocks, self.flushed, "after a crash, the last Flush");
+        let values: Vec<u64> = (0..blocks).map(|block| self.stable_value(block)).collect();
+        self.seen.begin_with(&values, now);
+        self.stable.begin_with(&values, now);
+        self.flushed = now;
+    }
+
+    /// Its VMM connects anew, and no request of the VMM before it is under way. The disk had so many failures before.
+    fn connect(&mut self, failures: u64, now: Duration) {
+        self.seen.end_all(now);
+        self.stable.end_all(now);
+        if disk::failures() > self.failures {
+            self.stable.doubt(now);
+        }
+        self.failures = failures;
+    }
+}
+
+/// Work of a tenant's guest.
+#[derive(Debug)]
+struct Tenant(Arc<Mutex<Known>>);
+
+/// A command on blocks.
+#[derive(Debug)]
+struct Command {
+    opcode: u8,
+    slba: u64,
+    blocks: u64,
+    is_durable: bool,
+    /// Of Write Zeroes: the blocks may be deallocated.
+    deallocates: bool,
+    /// Values that are written to the blocks, one by one.
+    values: Vec<u64>,
+}
+
+impl Tenant {
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Work for Tenant {
+    type Command = Command;
+
+    const COMMAND_SETS: u32 = CC_CSS_NVM;
+
+    fn choose(&mut self, rng: &mut Rng) -> Command {
+        let mut known = self.known();
+        if rng.below(100) == 0 {
+            known.storm = 4 + rng.below(20);
+        }
+        let opcode = match rng.below(16) {
+            _ if known.storm > 0 && rng.below(4) > 0 => {
+                known.storm -= 1;
+                io::DATASET_MANAGEMENT
+            }
+            0..5 => io::READ,
+            5..10 => io::WRITE,
+            10..12 => io::FLUSH,
+            12..14 => io::WRITE_ZEROES,
+            14 => io::DATASET_MANAGEMENT,
+            _ => io::VERIFY,
+        };
+        let most = known.seen.blocks();
+        let blocks = match opcode {
+            io::DATASET_MANAGEMENT | io::WRITE_ZEROES => 1 + rng.below(2 * BLOCKS_MAX),
+            _ => 1 + rng.below(BLOCKS_MAX),
+        };
+        // Other leases lie just before the first block, and behind the last.
+        let slba = match rng.below(4) {
+            0 => 0,
+            1 => most - blocks,
+            _ => rng.below(most - blocks + 1),
+        };
+        let values = match opcode {
+            io::WRITE => (slba..slba + blocks)
+                .map(|block| known.seen.value(block))
+                .collect(),
+            io::WRITE_ZEROES | io::DATASET_MANAGEMENT => vec![0; blocks as usize],
+            _ => Vec::new(),
+        };
+        Command {
+            opcode,
+            slba,
+            blocks,
+            is_durable: matches!(opcode, io::WRITE | io::WRITE_ZEROES) && rng.below(6) == 0,
+            deallocates: rng.below(2) == 0,
+            values,
+        }
+    }
+
+    fn request(&self, command: &Command) -> (Sqe, Data) {
+        let Command {
+            opcode,
+            slba,
+            blocks,
+            is_durable,
+            deallocates,
+            ref values,
+        } = *command;
+        let count = blocks as u32;
+        let fua = |sqe: Sqe| match is_durable {
+            true => sqe.with_cdw(12, sqe.cdw(12) | FUA),
+            false => sqe,
+        };
+        match opcode {
+            io::READ => {
+                let data = Data::In(blocks as usize * BLOCK);
+                (Sqe::read(1, slba, count), data)
+            }
+            io::VERIFY => (Sqe::verify(1, slba, count), Data::None),
+            io::WRITE => {
+                let data = values.iter().flat_map(|value| bytes_of(*value)).collect();
+                (fua(Sqe::write(1, slba, count)), Data::Out(data))
+            }
+            io::WRITE_ZEROES => {
+                let sqe = Sqe::write_zeroes(1, slba, count, deallocates);
+                (fua(sqe), Data::None)
+            }
+            io::DATASET_MANAGEMENT => {
+                let sqe = Sqe::new(opcode, 1).with_cdw(11, DSM_DEALLOCATE);
+                (sqe, Data::Out(dsm_range(slba, count).to_vec()))
+            }
+            _ => (Sqe::flush(1), Data::None),
+        }
+    }
+
+    fn begin(&mut self, command: &mut Command, now: Duration) {
+        let mut known = self.known();
+        for (block, value) in (command.slba..).zip(&command.values) {
+            known.seen.begin(block, *value, now);
+            known.stable.begin(block, *value, now);
+        }
+    }
+
+    fn end(&mut self, command: Command, end: &End<'_>) {
+        let Command {
+            opcode,
+            slba,
+            blocks,
+            is_durable,
+            values,
+            ..
+        } = command;
+        let mut known = self.known();
+        known.doubt_missed();
+        let has_succeeded = end.has_succeeded();
+        if let Some(cqe) = end.cqe
+            && !has_succeeded
+        {
+            let code = cqe.status().code();
+            let is_lost = [status::WRITE_FAULT, status::READ_ONLY_RANGE].contains(&code)
+                && ![io::READ, io::VERIFY].contains(&opcode)
+                && disk::failures() > known.failures;
+            assert!(
+                is_lost,
+                "opcode {opcode:#x} failed, and the disk did not: {cqe:?}"
+            );
+        }
+        if opcode == io::READ && has_succeeded {
+            for (block, bytes) in (slba..).zip(end.data.chunks_exact(BLOCK)) {
+                if let Err(error) = known.seen.judge(block, value_of(block, bytes), end.began) {
+                    panic!("{error}");
+                }
+            }
+        }
+        // Deallocate is advice.
+        let sure = has_succeeded && opcode != io::DATASET_MANAGEMENT;
+        for (block, _) in (slba..).zip(&values) {
+            known.seen.end(block, end.began, end.now, sure);
+            known.stable.end(block, end.began, end.now, sure);
+        }
+        if opcode == io::FLUSH && has_succeeded {
+            let all = 0..known.seen.blocks();
+            known.judge_stable(all, end.began, "a Flush");
+            known.flushed = known.flushed.max(end.began);
+        }
+        if is_durable && has_succeeded {
+            for block in slba..slba + blocks {
+                let value = known.stable_value(block);
+                if let Err(error) = known.stable.judge_since(block, value, end.began) {
+                    panic!("a write with FUA: stable {error}");
+                }
+            }
+        }
+    }
+
+    fn last(&self) -> Vec<Command> {
+        let count = self.known().seen.blocks();
+        let starts = (0..count).step_by(BLOCKS_MAX as usize);
+        starts
+            .map(|slba| Command {
+                opcode: io::READ,
+                slba,
+                blocks: BLOCKS_MAX.min(count - slba),
+                is_durable: false,
+                deallocates: false,
+                values: Vec::new(),
+            })
+            .collect()
+    }
+}
+
+/// Habits of a disk.
+fn habits(less: Less, rng: &mut Rng) -> disk::Habits {
+    let fails = !less.no_trouble;
+    let mut one_in = |of: u64, worlds: u64| match fails && rng.below(worlds) == 0 {
+        true => of + rng.below(of),
+        false => 0,
+    };
+    disk::Habits {
+        failed_write_backs: one_in(40, 3),
+        failed_flushes: one_in(20, 6),
+        interruptions: one_in(10, 2),
+        short_transfers: one_in(6, 2),
+        refused_slices: one_in(4, 3),
+        refused_calls: one_in(8, 2),
+        kept_requests: one_in(60, 4),
+        is_direct: rng.below(2) == 0,
+        punches_holes: rng.below(4) > 0,
+        time_bits: 8 + rng.below(14),
+    }
+}
+
+/// A tenant while its machine runs.
+struct Seat {
+    kept: Arc<Kept>,
+    known: Arc<Mutex<Known>>,
+    shared: Arc<Shared>,
+    /// Failures of the disk before its VMM connected.
+    failures: u64,
+    guest: Option<(Guest<Tenant>, Vec<QueuePair>)>,
+}
+
+impl Seat {
+    fn new(known: &Arc<Mutex<Known>>, rounds: u64, rng: &mut Rng) -> Self {
+        let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
+        let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
+        let (kept, pairs) = Kept::new(&memory, rng);
+        let shared = Arc::new(Shared::default());
+        let conditions = Conditions {
+            rounds,
+            patience: PATIENCE,
+            errors: false,
+            is_kept_waiting: true,
+            resets: 0,
+            deletions: 0,
+            aborts: 0,
+        };
+        let buffers = buffers(&memory);
+        let machine = Machine {
+            memory,
+            interrupts: Vec::new(),
+            shared: shared.clone(),
+            buffers,
+        };
+        let work = Tenant(known.clone());
+        let seed = Rng::new(rng.next_u64());
+        let guest = Guest::new(work, Persona::FreeBsd, conditions, seed, machine);
+        Self {
+            kept,
+            known: known.clone(),
+            shared,
+            failures: disk::failures(),
+            guest: Some((guest, pairs)),
+        }
+    }
+
+    /// Its VMM is connected: its guest begins.
+    fn start(&mut self, engine: &Engine) -> Option<Process> {
+        let (guest, pairs) = self.guest.take()?;
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.connect(self.failures, clock::monotonic());
+        drop(known);
+        Some(engine.start_process("guest", move || guest.run_on(pairs)))
+    }
+
+    fn has_ended(&self) -> bool {
+        self.shared.ended.load(Ordering::Relaxed)
+    }
+}
+
+/// A server's life.
+fn serve(kept: &[Arc<Kept>], life: u64) {
+    let path = Path::new("/drive");
+    let controller = SoftwareController::file(path, 9);
+    let controller = controller.unwrap_or_else(|error| panic!("the file does not open: {error}"));
+    let controller: Arc<dyn HostController> = Arc::new(controller);
+    let drive = Drive::new("simulated", controller, None).expect("a namespace");
+    let ledger = Ledger::in_process();
+    let mut attachments = Vec::new();
+    for (number, kept) in kept.iter().enumerate() {
+        let range = ByteRange::new(number as u64 * LEASE, LEASE).expect("a range");
+        let id = format!("guest-{number}");
+        let attachment = attach(kept, &drive, &ledger, &id, range, life);
+        attachments.push(attachment);
+    }
+    disk::noted();
+    live_on();
+}
+
+/// Lets machines run and crash, and servers live and die. The last server lives until the guests are done.
+pub(crate) fn run(less: Less, rng: &mut Rng) {
+    let engine = Engine::of_thread().expect("a scheduler");
+    let tenants = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
+    disk::format(tenants * LEASE, habits(less, rng), KEPT_MAX);
+    let is_over = Arc::new(AtomicBool::new(false));
+    let flag = is_over.clone();
+    let kernel = start_thread("kernel", move || disk::run(&flag)).expect("an actor");
+    let known: Vec<_> = (0..tenants)
+        .map(|number| Arc::new(Mutex::new(Known::new(number))))
+        .collect();
+    let machines = 1 + rng.below(3);
+    for machine in 1..=machines {
+        let rounds = (12 + rng.below(36)).min(less.rounds.unwrap_or(u64::MAX));
+        let mut seats: Vec<Seat> = known
+            .iter()
+            .map(|known| Seat::new(known, rounds, rng))
+            .collect();
+        let kept: Vec<_> = seats.iter().map(|seat| seat.kept.clone()).collect();
+        let start = |life: u64| {
+            let kept = kept.clone();
+            engine.start_process("server", move || serve(&kept, life))
+        };
+        let mut server = start(0);
+        while !kept.iter().all(|kept| kept.is_served()) {
+            clock::sleep(Duration::from_micros(50));
+        }
+        let guests: Vec<Process> = seats
+            .iter_mut()
+            .filter_map(|seat| seat.start(engine))
+            .collect();
+        for life in 1..=rng.below(8) {
+            let bits = 10 + rng.below(14);
+            clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
+            engine.kill(server);
+            kept.iter().for_each(|kept| kept.died());
+            server = start(life);
+        }
+        if machine == machines {
+            while !seats.iter().all(Seat::has_ended) {
+                clock::sleep(Duration::from_millis(1));
+            }
+        } else {
+            let bits = 10 + rng.below(14);
+            clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
+        }
+        guests.into_iter().for_each(|guest| engine.kill(guest));
+        engine.kill(server);
+        // Else it is all processes alone that end.
+        if machine == machines || rng.below(3) > 0 {
+            disk::crash();
+            for known in &known {
+                let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+                known.crash(clock::monotonic());
+            }
+        }
+    }
+    is_over.store(true, Ordering::Relaxed);
+    acted();
+    let _ended = kernel.join();
+}

@@ -16,10 +16,14 @@ use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::prp::{self, Prepared};
 use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::registers::{CSTS_FATAL, CSTS_READY};
 use nvme_mpt_tests::rng::Rng;
 
 /// Bytes of a buffer of a command.
 const BUFFER: usize = 16 << 10;
+
+/// Time after a Function Level Reset in which a driver leaves the function alone (PCI Express 4.0, section 6.6.2).
+const FUNCTION_RESET_TIME: Duration = Duration::from_millis(100);
 
 /// Resets after failures of a drive, after which it is taken for lost.
 const FAILURES_MAX: u32 = 20;
@@ -180,6 +184,8 @@ pub(crate) struct Shared {
     pub(crate) stands_still: AtomicBool,
     /// True once the guest has its queues.
     pub(crate) works: AtomicBool,
+    /// True once the guest's drive may be gone.
+    pub(crate) gone: AtomicBool,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
 }
@@ -246,6 +252,12 @@ pub(crate) struct Guest<W: Work> {
     queues: Vec<Queue<W::Command>>,
     /// Admin commands that failed.
     failures: u32,
+    /// Guests before whose end it does not end.
+    company: Vec<Arc<Shared>>,
+    /// Resets the whole function.
+    reset_function: Option<Box<dyn Fn() + Send>>,
+    /// True once it has given up a drive that is gone.
+    has_given_up: bool,
 }
 
 impl<W: Work> Guest<W> {
@@ -275,6 +287,22 @@ impl<W: Work> Guest<W> {
             busy: Vec::new(),
             queues: Vec::new(),
             failures: 0,
+            company: Vec::new(),
+            reset_function: None,
+            has_given_up: false,
+        }
+    }
+
+    /// Sets the guests before whose end it does not end.
+    pub(crate) fn with_company(self, company: Vec<Arc<Shared>>) -> Self {
+        Self { company, ..self }
+    }
+
+    /// Has some of its resets begin with a reset of the whole function.
+    pub(crate) fn with_function_resets(self, reset: impl Fn() + Send + 'static) -> Self {
+        Self {
+            reset_function: Some(Box::new(reset)),
+            ..self
         }
     }
 
@@ -297,21 +325,62 @@ impl<W: Work> Guest<W> {
             _ => 1 + self.rng.below(3) as u16,
         };
         let memory = self.memory.clone();
-        let mut controller = Controller::attach(bar, memory, config, count)
-            .unwrap_or_else(|error| panic!("the controller does not attach: {error}"));
+        let mut controller = match Controller::attach(bar, memory, config, count) {
+            Ok(controller) => controller,
+            Err(error) => {
+                self.give_up("the controller does not attach", &error);
+                self.shared.ended.store(true, Ordering::Relaxed);
+                return;
+            }
+        };
         self.request_events(&mut controller);
         self.create_queues(&mut controller, count);
         self.shared.works.store(true, Ordering::Relaxed);
-        for _ in 0..self.conditions.rounds {
+        let mut rounds = 0;
+        while !self.has_given_up && (rounds < self.conditions.rounds || self.has_company()) {
             self.round(&mut controller, count);
+            rounds += 1;
         }
         self.drain();
         end();
-        self.read_all();
-        controller
-            .shutdown(false)
-            .unwrap_or_else(|error| panic!("the controller does not shut down: {error}"));
+        if !self.has_given_up {
+            self.read_all();
+        }
+        if let Err(error) = controller.shutdown(false) {
+            self.give_up("the controller does not shut down", &error);
+        }
+        if self.shared.gone.load(Ordering::Relaxed) {
+            self.leave(&mut controller);
+        }
         self.shared.ended.store(true, Ordering::Relaxed);
+    }
+
+    /// Leaves a drive that may be gone: its memory is its own again.
+    fn leave(&mut self, controller: &mut Controller) {
+        let disabled = controller.disable();
+        disabled.unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
+        let queues = std::mem::take(&mut self.queues);
+        self.lose(queues);
+    }
+
+    fn has_company(&self) -> bool {
+        let mut company = self.company.iter();
+        company.any(|other| !other.ended.load(Ordering::Relaxed))
+    }
+
+    /// Gives up a drive that is gone.
+    ///
+    /// # Panics
+    /// If it is there, or if the guest waited in vain.
+    fn give_up(&mut self, what: &str, error: &Error) {
+        let is_answer = match error {
+            Error::Timeout { .. } => false,
+            Error::NotReached { csts, .. } => csts & CSTS_FATAL != 0,
+            _ => true,
+        };
+        let is_gone = self.shared.gone.load(Ordering::Relaxed);
+        assert!(is_gone && is_answer, "{:?}: {what}: {error}", self.persona);
+        self.has_given_up = true;
     }
 
     /// Does its rounds on queues that it has, and reads all that it wrote.
@@ -341,8 +410,11 @@ impl<W: Work> Guest<W> {
         if self.one_in(self.conditions.resets) {
             self.reset(controller, count);
         }
-        if self.one_in(self.conditions.deletions) {
+        if !self.has_given_up && self.one_in(self.conditions.deletions) {
             self.delete_queue(controller, count);
+        }
+        if self.has_given_up {
+            return;
         }
         let index = self.submit_round();
         if self.one_in(self.conditions.aborts) {
@@ -405,6 +477,9 @@ impl<W: Work> Guest<W> {
 
     /// An admin command failed: the drive may have. A driver resets its controller then, some times.
     fn start_again(&mut self, controller: &mut Controller, count: u16, error: &Error) {
+        if self.shared.gone.load(Ordering::Relaxed) {
+            return self.give_up("an admin command failed", error);
+        }
         self.failures += 1;
         assert!(
             self.conditions.errors && self.failures < FAILURES_MAX,
@@ -589,7 +664,8 @@ impl<W: Work> Guest<W> {
         let flight = queue.flights.remove(&cqe.cid());
         let flight = flight.unwrap_or_else(|| panic!("queue {id}: nobody waits for {cqe:?}"));
         let is_taken = flight.slot.high && self.shared.rude.load(Ordering::Relaxed) != flight.rude;
-        let is_excused = self.conditions.errors || flight.aborted || is_taken;
+        let is_gone = self.shared.gone.load(Ordering::Relaxed);
+        let is_excused = self.conditions.errors || flight.aborted || is_taken || is_gone;
         self.land(flight, Some(cqe), is_excused);
     }
 
@@ -645,19 +721,44 @@ impl<W: Work> Guest<W> {
         }
     }
 
+    /// Resets the whole function, some times.
+    fn reset_function(&mut self, controller: &Controller) {
+        let Some(reset) = self.reset_function.take() else {
+            return;
+        };
+        if self.one_in(3) {
+            reset();
+            let queues = std::mem::take(&mut self.queues);
+            self.lose(queues);
+            clock::sleep(FUNCTION_RESET_TIME);
+            let csts = controller.status();
+            let csts = csts.unwrap_or_else(|error| panic!("the function was reset: {error}"));
+            assert_eq!(
+                csts & CSTS_READY,
+                0,
+                "{:?}: the controller is ready after a reset of its function",
+                self.persona
+            );
+        }
+        self.reset_function = Some(reset);
+    }
+
     fn reset(&mut self, controller: &mut Controller, count: u16) {
+        self.reset_function(controller);
         controller
             .disable()
             .unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
         let queues = std::mem::take(&mut self.queues);
         self.lose(queues);
-        controller
+        let enabled = controller
             .enable()
             .and_then(|()| match self.persona.doorbells() {
                 DoorbellMode::Shadow => controller.configure_doorbell_buffer(&mut []).map(|_| ()),
                 _ => Ok(()),
-            })
-            .unwrap_or_else(|error| panic!("the controller is not enabled: {error}"));
+            });
+        if let Err(error) = enabled {
+            return self.give_up("the controller is not enabled", &error);
+        }
         self.request_events(controller);
         self.create_queues(controller, count);
     }

@@ -33,6 +33,8 @@ mod registers;
 #[cfg(simulation)]
 mod regressions;
 #[cfg(simulation)]
+mod removal;
+#[cfg(simulation)]
 mod runs;
 #[cfg(simulation)]
 mod scenario;

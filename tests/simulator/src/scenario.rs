@@ -36,6 +36,7 @@ use crate::ledger;
 use crate::lives::World;
 use crate::protocol;
 use crate::registers::{BLOCKS, Registers};
+use crate::removal;
 use crate::runs::Less;
 use crate::snapshots;
 use crate::zones;
@@ -52,6 +53,18 @@ pub(crate) const LOW_LEN: u64 = 2 << 20;
 /// A region that comes and goes.
 pub(crate) const HIGH: u64 = 1 << 32;
 pub(crate) const HIGH_LEN: u64 = 128 << 10;
+
+/// Longest time of a command on a drive that fails.
+const FAILURE_PATIENCE: Duration = Duration::from_secs(180);
+
+/// Configuration space: place of the first capability.
+const CAPABILITIES: u64 = 0x34;
+/// Identifier of the PCI Express capability.
+const PCI_EXPRESS: u8 = 0x10;
+/// Device Control, relative to that capability.
+const DEVICE_CONTROL: u64 = 8;
+/// Initiate Function Level Reset, in the upper byte of Device Control.
+const INITIATE_RESET: u8 = 1 << 7;
 
 /// Byte of memory that is taken away.
 pub(crate) const TAKEN: u8 = 0x5A;
@@ -95,11 +108,13 @@ pub(crate) enum Scenario {
     Keys,
     /// Tenants of a file, with a server that dies at any step, and a machine that crashes.
     Files,
+    /// A physical drive that is removed, beside one that stays.
+    Removal,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 18] = [
+    pub(crate) const ALL: [(&str, Self); 19] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -118,6 +133,7 @@ impl Scenario {
         ("zones", Self::Zones),
         ("keys", Self::Keys),
         ("files", Self::Files),
+        ("removal", Self::Removal),
     ];
 
     /// The scenario of a seed.
@@ -139,6 +155,7 @@ impl Scenario {
                 | Self::PhysicalMaps
                 | Self::PhysicalResets
                 | Self::PhysicalPauses
+                | Self::Removal
         )
     }
 
@@ -151,7 +168,14 @@ impl Scenario {
     }
 
     const fn has_resets(self) -> bool {
-        matches!(self, Self::Resets | Self::PhysicalResets | Self::Failing)
+        matches!(
+            self,
+            Self::Resets | Self::PhysicalResets | Self::Failing | Self::Removal
+        )
+    }
+
+    const fn has_function_resets(self) -> bool {
+        matches!(self, Self::Resets | Self::PhysicalResets)
     }
 
     /// Limits of what a guest does and has to bear.
@@ -168,7 +192,10 @@ impl Scenario {
         };
         Conditions {
             rounds: (more * (16 + rng.below(48))).min(less.rounds.unwrap_or(u64::MAX)),
-            patience: Duration::from_secs(if errors { 180 } else { 30 }),
+            patience: match self {
+                Self::Failing | Self::Removal => FAILURE_PATIENCE,
+                _ => Duration::from_secs(30),
+            },
             errors,
             is_kept_waiting: false,
             resets: if resets { 12 } else { 0 },
@@ -179,30 +206,39 @@ impl Scenario {
 }
 
 /// Drive of a world, and its model if it is a physical one.
-struct Host {
+pub(crate) struct Host {
     drive: Arc<Drive>,
-    model: Option<Arc<ModelDrive>>,
+    pub(crate) model: Option<Arc<ModelDrive>>,
     ledger: Ledger,
     pollers: Arc<Pollers>,
 }
 
+/// Options of a physical drive.
+fn options(bytes: u64, rng: &mut Rng) -> Options {
+    let latency = [0, 500, 20_000, 2_000_000][rng.below(4) as usize];
+    Options {
+        namespaces: vec![NamespaceOptions::new(1, bytes, 512)],
+        latency: Duration::from_nanos(latency),
+        timeout: 20,
+        queue_pairs: 1 + rng.below(8) as u16,
+        entries_max: [4, 16, 64, 1024][rng.below(4) as usize],
+        parallel: 1 + rng.below(64) as usize,
+        seed: Some(rng.next_u64()),
+        ..Options::default()
+    }
+}
+
 impl Host {
-    fn new(scenario: Scenario, guests: u64, rng: &mut Rng) -> Self {
+    pub(crate) fn new(
+        scenario: Scenario,
+        guests: u64,
+        pollers: Arc<Pollers>,
+        rng: &mut Rng,
+    ) -> Self {
         let bytes = guests * LEASE;
         let mut model = None;
         let controller: Arc<dyn HostController> = if scenario.is_physical() {
-            let latency = [0, 500, 20_000, 2_000_000][rng.below(4) as usize];
-            let options = Options {
-                namespaces: vec![NamespaceOptions::new(1, bytes, 512)],
-                latency: Duration::from_nanos(latency),
-                timeout: 20,
-                queue_pairs: 1 + rng.below(8) as u16,
-                entries_max: [4, 16, 64, 1024][rng.below(4) as usize],
-                parallel: 1 + rng.below(64) as usize,
-                seed: Some(rng.next_u64()),
-                ..Options::default()
-            };
-            let drive = ModelDrive::start(options);
+            let drive = ModelDrive::start(options(bytes, rng));
             drive.set_admin_timeout(Some(Duration::from_secs(5)));
             model = Some(drive.clone());
             let options = ControllerOptions {
@@ -229,7 +265,34 @@ impl Host {
             drive,
             model,
             ledger: Ledger::in_process(),
-            pollers: Pollers::new(),
+            pollers,
+        }
+    }
+
+    /// Returns the pollers, for another drive's guests.
+    pub(crate) fn pollers(&self) -> Arc<Pollers> {
+        self.pollers.clone()
+    }
+
+    /// Gives the drive back, whose guests have ended. Judges the host, unless the drive did not behave itself.
+    ///
+    /// # Panics
+    /// If the host did anything wrong, or kept anything of the drive.
+    pub(crate) fn close(self, is_judged: bool) {
+        let Self {
+            drive,
+            model,
+            ledger,
+            pollers,
+        } = self;
+        drop((ledger, pollers, drive));
+        if let Some(model) = model {
+            if is_judged && let Err(complaint) = model.judgement() {
+                panic!("{complaint}");
+            }
+            assert!(model.is_released(), "the drive was not given back");
+            let mapped = nvme_mpt_tests::drive::ModelIommu::mapped(model.model_iommu());
+            assert_eq!(mapped, 0, "memory stays mapped for the drive");
         }
     }
 
@@ -343,17 +406,17 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         Scenario::Keys => return keys::run(less, &mut rng),
         Scenario::Files => return files::run(less, &mut rng),
         Scenario::Snapshots => return snapshots::run(less, &mut rng),
+        Scenario::Removal => return removal::run(less, &mut rng),
         _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     // The last lease is that of a guest that lies, if there is one.
-    let host = Host::new(scenario, count + 1, &mut rng);
+    let host = Host::new(scenario, count + 1, Pollers::new(), &mut rng);
     let is_hostile = !less.no_trouble && rng.below(3) == 0;
     let guests: Vec<_> = (0..count)
         .map(|number| {
-            let personas = Persona::ALL;
-            let persona = personas[rng.below(personas.len() as u64) as usize];
-            start_guest(&host, scenario, less, number, persona, &mut rng)
+            let tenant = Tenant::new(number, any_persona(&mut rng));
+            start_guest(&host, scenario, less, tenant, &mut rng)
         })
         .collect();
     let liar = is_hostile.then(|| start_liar(&host, scenario, count, &mut rng));
@@ -372,23 +435,12 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
     if let Some(trouble) = trouble {
         let _ended = trouble.join();
     }
-    let Host {
-        drive,
-        model,
-        ledger,
-        pollers,
-    } = host;
-    drop((ledger, pollers, drive));
-    if let Some(model) = model {
-        if scenario != Scenario::Failing
-            && let Err(complaint) = model.judgement()
-        {
-            panic!("{complaint}");
-        }
-        assert!(model.is_released(), "the drive was not given back");
-        let mapped = nvme_mpt_tests::drive::ModelIommu::mapped(model.model_iommu());
-        assert_eq!(mapped, 0, "memory stays mapped for the drive");
-    }
+    host.close(scenario != Scenario::Failing);
+}
+
+/// Returns a driver.
+pub(crate) fn any_persona(rng: &mut Rng) -> Persona {
+    Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize]
 }
 
 /// One guest with a function on a range of a drive, which is paused at times.
@@ -400,7 +452,7 @@ pub(crate) fn run_alone<W: Work + 'static>(
     conditions: Conditions,
     rng: &mut Rng,
 ) {
-    let persona = Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize];
+    let persona = any_persona(rng);
     let drive = Drive::new("simulated", controller, None).expect("a namespace");
     let lease = Ledger::in_process().acquire(&LeaseRequest {
         id: "guest",
@@ -480,21 +532,47 @@ pub(crate) fn buffers(memory: &GuestMemory) -> Buffers {
     }
 }
 
-type Started = nvme_mpt::memory::sync::JoinHandle<()>;
+pub(crate) type Started = nvme_mpt::memory::sync::JoinHandle<()>;
 
-fn start_guest(
+/// A guest with blocks of a drive.
+pub(crate) struct Tenant {
+    pub(crate) number: u64,
+    pub(crate) persona: Persona,
+    pub(crate) shared: Arc<Shared>,
+    /// Guests before whose end it does not end.
+    pub(crate) company: Vec<Arc<Shared>>,
+}
+
+impl Tenant {
+    /// One that does its rounds, and ends.
+    pub(crate) fn new(number: u64, persona: Persona) -> Self {
+        Self {
+            number,
+            persona,
+            shared: Arc::default(),
+            company: Vec::new(),
+        }
+    }
+}
+
+/// Starts a guest with a function on a drive.
+pub(crate) fn start_guest(
     host: &Host,
     scenario: Scenario,
     less: Less,
-    number: u64,
-    persona: Persona,
+    tenant: Tenant,
     rng: &mut Rng,
 ) -> Started {
+    let Tenant {
+        number,
+        persona,
+        shared,
+        company,
+    } = tenant;
     let function = host.function(scenario, number, persona.doorbells(), rng);
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
     let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
     let (bar, interrupts) = plug(function, &memory);
-    let shared = Arc::new(Shared::default());
     shared.plugged.store(true, Ordering::Relaxed);
     let buffers = buffers(&memory);
     let conditions = scenario.conditions(less, rng);
@@ -512,6 +590,11 @@ fn start_guest(
         guest_rng,
         machine,
     );
+    let mut guest = guest.with_company(company);
+    if scenario.has_function_resets() {
+        let bar = bar.clone();
+        guest = guest.with_function_resets(move || reset_function(&bar));
+    }
     let vmm_rng = Rng::new(rng.next_u64());
     let vmm = match scenario {
         _ if scenario.has_maps() => Some(take_and_give as Vmm),
@@ -544,6 +627,26 @@ pub(crate) fn plug(
         map(&function, memory, &region);
     }
     (wire(function, &interrupts), interrupts)
+}
+
+/// Resets a function as a guest does: by Device Control of its PCI Express capability (PCI Express 4.0, section 7.5.3.4).
+fn reset_function(bar: &InProcess) {
+    let mut function = bar.function();
+    let byte = |offset: u64| {
+        let mut byte = [0];
+        function.read_config(offset, &mut byte);
+        byte[0]
+    };
+    let mut capability = byte(CAPABILITIES);
+    while byte(capability.into()) != PCI_EXPRESS {
+        capability = byte(u64::from(capability) + 1);
+        assert_ne!(capability, 0, "the function has no PCI Express capability");
+    }
+    let control = u64::from(capability) + DEVICE_CONTROL;
+    let mut bytes = [byte(control), byte(control + 1)];
+    bytes[1] |= INITIATE_RESET;
+    let moves = function.write_config(control, &bytes);
+    assert!(moves.is_empty(), "its BARs were decoded nowhere: {moves:?}");
 }
 
 /// Vectors of a guest's machine.

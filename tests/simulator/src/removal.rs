@@ -1,0 +1,83 @@
+//! A physical drive that is removed under its guests. Those of another drive, on the same pollers, notice nothing.
+//!
+//! The drive goes in order or at once, with commands in flight, while a queue is created, or within a reset. From then on
+//! commands may fail, but all of them end.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use nvme_mpt::Pollers;
+use nvme_mpt::memory::clock;
+use nvme_mpt::poller::start_thread;
+use nvme_mpt_tests::command::admin;
+use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive};
+use nvme_mpt_tests::rng::Rng;
+
+use crate::guest::Shared;
+use crate::runs::Less;
+use crate::scenario::{Host, Scenario, Tenant, any_persona, start_guest};
+
+/// Time after which a drive is gone that met no command with which it was to go.
+const AT_LAST: Duration = Duration::from_secs(2);
+
+/// Has guests use two drives, one of which is removed.
+pub(crate) fn run(less: Less, rng: &mut Rng) {
+    let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
+    let host = Host::new(Scenario::Removal, count, Pollers::new(), rng);
+    let other = Host::new(Scenario::Physical, 1, host.pollers(), rng);
+    let mut guests = Vec::new();
+    let mut shared = Vec::new();
+    for number in 0..count {
+        let tenant = Tenant::new(number, any_persona(rng));
+        shared.push(tenant.shared.clone());
+        guests.push(start_guest(&host, Scenario::Removal, less, tenant, rng));
+    }
+    let neighbour = Tenant {
+        company: shared.clone(),
+        ..Tenant::new(0, any_persona(rng))
+    };
+    guests.push(start_guest(
+        &other,
+        Scenario::Physical,
+        less,
+        neighbour,
+        rng,
+    ));
+    let model = host.model.clone().expect("a physical drive");
+    let mut trouble_rng = Rng::new(rng.next_u64());
+    if !less.no_trouble {
+        let work = move || remove(&model, &shared, &mut trouble_rng);
+        guests.push(start_thread("trouble", work).expect("an actor"));
+    }
+    for actor in guests {
+        let _ended = actor.join();
+    }
+    host.close(true);
+    other.close(true);
+}
+
+/// Removes a drive at some moment.
+fn remove(model: &ModelDrive, guests: &[Arc<Shared>], rng: &mut Rng) {
+    let bits = rng.below(24);
+    clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
+    for guest in guests {
+        guest.gone.store(true, Ordering::Relaxed);
+    }
+    let creation = [admin::CREATE_CQ, admin::CREATE_SQ][rng.below(2) as usize];
+    let vanish = |meets| Fault::once(meets, Effect::Vanish);
+    match rng.below(6) {
+        0 => model.request_removal(),
+        1 => model.inject(vanish(Meets::Admin(creation))),
+        2 => {
+            // Within the reset that this brings about.
+            model.inject(Fault::once(Meets::Io, Effect::Fatal).after(rng.below(8)));
+            let opcode = [admin::SET_FEATURES, creation][rng.below(2) as usize];
+            model.inject(vanish(Meets::Admin(opcode)).after(rng.below(2)));
+        }
+        3 | 4 => model.inject(vanish(Meets::Io).after(rng.below(20))),
+        _ => model.vanish(),
+    }
+    clock::sleep(AT_LAST);
+    model.vanish();
+}

@@ -79,7 +79,7 @@ pub(super) struct Disk {
     /// Requests that it may still keep.
     pub(super) keeps: u64,
     stable: Vec<u8>,
-    /// What the device has, in its cache or not.
+    /// Content of the device, in its cache or not.
     device: Vec<u8>,
     /// Writes in the device's cache.
     volatile: Vec<(usize, Vec<u8>)>,

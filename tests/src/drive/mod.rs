@@ -219,6 +219,8 @@ struct Controller {
     hung: bool,
     // State that a reset forgets.
     sqs: BTreeMap<u16, Sq>,
+    /// Submission queue of the last command that was taken.
+    last_taken: u16,
     cqs: BTreeMap<u16, Cq>,
     work: Vec<Work>,
     shadow: Option<[u64; 2]>,
@@ -261,6 +263,7 @@ impl Controller {
             fatal: false,
             hung: false,
             sqs: BTreeMap::new(),
+            last_taken: 0,
             cqs: BTreeMap::new(),
             work: Vec::new(),
             shadow: None,

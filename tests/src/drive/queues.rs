@@ -1,6 +1,7 @@
 //! Rings and doorbells: taking commands and completing them (NVMe Base 2.0, sections 3.3 and 5.8).
 
 use std::collections::VecDeque;
+use std::ops::Bound;
 use std::time::Duration;
 
 use nvme_mpt::memory::eventfd;
@@ -183,15 +184,21 @@ impl Controller {
         }
     }
 
-    /// Takes commands, one of each queue in turn, as long as there are any and the drive has room.
+    /// Takes commands, one of each queue in turn, as long as there are any and the drive has room: round robin
+    /// arbitration (Base 2.0, section 3.4.4.1).
     pub(super) fn take_commands(&mut self, now: Duration) -> bool {
         let mut taken = false;
         loop {
+            // The queue behind the last one is next, also if the drive had no room meanwhile.
+            let (last, sqs) = (self.last_taken, &self.sqs);
+            let behind = sqs.range((Bound::Excluded(last), Bound::Unbounded));
+            let turns = behind.chain(sqs.range(..=last));
+            let ids: Vec<u16> = turns.map(|(&id, _)| id).collect();
             let mut more = false;
-            let ids: Vec<u16> = self.sqs.keys().copied().collect();
             for id in ids {
                 let room = id == 0 || self.work.len() < self.options.parallel;
                 if room && !self.fatal && !self.hung && self.take_command(id, now) {
+                    self.last_taken = id;
                     more = true;
                 }
             }

@@ -400,14 +400,21 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
 /// Message of cargo-deny where it does not reach the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
-/// With the sources as they lie there, committed or not. It has a folder of its own: cargo takes a crate that it built of
-/// an earlier commit for that of the present one, as both have the same version.
+/// With the sources as they lie there, committed or not. Its folder has a new name each time, and goes afterwards. Cargo
+/// keeps what it unpacks for a folder of that name, and takes a crate of an earlier commit for that of the present one, as
+/// both have the same version.
 fn package(context: &mut Context) -> Result<(), VerifyError> {
-    let folder = crate::target_dir().join("packages");
-    process::run(Command::new("rm").args(["-rf", "--"]).arg(&folder))?;
+    let parent = crate::target_dir();
+    let folder = tempfile::Builder::new()
+        .prefix("packages-")
+        .tempdir_in(&parent);
+    let folder = folder.map_err(|source| VerifyError::File {
+        path: parent,
+        source,
+    })?;
     let mut command = context.cargo(&["package", "--workspace", "--allow-dirty"]);
     command.args(PRIVATE.map(|package| ["--exclude", package]).as_flattened());
-    command.arg("--target-dir").arg(folder);
+    command.arg("--target-dir").arg(folder.path());
     context.run(&mut command, Worth::One)
 }
 

@@ -178,6 +178,14 @@ impl Agent {
         Ok(self.vmm.wait(patience)?)
     }
 
+    /// Waits until the VMM has ended.
+    ///
+    /// # Errors
+    /// If it does not end in time.
+    pub(crate) fn await_end(&mut self, patience: Duration) -> Result<ExitStatus, GuestError> {
+        Ok(self.vmm.wait(patience)?)
+    }
+
     /// Kills the VMM: for the guest a power cut, for the device a client that vanishes.
     pub fn kill(&mut self) {
         self.vmm.kill();

@@ -75,6 +75,12 @@ pub enum VmmsError {
         /// Answer.
         answer: String,
     },
+    /// The VMM let go of the connection without an answer.
+    #[error("The VMM did not answer `{asked}`")]
+    NoAnswer {
+        /// Request.
+        asked: String,
+    },
     /// The VMM ended in another way than it should have.
     #[error("It ended with {status}:\n{log}")]
     Ended {

@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use crate::guest::{self, Agent, BOOT_PATIENCE};
 use crate::lab::inside;
@@ -19,6 +20,8 @@ use super::{
 const NAME: &str = "reference-vmm";
 /// Exit status after the guest reset the machine.
 const RESET: i32 = 2;
+/// Time in which a VMM has ended that lets go of a connection.
+const END_PATIENCE: Duration = Duration::from_secs(30);
 
 /// The reference VMM.
 #[derive(Debug)]
@@ -75,10 +78,12 @@ pub fn ask(folder: &Path, request: &str) -> Result<String, VmmsError> {
     BufReader::new(stream)
         .read_line(&mut answer)
         .map_err(file())?;
+    let asked = request.to_owned();
     match answer.trim_end().strip_prefix("ok") {
         Some(rest) => Ok(rest.trim().to_owned()),
+        None if answer.is_empty() => Err(VmmsError::NoAnswer { asked }),
         None => Err(VmmsError::Refused {
-            asked: request.to_owned(),
+            asked,
             answer: answer.trim_end().to_owned(),
         }),
     }
@@ -119,6 +124,22 @@ impl Machine {
     }
 }
 
+impl Reference {
+    /// Asks the VMM for something.
+    ///
+    /// # Errors
+    /// If it refuses, does not answer, or has ended: then the error has its status.
+    fn ask(&mut self, request: &str) -> Result<String, VmmsError> {
+        let answer = ask(&self.machine.folder, request);
+        if let Err(VmmsError::NoAnswer { .. }) = answer
+            && let Ok(status) = self.guest.await_end(END_PATIENCE)
+        {
+            return Err(ended(status, &self.guest));
+        }
+        answer
+    }
+}
+
 impl Vmm for Reference {
     fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
         let kernel = &setup.assets.kernel;
@@ -143,7 +164,7 @@ impl Vmm for Reference {
     }
 
     fn plug(&mut self) -> Result<(), VmmsError> {
-        ask(&self.machine.folder, &format!("add {}", self.pluggable.1))?;
+        self.ask(&format!("add {}", self.pluggable.1))?;
         // Nothing in the machine reports it to the guest.
         self.guest.check("echo 1 >/sys/bus/pci/rescan", PATIENCE)?;
         Ok(())
@@ -151,10 +172,7 @@ impl Vmm for Reference {
 
     fn unplug(&mut self, controller: &str) -> Result<Outcome, VmmsError> {
         self.guest.check(&forget(controller), PATIENCE)?;
-        ask(
-            &self.machine.folder,
-            &format!("remove {}", self.pluggable.0),
-        )?;
+        self.ask(&format!("remove {}", self.pluggable.0))?;
         Ok(Outcome::Done)
     }
 

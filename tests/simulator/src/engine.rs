@@ -299,6 +299,16 @@ impl Engine {
         });
     }
 
+    /// Returns the longest time for which an actor loses its processor.
+    pub(crate) fn longest_absence(&self) -> Duration {
+        let Habits {
+            desched,
+            desched_max,
+            ..
+        } = self.with_core(|core| core.habits);
+        Duration::from_nanos(if desched == 0 { 0 } else { desched_max })
+    }
+
     /// The last steps, one a line, with their time and actor.
     pub(crate) fn trace(&self) -> String {
         let Ok(core) = self.core.try_borrow() else {

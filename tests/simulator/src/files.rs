@@ -34,7 +34,13 @@ use crate::history::{BLOCK, History};
 use crate::lives::{Kept, attach, live_on};
 use crate::registers::{BLOCKS, BLOCKS_MAX, bytes_of, value_of};
 use crate::runs::Less;
-use crate::scenario::{HIGH, HIGH_LEN, LEASE, LOW, LOW_LEN, buffers};
+use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, buffers};
+
+/// Blocks of a tenant: so many pages that what was lost is seldom written anew before a Flush promises it.
+const SHARE_BLOCKS: usize = 4 * BLOCKS;
+
+/// Bytes of a tenant.
+const SHARE: u64 = (SHARE_BLOCKS * BLOCK) as u64;
 
 /// Force Unit Access, in dword 12 of commands that write.
 const FUA: u32 = 1 << 30;
@@ -63,7 +69,7 @@ struct Known {
 
 impl Known {
     fn new(number: u64) -> Self {
-        let history = || History::new(number, BLOCKS).whole();
+        let history = || History::new(number, SHARE_BLOCKS).whole();
         Self {
             number,
             seen: history(),
@@ -76,7 +82,7 @@ impl Known {
 
     /// Returns the stable value of a block.
     fn stable_value(&self, block: u64) -> u64 {
-        let offset = self.number * LEASE + block * BLOCK as u64;
+        let offset = self.number * SHARE + block * BLOCK as u64;
         value_of(block, &disk::stable(offset, BLOCK))
     }
 
@@ -307,12 +313,13 @@ impl Work for Tenant {
 /// Habits of a disk.
 fn habits(less: Less, rng: &mut Rng) -> disk::Habits {
     let fails = !less.no_trouble;
+    let write_backs = [8, 40][rng.below(2) as usize];
     let mut one_in = |of: u64, worlds: u64| match fails && rng.below(worlds) == 0 {
         true => of + rng.below(of),
         false => 0,
     };
     disk::Habits {
-        failed_write_backs: one_in(40, 3),
+        failed_write_backs: one_in(write_backs, 2),
         failed_flushes: one_in(20, 6),
         interruptions: one_in(10, 2),
         short_transfers: one_in(6, 2),
@@ -393,7 +400,7 @@ fn serve(kept: &[Arc<Kept>], life: u64) {
     let ledger = Ledger::in_process();
     let mut attachments = Vec::new();
     for (number, kept) in kept.iter().enumerate() {
-        let range = ByteRange::new(number as u64 * LEASE, LEASE).expect("a range");
+        let range = ByteRange::new(number as u64 * SHARE, SHARE).expect("a range");
         let id = format!("guest-{number}");
         let attachment = attach(kept, &drive, &ledger, &id, range, life);
         attachments.push(attachment);
@@ -406,7 +413,7 @@ fn serve(kept: &[Arc<Kept>], life: u64) {
 pub(crate) fn run(less: Less, rng: &mut Rng) {
     let engine = Engine::of_thread().expect("a scheduler");
     let tenants = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
-    disk::format(tenants * LEASE, habits(less, rng), KEPT_MAX);
+    disk::format(tenants * SHARE, habits(less, rng), KEPT_MAX);
     let is_over = Arc::new(AtomicBool::new(false));
     let flag = is_over.clone();
     let kernel = start_thread("kernel", move || disk::run(&flag)).expect("an actor");

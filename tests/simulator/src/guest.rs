@@ -79,6 +79,18 @@ impl Persona {
     }
 }
 
+/// Number of commands that a guest has outstanding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Load {
+    /// Now few, now many.
+    #[default]
+    Usual,
+    /// One at a time.
+    Quiet,
+    /// As many as it has memory for.
+    Loud,
+}
+
 /// Limits of what a guest does and has to bear.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Conditions {
@@ -252,6 +264,7 @@ pub(crate) struct Guest<W: Work> {
     queues: Vec<Queue<W::Command>>,
     /// Admin commands that failed.
     failures: u32,
+    load: Load,
     /// Guests before whose end it does not end.
     company: Vec<Arc<Shared>>,
     /// Resets the whole function.
@@ -287,15 +300,20 @@ impl<W: Work> Guest<W> {
             busy: Vec::new(),
             queues: Vec::new(),
             failures: 0,
+            load: Load::Usual,
             company: Vec::new(),
             reset_function: None,
             has_given_up: false,
         }
     }
 
-    /// Sets the guests before whose end it does not end.
-    pub(crate) fn with_company(self, company: Vec<Arc<Shared>>) -> Self {
-        Self { company, ..self }
+    /// Sets its load, and the guests before whose end it does not end.
+    pub(crate) fn with_load(self, load: Load, company: Vec<Arc<Shared>>) -> Self {
+        Self {
+            load,
+            company,
+            ..self
+        }
     }
 
     /// Has some of its resets begin with a reset of the whole function.
@@ -311,8 +329,8 @@ impl<W: Work> Guest<W> {
         self.run_until(bar, || ());
     }
 
-    /// Attaches, does its rounds, waits for `end`, reads all that it wrote, and shuts the controller down.
-    pub(crate) fn run_until(mut self, bar: Arc<dyn Bar>, end: impl FnOnce()) {
+    /// Attaches, and creates its queues. Returns the controller, and the number of queues that it wants.
+    fn attach(&mut self, bar: Arc<dyn Bar>) -> Option<(Controller, u16)> {
         let config = Config {
             doorbells: self.persona.doorbells(),
             admin_timeout: self.conditions.patience,
@@ -330,12 +348,39 @@ impl<W: Work> Guest<W> {
             Err(error) => {
                 self.give_up("the controller does not attach", &error);
                 self.shared.ended.store(true, Ordering::Relaxed);
-                return;
+                return None;
             }
         };
         self.request_events(&mut controller);
         self.create_queues(&mut controller, count);
         self.shared.works.store(true, Ordering::Relaxed);
+        Some((controller, count))
+    }
+
+    /// Attaches, does its rounds, calls `last`, submits what its queues hold, and is gone without another look.
+    pub(crate) fn run_and_leave(mut self, bar: Arc<dyn Bar>, last: impl FnOnce()) {
+        let Some((mut controller, count)) = self.attach(bar) else {
+            return;
+        };
+        for _ in 0..self.conditions.rounds {
+            self.round(&mut controller, count);
+        }
+        self.drain();
+        last();
+        for index in 0..self.queues.len() {
+            while self.submit(index) {}
+            self.queues[index].pair.ring();
+        }
+        let bits = self.rng.below(24);
+        clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
+        self.shared.ended.store(true, Ordering::Relaxed);
+    }
+
+    /// Attaches, does its rounds, waits for `end`, reads all that it wrote, and shuts the controller down.
+    pub(crate) fn run_until(mut self, bar: Arc<dyn Bar>, end: impl FnOnce()) {
+        let Some((mut controller, count)) = self.attach(bar) else {
+            return;
+        };
         let mut rounds = 0;
         while !self.has_given_up && (rounds < self.conditions.rounds || self.has_company()) {
             self.round(&mut controller, count);
@@ -429,9 +474,10 @@ impl<W: Work> Guest<W> {
             clock::sleep(Duration::from_micros(50));
         }
         self.shared.stands_still.store(false, Ordering::Relaxed);
-        let depth = match self.persona {
-            Persona::Edk2 => 1,
-            _ => 1 + self.rng.below(16),
+        let depth = match (self.persona, self.load) {
+            (Persona::Edk2, _) | (_, Load::Quiet) => 1,
+            (_, Load::Usual) => 1 + self.rng.below(16),
+            (_, Load::Loud) => 16,
         };
         let index = self.rng.below(self.queues.len() as u64) as usize;
         for _ in 0..depth {
@@ -448,7 +494,12 @@ impl<W: Work> Guest<W> {
             let bits = self.rng.below(24);
             clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
         }
-        if self.one_in(3) {
+        let drains = match self.load {
+            Load::Usual => self.one_in(3),
+            Load::Quiet => true,
+            Load::Loud => false,
+        };
+        if drains {
             self.drain();
         } else {
             self.collect(index, 1);

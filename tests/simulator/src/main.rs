@@ -9,9 +9,13 @@
 #[cfg(simulation)]
 mod blocks;
 #[cfg(simulation)]
+mod endings;
+#[cfg(simulation)]
 mod engine;
 #[cfg(simulation)]
 mod files;
+#[cfg(simulation)]
+mod governor;
 #[cfg(simulation)]
 mod guest;
 #[cfg(simulation)]

@@ -70,6 +70,8 @@ struct Mutation {
     file: String,
     find: String,
     replace: String,
+    /// The only scenario of its seeds; without it, each seed chooses one.
+    scenario: Option<String>,
 }
 
 impl Mutation {
@@ -141,6 +143,9 @@ fn simulate(copy: &Path, mutation: &Mutation, first: bool) -> Result<Found, Muta
     cargo.args(["--target-dir", "target/simulation"]);
     cargo.args(["--package", "nvme-mpt-simulator", "--"]);
     cargo.args(["--seeds", &SEEDS.to_string()]);
+    if let Some(scenario) = &mutation.scenario {
+        cargo.args(["--scenario", scenario]);
+    }
     if first {
         cargo.arg("--first");
     }

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use nvme_mpt::drive::HostController;
-use nvme_mpt::lease::{FormerData, Lease, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::lease::{FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::memory::clock;
 use nvme_mpt::poller::{Threads, start_thread};
@@ -27,8 +27,10 @@ use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
+use crate::endings;
 use crate::files;
-use crate::guest::{Buffers, Conditions, Guest, Machine, Persona, Shared, Work};
+use crate::governor;
+use crate::guest::{Buffers, Conditions, Guest, Load, Machine, Persona, Shared, Work};
 use crate::history::BLOCK;
 use crate::hostile;
 use crate::keys;
@@ -55,7 +57,7 @@ pub(crate) const HIGH: u64 = 1 << 32;
 pub(crate) const HIGH_LEN: u64 = 128 << 10;
 
 /// Longest time of a command on a drive that fails.
-const FAILURE_PATIENCE: Duration = Duration::from_secs(180);
+pub(crate) const FAILURE_PATIENCE: Duration = Duration::from_secs(180);
 
 /// Configuration space: place of the first capability.
 const CAPABILITIES: u64 = 0x34;
@@ -110,11 +112,15 @@ pub(crate) enum Scenario {
     Files,
     /// A physical drive that is removed, beside one that stays.
     Removal,
+    /// Queues of quiet and loud guests that share the queue pairs of a physical drive.
+    Governor,
+    /// Tenants of a physical drive that go while it keeps their commands, and those that get their ranges.
+    Endings,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 19] = [
+    pub(crate) const ALL: [(&str, Self); 21] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -134,6 +140,8 @@ impl Scenario {
         ("keys", Self::Keys),
         ("files", Self::Files),
         ("removal", Self::Removal),
+        ("governor", Self::Governor),
+        ("endings", Self::Endings),
     ];
 
     /// The scenario of a seed.
@@ -156,6 +164,8 @@ impl Scenario {
                 | Self::PhysicalResets
                 | Self::PhysicalPauses
                 | Self::Removal
+                | Self::Governor
+                | Self::Endings
         )
     }
 
@@ -185,15 +195,17 @@ impl Scenario {
             Self::Snapshots | Self::Zones | Self::Keys => rng.below(2) == 0,
             _ => self.has_resets(),
         };
-        // Worlds with one guest, which are small.
-        let more = match self {
-            Self::Snapshots | Self::Zones | Self::Keys => 2,
-            _ => 1,
+        let rounds = match self {
+            // Worlds with one guest, which are small.
+            Self::Snapshots | Self::Zones | Self::Keys => 2 * (16 + rng.below(48)),
+            // Their time goes by with commands that wait.
+            Self::Governor | Self::Endings => 4 + rng.below(16),
+            _ => 16 + rng.below(48),
         };
         Conditions {
-            rounds: (more * (16 + rng.below(48))).min(less.rounds.unwrap_or(u64::MAX)),
+            rounds: rounds.min(less.rounds.unwrap_or(u64::MAX)),
             patience: match self {
-                Self::Failing | Self::Removal => FAILURE_PATIENCE,
+                Self::Failing | Self::Removal | Self::Endings => FAILURE_PATIENCE,
                 _ => Duration::from_secs(30),
             },
             errors,
@@ -214,15 +226,20 @@ pub(crate) struct Host {
 }
 
 /// Options of a physical drive.
-fn options(bytes: u64, rng: &mut Rng) -> Options {
+fn options(scenario: Scenario, bytes: u64, rng: &mut Rng) -> Options {
     let latency = [0, 500, 20_000, 2_000_000][rng.below(4) as usize];
+    let (queue_pairs, most) = match scenario {
+        // Its queues share pairs, and its commands wait for each other.
+        Scenario::Governor => (2, 4),
+        _ => (8, 64),
+    };
     Options {
         namespaces: vec![NamespaceOptions::new(1, bytes, 512)],
         latency: Duration::from_nanos(latency),
         timeout: 20,
-        queue_pairs: 1 + rng.below(8) as u16,
+        queue_pairs: 1 + rng.below(queue_pairs) as u16,
         entries_max: [4, 16, 64, 1024][rng.below(4) as usize],
-        parallel: 1 + rng.below(64) as usize,
+        parallel: 1 + rng.below(most) as usize,
         seed: Some(rng.next_u64()),
         ..Options::default()
     }
@@ -238,11 +255,15 @@ impl Host {
         let bytes = guests * LEASE;
         let mut model = None;
         let controller: Arc<dyn HostController> = if scenario.is_physical() {
-            let drive = ModelDrive::start(options(bytes, rng));
+            let drive = ModelDrive::start(options(scenario, bytes, rng));
             drive.set_admin_timeout(Some(Duration::from_secs(5)));
             model = Some(drive.clone());
             let options = ControllerOptions {
-                deadline: Duration::from_secs(10),
+                deadline: match scenario {
+                    // Commands are late, and not lost.
+                    Scenario::Endings => Duration::from_secs(600),
+                    _ => Duration::from_secs(10),
+                },
                 ..ControllerOptions::default()
             };
             VfioController::open(drive, options, &Threads::default())
@@ -296,6 +317,20 @@ impl Host {
         }
     }
 
+    /// Asks for one of the drive's ranges, whatever data it has.
+    pub(crate) fn lease(&self, id: &str, number: u64) -> Result<Lease, LeaseError> {
+        let range = ByteRange::new(number * LEASE, LEASE).expect("a range");
+        self.ledger.acquire(&LeaseRequest {
+            id,
+            drive: self.drive.identity(),
+            nsid: self.drive.namespace().nsid,
+            wanted: Wanted::At(range),
+            lba_shift: self.drive.lba_shift(),
+            blocks: self.drive.blocks(),
+            former_data: FormerData::Kept,
+        })
+    }
+
     fn function(
         &self,
         scenario: Scenario,
@@ -303,18 +338,19 @@ impl Host {
         doorbells: DoorbellMode,
         rng: &mut Rng,
     ) -> NvmeFunction {
-        let id = format!("guest-{number}");
-        let range = ByteRange::new(number * LEASE, LEASE).expect("a range");
-        let lease = self.ledger.acquire(&LeaseRequest {
-            id: &id,
-            drive: self.drive.identity(),
-            nsid: self.drive.namespace().nsid,
-            wanted: Wanted::At(range),
-            lba_shift: self.drive.lba_shift(),
-            blocks: self.drive.blocks(),
-            former_data: FormerData::Kept,
-        });
+        let lease = self.lease(&format!("guest-{number}"), number);
         let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+        self.attach(scenario, lease, doorbells, rng)
+    }
+
+    /// Makes a function with a lease.
+    pub(crate) fn attach(
+        &self,
+        scenario: Scenario,
+        lease: Lease,
+        doorbells: DoorbellMode,
+        rng: &mut Rng,
+    ) -> NvmeFunction {
         let policy = policy(doorbells, rng);
         let config = AttachmentConfig {
             rates: match scenario {
@@ -407,6 +443,8 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         Scenario::Files => return files::run(less, &mut rng),
         Scenario::Snapshots => return snapshots::run(less, &mut rng),
         Scenario::Removal => return removal::run(less, &mut rng),
+        Scenario::Governor => return governor::run(less, &mut rng),
+        Scenario::Endings => return endings::run(less, &mut rng),
         _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
@@ -539,8 +577,13 @@ pub(crate) struct Tenant {
     pub(crate) number: u64,
     pub(crate) persona: Persona,
     pub(crate) shared: Arc<Shared>,
+    pub(crate) load: Load,
     /// Guests before whose end it does not end.
     pub(crate) company: Vec<Arc<Shared>>,
+    /// Longest time of its commands, if it is another one than that of its scenario.
+    pub(crate) patience: Option<Duration>,
+    /// True if its commands may fail in any scenario.
+    pub(crate) errors: bool,
 }
 
 impl Tenant {
@@ -550,7 +593,10 @@ impl Tenant {
             number,
             persona,
             shared: Arc::default(),
+            load: Load::Usual,
             company: Vec::new(),
+            patience: None,
+            errors: false,
         }
     }
 }
@@ -567,7 +613,10 @@ pub(crate) fn start_guest(
         number,
         persona,
         shared,
+        load,
         company,
+        patience,
+        errors,
     } = tenant;
     let function = host.function(scenario, number, persona.doorbells(), rng);
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
@@ -575,7 +624,9 @@ pub(crate) fn start_guest(
     let (bar, interrupts) = plug(function, &memory);
     shared.plugged.store(true, Ordering::Relaxed);
     let buffers = buffers(&memory);
-    let conditions = scenario.conditions(less, rng);
+    let mut conditions = scenario.conditions(less, rng);
+    conditions.patience = patience.unwrap_or(conditions.patience);
+    conditions.errors |= errors;
     let machine = Machine {
         memory: memory.clone(),
         interrupts,
@@ -590,7 +641,7 @@ pub(crate) fn start_guest(
         guest_rng,
         machine,
     );
-    let mut guest = guest.with_company(company);
+    let mut guest = guest.with_load(load, company);
     if scenario.has_function_resets() {
         let bar = bar.clone();
         guest = guest.with_function_resets(move || reset_function(&bar));
@@ -768,7 +819,7 @@ pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shar
 }
 
 /// Has a drive fail some times, and work from then on.
-fn trouble(model: &ModelDrive, mut rng: Rng) {
+pub(crate) fn trouble(model: &ModelDrive, mut rng: Rng) {
     for _ in 0..1 + rng.below(4) {
         let bits = rng.below(24);
         clock::sleep(Duration::from_nanos(rng.below(2 << bits)));

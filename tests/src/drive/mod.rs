@@ -219,7 +219,7 @@ struct Controller {
     hung: bool,
     // State that a reset forgets.
     sqs: BTreeMap<u16, Sq>,
-    /// Submission queue of the last command that was taken.
+    /// I/O queue of the last command that was taken.
     last_taken: u16,
     cqs: BTreeMap<u16, Cq>,
     work: Vec<Work>,

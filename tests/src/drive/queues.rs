@@ -198,8 +198,11 @@ impl Controller {
             for id in ids {
                 let room = id == 0 || self.work.len() < self.options.parallel;
                 if room && !self.fatal && !self.hung && self.take_command(id, now) {
-                    self.last_taken = id;
                     more = true;
+                    // The admin queue has no part in the turns.
+                    if id != 0 {
+                        self.last_taken = id;
+                    }
                 }
             }
             if !more {

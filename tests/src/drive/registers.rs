@@ -149,6 +149,7 @@ impl Controller {
         self.phase = Phase::Disabled;
         (self.fatal, self.hung, self.shut_down) = (false, false, false);
         self.sqs.clear();
+        self.last_taken = 0;
         self.cqs.clear();
         self.work.clear();
         self.shadow = None;

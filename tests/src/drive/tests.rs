@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use nvme_mpt::memory::clock;
 use nvme_vfio::Backing;
 
 use super::*;
@@ -116,6 +117,40 @@ fn random_commands_agree_with_the_model_of_a_namespace() {
         scene.driver.shutdown(false).unwrap();
         scene.driver.disable().unwrap();
         assert!(!scene.drive.is_enabled());
+    }
+}
+
+#[test]
+fn queues_have_turns_though_there_is_room_for_one_command() {
+    let options = Options {
+        parallel: 1,
+        latency: Duration::from_micros(50),
+        ..Options::default()
+    };
+    let mut scene = scene(options, DoorbellMode::Trap);
+    let queue = QueueOptions::polled(16);
+    let [mut first, mut second] =
+        [1, 2].map(|id| scene.driver.create_queue_pair(id, &queue).unwrap());
+    // The first command keeps the only place until both queues have all of theirs.
+    let held = Fault::once(Meets::Io, Effect::Hold);
+    scene.drive.inject(held);
+    for pair in [&mut first, &mut second] {
+        for cid in 0..8 {
+            assert!(pair.push(&Sqe::flush(1).with_cid(cid)));
+        }
+        pair.ring();
+    }
+    while scene.drive.counters().faults_met == 0 {
+        clock::sleep(Duration::from_micros(50));
+    }
+    scene.drive.let_go();
+    let [mut early, mut late] = [0, 0];
+    while late < 8 {
+        early += u32::from(first.poll().is_some());
+        late += u32::from(second.poll().is_some());
+        if late == 2 {
+            assert!(early < 8, "the second queue waited for all of the first");
+        }
     }
 }
 

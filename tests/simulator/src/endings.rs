@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::Pollers;
-use nvme_mpt::lease::{Lease, LeaseError};
+use nvme_mpt::lease::{Lease, LeaseError, LeaseState};
 use nvme_mpt::memory::clock;
 use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive};
 use nvme_mpt_tests::function::InProcess;
@@ -120,7 +120,9 @@ fn next_lease(host: &Host, rng: &mut Rng) -> Lease {
     loop {
         match host.lease("next", 0) {
             Ok(lease) => return lease,
-            Err(LeaseError::Overlap { .. }) => {}
+            Err(LeaseError::Overlap { other, .. }) => {
+                assert_eq!(other.state, LeaseState::Ending, "{other:?}");
+            }
             Err(error) => panic!("no lease: {error}"),
         }
         let waited = clock::monotonic() - began;

@@ -357,7 +357,7 @@ impl<W: Work> Guest<W> {
         Some((controller, count))
     }
 
-    /// Attaches, does its rounds, calls `last`, submits what its queues hold, and is gone without another look.
+    /// Attaches, does its rounds, calls `last`, fills its queues, and is gone without another look.
     pub(crate) fn run_and_leave(mut self, bar: Arc<dyn Bar>, last: impl FnOnce()) {
         let Some((mut controller, count)) = self.attach(bar) else {
             return;

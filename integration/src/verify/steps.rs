@@ -1,5 +1,6 @@
 //! The steps, in the order in which a mistake is cheapest to find.
 
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 
@@ -400,14 +401,14 @@ fn deny(context: &mut Context) -> Result<(), VerifyError> {
 /// Message of cargo-deny where it does not reach the database of advisories.
 const NO_ADVISORIES: &str = "failed to fetch advisory database";
 
-/// With the sources as they lie there, committed or not. Its folder has a new name each time, and goes afterwards. Cargo
-/// keeps what it unpacks for a folder of that name, and takes a crate of an earlier commit for that of the present one, as
-/// both have the same version.
+/// With the sources as they lie there, committed or not. Its folder has a new name each time. Cargo keeps what it unpacks by
+/// the folder's name. It would take a crate of an earlier commit for that of the present one, as both have the same version.
 fn package(context: &mut Context) -> Result<(), VerifyError> {
-    let parent = crate::target_dir();
-    let folder = tempfile::Builder::new()
-        .prefix("packages-")
-        .tempdir_in(&parent);
+    let parent = crate::target_dir().join("packages");
+    // What a run that was killed has left.
+    process::run(Command::new("rm").args(["-rf", "--"]).arg(&parent))?;
+    let made = fs::create_dir_all(&parent);
+    let folder = made.and_then(|()| tempfile::tempdir_in(&parent));
     let folder = folder.map_err(|source| VerifyError::File {
         path: parent,
         source,

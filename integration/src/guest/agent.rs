@@ -175,7 +175,7 @@ impl Agent {
     pub fn end(&mut self, script: &str, patience: Duration) -> Result<ExitStatus, GuestError> {
         // The script has no end that could be waited for.
         let _job = self.start(script)?;
-        Ok(self.vmm.wait(patience)?)
+        self.await_end(patience)
     }
 
     /// Waits until the VMM has ended.

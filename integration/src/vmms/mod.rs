@@ -75,7 +75,7 @@ pub enum VmmsError {
         /// Answer.
         answer: String,
     },
-    /// The VMM let go of the connection without an answer.
+    /// The VMM closed the connection without an answer.
     #[error("The VMM did not answer `{asked}`")]
     NoAnswer {
         /// Request.

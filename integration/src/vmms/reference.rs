@@ -20,7 +20,7 @@ use super::{
 const NAME: &str = "reference-vmm";
 /// Exit status after the guest reset the machine.
 const RESET: i32 = 2;
-/// Time in which a VMM has ended that lets go of a connection.
+/// Longest time from the end of a VMM's connections to that of the VMM.
 const END_PATIENCE: Duration = Duration::from_secs(30);
 
 /// The reference VMM.
@@ -128,15 +128,16 @@ impl Reference {
     /// Asks the VMM for something.
     ///
     /// # Errors
-    /// If it refuses, does not answer, or has ended: then the error has its status.
+    /// If it refuses or does not answer. The error of a VMM that has ended has its status.
     fn ask(&mut self, request: &str) -> Result<String, VmmsError> {
         let answer = ask(&self.machine.folder, request);
-        if let Err(VmmsError::NoAnswer { .. }) = answer
-            && let Ok(status) = self.guest.await_end(END_PATIENCE)
-        {
-            return Err(ended(status, &self.guest));
+        match answer {
+            Ok(_) | Err(VmmsError::Refused { .. }) => answer,
+            Err(error) => Err(match self.guest.await_end(END_PATIENCE) {
+                Ok(status) => ended(status, &self.guest),
+                Err(_) => error,
+            }),
         }
-        answer
     }
 }
 

@@ -23,8 +23,8 @@ const LONG: Duration = Duration::from_micros(200);
 /// The longest pass without an interruption.
 const INTERRUPT: Duration = Duration::from_micros(2);
 
-/// Time away from the processor in which a thread that waited for it had it. Interrupts take less, and so do workers of
-/// the kernel that complete a poller's requests: these have the processor at once, for tens of microseconds.
+/// Time away from the processor in which a thread that waited for it had it. Interrupts take less. So do threads that
+/// wake up and have the processor at once, such as the kernel's workers that complete a poller's requests.
 const SWITCH: Duration = Duration::from_micros(200);
 
 /// Time between preemptions that are more than a system's usual ones. A thread that always wants the processor has it

@@ -316,6 +316,17 @@ fn ratios(speed: Speed, pairs: usize, quiet: Load, loud: &[Load]) -> (u64, u64) 
     ratios_beside(speed, pairs, &[quiet], loud, &idle)
 }
 
+/// Bound of a quiet guest's p99 beside a loud one on one pair, in per cent of what it is alone.
+///
+/// On [`SERIAL`], the parts of a large command take a little longer than 4 KiB.
+fn longest(speed: Speed, loud: Load) -> u64 {
+    let is_serial = speed.channels == 1 && speed.jitter == 0;
+    match is_serial && loud.bytes > QUIET.bytes {
+        true => 222,
+        false => 200,
+    }
+}
+
 /// The same of the first quiet guest and the first loud one, beside whoever `others` are.
 fn ratios_beside(
     speed: Speed,
@@ -342,37 +353,48 @@ fn ratios_beside(
 
 #[test]
 fn a_quiet_guest_on_a_serial_drive() {
-    let (p99, _) = ratios(SERIAL, 1, QUIET, &[LOUD]);
-    assert!(p99 <= 300, "{p99} %");
-    let large = Load {
-        bytes: 128 << 10,
-        depth: 32,
-        ..LOUD
-    };
-    let (p99, _) = ratios(SERIAL, 1, QUIET, &[large]);
-    assert!(p99 <= 300, "{p99} %");
+    let (p99, loud) = ratios(SERIAL, 1, QUIET, &[LOUD]);
+    assert!(p99 <= 200, "{p99} %");
+    assert!(loud >= 49, "{loud} %");
+    let (p99, loud) = ratios(SERIAL, 1, QUIET, &[SHAPES[0]]);
+    assert!(p99 <= longest(SERIAL, SHAPES[0]), "{p99} %");
+    assert!(loud >= 23, "{loud} %");
     let thinking = Load {
         pause: 300 * MICROSECOND,
         ..QUIET
     };
     let (p99, loud) = ratios(SERIAL, 1, thinking, &[LOUD]);
-    assert!(p99 <= 300, "{p99} %");
-    assert!(loud >= 60, "{loud} %");
+    assert!(p99 <= 205, "{p99} %");
+    assert!(loud >= 75, "{loud} %");
 }
 
 #[test]
 fn a_quiet_guest_on_a_parallel_drive() {
     let deep = Load { depth: 256, ..LOUD };
-    let (p99, loud) = ratios(PARALLEL, 1, QUIET, &[deep]);
-    assert!(p99 <= 300, "{p99} %");
-    assert!(loud >= 85, "{loud} %");
     let large = Load {
         bytes: 128 << 10,
         ..deep
     };
-    let (p99, loud) = ratios(PARALLEL, 1, QUIET, &[large]);
-    assert!(p99 <= 300, "{p99} %");
-    assert!(loud >= 60, "{loud} %");
+    for loud in [deep, large] {
+        let (p99, loud) = ratios(PARALLEL, 1, QUIET, &[loud]);
+        assert!(p99 <= 200, "{p99} %");
+        assert!(loud >= 95, "{loud} %");
+    }
+}
+
+#[test]
+fn a_quiet_guest_on_a_drive_of_a_few_channels() {
+    for channels in [2, 4, 8] {
+        let speed = Speed {
+            channels,
+            ..PARALLEL
+        };
+        for loud in SHAPES {
+            let (p99, loud) = ratios(speed, 1, QUIET, &[loud]);
+            assert!(p99 <= 200, "{p99} %");
+            assert!(loud >= 49, "{loud} %");
+        }
+    }
 }
 
 #[test]
@@ -551,7 +573,7 @@ fn no_fixed_window_suits_every_drive_as_the_learned_one_does() {
                 );
                 (p99, commands)
             });
-            assert!(learned.0 <= 300, "{learned:?}");
+            assert!(learned.0 <= longest(speed, loud), "{learned:?}");
             assert!(fixed.0 >= 350 || fixed.1 <= learned.1, "{fixed:?}");
         }
     }
@@ -582,8 +604,7 @@ fn figures_of_a_quiet_guest_beside_a_loud_one() {
             let (shared, _) = ratios(speed, 1, QUIET, &[loud]);
             let (by_turns, _) = ratios_beside(turns, 2, &[QUIET], &[own], &[]);
             ratios_beside(speed, 2, &[QUIET], &[own], &[]);
-            // The window is for a median of 2.25.
-            assert!(shared <= 240, "{shared} %");
+            assert!(shared <= longest(speed, loud), "{shared} %");
             // On a serial drive, a large command that is under way comes first.
             if speed.channels > 1 || loud.bytes == QUIET.bytes {
                 assert!(by_turns <= 200, "{by_turns} %");
@@ -640,6 +661,7 @@ fn figures_of_a_pair_that_is_lent() {
                 first_without.0 / MICROSECOND,
                 first_with.0 / MICROSECOND,
             );
+            assert!(without.0 <= longest(speed, loud), "{without:?}");
             if speed.channels > 1 {
                 assert!(with.0 < without.0, "{with:?} {without:?}");
                 assert!(with.1 >= without.1 * 97 / 100, "{with:?} {without:?}");

@@ -12,13 +12,15 @@ use std::os::fd::AsFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::sync::{Condvar, Mutex, RwLock};
-use nvme_mpt::memory::{Access, Mapping};
+use nvme_mpt::memory::{Access, Mapping, clock};
 
 use crate::bar::DoorbellWindow;
 use crate::mapping;
+use crate::rng::Rng;
 
 /// Faults that are kept; more are only counted.
 const KEPT: usize = 16;
@@ -62,6 +64,28 @@ pub struct ModelIommu {
     gate: Gate,
 }
 
+/// Times that the IOMMU takes to pin memory of guests. The driver's own memory takes none.
+#[derive(Clone, Debug)]
+pub struct Pinning {
+    /// Chooses the maps that take time, and their times.
+    pub rng: Rng,
+    /// One map in so many takes time.
+    pub one_in: u64,
+    /// Shortest and longest time of such a map.
+    pub times: Range<Duration>,
+}
+
+impl Pinning {
+    /// Chooses the time of the next map.
+    fn next(&mut self) -> Duration {
+        if self.rng.below(self.one_in) > 0 {
+            return Duration::ZERO;
+        }
+        let Range { start, end } = self.times;
+        start + Duration::from_nanos(self.rng.below((end - start).as_nanos() as u64 + 1))
+    }
+}
+
 /// Gate at which maps wait, as they do while an IOMMU pins memory page by page.
 #[derive(Debug, Default)]
 struct Gate {
@@ -73,6 +97,7 @@ struct Gate {
 struct GateState {
     closed: bool,
     waiting: usize,
+    pinning: Option<Pinning>,
 }
 
 impl Gate {
@@ -83,7 +108,8 @@ impl Gate {
         result
     }
 
-    fn pass(&self) {
+    /// Waits until memory is pinned.
+    fn pass(&self, memory: &Mapping) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.waiting += 1;
         while state.closed {
@@ -91,6 +117,13 @@ impl Gate {
             state = woken.unwrap_or_else(PoisonError::into_inner);
         }
         state.waiting -= 1;
+        // Guests' memory is that of files.
+        let pinning = state.pinning.as_mut().filter(|_| memory.place().is_some());
+        let time = pinning.map_or(Duration::ZERO, Pinning::next);
+        drop(state);
+        if !time.is_zero() {
+            clock::sleep(time);
+        }
     }
 }
 
@@ -148,6 +181,11 @@ impl ModelIommu {
     /// Ends [`Self::hold_maps`].
     pub fn let_maps_through(&self) {
         self.gate.change(|state| state.closed = false);
+    }
+
+    /// From now on, some maps of guests' memory take time.
+    pub fn pin_slowly(&self, pinning: Pinning) {
+        self.gate.change(|state| state.pinning = Some(pinning));
     }
 
     fn read_maps(&self) -> nvme_mpt::memory::sync::RwLockReadGuard<'_, BTreeMap<u64, Mapped>> {
@@ -262,7 +300,7 @@ impl Iommu for ModelIommu {
         if len == 0 || !iova.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
             return Err(invalid());
         }
-        self.gate.pass();
+        self.gate.pass(memory);
         let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
         if let Some((&start, mapped)) = maps.range(..end).next_back()
             && start + mapped.len > iova
@@ -378,6 +416,25 @@ mod tests {
         iommu.unmap(0x10_0000, 8192).unwrap();
         iommu.read(0x10_0000, &mut [0]).unwrap_err();
         assert_eq!(iommu.mapped(), 4096);
+    }
+
+    #[test]
+    fn memory_of_guests_takes_time_to_pin() {
+        let iommu = ModelIommu::default();
+        let times = Duration::from_millis(1)..Duration::from_millis(2);
+        iommu.pin_slowly(Pinning {
+            rng: Rng::new(1),
+            one_in: 1,
+            times: times.clone(),
+        });
+        let memfd = mapping::memfd().unwrap();
+        memfd.set_len(8192).unwrap();
+        let memory = Mapping::shared(memfd.as_fd(), 0, 8192, Access::ReadWrite).unwrap();
+        for iova in [0x10_0000, 0x20_0000] {
+            let began = clock::monotonic();
+            iommu.map(iova, &memory, 0..8192, Access::Read).unwrap();
+            assert!(clock::monotonic() - began >= times.start);
+        }
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub use bar::DriveBar;
 pub use faults::{Aborts, Effect, Fault, Meets, Resets};
 pub use function::ModelDrive;
 pub use hand::HandQueue;
-pub use iommu::{DmaFault, ModelIommu};
+pub use iommu::{DmaFault, ModelIommu, Pinning};
 pub use namespace::NamespaceOptions;
 
 use crate::command::Sqe;

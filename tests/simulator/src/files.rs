@@ -351,6 +351,7 @@ impl Seat {
         let conditions = Conditions {
             rounds,
             patience: PATIENCE,
+            admin_patience: PATIENCE,
             errors: false,
             is_kept_waiting: true,
             resets: 0,

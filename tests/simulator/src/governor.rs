@@ -15,16 +15,13 @@ use crate::engine::Engine;
 use crate::guest::{Load, Persona, Shared};
 use crate::runs::Less;
 use crate::scenario::{
-    FAILURE_PATIENCE, Host, Scenario, Tenant, any_persona, start_guest, trouble,
+    ABSENCES, FAILURE_PATIENCE, Host, Scenario, Tenant, any_persona, start_guest, trouble,
 };
 
 /// Longest time of a command of the quiet guest, and of loud ones, if nobody loses the processor for longer: a multiple of
 /// what 80 commands of 2 ms take, one after the other.
 const QUIET: Duration = Duration::from_millis(500);
 const LOUD: Duration = Duration::from_secs(5);
-
-/// Times within a command that somebody may lose the processor for longer.
-const ABSENCES: u32 = 40;
 
 /// Has quiet and loud guests share queue pairs of a drive, which fails in each third world.
 pub(crate) fn run(less: Less, rng: &mut Rng) {

@@ -96,8 +96,10 @@ pub(crate) enum Load {
 pub(crate) struct Conditions {
     /// Rounds of commands.
     pub(crate) rounds: u64,
-    /// Longest time of a command.
+    /// Longest time of an I/O command.
     pub(crate) patience: Duration,
+    /// Longest time of an admin command.
+    pub(crate) admin_patience: Duration,
     /// True if commands may fail.
     pub(crate) errors: bool,
     /// True if commands may take many seconds.
@@ -333,7 +335,7 @@ impl<W: Work> Guest<W> {
     fn attach(&mut self, bar: Arc<dyn Bar>) -> Option<(Controller, u16)> {
         let config = Config {
             doorbells: self.persona.doorbells(),
-            admin_timeout: self.conditions.patience,
+            admin_timeout: self.conditions.admin_patience,
             admin_in_buffer: self.persona == Persona::Libvfn,
             admin_entries: 8 + self.rng.below(24) as u16,
             command_set: W::COMMAND_SETS,
@@ -666,7 +668,10 @@ impl<W: Work> Guest<W> {
                 taken += 1;
                 last = clock::monotonic();
             }
+            let before = clock::monotonic();
             self.queues[index].pair.ring();
+            // A VMM has memory pinned before it takes a doorbell that is trapped.
+            last += clock::monotonic() - before;
             let queue = &self.queues[index];
             if taken >= least || queue.flights.is_empty() {
                 return;

@@ -15,10 +15,10 @@ use nvme_mpt::{
 };
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::doorbell::DoorbellMode;
-use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options};
-use nvme_mpt_tests::function::{InProcess, map};
+use nvme_mpt_tests::drive::{Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options, Pinning};
+use nvme_mpt_tests::function::{InProcess, map, map_piece};
 use nvme_mpt_tests::interrupt::Interrupt;
-use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::memory::{GuestMemory, Piece};
 use nvme_mpt_tests::rng::Rng;
 use nvme_mpt_tests::status;
 use nvme_software::model::Profile;
@@ -28,6 +28,7 @@ use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
 use crate::endings;
+use crate::engine::Engine;
 use crate::files;
 use crate::governor;
 use crate::guest::{Buffers, Conditions, Guest, Load, Machine, Persona, Shared, Work};
@@ -55,9 +56,24 @@ pub(crate) const LOW_LEN: u64 = 2 << 20;
 /// A region that comes and goes.
 pub(crate) const HIGH: u64 = 1 << 32;
 pub(crate) const HIGH_LEN: u64 = 128 << 10;
+/// Most pieces in which it comes.
+const PIECES: u64 = 4;
 
 /// Longest time of a command on a drive that fails.
 pub(crate) const FAILURE_PATIENCE: Duration = Duration::from_secs(180);
+
+/// Longest time of an I/O command while memory is pinned, if no actor loses its processor for longer. The most commands of
+/// three guests, 144 of 2 ms each, take 288 ms one after the other.
+const PINNING_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Number of longer losses of a processor within a command.
+pub(crate) const ABSENCES: u32 = 40;
+
+/// Shortest and longest time to pin memory, as multiples of the longest time of a command.
+const PINNING_TIMES: std::ops::Range<u32> = 3..6;
+
+/// Most maps of memory for which an admin command waits.
+const PINS_MAX: u32 = 16;
 
 /// Configuration space: place of the first capability.
 const CAPABILITIES: u64 = 0x34;
@@ -202,12 +218,14 @@ impl Scenario {
             Self::Governor | Self::Endings => 4 + rng.below(16),
             _ => 16 + rng.below(48),
         };
+        let patience = match self {
+            Self::Failing | Self::Removal | Self::Endings => FAILURE_PATIENCE,
+            _ => Duration::from_secs(30),
+        };
         Conditions {
             rounds: rounds.min(less.rounds.unwrap_or(u64::MAX)),
-            patience: match self {
-                Self::Failing | Self::Removal | Self::Endings => FAILURE_PATIENCE,
-                _ => Duration::from_secs(30),
-            },
+            patience,
+            admin_patience: patience,
             errors,
             is_kept_waiting: false,
             resets: if resets { 12 } else { 0 },
@@ -293,6 +311,30 @@ impl Host {
     /// Returns the pollers, for another drive's guests.
     pub(crate) fn pollers(&self) -> Arc<Pollers> {
         self.pollers.clone()
+    }
+
+    /// Has the drive's IOMMU pin guests' memory slowly, in some worlds. Returns the longest time of an I/O command in them: a
+    /// third of the shortest time to pin memory.
+    fn pin_slowly(&self, scenario: Scenario, seed: u64, less: Less) -> Option<Duration> {
+        // These numbers are its own, so that all other choices stay as they are.
+        let mut rng = Rng::new(!seed);
+        let (worlds, one_in) = match scenario {
+            Scenario::PhysicalMaps => (2, 4),
+            Scenario::Physical | Scenario::PhysicalResets | Scenario::PhysicalPauses => (4, 4),
+            _ => return None,
+        };
+        if less.no_trouble || rng.below(worlds) > 0 {
+            return None;
+        }
+        let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::longest_absence);
+        let patience = PINNING_PATIENCE + absence * ABSENCES;
+        let pinning = Pinning {
+            rng,
+            one_in,
+            times: patience * PINNING_TIMES.start..patience * PINNING_TIMES.end,
+        };
+        self.model.as_ref()?.model_iommu().pin_slowly(pinning);
+        Some(patience)
     }
 
     /// Gives the drive back, whose guests have ended. Judges the host, unless the drive did not behave itself.
@@ -450,10 +492,16 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     // The last lease is that of a guest that lies, if there is one.
     let host = Host::new(scenario, count + 1, Pollers::new(), &mut rng);
+    let patience = host.pin_slowly(scenario, seed, less);
     let is_hostile = !less.no_trouble && rng.below(3) == 0;
     let guests: Vec<_> = (0..count)
         .map(|number| {
-            let tenant = Tenant::new(number, any_persona(&mut rng));
+            let tenant = Tenant {
+                patience,
+                // Its VMM carries out one request at a time.
+                admin_patience: patience.map(|time| time * PINNING_TIMES.end * PINS_MAX),
+                ..Tenant::new(number, any_persona(&mut rng))
+            };
             start_guest(&host, scenario, less, tenant, &mut rng)
         })
         .collect();
@@ -582,6 +630,8 @@ pub(crate) struct Tenant {
     pub(crate) company: Vec<Arc<Shared>>,
     /// Longest time of its commands, if it is another one than that of its scenario.
     pub(crate) patience: Option<Duration>,
+    /// Longest time of its admin commands, if it is another one than that of all commands.
+    pub(crate) admin_patience: Option<Duration>,
     /// True if its commands may fail in any scenario.
     pub(crate) errors: bool,
 }
@@ -596,6 +646,7 @@ impl Tenant {
             load: Load::Usual,
             company: Vec::new(),
             patience: None,
+            admin_patience: None,
             errors: false,
         }
     }
@@ -616,6 +667,7 @@ pub(crate) fn start_guest(
         load,
         company,
         patience,
+        admin_patience,
         errors,
     } = tenant;
     let function = host.function(scenario, number, persona.doorbells(), rng);
@@ -626,6 +678,8 @@ pub(crate) fn start_guest(
     let buffers = buffers(&memory);
     let mut conditions = scenario.conditions(less, rng);
     conditions.patience = patience.unwrap_or(conditions.patience);
+    let admin_patience = admin_patience.or(patience);
+    conditions.admin_patience = admin_patience.unwrap_or(conditions.admin_patience);
     conditions.errors |= errors;
     let machine = Machine {
         memory: memory.clone(),
@@ -813,7 +867,17 @@ pub(crate) fn take_and_give(bar: &InProcess, memory: &GuestMemory, shared: &Shar
             let written = bytes.iter().position(|byte| *byte != TAKEN);
             assert_eq!(written, None, "memory was written after it was taken away");
         }
-        map(&bar.function(), memory, &region);
+        // While one piece is pinned, pollers may have taken up all pieces before it, some of them or none.
+        let pieces = [1, PIECES][rng.below(2) as usize];
+        for piece in 0..pieces {
+            let len = HIGH_LEN / pieces;
+            let piece = Piece {
+                gpa: region.gpa + piece * len,
+                len,
+                fd_offset: region.fd_offset + piece * len,
+            };
+            map_piece(&bar.function(), memory, piece);
+        }
         shared.plugged.store(true, Ordering::Relaxed);
     }
 }

@@ -87,6 +87,7 @@ fn conditions(world: &World, loses_queues: bool, rng: &mut Rng) -> Conditions {
     Conditions {
         rounds: rounds.min(world.less.rounds.unwrap_or(u64::MAX)),
         patience: PATIENCE,
+        admin_patience: PATIENCE,
         errors: false,
         is_kept_waiting: false,
         resets: if loses_queues { 10 } else { 0 },

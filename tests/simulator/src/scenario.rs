@@ -892,7 +892,11 @@ pub(crate) fn trouble(model: &ModelDrive, mut rng: Rng) {
             1 => Effect::Delay(Duration::from_millis(rng.below(20_000))),
             2 => Effect::Fatal,
             3 => Effect::Hang,
-            4 => Effect::CompleteTwice,
+            // A host may give an identifier again after 32 commands.
+            4 => match rng.below(16) {
+                0 => Effect::CompleteTwice,
+                further => Effect::CompleteAgain(further as u16),
+            },
             5 => Effect::CompleteUnknown,
             6 => Effect::Garbage,
             7 => Effect::Fail(status::UNRECOVERED_READ_ERROR, rng.below(2) == 0),

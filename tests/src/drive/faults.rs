@@ -57,6 +57,8 @@ pub enum Effect {
     Vanish,
     /// It is completed, and a moment later completed again.
     CompleteTwice,
+    /// It is completed, and completed again once the drive has taken so many more commands of its queue, at least one.
+    CompleteAgain(u16),
     /// A command that was not sent is completed, too.
     CompleteUnknown,
     /// A completion queue entry of arbitrary bytes, with the phase that is due, comes before its own.

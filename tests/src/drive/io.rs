@@ -82,8 +82,12 @@ impl Controller {
         let outcome = self.execute(sqe);
         // Do Not Retry: media errors stay, and other failures are the host's.
         self.complete(*sq, sqe, outcome, true);
-        if *effect == Some(Effect::CompleteTwice) {
-            self.complete(*sq, sqe, outcome, true);
+        match effect {
+            Some(Effect::CompleteTwice) => self.complete(*sq, sqe, outcome, true),
+            Some(Effect::CompleteAgain(further)) => {
+                self.complete_again(*sq, sqe, outcome, *further);
+            }
+            _ => {}
         }
     }
 

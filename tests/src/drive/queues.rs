@@ -26,6 +26,8 @@ pub(super) struct Sq {
     head: u32,
     tail: u32,
     pub(super) cq: u16,
+    /// Entries to be posted again, each with the number of commands that the drive takes before.
+    again: Vec<(u16, [u64; 2])>,
 }
 
 impl Sq {
@@ -36,7 +38,17 @@ impl Sq {
             head: 0,
             tail: 0,
             cq,
+            again: Vec::new(),
         }
+    }
+
+    /// Takes out the entries that are due, as the drive takes the next command.
+    fn take_again(&mut self) -> Vec<[u64; 2]> {
+        for (further, _) in &mut self.again {
+            *further = further.saturating_sub(1);
+        }
+        let due = self.again.extract_if(.., |(further, _)| *further == 0);
+        due.map(|(_, entry)| entry).collect()
     }
 }
 
@@ -218,6 +230,9 @@ impl Controller {
         };
         let at = sq.base + u64::from(sq.head) * SQE_SIZE as u64;
         sq.head = (sq.head + 1) % sq.entries;
+        if let Some(cq) = self.cqs.get_mut(&sq.cq) {
+            cq.held.extend(sq.take_again());
+        }
         let mut bytes = [0; SQE_SIZE];
         if !self.bus_master || self.iommu.read(at, &mut bytes).is_err() {
             self.complain(format!("Submission queue {id} cannot be read"));
@@ -265,18 +280,22 @@ impl Controller {
         outcome: Result<u32, StatusCode>,
         dnr: bool,
     ) {
-        let (result, code) = match outcome {
-            Ok(result) => (result, status::SUCCESS),
-            Err(code) => (0, code),
-        };
-        let status = u64::from(code.sc) << 49 | u64::from(code.sct) << 57;
-        let dnr = if dnr && code != status::SUCCESS {
-            DNR
-        } else {
-            0
-        };
-        let upper = u64::from(sq) << 16 | u64::from(sqe.cid()) << 32 | status | dnr;
-        self.post(sq, [result.into(), upper]);
+        let entry = entry(sq, sqe, outcome, dnr);
+        self.post(sq, entry);
+    }
+
+    /// Completes a command again, once the drive has taken `further` more commands of its queue.
+    pub(super) fn complete_again(
+        &mut self,
+        sq: u16,
+        sqe: &Sqe,
+        outcome: Result<u32, StatusCode>,
+        further: u16,
+    ) {
+        let entry = entry(sq, sqe, outcome, true);
+        if let Some(sq) = self.sqs.get_mut(&sq) {
+            sq.again.push((further, entry));
+        }
     }
 
     /// Puts an entry into the queue that a Submission Queue completes to, when there is room.
@@ -323,4 +342,20 @@ impl Controller {
         }
         posted
     }
+}
+
+/// Returns the entry that completes a command; `dnr` is Do Not Retry, for one that failed.
+fn entry(sq: u16, sqe: &Sqe, outcome: Result<u32, StatusCode>, dnr: bool) -> [u64; 2] {
+    let (result, code) = match outcome {
+        Ok(result) => (result, status::SUCCESS),
+        Err(code) => (0, code),
+    };
+    let status = u64::from(code.sc) << 49 | u64::from(code.sct) << 57;
+    let dnr = if dnr && code != status::SUCCESS {
+        DNR
+    } else {
+        0
+    };
+    let upper = u64::from(sq) << 16 | u64::from(sqe.cid()) << 32 | status | dnr;
+    [result.into(), upper]
 }

@@ -235,6 +235,23 @@ fn faults_do_what_they_are_called() {
         assert!(found.iter().any(|cqe| cqe.cid() == cid), "{effect:?}");
     }
 
+    // An entry that comes again while the second command after it is in flight.
+    inject(Effect::CompleteAgain(2));
+    let mut submitted = Vec::new();
+    let mut found = Vec::new();
+    while found.len() < 4 {
+        if submitted.len() < 3 && found.len() == submitted.len() {
+            submitted.push(queue.submit(Sqe::flush(1)).unwrap());
+            queue.ring();
+        }
+        found.extend(queue.poll().map(|cqe| cqe.cid()));
+    }
+    queue.ring();
+    submitted.push(submitted[0]);
+    found[2..].sort_unstable();
+    submitted[2..].sort_unstable();
+    assert_eq!(found, submitted);
+
     // Failures of the controller, which a reset cures.
     for effect in [Effect::Fatal, Effect::Hang] {
         let met = drive.counters().faults_met + 1;

@@ -14,6 +14,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,6 +41,9 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Longest pause between write-backs of pages that nothing asks for.
 const WRITE_BACK: Duration = Duration::from_millis(2);
+
+/// Times for which a worker of the kernel loses its processor, in nanoseconds, as powers of two.
+const ABSENCE_BITS: Range<u64> = 14..21;
 
 /// Longest time of a request that is kept: it is cancelled before, at times.
 const KEPT: Duration = Duration::from_secs(14);
@@ -232,7 +236,11 @@ fn carry_out() {
                 if tells && rings.get(&asked.ring).is_none_or(|state| state.is_dead) {
                     kernel.missed = Some(now());
                 }
-                let after = kernel.time();
+                let mut after = kernel.time();
+                // Others sync meanwhile, by the same description, and no error is left for them.
+                if tells {
+                    after += absence();
+                }
                 // A cancellation may have ended a request, and none is added or taken out.
                 let asked = &mut kernel.requests[index];
                 (asked.result, asked.tells) = (Some(result), tells);
@@ -262,6 +270,12 @@ fn carry_out() {
     }
     acted();
     turn(step, [asked.tag, asked.offset]);
+}
+
+/// Returns the time for which a worker loses its processor after its request took effect.
+fn absence() -> Duration {
+    let bits = ABSENCE_BITS.start + random() % (ABSENCE_BITS.end - ABSENCE_BITS.start);
+    Duration::from_nanos(1 << bits)
 }
 
 impl Kernel {

@@ -1,6 +1,6 @@
 //! Tools of an end-to-end check: a bench whose logs are kept if it fails, and functions of booted guests.
 
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -33,6 +33,8 @@ static PROVIDED: LazyLock<Result<(PathBuf, Assets), String>> = LazyLock::new(|| 
 pub(crate) struct Place {
     pub(crate) bench: Bench,
     drives: PathBuf,
+    /// The folder of the drives, locked.
+    _lock: File,
     folder: Option<tempfile::TempDir>,
     has_failed: AtomicBool,
 }
@@ -49,6 +51,14 @@ impl Place {
             .join("e2e")
             .join(name.replace("::", "-"));
         fs::create_dir_all(&drives).map_err(at(&drives))?;
+        let lock = File::open(&drives).map_err(at(&drives))?;
+        lock.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => Failure::from(format!(
+                "Another run uses the drives in {}: wait for its end, or set another CARGO_TARGET_DIR",
+                drives.display()
+            )),
+            TryLockError::Error(source) => at(&drives)(source),
+        })?;
         Ok(Self {
             bench: Bench::new(
                 folder.path().to_owned(),
@@ -57,6 +67,7 @@ impl Place {
                 assets.clone(),
             ),
             drives,
+            _lock: lock,
             folder: Some(folder),
             has_failed: AtomicBool::new(false),
         })

@@ -25,32 +25,31 @@ pub(super) struct PrpHints {
     list: RegionHint,
 }
 
+/// Returns whether the data of a command lies in the page of its first PRP entry, as that of nearly all does.
+#[inline(always)]
+pub(super) const fn is_in_one_page(prp1: u64, len: u64) -> bool {
+    prp1.is_multiple_of(4) && prp1 % PAGE_SIZE + len <= PAGE_SIZE
+}
+
+/// Translates the first PRP entry of a command with [data in its page](is_in_one_page).
+#[inline(always)]
+pub(super) fn translate_page(
+    table: &RegionTable,
+    hints: &mut PrpHints,
+    prp1: u64,
+    len: u64,
+    direction: Direction,
+) -> Result<u64, Failure> {
+    let iova = table.translate(Gpa(prp1), len, direction, &mut hints.data);
+    let outside = Failure::at(Status::DATA_TRANSFER_ERROR, PRP1);
+    Ok(iova.ok_or(outside)?.bits())
+}
+
 /// Translates the PRP entries of a command that transfers `len` bytes, at least one.
 ///
 /// The host controller's list, if it takes one, is built in the slot's part of `lists`.
-#[inline(always)]
-pub(super) fn translate(
-    table: &RegionTable,
-    hints: &mut PrpHints,
-    prps: [u64; 2],
-    len: u64,
-    direction: Direction,
-    lists: &mut ListMemory,
-    slot: u16,
-) -> Result<[u64; 2], Failure> {
-    let [prp1, _] = prps;
-    // Nearly all have their data in one page, and need no more than this.
-    if prp1.is_multiple_of(4) && prp1 % PAGE_SIZE + len <= PAGE_SIZE {
-        let iova = table.translate(Gpa(prp1), len, direction, &mut hints.data);
-        let outside = Failure::at(Status::DATA_TRANSFER_ERROR, PRP1);
-        return Ok([iova.ok_or(outside)?.bits(), 0]);
-    }
-    translate_pages(table, hints, prps, len, direction, lists, slot)
-}
-
-/// As [`translate`], of commands whose data may lie in several pages.
 #[inline(never)]
-fn translate_pages(
+pub(super) fn translate(
     table: &RegionTable,
     hints: &mut PrpHints,
     [prp1, prp2]: [u64; 2],

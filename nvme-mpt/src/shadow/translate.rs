@@ -277,7 +277,7 @@ impl Translator {
         host: &mut Sqe,
     ) -> Result<(), Failure> {
         if guest.cdw0.psdt() == Psdt::PRP {
-            host.dptr = self.prps(guest, len, direction, slot)?;
+            self.prps(guest, len, direction, slot, host)?;
         } else {
             let hint = &mut self.sgl_hint;
             host.cdw0 = host.cdw0.with_psdt(Psdt::SGL_MPTR_BUFFER);
@@ -294,7 +294,7 @@ impl Translator {
         Ok(())
     }
 
-    /// Translates PRPs. Returns those for the host controller.
+    /// Translates PRPs into `host`.
     #[inline(always)]
     fn prps(
         &mut self,
@@ -302,16 +302,18 @@ impl Translator {
         len: u64,
         direction: Direction,
         slot: u16,
-    ) -> Result<[u64; 2], Failure> {
-        prp::translate(
-            &self.table,
-            &mut self.prp_hints,
-            guest.dptr,
-            len,
-            direction,
-            &mut self.lists,
-            slot,
-        )
+        host: &mut Sqe,
+    ) -> Result<(), Failure> {
+        let (table, hints) = (&self.table, &mut self.prp_hints);
+        // Each way stores its result itself: one place for both would have it copied once more.
+        if prp::is_in_one_page(guest.prp1(), len) {
+            let prp1 = prp::translate_page(table, hints, guest.prp1(), len, direction)?;
+            host.dptr = [prp1, 0];
+        } else {
+            let lists = &mut self.lists;
+            host.dptr = prp::translate(table, hints, guest.dptr, len, direction, lists, slot)?;
+        }
+        Ok(())
     }
 
     /// Translates a Read or a Write. `PRPS` is true if its data is known to have PRPs.
@@ -339,7 +341,7 @@ impl Translator {
         host.set_cdw10_11(slba.0);
         host.cdw12 = guest.cdw12 & READ_WRITE_CDW12;
         if PRPS {
-            host.dptr = self.prps(guest, len, direction, slot)?;
+            self.prps(guest, len, direction, slot, host)?;
         } else {
             self.data(guest, len, direction, slot, host)?;
         }

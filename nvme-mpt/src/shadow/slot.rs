@@ -5,7 +5,7 @@ use crate::host::DataPointer;
 use crate::memory::Room;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
-use crate::spec::sqe::Sqe;
+use crate::spec::sqe::{Cdw0, Sqe};
 
 /// Work that the end of a command has to do, which hardly any command has: one look tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,12 +34,10 @@ impl Special {
 /// A command in flight.
 #[derive(Debug, Default)]
 pub(crate) struct Slot {
-    /// The guest's identifier of the command.
-    pub(crate) cid: CommandId,
+    /// Dword 0 as the guest has it: opcode and identifier.
+    cdw0: Cdw0,
     /// Which of the shadow queue's Submission Queues it came from.
     pub(crate) sq: u16,
-    /// As the NVM Command Set names it: Store and Retrieve of a key value namespace are its Write and Read.
-    pub(crate) opcode: NvmOpcode,
     /// Room for the completion, from [`Permit::occupy`] to [`Slots::release`].
     room: Option<Room>,
     /// While it is free, the number of the free slot that is taken after it.
@@ -58,6 +56,19 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
+    /// Returns the guest's identifier of the command.
+    #[inline(always)]
+    pub(crate) const fn cid(&self) -> CommandId {
+        self.cdw0.cid()
+    }
+
+    /// Returns the opcode as the NVM Command Set names it: Store and Retrieve of a key value namespace are its Write and
+    /// Read.
+    #[inline(always)]
+    pub(crate) const fn opcode(&self) -> NvmOpcode {
+        NvmOpcode(self.cdw0.opcode())
+    }
+
     /// Returns the place of the command's data for the host controller.
     pub(crate) fn data(&self) -> DataPointer {
         DataPointer::of(&self.host)
@@ -77,9 +88,8 @@ pub(crate) struct Permit<'a> {
 #[derive(Debug)]
 pub(crate) struct Taken {
     pub(crate) room: Room,
-    pub(crate) cid: CommandId,
+    pub(crate) cdw0: Cdw0,
     pub(crate) sq: u16,
-    pub(crate) opcode: NvmOpcode,
     pub(crate) bytes: u32,
     pub(crate) slba: u64,
     pub(crate) taken: Ticks,
@@ -98,16 +108,14 @@ impl<'a> Permit<'a> {
         let Self { slot, free, .. } = self;
         let Taken {
             room,
-            cid,
+            cdw0,
             sq,
-            opcode,
             bytes,
             slba,
             taken,
         } = command;
-        slot.cid = cid;
+        slot.cdw0 = cdw0;
         slot.sq = sq;
-        slot.opcode = opcode;
         slot.room = Some(room);
         slot.bytes = bytes;
         slot.slba = slba;
@@ -267,9 +275,8 @@ mod tests {
         let size = RingSize::new(2).expect("entries");
         permit.occupy(Taken {
             room: CompletionIndices::new(size).reserve().expect("room"),
-            cid,
+            cdw0: Cdw0::default().with_cid(cid),
             sq: 0,
-            opcode: NvmOpcode::READ,
             bytes: 0,
             slba: 0,
             taken: Ticks(0),
@@ -285,16 +292,16 @@ mod tests {
         assert_eq!(occupy(&mut slots, CommandId(8)), 1);
         let in_flight = slots
             .in_flight_mut()
-            .map(|(number, slot)| (number, slot.cid.0));
+            .map(|(number, slot)| (number, slot.cid().0));
         assert_eq!(in_flight.collect::<Vec<_>>(), [(0, 7), (1, 8)]);
         assert_eq!(
-            slots.release(1).map(|(slot, _)| slot.cid),
+            slots.release(1).map(|(slot, _)| slot.cid()),
             Some(CommandId(8))
         );
         assert!(slots.release(1).is_none());
         assert!(slots.release(99).is_none());
         assert_eq!(
-            slots.release(0).map(|(slot, _)| slot.cid),
+            slots.release(0).map(|(slot, _)| slot.cid()),
             Some(CommandId(7))
         );
         assert_eq!((slots.in_flight(), slots.free()), (0, 3));

@@ -20,7 +20,7 @@ use crate::spec::opcode::DataTransfer;
 #[cold]
 pub(super) fn note_completed(slot: &Slot, memory: HostMemory<'_>, departures: &HeldDepartures) {
     // Of every command set, these alone write into the VM's memory.
-    let writes = DataTransfer::of_opcode(slot.opcode.0) == DataTransfer::ControllerToHost;
+    let writes = DataTransfer::of_opcode(slot.opcode().0) == DataTransfer::ControllerToHost;
     if !writes || slot.bytes == 0 {
         return;
     }

@@ -43,7 +43,6 @@ use crate::processor_time::{Bill, ProcessorTime};
 use crate::shadow::TranslatedQueue;
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
-use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::stats::StatusCounters;
 
@@ -575,9 +574,8 @@ impl ShadowCore {
                 Ok(transfer) => {
                     let command = Taken {
                         room,
-                        cid: guest.cid(),
+                        cdw0: guest.cdw0,
                         sq: index as u16,
-                        opcode: NvmOpcode(guest.opcode()),
                         bytes: transfer,
                         slba: H::Commands::named_lba(&guest),
                         taken,
@@ -952,9 +950,8 @@ fn not_one_command<H: TranslatedQueue>(
         Ok(bytes) => {
             let whole = permit.occupy_in_parts(Taken {
                 room,
-                cid: guest.cid(),
+                cdw0: guest.cdw0,
                 sq: sq_index,
-                opcode: NvmOpcode(guest.opcode()),
                 bytes,
                 slba: H::Commands::named_lba(guest),
                 taken,

@@ -88,14 +88,14 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
         }
         let HostCompletion { status, dw0, .. } = completion;
         let command = CompletedCommand {
-            opcode: slot.opcode,
+            opcode: slot.opcode(),
             slba: slot.slba,
             bytes: slot.bytes,
             status,
             dw0,
         };
         let (dw0, dw1) = H::Commands::result(self.translator, &command);
-        let entry = Cqe::new(sq.qid, sq.head.get() as u16, slot.cid, status, dw0, dw1);
+        let entry = Cqe::new(sq.qid, sq.head.get() as u16, slot.cid(), status, dw0, dw1);
         if self.condition == Condition::Sound {
             self.cq.publish(entry, room);
             if LIVE && let Some(live) = self.live {
@@ -170,7 +170,7 @@ fn report_failure(context: &QueueContext, sq: &SubmissionQueue, slot: &Slot, sta
     }
     context.events.report(Event::CommandFailed(ErrorEntry {
         sqid: sq.qid,
-        cid: slot.cid,
+        cid: slot.cid(),
         status,
         lba: slot.slba,
         nsid: crate::seam::GUEST_NSID,

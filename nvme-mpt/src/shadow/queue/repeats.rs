@@ -10,7 +10,6 @@ use crate::shadow::TranslatedQueue;
 use crate::shadow::slot::Taken;
 use crate::shadow::{CommandSet, Failure};
 use crate::spec::ids::QueueId;
-use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
@@ -99,9 +98,8 @@ impl ShadowCore {
         match H::Commands::translate(translator, command, number, host) {
             Ok(bytes) => batch.submit_again(permit.occupy(Taken {
                 room,
-                cid: command.cid(),
+                cdw0: command.cdw0,
                 sq: index as u16,
-                opcode: NvmOpcode(command.opcode()),
                 bytes,
                 slba: H::Commands::named_lba(command),
                 taken,

@@ -22,6 +22,7 @@ use crate::range::LbaRange;
 use crate::seam::{CqConfig, SqConfig};
 use crate::shadow::Nsids;
 use crate::spec::ids::{CommandId, Lba, Nsid};
+use crate::spec::opcode::NvmOpcode;
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;

@@ -39,9 +39,12 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
     pub(super) is_cut_short: bool,
     /// Number of completions.
     pub(super) completed: u32,
-    /// When the first of them was posted.
+    /// When the first of them was posted, or [`NOT_YET`].
     pub(super) now: Ticks,
 }
+
+/// Time of the first completion before there is one.
+pub(super) const NOT_YET: Ticks = Ticks(0);
 
 impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
     for &mut Posting<'_, H, SPECIAL, LIVE>
@@ -72,7 +75,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
         let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
             return;
         };
-        if self.condition == Condition::Failed {
+        if SPECIAL && self.condition == Condition::Failed {
             return;
         }
         if !completion.status.is_success() {
@@ -87,30 +90,31 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             report_failure(self.context, sq, slot, completion.status);
         }
         let HostCompletion { status, dw0, .. } = completion;
-        let command = CompletedCommand {
+        // Made once more where it is used again: what is read before the guest has its completion has to be kept until then.
+        let command = |slot: &Slot| CompletedCommand {
             opcode: slot.opcode(),
             slba: slot.slba,
             bytes: slot.bytes,
             status,
             dw0,
         };
-        let (dw0, dw1) = H::Commands::result(self.translator, &command);
+        let (dw0, dw1) = H::Commands::result(self.translator, &command(slot));
         let entry = Cqe::new(sq.qid, sq.head.get() as u16, slot.cid(), status, dw0, dw1);
-        if self.condition == Condition::Sound {
+        if SPECIAL && self.condition != Condition::Sound {
+            self.held.push((entry, room));
+        } else {
             self.cq.publish(entry, room);
             if LIVE && let Some(live) = self.live {
                 live.clear(completion.slot);
             }
-        } else {
-            self.held.push((entry, room));
         }
         // The guest has its completion; what follows nobody waits for.
-        if self.completed == 1 {
+        if self.now == NOT_YET {
             self.now = Ticks::now();
         }
         count(
             &sq.counters,
-            H::Commands::traffic(&command),
+            H::Commands::traffic(&command(slot)),
             self.now.since(slot.taken),
         );
     }

@@ -156,7 +156,7 @@ impl HostCompletionRing {
         );
         let [low, high] = self.entry(self.head.get());
         let high = CqeHigh(u64::from_le(high.load(Ordering::Acquire)));
-        if high.phase() != self.head.phase() {
+        if !high.has_tag(self.head.tag()) {
             return None;
         }
         #[cfg(simulation)]

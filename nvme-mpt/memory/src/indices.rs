@@ -5,6 +5,8 @@
 
 use std::num::NonZero;
 
+use nvme_spec::cqe::PhaseTag;
+
 /// Number of a queue's entries, with the arithmetic of indices below it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingSize(NonZero<u32>);
@@ -121,7 +123,7 @@ impl RingIndex {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhasedIndex {
     index: RingIndex,
-    phase: bool,
+    tag: PhaseTag,
 }
 
 impl PhasedIndex {
@@ -134,7 +136,10 @@ impl PhasedIndex {
     /// Index of any entry, with the Phase Tag of its round.
     #[must_use]
     pub const fn at(index: RingIndex, phase: bool) -> Self {
-        Self { index, phase }
+        Self {
+            index,
+            tag: PhaseTag::new(phase),
+        }
     }
 
     /// Returns the size of the queue.
@@ -155,14 +160,21 @@ impl PhasedIndex {
     #[inline]
     #[must_use]
     pub const fn phase(self) -> bool {
-        self.phase
+        self.tag.phase()
+    }
+
+    /// As [`Self::phase`], in its place in an entry.
+    #[inline]
+    #[must_use]
+    pub const fn tag(self) -> PhaseTag {
+        self.tag
     }
 
     /// Moves on to the next entry.
     #[inline]
     pub const fn advance(&mut self) {
         if self.index.advance() {
-            self.phase = !self.phase;
+            self.tag = self.tag.inverted();
         }
     }
 }

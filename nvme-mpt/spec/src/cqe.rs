@@ -41,6 +41,50 @@ bit_field! {
     }
 }
 
+/// A Phase Tag in its place in a [`CqeHigh`], which is set or compared without a shift.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PhaseTag(u64);
+
+impl PhaseTag {
+    const BIT: u64 = CqeHigh(0).with_phase(true).0;
+
+    /// A Phase Tag with this value.
+    #[must_use]
+    pub const fn new(phase: bool) -> Self {
+        Self(CqeHigh(0).with_phase(phase).0)
+    }
+
+    /// Returns its value.
+    #[inline]
+    #[must_use]
+    pub const fn phase(self) -> bool {
+        self.0 != 0
+    }
+
+    /// Returns the tag of the rounds before and after.
+    #[inline]
+    #[must_use]
+    pub const fn inverted(self) -> Self {
+        Self(self.0 ^ Self::BIT)
+    }
+}
+
+impl CqeHigh {
+    /// Returns whether its Phase Tag is this one.
+    #[inline]
+    #[must_use]
+    pub const fn has_tag(self, tag: PhaseTag) -> bool {
+        (self.0 ^ tag.0) & PhaseTag::BIT == 0
+    }
+
+    /// This value with its Phase Tag replaced.
+    #[inline]
+    #[must_use]
+    pub const fn with_tag(self, tag: PhaseTag) -> Self {
+        Self(self.0 & !PhaseTag::BIT | tag.0)
+    }
+}
+
 impl Cqe {
     /// An entry with its phase tag clear.
     #[inline]
@@ -70,6 +114,16 @@ impl Cqe {
         Self {
             low: self.low,
             high: self.high.with_phase(phase),
+        }
+    }
+
+    /// As [`Self::with_phase`], of a tag in its place.
+    #[inline]
+    #[must_use]
+    pub const fn with_tag(self, tag: PhaseTag) -> Self {
+        Self {
+            low: self.low,
+            high: self.high.with_tag(tag),
         }
     }
 

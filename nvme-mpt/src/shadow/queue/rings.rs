@@ -182,8 +182,7 @@ impl CompletionQueue {
     #[inline]
     pub(super) fn publish(&mut self, entry: Cqe, room: Room) {
         let tail = self.indices.tail();
-        self.ring
-            .publish(tail.get(), entry.with_phase(tail.phase()));
+        self.ring.publish(tail.get(), entry.with_tag(tail.tag()));
         self.indices.spend(room);
     }
 }

@@ -47,6 +47,13 @@ impl HostSubmissionRing {
         self.tail.get()
     }
 
+    /// Returns the number of entries that were written since the tail was there.
+    #[inline]
+    #[must_use]
+    pub fn written_since(&self, tail: u32) -> u32 {
+        self.tail.size().distance(tail, self.tail.get())
+    }
+
     /// Writes an entry at the tail, with this Command Identifier in place of its own. The drive may
     /// read it once the doorbell says so.
     #[inline]
@@ -138,6 +145,13 @@ impl HostCompletionRing {
         self.head.get()
     }
 
+    /// Returns the number of entries that were taken since the head was there.
+    #[inline]
+    #[must_use]
+    pub fn taken_since(&self, head: u32) -> u32 {
+        self.head.size().distance(head, self.head.get())
+    }
+
     /// Returns the Phase Tag of the entry that is read next.
     #[must_use]
     pub fn phase(&self) -> bool {
@@ -219,7 +233,7 @@ mod tests {
         };
         entry.set_cid(CommandId(5));
         for index in 0..64 {
-            assert_eq!(ring.tail(), index);
+            assert_eq!((ring.tail(), ring.written_since(0)), (index, index));
             let cid = CommandId(0xFF00 | index as u16);
             ring.push(&entry, cid);
             let read = drive.read(index);
@@ -247,6 +261,7 @@ mod tests {
                 assert_eq!((ring.take(), ring.head()), (None, index));
                 drive.publish(index, entry.with_phase(phase));
                 assert_eq!(ring.take(), Some(entry.with_phase(phase)));
+                assert_eq!(ring.taken_since(index), 1);
             }
         }
         drive.publish(0, entry.with_phase(false));

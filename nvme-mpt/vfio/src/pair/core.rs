@@ -14,7 +14,7 @@
 use std::sync::{Arc, Weak};
 
 use super::Shared;
-use super::flight::{Flight, Flights, Landing, LateCommand};
+use super::flight::{Flight, Flights, Landing, LateCommand, PLAIN};
 use super::governor::{Governor, Window};
 use super::member::{Member, Waiting};
 use super::rings::{PairDoorbells, Rings};
@@ -78,7 +78,7 @@ pub(super) struct Core {
     borrowers: usize,
     /// Members of which the drive gets no command any more.
     revoked: usize,
-    /// True if there is one member, which stays and may use the drive.
+    /// True if there is one member, which stays and may use the drive, and whose commands can go by their slots.
     is_lone: bool,
     /// Moves that their queues have not seen yet.
     moves: Moves,
@@ -131,7 +131,12 @@ impl Core {
     }
 
     fn note_members(&mut self) {
-        self.is_lone = self.count == 1 && self.departing == 0 && self.revoked == 0;
+        let go_by_slots = |member: &Member| usize::from(member.queue.slots) <= PLAIN;
+        let mut members = self.members.iter().flatten();
+        self.is_lone = self.count == 1
+            && self.departing == 0
+            && self.revoked == 0
+            && members.all(|member| go_by_slots(member));
     }
 
     /// A new member, which borrows the pair from its queues. Returns its number.
@@ -333,20 +338,17 @@ impl Core {
         if !limit.is_whole(sqe) {
             return false;
         }
-        let Some(cid) = self.flights.take_off(sqe.cid().0, now) else {
-            return false;
-        };
+        let cid = self.flights.take_off(sqe.cid().0, now);
         self.rings.push(sqe, cid);
         true
     }
 
-    /// Tells the drive of what went straight to the ring, since so many commands were in flight.
-    /// Returns how many it was.
+    /// Counts what went straight to the ring since its tail was there. Returns how many commands it was.
     #[inline]
-    pub(super) fn ring(&mut self, before: usize) -> usize {
-        let count = self.flights.in_flight() - before;
+    pub(super) fn count_direct(&mut self, tail: u32) -> usize {
+        let count = self.rings.written_since(tail);
+        self.flights.count_plain(count);
         self.stats.commands += count as u64;
-        self.rings.ring();
         count
     }
 
@@ -569,7 +571,7 @@ impl Core {
         clock: impl Fn() -> Ticks,
         taker: &mut impl CompletionTaker,
     ) -> usize {
-        let before = self.flights.in_flight();
+        let head = self.rings.head();
         // Each command completes once, so a drive that posts without end does not keep us here.
         let other = loop {
             let Some(entry) = self.rings.next() else {
@@ -584,7 +586,8 @@ impl Core {
                 dw0: entry.dw0(),
             });
         };
-        let count = before - self.flights.in_flight();
+        let count = self.rings.taken_since(head) - usize::from(other.is_some());
+        self.flights.count_landed_plain(count);
         if let Some(entry) = other {
             self.harvest(Some(entry), || Some(clock()));
         }

@@ -22,7 +22,7 @@ const SPECIAL: u16 = 1 << INDEX_BITS;
 const USE: u16 = SPECIAL << 1;
 
 /// Most commands of a member that go by their slots.
-const PLAIN: usize = 1 << INDEX_BITS;
+pub(super) const PLAIN: usize = 1 << INDEX_BITS;
 
 /// Record of every command: little, as it is written for each.
 #[derive(Clone, Copy, Debug)]
@@ -35,19 +35,34 @@ struct Entry {
 const _: () = assert!(size_of::<Entry>() == 16);
 
 /// The Command Identifier of the command that is in flight, and nothing but that while all is as
-/// usual: so one comparison tells whether a completion is for it.
+/// usual: so one comparison tells whether a completion is for it. While there is none, the identifier is the next one's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tag(u32);
 
 impl Tag {
-    /// There is none in flight; the identifier is the last one's.
-    const FREE: u32 = 1 << 16;
+    /// There is none in flight.
+    const FREE: u32 = 1 << 17;
     /// The drive was asked to abort it.
-    const ABORTED: u32 = 1 << 17;
+    const ABORTED: u32 = 1 << 18;
     /// It was reported as overdue.
-    const REPORTED: u32 = 1 << 18;
+    const REPORTED: u32 = 1 << 19;
     /// The drive has an Abort of it, which may still abort whatever has the identifier.
-    const HELD: u32 = 1 << 19;
+    const HELD: u32 = 1 << 20;
+
+    /// Tag of an entry whose last command had this identifier.
+    #[inline]
+    fn after(cid: CommandId) -> Self {
+        // A carry ends in bit 16, which has no meaning.
+        Self(u32::from(cid.0) + (u32::from(USE) | Self::FREE))
+    }
+
+    /// Returns the identifier of the command that is in flight, or was last.
+    fn last_cid(self) -> CommandId {
+        match self.has(Self::FREE) {
+            true => CommandId(self.cid().0.wrapping_sub(USE)),
+            false => self.cid(),
+        }
+    }
 
     #[inline]
     fn cid(self) -> CommandId {
@@ -64,22 +79,22 @@ impl Entry {
     fn new(cid: u16) -> Self {
         Self {
             submitted: Ticks::default(),
-            tag: Tag(u32::from(cid) | Tag::FREE),
+            tag: Tag::after(CommandId(cid)),
         }
     }
 
     /// Takes up a command, with an identifier that the last one here did not have.
     #[inline]
     fn occupy(&mut self, submitted: Ticks) -> CommandId {
-        let cid = self.tag.cid().0.wrapping_add(USE);
-        self.tag = Tag(cid.into());
+        let cid = self.tag.cid();
+        self.tag = Tag(cid.0.into());
         self.submitted = submitted;
-        CommandId(cid)
+        cid
     }
 
     #[inline]
     fn vacate(&mut self) {
-        self.tag.0 |= Tag::FREE;
+        self.tag = Tag(Tag::after(self.tag.cid()).0 | self.tag.0 & Tag::HELD);
     }
 
     fn is_in_flight(&self) -> bool {
@@ -151,7 +166,7 @@ pub(super) enum Landing {
 #[derive(Debug)]
 pub(super) struct Flights {
     /// Commands whose end needs no more than to be told to their member, by slot.
-    plain: Box<[Entry; PLAIN]>,
+    plain: [Entry; PLAIN],
     /// Owner.
     owner: u16,
     /// Member with commands that may go by their slots now: the owner, unless an identifier of a slot is held.
@@ -177,7 +192,7 @@ impl Flights {
     pub(super) fn new(room: u16) -> Self {
         debug_assert!(room <= INDEX_MASK, "index and count share an identifier");
         Self {
-            plain: Box::new(std::array::from_fn(|slot| Entry::new(slot as u16))),
+            plain: std::array::from_fn(|slot| Entry::new(slot as u16)),
             owner: 0,
             user: 0,
             held_slots: 0,
@@ -238,13 +253,24 @@ impl Flights {
         is_unused
     }
 
-    /// Takes up a command of the member that [owns](Self::own) the slots, while there is
-    /// [room](Self::free). Returns its identifier; `None` for a slot too high.
+    /// Takes up a command of the member that [owns](Self::own) the slots, which are [`PLAIN`] at most, while there is
+    /// [room](Self::free). Returns its identifier. [`Self::count_plain`] counts it.
     #[inline]
-    pub(super) fn take_off(&mut self, slot: u16, now: Ticks) -> Option<CommandId> {
-        let entry = self.plain.get_mut(usize::from(slot))?;
-        self.in_flight += 1;
-        Some(entry.occupy(now))
+    pub(super) fn take_off(&mut self, slot: u16, now: Ticks) -> CommandId {
+        debug_assert!(slot <= INDEX_MASK);
+        self.plain[usize::from(slot & INDEX_MASK)].occupy(now)
+    }
+
+    /// Counts commands that [took off](Self::take_off).
+    #[inline]
+    pub(super) fn count_plain(&mut self, commands: usize) {
+        self.in_flight += commands;
+    }
+
+    /// Counts commands that [landed](Self::land_plain).
+    #[inline]
+    pub(super) fn count_landed_plain(&mut self, commands: usize) {
+        self.in_flight -= commands;
     }
 
     /// Takes up any other command, if there is room.
@@ -260,7 +286,7 @@ impl Flights {
     }
 
     /// Takes a command down that the drive has completed, and returns its slot. Does so only if there
-    /// is no more to the command's end than to tell its member.
+    /// is no more to the command's end than to tell its member. [`Self::count_landed_plain`] counts it.
     #[inline]
     pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
         let slot = cid.0 & INDEX_MASK;
@@ -268,8 +294,7 @@ impl Flights {
         if entry.tag != Tag(cid.0.into()) {
             return None;
         }
-        entry.vacate();
-        self.in_flight -= 1;
+        entry.tag = Tag::after(cid);
         Some(slot)
     }
 
@@ -366,7 +391,7 @@ impl Flights {
 
     /// The drive has answered the Abort of a command, or was never asked.
     pub(super) fn end_abort(&mut self, late: &LateCommand) {
-        let is_it = |entry: &Entry| entry.tag.cid() == late.cid;
+        let is_it = |entry: &Entry| entry.tag.last_cid() == late.cid;
         self.let_go(late.cid.0 & SPECIAL != 0, late.cid.0 & INDEX_MASK, is_it);
     }
 
@@ -418,8 +443,17 @@ mod tests {
             flights.take_off_special(flight, now).expect("room")
         } else {
             assert!(flights.own(3));
-            flights.take_off(slot, now).expect("a slot")
+            let cid = flights.take_off(slot, now);
+            flights.count_plain(1);
+            cid
         }
+    }
+
+    /// Takes a command down as one that there is no more to.
+    fn land_plain(flights: &mut Flights, cid: CommandId) -> Option<u16> {
+        let slot = flights.land_plain(cid);
+        flights.count_landed_plain(slot.iter().count());
+        slot
     }
 
     /// Returns slot and status of a landing, as its member gets them.
@@ -451,16 +485,16 @@ mod tests {
             assert_eq!(landed, Some((7, Status::SUCCESS)));
             assert_eq!((flights.in_flight(), flights.free()), (0, 2));
             assert!(flights.land(first, Status::SUCCESS).is_none(), "twice");
-            assert!(flights.land_plain(first).is_none());
+            assert!(land_plain(&mut flights, first).is_none());
             let second = take_off(&mut flights, 7, special, Ticks(2));
             assert_ne!(first, second);
             assert!(flights.land(first, Status::SUCCESS).is_none(), "late");
-            assert!(flights.land_plain(first).is_none());
+            assert!(land_plain(&mut flights, first).is_none());
             for unknown in [0, 2, SPECIAL, SPECIAL | 2, 0x7FF, 0xFFFF].map(CommandId) {
                 assert!(flights.land(unknown, Status::SUCCESS).is_none());
-                assert!(flights.land_plain(unknown).is_none());
+                assert!(land_plain(&mut flights, unknown).is_none());
             }
-            let slot = flights.land_plain(second);
+            let slot = land_plain(&mut flights, second);
             assert_eq!(slot, (!special).then_some(7));
         }
     }
@@ -478,7 +512,7 @@ mod tests {
                 .is_none()
         );
         assert_eq!(flights.cids(), [plain, special]);
-        assert_eq!(flights.land_plain(plain), Some(0));
+        assert_eq!(land_plain(&mut flights, plain), Some(0));
         assert_eq!(flights.free(), 1);
     }
 
@@ -488,9 +522,8 @@ mod tests {
         let cid = take_off(&mut flights, 1, false, Ticks(1));
         assert!(!flights.own(2));
         assert!(flights.own(3));
-        assert_eq!(flights.land_plain(cid), Some(1));
+        assert_eq!(land_plain(&mut flights, cid), Some(1));
         assert!(flights.own(2));
-        assert!(flights.take_off(PLAIN as u16, Ticks(1)).is_none());
         assert_eq!(flights.in_flight(), 0);
     }
 
@@ -506,7 +539,10 @@ mod tests {
             assert_eq!(late.cid(), cid);
             assert!(flights.overdue(Ticks(99), 5).is_empty(), "reported once");
             assert!(flights.begin_abort(&late));
-            assert!(flights.land_plain(cid).is_none(), "there is more to it");
+            assert!(
+                land_plain(&mut flights, cid).is_none(),
+                "there is more to it"
+            );
             let status = Status::ABORT_REQUESTED.with_dnr(true);
             let landed = told(flights.land(cid, status));
             assert_eq!(landed, Some((1, Status::COMMAND_INTERRUPTED)));

@@ -199,8 +199,8 @@ pub struct VfioBatch<'a> {
 struct Direct<'a> {
     core: MutexGuard<'a, Core>,
     limit: WholeLimit,
-    /// Number of commands in flight before.
-    before: usize,
+    /// Tail of the ring before those that are not counted.
+    tail: u32,
 }
 
 impl VfioBatch<'_> {
@@ -216,23 +216,22 @@ impl HostBatch for VfioBatch<'_> {
     #[inline]
     fn announce(&mut self, count: u32, taken: Ticks) {
         self.taken = taken;
-        let (mut core, before) = match self.direct.take() {
-            Some(Direct { core, before, .. }) => (core, Some(before)),
+        let mut core = match self.direct.take() {
+            Some(Direct { mut core, tail, .. }) => {
+                *self.outstanding += core.count_direct(tail) as u32;
+                core
+            }
             // Most likely another member of the pair has the lock.
             None => match self.shared.try_lock() {
-                Some(core) => (core, None),
+                Some(core) => core,
                 None => return,
             },
         };
         if let Some(limit) = core.takes_directly(self.member, count, taken) {
-            let before = before.unwrap_or(core.in_flight());
-            self.direct = Some(Direct {
-                core,
-                limit,
-                before,
-            });
-        } else if let Some(before) = before {
-            *self.outstanding += core.ring(before) as u32;
+            let tail = core.rings.tail();
+            self.direct = Some(Direct { core, limit, tail });
+        } else {
+            core.rings.ring();
         }
     }
 
@@ -257,11 +256,9 @@ impl HostBatch for VfioBatch<'_> {
             direct,
             taken,
         } = self;
-        if let Some(Direct {
-            mut core, before, ..
-        }) = direct
-        {
-            *outstanding += core.ring(before) as u32;
+        if let Some(Direct { mut core, tail, .. }) = direct {
+            *outstanding += core.count_direct(tail) as u32;
+            core.rings.ring();
         }
         if !staged.is_empty() {
             let mut core = shared.lock();

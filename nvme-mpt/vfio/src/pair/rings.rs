@@ -100,6 +100,18 @@ impl Rings {
         self.sq.push(entry, cid);
     }
 
+    /// Index of the entry that is written next.
+    #[inline]
+    pub(super) fn tail(&self) -> u32 {
+        self.sq.tail()
+    }
+
+    /// Returns the number of entries that were written since the tail was there, fewer than there are.
+    #[inline]
+    pub(super) fn written_since(&self, tail: u32) -> usize {
+        self.sq.written_since(tail) as usize
+    }
+
     /// Rings the Submission Queue's doorbell, if there is something new.
     #[inline]
     pub(super) fn ring(&mut self) {
@@ -114,6 +126,18 @@ impl Rings {
     #[inline]
     pub(super) fn next(&mut self) -> Option<Cqe> {
         self.cq.take()
+    }
+
+    /// Index of the completion that is read next.
+    #[inline]
+    pub(super) fn head(&self) -> u32 {
+        self.cq.head()
+    }
+
+    /// Returns the number of completions that were taken since the head was there, fewer than there are entries.
+    #[inline]
+    pub(super) fn taken_since(&self, head: u32) -> usize {
+        self.cq.taken_since(head) as usize
     }
 
     /// Tells the drive how far the Completion Queue was read, if that is news.

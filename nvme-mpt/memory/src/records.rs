@@ -101,15 +101,28 @@ impl SlotRecords {
                 Self::word(record, index).write_volatile(word);
             }
         }
-        self.set_mark(slot, mark);
+        Self::store_mark(record, slot, mark);
     }
 
     /// Stores a mark, between all that comes before it in the program and all that follows.
     #[inline(always)]
     pub fn set_mark(&self, slot: u16, mark: u64) {
+        Self::store_mark(self.at(slot), slot, mark);
+    }
+
+    /// As [`Self::set_mark`], in the record of the slot.
+    #[inline(always)]
+    #[cfg_attr(
+        not(simulation),
+        expect(
+            unused_variables,
+            reason = "the simulator alone has a use for the slot"
+        )
+    )]
+    fn store_mark(record: *mut Record, slot: u16, mark: u64) {
         #[cfg(simulation)]
         crate::simulation::turn(crate::simulation::Step::Mark, [slot.into(), mark]);
-        let place = Self::word(self.at(slot), MARK);
+        let place = Self::word(record, MARK);
         compiler_fence(Ordering::SeqCst);
         // SAFETY: the mark is aligned and lies in its record, as in `record`.
         unsafe { AtomicU64::from_ptr(place) }.store(mark.to_le(), Ordering::Relaxed);

@@ -544,6 +544,10 @@ impl ShadowCore {
             ..
         } = self;
         let live = live.as_ref().filter(|_| LIVE);
+        if LIVE && !SPECIAL && live.is_none() {
+            // There is none such. Without this, each command of a pass that writes live state asks whether there is any.
+            return false;
+        }
         let Some(sq) = sqs.get_mut(index) else {
             return false;
         };
@@ -718,10 +722,15 @@ impl ShadowCore {
             is_cut_short,
             ..
         } = self;
+        let live = live.as_ref().filter(|_| LIVE);
+        if LIVE && !SPECIAL && live.is_none() {
+            // As in `take`.
+            return false;
+        }
         let mut posting = Posting::<H, SPECIAL, LIVE> {
             kind: PhantomData,
             cq,
-            live: live.as_ref().filter(|_| LIVE),
+            live,
             sqs,
             slots,
             context,

@@ -281,6 +281,13 @@ impl CompletionIndices {
         self.size().distance(self.head, self.tail.get())
     }
 
+    /// Returns the number of entries that were filled since the tail was there.
+    #[inline]
+    #[must_use]
+    pub const fn filled_since(&self, tail: PhasedIndex) -> u32 {
+        self.size().distance(tail.get(), self.tail.get())
+    }
+
     /// Returns the number of entries that can be reserved.
     #[inline]
     #[must_use]
@@ -427,6 +434,7 @@ mod tests {
                             assert_eq!(tail.phase(), (count / ENTRIES).is_multiple_of(2));
                             count += 1;
                             queue.spend(room);
+                            assert_eq!(queue.filled_since(tail), 1);
                             posted.push_back(tail.get());
                         }
                     }

@@ -727,6 +727,7 @@ impl ShadowCore {
             // As in `take`.
             return false;
         }
+        let tail = cq.indices.tail();
         let mut posting = Posting::<H, SPECIAL, LIVE> {
             kind: PhantomData,
             cq,
@@ -746,6 +747,11 @@ impl ShadowCore {
         };
         give(translator.memory(), &mut posting);
         let Posting { completed, now, .. } = posting;
+        let completed = if SPECIAL {
+            completed
+        } else {
+            cq.indices.filled_since(tail)
+        };
         if completed == 0 {
             return false;
         }

@@ -37,7 +37,7 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
     pub(super) is_logged: bool,
     /// True if the queue's commands begin no further step.
     pub(super) is_cut_short: bool,
-    /// Number of completions.
+    /// Number of completions in special passes. Those of others are what the Completion Queue was filled with.
     pub(super) completed: u32,
     /// When the first of them was posted, or [`NOT_YET`].
     pub(super) now: Ticks,
@@ -55,7 +55,9 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
         let Some((slot, room)) = self.slots.release(completion.slot) else {
             return;
         };
-        self.completed += 1;
+        if SPECIAL {
+            self.completed += 1;
+        }
         if SPECIAL && self.is_logged {
             note_completed(slot, self.translator.memory(), self.departures);
         }
@@ -83,7 +85,9 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             if LIVE && self.live.is_some() && self.is_cut_short && ended_here {
                 // It keeps its mark: the process that takes the queue up carries it out. After a reset, which cuts
                 // queues short as well, no guest waits for it.
-                self.completed -= 1;
+                if SPECIAL {
+                    self.completed -= 1;
+                }
                 return;
             }
             // Before the guest sees the completion and asks for the error log.

@@ -85,6 +85,19 @@ impl CqeHigh {
     }
 }
 
+/// Origin of completions: a Submission Queue and its head, in their places in a [`CqeHigh`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin(u64);
+
+impl Origin {
+    /// A Submission Queue with this head.
+    #[inline]
+    #[must_use]
+    pub const fn new(sqid: QueueId, sqhd: u16) -> Self {
+        Self(CqeHigh(0).with_sqhd(sqhd).with_sqid(sqid).0)
+    }
+}
+
 impl Cqe {
     /// An entry with its phase tag clear.
     #[inline]
@@ -97,13 +110,16 @@ impl Cqe {
         dw0: u32,
         dw1: u32,
     ) -> Self {
+        Self::of(Origin::new(sqid, sqhd), cid, status, dw0, dw1)
+    }
+
+    /// As [`Self::new`], where the origin of several completions is put together once.
+    #[inline]
+    #[must_use]
+    pub const fn of(origin: Origin, cid: CommandId, status: Status, dw0: u32, dw1: u32) -> Self {
         Self {
             low: dw0 as u64 | (dw1 as u64) << 32,
-            high: CqeHigh(0)
-                .with_sqhd(sqhd)
-                .with_sqid(sqid)
-                .with_cid(cid)
-                .with_status(status),
+            high: CqeHigh(CqeHigh(0).with_cid(cid).with_status(status).0 | origin.0),
         }
     }
 

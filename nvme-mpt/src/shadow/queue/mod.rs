@@ -620,6 +620,7 @@ impl ShadowCore {
         if LIVE && let Some(live) = &mut sq.live {
             live.store(sq.head, mark);
         }
+        sq.follow_head();
         cq.indices.give_back(rooms);
         cq.counters.in_flight.set(slots.in_flight() as u64);
         sq.doorbell.keep_quiet(sq.head.get());

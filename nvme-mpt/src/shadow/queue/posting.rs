@@ -103,7 +103,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             dw0,
         };
         let (dw0, dw1) = H::Commands::result(self.translator, &command(slot));
-        let entry = Cqe::new(sq.qid, sq.head.get() as u16, slot.cid(), status, dw0, dw1);
+        let entry = Cqe::of(sq.origin, slot.cid(), status, dw0, dw1);
         if SPECIAL && self.condition != Condition::Sound {
             self.held.push((entry, room));
         } else {

@@ -13,7 +13,7 @@ use crate::memory::{
     CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize, Room, SubmissionRing,
 };
 use crate::seam::{CqConfig, SqConfig};
-use crate::spec::cqe::Cqe;
+use crate::spec::cqe::{Cqe, Origin};
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
@@ -26,6 +26,8 @@ pub(crate) struct SubmissionQueue {
     pub(super) base: Gpa,
     pub(super) ring: SubmissionRing,
     pub(super) head: RingIndex,
+    /// Origin of completions, which follows the head with each batch.
+    pub(super) origin: Origin,
     pub(super) doorbell: DoorbellSource,
     /// The last value of the doorbell that was no index of the queue: reported, and ignored.
     pub(super) bad_tail: Option<u32>,
@@ -58,6 +60,7 @@ impl SubmissionQueue {
             base,
             ring,
             head,
+            origin: Origin::new(qid, 0),
             doorbell,
             bad_tail: None,
             counters,
@@ -70,6 +73,12 @@ impl SubmissionQueue {
         if let Some(live) = &mut self.live {
             live.begin(self.head);
         }
+    }
+
+    /// Has completions from now on name the head.
+    #[inline]
+    pub(super) fn follow_head(&mut self) {
+        self.origin = Origin::new(self.qid, self.head.get() as u16);
     }
 
     /// Returns the number of the queue's entries.

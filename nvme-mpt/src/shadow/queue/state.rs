@@ -196,6 +196,7 @@ impl SubmissionQueue {
     pub(crate) fn restore(&mut self, state: &SubmissionQueueState) {
         if let Some(head) = RingIndex::at(self.head.size(), state.head) {
             self.head = head;
+            self.follow_head();
         }
         if let Some(live) = &mut self.live {
             live.resume(self.head);

@@ -54,8 +54,8 @@ pub use guest_memory::GuestMemory;
 pub use held::HeldMemory;
 pub use kinds::MemoryKinds;
 pub use notes::DirtyRange;
-pub(crate) use table::RunPages;
 pub use table::{Direction, RegionHint, RegionTable};
+pub(crate) use table::{IovaHint, RunPages};
 pub use under_way::is_gone_for_good;
 pub(crate) use users::TableUse;
 

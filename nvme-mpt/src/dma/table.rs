@@ -86,9 +86,7 @@ impl Run {
     /// Offset of `gpa..gpa+len` in the run, if a device may do this with all of it.
     #[inline(always)]
     fn offset_of(&self, gpa: Gpa, len: u64, direction: Direction) -> Option<u64> {
-        let offset = gpa.0.wrapping_sub(self.gpa);
-        let limit = self.limits[direction as usize];
-        (offset < limit && len <= limit - offset).then_some(offset)
+        offset_of(self.gpa, &self.limits, gpa, len, direction)
     }
 
     /// Offset of an IOVA in the run.
@@ -103,6 +101,20 @@ impl Run {
     fn bytes(&self, offset: u64, len: usize) -> Option<RawBytes<'_>> {
         self.mapping.bytes((self.offset + offset) as usize, len)
     }
+}
+
+/// Offset of `gpa..gpa+len` behind the first address of a run, if a device may do this with all of it.
+#[inline(always)]
+fn offset_of(
+    first: u64,
+    limits: &[u64; 2],
+    gpa: Gpa,
+    len: u64,
+    direction: Direction,
+) -> Option<u64> {
+    let offset = gpa.0.wrapping_sub(first);
+    let limit = limits[direction as usize];
+    (offset < limit && len <= limit - offset).then_some(offset)
 }
 
 /// Most runs that lie side by side: most VMs have fewer, and what is translated is looked up among these first.
@@ -138,6 +150,24 @@ pub(crate) struct RunPages {
 /// Place at which a lookup found its last run, to look there first.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RegionHint(usize);
+
+/// Copy of what IOVAs need of the run at which a lookup found its last place. The copy is of one table: for another
+/// one, there is to be a new hint.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct IovaHint {
+    gpa: u64,
+    limits: [u64; 2],
+    iova: u64,
+}
+
+impl IovaHint {
+    /// The IOVA of `gpa..gpa+len`, if all of it lies in the copied run, and the run allows the access.
+    #[inline(always)]
+    pub(crate) fn translate(&self, gpa: Gpa, len: u64, direction: Direction) -> Option<Iova> {
+        let offset = offset_of(self.gpa, &self.limits, gpa, len, direction)?;
+        Some(Iova(self.iova + offset))
+    }
+}
 
 impl RegionTable {
     /// Makes this the next snapshot, with these regions that went.
@@ -281,6 +311,26 @@ impl RegionTable {
         self.in_run(gpa, len, direction, hint, |run, offset| {
             Some(Iova(run.iova + offset))
         })
+    }
+
+    /// As [`Self::translate`], with a hint that [alone](IovaHint::translate) finds the next place in the same run.
+    pub(crate) fn translate_for_hint(
+        &self,
+        gpa: Gpa,
+        len: u64,
+        direction: Direction,
+        hint: &mut IovaHint,
+    ) -> Option<Iova> {
+        if let Some(iova) = hint.translate(gpa, len, direction) {
+            return Some(iova);
+        }
+        let (run, offset) = self.find_slowly(gpa, len, direction, &mut RegionHint::default())?;
+        *hint = IovaHint {
+            gpa: run.gpa,
+            limits: run.limits,
+            iova: run.iova,
+        };
+        Some(Iova(run.iova + offset))
     }
 
     /// The IOVA of a guest address, and for how many bytes, of `len` at most, addresses go on from

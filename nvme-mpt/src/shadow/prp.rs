@@ -8,7 +8,7 @@ use crate::host::ListMemory;
 use zerocopy::IntoBytes;
 
 use crate::address::{Gpa, PAGE_SIZE};
-use crate::dma::{Direction, RegionHint, RegionTable, RunPages};
+use crate::dma::{Direction, IovaHint, RegionHint, RegionTable, RunPages};
 use crate::spec::dma::{PrpEntry, PrpList, PrpListPage};
 use crate::spec::status::Status;
 
@@ -18,31 +18,29 @@ const PAGE_OFFSET: u64 = PAGE_SIZE - 1;
 const PRP1: u16 = 24;
 const PRP2: u16 = 32;
 
-/// Places to look first for data and for lists.
+/// Places of one table to look first for data and for lists.
 #[derive(Debug, Default)]
 pub(super) struct PrpHints {
+    /// For data that has no list.
+    page: IovaHint,
     data: RegionHint,
     list: RegionHint,
 }
 
-/// Returns whether the data of a command lies in the page of its first PRP entry, as that of nearly all does.
-#[inline(always)]
-pub(super) const fn is_in_one_page(prp1: u64, len: u64) -> bool {
-    prp1.is_multiple_of(4) && prp1 % PAGE_SIZE + len <= PAGE_SIZE
-}
-
-/// Translates the first PRP entry of a command with [data in its page](is_in_one_page).
+/// Translates the first PRP entry of a command whose data lies in its page and in the run of the last one, as that of
+/// nearly all does. Returns `None` for other commands.
 #[inline(always)]
 pub(super) fn translate_page(
-    table: &RegionTable,
-    hints: &mut PrpHints,
+    hints: &PrpHints,
     prp1: u64,
     len: u64,
     direction: Direction,
-) -> Result<u64, Failure> {
-    let iova = table.translate(Gpa(prp1), len, direction, &mut hints.data);
-    let outside = Failure::at(Status::DATA_TRANSFER_ERROR, PRP1);
-    Ok(iova.ok_or(outside)?.bits())
+) -> Option<u64> {
+    if prp1.is_multiple_of(4) && prp1 % PAGE_SIZE + len <= PAGE_SIZE {
+        let iova = hints.page.translate(Gpa(prp1), len, direction)?;
+        return Some(iova.bits());
+    }
+    None
 }
 
 /// Translates the PRP entries of a command that transfers `len` bytes, at least one.
@@ -64,7 +62,7 @@ pub(super) fn translate(
     let first = (PAGE_SIZE - prp1 % PAGE_SIZE).min(len);
     let outside = |location| Failure::at(Status::DATA_TRANSFER_ERROR, location);
     let host_prp1 = table
-        .translate(Gpa(prp1), first, direction, &mut hints.data)
+        .translate_for_hint(Gpa(prp1), first, direction, &mut hints.page)
         .ok_or(outside(PRP1))?
         .bits();
     let rest = len - first;
@@ -75,7 +73,7 @@ pub(super) fn translate(
         if prp2 & PAGE_OFFSET != 0 {
             return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
         }
-        let host_prp2 = table.translate(Gpa(prp2), rest, direction, &mut hints.data);
+        let host_prp2 = table.translate_for_hint(Gpa(prp2), rest, direction, &mut hints.page);
         return Ok([host_prp1, host_prp2.ok_or(outside(PRP2))?.bits()]);
     }
     translate_list(table, hints, prp2, rest, direction, lists, slot)?;

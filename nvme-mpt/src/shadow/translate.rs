@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::prp::{self, PrpHints};
 use super::{Failure, LeasedBlocks, Untranslated, location, sgl};
-use crate::address::PAGE_SIZE;
+use crate::address::{Gpa, Iova, PAGE_SIZE};
 use crate::dma::{Direction, RegionHint, RegionTable};
 use crate::host::DataPointer;
 use crate::host::ListMemory;
@@ -85,6 +85,7 @@ impl Translator {
 
     /// Translates by another snapshot from now on. Returns the last one.
     pub(super) fn set_table(&mut self, table: Arc<RegionTable>) -> Arc<RegionTable> {
+        self.prp_hints = PrpHints::default();
         std::mem::replace(&mut self.table, table)
     }
 
@@ -304,15 +305,30 @@ impl Translator {
         slot: u16,
         host: &mut Sqe,
     ) -> Result<(), Failure> {
-        let (table, hints) = (&self.table, &mut self.prp_hints);
         // Each way stores its result itself: one place for both would have it copied once more.
-        if prp::is_in_one_page(guest.prp1(), len) {
-            let prp1 = prp::translate_page(table, hints, guest.prp1(), len, direction)?;
+        if let Some(prp1) = prp::translate_page(&self.prp_hints, guest.prp1(), len, direction) {
+            debug_assert_eq!(
+                self.table.translate(
+                    Gpa(guest.prp1()),
+                    len,
+                    direction,
+                    &mut RegionHint::default()
+                ),
+                Some(Iova(prp1)),
+                "a hint is of another table"
+            );
             host.dptr = [prp1, 0];
-        } else {
-            let lists = &mut self.lists;
-            host.dptr = prp::translate(table, hints, guest.dptr, len, direction, lists, slot)?;
+            return Ok(());
         }
+        host.dptr = prp::translate(
+            &self.table,
+            &mut self.prp_hints,
+            guest.dptr,
+            len,
+            direction,
+            &mut self.lists,
+            slot,
+        )?;
         Ok(())
     }
 

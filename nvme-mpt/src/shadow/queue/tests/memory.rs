@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::super::memory::is_over;
 use super::*;
 use crate::clock::ticks_in;
+use crate::dma::{Direction, RegionHint};
 use crate::iova::Iommu;
 use crate::memory::{Access, Mapping};
 use crate::seam::InFlightState;
@@ -84,6 +85,44 @@ fn an_unmap_waits_for_commands_that_use_the_region_and_for_no_others() {
     for _ in 0..2 {
         host.complete(0);
         guest.poll(&mut host);
+    }
+}
+
+#[test]
+fn memory_that_went_is_no_place_for_data_and_other_memory_is_found_where_it_came() {
+    const OTHER: Gpa = Gpa(0x20_0000);
+    let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+    let mut host = Host::default();
+    let tables = guest.context.tables.clone();
+    let replace = |guest: &mut Guest, host: &mut Host, gone: Gpa, come: Gpa| {
+        let window = guest.window.clone();
+        let generation = window.table().generation();
+        std::thread::scope(|scope| {
+            let unmap = scope.spawn(|| window.unmap(gone, PAGE));
+            while !tables.have_left(generation + 1) && !unmap.is_finished() {
+                guest.poll(host);
+            }
+            unmap.join().expect("no panic").expect("idle");
+        });
+        guest.window.map(region(come, PAGE)).expect("free");
+    };
+    guest.window.map(region(DATA, PAGE)).expect("free");
+    for (gpa, completion) in [(DATA, 0), (OTHER, 2), (DATA, 4)] {
+        guest.submit_read([gpa.0, 0]);
+        guest.poll(&mut host);
+        let iova = host.commands[0].dptr[0];
+        let table = guest.window.table();
+        let here = table.translate(gpa, PAGE, Direction::ToGuest, &mut RegionHint::default());
+        assert_eq!(Some(iova), here.map(|iova| iova.bits()));
+        host.complete(0);
+        guest.poll(&mut host);
+        assert_eq!(guest.completion(completion), Some(Status::SUCCESS));
+        let next = if gpa == DATA { OTHER } else { DATA };
+        replace(&mut guest, &mut host, gpa, next);
+        guest.submit_read([gpa.0, 0]);
+        guest.poll(&mut host);
+        let status = guest.completion(completion + 1).map(|status| status.code());
+        assert_eq!(status, Some(Status::DATA_TRANSFER_ERROR.code()));
     }
 }
 

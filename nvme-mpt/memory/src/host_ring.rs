@@ -60,13 +60,15 @@ impl HostSubmissionRing {
     pub fn push(&mut self, entry: &Sqe, cid: CommandId) {
         #[cfg(simulation)]
         crate::simulation::submits(entry, cid);
-        let at = self.write(self.tail.get(), entry);
+        let index = self.tail.get();
+        // Before the entry is written: the tail would have to be read once more behind that.
+        self.tail.advance();
+        let at = self.write(index, entry);
         // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads
         // the entry yet.
         unsafe {
             at.cast::<u16>().add(1).write_volatile(cid.0.to_le());
         }
-        self.tail.advance();
     }
 
     /// Writes an entry, and returns its address.

@@ -74,14 +74,15 @@ impl CqeHigh {
     #[inline]
     #[must_use]
     pub const fn has_tag(self, tag: PhaseTag) -> bool {
-        (self.0 ^ tag.0) & PhaseTag::BIT == 0
+        self.0 & PhaseTag::BIT == tag.0
     }
 
-    /// This value with its Phase Tag replaced.
+    /// This value, whose Phase Tag is clear, with a Phase Tag.
     #[inline]
     #[must_use]
-    pub const fn with_tag(self, tag: PhaseTag) -> Self {
-        Self(self.0 & !PhaseTag::BIT | tag.0)
+    pub const fn add_tag(self, tag: PhaseTag) -> Self {
+        debug_assert!(!self.phase());
+        Self(self.0 | tag.0)
     }
 }
 
@@ -133,13 +134,13 @@ impl Cqe {
         }
     }
 
-    /// As [`Self::with_phase`], of a tag in its place.
+    /// This entry, whose Phase Tag is clear, with a Phase Tag.
     #[inline]
     #[must_use]
-    pub const fn with_tag(self, tag: PhaseTag) -> Self {
+    pub const fn add_tag(self, tag: PhaseTag) -> Self {
         Self {
             low: self.low,
-            high: self.high.with_tag(tag),
+            high: self.high.add_tag(tag),
         }
     }
 
@@ -248,5 +249,27 @@ mod tests {
         assert_eq!(cqe.with_phase(false).high.0, !(1 << 48));
         assert_eq!(cqe.with_phase(false).cid(), CommandId(0xFFFF));
         assert_eq!(cqe.with_phase(false).status().0, 0x7FFF);
+    }
+
+    #[test]
+    fn a_tag_in_its_place_is_the_phase() {
+        let clear = Cqe::of(
+            Origin::new(QueueId(2), 7),
+            CommandId(0xFFFF),
+            Status(0x7FFF),
+            1,
+            2,
+        );
+        let expected = Cqe::new(QueueId(2), 7, CommandId(0xFFFF), Status(0x7FFF), 1, 2);
+        assert_eq!(clear, expected);
+        for phase in [false, true] {
+            let tag = PhaseTag::new(phase);
+            let entry = clear.add_tag(tag);
+            assert_eq!((tag.phase(), entry.phase()), (phase, phase));
+            assert_eq!(entry, clear.with_phase(phase));
+            assert_eq!(clear.add_tag(tag.inverted()), clear.with_phase(!phase));
+            assert!(entry.high.has_tag(tag));
+            assert!(!entry.high.has_tag(tag.inverted()));
+        }
     }
 }

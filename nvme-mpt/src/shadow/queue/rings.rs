@@ -188,10 +188,11 @@ impl CompletionQueue {
         self.doorbell.keep_quiet(head);
     }
 
+    /// Publishes an entry with a clear Phase Tag.
     #[inline]
     pub(super) fn publish(&mut self, entry: Cqe, room: Room) {
         let tail = self.indices.tail();
-        self.ring.publish(tail.get(), entry.with_tag(tail.tag()));
+        self.ring.publish(tail.get(), entry.add_tag(tail.tag()));
         self.indices.spend(room);
     }
 }

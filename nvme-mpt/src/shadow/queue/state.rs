@@ -98,7 +98,7 @@ impl ShadowQueue {
                 low: *low,
                 high: CqeHigh(*high),
             };
-            Some((entry, core.cq.indices.reserve()?))
+            Some((entry.with_phase(false), core.cq.indices.reserve()?))
         }));
         // A queue that has failed carries nothing out.
         let repeats = state.in_flight.iter().filter(|_| !state.failed);

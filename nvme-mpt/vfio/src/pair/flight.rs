@@ -290,11 +290,10 @@ impl Flights {
     #[inline]
     pub(super) fn land_plain(&mut self, cid: CommandId) -> Option<u16> {
         let slot = cid.0 & INDEX_MASK;
-        let entry = &mut self.plain[usize::from(slot)];
-        if entry.tag != Tag(cid.0.into()) {
+        if self.plain[usize::from(slot)].tag != Tag(cid.0.into()) {
             return None;
         }
-        entry.tag = Tag::after(cid);
+        self.plain[usize::from(slot)].tag = Tag::after(cid);
         Some(slot)
     }
 

@@ -38,6 +38,24 @@ fn a_single_member_has_the_ring_to_itself() {
 }
 
 #[test]
+fn commands_of_a_member_with_more_slots_than_an_identifier_has_take_their_turn() {
+    let (mut drive, pair) = FakeDrive::new(8, u64::MAX, false);
+    let lender = Lender::new(1);
+    let mut queue = pair.join(1025, 9, Box::new(()));
+    // The two differ in a bit that an identifier of a slot has no place for.
+    let commands = [0, 1024].map(|slot| command(NvmOpcode::READ, slot, 30, 8));
+    submit(&mut queue, &lender, &commands);
+    assert_eq!(drive.fetch(), 2);
+    for slot in [0, 1024] {
+        drive.complete(0, Status::SUCCESS);
+        let done = reap(&mut queue);
+        let slots: Vec<_> = done.iter().map(|completion| completion.slot).collect();
+        assert_eq!(slots, [slot]);
+    }
+    assert_eq!(pair.in_flight(), 0);
+}
+
+#[test]
 fn completions_reach_their_member_whoever_reaps() {
     let (mut drive, pair) = FakeDrive::new(16, u64::MAX, true);
     let lender = Lender::new(4);

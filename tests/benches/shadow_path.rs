@@ -86,13 +86,13 @@ const PHYSICAL: On = On::Physical {
 };
 
 /// Instructions per command that a physical drive may cost more than `null:`, which keeps no copy of a command.
-const PHYSICAL_EXTRA: f64 = 80.0;
+const PHYSICAL_EXTRA: f64 = 60.0;
 
 /// Instructions per command that a lease of many extents may cost more than one of a range.
-const EXTENTS_EXTRA: f64 = 20.0;
+const EXTENTS_EXTRA: f64 = 1.0;
 
 /// Instructions per command that live state may cost.
-const LIVE_EXTRA: f64 = 40.0;
+const LIVE_EXTRA: f64 = 21.0;
 
 /// Cases, those to compare them with, and the instructions per command that they may cost more.
 const COMPARED: [(&str, &str, f64); 5] = [

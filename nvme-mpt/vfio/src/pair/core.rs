@@ -586,7 +586,12 @@ impl Core {
                 dw0: entry.dw0(),
             });
         };
-        let count = self.rings.taken_since(head) - usize::from(other.is_some());
+        let taken = self.rings.taken_since(head);
+        let count = match other {
+            None => taken,
+            // A drive that does not wait for room may have had all entries of a round taken.
+            Some(_) => taken.checked_sub(1).unwrap_or(self.flights.room()),
+        };
         self.flights.count_landed_plain(count);
         if let Some(entry) = other {
             self.harvest(Some(entry), || Some(clock()));

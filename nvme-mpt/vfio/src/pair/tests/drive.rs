@@ -148,6 +148,12 @@ impl FakeDrive {
         };
         let next = (self.cq_tail + 1) % self.entries;
         assert_ne!(next, head, "the Completion Queue is full");
+        self.post_unasked(cid, status);
+    }
+
+    /// As [`Self::post`], also where the Completion Queue is full.
+    pub(super) fn post_unasked(&mut self, cid: CommandId, status: Status) {
+        let next = (self.cq_tail + 1) % self.entries;
         let entry = Cqe::new(QueueId(1), self.sq_head as u16, cid, status, 0, 0);
         self.cq.publish(self.cq_tail, entry.with_phase(self.phase));
         self.cq_tail = next;

@@ -7,6 +7,7 @@ use super::drive::FakeDrive;
 use super::{Lender, command, reap, submit};
 use crate::pair::LeaseShare;
 use nvme_mpt::host::HostQueue;
+use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
@@ -53,6 +54,27 @@ fn commands_of_a_member_with_more_slots_than_an_identifier_has_take_their_turn()
         assert_eq!(slots, [slot]);
     }
     assert_eq!(pair.in_flight(), 0);
+}
+
+#[test]
+fn a_drive_that_fills_the_last_entry_too_has_its_commands_counted() {
+    let (mut drive, pair) = FakeDrive::new(8, u64::MAX, false);
+    let lender = Lender::new(1);
+    let mut queue = pair.join(10, 9, Box::new(()));
+    for _ in 0..2 {
+        let commands: Vec<_> = (0..7)
+            .map(|slot| command(NvmOpcode::READ, slot, 30, 8))
+            .collect();
+        submit(&mut queue, &lender, &commands);
+        assert_eq!(drive.fetch(), 7);
+        for _ in 0..7 {
+            drive.complete(0, Status::SUCCESS);
+        }
+        // One entry is to stay empty: with this one, a round of the queue is taken at once.
+        drive.post_unasked(CommandId(0x7FF), Status::SUCCESS);
+        assert_eq!(reap(&mut queue).len(), 7);
+        assert_eq!(pair.in_flight(), 0);
+    }
 }
 
 #[test]

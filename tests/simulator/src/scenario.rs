@@ -63,8 +63,8 @@ const PIECES: u64 = 4;
 pub(crate) const FAILURE_PATIENCE: Duration = Duration::from_secs(180);
 
 /// Longest time of an I/O command while memory is pinned, if no actor loses its processor for longer. The most commands of
-/// three guests, 144 of 2 ms each, take 288 ms one after the other.
-const PINNING_PATIENCE: Duration = Duration::from_millis(500);
+/// three guests, 144 of 2 ms each, take 288 ms one after the other, and more in parts.
+const PINNING_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Number of longer losses of a processor within a command.
 pub(crate) const ABSENCES: u32 = 40;

@@ -85,14 +85,15 @@ const PHYSICAL: On = On::Physical {
     max_transfer: 1 << 20,
 };
 
-/// Instructions per command that a physical drive may cost more than `null:`, which keeps no copy of a command.
-const PHYSICAL_EXTRA: f64 = 60.0;
+/// Instructions per command that a physical drive may cost more than `null:`, which keeps no copy of a command. This limit
+/// and the next ones leave some room for other compilers.
+const PHYSICAL_EXTRA: f64 = 66.0;
 
 /// Instructions per command that a lease of many extents may cost more than one of a range.
-const EXTENTS_EXTRA: f64 = 1.0;
+const EXTENTS_EXTRA: f64 = 5.0;
 
 /// Instructions per command that live state may cost.
-const LIVE_EXTRA: f64 = 21.0;
+const LIVE_EXTRA: f64 = 25.0;
 
 /// Cases, those to compare them with, and the instructions per command that they may cost more.
 const COMPARED: [(&str, &str, f64); 5] = [

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::data::{self, Piece, Unsound};
 use super::faults::{Aborts, Effect};
+use super::queues::entry;
 use super::{Controller, Work};
 use crate::command::{Sqe, admin, io};
 use crate::identify::{
@@ -85,7 +86,7 @@ impl Controller {
         match effect {
             Some(Effect::CompleteTwice) => self.complete(*sq, sqe, outcome, true),
             Some(Effect::CompleteAgain(further)) => {
-                self.complete_again(*sq, sqe, outcome, *further);
+                self.post_later(*sq, entry(*sq, sqe, outcome, true), *further);
             }
             _ => {}
         }

@@ -26,8 +26,8 @@ pub(super) struct Sq {
     head: u32,
     tail: u32,
     pub(super) cq: u16,
-    /// Entries to be posted again, each with the number of commands that the drive takes before.
-    again: Vec<(u16, [u64; 2])>,
+    /// Entries to be posted later, each with the number of commands that the drive takes before.
+    later: Vec<(u16, [u64; 2])>,
 }
 
 impl Sq {
@@ -38,16 +38,16 @@ impl Sq {
             head: 0,
             tail: 0,
             cq,
-            again: Vec::new(),
+            later: Vec::new(),
         }
     }
 
     /// Takes out the entries that are due, as the drive takes the next command.
-    fn take_again(&mut self) -> Vec<[u64; 2]> {
-        for (further, _) in &mut self.again {
+    fn take_later(&mut self) -> Vec<[u64; 2]> {
+        for (further, _) in &mut self.later {
             *further = further.saturating_sub(1);
         }
-        let due = self.again.extract_if(.., |(further, _)| *further == 0);
+        let due = self.later.extract_if(.., |(further, _)| *further == 0);
         due.map(|(_, entry)| entry).collect()
     }
 }
@@ -231,7 +231,7 @@ impl Controller {
         let at = sq.base + u64::from(sq.head) * SQE_SIZE as u64;
         sq.head = (sq.head + 1) % sq.entries;
         if let Some(cq) = self.cqs.get_mut(&sq.cq) {
-            cq.held.extend(sq.take_again());
+            cq.held.extend(sq.take_later());
         }
         let mut bytes = [0; SQE_SIZE];
         if !self.bus_master || self.iommu.read(at, &mut bytes).is_err() {
@@ -284,17 +284,10 @@ impl Controller {
         self.post(sq, entry);
     }
 
-    /// Completes a command again, once the drive has taken `further` more commands of its queue.
-    pub(super) fn complete_again(
-        &mut self,
-        sq: u16,
-        sqe: &Sqe,
-        outcome: Result<u32, StatusCode>,
-        further: u16,
-    ) {
-        let entry = entry(sq, sqe, outcome, true);
+    /// Posts an entry once the drive has taken `further` more commands of its Submission Queue.
+    pub(super) fn post_later(&mut self, sq: u16, entry: [u64; 2], further: u16) {
         if let Some(sq) = self.sqs.get_mut(&sq) {
-            sq.again.push((further, entry));
+            sq.later.push((further, entry));
         }
     }
 
@@ -345,7 +338,7 @@ impl Controller {
 }
 
 /// Returns the entry that completes a command; `dnr` is Do Not Retry, for one that failed.
-fn entry(sq: u16, sqe: &Sqe, outcome: Result<u32, StatusCode>, dnr: bool) -> [u64; 2] {
+pub(super) fn entry(sq: u16, sqe: &Sqe, outcome: Result<u32, StatusCode>, dnr: bool) -> [u64; 2] {
     let (result, code) = match outcome {
         Ok(result) => (result, status::SUCCESS),
         Err(code) => (0, code),

@@ -1,6 +1,7 @@
 //! The steps, in the order in which a mistake is cheapest to find.
 
 use std::fs;
+use std::io;
 use std::path::Path;
 use std::process::Command;
 
@@ -406,9 +407,13 @@ const NO_ADVISORIES: &str = "failed to fetch advisory database";
 fn package(context: &mut Context) -> Result<(), VerifyError> {
     let parent = crate::target_dir().join("packages");
     // What a run that was killed has left.
-    process::run(Command::new("rm").args(["-rf", "--"]).arg(&parent))?;
-    let made = fs::create_dir_all(&parent);
-    let folder = made.and_then(|()| tempfile::tempdir_in(&parent));
+    let removed = match fs::remove_dir_all(&parent) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    };
+    let folder = removed
+        .and_then(|()| fs::create_dir_all(&parent))
+        .and_then(|()| tempfile::tempdir_in(&parent));
     let folder = folder.map_err(|source| VerifyError::File {
         path: parent,
         source,

@@ -204,5 +204,11 @@ fn expect_huge_pages() -> Result<(), Failure> {
         )
         .into());
     }
+    let mounts = fs::read_to_string("/proc/mounts").map_err(at("/proc/mounts"))?;
+    if !mounts.contains(" hugetlbfs ") {
+        return Err(
+            "SPDK needs a mounted hugetlbfs, and there is none. Run: mount -t hugetlbfs none /dev/hugepages".into(),
+        );
+    }
     Ok(())
 }

@@ -61,7 +61,7 @@ impl HostSubmissionRing {
         #[cfg(simulation)]
         crate::simulation::submits(entry, cid);
         let index = self.tail.get();
-        // Before the entry is written: the tail would have to be read once more behind that.
+        // The compiler would read the tail once more behind the stores of the entry.
         self.tail.advance();
         let at = self.write(index, entry);
         // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads

@@ -151,8 +151,8 @@ pub(crate) struct RunPages {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RegionHint(usize);
 
-/// Copy of what IOVAs need of the run at which a lookup found its last place. The copy is of one table: for another
-/// one, there is to be a new hint.
+/// Copy of the run in which the last lookup found its place, as far as IOVAs need it. The copy belongs to one table.
+/// Another table takes a new hint.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct IovaHint {
     gpa: u64,

@@ -27,8 +27,8 @@ pub(super) struct PrpHints {
     list: RegionHint,
 }
 
-/// Translates the first PRP entry of a command whose data lies in its page and in the run of the last one, as that of
-/// nearly all does. Returns `None` for other commands.
+/// Translates the first PRP entry of a command whose data lies in one page, in the run where the last data was. Nearly all
+/// commands have such data. Returns `None` for others.
 #[inline(always)]
 pub(super) fn translate_page(
     hints: &PrpHints,

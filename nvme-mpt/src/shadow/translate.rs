@@ -305,7 +305,7 @@ impl Translator {
         slot: u16,
         host: &mut Sqe,
     ) -> Result<(), Failure> {
-        // Each way stores its result itself: one place for both would have it copied once more.
+        // Each way stores its own result. A common place for both results would be one copy more.
         if let Some(prp1) = prp::translate_page(&self.prp_hints, guest.prp1(), len, direction) {
             debug_assert_eq!(
                 self.table.translate(

@@ -410,7 +410,7 @@ impl ShadowCore {
             self.check_lost_memory();
         }
         match self.passes {
-            // Other passes do without looks at the condition.
+            // Plain and live passes are those of a sound queue, and do not look at its condition.
             _ if !self.is_sound() => self.special_pass(host),
             Passes::Plain => self.pass::<H, false, false>(host),
             Passes::Live => self.live_pass(host),
@@ -545,7 +545,8 @@ impl ShadowCore {
         } = self;
         let live = live.as_ref().filter(|_| LIVE);
         if LIVE && !SPECIAL && live.is_none() {
-            // There is none such. Without this, each command of a pass that writes live state asks whether there is any.
+            // A live pass has live state. With this look, none of its commands has to look.
+            debug_assert!(live.is_some(), "a live pass without live state");
             return false;
         }
         let Some(sq) = sqs.get_mut(index) else {
@@ -726,6 +727,7 @@ impl ShadowCore {
         let live = live.as_ref().filter(|_| LIVE);
         if LIVE && !SPECIAL && live.is_none() {
             // As in `take`.
+            debug_assert!(live.is_some(), "a live pass without live state");
             return false;
         }
         let tail = cq.indices.tail();

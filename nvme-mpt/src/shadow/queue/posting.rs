@@ -94,7 +94,7 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             report_failure(self.context, sq, slot, completion.status);
         }
         let HostCompletion { status, dw0, .. } = completion;
-        // Made once more where it is used again: what is read before the guest has its completion has to be kept until then.
+        // Put together for each use. Otherwise the processor's registers would have to keep it while the entry is published.
         let command = |slot: &Slot| CompletedCommand {
             opcode: slot.opcode(),
             slba: slot.slba,

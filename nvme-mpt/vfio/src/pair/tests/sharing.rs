@@ -327,7 +327,7 @@ fn longest(speed: Speed, loud: Load) -> u64 {
     }
 }
 
-/// The same of the first quiet guest and the first loud one, beside whoever `others` are.
+/// The same of the first quiet guest and the first loud one, beside `others`.
 fn ratios_beside(
     speed: Speed,
     pairs: usize,

@@ -1,8 +1,8 @@
 //! The control socket: one line of JSON asks, one line of JSON answers, and the connection ends.
 //!
-//! The socket has a thread of its own, so that asking for figures disturbs no function. The thread reads the requests of all
-//! clients beside each other: one that has written nothing yet, or half of its request, holds up no other one. It answers
-//! one client at a time. A client that does not take a long answer delays others by two seconds at most.
+//! The socket has a thread of its own, so that asking for figures disturbs no function. The thread serves all clients beside
+//! each other. One that has written nothing yet, or half of its request, holds up no other one. Nor does one that does not
+//! take its answer.
 //!
 //! A change of the functions may take long: a range may have to be wiped. So it is handed to the service, which answers
 //! when it is done. A client that goes meanwhile changes nothing about that.
@@ -35,11 +35,11 @@ use crate::room::DriveRoom;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
-/// Time that a server gives a client for taking the answer.
+/// Time that a server gives a client for taking the reply to a change.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 2 });
 
-/// Clients that may be connected and have not asked yet. The next one ends the connection of the first.
-const ASKING_MAX: usize = 64;
+/// Clients that may be connected. The next one ends the connection of the first.
+const CLIENTS_MAX: usize = 64;
 
 /// Time that a client waits for its answer: several other clients may be served before it.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
@@ -263,7 +263,7 @@ impl ControlServer {
             listener,
             stop: stop.try_clone().map_err(ControlError::Thread)?,
             stopped: false,
-            asking: VecDeque::new(),
+            clients: VecDeque::new(),
             service,
         };
         let mut events = EventManager::new().map_err(ControlError::Events)?;
@@ -304,16 +304,38 @@ struct Clients<S> {
     listener: Listener,
     stop: EventFd,
     stopped: bool,
-    /// Clients that have not asked yet, in the order in which they came.
-    asking: VecDeque<Asking>,
+    /// Those that are connected, in the order in which they came.
+    clients: VecDeque<Client>,
     service: S,
 }
 
-/// A client whose request has not come as a whole.
-struct Asking {
+/// A client, whose stream does not block.
+struct Client {
     stream: UnixStream,
-    /// The part that has come.
-    request: Vec<u8>,
+    exchange: Exchange,
+}
+
+/// State of what a client and the server say.
+enum Exchange {
+    /// The request has not come as a whole. Here is the part that has come.
+    Asking(Vec<u8>),
+    /// The client has not taken the answer as a whole.
+    Answered {
+        /// All of it, with its end.
+        answer: Vec<u8>,
+        /// Number of bytes that the client has taken.
+        taken: usize,
+    },
+}
+
+/// Fate of a client after a step.
+enum Step {
+    /// It waits for this.
+    Waits(EventSet),
+    /// It is served, or has asked nothing.
+    Done,
+    /// It has asked for a change, which the service answers.
+    Changes(Change),
 }
 
 impl<S: Service> MutEventSubscriber for Clients<S> {
@@ -339,84 +361,117 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
                 Ok(None) => {}
                 Err(error) => log::warn!("Cannot accept a control client: {error}"),
             }
-        } else if let Err(error) = self.hear(fd, ops) {
+        } else if let Err(error) = self.go_on(fd, ops) {
             log::info!("A control client was not answered: {error}");
         }
     }
 }
 
 impl<S: Service> Clients<S> {
-    /// Waits for the request of a client, whose stream does not block, beside all others.
+    /// Waits for the request of a client beside all others.
     fn await_request(&mut self, stream: UnixStream, ops: &mut EventOps) {
-        if self.asking.len() >= ASKING_MAX && self.take(0, ops).is_some() {
+        if self.clients.len() >= CLIENTS_MAX && self.take(0, ops).is_some() {
             log::warn!(
-                "{ASKING_MAX} control clients have not asked yet: the first one is disconnected"
+                "{CLIENTS_MAX} control clients have not asked, or not taken their answers: the first one is disconnected"
             );
         }
-        let request = Vec::new();
         match ops.add(Events::new(&stream, EventSet::IN)) {
-            Ok(()) => self.asking.push_back(Asking { stream, request }),
+            Ok(()) => self.clients.push_back(Client {
+                stream,
+                exchange: Exchange::Asking(Vec::new()),
+            }),
             Err(error) => log::warn!("A control client cannot be waited for: {error}"),
         }
     }
 
-    /// Takes a client from those that have not asked yet.
-    fn take(&mut self, index: usize, ops: &mut EventOps) -> Option<Asking> {
-        let asking = self.asking.remove(index)?;
-        if let Err(error) = ops.remove(Events::new(&asking.stream, EventSet::IN)) {
+    /// Takes a client from those that are waited for.
+    fn take(&mut self, index: usize, ops: &mut EventOps) -> Option<UnixStream> {
+        let Client { stream, .. } = self.clients.remove(index)?;
+        if let Err(error) = ops.remove(Events::new(&stream, EventSet::IN)) {
             log::warn!("A control client is still waited for: {error}");
         }
-        Some(asking)
+        Some(stream)
     }
 
-    /// Reads what a client has written. Answers it once its request has come as a whole.
-    fn hear(&mut self, fd: RawFd, ops: &mut EventOps) -> io::Result<()> {
-        let mut asking = self.asking.iter_mut().enumerate();
-        let Some((index, client)) = asking.find(|(_, client)| client.stream.as_raw_fd() == fd)
+    /// Goes on with a client that has written something, or has room for more of its answer.
+    fn go_on(&mut self, fd: RawFd, ops: &mut EventOps) -> io::Result<()> {
+        let mut clients = self.clients.iter_mut().enumerate();
+        let Some((index, client)) = clients.find(|(_, client)| client.stream.as_raw_fd() == fd)
         else {
             return Ok(());
         };
-        let progress = read_part(&client.stream, &mut client.request, REQUEST_MAX);
-        match &progress {
-            Ok(Progress::Part) => return Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-            _ => {}
-        }
-        let asked = self.take(index, ops);
-        match (progress?, asked) {
-            (Progress::Whole, Some(Asking { stream, request })) => self.answer(stream, &request),
-            // One that asks nothing has looked for the process that listens, as `upgrade` does.
+        let step = client.go_on(&self.service);
+        let waited = match &step {
+            Ok(Step::Waits(events)) => ops.modify(Events::new(&client.stream, *events)),
             _ => Ok(()),
-        }
-    }
-
-    fn answer(&self, stream: UnixStream, request: &[u8]) -> io::Result<()> {
-        let line = Line::new(&stream, PATIENCE)?;
-        let answer = match serde_json::from_slice(request) {
-            Ok(Request::Stats {}) => Answer::Stats(self.service.stats()),
-            Ok(Request::Faults { request }) => match self.service.faults(&request) {
-                Ok(faults) => Answer::Faults(faults),
-                Err(reason) => Answer::Error(reason),
-            },
-            Ok(Request::List {}) => Answer::List(self.service.list()),
-            Ok(Request::Log { filter }) => match self.service.log(filter.as_deref()) {
-                Ok(filter) => Answer::Log(filter),
-                Err(reason) => Answer::Error(reason),
-            },
-            Ok(Request::Room { unit }) => match self.service.room(unit) {
-                Ok(room) => Answer::Room(room),
-                Err(reason) => Answer::Error(reason),
-            },
-            Ok(Request::Change { change }) => {
-                self.service.change(change, Reply(stream));
-                return Ok(());
-            }
-            Err(error) => Answer::Error(format!(
-                "not a request: {error}; write {{\"command\":\"stats\"}} and a new line"
-            )),
         };
-        line.write(&serde_json::to_vec(&answer)?)
+        if let (Ok(Step::Waits(_)), Ok(())) = (&step, &waited) {
+            return Ok(());
+        }
+        let stream = self.take(index, ops);
+        waited.map_err(io::Error::other)?;
+        if let (Step::Changes(change), Some(stream)) = (step?, stream) {
+            self.service.change(change, Reply(stream));
+        }
+        Ok(())
     }
+}
+
+impl Client {
+    /// Takes the next part of the request, or gives the next part of the answer.
+    fn go_on(&mut self, service: &impl Service) -> io::Result<Step> {
+        if let Exchange::Asking(request) = &mut self.exchange {
+            match read_part(&self.stream, request, REQUEST_MAX) {
+                Ok(Progress::Whole) => {}
+                Ok(Progress::Part) => return Ok(Step::Waits(EventSet::IN)),
+                // One that asks nothing has looked for the process that listens, as `upgrade` does.
+                Ok(Progress::Nothing) => return Ok(Step::Done),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Ok(Step::Waits(EventSet::IN));
+                }
+                Err(error) => return Err(error),
+            }
+            let answer = match serde_json::from_slice(request) {
+                Ok(request) => match answer(service, request) {
+                    Ok(answer) => answer,
+                    Err(change) => return Ok(Step::Changes(change)),
+                },
+                Err(error) => Answer::Error(format!(
+                    "not a request: {error}; write {{\"command\":\"stats\"}} and a new line"
+                )),
+            };
+            let mut answer = serde_json::to_vec(&answer)?;
+            answer.push(b'\n');
+            self.exchange = Exchange::Answered { answer, taken: 0 };
+        }
+        if let Exchange::Answered { answer, taken } = &mut self.exchange {
+            while let Some(left) = answer.get(*taken..).filter(|left| !left.is_empty()) {
+                match (&self.stream).write(left) {
+                    Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                    Ok(count) => *taken += count,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        return Ok(Step::Waits(EventSet::OUT));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(Step::Done)
+    }
+}
+
+/// Returns the answer to a request, or the change that is asked for.
+fn answer(service: &impl Service, request: Request) -> Result<Answer, Change> {
+    let or_reason = |answer: Result<Answer, String>| answer.unwrap_or_else(Answer::Error);
+    Ok(match request {
+        Request::Stats {} => Answer::Stats(service.stats()),
+        Request::Faults { request } => or_reason(service.faults(&request).map(Answer::Faults)),
+        Request::List {} => Answer::List(service.list()),
+        Request::Log { filter } => or_reason(service.log(filter.as_deref()).map(Answer::Log)),
+        Request::Room { unit } => or_reason(service.room(unit).map(Answer::Room)),
+        Request::Change { change } => return Err(change),
+    })
 }
 
 /// Asks the server on the control socket at `path` for its figures.
@@ -652,6 +707,12 @@ mod tests {
     #[derive(Default)]
     struct Counting(AtomicU64);
 
+    /// Drive with more faults than a socket takes at once.
+    const LONG: &str = "a drive with very many faults";
+
+    /// Number of entries in the answer to a request about it.
+    const LONG_LEN: usize = 100_000;
+
     impl Service for Counting {
         fn stats(&self) -> ServerStats {
             ServerStats {
@@ -671,6 +732,12 @@ mod tests {
                         faults: Vec::new(),
                     }])
                 }
+                FaultRequest::Inject { drive, .. } if drive == LONG => Ok((0..LONG_LEN)
+                    .map(|_| DriveFaults {
+                        drive: drive.clone(),
+                        faults: Vec::new(),
+                    })
+                    .collect()),
                 _ => Err("no such drive".to_owned()),
             }
         }
@@ -809,7 +876,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("control.sock");
         let _server = server(&path);
-        let mut late: Vec<_> = (0..ASKING_MAX)
+        let mut late: Vec<_> = (0..CLIENTS_MAX)
             .map(|_| UnixStream::connect(&path).unwrap())
             .collect();
         for asked in 0..2 {
@@ -848,6 +915,34 @@ mod tests {
         gone.write_all(half).unwrap();
         drop(gone);
         query_stats(&path).unwrap();
+    }
+
+    #[test]
+    fn a_client_that_does_not_take_its_answer_holds_up_no_other_and_has_it_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        let mut late = UnixStream::connect(&path).unwrap();
+        let long = FaultRequest::Inject {
+            drive: LONG.to_owned(),
+            plan: String::new(),
+        };
+        let mut request = serde_json::to_vec(&Request::Faults { request: long }).unwrap();
+        request.push(b'\n');
+        late.write_all(&request).unwrap();
+        // The server has begun to answer it.
+        assert_eq!(late.read(&mut [0]).unwrap(), 1);
+        for asked in 0..2 {
+            let stats = query_stats(&path).unwrap();
+            assert_eq!(stats.functions[0].capacity_bytes, asked);
+        }
+        let mut answer = "{".to_owned();
+        BufReader::new(late).read_line(&mut answer).unwrap();
+        let Answer::Faults(faults) = serde_json::from_str(&answer).unwrap() else {
+            panic!("{}", &answer[..100]);
+        };
+        assert_eq!(faults.len(), LONG_LEN);
+        assert_eq!(faults[LONG_LEN - 1].drive, LONG);
     }
 
     #[test]

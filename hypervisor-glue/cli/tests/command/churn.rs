@@ -1,6 +1,7 @@
 //! Functions that come and go by the hundred beside one that is under load.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -38,6 +39,16 @@ const MEMORY_MAX: u64 = 512;
 /// Mappings that the allocator and the cache of thread stacks may have more: fewer than a mapping in each sixth of 50
 /// rounds.
 const MAPPINGS_MAX: usize = 8;
+
+/// Pause of the witness between two writes.
+const WITNESS_PAUSE: Duration = Duration::from_millis(50);
+
+/// Time that a write of the witness takes at least if the disk keeps requests for as long as servers report: half of it, as
+/// the write may have begun later.
+const KEPT: Duration = Duration::from_secs(5);
+
+/// Beginnings of messages about requests that the kernel keeps.
+const KEPT_MESSAGES: [&str; 2] = ["The kernel keeps a ", "The kernel cancels no request "];
 
 /// Resources of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -152,6 +163,48 @@ fn load(socket: &Path, phase: &AtomicU8) -> Latencies {
     drop(disk);
     latencies.iter_mut().for_each(|of| of.sort_unstable());
     latencies
+}
+
+/// A page, aligned as direct writes need it.
+#[repr(align(4096))]
+struct Page([u8; PIECE]);
+
+/// Writes past the page cache, as the server does, to a file of its own until the phase is [`ENDED`]. Returns the longest
+/// time of one write.
+fn witness(path: &Path, phase: &AtomicU8) -> Duration {
+    let mut options = File::options();
+    options.write(true).create(true);
+    let direct = options.custom_flags(libc::O_DIRECT).open(path);
+    // A file system in memory may know no direct writes. The server makes none there, either.
+    let file = direct.or_else(|_| options.custom_flags(0).open(path));
+    let file = file.unwrap();
+    let page = Box::new(Page([1; PIECE]));
+    let mut longest = Duration::ZERO;
+    while phase.load(Ordering::Relaxed) != ENDED {
+        let begun = Instant::now();
+        file.write_all_at(&page.0, 0).unwrap();
+        longest = longest.max(begun.elapsed());
+        thread::sleep(WITNESS_PAUSE);
+    }
+    longest
+}
+
+/// Ends a server, which must go well. It may have logged requests that the kernel kept, if a witness's write took long, too.
+fn stop(server: Server, longest: Duration) {
+    let (status, log) = server.signal("TERM");
+    assert!(status.success(), "{status}: {log}");
+    let is_of_kept = |line: &&str| KEPT_MESSAGES.iter().any(|message| line.contains(message));
+    let (kept, others): (Vec<&str>, Vec<&str>) = log.lines().partition(is_of_kept);
+    assert!(others.is_empty(), "{log}");
+    assert!(
+        kept.is_empty() || longest >= KEPT,
+        "another process's writes took {longest:.1?} at most, and the server logged:\n{log}"
+    );
+    if !kept.is_empty() {
+        println!(
+            "The disk kept another process's write for {longest:.1?}, and the server's, too:\n{log}"
+        );
+    }
 }
 
 fn at(sorted: &[Duration], part: f64) -> Duration {
@@ -289,8 +342,10 @@ fn come_and_go(count: usize, compares: bool) {
     let churn = Churn::new(&bench);
     let phase = AtomicU8::new(IDLE);
     let socket = bench.path("load.sock");
-    let (before, after, took, latencies) = thread::scope(|scope| {
+    let witnessed = bench.path("witness");
+    let (before, after, took, latencies, longest) = thread::scope(|scope| {
         let load = scope.spawn(|| load(&socket, &phase));
+        let witness = scope.spawn(|| witness(&witnessed, &phase));
         // Whatever fails below, the load ends.
         let _end = EndLoad(&phase);
         churn.rounds(0..WARM_UP);
@@ -301,6 +356,7 @@ fn come_and_go(count: usize, compares: bool) {
         let took = begun.elapsed();
         phase.store(IDLE, Ordering::Relaxed);
         let after = Held::await_back_at(&before, &server);
+        let mut second = None;
         if compares {
             let other = Bench::new();
             let other_server = other.serve("one", &[function]).unwrap();
@@ -311,10 +367,15 @@ fn come_and_go(count: usize, compares: bool) {
             // The time in which the load is measured.
             thread::sleep(took.min(Duration::from_secs(10)));
             phase.store(IDLE, Ordering::Relaxed);
-            other_server.stop();
+            second = Some((other_server, other));
         }
         phase.store(ENDED, Ordering::Relaxed);
-        (before, after, took, load.join().unwrap())
+        let longest = witness.join().unwrap();
+        // Its folder is there until it has ended.
+        if let Some((server, _bench)) = second {
+            stop(server, longest);
+        }
+        (before, after, took, load.join().unwrap(), longest)
     });
     println!("{count} rounds in {took:.1?}; before {before:?}, after {after:?}");
     let measured = PHASES.iter().zip(&latencies);
@@ -327,7 +388,7 @@ fn come_and_go(count: usize, compares: bool) {
     }
     assert!(after.is_back_at(&before), "{before:?} became {after:?}");
     check_ledger(&bench, WARM_UP + count - 1);
-    server.stop();
+    stop(server, longest);
 }
 
 struct EndLoad<'a>(&'a AtomicU8);

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use generator::{Generator, Gn};
 use nvme_mpt::memory::files::simulated as files;
-use nvme_mpt::memory::simulation::{self, Event, Simulator, Work, stores};
+use nvme_mpt::memory::simulation::{self, Event, Simulator, Step, Work, stores};
 use nvme_mpt_lease_protocol::simulated as sockets;
 use nvme_mpt_tests::rng::Rng;
 use nvme_software::simulated as drives;
@@ -108,6 +108,7 @@ struct Core {
     habits: Habits,
     now: u64,
     steps: u64,
+    commands: u64,
     /// Steps that others may have to see.
     effects: u64,
     /// Effects after which all that wait have looked.
@@ -145,6 +146,8 @@ impl Process {
 pub(crate) struct Outcome {
     /// Steps of all actors.
     pub(crate) steps: u64,
+    /// Commands that functions read from their guests' queues.
+    pub(crate) commands: u64,
     /// Simulated time.
     pub(crate) time: Duration,
 }
@@ -212,11 +215,7 @@ impl Engine {
                 std::mem::forget(stack);
             }
         }
-        let core = self.core.borrow();
-        Outcome {
-            steps: core.steps,
-            time: Duration::from_nanos(core.now),
-        }
+        self.core.borrow().progress()
     }
 
     /// Starts an actor of a process of its own, and returns the process.
@@ -341,11 +340,7 @@ impl Engine {
     /// Steps so far, and the time.
     pub(crate) fn progress(&self) -> Outcome {
         let core = self.core.try_borrow();
-        core.map(|core| Outcome {
-            steps: core.steps,
-            time: Duration::from_nanos(core.now),
-        })
-        .unwrap_or_default()
+        core.map(|core| core.progress()).unwrap_or_default()
     }
 }
 
@@ -357,11 +352,21 @@ impl Core {
             rng,
             now: 0,
             steps: 0,
+            commands: 0,
             effects: 0,
             looked: 0,
             actors: Vec::new(),
             processes: 0,
             last: VecDeque::with_capacity(LAST_STEPS),
+        }
+    }
+
+    /// Returns what was done so far.
+    fn progress(&self) -> Outcome {
+        Outcome {
+            steps: self.steps,
+            commands: self.commands,
+            time: Duration::from_nanos(self.now),
         }
     }
 
@@ -372,6 +377,7 @@ impl Core {
         }
         self.last.push_back((self.now, actor, event));
         self.steps += 1;
+        self.commands += u64::from(event.step == Step::ReadEntry);
         let random = self.rng.next_u64();
         self.now += 1 + share(random, 2 * self.habits.step);
         self.effects += u64::from(event.step.has_effect());

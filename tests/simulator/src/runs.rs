@@ -183,9 +183,9 @@ fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
     std::panic::set_hook(Box::new(move |panic| {
         let seed = *running.lock().unwrap_or_else(PoisonError::into_inner);
         let engine = Engine::of_thread();
-        let Outcome { steps, time } = engine.map(Engine::progress).unwrap_or_default();
+        let outcome = engine.map(Engine::progress).unwrap_or_default();
         let reason = panic.to_string().replace('\n', " ");
-        println!("{FAILED} {seed} {steps} {} {reason}", time.as_nanos());
+        println!("{FAILED} {seed} {} {reason}", numbers(outcome));
         let _flushed = stdout().flush();
         if let (Some(trace), Some(engine)) = (&trace, engine) {
             let text = format!("{reason}\n\n{}\n{}", engine.actors(), engine.trace());
@@ -200,10 +200,20 @@ fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
         let scenario = options.scenario.unwrap_or_else(|| Scenario::of(seed));
         let less = options.less;
         let main = move || scenario::run(scenario, mix(seed), less);
-        let Outcome { steps, time } = engine.run(seed, less, main);
-        println!("{OK} {seed} {steps} {}", time.as_nanos());
+        let outcome = engine.run(seed, less, main);
+        println!("{OK} {seed} {}", numbers(outcome));
     }
     ExitCode::SUCCESS
+}
+
+/// Returns the numbers of an outcome, as [`Batch::finish`] reads them.
+fn numbers(outcome: Outcome) -> String {
+    let Outcome {
+        steps,
+        commands,
+        time,
+    } = outcome;
+    format!("{steps} {commands} {}", time.as_nanos())
 }
 
 /// Results of all seeds so far.
@@ -211,6 +221,7 @@ fn run_batch(options: &Options, seeds: Range<u64>) -> ExitCode {
 struct Results {
     seeds: u64,
     steps: u64,
+    commands: u64,
     time: Duration,
     failures: Vec<(u64, String)>,
 }
@@ -247,7 +258,7 @@ impl Batch {
             .flat_map(BufRead::lines)
             .map_while(Result::ok)
         {
-            let mut words = line.splitn(5, ' ');
+            let mut words = line.splitn(6, ' ');
             let kind = words.next().unwrap_or_default();
             let mut number = || {
                 words
@@ -255,13 +266,14 @@ impl Batch {
                     .and_then(|word| word.parse::<u64>().ok())
                     .unwrap_or(0)
             };
-            let (seed, steps, nanoseconds) = (number(), number(), number());
+            let (seed, steps, commands, nanoseconds) = (number(), number(), number(), number());
             if ![OK, FAILED].contains(&kind) {
                 continue;
             }
             let mut results = results.lock().unwrap_or_else(PoisonError::into_inner);
             results.seeds += 1;
             results.steps += steps;
+            results.commands += commands;
             results.time += Duration::from_nanos(nanoseconds);
             if kind == FAILED {
                 let reason = words.next().unwrap_or_default();
@@ -445,10 +457,11 @@ fn report(options: &Options, results: &Results, elapsed: Duration) -> ExitCode {
     }
     let seconds = elapsed.as_secs_f64();
     println!(
-        "{} seeds, {} failed: {:.1} hours of simulated time and {} million steps in {seconds:.1} s",
+        "{} seeds, {} failed: {:.1} hours of simulated time, {} thousand commands and {} million steps in {seconds:.1} s",
         results.seeds,
         failures.len(),
         results.time.as_secs_f64() / 3600.0,
+        results.commands / 1_000,
         results.steps / 1_000_000,
     );
     match failures.is_empty() && results.seeds > 0 {

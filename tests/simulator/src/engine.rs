@@ -337,7 +337,7 @@ impl Engine {
         text
     }
 
-    /// Steps so far, and the time.
+    /// Returns what was done so far. While the engine notes a step, it returns zeroes.
     pub(crate) fn progress(&self) -> Outcome {
         let core = self.core.try_borrow();
         core.map(|core| core.progress()).unwrap_or_default()

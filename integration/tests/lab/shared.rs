@@ -63,8 +63,8 @@ const THIRD: &str = "third";
 const ALL: [&str; 4] = [ONE, TWO, BESIDE, THIRD];
 /// Number of times that the function joins and leaves.
 const COMINGS: usize = 50;
-/// Number of checks among which the reference VMM and the Cloud Hypervisor divide these. The emulated host loses one of two
-/// machines under load in a minute or two.
+/// Number of checks among which the reference VMM and the Cloud Hypervisor divide these. The emulated host loses one of
+/// two machines under load in a minute or two.
 const PARTS: usize = 5;
 /// Bytes that it writes each time.
 const LEFT: u64 = 64 << 10;

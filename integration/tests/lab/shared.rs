@@ -92,7 +92,7 @@ fn share_among_cloud_hypervisors(bench: &Bench) -> Result<(), Failure> {
     share_if_patched(bench, Beside::Comings(COMINGS / PARTS))
 }
 
-/// As [`share`], by two Cloud Hypervisors with the patch.
+/// Has two Cloud Hypervisors share the drive, if the one that is named has the patch.
 fn share_if_patched(bench: &Bench, beside: Beside) -> Result<(), Failure> {
     match is_patched_cloud_hypervisor_named()? {
         true => share::<CloudHypervisor>(bench, beside),

@@ -123,3 +123,28 @@ fn share_way(lock: &RangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
         path.display()
     )))
 }
+
+#[cfg(test)]
+mod tests {
+    use nvme_mpt::host::HostQueue;
+    use nvme_mpt::learn::Choice;
+
+    use super::*;
+    use crate::file::{FileQueue, FileStore};
+
+    #[test]
+    fn the_ring_of_a_queue_keeps_all_files_below_its_drive() {
+        let drive = tempfile::NamedTempFile::new().unwrap();
+        drive.as_file().set_len(1 << 20).unwrap();
+        let store = FileStore::open(drive.path(), 9, Choice::Learned).unwrap();
+        let mut locks = store.claim(["0+4K".parse().unwrap()]).unwrap();
+        // The second one is where the lease may grow into.
+        let files = [(); 2].map(|()| tempfile::tempfile().unwrap());
+        locks.below = files.map(|file| Ok(RangeLock::new(file))).into();
+        let lease = store.lease("a", 4096, Some(locks)).unwrap();
+        let queue = FileQueue::new(&lease, 4).unwrap();
+        let ring = queue.wait_fd().unwrap();
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{ring}")).unwrap();
+        assert!(info.contains("\nUserFiles:\t3\n"), "{info}");
+    }
+}

@@ -39,8 +39,10 @@ fn nothing_is_taken_or_completed_without_it() {
             let taken = machine.queue_stats(1).commands;
             let read = Sqe::read(1, 0, 8).with_data(DataPointer::prp(sentinel.gpa(), 0));
             let read = disk.queue.submit(read).unwrap();
-            let asked = controller.admin_queue().unwrap();
-            let asked = asked.submit(number_of_queues()).unwrap();
+            disk.queue.ring();
+            let queue = controller.admin_queue().unwrap();
+            let asked = queue.submit(number_of_queues()).unwrap();
+            queue.ring();
             // The poller, which has the neighbour's queue as well, goes round, and so does the function.
             neighbour.verify(0, 8).unwrap();
             machine.function().process_events();

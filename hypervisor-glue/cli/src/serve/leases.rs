@@ -562,6 +562,10 @@ impl LeaseTable {
         }
         lease.set_rates();
         lease.stall = self.end_stall(&lease.entry.id, parts.is_some());
+        if let Some(stall) = lease.stall {
+            let id = &lease.entry.id;
+            log::info!("The VMM of {id} goes on: it was without a server for {stall}");
+        }
         if let Some(used) = self.used().remove(&lease.entry.id) {
             attachment.take_up_limits(used);
         }

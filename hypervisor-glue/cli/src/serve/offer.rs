@@ -330,11 +330,17 @@ fn resume(
     // The keeper stands before the function goes on: what that changes is stored first.
     let mut device = NvmeDevice::new(function)?.kept(kept, options.memory);
     device.take_up(client, &control)?;
-    if stream.is_some() {
-        device.set_stall(stall.until(system::host_time()));
+    let stall = stream.is_some().then(|| stall.until(system::host_time()));
+    if let Some(stall) = stall {
+        device.set_stall(stall);
     }
     let listener = Listener::from_kept(socket, listener)?;
-    Ok(Server::resume(listener, journal, stream, device)?)
+    let server = Server::resume(listener, journal, stream, device)?;
+    if let Some(stall) = stall {
+        let socket = socket.display();
+        log::info!("The client of {socket} goes on: it was without a server for {stall}");
+    }
+    Ok(server)
 }
 
 /// Offers a new function, with all in the keeper that the next process needs.

@@ -2,6 +2,8 @@
 
 mod table;
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use nvme_mpt::Drive;
@@ -181,6 +183,16 @@ pub struct Stall {
     pub cause: StallCause,
     /// Seconds.
     pub seconds: f64,
+}
+
+impl fmt::Display for Stall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let since = match self.cause {
+            StallCause::Upgrade => "since its queues were asked to rest",
+            StallCause::Crash | StallCause::Restart => "since the start of this one",
+        };
+        write!(f, "{:.3} ms, {since}", self.seconds * 1e3)
+    }
 }
 
 /// Cause of a stall.

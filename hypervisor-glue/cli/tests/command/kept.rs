@@ -12,6 +12,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use jiff::{SignedDuration, Timestamp};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -35,6 +36,8 @@ const PLACES: u64 = 64;
 const DEPTH: usize = 16;
 /// I/Os between two admin commands.
 const PER_ADMIN: u64 = 200;
+/// A time without a completion that is too short to be looked at.
+const BRIEF: Duration = Duration::from_micros(100);
 /// Longer than a server that runs takes for a command.
 const LIVELY: Duration = Duration::from_millis(1);
 
@@ -103,6 +106,22 @@ impl Kept {
 
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(&self.log).unwrap()
+    }
+
+    /// Returns the times in which a function had no server, as the servers say in the log.
+    fn without_server(&self, socket: &str) -> Vec<Pause> {
+        let named = format!("/{socket} goes on: it was without a server for ");
+        let log = self.log();
+        let lines = log.lines().filter_map(|line| line.split_once(&named));
+        let pauses = lines.map(|(before, after)| {
+            let (time, _) = before.split_once(' ').unwrap();
+            let (milliseconds, _) = after.split_once(" ms, since").unwrap();
+            let seconds = milliseconds.parse::<f64>().unwrap() / 1e3;
+            let until: Timestamp = time.parse().unwrap();
+            let from = until - SignedDuration::from_secs_f64(seconds);
+            Pause { from, until }
+        });
+        pauses.collect()
     }
 
     /// Returns the number of servers that crashed.
@@ -207,6 +226,32 @@ struct Longest {
     without: Vec<Duration>,
     /// For the admin commands of [`Guest::administer`].
     administered: Vec<Duration>,
+    /// All times without a completion that were longer than [`BRIEF`], while the guest had no admin command.
+    pauses: Vec<Pause>,
+}
+
+/// A time without a completion.
+#[derive(Clone, Copy, Debug)]
+struct Pause {
+    from: Timestamp,
+    until: Timestamp,
+}
+
+impl Pause {
+    /// Returns the pause that ends now.
+    fn ending(length: Duration) -> Self {
+        let until = Timestamp::now();
+        let from = until - SignedDuration::try_from(length).unwrap();
+        Self { from, until }
+    }
+
+    fn length(self) -> Duration {
+        self.until.duration_since(self.from).unsigned_abs()
+    }
+
+    fn overlaps(self, other: Self) -> bool {
+        self.from < other.until && other.from < self.until
+    }
 }
 
 /// Notes a time for the server that ended last, if it is the longest one.
@@ -313,7 +358,11 @@ impl Guest {
             }
             self.done += 1;
             let now = Instant::now();
-            note(&mut self.longest.without, course, now - self.last);
+            let paused = now - self.last;
+            note(&mut self.longest.without, course, paused);
+            if paused > BRIEF {
+                self.longest.pauses.push(Pause::ending(paused));
+            }
             self.last = now;
         }
         self.queue.ring();
@@ -436,8 +485,19 @@ fn histogram(times: &[Duration]) -> String {
     counts.join(", ")
 }
 
-/// Prints the times without a completion, and those until the next server was ready.
-fn report(end: End, name: &str, mut figures: Figures) {
+/// Returns the longest pause of a client at each of these times, if it waited for a completion then, and had no admin
+/// command.
+fn pauses_at(times: &[Pause], pauses: &[Pause]) -> Vec<Duration> {
+    let longest = |time: &Pause| {
+        let here = pauses.iter().filter(|pause| pause.overlaps(*time));
+        here.map(|pause| pause.length()).max()
+    };
+    times.iter().filter_map(longest).collect()
+}
+
+/// Prints the times without a completion, and those until the next server was ready. `without_server` are the times in
+/// which the function had no server.
+fn report(end: End, name: &str, without_server: &[Pause], mut figures: Figures) {
     let (median, most) = median_and_most(&mut figures.starts);
     println!(
         "{end:?}, {name}: the next server was ready after {median:.1?} (median), {most:.1?} at most"
@@ -446,6 +506,7 @@ fn report(end: End, name: &str, mut figures: Figures) {
         let Longest {
             mut without,
             mut administered,
+            pauses,
         } = longest;
         assert!(done > without.len() as u64);
         let (median, most) = median_and_most(&mut without);
@@ -453,6 +514,14 @@ fn report(end: End, name: &str, mut figures: Figures) {
             "{end:?}, {name}: {done} I/Os; without one for {median:.1?} (median), {most:.1?} at most: {}",
             histogram(&without)
         );
+        let mut at_ends = pauses_at(without_server, &pauses);
+        if !at_ends.is_empty() {
+            let (median, most) = median_and_most(&mut at_ends);
+            println!(
+                "{end:?}, {name}: where the function had no server, without one for {median:.1?} (median), {most:.1?} at most: {}",
+                histogram(&at_ends)
+            );
+        }
         administered.retain(|time| !time.is_zero());
         if !administered.is_empty() {
             let (median, most) = median_and_most(&mut administered);
@@ -496,7 +565,9 @@ fn survives_with(
         End::Kill => kept.kill_server(),
         End::Upgrade => kept.upgrade(&bench),
     });
-    report(end, &format!("{drive}, {mode}"), figures);
+    let without_server = kept.without_server("a.sock");
+    assert!(without_server.len() >= times, "{without_server:?}");
+    report(end, &format!("{drive}, {mode}"), &without_server, figures);
     // The next client finds a function as after power-on, with its data.
     await_waiting(&bench);
     let _ = Guest::connect(&bench.path("a.sock"), doorbells, keeps);
@@ -598,6 +669,7 @@ fn sixty_four_functions_go_on_together() {
     let idle: Vec<_> = guests.collect();
     let mut guest = Some(guest);
     for end in [End::Upgrade, End::Kill] {
+        let before = kept.without_server("0.sock").len();
         let running = guest
             .take()
             .unwrap_or_else(|| Guest::connect(&bench.path("0.sock"), DoorbellMode::Shadow, false));
@@ -605,7 +677,8 @@ fn sixty_four_functions_go_on_together() {
             End::Kill => kept.kill_server(),
             End::Upgrade => kept.upgrade(&bench),
         });
-        report(end, "64 functions", figures);
+        let without_server = &kept.without_server("0.sock")[before..];
+        report(end, "64 functions", without_server, figures);
     }
     for (mut guest, mut queues) in idle {
         for queue in &mut queues {

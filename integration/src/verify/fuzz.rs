@@ -24,21 +24,8 @@ const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer
      -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
      -Ccodegen-units=1";
 
-/// Runs every target for a while.
+/// Builds all targets and runs each for a while, as many at once as there are processors: a target has one thread.
 pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {
-    run_targets(context, run_target)
-}
-
-/// Runs every input of the corpora once.
-pub(super) fn run_corpora(context: &mut Context) -> Result<(), VerifyError> {
-    run_targets(context, run_corpus)
-}
-
-/// Runs one target, whose program is built.
-type RunTarget = fn(&mut Context, target: &str, program: &Path) -> Result<(), VerifyError>;
-
-/// Builds all targets and runs them, as many at once as there are processors: a target has one thread.
-fn run_targets(context: &mut Context, run: RunTarget) -> Result<(), VerifyError> {
     let at_once = thread::available_parallelism().map_or(1, NonZero::get);
     let build = [
         "build",
@@ -70,7 +57,7 @@ fn run_targets(context: &mut Context, run: RunTarget) -> Result<(), VerifyError>
             own.log = own.log.with_file_name(format!("fuzz-{target}.log"));
             // The log of an earlier run does not belong to this one.
             let _ = fs::remove_file(&own.log);
-            let outcome = run(&mut own, &target, &programs.join(&target));
+            let outcome = run_target(&mut own, &target, &programs.join(&target));
             own.count.failed += u64::from(outcome.is_err());
             // The others are worth knowing of as well.
             result = result.and(outcome);
@@ -124,14 +111,6 @@ fn run_target(context: &mut Context, target: &str, program: &Path) -> Result<(),
         }
         (Err(error), None) => Err(error),
     }
-}
-
-fn run_corpus(context: &mut Context, target: &str, program: &Path) -> Result<(), VerifyError> {
-    let inputs = files(&corpus(target))?;
-    let mut command = Command::new(program);
-    // Named one by one, inputs are run and nothing is made of them.
-    command.arg(TIMEOUT).args(inputs);
-    context.run(&mut command, Worth::One)
 }
 
 fn corpus(target: &str) -> PathBuf {

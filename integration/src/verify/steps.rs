@@ -2,8 +2,10 @@
 
 use std::fs;
 use std::io;
+use std::num::NonZero;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
 
 use super::command::{TARGET, Worth};
 use super::{Context, Options, Step, VerifyError, When, fuzz};
@@ -19,7 +21,12 @@ const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
 const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "nvme-vfio"];
 
 /// Crates that are not made to be published.
-const PRIVATE: [&str; 3] = ["nvme-mpt-tests", "nvme-mpt-simulator", "integration"];
+const PRIVATE: [&str; 4] = [
+    "nvme-mpt-tests",
+    "nvme-mpt-fuzz-targets",
+    "nvme-mpt-simulator",
+    "integration",
+];
 /// The crate that boots PCs, on PCs alone.
 const OF_PCS: &str = "integration";
 /// Modules of Go: the Kubernetes driver, and its tests against parts of Kubernetes.
@@ -107,15 +114,6 @@ pub(super) const ALL: &[Step] = &[
         is_beside: true,
         wants_quiet: false,
         run: simulate,
-    },
-    Step {
-        name: "corpus",
-        what: "every input that a fuzz target ever learned from",
-        when: When::UnlessFull,
-        is_shared_out: false,
-        is_beside: true,
-        wants_quiet: false,
-        run: fuzz::run_corpora,
     },
     Step {
         name: "guest",
@@ -282,7 +280,17 @@ fn doc(context: &mut Context) -> Result<(), VerifyError> {
 /// The debug profile's checks of arithmetic are in the builds of `asan` and `fuzz`.
 fn test(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
+    command.env(TEST_THREADS, test_threads());
     context.run(&mut command, Worth::ItsTests)
+}
+
+/// Variable of the environment with the number of tests that a program runs at once.
+const TEST_THREADS: &str = "RUST_TEST_THREADS";
+
+/// Returns twice the number of processors: tests wait for a third of their time.
+fn test_threads() -> String {
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    (2 * processors).to_string()
 }
 
 /// The tests of functions once more, each with its host side at the other end of a socket.
@@ -291,6 +299,7 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
     let arguments = ["test", "--release", "--workspace"];
     let mut command = context.cargo(&[&arguments[..], &tests, &["--no-fail-fast"]].concat());
     command.env("NVME_MPT_HOST_SIDE", "remote");
+    command.env(TEST_THREADS, test_threads());
     context.run(&mut command, Worth::ItsTests)
 }
 

@@ -32,7 +32,7 @@ static MEMORY: LazyLock<File> = LazyLock::new(|| {
 static EVENT: LazyLock<EventFd> = LazyLock::new(|| EventFd::new(EFD_NONBLOCK).expect("eventfd"));
 
 /// Says all lines, and then that no more come.
-pub fn say(stream: &UnixStream, input: &[u8]) {
+pub(crate) fn say(stream: &UnixStream, input: &[u8]) {
     for line in input.split(|byte| *byte == b'\n') {
         let Some((first, rest)) = line.split_first() else {
             continue;
@@ -64,7 +64,7 @@ pub fn say(stream: &UnixStream, input: &[u8]) {
 }
 
 /// Listens until the other side has gone.
-pub fn listen(mut stream: &UnixStream) {
+pub(crate) fn listen(mut stream: &UnixStream) {
     let mut heard = Vec::new();
     let _ = stream.read_to_end(&mut heard);
     let _ = stream.flush();

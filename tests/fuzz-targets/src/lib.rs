@@ -1,7 +1,22 @@
-//! Shared parts of fuzz targets: a function on a drive that keeps nothing, with memory, for those that play
-//! its guest; and the division of their input.
+//! Fuzz targets, and what they share: a function on a drive that keeps nothing, with memory, for those that play its
+//! guest; and the division of their input. `tests/fuzz/` builds a program for libFuzzer of each.
 
-pub mod talk;
+pub mod admin_command;
+pub mod config_space;
+pub mod fault_plan;
+pub mod host_completion;
+pub mod host_identify;
+pub mod kept_connection;
+pub mod kept_state;
+pub mod lease_client;
+pub mod lease_session;
+pub mod live_state;
+pub mod option_string;
+pub mod registers;
+pub mod snapshot;
+mod talk;
+pub mod translation;
+pub mod vfio_user_message;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -14,6 +29,40 @@ use nvme_mpt::{
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
+
+/// A fuzz target.
+pub struct Target {
+    /// Name of its program, and of its corpus.
+    pub name: &'static str,
+    /// Runs one input, and panics if that has found something.
+    pub run: fn(&[u8]),
+}
+
+/// Lists targets by the names of their modules.
+macro_rules! targets {
+    ($($name:ident),* $(,)?) => {
+        &[$(Target { name: stringify!($name), run: $name::run }),*]
+    };
+}
+
+/// All targets.
+pub const ALL: &[Target] = targets![
+    admin_command,
+    config_space,
+    fault_plan,
+    host_completion,
+    host_identify,
+    kept_connection,
+    kept_state,
+    lease_client,
+    lease_session,
+    live_state,
+    option_string,
+    registers,
+    snapshot,
+    translation,
+    vfio_user_message,
+];
 
 /// Memory that inputs are likely to name: 1 MiB at address 0.
 pub const MEMORY: u64 = 1 << 20;

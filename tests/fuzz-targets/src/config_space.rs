@@ -1,0 +1,95 @@
+//! A guest that reads and writes configuration space, at any offset and in any length.
+//!
+//! The input is a row of accesses: kind, offset in 2 bytes, length, and for a write its data.
+//! The function keeps its identity. Its BARs lie at multiples of their size and move only as is
+//! reported. Its capabilities can be walked, and reads return all their bytes.
+
+use std::cell::RefCell;
+
+use crate::{Fixture, Input};
+use nvme_mpt::DoorbellMode;
+use vmm_device::{
+    Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, MsixMasking, NvmeFunction, VENDOR_ID,
+};
+
+thread_local! {
+    static FIXTURE: RefCell<Fixture> =
+        RefCell::new(Fixture::new(DoorbellMode::Shadow, MsixMasking::Function));
+}
+
+/// Places of the BARs, as reported.
+struct Places([Option<u64>; 2]);
+
+impl Places {
+    fn follow(&mut self, moves: &[BarMove], function: &NvmeFunction) {
+        for (place, bar) in self.0.iter_mut().zip(Bar::ALL) {
+            for moved in moves.iter().filter(|moved| moved.bar == bar) {
+                assert_eq!((moved.from, moved.size), (*place, function.bar_size(bar)));
+                assert_ne!(moved.from, moved.to);
+                *place = moved.to;
+            }
+            assert_eq!(*place, function.bar_address(bar), "an unreported move");
+            let aligned = |address: u64| address.is_multiple_of(function.bar_size(bar));
+            assert!(place.is_none_or(aligned));
+        }
+    }
+}
+
+fn byte(function: &NvmeFunction, offset: u64) -> u8 {
+    let mut data = [0];
+    function.read_config(offset, &mut data);
+    data[0]
+}
+
+fn check(function: &NvmeFunction) {
+    let mut id = [0; 4];
+    function.read_config(0, &mut id);
+    assert_eq!(id[..2], VENDOR_ID.to_le_bytes());
+    assert_eq!(id[2..], DEVICE_ID.to_le_bytes());
+    let mut class = [0; 3];
+    function.read_config(9, &mut class);
+    assert_eq!(class, [0x02, 0x08, 0x01]);
+    let mut ids = Vec::new();
+    let mut capability = byte(function, 0x34);
+    while capability != 0 {
+        assert!(capability >= 0x40 && ids.len() < 4);
+        ids.push(byte(function, capability.into()));
+        capability = byte(function, u64::from(capability) + 1);
+    }
+    assert_eq!(ids, [0x01, 0x11, 0x10, 0x05]);
+    for vector in [0, 1, 31, 32, u16::MAX] {
+        let _ = function.msix_message(vector);
+    }
+    assert_eq!(byte(function, 0x69) & 0x80, 0, "Initiate FLR reads as zero");
+}
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    FIXTURE.with_borrow_mut(|fixture| {
+        fixture.reset(&[]);
+        let function = &mut fixture.function;
+        let mut places = Places([None; 2]);
+        let mut input = Input(input);
+        while !input.is_empty() {
+            let kind = input.byte();
+            // Some offsets lie beyond the end, and some lengths reach it.
+            let offset = match kind & 0b110 {
+                0b110 => u64::MAX - u64::from(input.byte()),
+                _ => u64::from(input.number()) % (2 * CONFIG_SPACE_SIZE),
+            };
+            let length = usize::from(input.byte());
+            if kind & 1 == 0 {
+                let mut data = vec![0xA5; length];
+                function.read_config(offset, &mut data);
+                assert!(offset < 0x100 || data.iter().all(|byte| *byte == 0));
+            } else {
+                let moves = function.write_config(offset, input.piece(length));
+                places.follow(&moves, function);
+            }
+            check(function);
+        }
+        let moves = function.reset();
+        places.follow(&moves, function);
+        assert_eq!(places.0, [None; 2]);
+    });
+}

@@ -1,0 +1,47 @@
+//! A fault plan, as a person writes it or a client of the control socket sends it.
+//!
+//! Whatever it is, it is taken or refused with words; what is taken is injected into a drive or refused
+//! with words, and a drive never has more faults than it may.
+
+use std::sync::Arc;
+
+use nvme_mpt_vmm::drives::{self, DriveOptions, OpenDriveError};
+use nvme_mpt_vmm::report;
+use nvme_software::SoftwareController;
+use nvme_software::faults::{FaultPlan, MAX_FAULTS};
+
+/// Runs one input: a text.
+pub fn run(input: &[u8]) {
+    let Ok(text) = str::from_utf8(input) else {
+        return;
+    };
+    let plan = match FaultPlan::parse("fuzz", text) {
+        Ok(plan) => plan,
+        Err(error) => return assert!(!report::chain(&error).is_empty()),
+    };
+    let options = DriveOptions {
+        faults: Some(Arc::new(plan.clone())),
+        ..DriveOptions::default()
+    };
+    let Ok(path) = "null:1M".parse() else { return };
+    match drives::open(&path, options) {
+        Ok(drive) => {
+            let drive = SoftwareController::of(drive.controller());
+            let Some(faults) = drive.and_then(SoftwareController::faults) else {
+                panic!("a drive with faults has none");
+            };
+            let before = faults.stats();
+            assert!(before.len() <= MAX_FAULTS);
+            let added = faults.inject(&plan).is_ok();
+            let expected = before.len() * if added { 2 } else { 1 };
+            assert_eq!(faults.stats().len(), expected);
+            assert!(expected <= MAX_FAULTS);
+            for fault in faults.stats() {
+                assert_eq!((fault.seen, fault.struck), (0, 0));
+                assert_ne!(fault.count, Some(0));
+            }
+        }
+        Err(error @ OpenDriveError::Faults(_)) => assert!(!report::chain(&error).is_empty()),
+        Err(error) => panic!("{error}"),
+    }
+}

@@ -1,0 +1,401 @@
+//! A drive that completes the commands of two guests as it likes: in any order, twice, with any status,
+//! with identifiers that nobody uses, with any other bytes.
+//!
+//! The first byte of the input chooses the drive (how much it transfers at once) and how many guests
+//! there are. Then come steps of a byte and its operands: a guest sends a command, the drive completes
+//! one that it has, or posts something else.
+//!
+//! Each command of each guest completes once. It succeeds if the drive reported nothing but success for
+//! it, and fails if the drive reported an error for any part of it.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::Input;
+use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::poller::Threads;
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::shadow::ShadowQueue;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, Learning, MemoryRegion,
+    PollPolicy, Pollers, SqConfig,
+};
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
+use nvme_vfio::{ControllerOptions, VfioController};
+
+const PAGE: u64 = 4096;
+const ENTRIES: u32 = 64;
+const QUEUE: QueueId = QueueId(1);
+/// A guest's memory: rings, a PRP list, and data.
+const SQ: u64 = 0;
+const CQ: u64 = PAGE;
+const LIST: u64 = 2 * PAGE;
+const DATA: u64 = 3 * PAGE;
+const DATA_PAGES: u64 = 32;
+/// Bytes of each lease.
+const LEASE: u64 = 1 << 20;
+const BLOCK: u64 = 512;
+/// Blocks that a command has to itself: those of the longest one.
+const STRETCH: u64 = DATA_PAGES * PAGE / BLOCK;
+/// Commands of a guest: as many as have a stretch of the lease.
+const COMMANDS: usize = (LEASE / BLOCK / STRETCH) as usize;
+const GUESTS: usize = 2;
+/// Steps of an input; more are left out.
+const STEPS: usize = 256;
+
+const STATUS_MASK: u64 = 0x7FF << 49;
+
+thread_local! {
+    static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+/// Expected fate of a guest's command.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Fate {
+    #[default]
+    Idle,
+    /// In flight, and nothing bad was said of it yet.
+    Good,
+    /// In flight, and some of it has failed.
+    Bad,
+}
+
+/// A guest, of whose queue pair this thread is the poller.
+struct Lane {
+    attachment: Attachment,
+    memory: File,
+    shadow: Option<Box<ShadowQueue>>,
+    tail: u32,
+    head: u32,
+    phase: bool,
+    fates: [Fate; COMMANDS],
+}
+
+impl Lane {
+    fn new(drive: &Arc<Drive>, ledger: &Ledger, pollers: &Arc<Pollers>, index: u64) -> Self {
+        let request = LeaseRequest {
+            id: &format!("lease-{index}"),
+            drive: drive.identity(),
+            nsid: drive.namespace().nsid,
+            wanted: Wanted::At(ByteRange::new(index * LEASE, LEASE).expect("a range")),
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+            former_data: nvme_mpt::lease::FormerData::Kept,
+        };
+        let attachment = Attachment::new(AttachmentConfig {
+            drive: drive.clone(),
+            lease: ledger.acquire(&request).expect("a lease"),
+            queue_pairs: 1,
+            reservation: None,
+            mdts: None,
+            doorbell_stride: nvme_mpt::DoorbellStride::default(),
+            doorbells: DoorbellMode::Trap,
+            poll: PollPolicy::default(),
+            learning: Learning::default(),
+            pollers: pollers.clone(),
+            memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
+            serial: None,
+        })
+        .expect("an attachment");
+        let memory = tempfile::tempfile_in("/dev/shm").expect("memory");
+        let len = DATA + DATA_PAGES * PAGE;
+        memory.set_len(len).expect("room");
+        let region = MemoryRegion {
+            gpa: Gpa(0),
+            len,
+            fd: OwnedFd::from(memory.try_clone().expect("a descriptor")),
+            offset: 0,
+            readable: true,
+            writable: true,
+        };
+        attachment.window().map(region).expect("memory");
+        let list: Vec<u8> = (1..DATA_PAGES)
+            .flat_map(|page| (DATA + page * PAGE).to_le_bytes())
+            .collect();
+        memory.write_all_at(&list, LIST).expect("memory");
+        Self {
+            attachment,
+            memory,
+            shadow: None,
+            tail: 0,
+            head: 0,
+            phase: true,
+            fates: [Fate::Idle; COMMANDS],
+        }
+    }
+
+    fn begin(&mut self) {
+        self.memory
+            .write_all_at(&[0; 2 * PAGE as usize], SQ)
+            .expect("memory");
+        (self.tail, self.head, self.phase) = (0, 0, true);
+        let cq = CqConfig {
+            qid: QUEUE,
+            base: Gpa(CQ),
+            entries: ENTRIES,
+            vector: None,
+        };
+        self.attachment.create_cq(cq).expect("a queue");
+        let sq = SqConfig {
+            qid: QUEUE,
+            cqid: QUEUE,
+            base: Gpa(SQ),
+            entries: ENTRIES,
+        };
+        self.attachment.create_sq(sq).expect("a queue");
+        self.shadow = Some(self.attachment.take_queue(QUEUE).expect("the queue"));
+    }
+
+    fn end(&mut self) {
+        if let Some(shadow) = self.shadow.take() {
+            let given_back = self.attachment.give_queue_back(shadow);
+            given_back.expect("it is known");
+        }
+        self.attachment.reset().expect("nothing is in flight");
+    }
+
+    /// Sends a command that is idle.
+    fn send(&mut self, kind: u8, size: u8) {
+        let Some(index) = self.fates.iter().position(|fate| *fate == Fate::Idle) else {
+            return;
+        };
+        let slba = index as u64 * STRETCH;
+        let blocks = u32::from(size) % STRETCH as u32 + 1;
+        let sqe = match kind % 5 {
+            0 => Sqe::write_zeroes(1, slba, blocks, false),
+            1 => Sqe::compare(1, slba, blocks),
+            2 => Sqe::write(1, slba, blocks),
+            _ => Sqe::read(1, slba, blocks),
+        };
+        let pages = (u64::from(blocks) * BLOCK).div_ceil(PAGE);
+        let prp2 = match pages {
+            0 | 1 => 0,
+            2 => DATA + PAGE,
+            _ => LIST,
+        };
+        let pointer = nvme_mpt_tests::command::DataPointer::prp(DATA, prp2);
+        let sqe = sqe.with_data(pointer).with_cid(index as u16);
+        let bytes: Vec<u8> = sqe.0.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let at = SQ + 64 * u64::from(self.tail);
+        self.memory.write_all_at(&bytes, at).expect("memory");
+        self.tail = (self.tail + 1) % ENTRIES;
+        self.fates[index] = Fate::Good;
+        let tail = Doorbell::SqTail(QUEUE);
+        self.attachment.ring_doorbell(tail, self.tail);
+    }
+
+    /// Polls, and takes what has completed.
+    fn poll(&mut self) -> bool {
+        let shadow = self.shadow.as_mut().expect("between begin and end");
+        let busy = shadow.poll();
+        let mut taken = false;
+        loop {
+            let mut entry = [0; 16];
+            let at = CQ + 16 * u64::from(self.head);
+            self.memory.read_exact_at(&mut entry, at).expect("memory");
+            let word = |at: usize| u16::from_le_bytes([entry[at], entry[at + 1]]);
+            if (word(14) & 1 == 1) != self.phase {
+                break;
+            }
+            let index = usize::from(word(12));
+            let fate = self.fates.get_mut(index).expect("a command of the guest's");
+            let success = word(14) >> 1 & 0x7FF == 0;
+            match std::mem::take(fate) {
+                Fate::Idle => panic!("command {index} completed, which is not in flight"),
+                Fate::Good => assert!(success, "command {index}: {:#x}", word(14)),
+                Fate::Bad => assert!(!success, "command {index} succeeded in part"),
+            }
+            self.head = (self.head + 1) % ENTRIES;
+            if self.head == 0 {
+                self.phase = !self.phase;
+            }
+            taken = true;
+        }
+        if taken {
+            let head = Doorbell::CqHead(QUEUE);
+            self.attachment.ring_doorbell(head, self.head);
+        }
+        busy || taken
+    }
+
+    fn is_idle(&self) -> bool {
+        self.fates.iter().all(|fate| *fate == Fate::Idle)
+    }
+}
+
+/// A drive, of which this thread is the hardware.
+struct Fixture {
+    lanes: Vec<Lane>,
+    model: Arc<ModelDrive>,
+    queue: Option<HandQueue>,
+    /// Commands that the drive has.
+    commands: Vec<Sqe>,
+}
+
+impl Fixture {
+    fn new(mdts: u8) -> Self {
+        let model = ModelDrive::start(Options {
+            mdts,
+            queue_pairs: 1,
+            entries_max: 32,
+            namespaces: vec![NamespaceOptions::new(
+                1,
+                GUESTS as u64 * LEASE,
+                BLOCK as u32,
+            )],
+            by_hand: true,
+            ..Options::default()
+        });
+        let options = ControllerOptions {
+            // Nobody is to be aborted: the drive has all the time of an input.
+            deadline: Duration::from_secs(3600),
+            ..ControllerOptions::default()
+        };
+        let controller =
+            VfioController::open(model.clone(), options, &Threads::default()).expect("a drive");
+        let path = "0000:01:00.0";
+        let drive = Drive::new(path, controller, None).expect("a namespace");
+        let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
+        let lanes = (0..GUESTS as u64)
+            .map(|index| Lane::new(&drive, &ledger, &pollers, index))
+            .collect();
+        Self {
+            lanes,
+            model,
+            queue: None,
+            commands: Vec::new(),
+        }
+    }
+
+    /// Lets the guests' queues work, and takes the commands that they send.
+    fn turn(&mut self, guests: usize) -> bool {
+        let mut busy = false;
+        for lane in &mut self.lanes[..guests] {
+            busy |= lane.poll();
+        }
+        let queue = match &mut self.queue {
+            Some(queue) => queue,
+            none => none.insert(self.model.hand_queue(1).expect("a queue")),
+        };
+        while let Some(sqe) = queue.take() {
+            let twice = self.commands.iter().any(|other| other.cid() == sqe.cid());
+            assert!(!twice, "an identifier in use: {sqe:?}");
+            self.commands.push(sqe);
+            busy = true;
+        }
+        busy
+    }
+
+    /// Posts an entry. An entry with the identifier of a command in flight completes that command. If no command is in
+    /// flight, nothing is posted, since no queue looks. The next command's look would find the entry, and might take it
+    /// for its completion: an entry does not show when it was posted.
+    fn post(&mut self, lower: u64, upper: u64) {
+        if self.commands.is_empty() {
+            return;
+        }
+        let cid = (upper >> 32) as u16;
+        let known = self.commands.iter().position(|sqe| sqe.cid() == cid);
+        if let Some(index) = known {
+            let sqe = self.commands.remove(index);
+            if upper & STATUS_MASK != 0 {
+                let stretch = sqe.0[5] / STRETCH;
+                let lane = &mut self.lanes[stretch as usize / COMMANDS];
+                let fate = &mut lane.fates[stretch as usize % COMMANDS];
+                assert_ne!(*fate, Fate::Idle, "a part of nothing: {sqe:?}");
+                *fate = Fate::Bad;
+            }
+        }
+        if let Some(queue) = &mut self.queue {
+            queue.post([lower, upper]);
+        }
+    }
+
+    fn run(&mut self, input: &mut Input<'_>, guests: usize) {
+        let mut last = [0; 2];
+        for _ in 0..STEPS {
+            if input.is_empty() {
+                break;
+            }
+            let step = input.byte();
+            let operand = usize::from(step >> 3);
+            match step % 8 {
+                0..3 => {
+                    let (kind, size) = (input.byte(), input.byte());
+                    self.lanes[operand % guests].send(kind, size);
+                }
+                3 | 4 if !self.commands.is_empty() => {
+                    let cid = self.commands[operand % self.commands.len()].cid();
+                    let status = match step % 8 {
+                        3 => 0,
+                        _ => u64::from(input.number()) << 48,
+                    };
+                    last = [0, u64::from(cid) << 32 | status];
+                    self.post(last[0], last[1]);
+                }
+                5 => {
+                    let (cid, status) = (input.number(), input.number());
+                    last = [0, u64::from(cid) << 32 | u64::from(status) << 48];
+                    self.post(last[0], last[1]);
+                }
+                6 => {
+                    let mut words = [0; 16];
+                    let piece = input.piece(16);
+                    words[..piece.len()].copy_from_slice(piece);
+                    let number = u128::from_le_bytes(words);
+                    last = [number as u64, (number >> 64) as u64];
+                    self.post(last[0], last[1]);
+                }
+                _ => self.post(last[0], last[1]),
+            }
+            self.turn(guests);
+        }
+        // The drive completes its remaining commands as it should.
+        let mut idle = 0;
+        while !self.lanes[..guests].iter().all(Lane::is_idle) {
+            while let Some(sqe) = self.commands.first() {
+                let upper = u64::from(sqe.cid()) << 32;
+                self.post(0, upper);
+                self.turn(guests);
+            }
+            idle = if self.turn(guests) { 0 } else { idle + 1 };
+            if idle > 1000 {
+                // Commands of members that share a queue pair may wait for a while.
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            assert!(idle < 50_000, "commands are lost");
+        }
+        // Nothing comes after the last completion.
+        for _ in 0..3 {
+            self.turn(guests);
+        }
+        assert!(self.commands.is_empty());
+    }
+}
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let mut input = Input(input);
+    let choice = input.byte();
+    let mdts = [0, 1, 3][usize::from(choice) % 3];
+    let guests = usize::from(choice / 3) % GUESTS + 1;
+    FIXTURES.with_borrow_mut(|fixtures| {
+        let fixture = fixtures.entry(mdts).or_insert_with(|| Fixture::new(mdts));
+        for lane in &mut fixture.lanes[..guests] {
+            lane.begin();
+        }
+        fixture.run(&mut input, guests);
+        for lane in &mut fixture.lanes[..guests] {
+            lane.end();
+        }
+        fixture.model.judgement().expect("a host that behaves");
+    });
+}

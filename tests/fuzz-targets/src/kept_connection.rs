@@ -1,0 +1,341 @@
+//! The journal of a vfio-user server whose process has ended, changed anywhere, beside a client that goes on.
+//!
+//! A server with a journal answers a client. Then it leaves both to the next one. The input says what the client does
+//! and what changes in between:
+//!
+//! | bytes | |
+//! |---|---|
+//! | 1 | choices, see below |
+//! | 1 | changes of the journal |
+//! | 5 each | a change: a word's number, and its value |
+//! | 1 | bytes of a reply that are changed |
+//! | that many | the bytes, which lie where the next reply is sent from |
+//! | 4 | bytes by which the position moves, if choice 5 says so |
+//! | 2 | bytes that the client says to the first server |
+//! | that many, and rest | messages for the first server, and for the next one: (command, options, length in 2 bytes, payload) |
+//!
+//! Words 0 to 5 are the journal's title, words 6 to 19 its valid head.
+//!
+//! Choices: bit 0 begins with `VERSION`; bit 1 has the client read replies before the first server leaves; bit 2 gives
+//! the device a mappable area; bit 3 has the client go before the next server comes; bit 4 loses its socket; bit 5 moves
+//! the position; bit 6 has another client connect.
+//!
+//! The journal is refused, or the next server goes on. It does not wait for anything, lets the client go when that ends,
+//! and leaves no file descriptor open.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, LazyLock};
+
+use crate::Input;
+use tempfile::TempDir;
+use vfio_user_server::{
+    Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Journal, Listener, MappableArea, Region,
+    RegionIndex, Server, SocketAccess, Watcher,
+};
+use vmm_sys_util::epoll::EventSet;
+use vmm_sys_util::signal;
+
+/// Signal of a socket whose other end has gone (signal(7)). Rust's programs ignore it; this one has another main.
+const SIGPIPE: i32 = 13;
+
+const LISTENER: u32 = 0;
+const CLIENT: u32 = 1;
+
+/// Places in a journal.
+const COMMIT_WORD: u64 = 16;
+const TITLE_WORDS: u8 = 6;
+const WORDS: u8 = 20;
+const HEADS: u64 = 0x1000;
+
+/// Events after which a server has nothing left to do. A turn answers several requests.
+const EVENTS: usize = 64;
+
+static FOLDER: LazyLock<TempDir> = LazyLock::new(|| tempfile::tempdir().expect("a folder"));
+/// File that a client maps, and opened once.
+static AREA: LazyLock<File> = LazyLock::new(|| File::open("/dev/null").expect("a null device"));
+/// Open files before the first conversation.
+static OPEN_FILES: LazyLock<usize> = LazyLock::new(|| {
+    // Once for all inputs, which this thread runs.
+    signal::block_signal(SIGPIPE).expect("a signal's number");
+    open_files()
+});
+
+fn open_files() -> usize {
+    fs::read_dir("/proc/self/fd").expect("proc").count()
+}
+
+fn socket() -> PathBuf {
+    FOLDER.path().join("socket")
+}
+
+/// A device that counts what it is asked.
+struct Model {
+    has_area: bool,
+    stream: Option<OwnedFd>,
+    requests: u32,
+}
+
+impl Model {
+    fn new(has_area: bool) -> Self {
+        Self {
+            has_area,
+            stream: None,
+            requests: 0,
+        }
+    }
+}
+
+impl Device for Model {
+    fn region(&self, index: RegionIndex) -> Region {
+        let has_area = self.has_area && index == RegionIndex::Bar0;
+        let size = match index {
+            RegionIndex::Bar0 => 0x4000,
+            RegionIndex::Config => 0x100,
+            _ => 0,
+        };
+        Region {
+            size,
+            readable: true,
+            writable: true,
+            mappable: has_area.then(|| MappableArea {
+                offset: 0x1000,
+                size: 0x1000,
+                memory: Arc::new(AREA.try_clone().expect("a file").into()),
+                base: 0,
+            }),
+        }
+    }
+
+    fn read(&mut self, _: RegionIndex, _: u64, data: &mut [u8]) {
+        self.requests += 1;
+        data.fill(0x11);
+    }
+
+    fn write(&mut self, _: RegionIndex, _: u64, _: &[u8]) {
+        self.requests += 1;
+    }
+
+    fn dma_map(&mut self, _: DmaRegion) -> io::Result<()> {
+        self.requests += 1;
+        Ok(())
+    }
+
+    fn dma_unmap(&mut self, _: Option<(u64, u64)>) -> io::Result<u64> {
+        self.requests += 1;
+        Ok(0)
+    }
+
+    fn irq(&self, index: IrqIndex) -> IrqInfo {
+        IrqInfo {
+            count: if index == IrqIndex::Msix { 64 } else { 0 },
+            ..IrqInfo::default()
+        }
+    }
+
+    fn set_irqs(&mut self, _: IrqCommand) -> io::Result<()> {
+        self.requests += 1;
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.requests += 1;
+    }
+
+    fn keep_client(&mut self, stream: BorrowedFd<'_>) -> io::Result<()> {
+        self.stream = Some(stream.try_clone_to_owned()?);
+        Ok(())
+    }
+
+    fn save(&mut self) -> Option<Vec<u8>> {
+        Some(self.requests.to_le_bytes().to_vec())
+    }
+
+    fn disconnected(&mut self) {
+        self.stream = None;
+    }
+}
+
+/// An event loop that handles each event, whether there is one or not.
+struct Anything;
+
+impl Watcher for Anything {
+    fn add(&mut self, _: RawFd, _: u32, _: EventSet) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn modify(&mut self, _: RawFd, _: u32, _: EventSet) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn remove(&mut self, _: RawFd) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A client, which waits for nothing.
+struct Client {
+    stream: UnixStream,
+    messages: u16,
+}
+
+impl Client {
+    fn connect() -> Self {
+        let stream = UnixStream::connect(socket()).expect("a server listens");
+        stream.set_nonblocking(true).expect("non-blocking");
+        Self {
+            stream,
+            messages: 0,
+        }
+    }
+
+    /// Says what the socket takes.
+    fn say(&mut self, mut script: Input<'_>) {
+        while !script.is_empty() {
+            let (command, options) = (script.byte(), script.byte());
+            let length = script.number().into();
+            let payload = script.piece(length);
+            self.message(command, options, payload);
+        }
+    }
+
+    fn message(&mut self, command: u8, options: u8, payload: &[u8]) {
+        let mut message = self.messages.to_le_bytes().to_vec();
+        message.extend([command, 0]);
+        // A size that is wrong ends the connection.
+        let size = 16 + payload.len() as u32 - u32::from(options >> 7);
+        message.extend(size.to_le_bytes());
+        // Bits 0 and 1: the type, a command at 0; bit 2: No_reply; bit 3: Error.
+        message.extend([options & 3 | (options & 0xC) << 2, 0, 0, 0, 0, 0, 0, 0]);
+        message.extend_from_slice(payload);
+        // The socket may be full, and the server may have gone.
+        let _ = self.stream.write(&message);
+        self.messages = self.messages.wrapping_add(1);
+    }
+
+    fn hear(&mut self) {
+        let mut buffer = [0; 64 * 1024];
+        while let Ok(1..) = self.stream.read(&mut buffer) {}
+    }
+}
+
+/// Changes the journal's file.
+fn damage(journal: &File, choices: u8, input: &mut Input<'_>) {
+    let mut generation = [0; 8];
+    journal
+        .read_exact_at(&mut generation, COMMIT_WORD)
+        .expect("memory");
+    let head = HEADS + u64::from_le_bytes(generation) % 2 * HEADS;
+    for _ in 0..input.byte() {
+        let word = input.byte() % WORDS;
+        let value = input.piece(4);
+        let at = match word.checked_sub(TITLE_WORDS) {
+            None => u64::from(word) * 4,
+            Some(word) => head + u64::from(word) * 4,
+        };
+        journal.write_all_at(value, at).expect("memory");
+    }
+    let length = input.byte();
+    let reply = input.piece(length.into());
+    let mut open = journal;
+    let position = open.stream_position().expect("a file");
+    journal.write_all_at(reply, position).expect("memory");
+    if choices & 32 != 0 {
+        let [low, high] = [input.number(), input.number()].map(i32::from);
+        let by = i64::from(high << 16 | low);
+        // Where there is nothing before the file.
+        let _ = open.seek(SeekFrom::Current(by));
+    }
+}
+
+fn converse(choices: u8, mut input: Input<'_>) {
+    let is_chosen = |bit: u8| choices & 1 << bit != 0;
+    let model = Model::new(is_chosen(2));
+    let journal = Journal::new().expect("memory");
+    let file = journal.as_fd().try_clone_to_owned().expect("a descriptor");
+    let mut server =
+        Server::bind_kept(socket(), SocketAccess::default(), model, journal).expect("a server");
+    let listener = server.listener().as_fd().try_clone_to_owned();
+    let listener = listener.expect("a descriptor");
+
+    let mut changes = Input(input.0);
+    skip(&mut input, choices);
+    let mut client = Client::connect();
+    server.handle(LISTENER, &mut Anything);
+    if is_chosen(0) {
+        client.message(1, 0, b"\0\0\x01\0");
+    }
+    let length = input.number().into();
+    client.say(Input(input.piece(length)));
+    server.handle(CLIENT, &mut Anything);
+    if is_chosen(1) {
+        client.hear();
+        server.handle(CLIENT, &mut Anything);
+    }
+    let stream = server.device_mut().stream.take();
+    server.leave();
+    drop(server);
+
+    let shared = File::from(file.try_clone().expect("a descriptor"));
+    damage(&shared, choices, &mut changes);
+    drop(shared);
+    let mut client = Some(client).filter(|_| !is_chosen(3));
+    let stream = stream.filter(|_| !is_chosen(4)).map(UnixStream::from);
+    let Ok((journal, record)) = Journal::from_kept(file) else {
+        return;
+    };
+    let requests = record.device().try_into().map_or(0, u32::from_le_bytes);
+    let mut model = Model::new(is_chosen(2));
+    model.requests = requests;
+    model.stream = stream
+        .as_ref()
+        .map(|stream| stream.as_fd().try_clone_to_owned().expect("a descriptor"));
+    let listener = Listener::from_kept(&socket(), listener).expect("it listens");
+    let Ok(mut server) = Server::resume(listener, journal, stream, model) else {
+        return;
+    };
+    server.watch(&mut Anything).expect("anything is watched");
+    let other = is_chosen(6).then(Client::connect);
+    server.handle(LISTENER, &mut Anything);
+    server.handle(CLIENT, &mut Anything);
+    if let Some(client) = &mut client {
+        client.say(input);
+        for _ in 0..EVENTS {
+            server.handle(CLIENT, &mut Anything);
+            client.hear();
+        }
+    }
+    drop((client, other));
+    for _ in 0..EVENTS {
+        server.handle(CLIENT, &mut Anything);
+    }
+    assert!(!server.is_connected(), "a client that is gone");
+    server.commit().expect("a journal");
+}
+
+/// Passes over the changes, which come before what the client says.
+fn skip(input: &mut Input<'_>, choices: u8) {
+    let changes = usize::from(input.byte());
+    input.piece(changes * 5);
+    let reply = input.byte();
+    input.piece(reply.into());
+    if choices & 32 != 0 {
+        input.piece(4);
+    }
+}
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let mut input = Input(input);
+    let choices = input.byte();
+    LazyLock::force(&FOLDER);
+    LazyLock::force(&AREA);
+    let before = *OPEN_FILES;
+    converse(choices, input);
+    let _ = fs::remove_file(socket());
+    assert_eq!(open_files(), before, "a file descriptor is left open");
+}

@@ -1,0 +1,95 @@
+//! A drive server that says anything to a VMM, in the lease protocol. See `support/talk.rs` for the input.
+//!
+//! Whatever is said, the VMM neither panics nor stalls.
+
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use crate::talk;
+use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::memfd;
+use nvme_mpt::poller::Threads;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::{CqConfig, Gpa, HostSide, MemoryRegion, SqConfig};
+use nvme_mpt_lease_protocol::attach_over;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+const MEMORY: u64 = 1 << 20;
+/// Time for all that waits.
+const TIME: Duration = Duration::from_secs(1);
+
+/// Asks for everything once.
+fn ask(host: &dyn HostSide) {
+    let qid = QueueId(1);
+    let _ = host.map(MemoryRegion {
+        gpa: Gpa(0),
+        len: MEMORY,
+        fd: memfd(c"guest", MEMORY).expect("memory"),
+        offset: 0,
+        readable: true,
+        writable: true,
+    });
+    let base = Gpa(0);
+    let vector = Some(1);
+    let _ = host.create_cq(CqConfig {
+        qid,
+        base,
+        entries: 4,
+        vector,
+    });
+    let sq = SqConfig {
+        qid,
+        cqid: qid,
+        base,
+        entries: 4,
+    };
+    let _ = host.create_sq_within(sq, TIME);
+    host.ring(Doorbell::SqTail(qid), 1);
+    let _ = host.io_doorbells();
+    if let Some(vector) = host.shared().vectors.get(1) {
+        vector.set_eventfd(Some(EventFd::new(EFD_NONBLOCK).expect("eventfd")));
+        vector.set_masked(true);
+        let _ = vector.pending();
+        vector.set_masked(false);
+        vector.clear_pending();
+    }
+    let _ = (host.status(), host.damage(), host.smart_health());
+    let _ = (host.counters(), host.commands(), host.stats());
+    if let Some(changes) = host.changes() {
+        host.forget_changes(&changes);
+    }
+    let _ = host.take_events();
+    let _ = host.start_dirty_log();
+    let _ = host.take_dirty_pages();
+    host.stop_dirty_log();
+    host.set_rates(RateLimits::default());
+    let _ = host.pause();
+    if let Ok(state) = host.save() {
+        let _ = host.check(&state);
+        let _ = host.restore(&state);
+    }
+    host.resume();
+    let _ = host.flush_within(TIME);
+    let _ = host.delete_sq_within(qid, TIME);
+    let _ = host.delete_cq_within(qid, TIME);
+    let _ = host.reset_within(TIME);
+    let _ = host.unmap_all();
+}
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let (server, vmm) = UnixStream::pair().expect("a pair");
+    let input = input.to_vec();
+    let server = thread::spawn(move || {
+        talk::say(&server, &input);
+        talk::listen(&server);
+    });
+    let threads = Threads::default();
+    if let Ok(Some(host)) = attach_over(vmm, Path::new("pair"), "options", &threads) {
+        ask(&host);
+    }
+    server.join().expect("no panic");
+}

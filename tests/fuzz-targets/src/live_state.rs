@@ -1,0 +1,234 @@
+//! Live state with any content, beside any guest memory: the function's owner and its guest write both.
+//!
+//! The input is cut into these pieces, and bytes that it lacks are zero:
+//!
+//! | bytes | |
+//! |---|---|
+//! | 1 | choices, see below |
+//! | 3 | entries of the Completion Queue and of both Submission Queues, less 2 |
+//! | 6 | doorbells: tail of the first Submission Queue, head of the Completion Queue, tail of the second |
+//! | 2 * 128 | positions of both queue pairs |
+//! | 16 * 64 | records of the first queue pair's slots |
+//! | 16 * 16 | entries of the Completion Queue |
+//! | 2 * 16 * 64 | entries of both Submission Queues |
+//! | rest | the guest's data |
+//!
+//! Choices: bit 0 adds the second Submission Queue, bit 1 puts the doorbells into a Doorbell Buffer, bit 2 connects the
+//! queue to an interrupt, bit 3 revokes the lease, and bit 4 lays 16 further bytes over the beginning of the file, ahead
+//! of the data.
+//!
+//! The live state is refused, or its queue goes on. Then no more commands complete than the Completion Queue has room
+//! for, and its state can be saved and taken up again.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::LazyLock;
+
+use crate::{Host, Input, QUEUE_PAIRS};
+use nvme_mpt::live::LiveState;
+use nvme_mpt::memory::memfd;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::{
+    AttachError, Attachment, CqConfig, DoorbellBuffer, DoorbellMode, DoorbellPage, EventReader,
+    FunctionParts, Gpa, HostSide, KeptParts, KeptQueues, MemoryRegion, SqConfig,
+};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+const PAGE: u64 = 4096;
+const FIRST: QueueId = QueueId(1);
+const SECOND: QueueId = QueueId(2);
+/// Most entries of a queue.
+const ENTRIES: u8 = 16;
+/// The guest's memory.
+const CQ: u64 = PAGE;
+const SQS: [u64; 2] = [2 * PAGE, 3 * PAGE];
+const BUFFER: DoorbellBuffer = DoorbellBuffer {
+    shadow: Gpa(4 * PAGE),
+    event_idx: Gpa(5 * PAGE),
+};
+const DATA: u64 = 6 * PAGE;
+const MEMORY: u64 = 16 * PAGE;
+/// Bytes of a queue pair's positions that are used.
+const POSITIONS: usize = 128;
+/// Polls after which nothing is left to do: each takes all commands, and a drive of this kind ends them at once.
+const POLLS: usize = 64;
+
+static HOST: LazyLock<Host> = LazyLock::new(Host::open);
+
+/// Files that the process before left behind.
+struct Left {
+    memory: File,
+    live: OwnedFd,
+    doorbells: DoorbellPage,
+}
+
+impl Left {
+    fn new(mode: DoorbellMode, queues: &KeptQueues, input: &mut Input<'_>, choices: u8) -> Self {
+        let memory = File::from(memfd(c"guest", MEMORY).expect("memory"));
+        let doorbells = DoorbellPage::new(mode, nvme_mpt::DoorbellStride::default(), QUEUE_PAIRS)
+            .expect("memory");
+        let numbers = [
+            Doorbell::SqTail(FIRST),
+            Doorbell::CqHead(FIRST),
+            Doorbell::SqTail(SECOND),
+        ];
+        for doorbell in numbers {
+            let value = u32::from(input.number());
+            doorbells.store(doorbell, value);
+            if queues.doorbell_buffer.is_some() {
+                let place = BUFFER.shadow.0 + doorbell.offset(doorbells.dstrd());
+                write(&memory, place, &value.to_le_bytes());
+            }
+        }
+
+        let live = LiveState::new(QUEUE_PAIRS).expect("memory");
+        let live = live.fd().try_clone_to_owned().expect("a descriptor");
+        let file = share(live.as_fd());
+        let len = file.metadata().expect("a file").len();
+        let pair = (len - PAGE) / u64::from(QUEUE_PAIRS);
+        for index in 0..2 {
+            write(&file, PAGE + index * pair, input.piece(POSITIONS));
+        }
+        write(&file, 2 * PAGE, input.piece(usize::from(ENTRIES) * 64));
+        write(&memory, CQ, input.piece(usize::from(ENTRIES) * 16));
+        for sq in SQS {
+            write(&memory, sq, input.piece(usize::from(ENTRIES) * 64));
+        }
+        if choices & 16 != 0 {
+            write(&file, 0, input.piece(16));
+        }
+        write(&memory, DATA, input.piece((MEMORY - DATA) as usize));
+        Self {
+            memory,
+            live,
+            doorbells,
+        }
+    }
+
+    /// An attachment of the process that comes next, with the guest's memory.
+    fn attach(&self, mode: DoorbellMode) -> Result<Attachment, AttachError> {
+        let parts = FunctionParts::Kept(
+            KeptParts {
+                doorbells: share(self.doorbells.fd()).into(),
+                live: share(self.live.as_fd()).into(),
+                events: EventFd::new(EFD_NONBLOCK).expect("eventfd"),
+            },
+            EventReader::Trusted,
+        );
+        let attachment = HOST.attachment(mode, parts)?;
+        let region = MemoryRegion {
+            gpa: Gpa(0),
+            len: MEMORY,
+            fd: share(self.memory.as_fd()).into(),
+            offset: 0,
+            readable: true,
+            writable: true,
+        };
+        HostSide::map(&attachment, region).expect("memory");
+        Ok(attachment)
+    }
+}
+
+fn share(fd: BorrowedFd<'_>) -> File {
+    File::from(fd.try_clone_to_owned().expect("a descriptor"))
+}
+
+fn write(file: &File, at: u64, bytes: &[u8]) {
+    file.write_all_at(bytes, at).expect("memory");
+}
+
+/// The queues that the guest has created.
+fn queues(choices: u8, input: &mut Input<'_>) -> KeptQueues {
+    let mut entries = || u32::from(input.byte() % (ENTRIES - 1)) + 2;
+    let cq = CqConfig {
+        qid: FIRST,
+        base: Gpa(CQ),
+        entries: entries(),
+        vector: (choices & 4 != 0).then_some(1),
+    };
+    let mut sqs: Vec<_> = [FIRST, SECOND]
+        .into_iter()
+        .zip(SQS)
+        .map(|(qid, base)| SqConfig {
+            qid,
+            cqid: FIRST,
+            base: Gpa(base),
+            entries: entries(),
+        })
+        .collect();
+    sqs.truncate(usize::from(choices & 1) + 1);
+    KeptQueues {
+        cqs: vec![cq],
+        sqs,
+        doorbell_buffer: (choices & 2 != 0).then_some(BUFFER),
+        revoked: choices & 8 != 0,
+    }
+}
+
+/// Checks that nothing is wrong with the state of a function that rests.
+fn check(attachment: &Attachment, queues: &KeptQueues) {
+    let state = HostSide::save(attachment).expect("paused");
+    HostSide::check(attachment, &state).expect("a state as any other");
+    assert_eq!(KeptQueues::of(&state), *queues);
+}
+
+/// Has the queue work until there is nothing left to do.
+fn work(attachment: &Attachment, queues: &KeptQueues) {
+    let mut queue = attachment.take_queue(FIRST).expect("the queue");
+    for _ in 0..POLLS {
+        queue.poll();
+    }
+    attachment.give_queue_back(queue).expect("it is known");
+    // The head moves once at most, to where its doorbell stays. Each entry is used once before and once after.
+    let done: u64 = attachment
+        .stats()
+        .queues
+        .iter()
+        .map(|queue| queue.commands)
+        .sum();
+    let room = u64::from(queues.cqs[0].entries) - 1;
+    assert!(done <= 2 * room, "{done} completions, room for {room}");
+}
+
+/// Goes on where the process before ended. Returns whether that is possible.
+fn take_up(left: &Left, mode: DoorbellMode, queues: &KeptQueues) -> bool {
+    let attachment = match left.attach(mode) {
+        Ok(attachment) => attachment,
+        Err(error) => {
+            assert!(matches!(error, AttachError::Io(_)), "{error}");
+            return false;
+        }
+    };
+    // Without pollers, until its state is seen.
+    HostSide::pause(&attachment).expect("idle");
+    if let Err(error) = HostSide::take_up(&attachment, queues) {
+        assert!(!error.to_string().is_empty());
+        let state = HostSide::save(&attachment).expect("paused");
+        assert!(state.queues.is_empty(), "a queue is left");
+        return false;
+    }
+    check(&attachment, queues);
+    HostSide::resume(&attachment);
+    work(&attachment, queues);
+    HostSide::pause(&attachment).expect("nothing takes long");
+    check(&attachment, queues);
+    true
+}
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let mut input = Input(input);
+    let choices = input.byte();
+    let queues = queues(choices, &mut input);
+    let mode = match queues.doorbell_buffer {
+        Some(_) => DoorbellMode::Shadow,
+        None => DoorbellMode::Trap,
+    };
+    let left = Left::new(mode, &queues, &mut input, choices);
+    if take_up(&left, mode, &queues) {
+        // The guest's memory may say now that more has completed, so this may be refused.
+        take_up(&left, mode, &queues);
+    }
+}

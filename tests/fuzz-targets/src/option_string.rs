@@ -1,0 +1,75 @@
+//! An option string, as a person or a program writes it.
+//!
+//! It is taken, or refused with words. Options that are taken keep the bounds that the rest of the
+//! program relies on. A range and a drive print as they were read.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
+use nvme_mpt::range::{ByteRange, Bytes};
+use nvme_mpt_vmm::options::{
+    FunctionOptions, OptionError, OptionText, RateChange, ServedDrive, ServedFunction,
+};
+use nvme_mpt_vmm::report;
+
+fn check_error(error: &OptionError) {
+    assert!(!report::chain(error).is_empty());
+}
+
+fn check(options: &FunctionOptions) {
+    assert!((1..=MAX_QUEUE_PAIRS).contains(&options.queues));
+    if let Some(serial) = &options.serial {
+        assert!((1..=20).contains(&serial.len()) && serial.is_ascii());
+    }
+    if let Some(range) = options.range {
+        assert!(range.length() > 0 && range.start().checked_add(range.length()).is_some());
+        assert_eq!(range.to_string().parse::<ByteRange>().ok(), Some(range));
+        if let Ok(blocks) = range.to_blocks(9, 1 << 40) {
+            assert!(blocks.blocks > 0 && blocks.start.0 + blocks.blocks <= 1 << 40);
+        }
+    }
+    assert_eq!(
+        options.path.to_string().parse().ok(),
+        Some(options.path.clone())
+    );
+    assert_eq!(options.poll.to_string().parse().as_ref(), Ok(&options.poll));
+    assert_eq!(options.doorbells.to_string().parse(), Ok(options.doorbells));
+    assert_ne!(options.id.as_deref(), Some(""));
+}
+
+/// Runs one input: a text.
+pub fn run(input: &[u8]) {
+    let Ok(text) = str::from_utf8(input) else {
+        return;
+    };
+    match text.parse::<FunctionOptions>() {
+        Ok(options) => check(&options),
+        Err(error) => check_error(&error),
+    }
+    match text.parse::<ServedFunction>() {
+        Ok(served) => {
+            assert!((1..=107).contains(&served.socket.as_os_str().as_bytes().len()));
+            assert!(served.mode.is_none_or(|mode| mode <= 0o777));
+            check(&served.function);
+        }
+        Err(error) => check_error(&error),
+    }
+    match text.parse::<ServedDrive>() {
+        Ok(served) => check(&served.drive),
+        Err(error) => check_error(&error),
+    }
+    if let Err(error) = text.parse::<RateChange>() {
+        check_error(&error);
+    }
+    // As a server keeps it in its file, and a client sends it.
+    if let Ok(options) = text.parse::<OptionText>() {
+        assert_eq!(options.to_string().parse().ok(), Some(options.clone()));
+        let absolute = options.absolute(Path::new("/run"));
+        assert_eq!(absolute.to_string().parse().ok(), Some(absolute.clone()));
+        assert_eq!(absolute.clone().absolute(Path::new("/run")), absolute);
+    }
+    if let Ok(size) = text.parse::<Bytes>() {
+        assert_eq!(size.to_string().parse(), Ok(size));
+    }
+}

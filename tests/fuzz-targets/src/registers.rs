@@ -1,0 +1,86 @@
+//! A guest that accesses BAR0 and BAR4, at any offset and in any length, doorbells included.
+//!
+//! The first byte of the input chooses the doorbell mode and who masks interrupts. The rest is a
+//! row of accesses: kind, offset in 2 bytes, length, and for a write its data. Whatever is written,
+//! read-only properties keep their values, `CSTS` follows `CC`, and the controller can be reset.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use crate::{Fixture, Input};
+use nvme_mpt::DoorbellMode;
+use vmm_device::{Bar, MsixMasking};
+
+thread_local! {
+    static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+fn fixture(choice: u8) -> Fixture {
+    let mode = match choice & 0b011 {
+        0 => DoorbellMode::Shadow,
+        1 => DoorbellMode::Mapped,
+        _ => DoorbellMode::Trap,
+    };
+    let masking = match choice & 0b100 {
+        0 => MsixMasking::Function,
+        _ => MsixMasking::Client,
+    };
+    Fixture::new(mode, masking)
+}
+
+fn check(fixture: &Fixture, cap: [u32; 2]) {
+    assert_eq!([fixture.register(0x00), fixture.register(0x04)], cap);
+    assert_eq!(fixture.register(0x08), 0x0002_0000, "VS");
+    assert_eq!(fixture.register(0x28) & 0xFFF, 0, "ASQ");
+    assert_eq!(fixture.register(0x30) & 0xFFF, 0, "ACQ");
+    let (cc, csts) = (fixture.register(0x14), fixture.register(0x1C));
+    let (ready, failed) = (csts & 1 != 0, csts & 2 != 0);
+    // A reset is complete by the time the write returns, and so is enabling.
+    assert!(!ready || cc & 1 != 0);
+    assert!(ready || failed || cc & 1 == 0);
+    assert_eq!(
+        csts & !0b1011,
+        0,
+        "shutdown processing is complete, or there is none"
+    );
+}
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let mut input = Input(input);
+    let choice = input.byte() & 0b111;
+    FIXTURES.with_borrow_mut(|fixtures| {
+        let fixture = fixtures.entry(choice).or_insert_with(|| fixture(choice));
+        // The input fills the guest's memory, too, where the commands lie.
+        fixture.reset(input.0);
+        let cap = [fixture.register(0x00), fixture.register(0x04)];
+        while !input.is_empty() {
+            let kind = input.byte();
+            let bar = if kind & 0b10 == 0 {
+                Bar::Registers
+            } else {
+                Bar::Msix
+            };
+            let offset = match kind >> 6 {
+                0 => u64::from(input.byte()),
+                1 => 0x1000 + u64::from(input.byte()),
+                2 => u64::from(input.number()),
+                _ => u64::MAX - u64::from(input.byte()),
+            };
+            let length = usize::from(input.byte());
+            if kind & 1 == 0 {
+                fixture
+                    .function
+                    .read_bar(bar, offset, &mut vec![0xA5; length]);
+            } else {
+                fixture.function.write_bar(bar, offset, input.piece(length));
+            }
+            if kind & 0b100 != 0 {
+                fixture.function.process_events();
+            }
+            check(fixture, cap);
+        }
+        fixture.function.write_bar(Bar::Registers, 0x14, &[0; 4]);
+        assert_eq!(fixture.register(0x1C) & 0b11, 0);
+    });
+}

@@ -1,0 +1,97 @@
+//! A snapshot of a function that somebody made up, or changed.
+//!
+//! The first byte of the input chooses the doorbell mode and the kind of the rest: a snapshot with its
+//! first line, or a state as JSON. Such a state gets the promises of the function that it is for, as
+//! nobody would guess its names. A state that is taken is restored. The function then is as after
+//! power-on, or goes on and can be saved and reset.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use crate::Fixture;
+use nvme_mpt::DoorbellMode;
+use serde_json::Value;
+use vmm_device::{Bar, FunctionState, MsixMasking};
+
+thread_local! {
+    static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+fn fixture(choice: u8) -> Fixture {
+    let mode = match choice {
+        0 => DoorbellMode::Shadow,
+        _ => DoorbellMode::Mapped,
+    };
+    Fixture::new(mode, MsixMasking::Function)
+}
+
+fn check(fixture: &mut Fixture, state: &FunctionState) {
+    let cap = [fixture.register(0x00), fixture.register(0x04)];
+    match fixture.function.restore(state) {
+        Ok(_) => {
+            let saved = fixture.function.save().expect("paused");
+            let mut wanted = state.attachment().queues.clone();
+            wanted.sort_by_key(|queue| queue.qid);
+            assert_eq!(saved.attachment().queues, wanted);
+            fixture.function.resume();
+            fixture.function.process_events();
+            for doorbell in 0..8 {
+                let value = [doorbell as u8, 0, 0, 0];
+                fixture
+                    .function
+                    .write_bar(Bar::Registers, 0x1000 + doorbell * 64, &value);
+            }
+            fixture.function.process_events();
+            fixture.function.pause().expect("idle");
+            fixture
+                .function
+                .save()
+                .expect("paused")
+                .to_bytes()
+                .expect("bytes");
+            fixture.function.resume();
+        }
+        Err(error) => {
+            assert!(!error.to_string().is_empty());
+            assert!(!fixture.function.is_paused());
+        }
+    }
+    assert_eq!([fixture.register(0x00), fixture.register(0x04)], cap);
+    // Whatever it was, it can be reset.
+    for enable in [1, 0] {
+        let cc = [enable, 0, 0, 0];
+        fixture.function.write_bar(Bar::Registers, 0x14, &cc);
+    }
+    assert_eq!(fixture.register(0x1C) & 0b11, 0);
+}
+
+/// A state that promises what the function does.
+fn guessed(input: &[u8], fixture: &mut Fixture) -> Option<FunctionState> {
+    let mut state: Value = serde_json::from_slice(input).ok()?;
+    fixture.function.pause().expect("idle");
+    let own = fixture.function.save().expect("paused");
+    fixture.function.resume();
+    let promises = serde_json::to_value(&own.attachment().promises).expect("text");
+    *state.pointer_mut("/attachment/promises")? = promises;
+    serde_json::from_value(state).ok()
+}
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let Some((choice, input)) = input.split_first() else {
+        return;
+    };
+    FIXTURES.with_borrow_mut(|fixtures| {
+        let mode = choice & 1;
+        let fixture = fixtures.entry(mode).or_insert_with(|| fixture(mode));
+        fixture.reset(&[]);
+        let state = if choice & 2 == 0 {
+            FunctionState::from_bytes(input).ok()
+        } else {
+            guessed(input, fixture)
+        };
+        if let Some(state) = state {
+            check(fixture, &state);
+        }
+    });
+}

@@ -1,0 +1,581 @@
+//! A guest that submits any I/O commands, with any memory and anything in it, to a shadow queue that
+//! this thread polls itself.
+//!
+//! The first byte of the input chooses the logical block size, the number of regions and commands, the command
+//! set, and whether the lease is one extent or two. Zones are empty at first, and there are no keys. A drive that a Batch
+//! stored keys on is made anew. Each region has four bytes: its first page, its length, and what a device may do with it. Each command has
+//! 64 bytes. The rest is the content of the regions, one after the other.
+//!
+//! Each command completes once, with its identifier and a status that the specification has for it. One
+//! that succeeds lies in the lease. A region that a device may not write stays as it was. So do another
+//! guest's memory, and its blocks on both sides of the lease. With zones, that guest cannot write its
+//! blocks again, so they are still there only if nobody reset its zones either.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use crate::{Input, RINGS};
+use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::shadow::ShadowQueue;
+use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::spec::registers::Doorbell;
+use nvme_mpt::{
+    Attachment, AttachmentConfig, CqConfig, DoorbellMode, Drive, Gpa, Learning, MemoryRegion,
+    PollPolicy, Pollers, SqConfig,
+};
+use nvme_mpt_vmm::drives::{self, DriveOptions};
+use nvme_software::model::Profile;
+
+const PAGE: u64 = 4096;
+/// Pages of the largest region.
+const REGION_PAGES: u64 = 64;
+const REGIONS: usize = 4;
+const ENTRIES: u32 = 32;
+const QUEUE: QueueId = QueueId(1);
+const SQ: u64 = RINGS;
+const CQ: u64 = RINGS + 2 * PAGE;
+/// Bytes of each lease: those of the two neighbours lie on both sides of the guest's.
+const LEASE: u64 = 1 << 20;
+/// Byte of the neighbours' memory and blocks.
+const MARK: u8 = 0xA5;
+/// Bytes of it that are checked: those next to the guest's blocks.
+const EDGE: u64 = 64 << 10;
+
+/// Status Code Type and Status Code of what may come of a command.
+const LEGAL: [u16; 25] = [
+    0x000, // Successful Completion
+    0x001, // Invalid Command Opcode
+    0x002, // Invalid Field in Command
+    0x004, // Data Transfer Error
+    0x00B, // Invalid Namespace or Format
+    0x00D, // Invalid SGL Segment Descriptor
+    0x00E, // Invalid Number of SGL Descriptors
+    0x00F, // Data SGL Length Invalid
+    0x011, // SGL Descriptor Type Invalid
+    0x013, // PRP Offset Invalid
+    0x080, // LBA Out of Range
+    0x081, // Capacity Exceeded
+    0x085, // Invalid Value Size
+    0x086, // Invalid Key Size
+    0x087, // KV Key Does Not Exist
+    0x089, // Key Exists
+    0x183, // Command Size Limit Exceeded
+    0x1B8, // Zone Boundary Error
+    0x1B9, // Zone Is Full
+    0x1BC, // Zone Invalid Write
+    0x1BD, // Too Many Active Zones
+    0x1BE, // Too Many Open Zones
+    0x1BF, // Invalid Zone State Transition
+    0x281, // Unrecovered Read Error
+    0x285, // Compare Failure
+];
+
+const FLUSH: u8 = 0x00;
+const WRITE: u8 = 0x01;
+const READ: u8 = 0x02;
+const COMPARE: u8 = 0x05;
+const DATASET_MANAGEMENT: u8 = 0x09;
+const COPY: u8 = 0x19;
+const ZONE_MANAGEMENT_SEND: u8 = 0x79;
+const ZONE_MANAGEMENT_RECEIVE: u8 = 0x7A;
+const STORE: u8 = 0x01;
+const RETRIEVE: u8 = 0x02;
+const LIST: u8 = 0x06;
+const DELETE: u8 = 0x10;
+const EXIST: u8 = 0x14;
+const BATCH: u8 = 0x85;
+
+/// Profile of a drive with zones: each lease has 16, of which 4 can be open and 6 active.
+const ZONES: &str = "model = \"zns\"\nzone_size = \"64K\"\nzone_capacity = \"64K\"\n\
+                     max_open = 16\nmax_active = 24\nappend_limit = \"16K\"\n";
+
+/// Profile of a drive of keys and values.
+const PAIRS: &str = "model = \"kv\"\nmax_value = \"64K\"\n";
+
+/// Kind of the drive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Blocks,
+    /// The guest's lease is two extents, with a neighbour's lease between them.
+    Extents,
+    Zones,
+    Pairs,
+}
+
+/// Most times that a command is looked after: one that resets all zones takes a turn for each.
+const TURNS: usize = 64;
+
+thread_local! {
+    static FIXTURES: RefCell<BTreeMap<(u32, Kind), Fixture>> =
+        const { RefCell::new(BTreeMap::new()) };
+}
+
+/// A guest's queue pair, of which this thread is the poller.
+struct Lane {
+    attachment: Attachment,
+    rings: File,
+    shadow: Option<Box<ShadowQueue>>,
+    tail: u32,
+}
+
+impl Lane {
+    fn new(
+        drive: &Arc<Drive>,
+        ledger: &Ledger,
+        pollers: &Arc<Pollers>,
+        (id, wanted): (&str, Wanted),
+    ) -> Self {
+        let request = LeaseRequest {
+            id,
+            drive: drive.identity(),
+            nsid: drive.namespace().nsid,
+            wanted,
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+            former_data: nvme_mpt::lease::FormerData::Kept,
+        };
+        let attachment = Attachment::new(AttachmentConfig {
+            drive: drive.clone(),
+            lease: ledger.acquire(&request).expect("a lease"),
+            queue_pairs: 1,
+            reservation: None,
+            // The registers, which no data can be written over.
+            mdts: None,
+            doorbell_stride: nvme_mpt::DoorbellStride::default(),
+            doorbells: DoorbellMode::Trap,
+            poll: PollPolicy::default(),
+            learning: Learning::default(),
+            pollers: pollers.clone(),
+            memory: nvme_mpt::MemoryKinds::default(),
+            rates: nvme_mpt::limit::RateLimits::default(),
+            serial: None,
+        })
+        .expect("an attachment");
+        let rings = file(4 * PAGE);
+        assert!(map(&attachment, &rings, RINGS, 4, (true, true)));
+        Self {
+            attachment,
+            rings,
+            shadow: None,
+            tail: 0,
+        }
+    }
+
+    fn begin(&mut self) {
+        self.rings
+            .write_all_at(&[0; 4 * PAGE as usize], 0)
+            .expect("memory");
+        self.tail = 0;
+        let cq = CqConfig {
+            qid: QUEUE,
+            base: Gpa(CQ),
+            entries: ENTRIES,
+            vector: None,
+        };
+        self.attachment.create_cq(cq).expect("a queue");
+        let sq = SqConfig {
+            qid: QUEUE,
+            cqid: QUEUE,
+            base: Gpa(SQ),
+            entries: ENTRIES,
+        };
+        self.attachment.create_sq(sq).expect("a queue");
+        self.shadow = Some(self.attachment.take_queue(QUEUE).expect("the queue"));
+    }
+
+    fn end(&mut self) {
+        if let Some(shadow) = self.shadow.take() {
+            self.attachment
+                .give_queue_back(shadow)
+                .expect("it is known");
+        }
+        self.attachment.reset().expect("nothing is in flight");
+    }
+
+    /// Runs one command. One at a time, as it may well name the rings for its data.
+    fn run(&mut self, mut command: [u8; 64]) -> u16 {
+        let index = self.tail;
+        let cid = 0x4000 + index as u16;
+        command[2..4].copy_from_slice(&cid.to_le_bytes());
+        let at = SQ - RINGS + 64 * u64::from(index);
+        self.rings.write_all_at(&command, at).expect("memory");
+        self.tail = (index + 1) % ENTRIES;
+        let before = completed(&self.attachment);
+        self.attachment
+            .ring_doorbell(Doorbell::SqTail(QUEUE), self.tail);
+        let shadow = self.shadow.as_mut().expect("between begin and end");
+        assert!(shadow.poll(), "the command was not taken: {command:x?}");
+        for _ in 0..TURNS {
+            if completed(&self.attachment) == before {
+                shadow.poll();
+            }
+        }
+        assert!(!shadow.poll(), "there was more than one command");
+        assert_eq!(completed(&self.attachment), before + 1, "{command:x?}");
+        let mut entry = [0; 16];
+        let at = CQ - RINGS + 16 * u64::from(index);
+        self.rings.read_exact_at(&mut entry, at).expect("memory");
+        let word = |at: usize| u16::from_le_bytes([entry[at], entry[at + 1]]);
+        assert_eq!(word(8), self.tail as u16, "SQ head: {command:x?}");
+        assert_eq!((word(10), word(12)), (QUEUE.0, cid), "{command:x?}");
+        assert_eq!(word(14) & 1, 1, "phase: {command:x?}");
+        let status = word(14) >> 1 & 0x7FF;
+        assert!(LEGAL.contains(&status), "status {status:#x}: {command:x?}");
+        status
+    }
+}
+
+/// Commands that were completed so far.
+fn completed(attachment: &Attachment) -> u64 {
+    let stats = attachment.stats();
+    stats.queues.first().map_or(0, |queue| queue.commands)
+}
+
+struct Fixture {
+    guest: Lane,
+    /// Backs all regions of the guest's.
+    memory: File,
+    neighbours: [Lane; 2],
+    neighbours_memory: File,
+    lba_size: u32,
+    kind: Kind,
+}
+
+impl Fixture {
+    fn new(lba_size: u32, kind: Kind) -> Self {
+        let profile = match kind {
+            Kind::Blocks | Kind::Extents => None,
+            Kind::Zones => Some(ZONES),
+            Kind::Pairs => Some(PAIRS),
+        };
+        let profile = profile.map(|text| Profile::parse("fuzz", text).expect("a profile"));
+        let path = format!("memory:{}", 4 * LEASE).parse().expect("a drive");
+        let options = DriveOptions {
+            lba_size,
+            profile: profile.map(Arc::new),
+            ..DriveOptions::default()
+        };
+        let drive = drives::open(&path, options).expect("memory");
+        let (ledger, pollers) = (Ledger::in_process(), Pollers::new());
+        let at = |index| Wanted::At(ByteRange::new(index * LEASE, LEASE).expect("a range"));
+        let lane = |id, wanted| Lane::new(&drive, &ledger, &pollers, (id, wanted));
+        let mut neighbours = [lane("below", at(0)), lane("above", at(2))];
+        let neighbours_memory = file(2 * EDGE);
+        for (neighbour, index) in neighbours.iter_mut().zip(0..) {
+            let attachment = &neighbour.attachment;
+            // Inputs put their guest's memory at these addresses, too.
+            assert!(map(
+                attachment,
+                &neighbours_memory,
+                0,
+                2 * EDGE / PAGE,
+                (true, true)
+            ));
+            neighbour.begin();
+            neighbours_memory
+                .write_all_at(&[MARK; 2 * EDGE as usize], 0)
+                .expect("memory");
+            let status = neighbour.run(edge(WRITE, index, lba_size, kind));
+            assert_eq!(status, 0, "the neighbour's own write");
+        }
+        Self {
+            guest: match kind {
+                Kind::Extents => {
+                    let wanted = Wanted::Size {
+                        bytes: 2 * LEASE,
+                        unit: LEASE,
+                        whole: false,
+                    };
+                    lane("guest", wanted)
+                }
+                _ => lane("guest", at(1)),
+            },
+            memory: file(REGIONS as u64 * REGION_PAGES * PAGE),
+            neighbours,
+            neighbours_memory,
+            lba_size,
+            kind,
+        }
+    }
+
+    /// The neighbours have in memory and on the drive what they had.
+    fn check_neighbours(&mut self) {
+        let mut bytes = vec![0; 2 * EDGE as usize];
+        for (neighbour, index) in self.neighbours.iter_mut().zip(0..) {
+            self.neighbours_memory
+                .read_exact_at(&mut bytes, 0)
+                .expect("memory");
+            assert!(
+                bytes.iter().all(|byte| *byte == MARK),
+                "another guest's memory was written"
+            );
+            let zeroes = [0; EDGE as usize];
+            self.neighbours_memory
+                .write_all_at(&zeroes, 0)
+                .expect("memory");
+            let status = neighbour.run(edge(READ, index, self.lba_size, self.kind));
+            assert_eq!(status, 0, "another guest's blocks became unreadable");
+            // Its completion queue is one that is never full.
+            let head = neighbour.tail;
+            let attachment = &neighbour.attachment;
+            attachment.ring_doorbell(Doorbell::CqHead(QUEUE), head);
+            if head == 0 {
+                neighbour.end();
+                neighbour.begin();
+            }
+            self.neighbours_memory
+                .read_exact_at(&mut bytes, 0)
+                .expect("memory");
+            assert!(
+                bytes.iter().all(|byte| *byte == MARK),
+                "another guest's blocks were written"
+            );
+        }
+    }
+}
+
+/// A neighbour's command on its blocks next to the guest's lease, or on a key. Write and Read have the same
+/// opcodes as Store and Retrieve.
+fn edge(opcode: u8, index: u64, lba_size: u32, kind: Kind) -> [u8; 64] {
+    let blocks = EDGE / u64::from(lba_size);
+    let slba = if index == 0 {
+        LEASE / u64::from(lba_size) - blocks
+    } else {
+        0
+    };
+    let mut command = [0; 64];
+    // An SGL data block of its first bytes of memory.
+    command[0] = opcode;
+    command[1] = 0x40;
+    command[4] = 1;
+    command[32..36].copy_from_slice(&(EDGE as u32).to_le_bytes());
+    if kind == Kind::Pairs {
+        command[8..12].copy_from_slice(b"edge");
+        command[40..44].copy_from_slice(&(EDGE as u32).to_le_bytes());
+        command[44] = 4;
+        return command;
+    }
+    command[40..48].copy_from_slice(&slba.to_le_bytes());
+    command[48..52].copy_from_slice(&(blocks as u32 - 1).to_le_bytes());
+    command
+}
+
+/// A reset of all zones.
+fn reset_all() -> [u8; 64] {
+    let mut command = [0; 64];
+    command[0] = ZONE_MANAGEMENT_SEND;
+    command[4] = 1;
+    command[52] = 4;
+    command[53] = 1;
+    command
+}
+
+fn file(len: u64) -> File {
+    let file = tempfile::tempfile_in("/dev/shm").expect("memory");
+    file.set_len(len).expect("room");
+    file
+}
+
+/// Maps the beginning of a file; false where there is a region already.
+fn map(
+    attachment: &Attachment,
+    file: &File,
+    gpa: u64,
+    pages: u64,
+    (readable, writable): (bool, bool),
+) -> bool {
+    map_part(attachment, file, (gpa, pages), 0, (readable, writable))
+}
+
+fn map_part(
+    attachment: &Attachment,
+    file: &File,
+    (gpa, pages): (u64, u64),
+    offset: u64,
+    (readable, writable): (bool, bool),
+) -> bool {
+    let region = MemoryRegion {
+        gpa: Gpa(gpa),
+        len: pages * PAGE,
+        fd: OwnedFd::from(file.try_clone().expect("a descriptor")),
+        offset,
+        readable,
+        writable,
+    };
+    attachment.window().map(region).is_ok()
+}
+
+/// Deletes what a command stored.
+fn undo(store: &[u8; 64]) -> [u8; 64] {
+    let mut command = *store;
+    command[0] = DELETE;
+    command
+}
+
+/// Checks whether a command that succeeded was one that may.
+fn check_success(command: &[u8; 64], lba_size: u32, kind: Kind) {
+    let number = |at: usize, len: usize| {
+        let mut bytes = [0; 8];
+        bytes[..len].copy_from_slice(&command[at..at + len]);
+        u64::from_le_bytes(bytes)
+    };
+    let (opcode, nsid) = (command[0], number(4, 4));
+    assert!(
+        nsid == 1 || opcode == FLUSH && nsid == 0xFFFF_FFFF,
+        "{command:x?}"
+    );
+    assert_eq!(command[1] & 0b11, 0, "a fused command: {command:x?}");
+    assert!(matches!(command[1] >> 6, 0 | 1), "PSDT: {command:x?}");
+    let lba_size = u64::from(lba_size);
+    let blocks = match kind {
+        Kind::Extents => 2 * LEASE / lba_size,
+        _ => LEASE / lba_size,
+    };
+    if kind == Kind::Pairs {
+        let (size, key) = (number(40, 4), command[44]);
+        match opcode {
+            FLUSH => {}
+            STORE => assert!((1..=16).contains(&key) && size <= 64 << 10, "{command:x?}"),
+            RETRIEVE => assert!((1..=16).contains(&key) && size <= 1 << 20, "{command:x?}"),
+            LIST => assert!(key <= 16 && (4..=1 << 20).contains(&size), "{command:x?}"),
+            DELETE | EXIST => assert!((1..=16).contains(&key), "{command:x?}"),
+            // The number of operations is where others have the length of a key.
+            BATCH => assert!(
+                (1..=8).contains(&key) && (32 * u64::from(key)..=1 << 20).contains(&size),
+                "{command:x?}"
+            ),
+            _ => panic!("no command of keys and values: {command:x?}"),
+        }
+        return;
+    }
+    match opcode {
+        FLUSH | DATASET_MANAGEMENT => {}
+        // All zones, whichever block is named.
+        ZONE_MANAGEMENT_SEND if command[53] & 1 == 1 => {}
+        ZONE_MANAGEMENT_SEND | ZONE_MANAGEMENT_RECEIVE => {
+            assert!(number(40, 8) < blocks, "{command:x?}");
+        }
+        COPY => assert!(number(40, 8) < blocks, "{command:x?}"),
+        _ => {
+            let (slba, count) = (number(40, 8), number(48, 2) + 1);
+            let inside = slba.checked_add(count).is_some_and(|end| end <= blocks);
+            assert!(inside && count * lba_size <= 1 << 20, "{command:x?}");
+        }
+    }
+    if matches!(opcode, READ | WRITE | COMPARE) && command[1] >> 6 == 0 {
+        assert_eq!(number(24, 8) % 4, 0, "PRP1: {command:x?}");
+    }
+}
+
+/// Runs one input.
+pub fn run(input: &[u8]) {
+    let mut input = Input(input);
+    let choice = input.byte();
+    let lba_size = if choice & 1 == 0 { 512 } else { 4096 };
+    let commands = usize::from(choice >> 3) % 16 + 1;
+    let (kind, regions) = match (choice >> 7, choice >> 2 & 1) {
+        (0, _) => {
+            let kind = match choice >> 6 {
+                0 => Kind::Blocks,
+                _ => Kind::Extents,
+            };
+            (kind, usize::from(choice >> 1) % REGIONS + 1)
+        }
+        (_, 0) => (Kind::Zones, usize::from(choice >> 1 & 1) + 1),
+        _ => (Kind::Pairs, usize::from(choice >> 1 & 1) + 1),
+    };
+    FIXTURES.with_borrow_mut(|fixtures| {
+        let fixture = fixtures
+            .entry((lba_size, kind))
+            .or_insert_with(|| Fixture::new(lba_size, kind));
+        let mut mapped = Vec::new();
+        for index in 0..regions as u64 {
+            let first = u64::from(input.number());
+            // The top of the address space wants to be reached as well.
+            let gpa = if first >= 0xFF00 {
+                (first << 12) | !0xFFF_FFFF
+            } else {
+                first << 12
+            };
+            let pages = u64::from(input.byte()) % REGION_PAGES + 1;
+            let access = input.byte();
+            let access = (access & 1 == 0, access & 2 == 0);
+            let offset = index * REGION_PAGES * PAGE;
+            let attachment = &fixture.guest.attachment;
+            if map_part(attachment, &fixture.memory, (gpa, pages), offset, access) {
+                mapped.push((gpa, pages, offset, access.1));
+            }
+        }
+        let submitted: Vec<[u8; 64]> = (0..commands)
+            .map(|_| {
+                let mut command = [0; 64];
+                let piece = input.piece(64);
+                command[..piece.len()].copy_from_slice(piece);
+                command
+            })
+            .collect();
+        let contents: Vec<Vec<u8>> = mapped
+            .iter()
+            .map(|&(_, pages, offset, _)| {
+                let mut content = input.piece((pages * PAGE) as usize).to_vec();
+                content.resize((pages * PAGE) as usize, 0);
+                fixture
+                    .memory
+                    .write_all_at(&content, offset)
+                    .expect("memory");
+                content
+            })
+            .collect();
+
+        fixture.guest.begin();
+        if kind == Kind::Zones {
+            assert_eq!(fixture.guest.run(reset_all()), 0, "zones are reset");
+        }
+        let mut stored = Vec::new();
+        let mut begins_anew = false;
+        for command in submitted {
+            if fixture.guest.run(command) == 0 {
+                check_success(&command, lba_size, kind);
+                if kind == Kind::Pairs && command[0] == STORE {
+                    stored.push(command);
+                }
+                // Which keys it stored is in the guest's memory, which it may have changed.
+                begins_anew |= kind == Kind::Pairs && command[0] == BATCH;
+            }
+        }
+        fixture.guest.end();
+        if !stored.is_empty() {
+            fixture.guest.begin();
+            for command in stored {
+                // It may have been deleted already.
+                fixture.guest.run(undo(&command));
+            }
+            fixture.guest.end();
+        }
+        for ((gpa, pages, offset, writable), content) in mapped.into_iter().zip(contents) {
+            if !writable {
+                let mut bytes = vec![0; content.len()];
+                fixture
+                    .memory
+                    .read_exact_at(&mut bytes, offset)
+                    .expect("memory");
+                assert!(bytes == content, "memory was written that may only be read");
+            }
+            let unmapped = fixture
+                .guest
+                .attachment
+                .window()
+                .unmap(Gpa(gpa), pages * PAGE);
+            assert_eq!(unmapped.expect("nothing uses it"), pages * PAGE);
+        }
+        fixture.check_neighbours();
+        if begins_anew {
+            fixtures.remove(&(lba_size, kind));
+        }
+    });
+}

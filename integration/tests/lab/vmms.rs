@@ -1,12 +1,14 @@
 //! One list of checks over every VMM that is there: a guest with its root on a function, which is given
 //! another one while it runs. The checks report what a VMM lacks.
 
+use std::env;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use integration::checks::FULL;
 use integration::guest::fio::Fio;
 use integration::progress::{say, seconds};
 use integration::provision::{Assets, KernelChoice};
@@ -66,15 +68,11 @@ const READS: u64 = 1000;
 const MMIO_EXITS_MAX: f64 = 0.01;
 /// Number of resets of the controller under load.
 const RESETS: usize = 3;
-/// Ends of servers of functions over vfio-user.
-const ENDS: [Replacement; 6] = [
-    Replacement::Kill,
-    Replacement::Upgrade,
-    Replacement::Kill,
-    Replacement::Upgrade,
-    Replacement::Kill,
-    Replacement::Upgrade,
-];
+/// Ends of servers of functions over vfio-user: one after the other, so many times.
+const ENDS: [Replacement; 2] = [Replacement::Kill, Replacement::Upgrade];
+const ROUNDS: usize = 3;
+/// The same with `--full`.
+const ROUNDS_OF_FULL: usize = 50;
 /// Bytes that are written and discarded.
 const PATTERN_BYTES: u64 = 1 << 20;
 /// OACS: Doorbell Buffer Config (NVMe Base 2.0, figure 275).
@@ -332,9 +330,13 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failur
 /// Its servers are killed and upgraded under load, which is verified, and the next ones take their place.
 fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
     // That of the drives of functions in the VMM's process, if the VMM has not.
+    let rounds = match env::var_os(FULL) {
+        Some(_) => ROUNDS_OF_FULL,
+        None => ROUNDS,
+    };
     let ends = match subject.server {
-        Some(_) => &ENDS[..1],
-        None => &ENDS,
+        Some(_) => ENDS[..1].to_vec(),
+        None => ENDS.repeat(rounds),
     };
     let load = Fio::new("load", "randwrite", "4k", 32)
         .option("filename", &format!("/dev/{}n1", subject.plugged))
@@ -363,7 +365,7 @@ fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
                 server.restart()?;
                 Outcome::Done
             }
-            None => subject.vmm.replace_server(*end)?,
+            None => subject.vmm.replace_server(end)?,
         };
         if outcome != Outcome::Done {
             break;

@@ -160,7 +160,7 @@ impl Context<'_> {
 enum When {
     /// Always, unless others are named.
     Always,
-    /// Without `--full`, which runs a step that contains it.
+    /// Without `--full`, which runs a step that contains it. Each boots one machine.
     UnlessFull,
     /// With `--full`.
     Full,
@@ -272,6 +272,8 @@ struct Lanes<'a> {
     beside: Placed<'a>,
     /// Those that run meanwhile.
     first: Placed<'a>,
+    /// Those that boot one machine each, all at once, after these: such a machine keeps one processor busy.
+    machines: Placed<'a>,
     /// Those that run once all others have ended.
     last: Placed<'a>,
 }
@@ -285,9 +287,13 @@ impl<'a> Lanes<'a> {
             .iter()
             .position(|(_, step)| is_full && step.wants_quiet);
         let last = first.split_off(quiet.unwrap_or(first.len()));
+        let is_machine =
+            |(_, step): &(usize, &Step)| processors > 1 && step.when == When::UnlessFull;
+        let (machines, first) = first.into_iter().partition(is_machine);
         Self {
             beside,
             first,
+            machines,
             last,
         }
     }
@@ -304,6 +310,7 @@ fn run_steps(steps: &[&Step], options: &Options, folder: &Path, processors: usiz
     let Lanes {
         beside,
         first,
+        machines,
         last,
     } = Lanes::of(steps, options.full, processors);
     let mut outcomes = thread::scope(|scope| {
@@ -312,7 +319,13 @@ fn run_steps(steps: &[&Step], options: &Options, folder: &Path, processors: usiz
             run(beside)
         });
         let mut outcomes = run(first);
-        outcomes.extend(beside.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        let machines = machines.into_iter();
+        let machines: Vec<_> = machines
+            .map(|machine| scope.spawn(move || run(vec![machine])))
+            .collect();
+        for lane in machines.into_iter().chain([beside]) {
+            outcomes.extend(lane.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        }
         outcomes
     });
     outcomes.extend(run(last));
@@ -452,10 +465,14 @@ mod tests {
     }
 
     #[test]
-    fn steps_that_want_a_quiet_machine_run_last_with_full() {
+    fn steps_run_by_their_lanes() {
         let quiet = Step {
             wants_quiet: true,
             ..step("quiet", false, pass)
+        };
+        let machine = Step {
+            when: When::UnlessFull,
+            ..step("machine", false, pass)
         };
         let steps = [
             step("first", false, pass),
@@ -464,20 +481,31 @@ mod tests {
             step("apart", true, pass),
         ];
         let steps: Vec<&Step> = steps.iter().collect();
-        let lanes = |is_full, processors| {
+        let lanes = |steps: &[&Step], is_full, processors| {
             let Lanes {
                 beside,
                 first,
+                machines,
                 last,
-            } = Lanes::of(&steps, is_full, processors);
-            [beside, first, last].map(|lane| {
+            } = Lanes::of(steps, is_full, processors);
+            [beside, first, machines, last].map(|lane| {
                 let names: Vec<_> = lane.iter().map(|(_, step)| step.name).collect();
                 names.join(" ")
             })
         };
-        assert_eq!(lanes(true, 2), ["apart", "first", "quiet later"]);
-        assert_eq!(lanes(false, 2), ["apart", "first quiet later", ""]);
-        assert_eq!(lanes(true, 1), ["", "first", "quiet later apart"]);
+        let (full, quick) = (true, false);
+        let expected = ["apart", "first", "", "quiet later"];
+        assert_eq!(lanes(&steps, full, 2), expected);
+        let expected = ["apart", "first quiet later", "", ""];
+        assert_eq!(lanes(&steps, quick, 2), expected);
+        let expected = ["", "first", "", "quiet later apart"];
+        assert_eq!(lanes(&steps, full, 1), expected);
+        let first = step("first", false, pass);
+        let steps = [&first, &machine, &machine];
+        let expected = ["", "first", "machine machine", ""];
+        assert_eq!(lanes(&steps, quick, 2), expected);
+        let expected = ["", "first machine machine", "", ""];
+        assert_eq!(lanes(&steps, quick, 1), expected);
     }
 
     #[test]

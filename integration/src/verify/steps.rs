@@ -508,11 +508,12 @@ fn in_module(program: &Path, module: &str, arguments: &[&str]) -> Command {
 }
 
 fn guest(context: &mut Context) -> Result<(), VerifyError> {
-    machines(context, "e2e", &["modes::"])
+    machines(context, "e2e", &["modes::"], Worth::ItsTestsShown)
 }
 
+/// Without its output, as that of `guest` is shown meanwhile.
 fn host(context: &mut Context) -> Result<(), VerifyError> {
-    machines(context, "lab", &["--once", "native::"])
+    machines(context, "lab", &["--once", "native::"], Worth::ItsTests)
 }
 
 fn e2e(context: &mut Context) -> Result<(), VerifyError> {
@@ -541,11 +542,16 @@ fn share_of_machines(
     if let Some(shard) = &shard {
         arguments.extend(["--shard", shard]);
     }
-    machines(context, name, &arguments)
+    machines(context, name, &arguments, Worth::ItsTestsShown)
 }
 
 /// Runs checks that boot machines: a program of its own, which reports as it goes on.
-fn machines(context: &mut Context, name: &str, more: &[&str]) -> Result<(), VerifyError> {
+fn machines(
+    context: &mut Context,
+    name: &str,
+    more: &[&str],
+    worth: Worth,
+) -> Result<(), VerifyError> {
     let mut arguments = vec!["test", "--release", "--workspace", "--test"];
     arguments.extend([name, "--"]);
     arguments.extend(more);
@@ -553,5 +559,5 @@ fn machines(context: &mut Context, name: &str, more: &[&str]) -> Result<(), Veri
     if context.options.full {
         command.env(FULL, "1");
     }
-    context.run(&mut command, Worth::ItsTestsShown)
+    context.run(&mut command, worth)
 }

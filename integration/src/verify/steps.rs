@@ -2,10 +2,8 @@
 
 use std::fs;
 use std::io;
-use std::num::NonZero;
 use std::path::Path;
 use std::process::Command;
-use std::thread;
 
 use super::command::{TARGET, Worth};
 use super::{Context, Options, Step, VerifyError, When, fuzz};
@@ -280,17 +278,7 @@ fn doc(context: &mut Context) -> Result<(), VerifyError> {
 /// The debug profile's checks of arithmetic are in the builds of `asan` and `fuzz`.
 fn test(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
-    command.env(TEST_THREADS, test_threads());
     context.run(&mut command, Worth::ItsTests)
-}
-
-/// Variable of the environment with the number of tests that a program runs at once.
-const TEST_THREADS: &str = "RUST_TEST_THREADS";
-
-/// Returns twice the number of processors: tests wait for a third of their time.
-fn test_threads() -> String {
-    let processors = thread::available_parallelism().map_or(1, NonZero::get);
-    (2 * processors).to_string()
 }
 
 /// The tests of functions once more, each with its host side at the other end of a socket.
@@ -299,7 +287,6 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
     let arguments = ["test", "--release", "--workspace"];
     let mut command = context.cargo(&[&arguments[..], &tests, &["--no-fail-fast"]].concat());
     command.env("NVME_MPT_HOST_SIDE", "remote");
-    command.env(TEST_THREADS, test_threads());
     context.run(&mut command, Worth::ItsTests)
 }
 

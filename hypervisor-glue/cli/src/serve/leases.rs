@@ -561,16 +561,18 @@ impl LeaseTable {
             Err(error) => return Admission::Refused(report::chain(&error)),
         }
         lease.set_rates();
-        lease.stall = self.end_stall(&lease.entry.id, parts.is_some());
-        if let Some(stall) = lease.stall {
-            let id = &lease.entry.id;
-            log::info!("The VMM of {id} goes on: it was without a server for {stall}");
-        }
+        let stall = self.end_stall(&lease.entry.id, parts.is_some());
+        lease.stall = stall;
         if let Some(used) = self.used().remove(&lease.entry.id) {
             attachment.take_up_limits(used);
         }
         if let Some(connection) = connections.get_mut(&number) {
             connection.lease = Some(lease);
+        }
+        drop(connections);
+        if let Some(stall) = stall {
+            let id = attachment.lease().id();
+            log::info!("The VMM of {id} goes on: it was without a server for {stall}");
         }
         Admission::Attached(attachment)
     }

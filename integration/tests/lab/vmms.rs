@@ -68,10 +68,11 @@ const READS: u64 = 1000;
 const MMIO_EXITS_MAX: f64 = 0.01;
 /// Number of resets of the controller under load.
 const RESETS: usize = 3;
-/// Ends of servers of functions over vfio-user: one after the other, so many times.
+/// Ends of servers of functions over vfio-user in a round.
 const ENDS: [Replacement; 2] = [Replacement::Kill, Replacement::Upgrade];
+/// Rounds without `--full`.
 const ROUNDS: usize = 3;
-/// The same with `--full`.
+/// Rounds with `--full`.
 const ROUNDS_OF_FULL: usize = 50;
 /// Bytes that are written and discarded.
 const PATTERN_BYTES: u64 = 1 << 20;
@@ -329,12 +330,12 @@ fn uses_the_doorbell_buffer(subject: &mut Subject<'_>) -> Result<Outcome, Failur
 
 /// Its servers are killed and upgraded under load, which is verified, and the next ones take their place.
 fn outlives_its_servers(subject: &mut Subject<'_>) -> Result<Outcome, Failure> {
-    // That of the drives of functions in the VMM's process, if the VMM has not.
     let rounds = match env::var_os(FULL) {
         Some(_) => ROUNDS_OF_FULL,
         None => ROUNDS,
     };
     let ends = match subject.server {
+        // That of the drives of functions in the VMM's process.
         Some(_) => ENDS[..1].to_vec(),
         None => ENDS.repeat(rounds),
     };

@@ -11,10 +11,11 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::{Fixture, Input, RINGS};
 use nvme_mpt::memory::clock;
 use nvme_mpt::{DoorbellMode, Gpa};
 use vmm_device::{Bar, MsixMasking};
+
+use crate::{Fixture, Input, RINGS};
 
 /// Entries of the admin queues: more than there are commands and completions of one input.
 const ENTRIES: u32 = 64;

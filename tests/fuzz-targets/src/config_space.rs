@@ -6,11 +6,12 @@
 
 use std::cell::RefCell;
 
-use crate::{Fixture, Input};
 use nvme_mpt::DoorbellMode;
 use vmm_device::{
     Bar, BarMove, CONFIG_SPACE_SIZE, DEVICE_ID, MsixMasking, NvmeFunction, VENDOR_ID,
 };
+
+use crate::{Fixture, Input};
 
 thread_local! {
     static FIXTURE: RefCell<Fixture> =

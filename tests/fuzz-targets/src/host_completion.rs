@@ -16,7 +16,6 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::Input;
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::ByteRange;
@@ -30,6 +29,8 @@ use nvme_mpt::{
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::drive::{HandQueue, ModelDrive, NamespaceOptions, Options};
 use nvme_vfio::{ControllerOptions, VfioController};
+
+use crate::Input;
 
 const PAGE: u64 = 4096;
 const ENTRIES: u32 = 64;

@@ -7,13 +7,14 @@
 //! The drive is taken into use or refused. If it is taken, what guests would be promised is something
 //! that can be kept, and the drive is given back in order; what a guest would read of its health is read.
 
-use crate::Input;
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::spec::ids::Lba;
 use nvme_mpt_tests::drive::{DoorbellBufferUse, ModelDrive, NamespaceOptions, Options};
 use nvme_vfio::{ControllerOptions, VfioController};
+
+use crate::Input;
 
 /// Changes to one answer.
 const CHANGES: usize = 8;

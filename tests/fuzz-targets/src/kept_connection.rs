@@ -31,7 +31,6 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 
-use crate::Input;
 use tempfile::TempDir;
 use vfio_user_server::{
     Device, DmaRegion, IrqCommand, IrqIndex, IrqInfo, Journal, Listener, MappableArea, Region,
@@ -39,6 +38,8 @@ use vfio_user_server::{
 };
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::signal;
+
+use crate::Input;
 
 /// Signal of a socket whose other end has gone (signal(7)). Rust's programs ignore it; this one has another main.
 const SIGPIPE: i32 = 13;

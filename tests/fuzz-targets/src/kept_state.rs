@@ -25,7 +25,6 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use crate::{Host, Input, QUEUE_PAIRS};
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::spec::ids::QueueId;
@@ -35,6 +34,8 @@ use nvme_mpt::{
 };
 use serde_json::{Value, json};
 use vmm_device::{Bar, ControlState, MsixMasking, NvmeFunction};
+
+use crate::{Host, Input, QUEUE_PAIRS};
 
 const MODES: [DoorbellMode; 3] = [
     DoorbellMode::Shadow,

@@ -7,7 +7,6 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use crate::talk;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::poller::Threads;
@@ -16,6 +15,8 @@ use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{CqConfig, Gpa, HostSide, MemoryRegion, SqConfig};
 use nvme_mpt_lease_protocol::attach_over;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::talk;
 
 const MEMORY: u64 = 1 << 20;
 /// Time for all that waits.

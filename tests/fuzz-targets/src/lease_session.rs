@@ -7,10 +7,11 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, LazyLock};
 use std::thread;
 
-use crate::{attachment, talk};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::{Attachment, DoorbellMode, HostSide, KeptParts};
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session};
+
+use crate::{attachment, talk};
 
 static HOST: LazyLock<Arc<Attachment>> =
     LazyLock::new(|| Arc::new(attachment(DoorbellMode::Shadow)));

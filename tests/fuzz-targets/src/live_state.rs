@@ -25,7 +25,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::LazyLock;
 
-use crate::{Host, Input, QUEUE_PAIRS};
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::spec::ids::QueueId;
@@ -35,6 +34,8 @@ use nvme_mpt::{
     FunctionParts, Gpa, HostSide, KeptParts, KeptQueues, MemoryRegion, SqConfig,
 };
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::{Host, Input, QUEUE_PAIRS};
 
 const PAGE: u64 = 4096;
 const FIRST: QueueId = QueueId(1);

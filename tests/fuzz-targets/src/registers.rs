@@ -7,9 +7,10 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use crate::{Fixture, Input};
 use nvme_mpt::DoorbellMode;
 use vmm_device::{Bar, MsixMasking};
+
+use crate::{Fixture, Input};
 
 thread_local! {
     static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };

@@ -8,10 +8,11 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use crate::Fixture;
 use nvme_mpt::DoorbellMode;
 use serde_json::Value;
 use vmm_device::{Bar, FunctionState, MsixMasking};
+
+use crate::Fixture;
 
 thread_local! {
     static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };

@@ -18,7 +18,6 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use crate::{Input, RINGS};
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
@@ -30,6 +29,8 @@ use nvme_mpt::{
 };
 use nvme_mpt_vmm::drives::{self, DriveOptions};
 use nvme_software::model::Profile;
+
+use crate::{Input, RINGS};
 
 const PAGE: u64 = 4096;
 /// Pages of the largest region.

@@ -1,7 +1,8 @@
 //! Every input from which a fuzz target ever learned, in a build without instruments.
 
+use std::collections::BTreeSet;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -11,17 +12,40 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // Targets count descriptors of the process.
     arguments.test_threads = Some(1);
-    let trials = ALL
+    let corpora = ALL
         .iter()
         .map(|target| Trial::test(target.name, || run(target)));
-    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+    let complete = Trial::test("each_program_and_each_corpus_has_a_target", complete);
+    let trials = corpora.chain([complete]).collect();
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+/// Folder of the programs and of the corpora.
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz")
+}
+
+/// Compares the targets with the programs and with the corpora that are there.
+fn complete() -> Result<(), Failed> {
+    let targets: BTreeSet<_> = ALL.iter().map(|target| target.name.to_owned()).collect();
+    for what in ["fuzz_targets", "corpus"] {
+        let mut names = BTreeSet::new();
+        for entry in fs::read_dir(folder().join(what))? {
+            let path = entry?.path();
+            let name = path.file_stem().unwrap_or_default();
+            names.insert(name.to_string_lossy().into_owned());
+        }
+        if names != targets {
+            return Err(format!("{what} has {names:?}, and the targets are {targets:?}").into());
+        }
+    }
+    Ok(())
 }
 
 /// Runs the corpus of a target. A panic fails it.
 fn run(target: &Target) -> Result<(), Failed> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus");
     let mut inputs = 0;
-    for entry in fs::read_dir(folder.join(target.name))? {
+    for entry in fs::read_dir(folder().join("corpus").join(target.name))? {
         let path = entry?.path();
         eprintln!("{}", path.display());
         (target.run)(&fs::read(path)?);

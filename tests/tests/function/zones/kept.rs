@@ -22,16 +22,29 @@ fn drive_in(folder: &Path) -> (PathBuf, PathBuf) {
     (file.clone(), file.with_extension("img.zones"))
 }
 
-/// Fills a file system, but for so many bytes.
-fn fill(folder: &Path, left: u64) -> PathBuf {
-    let path = folder.join("full");
-    let file = File::create(&path).unwrap();
-    let mut end = 0;
-    while file.write_all_at(&[1; 1024], end).is_ok() {
-        end += 1024;
+/// A file that fills its file system, until it is dropped.
+struct Filling(PathBuf);
+
+impl Filling {
+    /// Fills a file system, but for so many bytes.
+    fn but_for(left: u64, folder: &Path) -> Self {
+        let path = folder.join("full");
+        let file = File::create(&path).unwrap();
+        let mut end = 0;
+        while file.write_all_at(&[1; 1024], end).is_ok() {
+            end += 1024;
+        }
+        file.set_len(end - left).unwrap();
+        Self(path)
     }
-    file.set_len(end - left).unwrap();
-    path
+}
+
+impl Drop for Filling {
+    /// Makes room. A child of another test may hold the file open, which would keep its blocks after its name.
+    fn drop(&mut self) {
+        File::create(&self.0).unwrap();
+        fs::remove_file(&self.0).unwrap();
+    }
 }
 
 /// Memory for a read past the page cache.
@@ -54,14 +67,14 @@ fn refused_until_there_is_room(folder: &Path) {
     };
     // For the head of a file that is new, and for nothing of one that a version before left without blocks.
     for left in [4096, 0] {
-        let full = fill(folder, left);
+        let full = Filling::but_for(left, folder);
         let refused = open().map(drop);
         let error = chain(&refused.expect_err("there is no room for the states"));
         let named = kept.to_str().unwrap();
         assert!(error.contains(named), "{error}");
         assert!(error.contains("no room for the 4480 bytes"), "{error}");
         assert!(error.contains("make room"), "{error}");
-        fs::remove_file(full).unwrap();
+        drop(full);
         drop(open().unwrap());
         let states = File::options().write(true).open(&kept).unwrap();
         states.set_len(4096).unwrap();
@@ -69,11 +82,11 @@ fn refused_until_there_is_room(folder: &Path) {
     }
     {
         let host = host(path);
-        let full = fill(folder, 0);
+        let full = Filling::but_for(0, folder);
         let (_controller, mut disk) = attach(&host.machine(&Setup::nth(1)));
         disk.zone_action(SIZE, action::FINISH).unwrap();
         disk.flush().unwrap();
-        fs::remove_file(full).unwrap();
+        drop(full);
     }
     let host = host(path);
     let (_controller, mut disk) = attach(&host.machine(&Setup::nth(1)));
@@ -171,10 +184,10 @@ fn states_that_were_not_written_back_are_written_for_a_new_vmm() {
         device.file().to_str().unwrap(),
     );
     run(&["fallocate", "--punch-hole", &offset, "--length=4096", path]).unwrap();
-    let full = fill(device.file().parent().unwrap(), 0);
+    let full = Filling::but_for(0, device.file().parent().unwrap());
     disk.zone_action(SIZE, action::FINISH).unwrap();
     assert_eq!(ended(&mut disk, Sqe::flush(1)), (WRITE_FAULT, true));
-    fs::remove_file(full).unwrap();
+    drop(full);
     machine.function_level_reset();
     machine.function().host().begin_anew();
     drop((controller, disk));

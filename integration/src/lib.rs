@@ -1,4 +1,4 @@
-//! Guests, end-to-end tests and load for nvme-mpt.
+//! Guests, the lab and end-to-end tests for nvme-mpt.
 //!
 //! The parts, bottom up:
 //! - [`process`] and [`progress`]: child processes that never outlive us, and steps a person can follow;
@@ -12,14 +12,12 @@
 //! - [`demo`]: the demonstration;
 //! - [`throughput`]: a drive through each way into a guest, in the lab;
 //! - [`vmm`]: the reference VMM, with functions in its own process;
-//! - [`vmms`]: every VMM behind one trait, for checks that are the same for all;
-//! - [`load`]: load at native speed, without a guest.
+//! - [`vmms`]: every VMM behind one trait, for checks that are the same for all.
 
 pub mod checks;
 pub mod demo;
 pub mod guest;
 pub mod lab;
-pub mod load;
 pub mod package;
 pub mod process;
 pub mod programs;

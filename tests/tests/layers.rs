@@ -233,6 +233,7 @@ fn no_modules_import_each_other() {
         "hypervisor-glue/cli",
         "tests",
         "integration",
+        "integration/load",
     ] {
         let read = Crate::read(&house.join(name).join("src"));
         assert!(!read.modules.is_empty(), "{name}");

@@ -19,10 +19,11 @@ const MODELLED: [&str; 2] = ["nvme-mpt", "nvme-software"];
 const SANITIZED: [&str; 4] = ["nvme-mpt-memory", "nvme-mpt", "nvme-software", "nvme-vfio"];
 
 /// Crates that are not made to be published.
-const PRIVATE: [&str; 4] = [
+const PRIVATE: [&str; 5] = [
     "nvme-mpt-tests",
     "nvme-mpt-fuzz-targets",
     "nvme-mpt-simulator",
+    "nvme-load",
     "integration",
 ];
 /// The crate that boots PCs, on PCs alone.

@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use clap::Parser;
 use integration::guest::fio::Report;
 use integration::guest::{Drive, GuestConfig};
-use integration::load;
 use integration::process;
 use integration::progress::say;
 use integration::provision::host::{self, Tool};
@@ -160,11 +159,11 @@ impl Drop for Mounted {
 #[derive(Parser)]
 struct Quiet {
     #[command(flatten)]
-    load: load::options::Options,
+    load: nvme_load::options::Options,
 }
 
 /// Runs the quiet tenant's load, which fails on the first block that is not what was written.
-fn verified(socket: &Path, seconds: &str) -> Result<load::report::Report, Failure> {
+fn verified(socket: &Path, seconds: &str) -> Result<nvme_load::report::Report, Failure> {
     let arguments = [
         "quiet",
         "--verify",
@@ -183,7 +182,7 @@ fn verified(socket: &Path, seconds: &str) -> Result<load::report::Report, Failur
     ];
     let arguments = arguments.iter().map(|word| (*word).into());
     let quiet = Quiet::try_parse_from(arguments.chain([socket.as_os_str().to_owned()]))?;
-    load::run(&quiet.load)
+    nvme_load::run(&quiet.load)
         .map_err(|error| Failure::from(format!("Quiet: {}", integration::error_chain(&error))))
 }
 

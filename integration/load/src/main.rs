@@ -1,12 +1,13 @@
 //! Puts load on a function of `nvme-mpt serve`: a native vfio-user client, for figures that mean
 //! something without hardware virtualisation.
 
+use std::error::Error;
 use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
-use integration::load::options::Options;
-use integration::load::report::Report;
+use nvme_load::options::Options;
+use nvme_load::report::Report;
 
 /// Load on a function of `nvme-mpt serve`, over vfio-user
 #[derive(Parser)]
@@ -18,10 +19,10 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let options = Arguments::parse().load;
-    let report = match integration::load::run(&options) {
+    let report = match nvme_load::run(&options) {
         Ok(report) => report,
         Err(error) => {
-            integration::print_error(&error);
+            print_error(&error);
             return ExitCode::FAILURE;
         }
     };
@@ -32,7 +33,7 @@ fn main() -> ExitCode {
     if let Some(path) = &options.json
         && let Err(error) = write_json(path, &report)
     {
-        integration::print_error(&error);
+        print_error(&error);
         return ExitCode::FAILURE;
     }
     ExitCode::SUCCESS
@@ -42,4 +43,14 @@ fn write_json(path: &Path, report: &Report) -> std::io::Result<()> {
     let mut text = serde_json::to_string_pretty(report)?;
     text.push('\n');
     std::fs::write(path, text)
+}
+
+/// Prints an error and all that caused it, one a line.
+fn print_error(error: &dyn Error) {
+    eprintln!("Error: {error}");
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        eprintln!("  {error}");
+        cause = error.source();
+    }
 }

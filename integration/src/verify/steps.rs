@@ -2,8 +2,10 @@
 
 use std::fs;
 use std::io;
+use std::num::NonZero;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
 
 use super::command::{TARGET, Worth};
 use super::{Context, Options, Step, VerifyError, When, fuzz};
@@ -279,7 +281,17 @@ fn doc(context: &mut Context) -> Result<(), VerifyError> {
 /// The debug profile's checks of arithmetic are in the builds of `asan` and `fuzz`.
 fn test(context: &mut Context) -> Result<(), VerifyError> {
     let mut command = context.cargo(&["test", "--release", "--workspace", "--no-fail-fast"]);
+    command.env(TEST_THREADS, test_threads());
     context.run(&mut command, Worth::ItsTests)
+}
+
+/// Variable of the environment with the number of tests that a program runs at once.
+const TEST_THREADS: &str = "RUST_TEST_THREADS";
+
+/// Returns twice the number of processors: tests wait for a third of their time.
+fn test_threads() -> String {
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    (2 * processors).to_string()
 }
 
 /// The tests of functions once more, each with its host side at the other end of a socket.
@@ -288,6 +300,7 @@ fn remote(context: &mut Context) -> Result<(), VerifyError> {
     let arguments = ["test", "--release", "--workspace"];
     let mut command = context.cargo(&[&arguments[..], &tests, &["--no-fail-fast"]].concat());
     command.env("NVME_MPT_HOST_SIDE", "remote");
+    command.env(TEST_THREADS, test_threads());
     context.run(&mut command, Worth::ItsTests)
 }
 
@@ -349,6 +362,8 @@ fn asan(context: &mut Context) -> Result<(), VerifyError> {
     command.env("RUSTC_BOOTSTRAP", "1");
     // The tests run for longer than their build takes. Checks of arithmetic stay.
     command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
+    command.env("CARGO_PROFILE_DEV_LTO", "off");
+    command.env("CARGO_PROFILE_DEV_INCREMENTAL", "false");
     // A report names functions and lines.
     command.env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
     context.run(&mut command, Worth::ItsTests)

@@ -746,19 +746,30 @@ fn a_guest_whose_server_ends_sees_its_drive_fail_and_not_hang() {
 fn a_function_goes_on_with_the_next_server() {
     for signal in ["TERM", "KILL"] {
         let bench = Bench::new();
-        let mut server = server(&bench);
+        let server_with_info = || {
+            let mut serve = bench.serve_command("one", &[]);
+            serve.args(["--drive", "path=drive.img"]);
+            serve.env("RUST_LOG", "info");
+            Server::start(serve).unwrap()
+        };
+        let mut server = server_with_info();
         let mut vmm = TestVmm::start(&bench, "path=drive.img,range=0+16M,id=first", 1);
         assert_eq!(vmm.report(), "attached");
         assert_eq!(vmm.pass(), "passed");
-        for _ in 0..3 {
+        for round in 0..3 {
             assert_eq!(vmm.order("load"), "loaded");
             match signal {
-                "TERM" => drop(server.signal("TERM")),
+                "TERM" => {
+                    let (_, log) = server.signal("TERM");
+                    let tells =
+                        log.contains("The VMM of first goes on: it was without a server for ");
+                    assert_eq!(tells, round > 0, "{log}");
+                }
                 _ => server.kill(),
             }
             // Nothing fails meanwhile: the guest waits.
             thread::sleep(Duration::from_millis(200));
-            server = self::server(&bench);
+            server = server_with_info();
             assert_eq!(vmm.order("await"), "all done");
             await_leases(&bench, &["first"]);
             // A function that is held up has no figures for a moment.

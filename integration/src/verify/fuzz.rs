@@ -21,8 +21,7 @@ const TIMEOUT: &str = "-timeout=300";
 /// Options of the compiler for libFuzzer (LLVM, SanitizerCoverage): edges counted, comparisons traced.
 const FLAGS: &str = "--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
-     -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares \
-     -Ccodegen-units=1";
+     -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares";
 
 /// Builds all targets and runs each for a while, as many at once as there are processors: a target has one thread.
 pub(super) fn run(context: &mut Context) -> Result<(), VerifyError> {

@@ -28,12 +28,12 @@ const FILLED: u64 = 80;
 const MAKE: &str = "mkfs.btrfs -q -d single -m single /dev/nvme0n1 && mount -t btrfs /dev/nvme0n1 /mnt && \
                     grep /mnt /proc/mounts";
 /// Files to be found again, and a large one.
-const FILL: &str = "for i in $(seq 8); do seq $i 300000 > /mnt/$i || exit 1; done; sync; \
+const FILL: &str = "for i in $(seq 8); do head -c 2000000 /dev/urandom > /mnt/$i || exit 1; done; sync; \
                     cd /mnt && md5sum * > /tmp/sums && cd / && \
                     dd if=/dev/zero of=/mnt/rest bs=1M count=320 && sync";
 /// Script whose removals leave zones to be reset, into which other files go.
 const TURN_OVER: &str = "rm /mnt/rest && sync && sleep 1 && \
-                         for i in $(seq 3); do seq $i 600000 > /mnt/new || exit 1; sync; done; \
+                         for i in $(seq 3); do head -c 4000000 /dev/urandom > /mnt/new || exit 1; sync; done; \
                          rm /mnt/new && umount /mnt && btrfs check /dev/nvme0n1";
 const FIND: &str = "mount -t btrfs /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && \
                     cd / && umount /mnt";

@@ -28,7 +28,7 @@ const RECORDS: u64 = 40;
 /// Makes a file system, fills a part of it, and remembers what is in it.
 const MAKE: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /mnt && \
      mkdir /mnt/files /mnt/records && \
-     for i in $(seq 24); do seq $i 300000 > /mnt/files/$i || exit 1; done && \
+     for i in $(seq 24); do head -c 2000000 /dev/urandom > /mnt/files/$i || exit 1; done && \
      cd /mnt/files && md5sum * > /mnt/sums && sync";
 
 /// Mounts it, which replays its journal, and finds everything as it was; then checks it bit by bit.
@@ -46,7 +46,8 @@ fn boot(bench: &Bench, server: &Server) -> Result<Guest, Failure> {
 /// Returns the number of the last that was reported.
 fn write_records(guest: &Guest) -> Result<u64, Failure> {
     guest.check(MAKE, PATIENCE)?;
-    guest.start("cd /mnt && while :; do seq 1 200000 > junk; mv junk junk2; done")?;
+    guest
+        .start("cd /mnt && while :; do head -c 1000000 /dev/urandom > junk; mv junk junk2; done")?;
     guest.start("fsync-records /mnt/records")?;
     let mut last = 0;
     while last < RECORDS {

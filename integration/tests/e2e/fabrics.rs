@@ -46,9 +46,9 @@ const CONNECT: &str = "\
       --hostid=5e1f0f86-9fc4-4d3c-a0a8-1a4be2cd1a9b \
       --hostnqn=nqn.2014-08.org.nvmexpress:uuid:5e1f0f86-9fc4-4d3c-a0a8-1a4be2cd1a9b";
 
-const WRITE: &str = "seq 1 400000 | head -c 2097152 > /tmp/text && \
-                     dd if=/tmp/text of=/dev/nvme0n1 bs=256k seek=400 oflag=direct conv=fsync 2>&1 && \
-                     md5sum < /tmp/text";
+const WRITE: &str = "head -c 2097152 /dev/urandom > /tmp/bytes && \
+                     dd if=/tmp/bytes of=/dev/nvme0n1 bs=256k seek=400 oflag=direct conv=fsync 2>&1 && \
+                     md5sum < /tmp/bytes";
 const READ: &str = "dd if=/dev/nvme0n1 bs=256k skip=400 count=8 iflag=direct 2>/dev/null | md5sum";
 
 fn a_function_is_exported(bench: &Bench) -> Result<(), Failure> {

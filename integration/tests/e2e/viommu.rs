@@ -25,7 +25,7 @@ pub(crate) const GROUP: Group = Group::Alone {
 const ARGUMENTS: &str = "intel_iommu=on iommu.passthrough=0 iommu.strict=1";
 
 const FILE_SYSTEM: &str = "mkfs.ext4 -q -F /dev/nvme0n1 && mount -t ext4 /dev/nvme0n1 /mnt && \
-     for i in $(seq 8); do seq $i 200000 > /mnt/$i || exit 1; done && \
+     for i in $(seq 8); do head -c 1300000 /dev/urandom > /mnt/$i || exit 1; done && \
      cd /mnt && md5sum ? > /tmp/sums && sync && cd / && umount /mnt && \
      mount -t ext4 /dev/nvme0n1 /mnt && cd /mnt && md5sum -c /tmp/sums && cd / && umount /mnt && \
      e2fsck -f -n /dev/nvme0n1";

@@ -70,6 +70,16 @@ impl<'a> RawBytes<'a> {
         unsafe { core::ptr::copy_nonoverlapping(self.start, buffer.as_mut_ptr(), len) };
     }
 
+    /// Copies 64-bit little-endian words out of the shared memory, as many as both have. Each word is read once. It is
+    /// stored as its offset from `first`, added to `to`. Returns the bits that are set in any of the offsets.
+    #[inline]
+    pub fn copy_moved_words_to(&self, buffer: &mut [u64], first: u64, to: u64) -> u64 {
+        let count = buffer.len().min(self.len / 8);
+        // SAFETY: both sides are valid for `count` words. They do not overlap: `buffer` is a Rust
+        // reference, and no reference to mapped memory is ever made.
+        unsafe { copy_moved(self.start.cast(), buffer.as_mut_ptr(), count, first, to) }
+    }
+
     /// Copies as many bytes as both have into the shared memory, which must be writable.
     #[inline]
     pub fn copy_from(&self, buffer: &[u8]) {
@@ -131,6 +141,89 @@ impl<'a> RawBytes<'a> {
     }
 }
 
+/// [`RawBytes::copy_moved_words_to`], between addresses of `count` words each. A call costs less than the registers that
+/// its callers would lack.
+///
+/// # Safety
+/// `source` must be valid for reads of as many words, and `target` for writes. They must not overlap. Each processor of
+/// x86-64 has SSE2.
+#[cfg(target_arch = "x86_64")]
+#[inline(never)]
+#[target_feature(enable = "sse2")]
+unsafe fn copy_moved(
+    source: *const u64,
+    target: *mut u64,
+    count: usize,
+    first: u64,
+    to: u64,
+) -> u64 {
+    use core::arch::x86_64::{
+        _mm_add_epi64, _mm_cvtsi128_si64, _mm_loadl_epi64, _mm_loadu_si128, _mm_or_si128,
+        _mm_set1_epi64x, _mm_storel_epi64, _mm_storeu_si128, _mm_sub_epi64, _mm_unpackhi_epi64,
+        _mm_unpacklo_epi64,
+    };
+    let [first, to] = [first, to].map(|word| _mm_set1_epi64x(word.cast_signed()));
+    let mut bits = _mm_set1_epi64x(0);
+    let mut index = 0;
+    let mut pair = |index: usize| {
+        // SAFETY: each use has checked that there are two words from `index` on.
+        let words = unsafe { _mm_loadu_si128(source.add(index).cast()) };
+        let offsets = _mm_sub_epi64(words, first);
+        bits = _mm_or_si128(bits, offsets);
+        // SAFETY: as above.
+        unsafe { _mm_storeu_si128(target.add(index).cast(), _mm_add_epi64(offsets, to)) };
+    };
+    while index < count & !7 {
+        pair(index);
+        pair(index + 2);
+        pair(index + 4);
+        pair(index + 6);
+        index += 8;
+    }
+    if count & 4 != 0 {
+        pair(index);
+        pair(index + 2);
+        index += 4;
+    }
+    if count & 2 != 0 {
+        pair(index);
+        index += 2;
+    }
+    if count & 1 != 0 {
+        // SAFETY: the last word is left.
+        let word = unsafe { _mm_loadl_epi64(source.add(index).cast()) };
+        let offset = _mm_sub_epi64(word, first);
+        // SAFETY: as above.
+        unsafe { _mm_storel_epi64(target.add(index).cast(), _mm_add_epi64(offset, to)) };
+        // The other half holds no offset.
+        bits = _mm_or_si128(bits, _mm_unpacklo_epi64(offset, offset));
+    }
+    _mm_cvtsi128_si64(_mm_or_si128(bits, _mm_unpackhi_epi64(bits, bits))).cast_unsigned()
+}
+
+/// [`RawBytes::copy_moved_words_to`], a word at a time.
+///
+/// # Safety
+/// `source` must be valid for reads of as many words, and `target` for writes. They must not overlap.
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(never)]
+unsafe fn copy_moved(
+    source: *const u64,
+    target: *mut u64,
+    count: usize,
+    first: u64,
+    to: u64,
+) -> u64 {
+    (0..count).fold(0, |bits, index| {
+        // SAFETY: by the caller, as `index` is below `count`.
+        let word = u64::from_le(unsafe { source.add(index).read_unaligned() });
+        let offset = word.wrapping_sub(first);
+        // SAFETY: as above.
+        unsafe { target.add(index).write(to.wrapping_add(offset)) };
+        bits | offset
+    })
+}
+
 /// Aligned little-endian 64-bit words of a [`RawBytes`], each read as a whole.
 #[derive(Clone, Copy, Debug)]
 pub struct RawWords<'a> {
@@ -184,6 +277,48 @@ mod tests {
         );
         assert_eq!(words.read(2), 0);
         assert!(mapping.bytes(4, 8).expect("inside").words().is_none());
+    }
+
+    #[test]
+    fn words_are_moved_in_any_number() {
+        let mapping = Mapping::anonymous(4096).expect("map");
+        let guest: Vec<u64> = (0..40)
+            .map(|index| 0x10_0000 + 0x1_0001 * index * index)
+            .collect();
+        let bytes: Vec<u8> = guest.iter().flat_map(|word| word.to_le_bytes()).collect();
+        // Guests' lists begin at multiples of 8, and this takes any address.
+        for at in [3, 8, 0] {
+            mapping
+                .bytes(at, bytes.len())
+                .expect("inside")
+                .copy_from(&bytes);
+            for count in 0..=guest.len() {
+                let words = mapping.bytes(at, 8 * count + 5).expect("inside");
+                let mut host = [u64::MAX; 41];
+                let bits = words.copy_moved_words_to(&mut host, 0x10_0000, 7 << 40);
+                let offsets: Vec<u64> =
+                    guest[..count].iter().map(|word| word - 0x10_0000).collect();
+                assert_eq!(bits, offsets.iter().fold(0, |all, offset| all | offset));
+                assert!(
+                    host.iter()
+                        .zip(&offsets)
+                        .all(|(host, offset)| *host == (7 << 40) + offset)
+                );
+                assert!(
+                    host[count..].iter().all(|word| *word == u64::MAX),
+                    "{count} words"
+                );
+            }
+        }
+        let bits = mapping
+            .bytes(0, 16)
+            .expect("inside")
+            .copy_moved_words_to(&mut [0], u64::MAX, 0);
+        assert_eq!(
+            bits,
+            guest[0] + 1,
+            "an offset wraps, and the second word has no room"
+        );
     }
 
     #[test]

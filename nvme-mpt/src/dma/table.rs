@@ -6,7 +6,7 @@ use super::departure::Departure;
 use super::notes::Notes;
 use super::region::{Place, Region};
 use super::sorted::Sorted;
-use crate::address::{Gpa, Iova, PAGE_SIZE};
+use crate::address::{Gpa, Iova};
 use crate::memory::{Mapping, RawBytes};
 
 /// Regions that follow one another in guest memory, in our address space, and in the host
@@ -166,6 +166,16 @@ impl IovaHint {
     pub(crate) fn translate(&self, gpa: Gpa, len: u64, direction: Direction) -> Option<Iova> {
         let offset = offset_of(self.gpa, &self.limits, gpa, len, direction)?;
         Some(Iova(self.iova + offset))
+    }
+
+    /// The pages of the copied run, to translate whole pages by, if it allows the access.
+    #[inline(always)]
+    pub(crate) fn pages(&self, direction: Direction) -> Option<RunPages> {
+        Some(RunPages {
+            first: self.gpa,
+            last_byte: self.limits[direction as usize].checked_sub(1)?,
+            iova: self.iova,
+        })
     }
 }
 
@@ -345,23 +355,6 @@ impl RegionTable {
     ) -> Option<(Iova, u64)> {
         let (run, offset) = self.find(gpa, 1, direction, hint)?;
         Some((Iova(run.iova + offset), len.min(run.len - offset)))
-    }
-
-    /// The run around a page, to translate whole pages by, if it allows the access.
-    #[inline]
-    #[must_use]
-    pub(crate) fn pages_around(
-        &self,
-        gpa: Gpa,
-        direction: Direction,
-        hint: &mut RegionHint,
-    ) -> Option<RunPages> {
-        let (run, _) = self.find(gpa, PAGE_SIZE, direction, hint)?;
-        Some(RunPages {
-            first: run.gpa,
-            last_byte: run.limits[direction as usize] - 1,
-            iova: run.iova,
-        })
     }
 
     /// The bytes at `gpa..gpa+len`, if all of them lie in one run that allows the access.

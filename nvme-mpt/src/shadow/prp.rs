@@ -4,11 +4,10 @@
 //! slot's own. So a host controller never reads a list that the guest can still write.
 
 use super::Failure;
-use crate::host::ListMemory;
-use zerocopy::IntoBytes;
-
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::dma::{Direction, IovaHint, RegionHint, RegionTable, RunPages};
+use crate::host::ListMemory;
+use crate::memory::RawBytes;
 use crate::spec::dma::{PrpEntry, PrpList, PrpListPage};
 use crate::spec::status::Status;
 
@@ -21,8 +20,9 @@ const PRP2: u16 = 32;
 /// Places of one table to look first for data and for lists.
 #[derive(Debug, Default)]
 pub(super) struct PrpHints {
-    /// For data that has no list.
+    /// For the first entry of each command, and for the pages of a list.
     page: IovaHint,
+    /// For pages of a list that lie in another run than the first entry.
     data: RegionHint,
     list: RegionHint,
 }
@@ -97,8 +97,8 @@ fn translate_list(
     let list = PrpList::new(PrpEntry(pointer), entries, PAGE_SIZE.ilog2());
     let page = page_of(&list)?;
     if !page.continues {
-        let copy = copy_entries(table, hints, page, host_list)?;
-        return translate_entries(table, hints, copy, direction);
+        let guest_list = entries_of(table, hints, page)?;
+        return translate_entries(table, hints, guest_list, direction, host_list);
     }
     translate_chain(table, hints, list, direction, host_list)
 }
@@ -108,6 +108,19 @@ fn translate_list(
 fn page_of(list: &PrpList) -> Result<PrpListPage, Failure> {
     list.page()
         .ok_or(Failure::at(Status::PRP_OFFSET_INVALID, PRP2))
+}
+
+/// Returns the entries of a page in guest memory.
+#[inline(always)]
+fn entries_of<'a>(
+    table: &'a RegionTable,
+    hints: &mut PrpHints,
+    page: PrpListPage,
+) -> Result<RawBytes<'a>, Failure> {
+    let len = PrpEntry::SIZE as u64 * page.count;
+    table
+        .bytes(Gpa(page.at), len, Direction::FromGuest, &mut hints.list)
+        .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))
 }
 
 /// Copies and translates a PRP list that takes more than one page.
@@ -121,67 +134,42 @@ fn translate_chain(
 ) -> Result<(), Failure> {
     loop {
         let page = page_of(&list)?;
-        let here = page.of_data() as usize;
-        let copy = copy_entries(table, hints, page, host_list)?;
-        if page.continues {
-            list.go_on(page, PrpEntry(copy[here]));
-            page_of(&list)?;
-        }
-        translate_entries(table, hints, &mut copy[..here], direction)?;
+        let guest_list = entries_of(table, hints, page)?;
         if !page.continues {
-            return Ok(());
+            return translate_entries(table, hints, guest_list, direction, host_list);
         }
-        host_list = &mut host_list[here..];
+        let here = page.of_data() as usize;
+        let inside = Failure::at(Status::INTERNAL_ERROR, PRP2);
+        let next = guest_list.slice(PrpEntry::SIZE * here, PrpEntry::SIZE);
+        let mut pointer = [0];
+        next.ok_or(inside)?.copy_moved_words_to(&mut pointer, 0, 0);
+        list.go_on(page, PrpEntry(pointer[0]));
+        page_of(&list)?;
+        let guest_list = guest_list.slice(0, PrpEntry::SIZE * here).ok_or(inside)?;
+        translate_entries(table, hints, guest_list, direction, host_list)?;
+        host_list = host_list.get_mut(here..).ok_or(inside)?;
     }
 }
 
-/// Copies a page's entries to the beginning of the host's list, where they are in nobody's memory but ours.
-#[inline]
-fn copy_entries<'a>(
-    table: &RegionTable,
-    hints: &mut PrpHints,
-    page: PrpListPage,
-    host_list: &'a mut [u64],
-) -> Result<&'a mut [u64], Failure> {
-    let count = page.count;
-    let guest_list = table
-        .bytes(
-            Gpa(page.at),
-            8 * count,
-            Direction::FromGuest,
-            &mut hints.list,
-        )
-        .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?;
-    // There is room: the largest transfer takes half the entries that a list has.
-    let copy = host_list
-        .get_mut(..count as usize)
-        .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
-    guest_list.copy_to(copy.as_mut_bytes());
-    Ok(copy)
-}
-
-/// Translates copied entries in place.
-#[inline]
+/// Translates entries of the guest's list to the beginning of the host's, by the run that the command's first entry is in.
+#[inline(always)]
 fn translate_entries(
     table: &RegionTable,
     hints: &mut PrpHints,
-    entries: &mut [u64],
+    guest_list: RawBytes<'_>,
     direction: Direction,
+    host_list: &mut [u64],
 ) -> Result<(), Failure> {
-    let Some(first) = entries.first() else {
-        return Ok(());
-    };
-    let page = Gpa(first & !PAGE_OFFSET);
-    let run = table
-        .pages_around(page, direction, &mut hints.data)
-        .ok_or(Failure::at(Status::DATA_TRANSFER_ERROR, PRP2))?;
+    // There is room: the largest transfer takes half the entries that a list has.
+    let host_list = host_list
+        .get_mut(..guest_list.len() / PrpEntry::SIZE)
+        .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
+    let run = hints
+        .page
+        .pages(direction)
+        .ok_or(Failure::at(Status::INTERNAL_ERROR, PRP2))?;
     // Without a branch per entry: nearly always, all pages lie in one run.
-    let mut offsets = 0;
-    for entry in entries.iter_mut() {
-        let offset = entry.wrapping_sub(run.first);
-        offsets |= offset;
-        *entry = run.iova.wrapping_add(offset);
-    }
+    let offsets = guest_list.copy_moved_words_to(host_list, run.first, run.iova);
     // Runs start at pages, so the offset in the run has the offset in the page.
     if offsets & PAGE_OFFSET != 0 {
         return Err(Failure::at(Status::PRP_OFFSET_INVALID, PRP2));
@@ -191,7 +179,7 @@ fn translate_entries(
     if offsets <= run.last_byte {
         return Ok(());
     }
-    translate_one_by_one(table, hints, entries, run, direction)
+    translate_one_by_one(table, hints, host_list, run, direction)
 }
 
 /// Translates entries again that were translated by one run, for those that may lie in others.

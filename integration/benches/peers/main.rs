@@ -11,6 +11,9 @@
 //! commands per second to the peer's: the median of the rounds, with the lowest and the highest.
 //!
 //! Without `SPDK`, the rows that need it are named and left out.
+//!
+//! The files of rows that begin with `disk` lie beside the build. `DISK=FOLDER` has them in another file system.
+//! `DISK=DEVICE,DEVICE` names block devices in their place, which are overwritten: ours of 512 MiB, and the peer's of 256.
 
 use std::env;
 use std::fs::{self, File};
@@ -24,7 +27,7 @@ use integration::process;
 use integration::server::{FunctionOptions, Server};
 use integration::{programs, server};
 
-use rows::{Drive, Load, Peer, Polling, ROWS, Row};
+use rows::{Drive, Load, Peer, Place, Polling, ROWS, Row};
 use spdk::Spdk;
 
 mod copies;
@@ -216,30 +219,49 @@ fn signal(name: &str, pid: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Filled files of the drives that are files, one of ours and one of the peer's for each.
+/// Filled files or block devices of the drives that are such, one of ours and one of the peer's for each.
 struct Files {
-    folders: Vec<(Drive, tempfile::TempDir)>,
+    paths: Vec<(Drive, Pair)>,
+    /// Removed at the end, with all files in them.
+    _folders: Vec<tempfile::TempDir>,
+}
+
+/// A path of ours, and one of the peer's.
+#[derive(Debug)]
+struct Pair {
+    ours: PathBuf,
+    peer: PathBuf,
 }
 
 impl Files {
     fn make(drives: &[Drive]) -> Result<Self, Failure> {
-        let mut folders = Vec::new();
+        let (mut paths, mut folders) = (Vec::new(), Vec::new());
         for drive in drives {
-            if let Some(place) = drive.folder() {
-                let folder = tempfile::tempdir_in(&place).map_err(at(&place))?;
-                fill(&folder.path().join(OURS), OURS_SIZE)?;
-                fill(&folder.path().join(PEER), DRIVE)?;
-                folders.push((*drive, folder));
-            }
+            let pair = match drive.place() {
+                None => continue,
+                Some(Place::Devices(ours, peer)) => Pair { ours, peer },
+                Some(Place::Folder(place)) => {
+                    let folder = tempfile::tempdir_in(&place).map_err(at(&place))?;
+                    let [ours, peer] = ["ours", "peer"].map(|name| folder.path().join(name));
+                    folders.push(folder);
+                    Pair { ours, peer }
+                }
+            };
+            fill(&pair.ours, OURS_SIZE)?;
+            fill(&pair.peer, DRIVE)?;
+            paths.push((*drive, pair));
         }
-        Ok(Self { folders })
+        Ok(Self {
+            paths,
+            _folders: folders,
+        })
     }
 
-    /// Returns a file of a drive that is one.
-    fn path(&self, drive: Drive, name: &str) -> Result<PathBuf, Failure> {
-        let of_drive = self.folders.iter().find(|(other, _)| *other == drive);
-        let (_, folder) = of_drive.ok_or_else(|| format!("{} has no file", drive.name()))?;
-        Ok(folder.path().join(name))
+    /// Returns the files of a drive that has some.
+    fn of(&self, drive: Drive) -> Result<&Pair, Failure> {
+        let of_drive = self.paths.iter().find(|(other, _)| *other == drive);
+        let (_, pair) = of_drive.ok_or_else(|| format!("{} has no file", drive.name()))?;
+        Ok(pair)
     }
 }
 
@@ -255,8 +277,6 @@ fn fill(path: &Path, size: u64) -> Result<(), Failure> {
     write().map_err(at(path))
 }
 
-const OURS: &str = "ours";
-const PEER: &str = "peer";
 /// Bytes of a drive of ours: each of its functions has as many as the peer's drive.
 const OURS_SIZE: u64 = Polling::ALL.len() as u64 * DRIVE;
 
@@ -285,7 +305,7 @@ impl Ours {
             let path = match drive {
                 Drive::Null => format!("null:{OURS_SIZE}"),
                 Drive::Memory => format!("memory:{OURS_SIZE}"),
-                Drive::Tmpfs | Drive::Disk => files.path(*drive, OURS)?.display().to_string(),
+                Drive::Tmpfs | Drive::Disk => files.of(*drive)?.ours.display().to_string(),
             };
             for (number, polling) in (0_u64..).zip(Polling::ALL) {
                 let range = format!("{}+{DRIVE}", number * DRIVE);

@@ -1,5 +1,6 @@
 //! The pairs that are measured, with the ratio that each should reach.
 
+use std::env;
 use std::path::PathBuf;
 
 /// A drive of ours.
@@ -9,8 +10,16 @@ pub(crate) enum Drive {
     Memory,
     /// A file in memory.
     Tmpfs,
-    /// A file on the disk with the build.
+    /// A file on the disk with the build, or what `DISK` names.
     Disk,
+}
+
+/// Place of a drive's files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    Folder(PathBuf),
+    /// Block devices in place of files: ours and the peer's.
+    Devices(PathBuf, PathBuf),
 }
 
 impl Drive {
@@ -25,12 +34,25 @@ impl Drive {
         }
     }
 
-    /// Returns the folder for its file, if it is one.
-    pub(crate) fn folder(self) -> Option<PathBuf> {
+    /// Returns the place of its files, if it has any.
+    pub(crate) fn place(self) -> Option<Place> {
         match self {
             Self::Null | Self::Memory => None,
-            Self::Tmpfs => Some("/dev/shm".into()),
-            Self::Disk => Some(integration::target_dir()),
+            Self::Tmpfs => Some(Place::Folder("/dev/shm".into())),
+            Self::Disk => {
+                let named = env::var("DISK");
+                Some(named.map_or_else(|_| Place::Folder(integration::target_dir()), Place::named))
+            }
+        }
+    }
+}
+
+impl Place {
+    /// Returns the place that `FOLDER` or `DEVICE,DEVICE` names.
+    fn named(named: String) -> Self {
+        match named.split_once(',') {
+            Some((ours, peer)) => Self::Devices(ours.into(), peer.into()),
+            None => Self::Folder(named.into()),
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +13,7 @@ use integration::process::{self, Supervised};
 use serde_json::{Value, json};
 
 use super::rows::{Device, Drive, Load};
-use super::{CLIENT, DRIVE, Files, PEER, SERVER, signal};
+use super::{CLIENT, DRIVE, Files, SERVER, signal};
 
 /// MiB of huge pages of the target and of the client.
 const TARGET_MIB: u64 = 768;
@@ -157,6 +158,10 @@ impl Spdk {
     }
 }
 
+fn is_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_block_device())
+}
+
 fn nqn(device: Device) -> String {
     format!("{NQN}:{}", device.name())
 }
@@ -169,13 +174,17 @@ fn create(
     let name = device.name();
     let blocks = DRIVE / BLOCK;
     let in_memory = json!({"name": name, "num_blocks": blocks, "block_size": BLOCK});
-    let on = |file: PathBuf| json!({"name": name, "filename": file, "block_size": BLOCK});
+    // The target finds the size of a block device's blocks.
+    let on = |path: &Path| match is_device(path) {
+        true => json!({"name": name, "filename": path}),
+        false => json!({"name": name, "filename": path, "block_size": BLOCK}),
+    };
     match device {
         Device::Null => call("bdev_null_create", in_memory),
         Device::Malloc => call("bdev_malloc_create", in_memory),
-        Device::AioOnTmpfs => call("bdev_aio_create", on(files.path(Drive::Tmpfs, PEER)?)),
-        Device::AioOnDisk => call("bdev_aio_create", on(files.path(Drive::Disk, PEER)?)),
-        Device::UringOnDisk => call("bdev_uring_create", on(files.path(Drive::Disk, PEER)?)),
+        Device::AioOnTmpfs => call("bdev_aio_create", on(&files.of(Drive::Tmpfs)?.peer)),
+        Device::AioOnDisk => call("bdev_aio_create", on(&files.of(Drive::Disk)?.peer)),
+        Device::UringOnDisk => call("bdev_uring_create", on(&files.of(Drive::Disk)?.peer)),
     }
 }
 

@@ -58,6 +58,9 @@ impl Plan {
 
 impl Way {
     /// The way of a file of so many bytes, by what it demands of direct transfers; `None` if it does none.
+    ///
+    /// Parts of memory are whole blocks, too. Linux asks only for the device's alignment of memory. But zram (6.18) transfers
+    /// whole pages wherever a part begins and ends, and other drivers refuse parts of blocks.
     pub(super) fn of(bytes: u64, direct: Option<DirectAlignment>) -> Self {
         match direct {
             Some(alignment)
@@ -65,7 +68,10 @@ impl Way {
                     && UNIT.is_multiple_of(alignment.memory as u64)
                     && bytes.is_multiple_of(alignment.offset) =>
             {
-                Self::Direct(alignment)
+                Self::Direct(DirectAlignment {
+                    memory: alignment.memory.max(alignment.offset as usize),
+                    ..alignment
+                })
             }
             _ => Self::Cached,
         }
@@ -174,6 +180,28 @@ mod tests {
                 end: 1024
             }
         );
+    }
+
+    #[test]
+    fn parts_of_memory_are_whole_blocks() {
+        let zram = DirectAlignment {
+            memory: 512,
+            offset: 4096,
+        };
+        let plan = |address| {
+            let parts = [
+                (address, 4096 - address % 4096),
+                (0x10_0000, address % 4096),
+            ];
+            let parts = parts.into_iter().filter(|(_, len)| *len > 0);
+            Way::of(1 << 20, Some(zram)).plan(Direction::Read, 8192, parts, 1 << 20)
+        };
+        assert_eq!(plan(0x1000), Plan::InPlace);
+        let staged = Plan::Staged {
+            start: 8192,
+            end: 12_288,
+        };
+        assert_eq!(plan(0x1200), staged);
     }
 
     #[test]

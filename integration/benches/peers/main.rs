@@ -266,7 +266,10 @@ impl Files {
 }
 
 fn fill(path: &Path, size: u64) -> Result<(), Failure> {
-    let block: Vec<u8> = (0..1 << 20).map(|at: u32| (at / 7) as u8).collect();
+    // Nothing that a device could compress.
+    let block: Vec<u8> = (0..1 << 17)
+        .flat_map(|word: u64| word.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes())
+        .collect();
     let write = || {
         let mut file = File::create(path)?;
         for _ in 0..size >> 20 {

@@ -1,5 +1,6 @@
 //! Comparison of ways into a guest for one NVMe drive, in one run, in the lab: the host's own driver without
-//! any guest, whole-device pass-through, nvme-mpt, and virtio over the host's driver.
+//! any guest, whole-device pass-through, nvme-mpt, and virtio over the host's driver. If `CLOUD_HYPERVISOR` names one, its
+//! guests have a file on the drive, too, by nvme-mpt and by its own virtio-blk.
 //!
 //! In the lab an instruction costs many times what it costs on a processor, and the drive next to nothing:
 //! ratios between the ways are what is to be read, and they favour the way with fewer instructions.
@@ -22,6 +23,8 @@ use crate::progress::{Step, say};
 use crate::provision::lab::LabAssets;
 use crate::provision::{Assets, KernelChoice, ProvisionError};
 use crate::server::ServerError;
+use crate::vmms::VmmsError;
+use crate::vmms::cloud_hypervisor;
 
 mod table;
 mod ways;
@@ -80,6 +83,9 @@ pub enum ThroughputError {
     /// The lab failed.
     #[error(transparent)]
     Lab(#[from] LabError),
+    /// A VMM failed.
+    #[error(transparent)]
+    Vmm(#[from] VmmsError),
     /// Something in the lab is not there.
     #[error(transparent)]
     Inside(#[from] InsideError),
@@ -171,6 +177,7 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
         source,
     })?;
     programs.push(itself);
+    programs.extend(cloud_hypervisor::to_bring());
     let assets = LabAssets::provide(&KernelChoice::V6_12)?;
     let folder = tempfile::Builder::new()
         .prefix("nvme-mpt-throughput-")
@@ -189,8 +196,11 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
     let lab = Lab::boot(&assets, &config, folder.path())?;
     step.done(format!("kernel {}", assets.host.kernel.name));
     let command = format!(
-        "throughput --runtime {} --rounds {} --jobs '{}' --json {REPORT}",
-        options.runtime, options.rounds, options.jobs
+        "{}throughput --runtime {} --rounds {} --jobs '{}' --json {REPORT}",
+        cloud_hypervisor::assignment(),
+        options.runtime,
+        options.rounds,
+        options.jobs
     );
     let status = lab.stream(&command, PATIENCE, &mut io::stdout())?;
     let report = lab.finish(status, &[REPORT.to_owned()], folder.path())?;
@@ -220,11 +230,13 @@ fn measure(options: &Options) -> Result<Table, ThroughputError> {
         source,
     })?;
     ways::fill()?;
-    let mut table = Table::new(Way::ALL.map(Way::name), jobs.iter().map(Fio::name));
+    let ways = Way::all();
+    let names = ways.iter().map(|way| way.name());
+    let mut table = Table::new(names, jobs.iter().map(Fio::name));
     for round in 1..=options.rounds {
-        for (column, way) in Way::ALL.into_iter().enumerate() {
+        for (column, way) in ways.iter().enumerate() {
             let step = Step::start(format!("{} (round {round})", way.name()));
-            let sides = measured(way, &jobs, &assets, &folder)?;
+            let sides = measured(*way, &jobs, &assets, &folder)?;
             for (row, side) in sides.iter().enumerate() {
                 table.add(row, column, side);
             }

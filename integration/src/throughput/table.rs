@@ -6,11 +6,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::guest::fio::Side;
 
-/// The columns that ratios are taken of and to.
+/// The columns that ratios are taken of and to. The better one of ours is taken.
 const HOST: &str = "host driver";
 const PASS_THROUGH: &str = "pass-through";
 const VIRTIO: &str = "virtio-blk";
-const OURS: &str = "nvme-mpt";
+const OURS: [&str; 2] = ["nvme-mpt busy", "nvme-mpt adaptive"];
+const FILE_VIRTIO: &str = "file, virtio-blk";
+const OURS_ON_FILE: [&str; 2] = ["file, busy", "file, adaptive"];
+const RATIOS: [([&str; 2], &str); 3] = [
+    (OURS, PASS_THROUGH),
+    (OURS, VIRTIO),
+    (OURS_ON_FILE, FILE_VIRTIO),
+];
 
 /// I/Os per second by job and way.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -71,19 +78,19 @@ impl Table {
         self.ways.iter().position(|name| name == way)
     }
 
-    /// The better of our ways, by another.
-    fn ours_by(&self, row: &Row, way: &str) -> f64 {
-        let ours = self
-            .ways
-            .iter()
-            .zip(&row.iops)
-            .filter(|(name, _)| name.starts_with(OURS))
-            .map(|(_, rounds)| median(rounds))
-            .fold(f64::NAN, f64::max);
-        let other = self
-            .column(way)
-            .map_or(f64::NAN, |at| median(&row.iops[at]));
-        ours / other
+    /// Returns the ratios that there are columns of.
+    fn ratios(&self) -> impl Iterator<Item = &([&str; 2], &str)> {
+        RATIOS.iter().filter(|(_, way)| self.column(way).is_some())
+    }
+
+    /// Returns the better of our ways, by another.
+    fn ratio(&self, row: &Row, ours: &[&str], way: &str) -> f64 {
+        let median = |way: &str| {
+            self.column(way)
+                .map_or(f64::NAN, |at| median(&row.iops[at]))
+        };
+        let ours = ours.iter().map(|way| median(way));
+        ours.fold(f64::NAN, f64::max) / median(way)
     }
 }
 
@@ -97,9 +104,14 @@ impl fmt::Display for Table {
         for way in &self.ways {
             write!(f, " {way:>19}")?;
         }
-        writeln!(f, " {:>15} {:>13}", "ours by", "ours by")?;
-        write!(f, "{:<18}{:width$}", "", "", width = 20 * self.ways.len())?;
-        writeln!(f, " {PASS_THROUGH:>15} {VIRTIO:>13}")?;
+        for _ in self.ratios() {
+            write!(f, " {:>17}", "ours by")?;
+        }
+        write!(f, "\n{:<18}{:width$}", "", "", width = 20 * self.ways.len())?;
+        for (_, way) in self.ratios() {
+            write!(f, " {way:>17}")?;
+        }
+        writeln!(f)?;
         for row in &self.rows {
             write!(f, "{:<18}", row.job)?;
             let host = self
@@ -109,12 +121,10 @@ impl fmt::Display for Table {
                 let iops = median(rounds);
                 write!(f, " {iops:>13.0} {:>5.2}", iops / host)?;
             }
-            writeln!(
-                f,
-                " {:>15.2} {:>13.2}",
-                self.ours_by(row, PASS_THROUGH),
-                self.ours_by(row, VIRTIO)
-            )?;
+            for (ours, way) in self.ratios() {
+                write!(f, " {:>17.2}", self.ratio(row, ours, way))?;
+            }
+            writeln!(f)?;
         }
         write!(f, "The IOMMU refused {} accesses", self.iommu_faults)
     }
@@ -152,9 +162,12 @@ mod tests {
             [
                 HOST,
                 PASS_THROUGH,
-                "nvme-mpt busy",
-                "nvme-mpt adaptive",
+                OURS[0],
+                OURS[1],
                 VIRTIO,
+                OURS_ON_FILE[0],
+                OURS_ON_FILE[1],
+                FILE_VIRTIO,
             ],
             ["job"],
         );
@@ -164,6 +177,9 @@ mod tests {
             [400.0; 3],
             [450.0; 3],
             [150.0; 3],
+            [300.0; 3],
+            [250.0; 3],
+            [200.0; 3],
         ]
         .iter()
         .enumerate()
@@ -181,7 +197,7 @@ mod tests {
         let words: Vec<&str> = line.split_whitespace().collect();
         let expected = [
             "job", "1000", "1.00", "500", "0.50", "400", "0.40", "450", "0.45", "150", "0.15",
-            "0.90", "3.00",
+            "300", "0.30", "250", "0.25", "200", "0.20", "0.90", "3.00", "1.50",
         ];
         assert_eq!(words, expected);
     }

@@ -4,15 +4,24 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use serde_json::json;
+
 use super::{DRIVE, ThroughputError};
 use crate::guest::fio::{Fio, Side};
-use crate::guest::{Drive, Guest, GuestConfig};
+use crate::guest::{Agent, Drive, Guest, GuestConfig};
 use crate::lab::inside;
 use crate::process;
 use crate::server::{FunctionOptions, Server};
+use crate::vmms::cloud_hypervisor::{self, CloudHypervisor};
+use crate::vmms::{Root, Setup, Vmm};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 const FUNCTION: &str = "f";
+/// Place of a file system on the drive.
+const MOUNTED: &str = "/mnt";
+/// A file there.
+const FILE: &str = "/mnt/drive.img";
+const FILE_SIZE: &str = "256M";
 
 /// A way to the drive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,16 +36,32 @@ pub(super) enum Way {
     Adaptive,
     /// A guest with QEMU's virtio-blk over the host's driver.
     Virtio,
+    /// A guest of Cloud Hypervisor with nvme-mpt on a file, whose poller never sleeps.
+    FileBusy,
+    /// The same, with nvme-mpt as it is by default.
+    FileAdaptive,
+    /// A guest of Cloud Hypervisor with its virtio-blk on the same file.
+    FileVirtio,
 }
 
 impl Way {
-    pub(super) const ALL: [Self; 5] = [
+    const ON_DRIVE: [Self; 5] = [
         Self::Host,
         Self::PassThrough,
         Self::Busy,
         Self::Adaptive,
         Self::Virtio,
     ];
+    const ON_FILE: [Self; 3] = [Self::FileBusy, Self::FileAdaptive, Self::FileVirtio];
+
+    /// Returns all ways that there are: those on a file, if a Cloud Hypervisor is named.
+    pub(super) fn all() -> Vec<Self> {
+        let on_file = cloud_hypervisor::named().map(|_| Self::ON_FILE);
+        Self::ON_DRIVE
+            .into_iter()
+            .chain(on_file.into_iter().flatten())
+            .collect()
+    }
 
     /// Returns its name in the table.
     pub(super) fn name(self) -> &'static str {
@@ -46,6 +71,9 @@ impl Way {
             Self::Busy => "nvme-mpt busy",
             Self::Adaptive => "nvme-mpt adaptive",
             Self::Virtio => "virtio-blk",
+            Self::FileBusy => "file, busy",
+            Self::FileAdaptive => "file, adaptive",
+            Self::FileVirtio => "file, virtio-blk",
         }
     }
 
@@ -79,8 +107,69 @@ impl Way {
                 guest.load_modules()?;
                 in_guest(jobs, guest, "/dev/vda")
             }
+            Self::FileBusy => on_file(jobs, assets, folder, "dedicated:busy", "/dev/nvme0n1"),
+            Self::FileAdaptive => on_file(jobs, assets, folder, "shared:adaptive", "/dev/nvme0n1"),
+            Self::FileVirtio => on_file(jobs, assets, folder, "shared:adaptive", VIRTIO_DISK),
         }
     }
+}
+
+/// A disk over virtio in a guest.
+const VIRTIO_DISK: &str = "/dev/vda";
+
+/// Runs all jobs in a guest of Cloud Hypervisor, on a device that is the file of a new file system on the drive.
+fn on_file(
+    jobs: &[Fio],
+    assets: &crate::provision::Assets,
+    folder: &Path,
+    poll: &str,
+    device: &str,
+) -> Result<Vec<Side>, ThroughputError> {
+    inside::bind(DRIVE, "nvme")?;
+    let disk = inside::block_device(DRIVE, 1)?;
+    let shell = |script: String| process::run(Command::new("sh").arg("-c").arg(script));
+    shell(format!(
+        "mkfs.ext4 -q -F {disk} && mount {disk} {MOUNTED} && \
+         fio --name=fill --filename={FILE} --size={FILE_SIZE} --rw=write --bs=1m --direct=1",
+        disk = disk.display(),
+    ))?;
+    let sides = in_cloud_hypervisor(jobs, assets, folder, poll, device);
+    shell(format!("umount {MOUNTED}"))?;
+    sides
+}
+
+fn in_cloud_hypervisor(
+    jobs: &[Fio],
+    assets: &crate::provision::Assets,
+    folder: &Path,
+    poll: &str,
+    device: &str,
+) -> Result<Vec<Side>, ThroughputError> {
+    let is_virtio = device == VIRTIO_DISK;
+    // A guest has a function in any case. Beside virtio-blk, it is idle.
+    let path = if is_virtio { "null:256M" } else { FILE };
+    let function = |id| {
+        FunctionOptions::new(id, path, format!("0+{FILE_SIZE}"))
+            .option(format!("poll={poll}"))
+            .option("queues=1")
+    };
+    let mut vmm = CloudHypervisor::launch(&Setup {
+        assets,
+        vcpus: 1,
+        root: Root::Memory,
+        first: function(FUNCTION),
+        pluggable: FunctionOptions::new("other", "null:256M", format!("0+{FILE_SIZE}")),
+        folder,
+        state_dir: &folder.join("state"),
+    })?;
+    vmm.guest().load_modules()?;
+    if is_virtio {
+        let disk = json!({"path": FILE, "direct": true});
+        cloud_hypervisor::ask(folder, "vm.add-disk", &disk)?;
+    }
+    let sides = run(jobs, vmm.guest(), device)?;
+    vmm.power_off()?;
+    Ok(sides)
 }
 
 /// Writes the whole drive once: reads of what was never written would be of nothing.
@@ -106,15 +195,18 @@ fn on_host(jobs: &[Fio], device: &str) -> Result<Vec<Side>, ThroughputError> {
 }
 
 fn in_guest(jobs: &[Fio], mut guest: Guest, device: &str) -> Result<Vec<Side>, ThroughputError> {
-    let sides = jobs
-        .iter()
-        .map(|job| {
-            let job = job.clone().option("filename", device);
-            Ok(job.run(&guest)?.main().clone())
-        })
-        .collect::<Result<Vec<_>, ThroughputError>>()?;
+    let sides = run(jobs, &guest, device)?;
     guest.power_off(PATIENCE)?;
     Ok(sides)
+}
+
+fn run(jobs: &[Fio], guest: &Agent, device: &str) -> Result<Vec<Side>, ThroughputError> {
+    jobs.iter()
+        .map(|job| {
+            let job = job.clone().option("filename", device);
+            Ok(job.run(guest)?.main().clone())
+        })
+        .collect()
 }
 
 fn served(

@@ -54,6 +54,9 @@ pub struct Options {
     /// Only the jobs with this in their names, such as "4k" or "qd32"
     #[arg(long, value_name = "PART", default_value = "")]
     jobs: String,
+    /// Only the ways with this in their names, such as "file" or "busy"
+    #[arg(long, value_name = "PART", default_value = "")]
+    ways: String,
     /// The host's CPUs
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
     vcpus: u32,
@@ -105,6 +108,15 @@ pub enum ThroughputError {
         /// Its exit status.
         status: i32,
     },
+    /// No way is left.
+    #[error(
+        "There is no way with '{part}' in its name; those on a file want {variable} to name a Cloud Hypervisor",
+        variable = cloud_hypervisor::VARIABLE
+    )]
+    NoWay {
+        /// Part that was looked for.
+        part: String,
+    },
     /// No job is left.
     #[error("There is no job with '{part}' in its name")]
     NoJob {
@@ -146,6 +158,18 @@ fn jobs(options: &Options) -> Result<Vec<Fio>, ThroughputError> {
     Ok(jobs)
 }
 
+/// The ways that are asked for.
+fn ways(options: &Options) -> Result<Vec<Way>, ThroughputError> {
+    let mut ways = Way::all();
+    ways.retain(|way| way.name().contains(&options.ways));
+    if ways.is_empty() {
+        return Err(ThroughputError::NoWay {
+            part: options.ways.clone(),
+        });
+    }
+    Ok(ways)
+}
+
 /// Measures and prints. Outside the lab, this boots one and does it there.
 ///
 /// # Errors
@@ -171,6 +195,7 @@ pub fn run(options: &Options) -> Result<(), ThroughputError> {
 
 fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
     jobs(options)?;
+    ways(options)?;
     let mut programs = build()?;
     let itself = std::env::current_exe().map_err(|source| ThroughputError::File {
         path: PathBuf::from("this program"),
@@ -196,11 +221,12 @@ fn in_a_lab(options: &Options) -> Result<Table, ThroughputError> {
     let lab = Lab::boot(&assets, &config, folder.path())?;
     step.done(format!("kernel {}", assets.host.kernel.name));
     let command = format!(
-        "{}throughput --runtime {} --rounds {} --jobs '{}' --json {REPORT}",
+        "{}throughput --runtime {} --rounds {} --jobs '{}' --ways '{}' --json {REPORT}",
         cloud_hypervisor::assignment(),
         options.runtime,
         options.rounds,
-        options.jobs
+        options.jobs,
+        options.ways
     );
     let status = lab.stream(&command, PATIENCE, &mut io::stdout())?;
     let report = lab.finish(status, &[REPORT.to_owned()], folder.path())?;
@@ -230,7 +256,7 @@ fn measure(options: &Options) -> Result<Table, ThroughputError> {
         source,
     })?;
     ways::fill()?;
-    let ways = Way::all();
+    let ways = ways(options)?;
     let names = ways.iter().map(|way| way.name());
     let mut table = Table::new(names, jobs.iter().map(Fio::name));
     for round in 1..=options.rounds {

@@ -98,7 +98,7 @@ impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "\nI/Os per second, and their ratio to the host's driver\n{:<18}",
+            "\nI/Os per second, and their ratio to the host's driver if that was measured\n{:<18}",
             ""
         )?;
         for way in &self.ways {
@@ -114,12 +114,13 @@ impl fmt::Display for Table {
         writeln!(f)?;
         for row in &self.rows {
             write!(f, "{:<18}", row.job)?;
-            let host = self
-                .column(HOST)
-                .map_or(f64::NAN, |at| median(&row.iops[at]));
+            let host = self.column(HOST).map(|at| median(&row.iops[at]));
             for rounds in &row.iops {
                 let iops = median(rounds);
-                write!(f, " {iops:>13.0} {:>5.2}", iops / host)?;
+                match host {
+                    Some(host) => write!(f, " {iops:>13.0} {:>5.2}", iops / host)?,
+                    None => write!(f, " {iops:>13.0}      ")?,
+                }
             }
             for (ours, way) in self.ratios() {
                 write!(f, " {:>17.2}", self.ratio(row, ours, way))?;

@@ -166,6 +166,9 @@ fn in_cloud_hypervisor(
     if is_virtio {
         let disk = json!({"path": FILE, "direct": true});
         cloud_hypervisor::ask(folder, "vm.add-disk", &disk)?;
+        // fio would make a file in the guest's memory in place of a disk that is not there yet.
+        let there = format!("until [ -b {VIRTIO_DISK} ]; do sleep 0.1; done");
+        vmm.guest().check(&there, PATIENCE)?;
     }
     let sides = run(jobs, vmm.guest(), device)?;
     vmm.power_off()?;

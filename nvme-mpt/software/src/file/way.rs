@@ -60,7 +60,7 @@ impl Way {
     /// The way of a file of so many bytes, by what it demands of direct transfers; `None` if it does none.
     ///
     /// Parts of memory are whole blocks, too. Linux asks only for the device's alignment of memory. But zram (6.18) transfers
-    /// whole pages wherever a part begins and ends, and other drivers refuse parts of blocks.
+    /// whole pages wherever a part begins and ends.
     pub(super) fn of(bytes: u64, direct: Option<DirectAlignment>) -> Self {
         match direct {
             Some(alignment)

@@ -139,15 +139,14 @@ fn translate_chain(
             return translate_entries(table, hints, guest_list, direction, host_list);
         }
         let here = page.of_data() as usize;
-        let inside = Failure::at(Status::INTERNAL_ERROR, PRP2);
-        let next = guest_list.slice(PrpEntry::SIZE * here, PrpEntry::SIZE);
-        let mut pointer = [0];
-        next.ok_or(inside)?.copy_moved_words_to(&mut pointer, 0, 0);
-        list.go_on(page, PrpEntry(pointer[0]));
+        let internal = Failure::at(Status::INTERNAL_ERROR, PRP2);
+        // Lists are multiples of an entry's size apart from the page's beginning, so entries are aligned.
+        let next = guest_list.words().ok_or(internal)?.read(here);
+        list.go_on(page, PrpEntry(next));
         page_of(&list)?;
-        let guest_list = guest_list.slice(0, PrpEntry::SIZE * here).ok_or(inside)?;
+        let guest_list = guest_list.slice(0, PrpEntry::SIZE * here).ok_or(internal)?;
         translate_entries(table, hints, guest_list, direction, host_list)?;
-        host_list = host_list.get_mut(here..).ok_or(inside)?;
+        host_list = host_list.get_mut(here..).ok_or(internal)?;
     }
 }
 

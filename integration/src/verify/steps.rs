@@ -109,7 +109,7 @@ pub(super) const ALL: &[Step] = &[
     },
     Step {
         name: "simulate",
-        what: "the data path on a simulated clock, by seeds",
+        what: "the data path on a simulated clock",
         when: When::Always,
         is_shared_out: false,
         is_beside: true,

@@ -140,7 +140,7 @@ fn translate_chain(
         }
         let here = page.of_data() as usize;
         let internal = Failure::at(Status::INTERNAL_ERROR, PRP2);
-        // Lists are multiples of an entry's size apart from the page's beginning, so entries are aligned.
+        // The list's address is a multiple of an entry's size, and regions are whole pages. So entries are aligned.
         let next = guest_list.words().ok_or(internal)?.read(here);
         list.go_on(page, PrpEntry(next));
         page_of(&list)?;

@@ -52,6 +52,12 @@ const LAST_PATIENCE: Duration = Duration::from_secs(1);
 /// Commands that a look at a line takes out of it because they want another thing by now.
 const MOVED_MAX: u32 = 16;
 
+/// Short commands of a batch that the kernel gets first.
+const FIRST_PART: u32 = 4;
+
+/// The most bytes of a short command. Longer ones keep a device busy while the rest of a batch is prepared.
+const SHORT: u64 = 16 << 10;
+
 /// Passes with completions after which the clock is read in any case.
 const PASSES: u32 = 64;
 
@@ -194,12 +200,29 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 
     /// Starts the commands that were rung in, as far as there is what they need.
+    ///
+    /// The kernel gets the requests of the first [`FIRST_PART`] short commands at once, then those of twice as many, and so
+    /// on. A device begins with them while the next ones are prepared, and a batch takes few calls.
     fn start_arriving(&mut self, memory: HostMemory<'_>) {
+        let (mut part, mut started) = (FIRST_PART, 0);
         while let Some(sqe) = self.arriving.pop_front() {
             if let Some(want) = self.try_start(&sqe, memory) {
                 self.waiting.push(want, sqe.cid().0);
             }
+            started += u32::from(self.is_short(&sqe));
+            if started == part {
+                self.ring.submit();
+                (part, started) = (2 * part, 0);
+            }
         }
+    }
+
+    /// Returns whether a command transfers few bytes.
+    #[inline]
+    fn is_short(&self, sqe: &Sqe) -> bool {
+        let transfers = matches!(NvmOpcode(sqe.opcode()), NvmOpcode::READ | NvmOpcode::WRITE);
+        let blocks = u64::from(ReadWrite::from(sqe).nlb_z) + 1;
+        transfers && blocks << self.file.lba_shift <= SHORT
     }
 
     /// Starts a command. Returns the thing that it has to wait for, if there is one.

@@ -91,6 +91,8 @@ struct Kernel {
     /// Requests that it has, by what it was given.
     has: Vec<Given>,
     completions: VecDeque<(u64, Result<usize, i32>)>,
+    /// Requests that each call handed over.
+    calls: Vec<usize>,
     /// Calls that it refuses from now on.
     refuses: usize,
     behind: bool,
@@ -155,6 +157,7 @@ impl Ring for FakeRing {
         }
         kernel.behind = false;
         let prepared = std::mem::take(&mut kernel.prepared);
+        kernel.calls.push(prepared.len());
         kernel.has.extend(prepared);
     }
 

@@ -32,6 +32,23 @@ fn memory_at_any_alignment_goes_the_same_way() {
 }
 
 #[test]
+fn a_device_begins_with_the_first_commands_of_a_batch() {
+    let (mut drive, ring, _) = Drive::fake();
+    // Short commands, as many as twice the first part, and a long one that counts for none.
+    let mut reads: Vec<Sqe> = (1..SLOTS)
+        .map(|slot| drive.transfer(NvmOpcode::READ, slot, u64::from(slot) * 8, 8, 0))
+        .collect();
+    let mut long = drive.transfer(NvmOpcode::READ, 0, 128, 40, 0);
+    let (list, iova) = drive.lists.of_slot(0);
+    let page = iova.bits();
+    list.as_mut_bytes()[..32].copy_from_slice([page; 4].as_bytes());
+    long.dptr = [page, page];
+    reads.insert(2, long);
+    drive.ring(&reads);
+    assert_eq!(ring.0.borrow().calls, [5, 3]);
+}
+
+#[test]
 fn a_part_of_a_block_waits_for_the_block_and_the_block_for_it() {
     let (mut drive, ring, clock) = Drive::fake();
     let block = drive.transfer(NvmOpcode::WRITE, 0, 0, 8, 0);

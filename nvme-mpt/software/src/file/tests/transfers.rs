@@ -34,7 +34,7 @@ fn memory_at_any_alignment_goes_the_same_way() {
 #[test]
 fn a_device_begins_with_the_first_commands_of_a_batch() {
     let (mut drive, ring, _) = Drive::fake();
-    // Short commands, as many as twice the first part, and a long one that counts for none.
+    // Seven short commands, and a long one among the first four that does not count.
     let mut reads: Vec<Sqe> = (1..SLOTS)
         .map(|slot| drive.transfer(NvmOpcode::READ, slot, u64::from(slot) * 8, 8, 0))
         .collect();

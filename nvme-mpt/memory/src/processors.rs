@@ -171,9 +171,27 @@ pub fn pin_this_thread(processor: usize) -> io::Result<()> {
     run_on(&set)
 }
 
+/// Returns whether the processors are those of a virtual machine: CPUID leaf 1, bit 31 of ECX, which hypervisors set
+/// (AMD64 APM, volume 3, section E.3.2). `false` where there is no such bit.
+#[must_use]
+pub fn are_virtual() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::x86_64::__cpuid(1).ecx & 1 << 31 != 0;
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn virtual_processors_are_those_that_the_kernel_says_are() {
+        let text = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+        let flags = text.lines().find(|line| line.starts_with("flags"));
+        let has_flag = flags.is_some_and(|flags| flags.split(' ').any(|flag| flag == "hypervisor"));
+        assert_eq!(are_virtual(), has_flag);
+    }
 
     #[test]
     fn lists_of_the_kernel_are_read() {

@@ -20,7 +20,7 @@ use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
-use crate::memory::processors::pin_this_thread;
+use crate::memory::processors::{are_virtual, pin_this_thread};
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -33,6 +33,9 @@ use crate::stats::PollerStats;
 
 /// Passes without work that follow one another without a pause: a guest with one command in flight
 /// answers within them, and a pause would be part of its latency.
+///
+/// A pause leaves the core to its other threads. A virtual machine's poller never pauses: its hypervisor may intercept
+/// PAUSE (AMD64 APM, volume 2, section 15.14.4), and an emulator takes a lock for each that all its processors share.
 const EAGER_PASSES: u32 = 64;
 
 /// Longest sleep that ends as exactly as a timer does. Others end to the millisecond.
@@ -332,6 +335,11 @@ impl Worker {
         let mut idle_since = None;
         // As `idle_since`, but since it last slept.
         let mut spin_since = None;
+        let eager_passes = if are_virtual() {
+            u32::MAX
+        } else {
+            EAGER_PASSES
+        };
         let mut empty_passes = 0_u32;
         let mut pass_began = Ticks::now();
         let period = rate.ticks(processor_time::PERIOD);
@@ -369,10 +377,10 @@ impl Worker {
                 continue;
             }
             pass_began = now;
-            empty_passes = empty_passes.wrapping_add(1);
+            empty_passes = empty_passes.saturating_add(1);
             let idle = now.since(*idle_since.get_or_insert(now));
             spin_since.get_or_insert(now);
-            if empty_passes > EAGER_PASSES {
+            if empty_passes > eager_passes {
                 std::hint::spin_loop();
             }
             let rests = self.rests();

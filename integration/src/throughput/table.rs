@@ -78,9 +78,12 @@ impl Table {
         self.ways.iter().position(|name| name == way)
     }
 
-    /// Returns the ratios that there are columns of.
+    /// Returns the ratios that there are columns of both sides of.
     fn ratios(&self) -> impl Iterator<Item = &([&str; 2], &str)> {
-        RATIOS.iter().filter(|(_, way)| self.column(way).is_some())
+        let is_there = |way: &&str| self.column(way).is_some();
+        RATIOS
+            .iter()
+            .filter(move |(ours, way)| ours.iter().any(&is_there) && is_there(way))
     }
 
     /// Returns the better of our ways, by another.
@@ -201,6 +204,17 @@ mod tests {
             "300", "0.30", "250", "0.25", "200", "0.20", "0.90", "3.00", "1.50",
         ];
         assert_eq!(words, expected);
+    }
+
+    #[test]
+    fn a_ratio_needs_both_of_its_sides() {
+        for ways in [[HOST, PASS_THROUGH], [OURS[0], FILE_VIRTIO]] {
+            let mut table = Table::new(ways, ["job"]);
+            table.add(0, 0, &side(2.0));
+            table.add(0, 1, &side(1.0));
+            let text = table.to_string();
+            assert!(!text.contains("ours by") && !text.contains("NaN"), "{text}");
+        }
     }
 
     #[test]

@@ -78,7 +78,7 @@ impl Table {
         self.ways.iter().position(|name| name == way)
     }
 
-    /// Returns the ratios that there are columns of both sides of.
+    /// Returns the ratios whose sides both have a column.
     fn ratios(&self) -> impl Iterator<Item = &([&str; 2], &str)> {
         let is_there = |way: &&str| self.column(way).is_some();
         RATIOS

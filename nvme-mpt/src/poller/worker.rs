@@ -34,8 +34,8 @@ use crate::stats::PollerStats;
 /// Passes without work that follow one another without a pause: a guest with one command in flight
 /// answers within them, and a pause would be part of its latency.
 ///
-/// A pause leaves the core to its other threads. A virtual machine's poller never pauses: its hypervisor may intercept
-/// PAUSE (AMD64 APM, volume 2, section 15.14.4), and an emulator takes a lock for each that all its processors share.
+/// A pause leaves the core to its other threads. A poller in a virtual machine never pauses. Its hypervisor may intercept
+/// PAUSE (AMD64 APM, volume 2, section 15.14.4). QEMU's emulator takes its global lock at each PAUSE.
 const EAGER_PASSES: u32 = 64;
 
 /// Longest sleep that ends as exactly as a timer does. Others end to the millisecond.

@@ -24,7 +24,7 @@ use crate::poller::{Neighbours, Poller};
 use crate::seam::state::slots_of;
 use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
 use crate::shadow::{
-    CompletionQueue, HostEnd, HostQueuePair, PART_LISTS, ShadowQueue, SubmissionQueue,
+    CompletionQueue, HostEnd, HostQueuePair, PART_LISTS, ShadowQueue, SubmissionQueue, UnmappedRing,
 };
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
@@ -173,7 +173,7 @@ impl Attachment {
         let host = self.host_queue(&config)?;
         let mut queues = self.queues();
         self.check_new(&queues, &config)?;
-        let (mut entry, queue) = self.new_queue(&queues, config, host)?;
+        let (mut entry, queue) = self.new_queue(&queues, config, UnmappedRing::Refused, host)?;
         queue.begin();
         self.begin_doorbell(Doorbell::CqHead(qid), queues.buffer);
         if queues.paused {
@@ -216,6 +216,7 @@ impl Attachment {
         &self,
         queues: &Queues,
         config: CqConfig,
+        unmapped: UnmappedRing,
         host: HostQueuePair,
     ) -> Result<(QueueEntry, Box<ShadowQueue>), QueueError> {
         let CqConfig {
@@ -259,7 +260,8 @@ impl Attachment {
         );
         let used_table = self.context.tables.register(poller.waker().clone());
         let buffer = queues.buffer;
-        let cq = CompletionQueue::new(&config, &self.context, buffer, gate, counters.clone())
+        let counters = counters.clone();
+        let cq = CompletionQueue::new(&config, &self.context, buffer, unmapped, gate, counters)
             .ok_or_else(|| not_mapped(&config))?;
         let id = next_id();
         let queue = Box::new(ShadowQueue::new(
@@ -294,14 +296,15 @@ impl Attachment {
         &self,
         queues: &mut Queues,
         state: &CompletionQueueState,
+        unmapped: UnmappedRing,
     ) -> Result<(), QueueError> {
         let config = state.config();
         self.check_free(queues, &config)?;
         let host = self.host_queue(&config)?;
-        let (mut entry, mut queue) = self.new_queue(queues, config, host)?;
+        let (mut entry, mut queue) = self.new_queue(queues, config, unmapped, host)?;
         let cqid = QueueId(state.qid);
         for state in &state.submission_queues {
-            let mut sq = self.new_sq(queues, &state.config(cqid))?;
+            let mut sq = self.new_sq(queues, &state.config(cqid), unmapped)?;
             sq.restore(state);
             queue.add_sq(sq);
             entry.sqs.push(QueueId(state.qid));
@@ -344,7 +347,7 @@ impl Attachment {
         if !queues.cqs.contains_key(&cqid.0) {
             return Err(QueueError::NoSuchQueue(cqid));
         }
-        let mut sq = self.new_sq(&queues, &config)?;
+        let mut sq = self.new_sq(&queues, &config, UnmappedRing::Refused)?;
         sq.begin();
         self.begin_doorbell(Doorbell::SqTail(qid), queues.buffer);
         let entry = queues.entry(cqid)?;
@@ -353,7 +356,12 @@ impl Attachment {
         Ok(())
     }
 
-    fn new_sq(&self, queues: &Queues, config: &SqConfig) -> Result<SubmissionQueue, QueueError> {
+    fn new_sq(
+        &self,
+        queues: &Queues,
+        config: &SqConfig,
+        unmapped: UnmappedRing,
+    ) -> Result<SubmissionQueue, QueueError> {
         let counters = self
             .queue_counters(config.qid)
             .ok_or(QueueError::InvalidQueueId(config.qid))?;
@@ -361,7 +369,8 @@ impl Attachment {
             gpa: config.base,
             len: ring_len::<Sqe>(config.entries),
         };
-        SubmissionQueue::new(config, &self.context, queues.buffer, counters.clone())
+        let counters = counters.clone();
+        SubmissionQueue::new(config, &self.context, queues.buffer, unmapped, counters)
             .ok_or(not_mapped)
     }
 

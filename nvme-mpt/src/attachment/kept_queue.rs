@@ -16,7 +16,8 @@ pub(crate) struct KeptQueue<'a> {
     pub(crate) sqs: Vec<&'a SqConfig>,
 }
 
-/// Reads the state of a queue. `entry` copies an entry of its Completion Queue out of the guest's memory.
+/// Reads the state of a queue. `entry` copies an entry of its Completion Queue out of the guest's memory; `None` if the VMM
+/// has unmapped it.
 ///
 /// Neither the live state nor the guest's memory is trusted: the result has to be checked as a snapshot's.
 ///
@@ -25,7 +26,7 @@ pub(crate) struct KeptQueue<'a> {
 pub(crate) fn take_up(
     live: &LiveState,
     queue: &KeptQueue<'_>,
-    entry: impl Fn(u32) -> Result<Cqe, StateError>,
+    entry: impl Fn(u32) -> Result<Option<Cqe>, StateError>,
 ) -> Result<CompletionQueueState, StateError> {
     let CqConfig {
         qid,
@@ -67,11 +68,11 @@ pub(crate) fn take_up(
     // Entries that were published, but not noted.
     while let Some(room) = indices.reserve() {
         let tail = indices.tail();
-        let entry = entry(tail.get())?;
-        if entry.phase() != tail.phase() {
+        let entry = entry(tail.get())?.filter(|entry| entry.phase() == tail.phase());
+        let Some(entry) = entry else {
             indices.give_back(room.into());
             break;
-        }
+        };
         indices.spend(room);
         let is_done = |MarkedSlot { mark, command, .. }: &MarkedSlot| {
             (entry.sqid(), entry.cid()) == (mark.sqid(), command.cid())

@@ -15,6 +15,7 @@ use crate::seam::LeasedNamespace;
 use crate::seam::state::{
     AttachmentState, ChangesState, DoorbellBufferState, PromiseState, StateError,
 };
+use crate::shadow::UnmappedRing;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
 
@@ -109,7 +110,7 @@ impl Attachment {
         self.holding.host().take_up_losses();
         for state in saved {
             let qid = QueueId(state.qid);
-            self.restore_queue(&mut queues, state)
+            self.restore_queue(&mut queues, state, UnmappedRing::Refused)
                 .map_err(|source| StateError::Queue { qid, source })?;
         }
         let mut blocks = promises.iter().filter(|promise| promise.name == BLOCKS);

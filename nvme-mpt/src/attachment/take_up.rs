@@ -8,12 +8,14 @@ use super::queue_limits::QueueLimits;
 use crate::address::Gpa;
 use crate::event::{Event, QueueFailure};
 use crate::seam::{CompletionQueueState, CqConfig, KeptQueues, StateError};
+use crate::shadow::{CompletionQueue, UnmappedRing};
 use crate::spec::cqe::Cqe;
 use crate::spec::ids::QueueId;
 
 impl Attachment {
     /// Takes up queues by their live state. Commands that were in flight are carried out again, or end with Command
-    /// Interrupted. The guest's memory is mapped, and there are no queues.
+    /// Interrupted. The guest's memory is mapped as the process before had it, and there are no queues. A queue whose rings
+    /// the VMM had unmapped waits for their memory, as it did in that process.
     ///
     /// # Errors
     /// [`StateError::Invalid`], [`StateError::NotEmpty`] and [`StateError::Queue`]. Then there are no queues, and the
@@ -34,7 +36,8 @@ impl Attachment {
         queues.revoked = *revoked;
         for state in &states {
             let qid = QueueId(state.qid);
-            if let Err(source) = self.restore_queue(&mut queues, state) {
+            if let Err(source) = self.restore_queue(&mut queues, state, UnmappedRing::AwaitedMemory)
+            {
                 // They are not polled yet, so nothing was done for the guest.
                 queues.cqs.clear();
                 queues.buffer = None;
@@ -71,7 +74,13 @@ impl Attachment {
                 cq: *cq,
                 sqs: sqs.collect(),
             };
-            states.push(take_up(live, &queue, |index| self.posted(cq, index))?);
+            // A queue without its ring has posted nothing since its positions were recorded.
+            let is_mapped = CompletionQueue::is_mapped(cq, &self.context);
+            let entry = |index| match is_mapped {
+                true => self.posted(cq, index).map(Some),
+                false => Ok(None),
+            };
+            states.push(take_up(live, &queue, entry)?);
         }
         limits.check(&states)?;
         Ok(states)

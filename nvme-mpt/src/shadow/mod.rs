@@ -20,7 +20,7 @@ pub use command_set::{CommandSet, CompletedCommand, Traffic};
 pub use leased_blocks::{LeasedBlocks, Nsids};
 pub use nvm::{NvmCommands, NvmFacts};
 pub(crate) use parts::PART_LISTS;
-pub(crate) use queue::{CompletionQueue, HostEnd, QueueContext, SubmissionQueue};
+pub(crate) use queue::{CompletionQueue, HostEnd, QueueContext, SubmissionQueue, UnmappedRing};
 pub use queue::{HostQueuePair, ShadowQueue};
 pub use sgl::MAX_DESCRIPTORS as MAX_SGL_DESCRIPTORS;
 pub use translate::Translator;

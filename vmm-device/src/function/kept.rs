@@ -78,10 +78,10 @@ pub struct ControlState {
     /// The guest has cleared Command. It is left out where it has not.
     #[serde(default, skip_serializing_if = "is_false")]
     switched_off: bool,
-    msix: MsixState,
-    registers: RegistersState,
-    admin: AdminState,
-    queues: KeptQueues,
+    pub(super) msix: MsixState,
+    pub(super) registers: RegistersState,
+    pub(super) admin: AdminState,
+    pub(super) queues: KeptQueues,
     /// It is left out where there was no reset.
     #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
     resets: ResetStats,
@@ -204,6 +204,10 @@ impl NvmeFunction {
         self.is_touched = true;
         self.facts = facts;
         self.registers.restore(registers);
+        if registers.is_being_disabled() {
+            // The commands that the disable waited for ended with the process before.
+            self.registers.disabled();
+        }
         self.resets = *resets;
         self.admin.restore(admin, queues.clone(), &*self.host);
         // The BARs are where the client has them.
@@ -284,7 +288,7 @@ impl NvmeFunction {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::{
         fs::File,
         os::fd::{AsFd, OwnedFd},
@@ -312,12 +316,12 @@ mod tests {
     const BUS_MASTER: u16 = 1 << 2;
 
     /// Parts that outlive the processes of a function.
-    struct Survivors {
-        drive: Arc<Drive>,
-        ledger: File,
-        memory: OwnedFd,
-        doorbells: OwnedFd,
-        live: OwnedFd,
+    pub(in crate::function) struct Survivors {
+        pub(in crate::function) drive: Arc<Drive>,
+        pub(in crate::function) ledger: File,
+        pub(in crate::function) memory: OwnedFd,
+        pub(in crate::function) doorbells: OwnedFd,
+        pub(in crate::function) live: OwnedFd,
     }
 
     /// Keeps all states, the oldest first.
@@ -336,11 +340,15 @@ mod tests {
         }
     }
 
-    fn clone(fd: impl AsFd) -> OwnedFd {
+    pub(in crate::function) fn clone(fd: impl AsFd) -> OwnedFd {
         fd.as_fd().try_clone_to_owned().unwrap()
     }
 
-    fn function_on(drive: &Arc<Drive>, ledger: &File, files: Option<KeptFiles>) -> NvmeFunction {
+    pub(in crate::function) fn function_on(
+        drive: &Arc<Drive>,
+        ledger: &File,
+        files: Option<KeptFiles>,
+    ) -> NvmeFunction {
         let ledger = Ledger::kept(ledger.try_clone().unwrap()).unwrap();
         let parts = FunctionParts::Continued(files);
         let mode = DoorbellMode::Trap;
@@ -417,7 +425,7 @@ mod tests {
         }
     }
 
-    fn pass_on(state: &ControlState) -> ControlState {
+    pub(in crate::function) fn pass_on(state: &ControlState) -> ControlState {
         serde_json::from_slice(&serde_json::to_vec(state).unwrap()).unwrap()
     }
 
@@ -602,7 +610,7 @@ mod tests {
             assert_eq!(guest.admin(sqe).status(), Status::SUCCESS);
         }
         let mut state = guest.function.control_state();
-        state.queues.sqs[0].base.0 = fixtures::NOWHERE;
+        state.queues.sqs[0].base.0 += 1;
         survivors.replace(&mut guest, &state);
         assert_eq!(guest.csts(), 3, "CFS");
         guest.write_register(0x14, 0x0046_0000);

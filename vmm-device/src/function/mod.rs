@@ -1,5 +1,7 @@
 //! The NVMe PCI function: what a VMM holds of a guest controller.
 
+#[cfg(test)]
+mod any_state;
 mod kept;
 mod pin;
 mod state;

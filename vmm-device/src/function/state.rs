@@ -125,6 +125,10 @@ impl NvmeFunction {
         } = state;
         self.host.restore(attachment)?;
         self.registers.restore(registers);
+        if registers.is_being_disabled() {
+            // The commands that the disable waited for are not here.
+            self.registers.disabled();
+        }
         let queues = KeptQueues::of(attachment);
         self.admin.restore(admin, queues, &*self.host);
         if self.registers.is_running()

@@ -269,11 +269,16 @@ impl Registers {
 /// Returns whether the controller can be enabled with these values. Sizes of I/O queue entries are due only
 /// when I/O queues are created, so zero stands for "not yet".
 fn is_supported(cc: Cc) -> bool {
+    has_supported_constants(cc)
+        && matches!(cc.iosqes(), 0 | IOSQES)
+        && matches!(cc.iocqes(), 0 | IOCQES)
+}
+
+/// Returns whether the fields are supported that stay as they are while the controller is enabled.
+fn has_supported_constants(cc: Cc) -> bool {
     matches!(cc.css(), CommandSetSelected::NVM | CommandSetSelected::ALL)
         && cc.mps() == 0
         && cc.ams() == ArbitrationMechanism::ROUND_ROBIN
-        && matches!(cc.iosqes(), 0 | IOSQES)
-        && matches!(cc.iocqes(), 0 | IOCQES)
 }
 
 #[cfg(test)]

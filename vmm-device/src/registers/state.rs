@@ -5,7 +5,7 @@ use nvme_mpt::{
     spec::registers::{Aqa, Cap, Cc, Csts, ShutdownStatus},
 };
 
-use super::{AQA_MASK, BASE_MASK, Registers, is_supported};
+use super::{AQA_MASK, BASE_MASK, Registers, has_supported_constants};
 use crate::state::parts::RegistersState;
 
 impl Registers {
@@ -63,7 +63,8 @@ impl Registers {
             .with_rdy(csts.rdy())
             .with_cfs(csts.cfs())
             .with_shst(csts.shst());
-        let ready = csts.rdy() && !(cc.en() && is_supported(cc));
+        // Sizes of entries may change while the controller is enabled. A disable that has not ended leaves CSTS.RDY.
+        let ready = csts.rdy() && cc.en() && !has_supported_constants(cc);
         let shut_down = matches!(
             csts.shst(),
             ShutdownStatus::NORMAL | ShutdownStatus::OCCURRING | ShutdownStatus::COMPLETE
@@ -117,5 +118,10 @@ impl RegistersState {
     /// Returns whether the controller is enabled.
     pub(crate) fn is_enabled(&self) -> bool {
         Cc(self.cc).en()
+    }
+
+    /// Returns whether the guest has disabled the controller, and that has not ended.
+    pub(crate) fn is_being_disabled(&self) -> bool {
+        !self.is_enabled() && Csts(self.csts).rdy()
     }
 }

@@ -19,7 +19,7 @@ use self::departures::HeldDepartures;
 pub use self::pair::HostQueuePair;
 use self::posting::{NOT_YET, Posting, fail_command};
 use self::repeats::Repeat;
-pub(crate) use self::rings::{CompletionQueue, SubmissionQueue};
+pub(crate) use self::rings::{CompletionQueue, SubmissionQueue, UnmappedRing};
 use super::parts::{Parts, Step};
 use super::slot::{Permit, Slots, Taken};
 use super::translate::Translator;

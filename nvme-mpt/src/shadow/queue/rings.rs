@@ -19,6 +19,15 @@ use crate::spec::registers::Doorbell;
 use crate::spec::sqe::Sqe;
 use crate::stats::QueueCounters;
 
+/// Treatment of a queue whose ring, or whose page of the Doorbell Buffer, does not lie in the VM's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum UnmappedRing {
+    /// The queue is not made.
+    Refused,
+    /// The queue is made, and waits for the memory: it existed before, and the VMM has unmapped the memory since.
+    AwaitedMemory,
+}
+
 /// A guest's Submission Queue.
 #[derive(Debug)]
 pub(crate) struct SubmissionQueue {
@@ -37,11 +46,12 @@ pub(crate) struct SubmissionQueue {
 }
 
 impl SubmissionQueue {
-    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory.
+    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory, unless that is awaited.
     pub(crate) fn new(
         config: &SqConfig,
         context: &QueueContext,
         buffer: Option<DoorbellBuffer>,
+        unmapped: UnmappedRing,
         counters: Arc<QueueCounters>,
     ) -> Option<Self> {
         let SqConfig {
@@ -51,10 +61,14 @@ impl SubmissionQueue {
             entries,
         } = *config;
         let table = context.tables.current();
-        let ring = submission_ring(&table, base, entries)?;
+        let ring = submission_ring(&table, base, entries);
+        let ring = ring.or_else(|| {
+            let unused = unused_memory(unmapped, submission_ring_len(entries))?;
+            SubmissionRing::new(&unused, 0, entries)
+        })?;
         let head = RingIndex::new(RingSize::new(entries)?);
         let doorbell = Doorbell::SqTail(qid);
-        let doorbell = DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, head)?;
+        let doorbell = doorbell_source(context, doorbell, buffer, unmapped, &table, head)?;
         Some(Self {
             qid,
             base,
@@ -120,11 +134,12 @@ pub(crate) struct CompletionQueue {
 }
 
 impl CompletionQueue {
-    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory.
+    /// `None` if its ring or its doorbell buffer does not lie in the VM's memory, unless that is awaited.
     pub(crate) fn new(
         config: &CqConfig,
         context: &QueueContext,
         buffer: Option<DoorbellBuffer>,
+        unmapped: UnmappedRing,
         gate: InterruptGate,
         counters: Arc<QueueCounters>,
     ) -> Option<Self> {
@@ -135,11 +150,15 @@ impl CompletionQueue {
             vector: _,
         } = *config;
         let table = context.tables.current();
-        let ring = completion_ring(&table, base, entries)?;
+        let ring = completion_ring(&table, base, entries);
+        let ring = ring.or_else(|| {
+            let unused = unused_memory(unmapped, completion_ring_len(entries))?;
+            CompletionRing::new(&unused, 0, entries)
+        })?;
         let size = RingSize::new(entries)?;
         let doorbell = Doorbell::CqHead(qid);
         let head = RingIndex::new(size);
-        let doorbell = DoorbellSource::new(&context.doorbells, doorbell, buffer, &table, head)?;
+        let doorbell = doorbell_source(context, doorbell, buffer, unmapped, &table, head)?;
         Some(Self {
             qid,
             base,
@@ -195,6 +214,35 @@ impl CompletionQueue {
         self.ring.publish(tail.get(), entry.add_tag(tail.tag()));
         self.indices.spend(room);
     }
+}
+
+/// Returns memory that stands in for a ring until that is mapped. Nothing reads or writes it: a queue is bound to the VM's
+/// memory before it is polled, or suspended. `None` if such a queue is refused.
+fn unused_memory(unmapped: UnmappedRing, len: u64) -> Option<Arc<Mapping>> {
+    match unmapped {
+        UnmappedRing::Refused => None,
+        UnmappedRing::AwaitedMemory => {
+            let memory = Mapping::anonymous(usize::try_from(len).ok()?);
+            memory.ok().map(Arc::new)
+        }
+    }
+}
+
+/// Finds a doorbell. The register stands in for a Doorbell Buffer that is awaited.
+fn doorbell_source(
+    context: &QueueContext,
+    doorbell: Doorbell,
+    buffer: Option<DoorbellBuffer>,
+    unmapped: UnmappedRing,
+    table: &RegionTable,
+    consumed: RingIndex,
+) -> Option<DoorbellSource> {
+    let source =
+        |buffer| DoorbellSource::new(&context.doorbells, doorbell, buffer, table, consumed);
+    source(buffer).or_else(|| match unmapped {
+        UnmappedRing::Refused => None,
+        UnmappedRing::AwaitedMemory => source(None),
+    })
 }
 
 pub(super) fn submission_ring(

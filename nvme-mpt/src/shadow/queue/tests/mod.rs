@@ -182,14 +182,21 @@ impl Guest {
             entries: ENTRIES,
             vector: None,
         };
-        let cq = CompletionQueue::new(&cq, &context, None, gate, Arc::default());
+        let cq = CompletionQueue::new(
+            &cq,
+            &context,
+            None,
+            UnmappedRing::Refused,
+            gate,
+            Arc::default(),
+        );
         let sq = SqConfig {
             qid: QUEUE,
             cqid: QUEUE,
             base: SQ,
             entries: ENTRIES,
         };
-        let sq = SubmissionQueue::new(&sq, &context, None, Arc::default());
+        let sq = SubmissionQueue::new(&sq, &context, None, UnmappedRing::Refused, Arc::default());
         let used_table = context.tables.register(Waker::new().expect("eventfd"));
         let mut queue = Box::new(ShadowQueue::new(
             0,

@@ -1,0 +1,458 @@
+//! Whatever a guest and its VMM have done to a function, the next process takes its state up as it is.
+
+use std::{fs::File, os::unix::fs::FileExt, time::Duration};
+
+use nvme_mpt::{
+    DoorbellMode, Gpa, KeptFiles, MemoryRegion,
+    spec::{
+        ids::{Nsid, QueueId},
+        registers::Doorbell,
+        sqe::Sqe,
+    },
+};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseError};
+use zerocopy::IntoBytes;
+
+use super::NvmeFunction;
+use super::kept::tests::{Survivors, clone, function_on, pass_on};
+use crate::fixtures::{self, ADMIN_ENTRIES, ADMIN_SQ, MEMORY, NOWHERE};
+use crate::{Bar, FunctionState, MsixMasking};
+
+/// Bytes of a part of the guest's memory, which the VMM maps and unmaps by itself.
+const PART: u64 = 1 << 20;
+/// Such parts. Each kind of ring, and data, lies in one of its own.
+const PARTS: u64 = (MEMORY.end - MEMORY.start) / PART;
+/// Entries of the I/O queues.
+const ENTRIES: u16 = 16;
+/// Offsets of properties that a guest writes.
+const CC: u64 = 0x14;
+const PROPERTIES: u64 = 0x60;
+
+/// A step of a guest, or of its VMM.
+#[derive(Clone, Debug)]
+enum Step {
+    /// A write to Controller Configuration.
+    Configure(u32),
+    /// A write to any property.
+    Property { offset: u64, data: Vec<u8> },
+    /// A write to configuration space.
+    Config { offset: u64, data: Vec<u8> },
+    /// A write to the MSI-X table or its pending bits.
+    Msix { offset: u64, data: Vec<u8> },
+    /// A doorbell write.
+    Doorbell { qid: u16, head: bool, value: u32 },
+    /// An admin command, at the place that the queue takes next.
+    Admin([u64; 8]),
+    /// An I/O command, at the start of a queue, with its doorbell.
+    Io { qid: u16, words: [u64; 8] },
+    /// The guest enables its controller as a driver does.
+    Enable,
+    /// The guest creates a queue pair as a driver does, with rings in parts of their own.
+    CreatePair(u16),
+    /// The VMM unmaps a part of the memory, or maps it again.
+    Map { part: u64, mapped: bool },
+    /// A vector that the client masks or unmasks.
+    Mask { vector: usize, masked: bool },
+    /// A vector that is raised.
+    Signal(usize),
+    /// The function handles its events.
+    Events,
+    /// Time passes.
+    Wait,
+    /// A process takes the place of this one.
+    Replace,
+    /// The VMM pauses the function, and has a snapshot of it go on.
+    Snapshot,
+}
+
+fn any_bytes() -> impl Strategy<Value = Vec<u8>> {
+    let value = prop_oneof![Just(0), Just(u64::MAX), any::<u64>(), 0..16_u64];
+    let length = prop_oneof![Just(1), Just(2), Just(4), Just(8)];
+    (value, length).prop_map(|(value, length)| value.to_le_bytes()[..length].to_vec())
+}
+
+/// Guest addresses of rings and data, and some that are none.
+fn any_address() -> impl Strategy<Value = u64> {
+    let page =
+        (0..PARTS, 0..4_u64).prop_map(|(part, page)| MEMORY.start + part * PART + (page << 12));
+    prop_oneof![
+        6 => page,
+        1 => Just(NOWHERE),
+        1 => Just(0),
+        1 => any::<u64>(),
+    ]
+}
+
+/// Values of `CC`: those of drivers, with fields that change while the controller is enabled, and any.
+fn any_cc() -> impl Strategy<Value = u32> {
+    let driver = prop_oneof![
+        Just(0x0046_0001),
+        Just(0x0000_0001),
+        Just(0x0045_0001),
+        Just(0x0066_0001),
+        Just(0x0046_0801),
+        Just(0x0046_0081),
+        Just(0x0046_0061),
+        Just(0x0046_4001),
+        Just(0x0046_8001),
+        Just(0x0046_C001),
+        Just(0x0046_0000),
+        Just(0x0046_4000),
+        Just(0xFF46_0001),
+    ];
+    prop_oneof![6 => driver, 1 => any::<u32>(), 1 => any::<u32>().prop_map(|value| value | 1)]
+}
+
+/// Admin commands whose effects a state has, and any.
+fn any_admin() -> impl Strategy<Value = [u64; 8]> {
+    let opcode = prop_oneof![
+        4 => Just(0x05_u8),
+        4 => Just(0x01),
+        2 => Just(0x00),
+        2 => Just(0x04),
+        4 => Just(0x09),
+        1 => Just(0x0A),
+        1 => Just(0x06),
+        2 => Just(0x0C),
+        1 => Just(0x08),
+        2 => Just(0x7C),
+        1 => Just(0x02),
+        1 => any::<u8>(),
+    ];
+    // A queue, or a feature, in dword 10.
+    let dword10 = prop_oneof![
+        4 => (0..6_u32).prop_map(|qid| u32::from(ENTRIES - 1) << 16 | qid),
+        4 => 0..0x20_u32,
+        1 => any::<u32>(),
+    ];
+    // Bits of a queue, or a value of a feature, in dword 11.
+    let dword11 = prop_oneof![
+        4 => (0..6_u32, 0..4_u32).prop_map(|(high, low)| high << 16 | low),
+        1 => any::<u32>(),
+    ];
+    let nsid = prop_oneof![2 => Just(0), 1 => Just(1), 1 => Just(u32::MAX)];
+    (
+        opcode,
+        nsid,
+        any_address(),
+        any_address(),
+        dword10,
+        dword11,
+        any::<u32>(),
+    )
+        .prop_map(|(opcode, nsid, first, second, dword10, dword11, dword12)| {
+            let sqe = Sqe {
+                dptr: [first, second],
+                cdw10: dword10,
+                cdw11: dword11,
+                cdw12: dword12,
+                nsid: Nsid(nsid),
+                ..Sqe::new(opcode)
+            };
+            zerocopy::transmute!(sqe)
+        })
+}
+
+fn any_io() -> impl Strategy<Value = [u64; 8]> {
+    let opcode = prop_oneof![
+        Just(0x00_u8),
+        Just(0x01),
+        Just(0x02),
+        Just(0x08),
+        Just(0x09),
+        any::<u8>()
+    ];
+    (opcode, any_address(), any_address(), 0..256_u32, 0..32_u32).prop_map(
+        |(opcode, first, second, block, blocks)| {
+            let sqe = Sqe {
+                dptr: [first, second],
+                cdw10: block,
+                cdw12: blocks,
+                nsid: Nsid(1),
+                ..Sqe::new(opcode)
+            };
+            zerocopy::transmute!(sqe)
+        },
+    )
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    let vectors = 0..8_usize;
+    prop_oneof![
+        3 => any_cc().prop_map(Step::Configure),
+        2 => (0..PROPERTIES, any_bytes()).prop_map(|(offset, data)| Step::Property { offset, data }),
+        3 => (0..256_u64, any_bytes()).prop_map(|(offset, data)| Step::Config { offset, data }),
+        1 => Just(Step::Config { offset: 4, data: vec![6, 0] }),
+        2 => (0..0x1000_u64, any_bytes()).prop_map(|(offset, data)| Step::Msix { offset, data }),
+        2 => (0..6_u16, any::<bool>(), prop_oneof![4 => 0..20_u32, 1 => any::<u32>()])
+            .prop_map(|(qid, head, value)| Step::Doorbell { qid, head, value }),
+        12 => any_admin().prop_map(Step::Admin),
+        4 => (1..5_u16, any_io()).prop_map(|(qid, words)| Step::Io { qid, words }),
+        3 => Just(Step::Enable),
+        5 => (1..5_u16).prop_map(Step::CreatePair),
+        4 => (0..PARTS, any::<bool>()).prop_map(|(part, mapped)| Step::Map { part, mapped }),
+        1 => (vectors.clone(), any::<bool>()).prop_map(|(vector, masked)| Step::Mask { vector, masked }),
+        1 => vectors.prop_map(Step::Signal),
+        2 => Just(Step::Events),
+        1 => Just(Step::Wait),
+        4 => Just(Step::Replace),
+        2 => Just(Step::Snapshot),
+    ]
+}
+
+/// A function, with its guest and its VMM.
+struct Machine {
+    function: NvmeFunction,
+    survivors: Survivors,
+    /// Parts of the memory that are mapped.
+    mapped: [bool; PARTS as usize],
+    /// Tail of the admin queue, as the guest has it.
+    tail: u32,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let (drive, ledger) = (fixtures::drive(), tempfile::tempfile().unwrap());
+        let memory = fixtures::guest_memory();
+        let function = function_on(&drive, &ledger, None);
+        let shared = function.host().shared();
+        let survivors = Survivors {
+            drive,
+            ledger,
+            doorbells: clone(shared.doorbells.fd()),
+            live: clone(shared.live.unwrap().fd()),
+            memory,
+        };
+        let machine = Self {
+            function,
+            survivors,
+            mapped: [true; PARTS as usize],
+            tail: 0,
+        };
+        machine.map_all(&machine.function);
+        machine
+    }
+
+    fn region(&self, part: u64) -> MemoryRegion {
+        MemoryRegion {
+            gpa: Gpa(MEMORY.start + part * PART),
+            len: PART,
+            fd: clone(&self.survivors.memory),
+            offset: part * PART,
+            readable: true,
+            writable: true,
+        }
+    }
+
+    /// Maps what the VMM has mapped.
+    fn map_all(&self, function: &NvmeFunction) {
+        for (part, mapped) in (0..).zip(self.mapped) {
+            if mapped {
+                function.host().map(self.region(part)).unwrap();
+            }
+        }
+    }
+
+    fn write_register(&mut self, offset: u64, data: &[u8]) {
+        self.function.write_bar(Bar::Registers, offset, data);
+    }
+
+    fn enable(&mut self) {
+        self.write_register(CC, &0_u32.to_le_bytes());
+        let queues = ADMIN_ENTRIES - 1;
+        self.write_register(0x24, &(queues << 16 | queues).to_le_bytes());
+        self.write_register(0x28, &ADMIN_SQ.to_le_bytes());
+        self.write_register(0x30, &(MEMORY.start + PART).to_le_bytes());
+        self.write_register(CC, &0x0046_0001_u32.to_le_bytes());
+        self.tail = 0;
+    }
+
+    /// Writes to the guest's memory, mapped or not.
+    fn store(&self, at: u64, data: &[u8]) {
+        let file = File::from(clone(&self.survivors.memory));
+        file.write_all_at(data, at - MEMORY.start).unwrap();
+    }
+
+    fn ring(&mut self, doorbell: Doorbell, value: u32) {
+        let offset = self.function.doorbell_offset(doorbell);
+        self.write_register(offset, &value.to_le_bytes());
+    }
+
+    fn take(&mut self, step: &Step) -> Result<(), TestCaseError> {
+        match step {
+            Step::Configure(cc) => self.write_register(CC, &cc.to_le_bytes()),
+            Step::Property { offset, data } => self.write_register(*offset, data),
+            Step::Config { offset, data } => drop(self.function.write_config(*offset, data)),
+            Step::Msix { offset, data } => self.function.write_bar(Bar::Msix, *offset, data),
+            Step::Doorbell { qid, head, value } => {
+                let qid = QueueId(*qid);
+                let doorbell = match head {
+                    true => Doorbell::CqHead(qid),
+                    false => Doorbell::SqTail(qid),
+                };
+                self.ring(doorbell, *value);
+            }
+            Step::Admin(words) => {
+                self.store(ADMIN_SQ + u64::from(self.tail) * 64, words.as_bytes());
+                self.tail = (self.tail + 1) % ADMIN_ENTRIES;
+                self.ring(Doorbell::SqTail(QueueId::ADMIN), self.tail);
+                self.function.process_events();
+                // The guest consumes what there is.
+                let head = self
+                    .function
+                    .control_state()
+                    .admin
+                    .rings
+                    .map_or(0, |rings| rings.cq_tail);
+                self.ring(Doorbell::CqHead(QueueId::ADMIN), head);
+            }
+            Step::Io { qid, words } => {
+                let qid = QueueId(*qid);
+                let queues = self.function.control_state().queues;
+                let sq = queues.sqs.iter().find(|sq| sq.qid == qid);
+                let base = sq.map_or(NOWHERE, |sq| sq.base.0);
+                if MEMORY.contains(&base) {
+                    self.store(base, words.as_bytes());
+                }
+                self.ring(Doorbell::SqTail(qid), 1);
+            }
+            Step::Enable => self.enable(),
+            Step::CreatePair(qid) => {
+                let place = u64::from(*qid) << 12;
+                let queue = |opcode, part, dword| Sqe {
+                    dptr: [MEMORY.start + part * PART + place, 0],
+                    cdw10: u32::from(ENTRIES - 1) << 16 | u32::from(*qid),
+                    cdw11: dword,
+                    ..Sqe::new(opcode)
+                };
+                let (cq, sq) = (queue(0x05, 2, 3), queue(0x01, 3, u32::from(*qid) << 16 | 1));
+                for sqe in [cq, sq] {
+                    self.take(&Step::Admin(zerocopy::transmute!(sqe)))?;
+                }
+            }
+            Step::Map { part, mapped } => {
+                let region = self.region(*part);
+                let place = usize::try_from(*part).unwrap();
+                if self.mapped[place] != *mapped {
+                    match mapped {
+                        true => self.function.host().map(region).unwrap(),
+                        false => drop(self.function.host().unmap(region.gpa, region.len).unwrap()),
+                    }
+                    self.mapped[place] = *mapped;
+                }
+            }
+            Step::Mask { vector, masked } => {
+                if let Some(vector) = self.function.vectors().get(*vector) {
+                    vector.set_masked(*masked);
+                }
+            }
+            Step::Signal(vector) => {
+                if let Some(vector) = self.function.vectors().get(*vector) {
+                    vector.signal();
+                }
+            }
+            Step::Events => self.function.process_events(),
+            Step::Wait => {
+                self.function.clock.sleep(Duration::from_millis(300));
+                self.function.process_events();
+            }
+            Step::Replace => self.replace()?,
+            Step::Snapshot => self.snapshot()?,
+        }
+        Ok(())
+    }
+
+    /// Ends this process at once, and has the next one take the function up.
+    fn replace(&mut self) -> Result<(), TestCaseError> {
+        let mut before = pass_on(&self.function.control_state());
+        let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
+        drop(std::mem::replace(&mut self.function, unused));
+        let files = KeptFiles {
+            doorbells: clone(&self.survivors.doorbells),
+            live: clone(&self.survivors.live),
+        };
+        let mut next = function_on(&self.survivors.drive, &self.survivors.ledger, Some(files));
+        self.map_all(&next);
+        let taken_up = next.take_up(&before);
+        prop_assert!(taken_up.is_ok(), "{taken_up:?} of {before:?}");
+        let mut after = next.control_state();
+        if before.registers.is_being_disabled() {
+            // It ends with the process that it waited for.
+            before.registers = after.registers;
+        }
+        // Each vector is raised.
+        before.msix.pending = Vec::new();
+        after.msix.pending = Vec::new();
+        prop_assert_eq!(&after, &before);
+        self.function = next;
+        Ok(())
+    }
+
+    /// Has a snapshot go on, with the guest's memory mapped.
+    fn snapshot(&mut self) -> Result<(), TestCaseError> {
+        for part in 0..PARTS {
+            self.take(&Step::Map { part, mapped: true })?;
+        }
+        self.function.pause().unwrap();
+        let mut before = self.function.save().unwrap();
+        let bytes = before.to_bytes().unwrap();
+        let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
+        drop(std::mem::replace(&mut self.function, unused));
+        let mut next = function_on(&self.survivors.drive, &self.survivors.ledger, None);
+        self.map_all(&next);
+        let restored = next.restore(&FunctionState::from_bytes(&bytes).unwrap());
+        prop_assert!(restored.is_ok(), "{restored:?} of {before:?}");
+        let mut after = next.save().unwrap();
+        if before.registers.is_being_disabled() {
+            before.registers = after.registers;
+        }
+        // What was not consumed is told of once more.
+        before.msix.pending = Vec::new();
+        after.msix.pending = Vec::new();
+        prop_assert_eq!(&after, &before);
+        next.resume();
+        let shared = next.host().shared();
+        self.survivors.doorbells = clone(shared.doorbells.fd());
+        self.survivors.live = clone(shared.live.unwrap().fd());
+        self.function = next;
+        Ok(())
+    }
+
+    /// A driver that begins anew finds a controller that works.
+    fn check_usable(&mut self) -> Result<(), TestCaseError> {
+        drop(self.function.reset());
+        for part in 0..PARTS {
+            self.take(&Step::Map { part, mapped: true })?;
+        }
+        self.take(&Step::Config {
+            offset: 4,
+            data: vec![6, 0],
+        })?;
+        self.enable();
+        let mut csts = [0; 4];
+        self.function.read_bar(Bar::Registers, 0x1C, &mut csts);
+        prop_assert_eq!(u32::from_le_bytes(csts), 1);
+        Ok(())
+    }
+}
+
+#[test]
+fn the_next_process_takes_up_whatever_state_a_function_is_in() {
+    let cases = std::env::var("PROPTEST_CASES").ok();
+    let cases = cases.and_then(|cases| cases.parse().ok()).unwrap_or(96);
+    let config = Config {
+        cases,
+        failure_persistence: None,
+        ..Config::default()
+    };
+    proptest!(config, |(steps in prop::collection::vec(any_step(), 1..48))| {
+        let mut machine = Machine::new();
+        machine.enable();
+        for step in &steps {
+            machine.take(step)?;
+        }
+        machine.replace()?;
+        machine.check_usable()?;
+    });
+}

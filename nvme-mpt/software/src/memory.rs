@@ -148,10 +148,10 @@ impl Medium for MemoryMedium {
         self.bytes
     }
 
-    /// A range is deallocated in one step, which takes 2 ms at most.
+    /// A range is deallocated in one step, which takes 0.3 ms at most.
     fn limits(&self, limits: Limits) -> Limits {
         Limits {
-            dsm_range_bytes_max: 32 << 20,
+            dsm_range_bytes_max: 4 << 20,
             ..limits
         }
     }

@@ -247,9 +247,7 @@ impl Attachment {
                 self.drive().path(),
             );
         }
-        let grows = self.context.blocks().may_grow();
-        let part_lists = if grows { PART_LISTS } else { 0 };
-        let lists = usize::from(slots) + usize::from(part_lists);
+        let lists = usize::from(slots) + usize::from(PART_LISTS);
         let lists = ListMemory::new(self.drive().controller().iova_space(), lists);
         let lists = lists.map_err(failed)?;
         let gate = InterruptGate::new(

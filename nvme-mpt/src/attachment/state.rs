@@ -22,9 +22,12 @@ use crate::spec::registers::Doorbell;
 /// Name of the promise that a lease by size may outgrow.
 const BLOCKS: &str = "blocks";
 
-/// Name of the limit of a range to deallocate. A larger one keeps it, and guests may have been told of less than the drive
-/// takes.
-const DSM_RANGE: &str = "bytes of a Dataset Management range";
+/// Names of limits that older versions saved as promises. Commands beyond them are carried out in parts.
+const NO_PROMISES: [&str; 3] = [
+    "bytes of a command without data",
+    "bytes of a Dataset Management range",
+    "Dataset Management ranges",
+];
 
 impl Attachment {
     /// Saves the attachment, while it is [paused](Self::pause).
@@ -214,7 +217,7 @@ impl Attachment {
             let (saved, here) = (value(saved, name), value(&here, name));
             let is_kept = match name.as_str() {
                 BLOCKS => self.has_grown(&saved),
-                DSM_RANGE => is_below(&saved, &here),
+                name if NO_PROMISES.contains(&name) => true,
                 _ => false,
             };
             if saved != here && !is_kept {
@@ -251,16 +254,17 @@ impl Attachment {
             volatile_write_cache,
             deallocated_reads_zeroes,
             sgl_descriptors_max,
-            no_data_bytes_max,
-            dsm_range_bytes_max,
-            dsm_ranges_max,
+            // Commands beyond these are carried out in parts, here as anywhere.
+            no_data_bytes_max: _,
+            dsm_range_bytes_max: _,
+            dsm_ranges_max: _,
             copy_bytes_max,
             copy_ranges_max,
             // A promise of the command set itself.
             own_bytes_max: _,
         } = self.limits();
         let blocks = self.context.blocks().blocks();
-        let promises: [(&str, &dyn Display); 24] = [
+        let promises: [(&str, &dyn Display); 21] = [
             ("I/O queue pairs", &self.max_queue_pairs()),
             ("doorbell stride (CAP.DSTRD)", &self.doorbells().dstrd()),
             (
@@ -287,9 +291,6 @@ impl Attachment {
                 deallocated_reads_zeroes,
             ),
             ("SGL descriptors", sgl_descriptors_max),
-            ("bytes of a command without data", no_data_bytes_max),
-            (DSM_RANGE, dsm_range_bytes_max),
-            ("Dataset Management ranges", dsm_ranges_max),
             ("bytes of a Copy command", copy_bytes_max),
             ("Copy ranges", copy_ranges_max),
         ];
@@ -304,12 +305,6 @@ impl Attachment {
             })
             .collect()
     }
-}
-
-/// Returns whether a number that was saved is below the present one.
-fn is_below(saved: &str, here: &str) -> bool {
-    let numbers = saved.parse::<u64>().ok().zip(here.parse::<u64>().ok());
-    numbers.is_some_and(|(saved, here)| saved < here)
 }
 
 fn page_aligned(field: &str, value: u64) -> Result<(), StateError> {

@@ -51,11 +51,12 @@ pub struct Limits {
     pub deallocated_reads_zeroes: bool,
     /// Most SGL descriptors of a command.
     pub sgl_descriptors_max: u32,
-    /// Most bytes of one Write Zeroes, Write Uncorrectable or Verify command; a power of two.
+    /// Most bytes of one Write Zeroes, Write Uncorrectable or Verify command, a power of two. Longer ones are carried out in
+    /// parts.
     pub no_data_bytes_max: u64,
-    /// Most bytes of one range of a Dataset Management command.
+    /// Most bytes of all ranges of a Dataset Management command that deallocates. Longer ones are carried out in parts.
     pub dsm_range_bytes_max: u64,
-    /// Most ranges of a Dataset Management command.
+    /// Most ranges of a Dataset Management command. Those with more are carried out in parts.
     pub dsm_ranges_max: u32,
     /// Most bytes of one Copy command, and of one of its source ranges.
     pub copy_bytes_max: u64,
@@ -101,9 +102,10 @@ impl Limits {
             volatile_write_cache,
             deallocated_reads_zeroes,
             sgl_descriptors_max,
-            no_data_bytes_max,
-            dsm_range_bytes_max,
-            dsm_ranges_max,
+            // Commands beyond these are carried out in parts.
+            no_data_bytes_max: _,
+            dsm_range_bytes_max: _,
+            dsm_ranges_max: _,
             copy_bytes_max,
             copy_ranges_max,
             own_bytes_max,
@@ -117,9 +119,6 @@ impl Limits {
             && (!volatile_write_cache || promised.volatile_write_cache)
             && (deallocated_reads_zeroes || !promised.deallocated_reads_zeroes)
             && sgl_descriptors_max >= promised.sgl_descriptors_max
-            && no_data_bytes_max >= promised.no_data_bytes_max
-            && dsm_range_bytes_max >= promised.dsm_range_bytes_max
-            && dsm_ranges_max >= promised.dsm_ranges_max
             && copy_bytes_max >= promised.copy_bytes_max
             && copy_ranges_max >= promised.copy_ranges_max
             && own_bytes_max >= promised.own_bytes_max

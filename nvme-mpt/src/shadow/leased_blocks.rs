@@ -161,7 +161,7 @@ impl LeasedBlocks {
     /// more blocks than 48 bits do.
     ///
     /// # Errors
-    /// LBA Out of Range, if not all of them are leased; [`Untranslated::Crossing`].
+    /// LBA Out of Range, if not all of them are leased; [`Untranslated::InParts`].
     #[inline(always)]
     pub fn translate(&self, slba: Lba, count: u64) -> Result<Lba, Untranslated> {
         let offset = self.offset_in_unit(slba);
@@ -180,7 +180,7 @@ impl LeasedBlocks {
                 let (start, run) = self.run(slba, count);
                 match run == count {
                     true => Ok(start),
-                    false => Err(Untranslated::Crossing),
+                    false => Err(Untranslated::InParts),
                 }
             }
             _ => Err(Failure::at(Status::LBA_OUT_OF_RANGE, location::CDW10).into()),
@@ -290,7 +290,7 @@ mod tests {
                     prop_assert_eq!(blocks.run(Lba(slba), count), (Lba(*first), run));
                     let expected = match run == count {
                         true => Ok(Lba(*first)),
-                        false => Err(Untranslated::Crossing),
+                        false => Err(Untranslated::InParts),
                     };
                     prop_assert_eq!(translated, expected);
                 } else {

@@ -62,8 +62,9 @@ impl Failure {
 pub enum Untranslated {
     /// It reaches the host controller in no form.
     Failed(Failure),
-    /// Its blocks lie in several places of the host's namespace, so that it is carried out in parts.
-    Crossing,
+    /// Its blocks lie in several places of the host's namespace, or are more than the host controller takes in one
+    /// command. So it is carried out in parts.
+    InParts,
 }
 
 impl From<Failure> for Untranslated {

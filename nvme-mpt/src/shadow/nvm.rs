@@ -13,8 +13,9 @@ use crate::spec::identify::{Csi, IdentifyControllerNvm};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 
-/// Bytes of a range to deallocate that guests are advised where the drive has no limit: those of drives in files.
-const RANGE_ADVISED: u64 = 32 << 20;
+/// Bytes of a range to deallocate that guests are advised, whatever the drive takes at once: longer ones are carried out
+/// in parts. Linux heeds it from 5.13 on, and would else send ranges that take longer than it waits.
+const RANGE_ADVISED: u64 = 1 << 30;
 
 /// The NVM Command Set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,13 +60,7 @@ impl CommandSet for NvmCommands {
         if limits.offers(NvmOpcode::DATASET_MANAGEMENT) {
             // 256 ranges are what a command can have: no limit.
             id.dmrl = u8::try_from(limits.dsm_ranges_max).unwrap_or(0);
-            // A command over all blocks may take the drive longer than its supervisor waits, and a reset is one for all
-            // guests. It is advice alone, as guests with drivers from before version 2.0 look at no limit.
-            let range = match limits.dsm_range_bytes_max {
-                u64::MAX => RANGE_ADVISED,
-                bytes => bytes,
-            };
-            id.dmrsl = u32::try_from(range >> lba_shift).unwrap_or(u32::MAX);
+            id.dmrsl = u32::try_from(RANGE_ADVISED >> lba_shift).unwrap_or(u32::MAX);
         }
         let offered = Self::COMMANDS.iter().copied();
         CommandSetDescription {
@@ -121,12 +116,10 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_that_deallocates_any_range_has_guests_told_of_a_limit() {
+    fn guests_are_advised_the_same_range_whatever_the_drive_takes_at_once() {
         for lba_shift in [9, 12] {
-            assert_eq!(told(u64::MAX, lba_shift), RANGE_ADVISED);
-            // That of the drive, whichever it is.
-            for own in [1 << 20, 1 << 40] {
-                assert_eq!(told(own, lba_shift), own);
+            for own in [1 << 20, 1 << 40, u64::MAX] {
+                assert_eq!(told(own, lba_shift), RANGE_ADVISED);
             }
         }
     }

@@ -1,15 +1,19 @@
-//! Commands whose blocks lie in several places of the host's namespace: their parts.
+//! Commands whose blocks lie in several places of the host's namespace, or are more than it takes at once: their parts.
 //!
 //! Such a command is translated as a whole, with the LBAs of the lease, and keeps its slot. Its parts go to the host
 //! controller one after the other, under the slot's number. A part's blocks follow each other there. The command ends
-//! with the last part, or with the first that fails. A guest that heeds the boundary that it is told (NOIOB) sends
-//! no such commands.
+//! with the last part, or with the first that fails. A guest that heeds what it is told (NOIOB, and the limits of
+//! version 2.0 for ranges and for commands without data) sends few such commands. One that does not is not refused:
+//! drivers from before version 2.0 know no such limit.
+//!
+//! Deallocation is advice. What of it is not done [in time](DEALLOCATE) keeps its data.
 //!
 //! Each part with data has a list of its own, which names its share of the command's data; no data is copied. There are
 //! few such lists. A part waits for one.
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::time::Duration;
 
 use zerocopy::{FromBytes, IntoBytes, transmute};
 
@@ -17,6 +21,7 @@ use super::LeasedBlocks;
 use super::slot::Slots;
 use super::translate::{PartMeans, Translator};
 use crate::address::PAGE_SIZE;
+use crate::clock::{Ticks, ticks_in};
 use crate::host::ListMemory;
 use crate::host::{DataPointer, HostCompletion};
 use crate::spec::dma::SglDescriptor;
@@ -28,6 +33,9 @@ use crate::spec::status::Status;
 
 /// Lists of parts of a shadow queue, and so the parts with data that are in flight at most.
 pub(crate) const PART_LISTS: u16 = 8;
+
+/// Time after which a Deallocate in parts begins no further one: a third of the time that drivers wait for a command.
+const DEALLOCATE: Duration = Duration::from_secs(10);
 
 /// Words of the ranges of a Dataset Management or Copy command.
 const RANGE_WORDS: usize = PAGE_SIZE as usize / 8;
@@ -56,6 +64,7 @@ pub(super) struct Parts {
     count: usize,
     is_cut_short: bool,
     cutter: Cutter,
+    deallocate_ticks: u64,
 }
 
 /// Next step of a command.
@@ -68,18 +77,17 @@ pub(super) enum Step {
 }
 
 impl Parts {
-    /// Of a shadow queue with so many slots, whose lists are followed by [`PART_LISTS`] others. A lease that is one
-    /// extent for good needs no room.
-    pub(super) fn new(slots: u16, needed: bool) -> Self {
-        let count = if needed { usize::from(slots) } else { 0 };
-        let lists = slots..slots + if needed { PART_LISTS } else { 0 };
+    /// Of a shadow queue with so many slots, whose lists are followed by [`PART_LISTS`] others.
+    pub(super) fn new(slots: u16) -> Self {
+        let count = usize::from(slots);
         Self {
             progress: vec![Progress::default(); count].into_boxed_slice(),
             waiting: VecDeque::with_capacity(count),
-            lists: lists.collect(),
+            lists: (slots..slots + PART_LISTS).collect(),
             count: 0,
             is_cut_short: false,
-            cutter: Cutter::new(needed),
+            cutter: Cutter::new(),
+            deallocate_ticks: ticks_in(DEALLOCATE),
         }
     }
 
@@ -108,13 +116,14 @@ impl Parts {
         self.waiting.push_back(slot);
     }
 
-    /// Returns the next step of a command that waits; `None` if there is no such command, or no list for it. With
-    /// `gives_up`, they all end.
+    /// Returns the next step of a command that waits at this moment; `None` if there is no such command, or no list for it.
+    /// With `gives_up`, they all end.
     #[cold]
     pub(super) fn next(
         &mut self,
         slots: &Slots,
         translator: &mut Translator,
+        now: Ticks,
         gives_up: bool,
     ) -> Option<Step> {
         let number = *self.waiting.front()?;
@@ -129,6 +138,13 @@ impl Parts {
         if self.is_cut_short || gives_up {
             self.waiting.pop_front();
             return ended(Status::ABORTED_SQ_DELETION);
+        }
+        let is_late = NvmOpcode(whole.opcode()) == NvmOpcode::DATASET_MANAGEMENT
+            && now.since(slots.taken(number)) > self.deallocate_ticks;
+        if is_late || progress.total == 0 {
+            self.waiting.pop_front();
+            progress.done = progress.total;
+            return ended(Status::SUCCESS);
         }
         if has_list(whole) {
             progress.list = Some(self.lists.pop()?);
@@ -195,11 +211,10 @@ struct Cutter {
 }
 
 impl Cutter {
-    fn new(needed: bool) -> Self {
-        let words = if needed { RANGE_WORDS } else { 0 };
+    fn new() -> Self {
         Self {
-            stretches: Vec::with_capacity(words),
-            ranges: vec![0; words].into_boxed_slice(),
+            stretches: Vec::with_capacity(RANGE_WORDS),
+            ranges: vec![0; RANGE_WORDS].into_boxed_slice(),
         }
     }
 
@@ -251,10 +266,19 @@ impl Cutter {
             NvmOpcode::DATASET_MANAGEMENT => self.deallocate(&mut part, done, place, means),
             NvmOpcode::COPY => self.copy(&mut part, done, place, means),
             _ => {
-                let PartMeans { blocks, lists, .. } = means;
+                let PartMeans {
+                    blocks,
+                    limits,
+                    lists,
+                } = means;
                 let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(whole);
                 let total = u64::from(nlb_z) + 1;
-                let (start, count) = blocks.run(Lba(slba.0 + done), total.saturating_sub(done));
+                let most = match has_list(whole) {
+                    true => u64::MAX,
+                    false => (limits.no_data_bytes_max >> blocks.lba_shift()).max(1),
+                };
+                let left = total.saturating_sub(done).min(most);
+                let (start, count) = blocks.run(Lba(slba.0 + done), left);
                 let nlb_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)?;
                 part.set_cdw10_11(start.0);
                 part.cdw12 = (whole.cdw12 & !0xFFFF) | nlb_z as u32;
@@ -338,7 +362,8 @@ impl Cutter {
         Ok(())
     }
 
-    /// Makes a part of a Dataset Management command: as many ranges as the drive takes.
+    /// Makes a part of a Dataset Management command: as many ranges as the drive takes, with no more blocks in all than it
+    /// takes in one.
     fn deallocate(
         &mut self,
         part: &mut Sqe,
@@ -353,17 +378,17 @@ impl Cutter {
         } = means;
         let command = DatasetManagement::from(&*part);
         let most = limits.dsm_ranges_max.min(256) as usize;
+        let room = (limits.dsm_range_bytes_max >> blocks.lba_shift()).max(1);
         let ranges = self.fetch::<DsmRange>(usize::from(command.nr_z) + 1, place.slot, lists)?;
         let (list, iova) = lists.of_slot(place.list);
         let ranges = ranges
             .iter()
             .map(|range| (range.slba, u64::from(range.nlb)));
-        let (count, taken) =
-            cut_ranges(ranges, done, most, u64::MAX, blocks, |number, slba, run| {
-                // No more than those of the range.
-                let (cattr, nlb) = (0, run as u32);
-                put(list, number, &DsmRange { cattr, nlb, slba })
-            })?;
+        let (count, taken) = cut_ranges(ranges, done, most, room, blocks, |number, slba, run| {
+            // No more than those of the range.
+            let (cattr, nlb) = (0, run as u32);
+            put(list, number, &DsmRange { cattr, nlb, slba })
+        })?;
         let nr_z = count.checked_sub(1).ok_or(Status::INTERNAL_ERROR)? as u8;
         DatasetManagement { nr_z, ..command }.write_to(part);
         part.dptr = [iova.bits(), 0];

@@ -250,6 +250,12 @@ impl Slots {
         }
     }
 
+    /// Returns the moment at which a command in flight was taken.
+    pub(crate) fn taken(&self, index: u16) -> Ticks {
+        let slot = self.slots.get(usize::from(index));
+        slot.map_or(Ticks(0), |slot| slot.taken)
+    }
+
     /// Returns a command in flight, as the host controller was given it, or its whole.
     pub(crate) fn command(&self, index: u16) -> Option<&Sqe> {
         let slot = self.slots.get(usize::from(index));

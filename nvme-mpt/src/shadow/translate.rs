@@ -42,6 +42,8 @@ pub struct Translator {
     /// Blocks that leave LBAs as they are, for [wholes](Self::translate_whole).
     of_lease: LeasedBlocks,
     limits: Limits,
+    /// Limits of wholes.
+    of_wholes: Limits,
     max_transfer: u64,
     prp_hints: PrpHints,
     sgl_hint: RegionHint,
@@ -71,6 +73,7 @@ impl Translator {
             of_lease: blocks.of_lease(),
             blocks,
             limits,
+            of_wholes: of_wholes(limits),
             max_transfer: limits.max_transfer(),
             prp_hints: PrpHints::default(),
             sgl_hint: RegionHint::default(),
@@ -102,8 +105,8 @@ impl Translator {
         }
     }
 
-    /// Has a command set translate a command that was [crossing](Untranslated::Crossing), into one whose LBAs are still
-    /// those of the lease. It is no command for the host controller, but what its parts are made of.
+    /// Has a command set translate a command that is carried out [in parts](Untranslated::InParts), into one whose LBAs are
+    /// still those of the lease, and that may be longer than the host controller takes. It is no command for the host controller, but what its parts are made of.
     ///
     /// # Errors
     /// As [`Self::translate`].
@@ -112,14 +115,19 @@ impl Translator {
         &mut self,
         translate: impl FnOnce(&mut Self) -> Result<u32, Untranslated>,
     ) -> Result<u32, Failure> {
-        std::mem::swap(&mut self.blocks, &mut self.of_lease);
+        self.swap_for_wholes();
         let translated = translate(self);
-        std::mem::swap(&mut self.blocks, &mut self.of_lease);
+        self.swap_for_wholes();
         translated.map_err(|error| match error {
             Untranslated::Failed(failure) => failure,
-            // Blocks in one stretch have no such commands.
-            Untranslated::Crossing => Failure::at(Status::INTERNAL_ERROR, location::CDW10),
+            // A whole has blocks in one stretch, and as many as it likes.
+            Untranslated::InParts => Failure::at(Status::INTERNAL_ERROR, location::CDW10),
         })
+    }
+
+    fn swap_for_wholes(&mut self) {
+        std::mem::swap(&mut self.blocks, &mut self.of_lease);
+        std::mem::swap(&mut self.limits, &mut self.of_wholes);
     }
 
     /// Returns the means with which parts of commands are made.
@@ -398,9 +406,9 @@ impl Translator {
         let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(guest);
         let count = u64::from(nlb_z) + 1;
         let slba = self.blocks.translate(slba, count)?;
-        // WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4).
+        // WZSL, WUSL and VSL (NVM 1.0, section 4.1.5.4), which drivers from before version 2.0 do not know.
         if count << self.blocks.lba_shift() > self.limits.no_data_bytes_max {
-            return Err(Failure::at(Status::INVALID_FIELD, location::CDW12).into());
+            return Err(Untranslated::InParts);
         }
         self.begin(host, opcode.0, slot);
         match opcode {
@@ -441,18 +449,18 @@ impl Translator {
     ) -> Result<u32, Untranslated> {
         let command = DatasetManagement::from(guest);
         let count = usize::from(command.nr_z) + 1;
+        // DMRL and DMRSL (NVM 1.0, section 4.1.5.4), which drivers from before version 2.0 do not know.
         if count as u64 > u64::from(self.limits.dsm_ranges_max) {
-            return Err(Failure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::CDW10).into());
+            return Err(Untranslated::InParts);
         }
         self.begin(host, NvmOpcode::DATASET_MANAGEMENT.0, slot);
         let len = self.fetch_ranges(guest, count * size_of::<DsmRange>(), slot)?;
-        let (blocks, longest) = (&self.blocks, self.limits.dsm_range_bytes_max);
+        let (blocks, most) = (&self.blocks, self.limits.dsm_range_bytes_max);
+        let mut total = 0;
         for range in ranges_mut::<DsmRange>(&mut self.ranges.as_mut_bytes()[..len])? {
-            let bytes = u64::from(range.nlb) << blocks.lba_shift();
-            if command.ad && bytes > longest {
-                return Err(
-                    Failure::at(Status::COMMAND_SIZE_LIMIT_EXCEEDED, location::DATA).into(),
-                );
+            total += u64::from(range.nlb) << blocks.lba_shift();
+            if command.ad && total > most {
+                return Err(Untranslated::InParts);
             }
             range.slba = blocks.translate(range.slba, u64::from(range.nlb))?;
             range.cattr = 0;
@@ -536,6 +544,16 @@ impl Translator {
         let (list, iova) = self.lists.of_slot(slot);
         list.as_mut_bytes()[..len].copy_from_slice(&self.ranges.as_bytes()[..len]);
         host.dptr = [iova.bits(), 0];
+    }
+}
+
+/// Returns the limits of commands that are carried out in parts: of their ranges and of blocks without data, none.
+fn of_wholes(limits: Limits) -> Limits {
+    Limits {
+        no_data_bytes_max: u64::MAX,
+        dsm_range_bytes_max: u64::MAX,
+        dsm_ranges_max: 256,
+        ..limits
     }
 }
 

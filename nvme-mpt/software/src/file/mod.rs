@@ -199,10 +199,8 @@ impl Medium for FileStore {
         Limits {
             volatile_write_cache: true,
             deallocated_reads_zeroes: self.shared.punches_holes(),
-            // Drivers wait 30 s for a command. 256 MiB in extents of one block took 26 to 48 s on ext4, so 32 MiB take
-            // 6 s at most. Linux has no more in all ranges of a command. Other drivers do not ask for the number of
-            // ranges, so that stays: a command of more ends after 10 s.
-            dsm_range_bytes_max: 32 << 20,
+            // Ranges are cut into slices here, and a command ends after 10 s in any case.
+            dsm_range_bytes_max: u64::MAX,
             ..limits
         }
     }

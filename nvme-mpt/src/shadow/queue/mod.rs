@@ -183,8 +183,8 @@ pub(crate) struct ShadowCore {
 }
 
 impl ShadowQueue {
-    /// A shadow queue without Submission Queues. `id` is its name among the pollers' queues. The lists of a lease that may
-    /// grow are followed by [`PART_LISTS`](super::parts::PART_LISTS) others.
+    /// A shadow queue without Submission Queues. `id` is its name among the pollers' queues. The slots' lists
+    /// are followed by [`PART_LISTS`](super::parts::PART_LISTS) others.
     pub(crate) fn new(
         id: u64,
         context: Arc<QueueContext>,
@@ -203,7 +203,7 @@ impl ShadowQueue {
         let UsedTable { table_use, table } = used;
         let generation = table.generation();
         let blocks = context.blocks();
-        let parts = Parts::new(slots, blocks.may_grow());
+        let parts = Parts::new(slots);
         let blocks = blocks.as_ref().clone();
         let live = context.live.as_ref();
         let crashes = live.and_then(|live| live.crashes());
@@ -668,13 +668,17 @@ impl ShadowCore {
     #[inline(never)]
     fn submit_parts<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         let gives_up = self.condition == Condition::Failed;
+        if !self.parts.are_some() {
+            return false;
+        }
+        let now = Ticks::now();
         let mut worked = false;
         for _ in 0..BATCH_COMMANDS {
             let (slots, translator) = (&self.slots, &mut self.translator);
-            match self.parts.next(slots, translator, gives_up) {
+            match self.parts.next(slots, translator, now, gives_up) {
                 Some(Step::Submit(part)) => {
                     let mut batch = host.batch();
-                    batch.announce(1, Ticks::now());
+                    batch.announce(1, now);
                     batch.submit(&part);
                     batch.ring(self.translator.memory());
                 }
@@ -963,7 +967,7 @@ fn not_one_command<H: TranslatedQueue>(
     let (number, whole) = permit.host();
     let translated = match error {
         Untranslated::Failed(failure) => Err(failure),
-        Untranslated::Crossing => translator
+        Untranslated::InParts => translator
             .translate_whole(|translator| H::Commands::translate(translator, guest, number, whole)),
     };
     match translated {

@@ -39,6 +39,10 @@ const NSIDS_PER_LIST: usize = 1024;
 /// blocks of 512 bytes.
 const NO_DATA_BYTES_MAX: u64 = 1 << 25;
 
+/// The most bytes of a command that deallocates, of a drive without a limit. One for all blocks may take it longer than its
+/// supervisor waits, and a reset is one for all guests.
+const DSM_BYTES_MAX: u64 = 256 << 20;
+
 /// Everything that is learned by Identify.
 #[derive(Debug)]
 pub(super) struct Identity {
@@ -250,7 +254,7 @@ fn limits(
         no_data_bytes_max: no_data_bytes_max(nvm, max_transfer),
         // In logical blocks, of whichever namespace it is (NVM 1.0, section 4.1.5.4).
         dsm_range_bytes_max: match nvm.map_or(0, |nvm| nvm.dmrsl) {
-            0 => u64::MAX,
+            0 => DSM_BYTES_MAX,
             blocks => u64::from(blocks) << common.lba_shift_min,
         },
         dsm_ranges_max: match nvm.map_or(0, |nvm| nvm.dmrl) {

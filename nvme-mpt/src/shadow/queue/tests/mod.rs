@@ -20,7 +20,7 @@ use crate::memory::memfd;
 use crate::park::Waker;
 use crate::range::LbaRange;
 use crate::seam::{CqConfig, SqConfig};
-use crate::shadow::Nsids;
+use crate::shadow::{Nsids, PART_LISTS};
 use crate::spec::ids::{CommandId, Lba, Nsid};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::registers::Doorbell;
@@ -174,7 +174,7 @@ impl Guest {
         let slots = (ENTRIES - 1) as u16;
         let host = drive.open_lease("test", &[], None).expect("opens");
         let host = host.create_queue(slots).expect("a queue");
-        let lists = ListMemory::new(space, slots.into()).expect("memory");
+        let lists = ListMemory::new(space, usize::from(slots + PART_LISTS)).expect("memory");
         let gate = InterruptGate::new(None, Arc::default(), Choice::Learned, Rate::NANOSECOND);
         let cq = CqConfig {
             qid: QUEUE,

@@ -118,6 +118,7 @@ pub mod zones;
 pub use controller::SoftwareController;
 #[cfg(simulation)]
 pub use file::kernel::simulated;
+pub use file::survey::start as survey_files;
 pub use medium::{LeasedMedium, Medium, Pace};
 pub use memory::Allocation;
 pub use store::{SoftwareQueue, Store, StoreStep};

@@ -297,6 +297,7 @@ fn start(
     } = options;
     let VmmSocket { mode, owner } = vmm_socket;
     let access = socket_access(mode, owner.as_ref())?;
+    survey_files();
     // Before anything is opened: a folder that others may use is reported at once.
     make_state_folder(&state_dir).map_err(ServeError::StateDir)?;
     let file = file.map(absolute).transpose()?;
@@ -460,10 +461,20 @@ fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<Ledgers, ServeError> 
     }
 }
 
+/// Has files surveyed that are opened from now on.
+fn survey_files() {
+    if let Err(error) = nvme_software::survey_files(&nvme_mpt::poller::Threads::default()) {
+        log::warn!(
+            "Holes of files are deallocated in short slices, as no thread can be started: {error}"
+        );
+    }
+}
+
 /// Checks what is known of the options without a lease, opens drives and starts pollers. Returns once those run.
 fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
+    survey_files();
     let file = options.file.clone().map(absolute).transpose()?;
     let added = AddedFile::beside(&options.control);
     let declared = Declared::read(file.as_deref(), &added).map_err(ChangeError::from)?;

@@ -31,6 +31,7 @@ mod queue;
 mod reopen;
 mod slices;
 mod steps;
+pub(crate) mod survey;
 mod syncs;
 #[cfg(test)]
 mod tests;
@@ -56,6 +57,7 @@ use losses::Losses;
 use operation::{Means, Next, Operation, Zeroing};
 use pages::Pages;
 use slices::Turns;
+use survey::Surveyor;
 use watch::Watched;
 use way::{Direction, Plan, Way};
 
@@ -96,6 +98,7 @@ pub(super) struct SharedFile {
     zeroes_ranges: AtomicBool,
     lanes: Lanes,
     turns: Turns,
+    surveyor: Surveyor,
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     watched: Watched,
     losses: Losses,
@@ -143,6 +146,10 @@ impl FileStore {
             zeroes_ranges: AtomicBool::new(true),
             lanes: Lanes::default(),
             turns: Turns::new(slices),
+            surveyor: match is_regular {
+                true => Surveyor::of_this_process(),
+                false => Surveyor::default(),
+            },
             uncorrectable: Arc::default(),
             watched: Watched::new(is_regular, bytes),
             losses: Losses::default(),

@@ -1,8 +1,11 @@
 //! A command in progress on a file drive.
 
+use std::sync::Arc;
+
 use super::SharedFile;
 use super::bounces::{Bounce, Need};
 use super::claims::Claim;
+use super::survey::Survey;
 use super::syncs::SyncNumber;
 use super::uring::Vectors;
 use super::way::{Plan, UNIT, Way};
@@ -40,6 +43,8 @@ pub(super) enum Next {
     SyncCompanion,
     /// Zero the next part of a range.
     Zero,
+    /// Wait for a survey of the range, see [`survey`](super::survey).
+    Survey,
     /// Wait for the file's turn, see [`slices`](super::slices).
     Turn,
     /// Wait until the slice may begin.
@@ -80,6 +85,10 @@ pub(super) struct Zeroing {
     pub(super) then: Next,
     /// Bytes of the slice that is under way.
     pub(super) slice: u64,
+    /// What it weighs, see [`survey`](super::survey); its bytes if that is not known.
+    pub(super) weight: u64,
+    /// True if it is surveyed no more.
+    pub(super) is_blind: bool,
     /// True if this command has the file's turn.
     pub(super) has_turn: bool,
     /// Start of the slice that is under way.
@@ -110,6 +119,8 @@ pub(super) struct Operation {
     pub(super) bounce: Option<Bounce>,
     pub(super) claim: Claim,
     pub(super) zeroing: Zeroing,
+    /// The survey of the range's next bytes, and the moment at which it was asked for.
+    pub(super) survey: Option<(Arc<Survey>, Ticks)>,
     /// Moment after which it waits for no further turn, see [`slices`](super::slices).
     pub(super) last_turn: Ticks,
     /// The sync that a Flush needs.
@@ -137,6 +148,7 @@ impl Operation {
         self.vectors.clear();
         self.staged = None;
         self.fills = [None; 2];
+        self.survey = None;
         (self.ranges, self.bytes) = (0, 0);
         (self.requested, self.overdue, self.repeats) = (false, false, 0);
     }
@@ -290,6 +302,28 @@ impl Operation {
     /// keeps its data, and the command succeeds.
     pub(super) fn is_advice(&self) -> bool {
         NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
+    }
+
+    /// Returns whether the next bytes of its range have to be surveyed, as far as that is done.
+    pub(super) fn wants_survey(&mut self) -> bool {
+        let Zeroing {
+            at,
+            means,
+            is_blind,
+            ..
+        } = self.zeroing;
+        if means != Means::Punch || is_blind {
+            return false;
+        }
+        let known = self
+            .survey
+            .as_ref()
+            .and_then(|(survey, _)| survey.extents());
+        let reaches = known.is_some_and(|extents| extents.reach(at));
+        if !reaches {
+            self.survey = None;
+        }
+        !reaches
     }
 
     /// The step after a command's zeroes are written.

@@ -104,7 +104,7 @@ impl Turns {
         self.state().leave(queue);
     }
 
-    /// Gives the turn back after a slice of so many bytes. `transfers` is true if there were transfers of the file
+    /// Gives the turn back after a slice of so much weight ([`survey`](super::survey)). `transfers` is true if there were transfers of the file
     /// since the last slice.
     pub(super) fn done(&self, bytes: u64, began: Ticks, now: Ticks, transfers: bool) {
         let took = now.since(began);
@@ -115,9 +115,13 @@ impl Turns {
         let is_shared = now.0 < state.shared_until;
         let pause = match is_shared {
             true => took.saturating_mul(SHARED_PAUSE),
+            false if bytes == 0 => 0,
             false => took,
         };
-        state.slice.done(bytes, took, is_shared);
+        // A hole teaches nothing about the extents behind.
+        if bytes > 0 {
+            state.slice.done(bytes, took, is_shared);
+        }
         state.free_at = now.0 + pause.min(self.pause_max);
         state.taken = false;
     }

@@ -9,6 +9,7 @@ use super::claims::{Change, Claim};
 use super::lease;
 use super::operation::{Means, Next, Operation, failure, leaves_as_it_was};
 use super::queue::{FileQueue, Step};
+use super::survey;
 use super::syncs::Part;
 use super::uring::{Manner, Request, Ring};
 use super::way::{Direction, Plan, UNIT, Way};
@@ -16,11 +17,15 @@ use super::zeroes;
 use crate::looks::OVERDUE;
 use crate::model::Clock;
 use crate::range::range;
+use nvme_mpt::clock::ticks_in;
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
+
+/// The longest slice over holes, in bytes. The kernel drops the pages of holes that were read.
+const HOLE_MAX: u64 = 1 << 30;
 
 impl<R: Ring, C: Clock> FileQueue<R, C> {
     /// Starts to read a command's data.
@@ -185,6 +190,11 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                         return Ok(step);
                     }
                 }
+                Next::Survey => {
+                    if !self.survey(slot) {
+                        return Ok(Step::Blocked);
+                    }
+                }
                 Next::Turn => {
                     if !self.take_turn(slot) {
                         return Ok(Step::Blocked);
@@ -235,19 +245,28 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         let DatasetManagement { nr_z, .. } = DatasetManagement::from(&operation.sqe);
+        let mut joined: Option<(u64, u64)> = None;
+        // Neighbours are one range.
         while operation.ranges <= usize::from(nr_z) && file.punches_holes() {
             let range: DsmRange = range(&operation.sqe, memory, operation.ranges)?;
+            let start = range.slba.0 << file.lba_shift;
+            let end = start + (u64::from(range.nlb) << file.lba_shift);
+            joined = match joined {
+                _ if start == end => joined,
+                None => Some((start, end)),
+                Some((first, last)) if last == start => Some((first, end)),
+                Some(_) => break,
+            };
             operation.ranges += 1;
-            let count = u64::from(range.nlb);
-            if count != 0 {
-                let start = range.slba.0 << file.lba_shift;
-                let end = start + (count << file.lba_shift);
-                operation.zeroing = file.zeroing(start, end, true, Next::Range);
-                operation.next = Next::Zero;
-                return Ok(());
-            }
         }
-        operation.next = Next::Done;
+        operation.survey = None;
+        operation.next = match joined {
+            Some((start, end)) => {
+                operation.zeroing = file.zeroing(start, end, true, Next::Range);
+                Next::Zero
+            }
+            None => Next::Done,
+        };
         Ok(())
     }
 
@@ -284,7 +303,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         } else if zeroing.means == Means::Hand {
             (whole - at).min(zeroes::BYTES as u64)
         } else {
-            operation.next = Next::Turn;
+            let surveys = file.surveyor.asks() && operation.wants_survey();
+            operation.next = if surveys { Next::Survey } else { Next::Turn };
             return Ok(None);
         };
         if leaves_parts {
@@ -302,6 +322,33 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         operation.vectors.push(bytes);
         let plan = file.plan(Direction::Write, operation);
         self.write(slot, plan, Next::Zero, memory).map(Some)
+    }
+
+    /// Surveys the next bytes of a range. Returns `false` if the command has to wait for that.
+    fn survey(&mut self, slot: CommandId) -> bool {
+        let now = self.now();
+        let Self {
+            operations, file, ..
+        } = self;
+        let operation = &mut operations[usize::from(slot.0)];
+        let zeroing = &mut operation.zeroing;
+        match &operation.survey {
+            None => match file.surveyor.ask(file, zeroing.at, zeroing.end) {
+                Some(survey) => {
+                    operation.survey = Some((survey, now));
+                    return false;
+                }
+                None => zeroing.is_blind = true,
+            },
+            Some((survey, _)) if survey.extents().is_some() => {}
+            Some((_, asked)) if now.since(*asked) < ticks_in(survey::PATIENCE) => return false,
+            Some(_) => {
+                zeroing.is_blind = true;
+                operation.survey = None;
+            }
+        }
+        operation.next = Next::Turn;
+        true
     }
 
     /// Takes the file's turn for a slice. Returns `false` if the command has to wait for it.
@@ -335,7 +382,17 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             Way::Cached => left,
             Way::Direct(_) => left - left % UNIT,
         };
-        zeroing.slice = whole.min(most);
+        let extents = operation.survey.as_ref();
+        let extents = extents.and_then(|(survey, _)| survey.extents());
+        (zeroing.slice, zeroing.weight) = match extents.filter(|_| zeroing.means == Means::Punch) {
+            Some(extents) => {
+                let longest = zeroing.at + whole.min(HOLE_MAX);
+                let (end, weight) = extents.slice(zeroing.at, longest, most);
+                let slice = (end - zeroing.at).next_multiple_of(UNIT);
+                (slice.min(whole), weight)
+            }
+            None => (whole.min(most), whole.min(most)),
+        };
         zeroing.began = now;
         operation.next = Next::Slice;
         if file.way != Way::Cached {
@@ -372,7 +429,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         if std::mem::take(&mut zeroing.has_turn) {
             let transfers = file.lanes.take_transfers();
             file.turns
-                .done(zeroing.slice, zeroing.began, now, transfers);
+                .done(zeroing.weight, zeroing.began, now, transfers);
         }
         operation.next = Next::Zero;
         match result {

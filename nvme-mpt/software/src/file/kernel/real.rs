@@ -313,6 +313,100 @@ pub(in crate::file) fn next_data(file: &File, offset: u64) -> io::Result<Option<
     }
 }
 
+/// Returns the first extents of a range of the file, `most` of them, as start and end: all that has room in the file
+/// system, with what was never written. It may wait for the file system.
+///
+/// # Errors
+/// Returns the kernel's error. Only a local file system names its extents.
+pub(in crate::file) fn extents(
+    file: &File,
+    start: u64,
+    end: u64,
+    most: usize,
+) -> io::Result<Vec<(u64, u64)>> {
+    if is_memory(file.as_fd()) {
+        return data_extents(file, start, end, most);
+    }
+    let mut map = ExtentMap {
+        start,
+        length: end - start,
+        count: most.min(EXTENTS_MAX) as u32,
+        ..ExtentMap::default()
+    };
+    // SAFETY: the argument is a map of the kernel's form (linux/fiemap.h), with room for `count` extents behind its head.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), FS_IOC_FIEMAP, &raw mut map) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let found = map.extents.iter().take(map.mapped as usize);
+    let ends = found.map(|extent| (extent.logical, extent.logical.saturating_add(extent.length)));
+    Ok(ends.collect())
+}
+
+/// As [`extents`], of a file in memory, which has data and holes.
+fn data_extents(file: &File, start: u64, end: u64, most: usize) -> io::Result<Vec<(u64, u64)>> {
+    let (mut at, mut found) = (start, Vec::new());
+    while found.len() < most
+        && let Some(data) = next_data(file, at)?
+        && data < end
+    {
+        // SAFETY: as in `next_data`.
+        let hole = unsafe { libc::lseek(file.as_raw_fd(), data as libc::off_t, libc::SEEK_HOLE) };
+        at = match u64::try_from(hole) {
+            Ok(hole) if hole > data => hole,
+            _ => end,
+        };
+        found.push((data, at.min(end)));
+    }
+    Ok(found)
+}
+
+/// Extents that a map has room for.
+const EXTENTS_MAX: usize = 64;
+
+/// `_IOWR('f', 11, struct fiemap)` of linux/fs.h.
+const FS_IOC_FIEMAP: libc::Ioctl = 0xC020_660B_u32 as libc::Ioctl;
+
+/// `struct fiemap` of linux/fiemap.h.
+#[repr(C)]
+struct ExtentMap {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped: u32,
+    count: u32,
+    reserved: u32,
+    extents: [MappedExtent; EXTENTS_MAX],
+}
+
+impl Default for ExtentMap {
+    fn default() -> Self {
+        Self {
+            start: 0,
+            length: 0,
+            flags: 0,
+            mapped: 0,
+            count: 0,
+            reserved: 0,
+            extents: [MappedExtent::default(); EXTENTS_MAX],
+        }
+    }
+}
+
+/// `struct fiemap_extent` of linux/fiemap.h.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct MappedExtent {
+    logical: u64,
+    physical: u64,
+    length: u64,
+    reserved: [u64; 2],
+    flags: u32,
+    more_reserved: [u32; 3],
+}
+
+const _: () = assert!(size_of::<ExtentMap>() == 32 + 56 * EXTENTS_MAX);
+
 /// Returns whether ranges of the file can be deallocated. It tries behind the file's end, where there is nothing.
 fn can_punch_holes(file: &File, bytes: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(bytes) else {

@@ -537,6 +537,11 @@ pub(in crate::file) fn next_data(_: &File, offset: u64) -> io::Result<Option<u64
     Ok(Some(offset))
 }
 
+/// Returns no extents: nothing is surveyed in a simulation.
+pub(in crate::file) fn extents(_: &File, _: u64, _: u64, _: usize) -> io::Result<Vec<(u64, u64)>> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
 /// Returns the error of a write-back that the description has not been told of.
 pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     turn(Step::ReadFile, [file.open, 0]);

@@ -1,5 +1,8 @@
 //! Deallocate and Write Zeroes: refusals, slices, memory.
 
+use std::sync::mpsc;
+
+use super::super::survey::Question;
 use super::*;
 use nvme_mpt::drive::{HostController, HostLeaseRequest};
 use nvme_mpt::range::LbaRange;
@@ -131,16 +134,6 @@ fn write_zeroes_by_hand_takes_no_memory() {
     }
 }
 
-/// 256 MiB in extents of one block took 48 s at most, and drivers wait 30 s.
-#[test]
-fn one_range_is_deallocated_in_a_fifth_of_the_time_that_drivers_wait() {
-    let file = NamedTempFile::new().expect("a file");
-    file.as_file().set_len(BYTES).expect("room");
-    let drive = SoftwareController::file(file.path(), 9).expect("a file");
-    let most = drive.limits().dsm_range_bytes_max;
-    assert!(most * 48 / (256 << 20) <= 6, "{most}");
-}
-
 #[test]
 fn a_deallocate_that_leaves_data_leaves_its_marks() {
     let unreadable = |refusal: Option<i32>, late: bool| {
@@ -269,4 +262,145 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
     assert_eq!(zeroes(open()), part.blocks);
     let faulty = open().faulty(&FaultPlan::default()).expect("no faults");
     assert_eq!(zeroes(faulty), 0);
+}
+
+/// Has a test answer the surveys of a drive.
+fn surveyed(drive: &mut Drive<FakeRing, TestClock>) -> mpsc::Receiver<Question> {
+    let (sender, questions) = mpsc::sync_channel(4);
+    // The drive's queue and its lease have the file, too.
+    assert!(drive.store.shared.surveyor.begin(sender), "once");
+    questions
+}
+
+/// Deallocates with each question answered by these extents. Returns the slices.
+fn slices_of(
+    drive: &mut Drive<FakeRing, TestClock>,
+    ring: &FakeRing,
+    clock: &TestClock,
+    questions: &mpsc::Receiver<Question>,
+    extents: &[(u64, u64)],
+) -> Vec<(u64, u64)> {
+    let mut slices = Vec::new();
+    loop {
+        if let Ok(question) = questions.try_recv() {
+            let (start, end) = (question.start, question.end);
+            let inside = extents
+                .iter()
+                .map(|&(from, to)| (from.max(start), to.min(end)));
+            question.answer(inside.filter(|(from, to)| from < to).collect(), 1);
+        }
+        if let [_] = ring.has()[..] {
+            let given = ring.succeed();
+            assert_eq!(given.what, What::Punch);
+            slices.push((given.offset, given.len));
+        }
+        clock
+            .0
+            .set(clock.now() + ticks_in(Duration::from_micros(20)));
+        if let [done] = drive.reap()[..] {
+            assert_eq!(done, (0, Status::SUCCESS));
+            return slices;
+        }
+    }
+}
+
+#[test]
+fn a_hole_is_deallocated_at_once_and_teaches_nothing() {
+    const MIB: u64 = 1 << 20;
+    let (mut drive, ring, clock) = Drive::fake();
+    if drive.lacks_holes() {
+        return;
+    }
+    clock.0.set(1 << 40);
+    let questions = surveyed(&mut drive);
+    for _ in 0..20 {
+        let command = drive.deallocate(0, 0, 1 << 20);
+        drive.ring(&[command]);
+        assert_eq!(ring.has(), [], "it is not known yet");
+        let slices = slices_of(&mut drive, &ring, &clock, &questions, &[]);
+        assert_eq!(slices, [(0, 512 * MIB)]);
+    }
+    // The first slice over data is as long as the first of all.
+    let command = drive.deallocate(0, 0, 1 << 20);
+    drive.ring(&[command]);
+    let data = (256 * MIB, 257 * MIB);
+    let slices = slices_of(&mut drive, &ring, &clock, &questions, &[data]);
+    assert_eq!(slices[0], (0, 256 * MIB + (256 << 10)));
+    assert_eq!(slices.iter().map(|(_, len)| len).sum::<u64>(), 512 * MIB);
+}
+
+#[test]
+fn a_survey_that_does_not_come_is_not_waited_for() {
+    let (mut drive, ring, clock) = Drive::fake();
+    if drive.lacks_holes() {
+        return;
+    }
+    clock.0.set(1 << 40);
+    let questions = surveyed(&mut drive);
+    let command = drive.deallocate(0, 0, 1 << 20);
+    drive.ring(&[command]);
+    clock
+        .0
+        .set(clock.now() + ticks_in(Duration::from_millis(1)));
+    assert!(drive.reap().is_empty());
+    assert_eq!(ring.has(), []);
+    clock
+        .0
+        .set(clock.now() + ticks_in(Duration::from_millis(1)));
+    assert!(drive.reap().is_empty());
+    assert_eq!(ring.succeed().len, 256 << 10);
+    // Its answer comes too late, and does no harm.
+    questions
+        .try_recv()
+        .expect("a question")
+        .answer(Vec::new(), 1);
+    assert!(drive.reap().is_empty());
+    assert!(questions.try_recv().is_err(), "it asks no more");
+}
+
+#[test]
+fn neighbouring_ranges_are_deallocated_as_one() {
+    let (mut drive, ring, _) = Drive::fake();
+    if drive.lacks_holes() {
+        return;
+    }
+    let ranges = [(0, 8), (8, 8), (0, 0), (16, 16), (64, 8)];
+    let mut command = drive.deallocate(0, 0, 8);
+    command.cdw10 = ranges.len() as u32 - 1;
+    let (list, _) = drive.lists.of_slot(0);
+    for (at, (slba, nlb)) in ranges.into_iter().enumerate() {
+        let range = DsmRange {
+            slba: Lba(slba),
+            nlb,
+            ..DsmRange::default()
+        };
+        list.as_mut_bytes()[16 * at..16 * (at + 1)].copy_from_slice(range.as_bytes());
+    }
+    drive.ring(&[command]);
+    let given = ring.succeed();
+    assert_eq!((given.offset, given.len), (0, 32 * 512));
+    while ring.has().is_empty() {
+        assert!(drive.reap().is_empty());
+    }
+    let given = ring.succeed();
+    assert_eq!((given.offset, given.len), (64 * 512, 8 * 512));
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+}
+
+#[test]
+fn a_file_system_names_its_extents() {
+    let file = NamedTempFile::new().expect("a file");
+    file.as_file().set_len(64 << 20).expect("room");
+    let page = [7; 4096];
+    for at in [1_u64 << 20, 5 << 20] {
+        file.as_file().write_all_at(&page, at).expect("written");
+    }
+    file.as_file().sync_all().expect("synced");
+    let Ok(extents) = super::super::kernel::extents(file.as_file(), 0, 64 << 20, 64) else {
+        println!("NOT CHECKED: the file system of temporary files names no extents");
+        return;
+    };
+    let has = |at| extents.iter().any(|&(from, to)| (from..to).contains(&at));
+    assert!(has(1 << 20) && has(5 << 20), "{extents:?}");
+    assert!(!has(0) && !has(3 << 20) && !has(32 << 20), "{extents:?}");
 }

@@ -1,0 +1,262 @@
+//! Surveys of files: the bytes of a range that have room in the file system.
+//!
+//! The time of a deallocation follows from the extents in it, and holes take next to none, whatever their length. So a
+//! slice ([`slices`](super::slices)) goes over holes for free, and has as much *weight* as slices may have bytes: an extent
+//! weighs a block and a 256th of its bytes. Of a file in memory, whose pages are given back one by one, it weighs all of
+//! its bytes.
+//!
+//! The questions to the file system (FIEMAP, SEEK_DATA) wait for its locks and its disk, so no poller asks them. One thread
+//! of the process does, where the process has [started](start) it. Without an answer in time, a slice is as short as if the
+//! range had no hole.
+
+use std::io;
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use log::debug;
+
+use super::SharedFile;
+use super::kernel;
+use super::way::UNIT;
+use nvme_mpt::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use nvme_mpt::poller::Threads;
+
+/// Questions that wait. Others are not asked.
+const QUESTIONS: usize = 256;
+
+/// Time that a command waits for an answer.
+pub(super) const PATIENCE: Duration = Duration::from_millis(2);
+
+/// Extents of one answer.
+const EXTENTS: usize = 64;
+
+/// Bytes that weigh as much as one, of an extent of a file system.
+const LIGHT: u64 = 256;
+
+static THREAD: OnceLock<SyncSender<Question>> = OnceLock::new();
+
+/// Starts the thread that surveys the files of this process, unless it runs. It asks file systems for extents (the ioctl
+/// FIEMAP), which a filter of system calls has to allow.
+///
+/// # Errors
+/// Returns the error of the starter of threads.
+pub fn start(threads: &Threads) -> io::Result<()> {
+    let (sender, questions) = sync_channel(QUESTIONS);
+    if THREAD.set(sender).is_err() {
+        return Ok(());
+    }
+    let thread = threads.spawn("extents", Box::new(move || answer(&questions)))?;
+    // It lives as long as the process.
+    drop(thread);
+    Ok(())
+}
+
+fn answer(questions: &Receiver<Question>) {
+    while let Ok(question) = questions.recv() {
+        let Some(file) = question.file.upgrade() else {
+            continue;
+        };
+        let (start, end) = (question.start, question.end);
+        match kernel::extents(&file.opened, start, end, EXTENTS) {
+            Ok(list) => question.answer(list, if file.in_memory { 1 } else { LIGHT }),
+            Err(error) => {
+                debug!("{} names no extents: {error}", file.path.display());
+                file.surveyor.give_up();
+                question.answer(vec![(start, end)], 1);
+            }
+        }
+    }
+}
+
+/// A question to the thread.
+#[derive(Debug)]
+pub(super) struct Question {
+    file: Weak<SharedFile>,
+    pub(super) start: u64,
+    pub(super) end: u64,
+    survey: Arc<Survey>,
+}
+
+impl Question {
+    /// Answers with the first extents of the range, as start and end, in order: all of them, unless there are
+    /// [`EXTENTS`] or more. So many of their bytes weigh one.
+    pub(super) fn answer(self, extents: Vec<(u64, u64)>, light: u64) {
+        let known = match extents.last() {
+            Some((_, end)) if extents.len() >= EXTENTS => *end,
+            _ => self.end,
+        };
+        // Each question is answered once.
+        let _ = self.survey.answer.set(Extents {
+            known,
+            extents,
+            light,
+        });
+    }
+}
+
+/// The way to the thread.
+#[derive(Debug, Default)]
+pub(super) struct Surveyor(OnceLock<SyncSender<Question>>, OnceLock<()>);
+
+impl Surveyor {
+    /// To the thread of this process, if it runs.
+    pub(super) fn of_this_process() -> Self {
+        let surveyor = Self::default();
+        if let Some(questions) = THREAD.get() {
+            surveyor.begin(questions.clone());
+        }
+        surveyor
+    }
+
+    /// Asks there from now on, unless it asks elsewhere. Returns whether it does.
+    pub(super) fn begin(&self, questions: SyncSender<Question>) -> bool {
+        self.0.set(questions).is_ok()
+    }
+
+    /// Asks nothing from now on.
+    fn give_up(&self) {
+        let _ = self.1.set(());
+    }
+
+    /// Returns whether questions are asked.
+    pub(super) fn asks(&self) -> bool {
+        self.0.get().is_some() && self.1.get().is_none()
+    }
+
+    /// Asks for the extents of a range; `None` if too many questions wait.
+    pub(super) fn ask(&self, file: &Arc<SharedFile>, start: u64, end: u64) -> Option<Arc<Survey>> {
+        let survey = Arc::<Survey>::default();
+        let question = Question {
+            file: Arc::downgrade(file),
+            start,
+            end,
+            survey: survey.clone(),
+        };
+        self.0.get()?.try_send(question).ok()?;
+        Some(survey)
+    }
+}
+
+/// A survey of a range, once it is there.
+#[derive(Debug, Default)]
+pub(super) struct Survey {
+    answer: OnceLock<Extents>,
+}
+
+impl Survey {
+    /// Returns the extents, if they are there.
+    pub(super) fn extents(&self) -> Option<&Extents> {
+        self.answer.get()
+    }
+}
+
+/// The extents of the start of a range.
+#[derive(Debug)]
+pub(super) struct Extents {
+    /// End of the bytes of which the extents are known.
+    known: u64,
+    /// Start and end of each.
+    extents: Vec<(u64, u64)>,
+    light: u64,
+}
+
+impl Extents {
+    /// Returns whether the extents are known from a place on.
+    pub(super) fn reach(&self, at: u64) -> bool {
+        at < self.known
+    }
+
+    /// Returns the end of a slice that begins at `at`, ends at `end` at the latest, and weighs `most` at most; and its
+    /// weight. It has a block at least.
+    pub(super) fn slice(&self, at: u64, end: u64, most: u64) -> (u64, u64) {
+        let end = end.min(self.known);
+        let head = if self.light > 1 { UNIT } else { 0 };
+        let mut weight = 0;
+        for &(from, to) in &self.extents {
+            let (from, to) = (from.max(at), to.min(end));
+            if from >= to {
+                continue;
+            }
+            let own = head + (to - from) / self.light;
+            let room = most.saturating_sub(weight);
+            if own <= room {
+                weight += own;
+                continue;
+            }
+            let part = room.saturating_sub(head).saturating_mul(self.light);
+            let part = if from > at { part } else { part.max(UNIT) };
+            return match part {
+                0 => (from, weight),
+                part => ((from + part).min(to), most.max(UNIT)),
+            };
+        }
+        (end, weight)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn extents(known: u64, light: u64, extents: &[(u64, u64)]) -> Extents {
+        Extents {
+            known,
+            extents: extents.to_vec(),
+            light,
+        }
+    }
+
+    #[test]
+    fn a_slice_goes_over_holes_for_free() {
+        let file = extents(
+            1 << 40,
+            1,
+            &[(8 * MIB, 9 * MIB), (1 << 30, (1 << 30) + MIB)],
+        );
+        assert_eq!(file.slice(0, 4 * MIB, 1), (4 * MIB, 0));
+        assert_eq!(file.slice(0, 1 << 40, 2 * MIB), (1 << 40, 2 * MIB));
+        assert_eq!(file.slice(0, 1 << 40, MIB), (1 << 30, MIB));
+        assert_eq!(
+            file.slice(8 * MIB + UNIT, 1 << 29, MIB),
+            (1 << 29, MIB - UNIT)
+        );
+        assert_eq!(file.slice(9 * MIB, 1 << 29, 0), (1 << 29, 0));
+    }
+
+    #[test]
+    fn a_slice_weighs_no_more_than_it_may() {
+        // Blocks that lie apart weigh what they are; a long extent a 256th of its bytes.
+        let apart: Vec<_> = (0..64)
+            .map(|at| (2 * at * UNIT, (2 * at + 1) * UNIT))
+            .collect();
+        for (light, list, count) in [
+            // 64 blocks and their 256ths weigh a little more than a slice may.
+            (LIGHT, apart.as_slice(), 2..=2),
+            (1, &[(0, 4 * MIB)], 16..=16),
+            (LIGHT, &[(0, 4 * MIB)], 1..=1),
+            (LIGHT, &[(0, 1 << 30)], 16..=18),
+        ] {
+            let end = list.last().expect("some").1;
+            let file = extents(end, light, list);
+            let (mut at, mut slices) = (0, 0);
+            while at < end {
+                let (next, weight) = file.slice(at, end, 256 << 10);
+                assert!(next > at && weight <= 256 << 10, "{at} {next} {weight}");
+                at = next;
+                slices += 1;
+            }
+            assert!(count.contains(&slices), "{slices} of {light}");
+        }
+    }
+
+    #[test]
+    fn a_slice_has_a_block_at_least_and_nothing_that_is_not_known() {
+        let file = extents(MIB, LIGHT, &[(0, MIB)]);
+        assert_eq!(file.slice(0, 4 * MIB, 1), (UNIT, UNIT));
+        let file = extents(MIB, 1, &[(0, UNIT)]);
+        assert_eq!(file.slice(0, 4 * MIB, MIB), (MIB, UNIT));
+        assert!(file.reach(MIB - 1) && !file.reach(MIB));
+    }
+}

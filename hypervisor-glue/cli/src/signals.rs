@@ -79,13 +79,34 @@ impl Drop for EndSignals {
     }
 }
 
-fn signal_set() -> libc::sigset_t {
+/// Starts threads that take no signal of the process.
+pub(crate) fn without_signals<T>(start: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    let mut all = empty_set();
+    let mut before = empty_set();
+    // SAFETY: both sets are initialised; sigfillset fails for no pointer that is valid.
+    let masked = unsafe {
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before)
+    };
+    if masked != 0 {
+        return Err(io::Error::from_raw_os_error(masked));
+    }
+    let started = start();
+    mask(libc::SIG_SETMASK, &before)?;
+    started
+}
+
+fn empty_set() -> libc::sigset_t {
     let mut set = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: sigemptyset initialises the whole set, and fails for no pointer that is valid.
-    let mut set = unsafe {
+    unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         set.assume_init()
-    };
+    }
+}
+
+fn signal_set() -> libc::sigset_t {
+    let mut set = empty_set();
     for signal in SIGNALS {
         // SAFETY: the set is initialised; the signals exist, so that this cannot fail.
         unsafe { libc::sigaddset(&raw mut set, signal) };

@@ -98,7 +98,7 @@ pub fn exit_code(status: ExitStatus) -> ExitCode {
 /// [`KeepOptions::first_delay`], and after twice the time for each further death, up to 5 s. A main process names its successor by `MAINPID=`. Before another
 /// start, the keeper ends former main processes by SIGKILL: two never run at the same time.
 ///
-/// Call this in a process with one thread, before it starts any other process. The keeper blocks signals, adopts
+/// Call this in a process whose other threads take no signals, before it starts any other process. The keeper blocks signals, adopts
 /// orphans, collects all children, sets close-on-exec for all descriptors, and raises `RLIMIT_NOFILE` as far as it may.
 ///
 /// # Errors

@@ -19,6 +19,7 @@
 use std::io;
 use std::ptr;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use super::sigbus::{install_handler, pass_on};
 use super::work::{self, count_crash};
@@ -30,6 +31,34 @@ const SIGNALS: [libc::c_int; 4] = [libc::SIGSEGV, libc::SIGILL, libc::SIGFPE, li
 /// Actions of [`SIGNALS`] before these handlers.
 static PREVIOUS: [OnceLock<libc::sigaction>; SIGNALS.len()] =
     [const { OnceLock::new() }; SIGNALS.len()];
+
+/// Condition that a crash waits for, and its longest wait.
+static LAST: OnceLock<(fn() -> bool, Duration)> = OnceLock::new();
+
+/// Has a crash wait until `is_done` returns `true`, but no longer than `time`: another thread writes what was logged before
+/// it. `is_done` runs in a signal handler, so it looks at atomics alone.
+pub fn await_before_the_end(is_done: fn() -> bool, time: Duration) {
+    // The first caller's remains.
+    let _ = LAST.set((is_done, time));
+}
+
+/// Waits as [`await_before_the_end`] has it. Async-signal-safe.
+fn await_last() {
+    let Some((is_done, time)) = LAST.get() else {
+        return;
+    };
+    let pause = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 1_000_000,
+    };
+    for _ in 0..time.as_millis() {
+        if is_done() {
+            return;
+        }
+        // SAFETY: nanosleep is async-signal-safe, `pause` is a valid time, and what is left is not asked for.
+        unsafe { libc::nanosleep(&raw const pause, ptr::null_mut()) };
+    }
+}
 
 /// Crashes of one work, in memory that outlives the process. Its content is untrusted: any value is a number of crashes.
 #[derive(Clone, Debug)]
@@ -83,7 +112,7 @@ pub fn record_crashes() -> io::Result<()> {
             continue;
         }
         // SAFETY: both actions are fully initialised, and the handler is async-signal-safe: it uses atomics, a word of a
-        // mapping that is held, and the clock_gettime, getpid, sigaction and kill system calls only.
+        // mapping that is held, and the clock_gettime, nanosleep, getpid, sigaction and kill system calls only.
         unsafe {
             let mut previous = std::mem::zeroed::<libc::sigaction>();
             if libc::sigaction(signal, ptr::null(), &raw mut previous) < 0 {
@@ -110,6 +139,7 @@ extern "C" fn on_crash(
     // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler.
     let is_fault = unsafe { (*info).si_code } > 0;
     count_crash(info, is_fault);
+    await_last();
     let place = SIGNALS.iter().position(|known| *known == signal);
     let previous = place.and_then(|place| PREVIOUS[place].get());
     pass_on(previous, signal, info, context, is_fault);

@@ -4,6 +4,7 @@ mod doctor;
 mod functions;
 mod leases;
 mod manual;
+mod output;
 mod top;
 mod watch;
 
@@ -34,6 +35,7 @@ use self::functions::{
 };
 use self::leases::{Leases, run_leases};
 use self::manual::{Completions, Man};
+use self::output::PatientOutput;
 use self::top::Top;
 use self::watch::Stats;
 use crate::change::{Change, Changed};
@@ -41,10 +43,10 @@ use crate::confine::{Confinement, FileRule, Seccomp};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
 use crate::kept::FIRST_STAGE;
-use crate::logging::{LevelFilter, LogFilter};
+use crate::logging::{self, LevelFilter, LogFilter};
 use crate::metrics::{MetricsAddress, MetricsOptions};
 use crate::serve::{ServeOptions, descriptions, serve};
-use crate::{bind, control, drives, logging, profile};
+use crate::{bind, control, drives, profile};
 use nvme_mpt_vmm::options::{
     OptionError, STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path,
 };
@@ -402,6 +404,9 @@ pub fn run() -> ExitCode {
         return failure(&nvme_mpt_keep::first_stage(arguments));
     }
     let Cli { command } = Cli::parse();
+    if matches!(command, Command::Serve(_) | Command::Keep(_)) {
+        logging::wait_for_a_thread();
+    }
     match &command {
         Command::Serve(serve) => logging::start(serve.log.clone(), LevelFilter::Info),
         _ => logging::start(None, LevelFilter::Warn),
@@ -431,18 +436,19 @@ pub fn run() -> ExitCode {
         Command::Man(options) => options.run(),
         Command::Completions(options) => options.run(),
     };
-    match result {
+    let status = match result {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has seen enough.
         Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
         Err(error) => failure(&*error),
-    }
+    };
+    logging::flush(logging::END_PATIENCE);
+    status
 }
 
 /// Reports why a command failed.
 fn failure(error: &dyn Error) -> ExitCode {
-    // If standard error is closed, the error has no reader.
-    let _ = writeln!(io::stderr(), "nvme-mpt: {}", report::chain(error));
+    logging::last_words(&format!("nvme-mpt: {}", report::chain(error)));
     ExitCode::FAILURE
 }
 
@@ -450,10 +456,17 @@ fn run_keep(options: &Keep) -> ExitCode {
     let mut keep = KeepOptions::new(vec![FIRST_STAGE.into()]);
     keep.deaths = options.deaths as usize;
     keep.first_delay = Duration::from_millis(options.delay.into());
-    match nvme_mpt_keep::keep(&keep, &options.command) {
+    if let Err(error) = logging::write_on_a_thread() {
+        log::warn!(
+            "The reader of the log can hold up this process, as the log has no thread: {error}"
+        );
+    }
+    let status = match nvme_mpt_keep::keep(&keep, &options.command) {
         Ok(status) => nvme_mpt_keep::exit_code(status),
         Err(error) => failure(&error),
-    }
+    };
+    logging::flush(logging::END_PATIENCE);
+    status
 }
 
 fn is_broken_pipe(error: &(dyn Error + 'static)) -> bool {
@@ -493,7 +506,7 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         },
         described,
     };
-    Ok(serve(options, &mut io::stdout())?)
+    Ok(serve(options, &mut PatientOutput::new(io::stdout()))?)
 }
 
 fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {

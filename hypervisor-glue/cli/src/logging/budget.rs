@@ -1,4 +1,4 @@
-//! Bounds of the log: so few messages that no guest or client can flood it.
+//! Bounds of the log: so few messages, and bytes of them, that no guest or client can flood it.
 //!
 //! Every function has a control thread of its own, so that a limit per thread is a limit per
 //! function: a noisy guest silences itself and no other guest, whichever module logs about it.
@@ -14,6 +14,12 @@ const BURST: u32 = 20;
 
 /// Time that a thread that has used its burst waits for each further message.
 const REFILL: Duration = Duration::from_secs(1);
+
+/// Bytes that a thread may log at once. A message may take more than are left.
+const BURST_BYTES: i64 = 16 << 10;
+
+/// Bytes that come back in each [`REFILL`].
+const REFILL_BYTES: i64 = 1 << 10;
 
 thread_local! {
     static BUDGET: RefCell<Budget> = RefCell::new(Budget::full());
@@ -40,6 +46,15 @@ impl Budget {
     }
 }
 
+/// Charges a message's bytes to this thread's budget.
+pub(super) fn charge(bytes: usize) {
+    let _ = BUDGET.try_with(|budget| {
+        let budget = budget.borrow();
+        let mut bucket = budget.0.lock().unwrap_or_else(PoisonError::into_inner);
+        bucket.charge(bytes);
+    });
+}
+
 /// Returns the fate of a message of this thread.
 pub(super) fn verdict() -> Verdict {
     // A thread that ends is not limited.
@@ -60,7 +75,9 @@ pub(super) enum Verdict {
 #[derive(Debug)]
 struct Bucket {
     tokens: u32,
-    /// Time at which `tokens` was right.
+    /// Negative after a message that took more than were left.
+    bytes: i64,
+    /// Time at which `tokens` and `bytes` were right.
     at: Duration,
     left_out: u64,
 }
@@ -69,6 +86,7 @@ impl Bucket {
     const fn full(now: Duration) -> Self {
         Self {
             tokens: BURST,
+            bytes: BURST_BYTES,
             at: now,
             left_out: 0,
         }
@@ -79,14 +97,16 @@ impl Bucket {
         match u32::try_from(refills) {
             Ok(refills) if refills < BURST => {
                 self.tokens = BURST.min(self.tokens + refills);
+                self.bytes = BURST_BYTES.min(self.bytes + REFILL_BYTES * i64::from(refills));
                 self.at += REFILL * refills;
             }
             _ => {
                 self.tokens = BURST;
+                self.bytes = BURST_BYTES;
                 self.at = now;
             }
         }
-        if self.tokens == 0 {
+        if self.tokens == 0 || self.bytes <= 0 {
             self.left_out += 1;
             return Verdict::LeaveOut;
         }
@@ -95,6 +115,12 @@ impl Bucket {
             0 => Verdict::Pass,
             left_out => Verdict::PassAfter(left_out),
         }
+    }
+
+    fn charge(&mut self, bytes: usize) {
+        let bytes = i64::try_from(bytes).unwrap_or(BURST_BYTES);
+        // A debt is paid off while the tokens of a burst come back.
+        self.bytes = (self.bytes - bytes).max(-BURST_BYTES);
     }
 }
 
@@ -122,6 +148,26 @@ mod tests {
             bucket.take(start + Duration::from_secs(2)),
             Verdict::PassAfter(1)
         );
+    }
+
+    #[test]
+    fn long_messages_use_the_budget_up_sooner() {
+        let start = monotonic();
+        let mut bucket = Bucket::full(start);
+        for _ in 0..4 {
+            assert_eq!(bucket.take(start), Verdict::Pass);
+            bucket.charge(4096);
+        }
+        assert_eq!(bucket.take(start), Verdict::LeaveOut);
+        let later = start + Duration::from_secs(1);
+        assert_eq!(bucket.take(later), Verdict::PassAfter(1));
+        bucket.charge(4096);
+        for seconds in 2..=4 {
+            let later = start + Duration::from_secs(seconds);
+            assert_eq!(bucket.take(later), Verdict::LeaveOut, "{seconds}");
+        }
+        let later = start + Duration::from_secs(5);
+        assert_eq!(bucket.take(later), Verdict::PassAfter(3));
     }
 
     #[test]

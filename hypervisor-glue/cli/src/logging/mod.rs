@@ -1,35 +1,63 @@
 //! The log: to standard error, or to systemd's journal with fields. Its filter can be changed at run time.
+//!
+//! A process that serves guests writes it on a thread of its own ([`wait_for_a_thread`]), as its reader may stand still.
 
 mod budget;
 mod fields;
 mod filter;
+mod queue;
+mod text;
 
 use std::env;
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
+use std::panic;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{OnceLock, PoisonError, RwLock};
 use std::thread;
+use std::time::Duration;
 
 use env_filter::Filter;
 use jiff::Timestamp;
 pub use log::LevelFilter;
+use log::kv::{self, Source, VisitSource};
 use log::{Level, Log, Metadata, Record};
+use nvme_mpt::memory::crash;
+use nvme_mpt::poller::start_thread;
 use systemd_journal_logger::JournalLog;
 
 pub(crate) use self::budget::Budget;
-use self::budget::{Verdict, verdict};
+use self::budget::{Verdict, charge, verdict};
 use self::fields::Fields;
 pub(crate) use self::fields::work_for;
 pub use self::filter::{FilterError, LogFilter};
+use self::queue::{Message, MessageQueue};
+use self::text::{FIELD_MAX, MESSAGE_MAX, line_of};
+use crate::signals::without_signals;
 
 /// Variable of the environment with a filter.
 const VARIABLE: &str = "RUST_LOG";
 
 /// Name of this program's messages in the journal.
 const IDENTIFIER: &str = "nvme-mpt";
+
+/// Longest wait for the reader of the log by a process that ends.
+pub(crate) const END_PATIENCE: Duration = Duration::from_secs(1);
+
+/// As [`END_PATIENCE`], while guests wait for the process that takes this one's place.
+pub(crate) const CRASH_PATIENCE: Duration = Duration::from_millis(100);
+
+/// Fields of a message, at most.
+const FIELDS_MAX: usize = 16;
+
+/// Messages on their way to the thread of the log.
+static QUEUE: OnceLock<MessageQueue> = OnceLock::new();
+
+/// The thread that writes [`QUEUE`] was started.
+static HAS_THREAD: AtomicBool = AtomicBool::new(false);
 
 /// The logger of this process, from [`start`] on.
 static LOGGER: OnceLock<Logger> = OnceLock::new();
@@ -50,6 +78,77 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     if let Some(error) = trouble {
         log::warn!("{VARIABLE} is not heeded: {error}");
     }
+}
+
+/// Has messages wait for a thread of the log, which [`write_on_a_thread`] starts. No other thread waits for the log's reader
+/// from now on.
+pub(crate) fn wait_for_a_thread() {
+    QUEUE.get_or_init(MessageQueue::default);
+}
+
+/// Starts the thread that writes the log. It has the confinement and the place of the thread that calls this.
+///
+/// A crash or a panic gives the thread [a moment](CRASH_PATIENCE) to write what was logged before it.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub(crate) fn write_on_a_thread() -> io::Result<()> {
+    let (Some(logger), Some(queue)) = (LOGGER.get(), QUEUE.get()) else {
+        return Ok(());
+    };
+    if HAS_THREAD.swap(true, Ordering::Relaxed) {
+        return Ok(());
+    }
+    let write = move || queue.write_all(|message| logger.place.write(message));
+    // One that takes a signal would end the process in the place of the thread that waits for it.
+    without_signals(|| start_thread("log", write))
+        .inspect_err(|_| HAS_THREAD.store(false, Ordering::Relaxed))?;
+    crash::await_before_the_end(|| !has_unwritten(), CRASH_PATIENCE);
+    // With a backtrace, the message is for a person who waits for it.
+    if env::var_os("RUST_BACKTRACE").is_none() {
+        panic::set_hook(Box::new(|panic| {
+            let text = format_args!("{panic}");
+            let record = Record::builder().level(Level::Error).args(text).build();
+            logger.write(&record);
+            flush(CRASH_PATIENCE);
+        }));
+    }
+    Ok(())
+}
+
+/// Waits until what was logged so far is written, but no longer than `time`.
+pub(crate) fn flush(time: Duration) {
+    if let Some(queue) = QUEUE.get() {
+        // A process that ends early has none yet.
+        let _ = write_on_a_thread();
+        queue.flush(time);
+    }
+}
+
+fn has_unwritten() -> bool {
+    QUEUE.get().is_some_and(MessageQueue::has_unwritten)
+}
+
+/// Returns the number of messages that were dropped, as the log's reader took none.
+pub(crate) fn dropped_messages() -> u64 {
+    QUEUE.get().map_or(0, MessageQueue::dropped)
+}
+
+/// Reports why the process ends, and gives the log's reader a [moment](END_PATIENCE).
+pub(crate) fn last_words(text: &str) {
+    let lines = text.lines();
+    let lines = lines.map(|line| line_of(format_args!("{line}"), MESSAGE_MAX));
+    let text = lines.collect::<Vec<_>>().join("\n");
+    let Some(queue) = QUEUE.get() else {
+        return write_to_error(format!("{text}\n").as_bytes());
+    };
+    let plain = Record::builder().level(Level::Error).build();
+    queue.put(Message {
+        text,
+        is_plain: true,
+        ..message_of(&plain)
+    });
+    flush(END_PATIENCE);
 }
 
 /// Returns the filter of this process's log; `None` before [`start`].
@@ -113,35 +212,114 @@ impl Place {
         }
     }
 
-    fn write(&self, record: &Record<'_>) {
-        let current = thread::current();
-        let thread = current.name().unwrap_or("?");
-        let (level, message) = (record.level(), record.args());
+    fn write(&self, message: &Message) {
+        let Message {
+            time,
+            level,
+            thread,
+            text,
+            ..
+        } = message;
         let line = match self {
-            Self::Journal(journal) => match send(journal, record, thread) {
+            _ if message.is_plain => format!("{text}\n"),
+            Self::Journal(journal) => match send(journal, message) {
                 Ok(()) => return,
-                Err(_) => format!("<{}>[{thread}] {message}\n", priority(level)),
+                Err(_) => format!("<{}>[{thread}] {text}\n", priority(*level)),
             },
-            Self::ErrorOfJournal => format!("<{}>[{thread}] {message}\n", priority(level)),
+            Self::ErrorOfJournal => format!("<{}>[{thread}] {text}\n", priority(*level)),
             Self::Error => {
-                let time = Timestamp::now().strftime("%Y-%m-%dT%H:%M:%S%.6fZ");
-                format!("{time} {level} [{thread}] {message}\n")
+                let time = time.strftime("%Y-%m-%dT%H:%M:%S%.6fZ");
+                format!("{time} {level} [{thread}] {text}\n")
             }
         };
-        // If standard error is closed, the message has no reader.
-        let _ = io::stderr().lock().write_all(line.as_bytes());
+        write_to_error(line.as_bytes());
     }
 }
 
-fn send(journal: &JournalLog, record: &Record<'_>, thread: &str) -> io::Result<()> {
+/// Writes to standard error, without the lock that other threads may want. If it is closed, the text has no reader.
+fn write_to_error(mut bytes: &[u8]) {
+    while !bytes.is_empty() {
+        match rustix::io::write(rustix::stdio::stderr(), bytes) {
+            Ok(written) => bytes = &bytes[written..],
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::AGAIN) => await_room(),
+            Err(_) => return,
+        }
+    }
+}
+
+/// Waits for room in standard error, whose description another process made non-blocking.
+fn await_room() {
+    let stderr = rustix::stdio::stderr();
+    let mut room = [rustix::event::PollFd::new(
+        &stderr,
+        rustix::event::PollFlags::OUT,
+    )];
+    let _ = rustix::event::poll(&mut room, None);
+}
+
+fn send(journal: &JournalLog, message: &Message) -> io::Result<()> {
+    let fields = Pairs(&message.fields);
+    let text = format_args!("{}", message.text);
+    let record = Record::builder()
+        .level(message.level)
+        .target(&message.target)
+        .file_static(message.place.0)
+        .line(message.place.1)
+        .args(text)
+        .key_values(&fields)
+        .build();
+    journal.journal_send(&record)
+}
+
+/// Fields of a message, as the journal takes them.
+struct Pairs<'a>(&'a [(String, String)]);
+
+impl Source for Pairs<'_> {
+    fn visit<'kvs>(&'kvs self, visitor: &mut dyn VisitSource<'kvs>) -> Result<(), kv::Error> {
+        self.0.iter().try_for_each(|(key, value)| {
+            visitor.visit_pair(kv::Key::from(key.as_str()), kv::Value::from(value.as_str()))
+        })
+    }
+}
+
+/// Takes fields out of a record, bounded in number and length.
+#[derive(Default)]
+struct FieldCopies(Vec<(String, String)>);
+
+impl<'kvs> VisitSource<'kvs> for FieldCopies {
+    fn visit_pair(&mut self, key: kv::Key<'kvs>, value: kv::Value<'kvs>) -> Result<(), kv::Error> {
+        if self.0.len() < FIELDS_MAX {
+            let value = line_of(format_args!("{value}"), FIELD_MAX);
+            self.0.push((key.to_string(), value));
+        }
+        Ok(())
+    }
+}
+
+/// Returns a record as a message of this thread.
+fn message_of(record: &Record<'_>) -> Message {
+    let current = thread::current();
+    let thread = current.name().unwrap_or("?");
     let function = fields::function();
     let fields = Fields {
         own: record.key_values(),
         function: function.as_deref(),
         thread,
     };
-    let mut with_fields = record.to_builder();
-    journal.journal_send(&with_fields.key_values(&fields).build())
+    let mut copies = FieldCopies::default();
+    // Only a copy that fails would end it early.
+    let _ = fields.visit(&mut copies);
+    Message {
+        time: Timestamp::now(),
+        level: record.level(),
+        target: record.target().to_owned(),
+        thread: line_of(format_args!("{thread}"), FIELD_MAX),
+        place: (record.file_static(), record.line()),
+        text: line_of(*record.args(), MESSAGE_MAX),
+        is_plain: false,
+        fields: copies.0,
+    }
 }
 
 /// Returns whether a stream is the connection to systemd's journal that `JOURNAL_STREAM` names, as `DEVICE:INODE`.
@@ -173,6 +351,15 @@ impl Logger {
         }
     }
 
+    fn write(&self, record: &Record<'_>) {
+        let message = message_of(record);
+        charge(message.text.len());
+        match QUEUE.get() {
+            Some(queue) => queue.put(message),
+            None => self.place.write(&message),
+        }
+    }
+
     fn passing(&self) -> std::sync::RwLockReadGuard<'_, Passing> {
         self.passing.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -188,17 +375,19 @@ impl Log for Logger {
             return;
         }
         match verdict() {
-            Verdict::Pass => self.place.write(record),
+            Verdict::Pass => self.write(record),
             Verdict::PassAfter(left_out) => {
                 let notice = format_args!("{left_out} messages like the next were left out");
-                self.place.write(&record.to_builder().args(notice).build());
-                self.place.write(record);
+                self.write(&record.to_builder().args(notice).build());
+                self.write(record);
             }
             Verdict::LeaveOut => {}
         }
     }
 
-    fn flush(&self) {}
+    fn flush(&self) {
+        flush(END_PATIENCE);
+    }
 }
 
 #[cfg(test)]

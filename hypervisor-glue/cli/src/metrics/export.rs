@@ -13,7 +13,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
 use super::families::{
-    DRIVE, FUNCTION, Family, HEALTH, LEASE, LEASE_USE, Labelled, POLLER, QUEUE, WIPED,
+    DRIVE, FUNCTION, Family, HEALTH, LEASE, LEASE_USE, Labelled, POLLER, PROCESS, QUEUE,
 };
 use super::health::DriveHealth;
 use crate::change::{FunctionEntry, FunctionState, Origin};
@@ -56,8 +56,17 @@ pub struct Snapshot {
     pub functions: Vec<FunctionEntry>,
     /// Health of drives, by path.
     pub health: BTreeMap<String, DriveHealth>,
-    /// Wipes of the process.
+    /// Figures of the process itself.
+    pub process: ProcessFigures,
+}
+
+/// Figures of a server's process.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ProcessFigures {
+    /// Its wipes.
     pub wiped: Wiped,
+    /// Messages of its log that were dropped, as the log's reader took none.
+    pub dropped_messages: u64,
 }
 
 impl Snapshot {
@@ -119,7 +128,7 @@ impl Collector for Snapshot {
             stats,
             functions,
             health,
-            wiped,
+            process,
         } = self;
         let out = &mut out;
         let version = [("version", env!("CARGO_PKG_VERSION"))];
@@ -145,9 +154,9 @@ impl Collector for Snapshot {
         write(POLLER, out, &pollers.collect::<Vec<_>>())?;
         let process = Labelled {
             labels: [("", ""); 0],
-            of: wiped,
+            of: process,
         };
-        write(WIPED, out, &[process])
+        write(PROCESS, out, &[process])
     }
 }
 
@@ -533,9 +542,12 @@ pub(super) mod tests {
                 entry("vm-2", FunctionState::Busy),
             ],
             health: [("0000:01:00.0".to_owned(), health)].into(),
-            wiped: Wiped {
-                bytes: 1 << 30,
-                parts: 1,
+            process: ProcessFigures {
+                wiped: Wiped {
+                    bytes: 1 << 30,
+                    parts: 1,
+                },
+                dropped_messages: 3,
             },
             stats,
         }
@@ -581,6 +593,7 @@ pub(super) mod tests {
             "nvme_mpt_drive_temperature_celsius{drive=\"0000:01:00.0\"} 41.0",
             "nvme_mpt_poller_parks_total{poller=\"poll-shared-0\"} 77",
             "nvme_mpt_wiped_bytes_total 1073741824",
+            "nvme_mpt_log_messages_dropped_total 3",
         ] {
             assert!(text.lines().any(|other| other == line), "{line}\n{text}");
         }
@@ -705,7 +718,8 @@ pub(super) mod tests {
             [
                 "nvme_mpt_build_info",
                 "nvme_mpt_wiped_bytes_total",
-                "nvme_mpt_wipes_total"
+                "nvme_mpt_wipes_total",
+                "nvme_mpt_log_messages_dropped_total"
             ]
         );
     }

@@ -5,13 +5,13 @@
 use std::fmt;
 
 use nvme_mpt::stats::{PollerStats, QueueStats};
-use nvme_mpt::wipe::Wiped;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Unit;
 
+use super::export::ProcessFigures;
 use super::health::DriveHealth;
 use crate::change::FunctionEntry;
 use crate::stats::{DriveStats, FunctionStats};
@@ -402,17 +402,23 @@ pub(super) static POLLER: &[Family<PollerStats>] = &[
 ];
 
 /// Metrics of the process, without labels.
-pub(super) static WIPED: &[Family<Wiped>] = &[
+pub(super) static PROCESS: &[Family<ProcessFigures>] = &[
     counter(
         "wiped",
         Some(Unit::Bytes),
         "Bytes of former tenants that were erased",
-        |wiped| some(wiped.bytes),
+        |process| some(process.wiped.bytes),
     ),
     counter(
         "wipes",
         None,
         "Parts of drives with data of former tenants that were erased as a whole",
-        |wiped| some(wiped.parts),
+        |process| some(process.wiped.parts),
+    ),
+    counter(
+        "log_messages_dropped",
+        None,
+        "Messages of the log that were dropped, as its reader took none",
+        |process| some(process.dropped_messages),
     ),
 ];

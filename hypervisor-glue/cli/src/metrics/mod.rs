@@ -21,7 +21,7 @@ use std::sync::Arc;
 use nvme_mpt::Drive;
 use thiserror::Error;
 
-pub use self::export::{Format, Snapshot};
+pub use self::export::{Format, ProcessFigures, Snapshot};
 pub use self::health::HealthAnswers;
 pub use self::server::{MetricsListener, MetricsServer};
 

@@ -379,7 +379,7 @@ mod tests {
     impl Source for Counting {
         fn snapshot(&self) -> Snapshot {
             let mut snapshot = full();
-            snapshot.wiped.parts = self.0.fetch_add(1, Ordering::Relaxed);
+            snapshot.process.wiped.parts = self.0.fetch_add(1, Ordering::Relaxed);
             snapshot
         }
 

@@ -14,6 +14,7 @@ use crate::change::{Change, Changed, Reloaded, Reserved};
 use crate::control::Reply;
 use crate::kept::crashes::end_by_panic;
 use crate::kept::predecessor::UpgradeError;
+use crate::logging;
 
 /// Changes that wait while another one is made.
 const QUEUE: usize = 64;
@@ -81,6 +82,7 @@ fn upgrade(roster: &Roster, binary: Option<&Path>, reply: Reply) {
         Ok(process) => {
             log::info!("Process {process} takes the place of this server");
             reply.send(Ok(Changed::Upgraded { process }));
+            logging::flush(logging::CRASH_PATIENCE);
             // At once: whatever this process did now would be done to what its successor has.
             std::process::exit(0);
         }

@@ -11,7 +11,8 @@ use nvme_mpt_vmm::open::Ledgers;
 use super::leases::LeaseTable;
 use super::view::View;
 use crate::function_thread::FunctionHandle;
-use crate::metrics::{HealthAnswers, Snapshot, Source};
+use crate::logging::dropped_messages;
+use crate::metrics::{HealthAnswers, ProcessFigures, Snapshot, Source};
 use crate::room::DriveRoom;
 use crate::stats::{DriveStats, ServerStats};
 
@@ -73,7 +74,10 @@ impl Source for Figures {
             stats: self.stats_of(&view),
             functions,
             health: self.health.all(),
-            wiped: wiped(),
+            process: ProcessFigures {
+                wiped: wiped(),
+                dropped_messages: dropped_messages(),
+            },
         }
     }
 

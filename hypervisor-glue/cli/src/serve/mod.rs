@@ -151,6 +151,9 @@ pub enum ServeError {
     /// Signals cannot be waited for.
     #[error("Cannot wait for SIGTERM and SIGINT")]
     Signals(#[source] io::Error),
+    /// The thread of the log cannot be started.
+    #[error("Cannot start the thread that writes the log")]
+    Log(#[source] io::Error),
     /// The offered functions cannot be printed.
     #[error("Cannot print what is offered")]
     Print(#[source] io::Error),
@@ -185,6 +188,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     // All threads inherit it.
     let rules = needs::of_server(&options)?;
     let confined = confine(&options.confinement, rules)?;
+    logging::write_on_a_thread().map_err(ServeError::Log)?;
     system::count_preemptions();
     let stop = Arc::new(AtomicBool::new(false));
     // A wait at the start, as for a range that is wiped, ends with a signal as well.
@@ -241,7 +245,8 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
         log::info!("There is no function yet: add one with `nvme-mpt add --control {control}`");
     }
     let server = Server::run(listener, metrics, roster)?;
-    // A process that reads the line may end this one at once, and a keeper starts none again that was never ready.
+    // A process that reads the line may end this one at once, and a keeper starts none again that was never ready. Nothing
+    // waits for the reader of the output before this.
     kept::notify(keeping.as_deref(), "READY=1");
     writeln!(out, "ready")
         .and_then(|()| out.flush())

@@ -2,20 +2,26 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::net::UnixDatagram;
+use std::io::{self, BufRead, PipeWriter, Read, Write};
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use nvme_mpt::clock;
+use nvme_mpt_lease_protocol::VERSION;
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::memory::GuestMemory;
 use nvme_mpt_tests::not_checked::not_checked;
 use nvme_mpt_tests::vfio_user::VfioUserBar;
+use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::process::{Pid, Signal, kill_process};
 use vfio_user::Client;
 
-use crate::support::{Bench, Server};
+use crate::support::{Bench, PATIENCE, Server};
 
 const FUNCTION: &str = "socket=a.sock,path=drive.img,id=a";
 
@@ -106,6 +112,133 @@ fn a_server_without_functions_logs_how_to_add_one() {
             "{log}"
         );
     }
+}
+
+/// Fills a pipe, as a reader does that stands still.
+fn fill(mut writer: &PipeWriter) {
+    fcntl_setfl(writer, OFlags::NONBLOCK).unwrap();
+    // The last bytes as well.
+    for bytes in [&[b'x'; 4096][..], b"x"] {
+        while writer.write(bytes).is_ok() {}
+    }
+    fcntl_setfl(writer, OFlags::empty()).unwrap();
+}
+
+#[test]
+fn a_log_and_an_output_that_are_full_hold_up_no_start_no_guest_and_no_end() {
+    let bench = Bench::new();
+    let (mut printed, stdout) = io::pipe().unwrap();
+    let (mut logged, stderr) = io::pipe().unwrap();
+    fill(&stdout);
+    fill(&stderr);
+    let neighbour = "socket=b.sock,path=memory:16M,id=b";
+    let mut serve = bench.serve_command("one", &[FUNCTION, neighbour]);
+    serve.args(["--log", "info"]);
+    let mut server = serve.stdout(stdout).stderr(stderr).spawn().unwrap();
+    // Its command has the ends of the pipes, too.
+    drop(serve);
+    let start = Instant::now();
+    while bench
+        .run("list", &["--control", "one.control"])
+        .status
+        .code()
+        != Some(0)
+    {
+        assert!(start.elapsed() < PATIENCE, "the server does not start");
+        clock::sleep(Duration::from_millis(10));
+    }
+    let connect = |socket: &str| {
+        let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+        let bar = VfioUserBar::attach(&bench.path(socket), &memory).unwrap();
+        let bar: Arc<dyn Bar> = Arc::new(bar);
+        let mut controller = Controller::attach(bar, memory, Config::default(), 1).unwrap();
+        let disk = Disk::open(&mut controller, 1).unwrap();
+        (controller, disk)
+    };
+    let (a, mut short) = connect("a.sock");
+    let (b, mut whole) = connect("b.sock");
+    // The poller of both functions says that the file was cut short.
+    let drive = fs::File::options()
+        .write(true)
+        .open(bench.path("drive.img"));
+    drive.unwrap().set_len(1 << 20).unwrap();
+    short.write(8 << 10, &[1; 512]).unwrap_err();
+    for iops in 1..=10 {
+        bench.ask("limit", &["a", &format!("iops={iops}")]).unwrap();
+        whole.write(7, &[7; 512]).unwrap();
+        assert_eq!(whole.read(7, 1).unwrap(), [7; 512]);
+    }
+    drop((short, a, whole, b));
+    kill_process(Pid::from_child(&server), Signal::TERM).unwrap();
+    server.wait().unwrap();
+    let mut text = String::new();
+    printed.read_to_string(&mut text).unwrap();
+    assert_eq!(text.trim_matches('x'), "", "nothing of it had room");
+    text.clear();
+    logged.read_to_string(&mut text).unwrap();
+    assert_eq!(text.trim_matches('x'), "", "nothing of it had room");
+}
+
+#[test]
+fn a_log_whose_reader_comes_back_has_what_waited() {
+    let bench = Bench::new();
+    let (mut logged, stderr) = io::pipe().unwrap();
+    fill(&stderr);
+    let mut serve = bench.serve_command("one", &[FUNCTION]);
+    serve.args(["--log", "info"]);
+    let mut server = serve.stdout(Stdio::piped()).stderr(stderr).spawn().unwrap();
+    drop(serve);
+    let mut printed = io::BufReader::new(server.stdout.take().unwrap()).lines();
+    while printed.next().unwrap().unwrap() != "ready" {}
+    bench.ask("limit", &["a", "iops=500"]).unwrap();
+    let read = std::thread::spawn(move || {
+        let mut text = String::new();
+        logged.read_to_string(&mut text).map(|_| text)
+    });
+    kill_process(Pid::from_child(&server), Signal::TERM).unwrap();
+    assert!(server.wait().unwrap().success());
+    let text = read.join().unwrap().unwrap();
+    for message in ["has new limits: iops=500", "SIGTERM: no more clients"] {
+        assert!(text.contains(message), "{message}: {text}");
+    }
+}
+
+#[test]
+fn text_of_clients_is_one_bounded_line_of_the_log() {
+    let bench = Bench::new();
+    let server = bench.serve("one", &[]).unwrap();
+    bench.ask("log", &["info"]).unwrap();
+    let forged = "a\\n2026-11-29T00:00:00.000000Z ERROR [main] Drive sda has failed\\u001b[31m";
+    let long = "a".repeat(1 << 20);
+    let sockets = fs::read_dir(bench.path("state/servers")).unwrap();
+    let mut sockets = sockets.map(|entry| entry.unwrap().path());
+    let socket = sockets.find(|path| path.extension().is_some_and(|is| is == "sock"));
+    let socket = socket.unwrap();
+    for id in [forged, &long] {
+        let options = format!("path=drive.img,id={id},no-such-key=1");
+        let ask = format!("{{\"version\":{VERSION},\"options\":\"{options}\"}}");
+        let head = [ask.len() as u32, 0].map(u32::to_le_bytes).concat();
+        let mut vmm = UnixStream::connect(&socket).unwrap();
+        vmm.write_all(&[&head, ask.as_bytes()].concat()).unwrap();
+        let mut answer = Vec::new();
+        vmm.read_to_end(&mut answer).unwrap();
+        assert!(!answer.is_empty(), "it is refused");
+    }
+    let (status, log) = server.signal("TERM");
+    assert!(status.success(), "{log}");
+    assert!(log.lines().all(|line| line.len() < 5000), "{log}");
+    assert!(log.contains("is refused: "), "{log}");
+    let is_message = |line: &str| {
+        line.split_once("Z ")
+            .is_some_and(|(_, rest)| rest.contains('['))
+    };
+    assert!(log.lines().all(is_message), "{log}");
+    assert!(!log.contains('\u{1b}'), "{log}");
+    assert!(
+        !log.lines()
+            .any(|line| line.starts_with("2026-11-29T00:00:00.000000Z")),
+        "{log}"
+    );
 }
 
 #[test]

@@ -1,0 +1,126 @@
+//! Standard output of a server, whose reader may stand still.
+
+use std::io::{self, Write};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use nvme_mpt::poller::start_thread;
+
+use crate::signals::without_signals;
+
+/// Longest wait for the reader.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// An output that a thread writes: [`flush`](Write::flush) waits for the reader for a second at most. What was printed until
+/// then is written once there is room.
+#[derive(Debug)]
+pub(crate) struct PatientOutput<W> {
+    out: Option<W>,
+    thread: Option<OutputThread>,
+    unsent: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct OutputThread {
+    texts: Sender<Vec<u8>>,
+    results: Receiver<io::Result<()>>,
+    /// The reader was waited for in vain.
+    is_late: bool,
+}
+
+impl<W: Write + Send + 'static> PatientOutput<W> {
+    /// An output whose thread starts with the first [`flush`](Write::flush).
+    pub(crate) fn new(out: W) -> Self {
+        Self {
+            out: Some(out),
+            thread: None,
+            unsent: Vec::new(),
+        }
+    }
+
+    fn start(&mut self) -> io::Result<()> {
+        let Some(mut out) = self.out.take() else {
+            return Ok(());
+        };
+        let (texts, inbox) = channel::<Vec<u8>>();
+        let (outbox, results) = channel();
+        let write = move || {
+            for text in inbox {
+                let written = out.write_all(&text).and_then(|()| out.flush());
+                // Without a receiver, the process is about to end.
+                let _ = outbox.send(written);
+            }
+        };
+        without_signals(|| start_thread("output", write))?;
+        self.thread = Some(OutputThread {
+            texts,
+            results,
+            is_late: false,
+        });
+        Ok(())
+    }
+}
+
+impl<W: Write + Send + 'static> Write for PatientOutput<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.unsent.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.start()?;
+        let Some(thread) = &mut self.thread else {
+            return Ok(());
+        };
+        // It ends by a panic alone.
+        let ended = || io::Error::other("the thread of the output has ended");
+        let text = std::mem::take(&mut self.unsent);
+        thread.texts.send(text).map_err(|_| ended())?;
+        if thread.is_late {
+            return Ok(());
+        }
+        match thread.results.recv_timeout(PATIENCE) {
+            Ok(written) => written,
+            Err(RecvTimeoutError::Disconnected) => Err(ended()),
+            Err(RecvTimeoutError::Timeout) => {
+                thread.is_late = true;
+                log::warn!(
+                    "Standard output is full, and is not waited for any more: its reader has to take what was printed"
+                );
+                Ok(())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    #[test]
+    fn a_reader_that_takes_nothing_is_not_waited_for_and_gets_all_later() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        let mut out = PatientOutput::new(writer);
+        // More than any pipe takes by default.
+        let text = "x".repeat(1 << 20);
+        out.write_all(text.as_bytes()).unwrap();
+        out.flush().unwrap();
+        out.write_all(b"ready\n").unwrap();
+        out.flush().unwrap();
+        let mut printed = vec![0; text.len() + 6];
+        reader.read_exact(&mut printed).unwrap();
+        assert!(printed.ends_with(b"xready\n"));
+    }
+
+    #[test]
+    fn a_reader_that_is_gone_is_an_error() {
+        let (reader, writer) = io::pipe().unwrap();
+        drop(reader);
+        let mut out = PatientOutput::new(writer);
+        out.write_all(b"ready\n").unwrap();
+        let error = out.flush().unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+}

@@ -1,0 +1,252 @@
+//! Messages on their way to the thread that writes them.
+//!
+//! The reader of the log decides how long a write takes: a terminal that was stopped, a full pipe or the journal's full
+//! socket make it wait without end. So the thread that logs puts a message into a bounded queue, and a thread of the log's own
+//! writes it. Without room, messages are counted instead, and their number is logged once there is room again.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use jiff::Timestamp;
+use log::Level;
+
+/// Most messages in the queue.
+const MESSAGES_MAX: usize = 1024;
+
+/// Most bytes of all messages in the queue.
+const BYTES_MAX: usize = 512 << 10;
+
+/// A message with all that it says, by itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Message {
+    pub(super) time: Timestamp,
+    pub(super) level: Level,
+    pub(super) target: String,
+    /// File and line in the sources.
+    pub(super) place: (Option<&'static str>, Option<u32>),
+    pub(super) thread: String,
+    pub(super) text: String,
+    /// It is written without time, level and thread.
+    pub(super) is_plain: bool,
+    /// Fields for the journal.
+    pub(super) fields: Vec<(String, String)>,
+}
+
+impl Message {
+    fn bytes(&self) -> usize {
+        let fields = self.fields.iter();
+        let fields = fields.map(|(key, value)| key.len() + value.len());
+        size_of::<Self>() + self.text.len() + fields.sum::<usize>()
+    }
+
+    fn of_dropped(number: u64) -> Self {
+        Self {
+            time: Timestamp::now(),
+            level: Level::Warn,
+            target: module_path!().to_owned(),
+            place: (None, None),
+            thread: "log".to_owned(),
+            is_plain: false,
+            text: format!("{number} messages were dropped, as the log's reader took none"),
+            fields: Vec::new(),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    messages: VecDeque<Message>,
+    bytes: usize,
+    /// Messages without room since the last one that had room.
+    dropped: u64,
+    /// Messages that were put in, and those that were written of them.
+    put: u64,
+    written: u64,
+}
+
+/// A bounded queue. No lock of it is held for longer than it takes to move a message.
+#[derive(Debug, Default)]
+pub(super) struct MessageQueue {
+    waiting: Mutex<Waiting>,
+    came: Condvar,
+    went: Condvar,
+    /// True if a message waits or is being written.
+    has_unwritten: AtomicBool,
+    dropped: AtomicU64,
+}
+
+impl MessageQueue {
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        // Each change is complete before anything can panic.
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a message in, or counts it if there is no room. Waits for no reader.
+    pub(super) fn put(&self, message: Message) {
+        let mut waiting = self.waiting();
+        let bytes = message.bytes();
+        let is_full = waiting.messages.len() >= MESSAGES_MAX || waiting.bytes + bytes > BYTES_MAX;
+        if is_full {
+            waiting.dropped += 1;
+            drop(waiting);
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+        waiting.tell_of_dropped();
+        waiting.push(message);
+        self.has_unwritten.store(true, Ordering::Release);
+        drop(waiting);
+        self.came.notify_one();
+    }
+
+    /// Writes messages as they come, for good.
+    pub(super) fn write_all(&self, mut write: impl FnMut(&Message)) -> ! {
+        loop {
+            self.write_next(&mut write);
+        }
+    }
+
+    fn write_next(&self, write: &mut impl FnMut(&Message)) {
+        let mut waiting = self.waiting();
+        let message = loop {
+            match waiting.messages.pop_front() {
+                Some(message) => break message,
+                None => {
+                    waiting = self
+                        .came
+                        .wait(waiting)
+                        .unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        };
+        waiting.bytes -= message.bytes();
+        drop(waiting);
+        write(&message);
+        let mut waiting = self.waiting();
+        waiting.written += 1;
+        if waiting.messages.is_empty() {
+            waiting.tell_of_dropped();
+        }
+        let has_unwritten = !waiting.messages.is_empty();
+        self.has_unwritten.store(has_unwritten, Ordering::Release);
+        drop(waiting);
+        self.went.notify_all();
+    }
+
+    /// Waits until all messages that are in it now are written, but no longer than `time`. Returns whether they are.
+    pub(super) fn flush(&self, time: Duration) -> bool {
+        let waiting = self.waiting();
+        let put = waiting.put;
+        let waited = self
+            .went
+            .wait_timeout_while(waiting, time, |waiting| waiting.written < put);
+        let (waiting, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        waiting.written >= put
+    }
+
+    /// Returns whether a message waits or is being written. Takes no lock, for a handler of signals.
+    pub(super) fn has_unwritten(&self) -> bool {
+        self.has_unwritten.load(Ordering::Acquire)
+    }
+
+    /// Returns the number of messages that had no room so far.
+    pub(super) fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+}
+
+impl Waiting {
+    fn push(&mut self, message: Message) {
+        self.bytes += message.bytes();
+        self.put += 1;
+        self.messages.push_back(message);
+    }
+
+    /// Puts a message about those that had no room in their place.
+    fn tell_of_dropped(&mut self) {
+        match std::mem::take(&mut self.dropped) {
+            0 => {}
+            number => self.push(Message::of_dropped(number)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, mpsc};
+
+    use nvme_mpt::poller::start_thread;
+
+    use super::*;
+
+    fn message(text: &str) -> Message {
+        Message {
+            time: Timestamp::UNIX_EPOCH,
+            level: Level::Info,
+            target: "test".to_owned(),
+            place: (None, None),
+            is_plain: false,
+            thread: "main".to_owned(),
+            text: text.to_owned(),
+            fields: Vec::new(),
+        }
+    }
+
+    /// A queue whose messages are read one by one by the test.
+    fn with_reader() -> (Arc<MessageQueue>, mpsc::Receiver<String>) {
+        let queue = Arc::new(MessageQueue::default());
+        // Without room: a write lasts until its message is read.
+        let (pipe, read) = mpsc::sync_channel(0);
+        let writer = queue.clone();
+        let write = move || {
+            writer.write_all(|message| {
+                let _ = pipe.send(message.text.clone());
+            })
+        };
+        start_thread("log", write).unwrap();
+        (queue, read)
+    }
+
+    #[test]
+    fn a_reader_that_stands_still_makes_no_thread_wait_and_learns_what_it_missed() {
+        let (queue, read) = with_reader();
+        queue.put(message("first"));
+        // All of this returns while the first write lasts.
+        let sent = MESSAGES_MAX as u64 + 100;
+        for number in 0..sent {
+            queue.put(message(&number.to_string()));
+        }
+        assert!(!queue.flush(Duration::from_millis(1)), "nothing is read");
+        assert!(queue.has_unwritten());
+        let dropped = queue.dropped();
+        assert!((100..=101).contains(&dropped), "{dropped}");
+        assert_eq!(read.recv().unwrap(), "first");
+        for number in 0..sent - dropped {
+            assert_eq!(read.recv().unwrap(), number.to_string());
+        }
+        let told = read.recv().unwrap();
+        assert!(
+            told.starts_with(&format!("{dropped} messages were dropped")),
+            "{told}"
+        );
+        assert!(queue.flush(Duration::from_secs(180)));
+        assert!(!queue.has_unwritten());
+        queue.put(message("last"));
+        assert_eq!(read.recv().unwrap(), "last");
+    }
+
+    #[test]
+    fn messages_are_bounded_by_their_bytes_too() {
+        let queue = MessageQueue::default();
+        let long = "x".repeat(4096);
+        for _ in 0..2 * BYTES_MAX / long.len() {
+            queue.put(message(&long));
+        }
+        let waiting = queue.waiting();
+        assert!(waiting.bytes <= BYTES_MAX && waiting.bytes > BYTES_MAX - 2 * long.len());
+        let kept = waiting.messages.len() as u64;
+        assert_eq!(kept + waiting.dropped, (2 * BYTES_MAX / long.len()) as u64);
+    }
+}

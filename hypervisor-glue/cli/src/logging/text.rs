@@ -1,0 +1,117 @@
+//! Text of messages: one line of bounded length, whatever a guest, a client or a file put into it.
+
+use std::fmt::{self, Write};
+
+/// Most bytes of a message. Longer ones are cut.
+pub(super) const MESSAGE_MAX: usize = 4096;
+
+/// Most bytes of a field's value in the journal.
+pub(super) const FIELD_MAX: usize = 512;
+
+/// Follows what was left of a text that was cut.
+const CUT: &str = "… (cut)";
+
+/// Returns a text in one line, without characters that move a terminal's cursor or change the order of what it shows, and cut
+/// to `most` bytes. Nothing is formatted after the cut.
+pub(super) fn line_of(text: fmt::Arguments<'_>, most: usize) -> String {
+    let mut line = BoundedLine {
+        text: String::new(),
+        most,
+        is_cut: false,
+    };
+    // It fails where the line is full.
+    let _ = line.write_fmt(text);
+    if line.is_cut {
+        line.text.push_str(CUT);
+    }
+    line.text
+}
+
+/// A line that takes so many bytes.
+struct BoundedLine {
+    text: String,
+    most: usize,
+    is_cut: bool,
+}
+
+impl Write for BoundedLine {
+    fn write_str(&mut self, part: &str) -> fmt::Result {
+        for char in part.chars() {
+            let before = self.text.len();
+            if is_harmless(char) {
+                self.text.push(char);
+            } else {
+                self.text.extend(char.escape_default());
+            }
+            if self.text.len() > self.most {
+                self.text.truncate(before);
+                self.is_cut = true;
+                return Err(fmt::Error);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns whether a character is shown in its place, or as nothing at all at worst.
+fn is_harmless(char: char) -> bool {
+    !matches!(
+        char,
+        // Controls, line ends and escapes among them.
+        '\0'..='\x1f' | '\x7f'..='\u{9f}'
+        // Separators of lines and paragraphs.
+        | '\u{2028}' | '\u{2029}'
+        // Marks, embeddings, overrides and isolates of direction.
+        | '\u{061c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
+        // What is not seen: joiners, fillers, byte order marks, annotations, tags.
+        | '\u{ad}' | '\u{200b}'..='\u{200d}' | '\u{2060}'..='\u{2065}' | '\u{206a}'..='\u{206f}'
+        | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}'
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn foreign_text_stays_in_its_line() {
+        for (text, line) in [
+            ("a\n2026 ERROR [main] b", r"a\n2026 ERROR [main] b"),
+            ("\u{1b}[31mred\u{1b}[0m", r"\u{1b}[31mred\u{1b}[0m"),
+            ("\r\x08\x07\u{9b}2J", r"\r\u{8}\u{7}\u{9b}2J"),
+            ("vm\u{202e}7\u{2066}", r"vm\u{202e}7\u{2066}"),
+            ("a\u{2028}b\u{feff}", r"a\u{2028}b\u{feff}"),
+            ("Größe 4 µs: „ok“, 東", "Größe 4 µs: „ok“, 東"),
+        ] {
+            assert_eq!(line_of(format_args!("{text}"), 100), line, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn long_text_is_cut_and_formatted_no_further() {
+        struct Endless;
+        impl fmt::Display for Endless {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                loop {
+                    f.write_str("0123456789")?;
+                }
+            }
+        }
+        let line = line_of(format_args!("{Endless}"), 25);
+        assert_eq!(line, "0123456789012345678901234… (cut)");
+        let whole = line_of(format_args!("{}", "é".repeat(10)), 20);
+        assert_eq!(whole, "é".repeat(10));
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_one_bounded_line(text in any::<String>(), most in 0_usize..40) {
+            let line = line_of(format_args!("{text}"), most);
+            prop_assert!(line.len() <= most + CUT.len());
+            let ends = line.chars().filter(|char| !is_harmless(*char));
+            prop_assert_eq!(ends.count(), 0);
+        }
+    }
+}

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use nvme_mpt_paths::PathError;
 use thiserror::Error;
 
 use crate::device::{IrqIndex, RegionIndex};
@@ -39,6 +40,14 @@ pub enum Error {
         action: &'static str,
         /// Why it failed.
         source: io::Error,
+    },
+    /// The path leads where another user decides.
+    #[error("Cannot make socket {path}")]
+    SocketPath {
+        /// The socket file.
+        path: PathBuf,
+        /// Why.
+        source: PathError,
     },
     /// The descriptor that was kept is no listening socket.
     #[error("The kept descriptor for socket {path} is no listening UNIX stream socket")]

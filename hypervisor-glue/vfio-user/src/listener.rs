@@ -1,16 +1,14 @@
 //! The socket file: made, and removed, without stepping on another server's.
 
-use std::ffi::{OsStr, OsString};
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::ffi::OsString;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::os::unix::fs::{self as unix, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
-use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use log::warn;
+use nvme_mpt_paths::{Directory, FileId, Occupant, PathError, SocketPermissions};
 
 use crate::error::Error;
 use crate::socket;
@@ -100,15 +98,17 @@ impl Listener {
         socket
             .set_nonblocking(true)
             .map_err(failed("set the mode"))?;
-        let (directory, name) = SocketFile::place(path)?;
-        let entry = directory.entry(name);
+        let (directory, name) = Directory::holding(path).map_err(failure(path))?;
         // Not every process may ask for the file. Any socket that lives is taken for it then: a server does
         // not replace one that lives.
         let bound = socket::bound_file(&socket).ok();
-        let bound = bound.and_then(|file| File::from(file).metadata().ok());
-        let ours = identity(&entry).ok().filter(|&found| match &bound {
-            Some(bound) => found == (bound.dev(), bound.ino()),
-            None => look(&entry).is_ok_and(|found| found == Found::Live),
+        let bound = bound.and_then(|file| FileId::of_open(file).ok());
+        let there = directory.entry(name).ok().flatten();
+        let ours = there.map(|there| there.id()).filter(|&there| match bound {
+            Some(bound) => there == bound,
+            None => directory
+                .occupant(name)
+                .is_ok_and(|found| found == Occupant::Live),
         });
         if ours.is_none() {
             warn!(
@@ -195,15 +195,17 @@ fn reserve() -> io::Result<File> {
     File::open("/dev/null")
 }
 
-/// Occupant of a path.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Found {
-    Nothing,
-    /// A socket that nobody has open.
-    Stale,
-    /// A socket that somebody has open, or that cannot be asked.
-    Live,
-    NotASocket,
+/// Returns what turns an error of a path into one of the socket there.
+fn failure(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
+    move |error| match error {
+        PathError::InUse { .. } => Error::SocketInUse { path: path.into() },
+        PathError::NotASocket { .. } => Error::NotASocket { path: path.into() },
+        PathError::NoFileName { .. } => Error::NoFileName { path: path.into() },
+        source => Error::SocketPath {
+            path: path.into(),
+            source,
+        },
+    }
 }
 
 /// The name of a listening socket in the file system. Removed with this, unless it is another
@@ -214,57 +216,18 @@ struct SocketFile {
     directory: Directory,
     name: OsString,
     /// `None` if the file is not this socket's.
-    identity: Option<(u64, u64)>,
+    identity: Option<FileId>,
     /// The file is removed with this.
     adopted: bool,
 }
 
 impl SocketFile {
     fn create(path: &Path, access: SocketAccess) -> Result<(Self, UnixListener), Error> {
-        let failed = |action| {
-            move |source| Error::Socket {
-                path: path.into(),
-                action,
-                source,
-            }
-        };
-        let (directory, name) = Self::place(path)?;
-
-        // Under a name of its own until it has its permissions: from bind(2) on, the socket takes
-        // connections from whoever may write the file.
-        let own = directory.temporary();
-        let socket = UnixListener::bind(&own.0).map_err(failed("bind"))?;
-        socket
-            .set_nonblocking(true)
-            .map_err(failed("set the mode"))?;
+        let (directory, name) = Directory::holding(path).map_err(failure(path))?;
         let SocketAccess { mode, user, group } = access;
-        let set_mode = |mode| fs::set_permissions(&own.0, Permissions::from_mode(mode));
-        // No user or group may connect that has the file only until it has its owner.
-        set_mode(0o600).map_err(failed("set the permissions"))?;
-        if user.is_some() || group.is_some() {
-            unix::chown(&own.0, user, group).map_err(failed("set the owner"))?;
-        }
-        set_mode(mode).map_err(failed("set the permissions"))?;
-        let identity = identity(&own.0).map_err(failed("look at the file"))?;
-
-        // link(2) replaces nothing, so that two servers cannot both have the path.
-        let target = directory.entry(name);
-        loop {
-            match fs::hard_link(&own.0, &target) {
-                Ok(()) => break,
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                    let moved = directory.temporary();
-                    match make_way(&target, &moved).map_err(failed("replace the file"))? {
-                        Found::Live => return Err(Error::SocketInUse { path: path.into() }),
-                        Found::NotASocket => return Err(Error::NotASocket { path: path.into() }),
-                        Found::Nothing | Found::Stale => {}
-                    }
-                }
-                Err(error) => return Err(failed("create the file")(error)),
-            }
-        }
-        drop(own);
-
+        let permissions = SocketPermissions { mode, user, group };
+        let listened = directory.listen(name, permissions);
+        let (socket, identity) = listened.map_err(failure(path))?;
         let file = Self {
             path: path.into(),
             name: name.into(),
@@ -274,124 +237,24 @@ impl SocketFile {
         };
         Ok((file, socket))
     }
-
-    /// Returns the directory of a socket file, and the file's name there.
-    fn place(path: &Path) -> Result<(Directory, &OsStr), Error> {
-        let name = path
-            .file_name()
-            .ok_or_else(|| Error::NoFileName { path: path.into() })?;
-        let directory = match path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        };
-        let directory = Directory::open(directory).map_err(|source| Error::Socket {
-            path: path.into(),
-            action: "open the directory",
-            source,
-        })?;
-        Ok((directory, name))
-    }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        if !self.adopted {
-            return;
-        }
-        let entry = self.directory.entry(&self.name);
-        if identity(&entry).is_ok_and(|found| Some(found) == self.identity) {
+        if self.adopted
+            && let Some(identity) = self.identity
+        {
             // Whoever comes next finds a stale socket, and knows what to do.
-            let _ = fs::remove_file(entry);
+            self.directory.remove(&self.name, identity);
         }
-    }
-}
-
-/// Removes a stale socket, and says what was found. It is moved aside first and looked at again,
-/// because between two looks another server may have replaced it with its own.
-fn make_way(target: &Path, aside: &Temporary) -> io::Result<Found> {
-    let found = look(target)?;
-    if found != Found::Stale {
-        return Ok(found);
-    }
-    match fs::rename(target, &aside.0) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing),
-        other => other?,
-    }
-    let found = look(&aside.0)?;
-    if found != Found::Stale {
-        fs::hard_link(&aside.0, target)?;
-    }
-    Ok(found)
-}
-
-/// Looks what lies at a path, without a connection to what may be a server: a datagram socket
-/// cannot be connected with a listening one, and is told so only when that one is alive.
-fn look(path: &Path) -> io::Result<Found> {
-    match fs::symlink_metadata(path) {
-        Ok(metadata) if metadata.file_type().is_socket() => {}
-        Ok(_) => return Ok(Found::NotASocket),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::Nothing),
-        Err(error) => return Err(error),
-    }
-    let connected = UnixDatagram::unbound()?.connect(path);
-    Ok(
-        match connected.err().and_then(|error| error.raw_os_error()) {
-            Some(libc::ECONNREFUSED) => Found::Stale,
-            Some(libc::ENOENT) => Found::Nothing,
-            _ => Found::Live,
-        },
-    )
-}
-
-/// Returns the identity of a file: device and inode.
-fn identity(path: &Path) -> io::Result<(u64, u64)> {
-    fs::symlink_metadata(path).map(|metadata| (metadata.dev(), metadata.ino()))
-}
-
-/// The directory of the socket file. Its entries are named through the open directory, so that the
-/// names are short whatever the path is: a socket's address has room for 107 bytes.
-#[derive(Debug)]
-struct Directory(File);
-
-impl Directory {
-    fn open(path: &Path) -> io::Result<Self> {
-        let mut options = OpenOptions::new();
-        options
-            .read(true)
-            .custom_flags(libc::O_PATH | libc::O_DIRECTORY);
-        options.open(path).map(Self)
-    }
-
-    fn entry(&self, name: &OsStr) -> PathBuf {
-        Path::new("/proc/self/fd")
-            .join(self.0.as_raw_fd().to_string())
-            .join(name)
-    }
-
-    /// A name that nothing else uses.
-    fn temporary(&self) -> Temporary {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!(".vfio-user.{}.{number}", process::id());
-        let path = self.entry(OsStr::new(&name));
-        // Left behind by a process that had this number.
-        let _ = fs::remove_file(&path);
-        Temporary(path)
-    }
-}
-
-/// A name in the directory, removed with this.
-struct Temporary(PathBuf);
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        // Gone already, or of no harm.
-        let _ = fs::remove_file(&self.0);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::{FileTypeExt, MetadataExt};
+
     use tempfile::TempDir;
 
     use super::*;
@@ -473,7 +336,7 @@ mod tests {
         let error = Listener::bind(Path::new("/")).unwrap_err();
         assert!(matches!(error, Error::NoFileName { .. }));
         let error = Listener::bind(&directory.path().join("no/such.sock")).unwrap_err();
-        assert!(matches!(error, Error::Socket { .. }));
+        assert!(matches!(error, Error::SocketPath { .. }));
     }
 
     #[test]

@@ -20,10 +20,11 @@
 //! ([`end_by_panic`]). To unwind would end functions in order, which lets go of them, or leave queues without a poller.
 
 use std::cell::Cell;
-use std::fs::{self, OpenOptions};
+use std::ffi::OsStr;
+use std::fs;
 use std::io::{self, Write};
 use std::os::fd::BorrowedFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::panic;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
@@ -31,6 +32,7 @@ use std::sync::Once;
 use nvme_mpt::lease::{PrivateError, make_state_folder};
 use nvme_mpt::memory::crash;
 use nvme_mpt::poller::{Threads, start_thread};
+use nvme_mpt_paths::{Directory, PathError};
 use thiserror::Error;
 
 /// Crashes after which a function is set aside.
@@ -55,13 +57,11 @@ pub(crate) enum ReportError {
     #[error("Cannot use the folder of reports")]
     Folder(#[from] PrivateError),
     /// A file cannot be written.
-    #[error("Cannot write {}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// The kernel's error.
-        source: io::Error,
-    },
+    #[error("Cannot write the report")]
+    File(#[from] PathError),
+    /// The live state cannot be read.
+    #[error("Cannot read the state of the function")]
+    State(#[source] io::Error),
 }
 
 /// Stores the state of a function for a report on the defect, in place of one before. Returns its folder.
@@ -77,9 +77,14 @@ pub(super) fn write_report(
     let folder = state_dir.join(REPORTS).join(name_of(id));
     make_state_folder(&state_dir.join(REPORTS))?;
     make_state_folder(&folder)?;
-    write(&folder.join("state.json"), || Ok(state.to_owned()))?;
+    let report = Directory::open(&folder)?;
+    let write = |name: &str, bytes: &[u8]| {
+        let name = OsStr::new(name);
+        report.replace(name, 0o600, |file| file.write_all(bytes))
+    };
+    write("state.json", state)?;
     if let Some(live) = live {
-        write(&folder.join("live"), || contents(live))?;
+        write("live", &contents(live).map_err(ReportError::State)?)?;
     }
     Ok(folder)
 }
@@ -90,19 +95,6 @@ fn contents(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; usize::try_from(file.metadata()?.len()).unwrap_or(0)];
     file.read_exact_at(&mut bytes, 0)?;
     Ok(bytes)
-}
-
-fn write(path: &Path, bytes: impl FnOnce() -> io::Result<Vec<u8>>) -> Result<(), ReportError> {
-    let write = || {
-        let bytes = bytes()?;
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true).mode(0o600);
-        options.open(path)?.write_all(&bytes)
-    };
-    write().map_err(|source| ReportError::File {
-        path: path.to_owned(),
-        source,
-    })
 }
 
 /// Returns a file name for an id, which may have any characters.

@@ -19,6 +19,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use nvme_mpt::Drive;
+use nvme_mpt_paths::PathError;
 use thiserror::Error;
 
 pub use self::export::{Format, ProcessFigures, Snapshot};
@@ -88,7 +89,7 @@ pub enum MetricsError {
         /// The file.
         path: PathBuf,
         /// Why.
-        source: io::Error,
+        source: PathError,
     },
     /// The thread or what it waits with cannot be made.
     #[error("Cannot start the thread of metrics")]

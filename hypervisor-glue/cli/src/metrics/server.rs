@@ -3,12 +3,10 @@
 //! One thread serves a bounded number of clients at the same time, and none of them makes it wait. All share a text, which
 //! is at most [`FRESH`] old: the work does not grow with the clients.
 
-use std::fs;
-use std::io::{self, PipeReader, PipeWriter};
+use std::io::{self, PipeReader, PipeWriter, Write};
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
-use std::process;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -16,6 +14,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nvme_mpt::clock;
 use nvme_mpt::poller::start_thread;
+use nvme_mpt_paths::{Directory, FileId};
 use vfio_user_server::Listener;
 
 use super::export::{Format, Snapshot, Steady};
@@ -101,40 +100,42 @@ impl AsFd for Socket {
 #[derive(Debug)]
 struct MetricsFile {
     path: PathBuf,
-    /// Path at which it is written before it takes its place.
-    unfinished: PathBuf,
+    /// Identity of the file that was written last.
+    written: Option<FileId>,
 }
 
 impl MetricsFile {
     fn new(path: &Path) -> Self {
-        // The node exporter reads each file that ends in `.prom`.
-        let mut unfinished = path.as_os_str().to_owned();
-        unfinished.push(format!(".{}", process::id()));
         Self {
             path: path.to_owned(),
-            unfinished: unfinished.into(),
+            written: None,
         }
     }
 
-    /// Replaces the file as a whole.
-    fn write(&self, text: &str) -> Result<(), MetricsError> {
-        let written = fs::write(&self.unfinished, text);
-        let written = written.and_then(|()| fs::rename(&self.unfinished, &self.path));
-        written.map_err(|source| {
-            // It may be there in part, or not at all.
-            let _ = fs::remove_file(&self.unfinished);
-            MetricsError::File {
-                path: self.path.clone(),
-                source,
-            }
-        })
+    /// Replaces the file as a whole. Its directory may be that of the node exporter's user, who decides at each write anew what
+    /// lies there.
+    fn write(&mut self, text: &str) -> Result<(), MetricsError> {
+        let written = Directory::holding(&self.path).and_then(|(directory, name)| {
+            // The node exporter, which is another user, reads each file whose name ends in `.prom`.
+            directory.replace(name, 0o666, |file| file.write_all(text.as_bytes()))
+        });
+        let id = written.map_err(|source| MetricsError::File {
+            path: self.path.clone(),
+            source,
+        })?;
+        self.written = Some(id);
+        Ok(())
     }
 }
 
 impl Drop for MetricsFile {
     fn drop(&mut self) {
-        // It is absent if it was never written.
-        let _ = fs::remove_file(&self.path);
+        // Not what another server or user put there.
+        if let Some(id) = self.written
+            && let Ok((directory, name)) = Directory::holding(&self.path)
+        {
+            directory.remove(name, id);
+        }
     }
 }
 
@@ -151,8 +152,8 @@ impl MetricsListener {
     /// # Errors
     /// One of them cannot be made.
     pub fn bind(options: &MetricsOptions) -> Result<Self, MetricsError> {
-        let file = options.file.as_deref().map(MetricsFile::new);
-        if let Some(file) = &file {
+        let mut file = options.file.as_deref().map(MetricsFile::new);
+        if let Some(file) = &mut file {
             file.write(&Snapshot::default().text(Format::Prometheus))?;
         }
         let socket = options.address.as_ref().map(Socket::bind).transpose()?;
@@ -362,7 +363,8 @@ impl Serving {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{Read, Write};
+    use std::fs;
+    use std::io::Read;
     use std::net::TcpStream;
     use std::os::unix::net::UnixStream;
     use std::sync::atomic::{AtomicU64, Ordering};

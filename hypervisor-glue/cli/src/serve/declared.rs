@@ -1,8 +1,6 @@
 //! Functions and drives as they are declared: on the command line, in a file, or by `nvme-mpt add`.
 
-use std::fs;
-use std::io::{self, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use crate::change::Origin;
@@ -10,6 +8,7 @@ use crate::confine::FileRule;
 use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::range::Bytes;
+use nvme_mpt_paths::{Directory, PathError, read_obeyed};
 use nvme_mpt_vmm::options::{OptionError, OptionText, ServedDrive, ServedFunction};
 use thiserror::Error;
 use toml::{Table, Value};
@@ -82,21 +81,21 @@ impl DeclaredFunction {
 /// A file of functions or drives cannot be used.
 #[derive(Debug, Error)]
 pub enum FileError {
-    /// The file cannot be read.
+    /// The file cannot be read, or another user could write it.
     #[error("Cannot read {}", path.display())]
     Read {
         /// The file.
         path: PathBuf,
-        /// Kernel's error.
-        source: io::Error,
+        /// Why.
+        source: PathError,
     },
-    /// The file cannot be written.
+    /// The file cannot be written, or another user could replace it.
     #[error("Cannot write {}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// Kernel's error.
-        source: io::Error,
+        /// Why.
+        source: PathError,
     },
     /// The file is not TOML.
     #[error("{} is not written in TOML", path.display())]
@@ -159,8 +158,7 @@ impl Declarations {
             path: path.to_owned(),
             source,
         };
-        let file = fs::canonicalize(path).map_err(unreadable)?;
-        let text = read(&file).map_err(unreadable)?;
+        let (file, text) = read_obeyed(path, LONGEST).map_err(unreadable)?;
         Self::parse(&file, &text)
     }
 
@@ -281,17 +279,6 @@ impl Tables<'_> {
     }
 }
 
-fn read(path: &Path) -> io::Result<String> {
-    let length = fs::metadata(path)?.len();
-    if length > LONGEST {
-        return Err(io::Error::new(
-            io::ErrorKind::FileTooLarge,
-            format!("it has {length} bytes, and {LONGEST} at most are read"),
-        ));
-    }
-    fs::read_to_string(path)
-}
-
 /// All that is declared beside the command line.
 #[derive(Debug, Default)]
 pub(super) struct Declared {
@@ -330,9 +317,9 @@ impl AddedFile {
 
     /// Reads the functions, without a look at their options; none without a file.
     pub(super) fn read(&self) -> Result<Vec<OptionText>, FileError> {
-        let text = match read(&self.path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        let (_, text) = match read_obeyed(&self.path, LONGEST) {
+            Ok(read) => read,
+            Err(error) if error.is_not_found() => return Ok(Vec::new()),
             Err(source) => {
                 return Err(FileError::Read {
                     path: self.path.clone(),
@@ -365,26 +352,23 @@ impl AddedFile {
             })
     }
 
-    fn replace(&self, bytes: &[u8]) -> io::Result<()> {
-        let mut new = self.path.clone().into_os_string();
-        new.push(".new");
-        // Users of sockets in the folder have no part in it.
-        let private = fs::Permissions::from_mode(0o600);
-        let mut options = fs::OpenOptions::new();
-        options.write(true).create(true).truncate(true);
-        let mut file = options.mode(private.mode()).open(&new)?;
-        file.set_permissions(private)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&new, &self.path)?;
-        let folder = self.path.parent().filter(|path| *path != Path::new(""));
-        fs::File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+    fn replace(&self, bytes: &[u8]) -> Result<(), PathError> {
+        let (directory, name) = Directory::holding(&self.path)?;
+        // The next server would not obey it there.
+        directory.check_not_exposed(name)?;
+        // Users of sockets in the directory have no part in it.
+        directory.replace(name, 0o600, |file| {
+            file.write_all(bytes)?;
+            file.sync_all()
+        })?;
+        directory.sync()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::MetadataExt;
+    use std::fs;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
     use nvme_mpt_vmm::report;
 
@@ -468,6 +452,36 @@ mod tests {
         let told = report::chain(&error);
         assert!(told.contains("landlock-rule 1 is not one"), "{told}");
         assert!(told.contains("letters of rwx"), "{told}");
+    }
+
+    #[test]
+    fn added_functions_of_another_user_are_refused_and_no_link_is_written_through() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = AddedFile::beside(&folder.path().join("control.sock"));
+        let precious = folder.path().join("precious");
+        fs::write(&precious, "precious").unwrap();
+        for name in [
+            "control.sock.functions.toml",
+            "control.sock.functions.toml.new",
+        ] {
+            symlink(&precious, folder.path().join(name)).unwrap();
+        }
+        file.write([].iter()).unwrap();
+        assert_eq!(fs::read(&precious).unwrap(), b"precious");
+        assert_eq!(file.read().unwrap(), []);
+
+        if nix::unistd::geteuid().is_root() {
+            std::os::unix::fs::chown(&file.path, Some(65533), None).unwrap();
+        } else {
+            fs::set_permissions(&file.path, std::fs::Permissions::from_mode(0o602)).unwrap();
+        }
+        let told = report::chain(&file.read().unwrap_err());
+        assert!(told.contains("other users may write it"), "{told}");
+        fs::remove_file(&file.path).unwrap();
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        let told = report::chain(&file.write([].iter()).unwrap_err());
+        assert!(told.contains("other users may write in"), "{told}");
+        assert!(!file.path.exists());
     }
 
     #[test]

@@ -8,11 +8,9 @@
 //! operator gave to functions in VMMs.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::io::{self, PipeReader, PipeWriter};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process;
@@ -36,6 +34,7 @@ use nvme_mpt::{
     AttachError, Attachment, Drive, EventReader, FunctionParts, HostSide, KeptParts, Pollers,
 };
 use nvme_mpt_lease_protocol::{Admission, End, Leases, Peer, Session, socket_of};
+use nvme_mpt_paths::{Directory, Occupant};
 use nvme_mpt_vmm::drives::{self, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::open::{self, Ledgers, OpenError};
 use nvme_mpt_vmm::options::{FunctionOptions, OptionError, OptionText, RateChange};
@@ -722,11 +721,10 @@ impl LeaseServer {
     /// Returns the error of the socket or of the kernel.
     pub(super) fn start(table: Arc<LeaseTable>) -> io::Result<Self> {
         if let Some(folder) = table.socket.parent() {
-            let mut builder = fs::DirBuilder::new();
-            builder.recursive(true).mode(0o700).create(folder)?;
-            remove_stale(folder);
+            let sockets = Directory::make(folder, 0o700)?;
+            remove_stale(&sockets);
             if table.access != SocketAccess::default() {
-                let_others_in(folder)?;
+                let_others_in(folder, &sockets)?;
             }
         }
         let listener =
@@ -772,28 +770,29 @@ impl Drop for LeaseServer {
 }
 
 /// Lets other users find the sockets of servers. The mode of each socket decides about the rest.
-fn let_others_in(folder: &Path) -> io::Result<()> {
+fn let_others_in(folder: &Path, sockets: &Directory) -> io::Result<()> {
     if let Some(state_dir) = folder.parent() {
         open_state_folder(state_dir).map_err(io::Error::other)?;
     }
-    fs::set_permissions(folder, fs::Permissions::from_mode(0o755))
+    Ok(sockets.set_mode(0o755)?)
 }
 
 /// Removes the sockets that servers left behind which did not end by themselves.
-fn remove_stale(folder: &Path) {
-    for entry in folder.read_dir().into_iter().flatten().flatten() {
-        let path = entry.path();
+fn remove_stale(sockets: &Directory) {
+    for name in sockets.names().unwrap_or_default() {
+        let path = Path::new(&name);
         // Another name is that of a socket which a server is about to offer, and which refuses connections until then.
         if path.extension().is_none_or(|extension| extension != "sock") {
             continue;
         }
         let pid = path.file_stem().and_then(|stem| stem.to_str());
         let lives = pid.is_some_and(|pid| Path::new("/proc").join(pid).exists());
-        let refused = UnixStream::connect(&path)
-            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
-        if refused && !lives {
+        if !lives
+            && let Ok(Some(entry)) = sockets.entry(&name)
+            && entry.occupant().is_ok_and(|found| found == Occupant::Stale)
+        {
             // Another server may have removed it.
-            let _ = fs::remove_file(&path);
+            sockets.remove(&name, entry.id());
         }
     }
 }
@@ -875,6 +874,7 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::io::{Read, Write};
     use std::iter;
     use std::os::unix::fs::FileExt;
@@ -1145,7 +1145,7 @@ mod tests {
         }
         let listening = folder.path().join("4194306.sock");
         let _listener = UnixListener::bind(&listening).unwrap();
-        remove_stale(folder.path());
+        remove_stale(&Directory::open(folder.path()).unwrap());
         assert!(!folder.path().join(dead).exists());
         assert!(listening.exists());
         for name in [&*own, beginning] {

@@ -35,6 +35,7 @@ use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
 use nvme_mpt::memory::crash::record_crashes;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
+use nvme_mpt_paths::{Directory, PathError};
 use nvme_mpt_vmm::open::Ledgers;
 use nvme_mpt_vmm::options::{FunctionOptions, ServedDrive, ServedFunction, VmmSocket};
 use nvme_mpt_vmm::report;
@@ -119,7 +120,7 @@ pub enum ServeError {
         /// The folder.
         path: PathBuf,
         /// Why.
-        source: io::Error,
+        source: PathError,
     },
     /// The control socket cannot be offered.
     #[error(transparent)]
@@ -363,7 +364,8 @@ fn make_control_folder(control: &Path) -> Result<(), ServeError> {
     let Some(folder) = control.parent() else {
         return Ok(());
     };
-    fs::create_dir_all(folder).map_err(|source| ServeError::ControlDir {
+    let made = Directory::make(folder, 0o777);
+    made.map(drop).map_err(|source| ServeError::ControlDir {
         path: folder.to_owned(),
         source,
     })

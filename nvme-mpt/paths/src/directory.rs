@@ -1,0 +1,299 @@
+//! An open directory, and the files in it.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use crate::PathError;
+use crate::walk::{self, Entry, Exposure, FileId, Status, is_safe, is_trusted, others_write, walk};
+
+/// An open directory. Its entries are named by this descriptor, so that they stay in this directory whatever is done to
+/// its own names.
+#[derive(Debug)]
+pub struct Directory(Entry);
+
+impl Directory {
+    /// Opens a directory.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn open(path: &Path) -> Result<Self, PathError> {
+        Self::of(walk(path, None)?)
+    }
+
+    /// Opens a directory. Makes it, and those above it, with a mode from which the umask takes permissions.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn make(path: &Path, mode: u32) -> Result<Self, PathError> {
+        Self::of(walk(path, Some(Mode::from_raw_mode(mode)))?)
+    }
+
+    fn of(entry: Entry) -> Result<Self, PathError> {
+        match entry.kind() {
+            FileType::Directory => Ok(Self(entry)),
+            _ => Err(PathError::io("use the directory", &entry.path)(
+                Errno::NOTDIR,
+            )),
+        }
+    }
+
+    /// Opens the directory of a file, and returns the name of the file there.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn holding(path: &Path) -> Result<(Self, &OsStr), PathError> {
+        let name = path
+            .file_name()
+            .ok_or_else(|| PathError::NoFileName { path: path.into() })?;
+        let directory = match path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        };
+        Ok((Self::open(directory)?, name))
+    }
+
+    /// Returns the path without links.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.0.descriptor.as_fd()
+    }
+
+    /// Returns a path of an entry through the open directory. It is short, as addresses of sockets have to be.
+    #[must_use]
+    pub fn entry_path(&self, name: &OsStr) -> PathBuf {
+        self.0.by_descriptor().join(name)
+    }
+
+    /// Changes the mode of the directory.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn set_mode(&self, mode: u32) -> Result<(), PathError> {
+        self.0.set_mode(mode)
+    }
+
+    /// Returns whether trusted users alone can put an entry in the place of one with this owner.
+    pub(crate) fn protects(&self, owner: u32) -> bool {
+        self.0.exposure.is_none() && is_safe(self.fd(), &self.0.stat, owner)
+    }
+
+    /// Makes sure that trusted users alone can replace what this process makes in the directory.
+    ///
+    /// # Errors
+    /// Names the directory that another user may write.
+    pub fn check_not_exposed(&self, name: &OsStr) -> Result<(), PathError> {
+        let path = self.path().join(name);
+        if let Some(exposure) = &self.0.exposure {
+            return Err(exposure.error(&path));
+        }
+        let stat = &self.0.stat;
+        let is_sticky = stat.is_sticky();
+        match is_trusted(stat.owner) && (is_sticky || !others_write(self.fd(), stat)) {
+            true => Ok(()),
+            false => Err(Exposure::of(self.path(), stat).error(&path)),
+        }
+    }
+
+    /// Looks at an entry itself, also if it is a link; `None` if there is none.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn entry(&self, name: &OsStr) -> Result<Option<Entry>, PathError> {
+        let path = self.path().join(name);
+        let descriptor = match walk::open_entry(self.fd(), name) {
+            Ok(descriptor) => descriptor,
+            Err(Errno::NOENT) => return Ok(None),
+            Err(error) => return Err(PathError::io("open", &path)(error)),
+        };
+        let stat = Status::of(&descriptor).map_err(PathError::io("look at", &path))?;
+        let exposure = match self.protects(stat.owner) {
+            true => None,
+            false => Some(
+                self.0
+                    .exposure
+                    .clone()
+                    .unwrap_or_else(|| Exposure::of(self.path(), &self.0.stat)),
+            ),
+        };
+        Ok(Some(Entry {
+            descriptor,
+            stat,
+            path,
+            exposure,
+        }))
+    }
+
+    /// Returns the names of the entries.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn names(&self) -> Result<Vec<OsString>, PathError> {
+        let entries = std::fs::read_dir(self.0.by_descriptor());
+        let names =
+            entries.and_then(|entries| entries.map(|entry| Ok(entry?.file_name())).collect());
+        names.map_err(|source| PathError::Io {
+            action: "list",
+            path: self.path().to_owned(),
+            source,
+        })
+    }
+
+    /// Opens an entry. A link is not followed.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn open_entry(&self, name: &OsStr, flags: OFlags) -> Result<File, PathError> {
+        let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let opened = fs::openat(self.fd(), name, flags, Mode::empty());
+        let path = self.path().join(name);
+        opened.map(File::from).map_err(PathError::io("open", &path))
+    }
+
+    /// Makes a file under a name that nothing else has, and returns it with the name. The umask takes permissions from `mode`.
+    fn make_temporary(&self, name: &OsStr, mode: u32) -> Result<(OsString, File), PathError> {
+        let temporary = temporary_name(name);
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
+        let path = self.path().join(name);
+        let made = fs::openat(
+            self.fd(),
+            &temporary,
+            flags | OFlags::CLOEXEC,
+            Mode::from_raw_mode(mode),
+        );
+        let made = made.map_err(PathError::io("make a file for", &path))?;
+        Ok((temporary, made.into()))
+    }
+
+    /// Replaces a file as a whole: readers find what was there, or all that `write` writes. A link at the name is replaced
+    /// itself. Another user who may write the directory can have another file there than this one, as ever. The new file is not durable yet, unless `write` syncs it and the caller [syncs](Self::sync) the names.
+    ///
+    /// # Errors
+    /// See [`PathError`]. A file of another user in a directory with the sticky bit is left alone.
+    pub fn replace(
+        &self,
+        name: &OsStr,
+        mode: u32,
+        write: impl FnOnce(&mut File) -> io::Result<()>,
+    ) -> Result<FileId, PathError> {
+        let path = self.path().join(name);
+        let stat = &self.0.stat;
+        if stat.is_sticky()
+            && let Some(there) = self.entry(name)?
+            && !is_trusted(there.stat.owner)
+        {
+            return Err(PathError::ForeignFile {
+                path,
+                owner: there.stat.owner,
+                mode: there.stat.permissions(),
+            });
+        }
+        let (temporary, mut file) = self.make_temporary(name, mode)?;
+        let id = FileId::of_open(&file).and_then(|id| write(&mut file).map(|()| id));
+        let id = id.map_err(|source| PathError::Io {
+            action: "write",
+            path: path.clone(),
+            source,
+        });
+        step("written", self, &temporary);
+        let replaced = id.and_then(|id| {
+            let renamed = fs::renameat(self.fd(), &temporary, self.fd(), name);
+            renamed
+                .map(|()| id)
+                .map_err(PathError::io("replace", &path))
+        });
+        if replaced.is_err() {
+            let _ = fs::unlinkat(self.fd(), &temporary, AtFlags::empty());
+        }
+        replaced
+    }
+
+    /// Makes a file as a whole, unless there is one. Returns whether it was made.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn make_new(
+        &self,
+        name: &OsStr,
+        mode: u32,
+        write: impl FnOnce(&mut File) -> io::Result<()>,
+    ) -> Result<bool, PathError> {
+        let path = self.path().join(name);
+        let (temporary, mut file) = self.make_temporary(name, mode)?;
+        let made = write(&mut file).map_err(|source| PathError::Io {
+            action: "write",
+            path: path.clone(),
+            source,
+        });
+        step("written", self, &temporary);
+        let made = made.and_then(|()| {
+            match fs::linkat(self.fd(), &temporary, self.fd(), name, AtFlags::empty()) {
+                Ok(()) => Ok(true),
+                Err(Errno::EXIST) => Ok(false),
+                Err(error) => Err(PathError::io("make", &path)(error)),
+            }
+        });
+        // That it stays would be the smaller error.
+        let _ = fs::unlinkat(self.fd(), &temporary, AtFlags::empty());
+        made
+    }
+
+    /// Makes the names in the directory durable.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn sync(&self) -> Result<(), PathError> {
+        let synced = self.0.reopen(OFlags::RDONLY | OFlags::DIRECTORY);
+        let synced = synced.and_then(|directory| directory.sync_all());
+        synced.map_err(|source| PathError::Io {
+            action: "sync",
+            path: self.path().to_owned(),
+            source,
+        })
+    }
+
+    /// Returns whether a name has this file.
+    #[must_use]
+    pub fn holds(&self, name: &OsStr, id: FileId) -> bool {
+        let stat = fs::statat(self.fd(), name, AtFlags::SYMLINK_NOFOLLOW);
+        stat.is_ok_and(|stat| FileId::of(&stat) == id)
+    }
+
+    /// Removes a name if it has this file. Whatever another user put in its place between the two looks was theirs to remove.
+    pub fn remove(&self, name: &OsStr, id: FileId) {
+        if self.holds(name, id) {
+            let _ = fs::unlinkat(self.fd(), name, AtFlags::empty());
+        }
+    }
+}
+
+/// Returns a name beside `name` that nothing else has.
+pub(crate) fn temporary_name(name: &OsStr) -> OsString {
+    let mut random = [0; 8];
+    // With fewer bytes than were asked for, or none, the name may be taken, and the call that uses it fails.
+    let _ = getrandom(&mut random, GetRandomFlags::empty());
+    let mut temporary = OsString::from(".");
+    temporary.push(name);
+    // A name has 255 bytes at most.
+    if temporary.len() > 200 {
+        temporary = ".nvme-mpt".into();
+    }
+    temporary.push(format!(".{:016x}", u64::from_ne_bytes(random)));
+    temporary
+}
+
+/// A place between two system calls, at which a test acts as another user would.
+pub(crate) fn step(_name: &'static str, _directory: &Directory, _entry: &OsStr) {
+    #[cfg(test)]
+    crate::tests::at_step(_name, _directory, _entry);
+}

@@ -1,0 +1,159 @@
+//! Files and sockets in directories that other users may write.
+//!
+//! A privileged process that names a file twice may meet two files: the owner of a directory can put another one, or a
+//! link, in its place between the two calls. So each path is walked once, to a descriptor, and all further calls use
+//! that descriptor.
+//!
+//! - **Trusted users** are root, the user of this process, and the owner of `/` (root of the host, as a user namespace
+//!   shows it).
+//! - A directory is **exposed** if another user may write it. In an exposed directory with the sticky bit, an entry of a
+//!   trusted user is safe nevertheless: nobody else can replace it.
+//! - A **symbolic link** is followed only if a trusted user owns it and it is safe where it lies: `/var/run` works, and a link in
+//!   a tenant's directory is refused.
+//! - What is **obeyed** (configuration) is a regular file that trusted users alone can write or replace. See
+//!   [`read_obeyed`].
+//! - A new file is made under a random name and renamed. A new socket has its owner and mode before it has its name. See
+//!   [`Directory::replace`] and [`Directory::listen`].
+
+mod directory;
+mod socket;
+mod walk;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+pub use self::directory::Directory;
+pub use self::socket::{Occupant, SocketPermissions};
+pub use self::walk::{Entry, FileId, open};
+
+/// A path cannot be used, or leads where another user decides.
+#[derive(Debug, Error)]
+pub enum PathError {
+    /// A system call failed.
+    #[error("Cannot {action} {}", path.display())]
+    Io {
+        /// Action that failed.
+        action: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// A link that another user can change.
+    #[error(
+        "{} is a symbolic link that user {owner} could change, and is not followed: give the path to which it leads",
+        path.display()
+    )]
+    ForeignLink {
+        /// The link.
+        path: PathBuf,
+        /// Its owner, or that of the directory in which it lies.
+        owner: u32,
+    },
+    /// A directory on the way that another user can write.
+    #[error(
+        "{} is not used, as other users may write in {} (owner {owner}, mode {mode:04o}): move it to a directory that only \
+         root or the user of this process may write",
+        path.display(), directory.display()
+    )]
+    Exposed {
+        /// The file or directory that is not used.
+        path: PathBuf,
+        /// The exposed directory.
+        directory: PathBuf,
+        /// Its owner.
+        owner: u32,
+        /// Its mode.
+        mode: u32,
+    },
+    /// A file that another user can write.
+    #[error(
+        "{} is not used, as other users may write it (owner {owner}, mode {mode:04o}): it must belong to root or to the user \
+         of this process, and nobody else may write it",
+        path.display()
+    )]
+    ForeignFile {
+        /// The file.
+        path: PathBuf,
+        /// Its owner.
+        owner: u32,
+        /// Its mode.
+        mode: u32,
+    },
+    /// Something else than a regular file.
+    #[error("{} is not a regular file", path.display())]
+    NotAFile {
+        /// What lies there.
+        path: PathBuf,
+    },
+    /// A path without a file name.
+    #[error("{} has no file name: give the path of a file", path.display())]
+    NoFileName {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A live socket of another process.
+    #[error("Another process listens on {}", path.display())]
+    InUse {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// Something else than a socket lies where one is to be made.
+    #[error("{} exists and is not a socket", path.display())]
+    NotASocket {
+        /// What lies there.
+        path: PathBuf,
+    },
+    /// Another user removed or replaced what was just made.
+    #[error("Another user replaced {} while it was made", path.display())]
+    Replaced {
+        /// What was made.
+        path: PathBuf,
+    },
+}
+
+impl PathError {
+    pub(crate) fn io<'a>(
+        action: &'static str,
+        path: &'a Path,
+    ) -> impl Fn(rustix::io::Errno) -> Self + use<'a> {
+        move |source| Self::Io {
+            action,
+            path: path.to_owned(),
+            source: source.into(),
+        }
+    }
+
+    /// Returns whether there is no such file or directory.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+impl From<PathError> for io::Error {
+    /// Keeps the kernel's error, and words of our own for all else.
+    fn from(error: PathError) -> Self {
+        match error {
+            PathError::Io { source, .. } => source,
+            other => Self::new(io::ErrorKind::PermissionDenied, other.to_string()),
+        }
+    }
+}
+
+/// Reads a file that is obeyed: a regular file that only trusted users can write or replace. Returns the path without
+/// links, and the text.
+///
+/// # Errors
+/// See [`PathError`]. A file of more than `longest` bytes is not read.
+pub fn read_obeyed(path: &Path, longest: u64) -> Result<(PathBuf, String), PathError> {
+    let entry = Entry::find(path)?;
+    entry.check_obeyed()?;
+    let text = entry.read(longest)?;
+    Ok((entry.path().to_owned(), text))
+}
+
+#[cfg(test)]
+mod tests;

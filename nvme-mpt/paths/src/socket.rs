@@ -1,0 +1,223 @@
+//! Listening sockets with a file.
+
+use std::ffi::OsStr;
+use std::os::fd::AsFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+
+use rustix::fs::{self, AtFlags, CWD, FileType, Mode};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use crate::PathError;
+use crate::directory::{Directory, step, temporary_name};
+use crate::walk::{Entry, FileId, is_trusted};
+
+/// Connections that may wait to be accepted: as many as the standard library allows.
+const BACKLOG: i32 = 128;
+
+/// Owner and mode of a socket's file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SocketPermissions {
+    /// File mode.
+    pub mode: u32,
+    /// Number of the user that owns the file; `None` for this process's.
+    pub user: Option<u32>,
+    /// Number of the group that owns the file; `None` for this process's.
+    pub group: Option<u32>,
+}
+
+/// What lies at a name where a socket is looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Occupant {
+    /// Nothing.
+    Nothing,
+    /// A socket that no process has open.
+    Stale,
+    /// A socket that a process has open, or that cannot be asked.
+    Live,
+    /// Something else.
+    NotASocket,
+}
+
+impl Entry {
+    /// Says what this is, without a connection to what may be a server: a datagram socket cannot be connected with a
+    /// listening one, and is told so only when that one is alive.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn occupant(&self) -> Result<Occupant, PathError> {
+        if self.kind() != FileType::Socket {
+            return Ok(Occupant::NotASocket);
+        }
+        let failed = |action| PathError::io(action, &self.path);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let asked = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None);
+        let asked = asked.map_err(failed("make a socket to look at"))?;
+        let address = SocketAddrUnix::new(self.by_descriptor()).map_err(failed("name"))?;
+        Ok(match net::connect(&asked, &address) {
+            Err(Errno::CONNREFUSED) => Occupant::Stale,
+            Err(Errno::NOENT) => Occupant::Nothing,
+            _ => Occupant::Live,
+        })
+    }
+}
+
+impl Directory {
+    /// Says what lies at a name.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn occupant(&self, name: &OsStr) -> Result<Occupant, PathError> {
+        match self.entry(name)? {
+            Some(entry) => entry.occupant(),
+            None => Ok(Occupant::Nothing),
+        }
+    }
+
+    /// Listens on a socket with a name in this directory. The socket of a process that has ended is replaced, and nothing else.
+    /// Returns the socket, which does not block, and the identity of its file.
+    ///
+    /// The file is made under another name, for our user alone. It is then opened, and a connection through that
+    /// descriptor shows that it is this very socket. Owner and mode are set through the same descriptor, and then the file gets its
+    /// name. So neither a link nor another file that is put in its place gets that owner or mode.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn listen(
+        &self,
+        name: &OsStr,
+        permissions: SocketPermissions,
+    ) -> Result<(UnixListener, FileId), PathError> {
+        let path = self.path().join(name);
+        let temporary = temporary_name(OsStr::new("vfio-user"));
+        let socket = self.bind(&path, &temporary)?;
+        step("bound", self, &temporary);
+        let listened = self.finish(name, &path, &temporary, &socket, permissions);
+        match listened {
+            Ok(id) => {
+                self.remove(&temporary, id);
+                Ok((socket, id))
+            }
+            Err(error) => {
+                // Ours, or what another user put there in a directory of that user.
+                let _ = fs::unlinkat(self.fd(), &temporary, AtFlags::empty());
+                Err(error)
+            }
+        }
+    }
+
+    fn bind(&self, path: &Path, temporary: &OsStr) -> Result<UnixListener, PathError> {
+        let failed = |action| PathError::io(action, path);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let socket = socket.map_err(failed("make a socket for"))?;
+        // The file has it from its first moment on.
+        let mode = fs::fchmod(&socket, Mode::from_raw_mode(0o600));
+        mode.map_err(failed("set the permissions of"))?;
+        let address = SocketAddrUnix::new(self.entry_path(temporary));
+        let address = address.map_err(failed("name a socket for"))?;
+        net::bind(&socket, &address).map_err(failed("bind"))?;
+        net::listen(&socket, BACKLOG).map_err(failed("listen on"))?;
+        Ok(socket.into())
+    }
+
+    fn finish(
+        &self,
+        name: &OsStr,
+        path: &Path,
+        temporary: &OsStr,
+        socket: &UnixListener,
+        permissions: SocketPermissions,
+    ) -> Result<FileId, PathError> {
+        let replaced = || PathError::Replaced { path: path.into() };
+        let mut file = self.entry(temporary)?.ok_or_else(replaced)?;
+        file.path = path.into();
+        if file.kind() != FileType::Socket || !leads_to(&file, socket)? {
+            return Err(replaced());
+        }
+        step("opened", self, temporary);
+        let SocketPermissions { mode, user, group } = permissions;
+        if user.is_some() || group.is_some() {
+            file.set_owner(user, group)?;
+        }
+        file.set_mode(mode)?;
+        step("permitted", self, temporary);
+        // linkat(2) replaces nothing, so that two servers cannot both have the path.
+        let source = file.by_descriptor();
+        let link = || fs::linkat(CWD, &source, self.fd(), name, AtFlags::SYMLINK_FOLLOW);
+        loop {
+            match link() {
+                Ok(()) => break,
+                Err(Errno::EXIST) => self.make_way(name, path, user)?,
+                Err(Errno::NOENT) => return Err(replaced()),
+                Err(error) => return Err(PathError::io("create", path)(error)),
+            }
+        }
+        Ok(file.id())
+    }
+
+    /// Removes a stale socket. It is moved aside first and looked at again, because between two looks another server may
+    /// have replaced it with its own.
+    fn make_way(&self, name: &OsStr, path: &Path, user: Option<u32>) -> Result<(), PathError> {
+        let failed = |action| PathError::io(action, path);
+        let refuse = |occupant| match occupant {
+            Occupant::Nothing | Occupant::Stale => Ok(occupant),
+            Occupant::Live => Err(PathError::InUse { path: path.into() }),
+            Occupant::NotASocket => Err(PathError::NotASocket { path: path.into() }),
+        };
+        let Some(entry) = self.entry(name)? else {
+            return Ok(());
+        };
+        if refuse(entry.occupant()?)? == Occupant::Nothing {
+            return Ok(());
+        }
+        let owner = entry.owner();
+        // In a directory that only trusted users write, one of them made it, and gave it to its owner.
+        if !is_trusted(owner) && user != Some(owner) && !self.protects(owner) {
+            return Err(PathError::ForeignFile {
+                path: path.into(),
+                owner,
+                mode: entry.stat.permissions(),
+            });
+        }
+        step("stale", self, name);
+        let aside = temporary_name(OsStr::new("vfio-user"));
+        match fs::renameat(self.fd(), name, self.fd(), &aside) {
+            Ok(()) => {}
+            Err(Errno::NOENT) => return Ok(()),
+            Err(error) => return Err(failed("move aside")(error)),
+        }
+        let found = self.occupant(&aside)?;
+        if found == Occupant::Live || found == Occupant::NotASocket {
+            let link = fs::linkat(self.fd(), &aside, self.fd(), name, AtFlags::empty());
+            link.map_err(failed("put back"))?;
+        }
+        let _ = fs::unlinkat(self.fd(), &aside, AtFlags::empty());
+        refuse(found).map(drop)
+    }
+}
+
+/// Returns whether a connection to a file reaches this socket. Nothing is sent, as the file may be that of another server.
+fn leads_to(file: &Entry, socket: &UnixListener) -> Result<bool, PathError> {
+    let failed = |action| PathError::io(action, &file.path);
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let client = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let client = client.map_err(failed("make a socket to try"))?;
+    // The kernel chooses an address that no other socket has.
+    net::bind(client.as_fd(), &SocketAddrUnix::new_unnamed()).map_err(failed("try"))?;
+    let address = net::getsockname(&client).map_err(failed("try"))?;
+    let address = SocketAddrUnix::try_from(address).map_err(failed("try"))?;
+    let target = SocketAddrUnix::new(file.by_descriptor()).map_err(failed("try"))?;
+    if net::connect(&client, &target).is_err() {
+        return Ok(false);
+    }
+    // Others of our user may have connected before.
+    while let Ok((_, from)) = socket.accept() {
+        if from.as_abstract_name().is_some() && from.as_abstract_name() == address.abstract_name() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}

@@ -1,0 +1,368 @@
+//! The way along a path, component by component.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{self, AtFlags, FileType, Mode, OFlags, Stat, StatVfsMountFlags};
+use rustix::io::Errno;
+use rustix::process::geteuid;
+
+use crate::PathError;
+
+/// Most symbolic links on one path, as in the kernel.
+const LINKS_MAX: u32 = 40;
+
+/// Identity of a file: device and inode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl FileId {
+    pub(crate) fn of(stat: &Stat) -> Self {
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+        }
+    }
+
+    /// Returns the identity of an open file.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn of_open(file: impl AsFd) -> io::Result<Self> {
+        Ok(Self::of(&fs::fstat(file)?))
+    }
+}
+
+/// What is looked at of a file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Status {
+    pub(crate) id: FileId,
+    pub(crate) owner: u32,
+    pub(crate) group: u32,
+    /// Kind and permissions.
+    pub(crate) mode: u32,
+    pub(crate) bytes: u64,
+}
+
+impl Status {
+    pub(crate) fn of(file: impl AsFd) -> Result<Self, Errno> {
+        let stat = fs::fstat(file)?;
+        Ok(Self {
+            id: FileId::of(&stat),
+            owner: stat.st_uid,
+            group: stat.st_gid,
+            mode: stat.st_mode,
+            bytes: u64::try_from(stat.st_size).unwrap_or(0),
+        })
+    }
+
+    pub(crate) fn permissions(&self) -> u32 {
+        self.mode & 0o7777
+    }
+
+    pub(crate) fn is_sticky(&self) -> bool {
+        self.mode & 0o1000 != 0
+    }
+}
+
+/// A directory that another user may write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Exposure {
+    pub(crate) directory: PathBuf,
+    pub(crate) owner: u32,
+    pub(crate) mode: u32,
+}
+
+impl Exposure {
+    pub(crate) fn of(directory: &Path, stat: &Status) -> Self {
+        Self {
+            directory: directory.to_owned(),
+            owner: stat.owner,
+            mode: stat.permissions(),
+        }
+    }
+
+    pub(crate) fn error(&self, path: &Path) -> PathError {
+        PathError::Exposed {
+            path: path.to_owned(),
+            directory: self.directory.clone(),
+            owner: self.owner,
+            mode: self.mode,
+        }
+    }
+}
+
+/// What a path leads to, as a descriptor that neither reads nor writes (`O_PATH`).
+#[derive(Debug)]
+pub struct Entry {
+    pub(crate) descriptor: OwnedFd,
+    pub(crate) stat: Status,
+    /// Path without links.
+    pub(crate) path: PathBuf,
+    /// The first exposed directory on the way in which a next step was not safe.
+    pub(crate) exposure: Option<Exposure>,
+}
+
+/// Returns whether a user is one to whom this process owes its files.
+pub(crate) fn is_trusted(user: u32) -> bool {
+    user == 0 || user == geteuid().as_raw() || fs::stat("/").is_ok_and(|root| root.st_uid == user)
+}
+
+/// Returns whether another user than the owner may write what is open. Nobody writes by a mount that is read-only, as
+/// volumes of Kubernetes are.
+pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &Status) -> bool {
+    others_may_write(stat)
+        && !fs::fstatvfs(file).is_ok_and(|mount| mount.f_flag.contains(StatVfsMountFlags::RDONLY))
+}
+
+fn others_may_write(stat: &Status) -> bool {
+    let user = geteuid().as_raw();
+    // A group of the owner's number has the owner alone in it. Many distributions have new users make files with it.
+    let own_group = user != 0 && stat.owner == user && stat.group == user;
+    let group = if own_group { 0 } else { 0o020 };
+    stat.mode & (0o002 | group) != 0
+}
+
+/// Returns whether trusted users alone can put something in the place of an entry.
+pub(crate) fn is_safe(directory: BorrowedFd<'_>, stat: &Status, owner: u32) -> bool {
+    let is_sticky = stat.is_sticky();
+    is_trusted(stat.owner) && (is_sticky && is_trusted(owner) || !others_write(directory, stat))
+}
+
+/// Opens an entry itself, also if it is a link. A directory is mounted if it is one that is mounted on demand.
+pub(crate) fn open_entry(directory: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match fs::openat(directory, name, flags | OFlags::DIRECTORY, Mode::empty()) {
+        Err(Errno::NOTDIR | Errno::LOOP) => fs::openat(directory, name, flags, Mode::empty()),
+        opened => opened,
+    }
+}
+
+/// Returns the steps of a path, the last one first.
+fn steps(path: &Path) -> impl Iterator<Item = OsString> + use<'_> {
+    path.components().rev().filter_map(|step| match step {
+        Component::Normal(name) => Some(name.to_owned()),
+        Component::ParentDir => Some("..".into()),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    })
+}
+
+/// Walks a path. With `make`, directories that are not there are made with that mode.
+pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> {
+    let path = match path.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => path,
+    };
+    let path = std::path::absolute(path).map_err(|source| PathError::Io {
+        action: "find",
+        path: path.to_owned(),
+        source,
+    })?;
+    let root = || {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let opened = fs::open("/", flags, Mode::empty());
+        let descriptor = opened.map_err(PathError::io("open", Path::new("/")))?;
+        let stat = Status::of(&descriptor).map_err(PathError::io("look at", Path::new("/")))?;
+        Ok((descriptor, stat))
+    };
+    let (descriptor, stat) = root()?;
+    let mut here = Entry {
+        descriptor,
+        stat,
+        path: "/".into(),
+        exposure: None,
+    };
+    let mut left: Vec<OsString> = steps(&path).collect();
+    let mut links = 0;
+    while let Some(name) = left.pop() {
+        let next_path = match name.as_bytes() {
+            b".." => here.path.parent().unwrap_or(Path::new("/")).to_owned(),
+            _ => here.path.join(&name),
+        };
+        let failed = |action| PathError::io(action, &next_path);
+        let directory = here.descriptor.as_fd();
+        let next = match (open_entry(directory, &name), make) {
+            (Err(Errno::NOENT), Some(mode)) => {
+                match fs::mkdirat(directory, &name, mode) {
+                    Ok(()) | Err(Errno::EXIST) => {}
+                    Err(error) => return Err(failed("make the directory")(error)),
+                }
+                open_entry(directory, &name)
+            }
+            (opened, _) => opened,
+        };
+        let next = next.map_err(failed("open"))?;
+        let stat = Status::of(&next).map_err(failed("look at"))?;
+        let is_safe = is_safe(here.descriptor.as_fd(), &here.stat, stat.owner);
+        if FileType::from_raw_mode(stat.mode) == FileType::Symlink {
+            if !is_safe || !is_trusted(stat.owner) {
+                let owner = match is_trusted(stat.owner) {
+                    true => here.stat.owner,
+                    false => stat.owner,
+                };
+                return Err(PathError::ForeignLink {
+                    path: next_path,
+                    owner,
+                });
+            }
+            links += 1;
+            if links > LINKS_MAX {
+                return Err(failed("follow")(Errno::LOOP));
+            }
+            let target = fs::readlinkat(&next, "", Vec::new()).map_err(failed("read the link"))?;
+            let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+            if target.is_absolute() {
+                let (descriptor, stat) = root()?;
+                here.descriptor = descriptor;
+                here.stat = stat;
+                here.path = "/".into();
+            }
+            left.extend(steps(&target));
+            continue;
+        }
+        if !is_safe && here.exposure.is_none() {
+            here.exposure = Some(Exposure::of(&here.path, &here.stat));
+        }
+        here.descriptor = next;
+        here.stat = stat;
+        here.path = next_path;
+    }
+    Ok(here)
+}
+
+impl Entry {
+    /// Walks to what a path leads to.
+    ///
+    /// # Errors
+    /// See [`PathError`].
+    pub fn find(path: &Path) -> Result<Self, PathError> {
+        walk(path, None)
+    }
+
+    /// Returns the path without links. It names the same thing for as long as nobody replaces it.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the identity of the file.
+    #[must_use]
+    pub fn id(&self) -> FileId {
+        self.stat.id
+    }
+
+    /// Returns the owner.
+    #[must_use]
+    pub fn owner(&self) -> u32 {
+        self.stat.owner
+    }
+
+    pub(crate) fn kind(&self) -> FileType {
+        FileType::from_raw_mode(self.stat.mode)
+    }
+
+    /// Returns a path that leads to this very file, whatever its names are.
+    pub(crate) fn by_descriptor(&self) -> PathBuf {
+        by_descriptor(self.descriptor.as_fd())
+    }
+
+    /// Opens this very file.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn reopen(&self, flags: OFlags) -> io::Result<File> {
+        let opened = fs::open(self.by_descriptor(), flags | OFlags::CLOEXEC, Mode::empty())?;
+        Ok(opened.into())
+    }
+
+    /// Changes the mode of this very file.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn set_mode(&self, mode: u32) -> Result<(), PathError> {
+        // Descriptors that only name a file are not taken by fchmod(2).
+        let changed = fs::chmod(self.by_descriptor(), Mode::from_raw_mode(mode));
+        changed.map_err(PathError::io("set the permissions of", &self.path))
+    }
+
+    /// Changes the owner of this very file.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub(crate) fn set_owner(&self, user: Option<u32>, group: Option<u32>) -> Result<(), PathError> {
+        let user = user.map(fs::Uid::from_raw);
+        let group = group.map(fs::Gid::from_raw);
+        let changed = fs::chownat(&self.descriptor, "", user, group, AtFlags::EMPTY_PATH);
+        changed.map_err(PathError::io("set the owner of", &self.path))
+    }
+
+    /// Makes sure that this is a regular file which trusted users alone can write or replace.
+    ///
+    /// # Errors
+    /// Says what another user may do.
+    pub fn check_obeyed(&self) -> Result<(), PathError> {
+        let path = self.path.clone();
+        if self.kind() != FileType::RegularFile {
+            return Err(PathError::NotAFile { path });
+        }
+        if !is_trusted(self.stat.owner) || others_write(self.descriptor.as_fd(), &self.stat) {
+            return Err(PathError::ForeignFile {
+                path,
+                owner: self.stat.owner,
+                mode: self.stat.permissions(),
+            });
+        }
+        match &self.exposure {
+            Some(exposure) => Err(exposure.error(&self.path)),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads the file, of at most `longest` bytes.
+    pub(crate) fn read(&self, longest: u64) -> Result<String, PathError> {
+        let read = || {
+            let mut text = String::new();
+            let file = self.reopen(OFlags::RDONLY | OFlags::NONBLOCK)?;
+            file.take(longest + 1).read_to_string(&mut text)?;
+            if text.len() as u64 > longest {
+                let length = self.stat.bytes;
+                return Err(io::Error::new(
+                    io::ErrorKind::FileTooLarge,
+                    format!("it has {length} bytes, and {longest} at most are read"),
+                ));
+            }
+            Ok(text)
+        };
+        read().map_err(|source| PathError::Io {
+            action: "read",
+            path: self.path.clone(),
+            source,
+        })
+    }
+}
+
+/// Opens a file by a path whose links trusted users alone can change. Nothing is made.
+///
+/// # Errors
+/// See [`PathError`].
+pub fn open(path: &Path, flags: OFlags) -> Result<File, PathError> {
+    let entry = Entry::find(path)?;
+    entry.reopen(flags).map_err(|source| PathError::Io {
+        action: "open",
+        path: entry.path,
+        source,
+    })
+}
+
+/// Returns the path of what a descriptor is open on.
+pub(crate) fn by_descriptor(descriptor: BorrowedFd<'_>) -> PathBuf {
+    Path::new("/proc/self/fd").join(descriptor.as_raw_fd().to_string())
+}

@@ -155,9 +155,23 @@ impl Ledgers {
         let unit = unit.map_or_else(|| default_unit(drive), NonZeroU64::get);
         let namespace = drive.namespace();
         let bytes = namespace.blocks << namespace.lba_shift;
+        self.carry_over(drive)?;
         let ledger = self.ledger_of(drive);
         let room = ledger.room(drive.identity(), namespace.nsid, bytes, unit)?;
         Ok((unit, room))
+    }
+
+    /// Has the ledger know a drive by its present name alone, if an earlier version gave it another one in this boot.
+    fn carry_over(&self, drive: &Drive) -> Result<(), LeaseError> {
+        if let Some(before) = drive.formerly()
+            && self.ledger_of(drive).carry_over(before, drive.identity())?
+        {
+            log::info!(
+                "What was leased of {before} is leased of {} now",
+                drive.identity()
+            );
+        }
+        Ok(())
     }
 
     fn ledger_of(&self, drive: &Drive) -> &Ledger {
@@ -231,7 +245,12 @@ fn wanted_size(asked: LeaseSize, drive: &Drive) -> Result<Wanted, OpenError> {
 }
 
 /// Returns the id and the place or size of the lease that `options` ask for.
-fn lease_of(options: &FunctionOptions, drive: &Drive) -> Result<(String, Wanted), OpenError> {
+fn lease_of(
+    options: &FunctionOptions,
+    drive: &Drive,
+    ledgers: &Ledgers,
+) -> Result<(String, Wanted), OpenError> {
+    ledgers.carry_over(drive)?;
     if let (Some(size), Some(id)) = (options.size, &options.id) {
         return Ok((id.clone(), wanted_size(size, drive)?));
     }
@@ -242,7 +261,10 @@ fn lease_of(options: &FunctionOptions, drive: &Drive) -> Result<(String, Wanted)
     };
     let id = match &options.id {
         Some(id) => id.clone(),
-        None => default_id(drive.identity(), namespace.nsid, range),
+        None => {
+            let drive = ledgers.ledger_of(drive).naming(drive.identity())?;
+            default_id(&drive, namespace.nsid, range)
+        }
     };
     Ok((id, Wanted::At(range)))
 }
@@ -266,7 +288,7 @@ pub fn lease_to_truncate(
         size: Some(LeaseSize { size, unit }),
         ..options.clone()
     };
-    let (id, wanted) = lease_of(&options, drive)?;
+    let (id, wanted) = lease_of(&options, drive, ledgers)?;
     ledgers.lease(&options, drive, &id, wanted)
 }
 
@@ -284,7 +306,7 @@ pub fn reserve(
     ledgers: &Ledgers,
     stop: &AtomicBool,
 ) -> Result<(String, Extents), OpenError> {
-    let (id, wanted) = lease_of(options, drive)?;
+    let (id, wanted) = lease_of(options, drive, ledgers)?;
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
     if limits.is_some() {
@@ -324,7 +346,7 @@ pub fn attach_with(
     parts: FunctionParts,
     stop: &AtomicBool,
 ) -> Result<Attachment, OpenError> {
-    let (id, wanted) = lease_of(options, drive)?;
+    let (id, wanted) = lease_of(options, drive, ledgers)?;
     // First, since a refused reservation changes nothing: neither the ledger nor former data.
     let reservation = match options.reserve {
         0 => None,

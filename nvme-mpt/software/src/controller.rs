@@ -32,6 +32,7 @@ use crate::zones::{LeasedZones, ZoneError, ZonedQueue, Zones};
 #[derive(Debug)]
 pub struct SoftwareController {
     identity: String,
+    formerly: Option<String>,
     namespace: HostNamespace,
     limits: Limits,
     medium: Box<dyn Medium>,
@@ -83,6 +84,7 @@ impl SoftwareController {
         };
         Self {
             identity: medium.identity(),
+            formerly: medium.formerly(),
             namespace,
             limits: medium.limits(LIMITS),
             medium: Box::new(medium),
@@ -244,6 +246,10 @@ impl Drop for SoftwareController {
 impl HostController for SoftwareController {
     fn identity(&self) -> &str {
         &self.identity
+    }
+
+    fn formerly(&self) -> Option<&str> {
+        self.formerly.as_deref()
     }
 
     fn model(&self) -> &str {

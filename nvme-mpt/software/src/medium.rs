@@ -25,6 +25,11 @@ pub trait Medium: fmt::Debug + Send + Sync {
     /// Returns a name that stays the same for the same bytes, whatever path leads to them.
     fn identity(&self) -> String;
 
+    /// Returns the identity that earlier versions gave the bytes in this boot of the host, if it is another one.
+    fn formerly(&self) -> Option<String> {
+        None
+    }
+
     /// Model Number, up to 40 characters.
     fn model(&self) -> &'static str;
 

@@ -53,6 +53,11 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// A name that stays the same for the same drive, whatever path leads to it.
     fn identity(&self) -> &str;
 
+    /// Returns the identity that earlier versions gave the drive in this boot of the host, if it is another one.
+    fn formerly(&self) -> Option<&str> {
+        None
+    }
+
     /// Model Number, up to 40 characters.
     fn model(&self) -> &str;
 

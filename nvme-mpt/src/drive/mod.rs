@@ -111,6 +111,12 @@ impl Drive {
         self.controller.identity()
     }
 
+    /// Returns the identity that earlier versions gave the drive in this boot of the host, if it is another one.
+    #[must_use]
+    pub fn formerly(&self) -> Option<&str> {
+        self.controller.formerly()
+    }
+
     /// Returns whether the drive exists in this process only, so that no other can have a lease of it.
     #[must_use]
     pub fn is_private(&self) -> bool {

@@ -7,6 +7,7 @@ use super::outcome::{Admitted, Refusal};
 use super::request::{LeaseRequest, Wanted};
 use super::store::{Record, Records, StoreError};
 use super::tenants::{self, FormerData};
+use crate::origin;
 use crate::origin::extent::{self, Stretch};
 use crate::origin::nvme;
 use crate::range::ByteRange;
@@ -21,6 +22,12 @@ pub(super) fn admit(
     request: &LeaseRequest<'_>,
     is_held: impl Fn(Slot) -> Result<bool, StoreError>,
 ) -> Result<Admitted, Refusal> {
+    if let Some(earlier) = records.find_earlier(request, origin::boot) {
+        return Err(Refusal::Earlier(earlier));
+    }
+    if records.is_unlasting(request) {
+        return Err(Refusal::Unlasting);
+    }
     match request.wanted {
         Wanted::At(range) => admit_range(records, request, range, is_held),
         Wanted::Size { bytes, unit, whole } => {
@@ -44,7 +51,9 @@ fn admit_range(
             continue;
         }
         let held = is_held(Slot(record.slot)).map_err(Refusal::Store)?;
-        if overlaps && same_id && has_same_bytes(record, request, range) && !held {
+        let is_it = (overlaps && has_same_bytes(record, request, range))
+            || was_at_range(record, request, range);
+        if same_id && is_it && !held {
             taken_over = Some(Slot(record.slot));
         } else if overlaps {
             return Err(Refusal::Overlap(
@@ -66,6 +75,14 @@ fn admit_range(
         extents: range.into(),
         former: None,
     })
+}
+
+/// Returns whether a lease had the same range of a drive that had its name from an earlier boot of the host. The operator has
+/// said what becomes of its data, else the request was refused.
+fn was_at_range(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
+    let boots = [&record.drive, request.drive].map(extent::boot_of);
+    matches!(boots, [Some(theirs), Some(ours)] if theirs != ours)
+        && record.extents.only() == Some(range)
 }
 
 /// Returns whether a lease has a byte of the range. By the bytes: a disk and its partition are two drives that

@@ -10,6 +10,25 @@ use crate::range::{ByteRange, Bytes, RangeError};
 /// Longest id of a lease, in bytes.
 pub(super) const ID_MAX: usize = 64;
 
+/// Ids have data on a drive that had its name until a boot of the host, and this drive may be that one.
+#[derive(Debug, Error)]
+#[error(
+    "Drive {drive} may be the one that was {earlier} until the host was started anew, with data of \"{}\": if it is, go on \
+     with {carry_over}, where PATH leads to this drive; if not, say range= and data=keep (or --keep-data) to take the range \
+     as it is",
+    ids.join("\", \"")
+)]
+pub struct EarlierBootError {
+    /// The drive that was asked for.
+    pub drive: String,
+    /// The drive of the earlier boot.
+    pub earlier: String,
+    /// Ids that have data there.
+    pub ids: Vec<String>,
+    /// Command that says that both are one drive.
+    pub carry_over: String,
+}
+
 /// A lease was not given out, or not released.
 #[derive(Debug, Error)]
 pub enum LeaseError {
@@ -39,6 +58,36 @@ pub enum LeaseError {
         id: String,
         /// The data.
         left: Box<Left>,
+    },
+    /// Ids have data on a drive that had its name until a boot of the host, and this drive may be that one.
+    #[error(transparent)]
+    EarlierBoot(Box<EarlierBootError>),
+    /// A drive in use cannot be given another name.
+    #[error("Drive {} is in use by {other}: stop that process first, and carry over then", other.drive)]
+    InUse {
+        /// A lease of it.
+        other: Box<LeaseEntry>,
+    },
+    /// Two drives with leases or data cannot become one.
+    #[error(
+        "Leases or data are on both {from} and {to}, so that they are two drives, or two records of one: `nvme-mpt leases` \
+         shows the leases; nothing was changed"
+    )]
+    BothKnown {
+        /// One drive.
+        from: String,
+        /// The other drive.
+        to: String,
+    },
+    /// No lease by size outlives the boot.
+    #[error(
+        "Drive {drive} has neither a WWID nor a serial number, so that its leases by size could not be found after the \
+         next start of the host: lease it with range=, give the disk a serial number (virtio: serial=), or make a file on a \
+         file system of it the drive"
+    )]
+    Unlasting {
+        /// The drive.
+        drive: String,
     },
     /// Another lease has the id.
     #[error("The id \"{id}\" is taken by {other}; {remedy}")]

@@ -16,6 +16,7 @@
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * `tenants`: which id last held a range, and what becomes of its data.
 //! * `room`: the ids that have parts of a drive, and what is free of it.
+//! * `earlier`: leases of drives that had a name until a boot of the host, and the names that a drive had.
 //! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is asked for.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
@@ -24,6 +25,7 @@ mod allocate;
 mod area;
 mod by_size;
 mod claim;
+mod earlier;
 mod entry;
 mod error;
 pub mod extents;
@@ -42,7 +44,7 @@ mod terms;
 pub use by_size::MIN_UNIT;
 pub use claim::Claim;
 pub use entry::{LeaseEntry, LeaseState};
-pub use error::LeaseError;
+pub use error::{EarlierBootError, LeaseError};
 pub use extents::Extents;
 pub use identity::LeaseIdentity;
 pub use ledger::{Lease, Ledger};

@@ -5,8 +5,9 @@ use std::path::Path;
 
 use super::allocate::Need;
 use super::area::Area;
+use super::earlier::EarlierDrive;
 use super::entry::{LeaseEntry, LeaseState};
-use super::error::LeaseError;
+use super::error::{EarlierBootError, LeaseError};
 use super::extents::{Extents, list};
 use super::holder::Slot;
 use super::store::StoreError;
@@ -36,6 +37,10 @@ pub(super) enum Refusal {
     Overlap(ByteRange, Box<LeaseEntry>),
     IdTaken(Box<LeaseEntry>),
     OthersData(ByteRange, Left),
+    /// Ids have data on a drive of an earlier boot of the host, which this one may be.
+    Earlier(EarlierDrive),
+    /// The drive's name ends with the boot of the host.
+    Unlasting,
     /// The id left data that a lease by size cannot take up.
     Former(Vec<ByteRange>, Unfit),
     NoRoom {
@@ -104,6 +109,16 @@ impl Refusal {
                 id,
                 left: Box::new(left),
             },
+            Self::Earlier(EarlierDrive { name, ids }) => {
+                let carry_over = command(&format!("leases carry-over '{name}' PATH"), folder);
+                LeaseError::EarlierBoot(Box::new(EarlierBootError {
+                    drive,
+                    earlier: name,
+                    ids,
+                    carry_over,
+                }))
+            }
+            Self::Unlasting => LeaseError::Unlasting { drive },
             Self::Former(ranges, unfit) => {
                 let release = command(&format!("leases release {id}"), folder);
                 let unit = match unfit {

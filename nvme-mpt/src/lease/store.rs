@@ -30,6 +30,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::earlier::Namings;
 use super::extents::Extents;
 use super::holder::{Holder, Holders, Slot, users};
 use super::private::{PrivateError, let_others_through, make_folder, open_file};
@@ -242,6 +243,7 @@ impl From<RangeRecords> for Records {
             leases: records.leases.into_iter().map(Record::from).collect(),
             tenants: records.tenants,
             terms: TermsOfIds::new(),
+            namings: Namings::new(),
         }
     }
 }
@@ -261,6 +263,9 @@ pub(super) struct Records {
     /// Terms of ids.
     #[serde(default, skip_serializing_if = "TermsOfIds::is_empty")]
     pub(super) terms: TermsOfIds,
+    /// Names that drives had when the names of their guests were made.
+    #[serde(default, skip_serializing_if = "Namings::is_empty")]
+    pub(super) namings: Namings,
 }
 
 impl Default for Records {
@@ -271,6 +276,7 @@ impl Default for Records {
             leases: Vec::new(),
             tenants: Vec::new(),
             terms: TermsOfIds::new(),
+            namings: Namings::new(),
         }
     }
 }
@@ -302,7 +308,7 @@ impl Records {
         same_leases
             && tenants::are_same(&self.tenants, &other.tenants)
             && (self.version, self.next_slot) == (other.version, other.next_slot)
-            && self.terms == other.terms
+            && (&self.terms, &self.namings) == (&other.terms, &other.namings)
     }
 
     pub(super) fn of_slot(&mut self, slot: Slot) -> Option<&mut Record> {

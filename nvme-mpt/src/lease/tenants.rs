@@ -180,6 +180,18 @@ impl Tenant {
         }
     }
 
+    /// Returns the base that holds its bytes.
+    pub(super) fn drive(&self) -> &str {
+        &self.drive
+    }
+
+    /// Gives the base another name, if there is one.
+    pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
+        if let Some(name) = rename(&self.drive) {
+            self.drive = name;
+        }
+    }
+
     /// Returns whether 64 bits count the bytes of its lease up to its end.
     pub(super) fn is_sound(&self) -> bool {
         let end = |at: u64| at.checked_add(self.range.length());

@@ -269,10 +269,10 @@ pub(super) fn name(system: &System, device: DeviceNumber) -> String {
     // NVMe, SCSI, virtio, MMC; device mapper and RAID. An NVMe namespace's `wwid` is there always; the serial number
     // of its controller would be that of other namespaces, too.
     const NAMES: [(&str, &str); 7] = [
-        ("disk", "wwid"),
-        ("disk", "device/wwid"),
-        ("disk", "serial"),
-        ("disk", "device/cid"),
+        (extent::DISK, "wwid"),
+        (extent::DISK, "device/wwid"),
+        (extent::DISK, "serial"),
+        (extent::DISK, "device/cid"),
         ("dm", "dm/uuid"),
         ("dm", "dm/name"),
         ("md", "md/uuid"),
@@ -285,6 +285,10 @@ pub(super) fn name(system: &System, device: DeviceNumber) -> String {
         // The kernel gives each disk that it finds another sequence number, until the next boot.
         let sequence = system.attribute(device, "diskseq");
         let sequence = sequence.unwrap_or_else(|| device.to_string());
-        extent::base("disk", &format!("{}/{sequence}", system.boot()))
+        let kind = match system.is_in_memory(device) && !system.is_former {
+            true => "ram",
+            false => extent::DISK,
+        };
+        extent::base(kind, &format!("{}/{sequence}", system.boot()))
     })
 }

@@ -101,6 +101,56 @@ pub(crate) fn base(kind: &str, name: &str) -> String {
     format!("{kind}:{name}")
 }
 
+/// Kind of the bases that are disks.
+pub(super) const DISK: &str = "disk";
+
+/// Begins the name of a file system that is made of its UUID.
+pub(super) const LABELLED: &str = "fs:";
+
+/// Returns the boot of the host with which a base loses its name: that of a disk which the kernel numbered, or of a file
+/// on it. Its bytes outlive the boot.
+pub(crate) fn boot_of(base: &str) -> Option<&str> {
+    let is_boot = |text: &&str| {
+        let groups = text.split('-').map(str::len);
+        let is_digit = |byte: u8| byte.is_ascii_hexdigit() || byte == b'-';
+        groups.eq([8, 4, 4, 4, 12]) && text.bytes().all(is_digit)
+    };
+    let mut after = base.split("disk:").skip(1);
+    after.find_map(|name| name.split_once('/').map(|(boot, _)| boot).filter(is_boot))
+}
+
+/// Returns whether a base that has its name from one boot can be the one that `other` names in another boot, or by a name that
+/// outlives boots.
+pub(crate) fn can_be(base: &str, other: &str) -> bool {
+    let inode = |base: &str| {
+        let (inode, _) = base.strip_prefix("file:")?.split_once('@')?;
+        Some(inode.to_owned())
+    };
+    let is_named_anew = boot_of(other).is_some() || other.contains(&format!("@{LABELLED}"));
+    is_named_anew && inode(base) == inode(other)
+}
+
+/// Returns the bases that hold the bytes of a drive, by its identity.
+pub(crate) fn bases(identity: &str) -> Vec<String> {
+    let all = ByteRange::new(0, u64::MAX).map(|all| places(identity, all));
+    let all = all.unwrap_or_default().into_iter();
+    all.map(|extent| extent.base).collect()
+}
+
+/// Returns an identity in which bases have the names that `rename` gives them. All else stays as it is written.
+pub(crate) fn renamed(identity: &str, rename: impl Fn(&str) -> Option<String>) -> String {
+    let mut extents: Vec<Extent> = match identity.split(AND).map(parse).collect() {
+        Some(extents) => extents,
+        None => return rename(identity).unwrap_or_else(|| identity.to_owned()),
+    };
+    for extent in &mut extents {
+        if let Some(name) = rename(&extent.base) {
+            extent.base = name;
+        }
+    }
+    join(&extents)
+}
+
 /// Returns the part of `extents` that begins at `offset` and has `length` bytes.
 pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> {
     let (mut skip, mut left) = (offset, length);
@@ -310,6 +360,36 @@ mod tests {
             base("disk", " t10.ATA  QEMU \u{e4}"),
             "disk:t10.ATA__QEMU__"
         );
+    }
+
+    #[test]
+    fn names_that_end_with_a_boot_are_told_from_others() {
+        let boot = "0b000000-0000-4000-8000-00000000000a";
+        for base in [
+            format!("disk:{boot}/5"),
+            format!("disk:{boot}/259:0"),
+            format!("file:12@disk:{boot}/5"),
+            format!("file:12@1048576+4096_of_disk:{boot}/5"),
+            format!("file:12@btrfs:disk:{boot}/5:/@"),
+        ] {
+            assert_eq!(boot_of(&base), Some(boot), "{base}");
+        }
+        for base in [
+            "disk:naa.5000c500a1b2c3d4",
+            "disk:serial/5",
+            "disk:0b000000-0000-4000-8000-00000000000a",
+            "disk:xb000000-0000-4000-8000-00000000000a/5",
+            "file:12@0b000000-0000-4000-8000-00000000000a/0:40",
+            "ram:0b000000-0000-4000-8000-00000000000a/5",
+            "file:12@fs:ext-0123456789abcdef",
+            "nvme:nqn.a:s",
+        ] {
+            assert_eq!(boot_of(base), None, "{base}");
+        }
+        let part = format!("1048576+4096 of disk:{boot}/5 and 0+8 of dm:a over 0+8/disk:b");
+        assert_eq!(bases(&part), [format!("disk:{boot}/5"), "dm:a".to_owned()]);
+        let named = renamed(&part, |base| (base == "dm:a").then(|| "dm:b".to_owned()));
+        assert_eq!(named, part.replace("dm:a", "dm:b"));
     }
 
     #[test]

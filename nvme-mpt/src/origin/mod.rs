@@ -3,7 +3,9 @@
 //! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases,
 //! locks and the names that guests see follow the bytes. So a path is resolved to *extents*: parts of *bases*, which
 //! have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or
-//! serial number. A namespace is named by its drive's name, a file by its file system and inode.
+//! serial number. A namespace is named by its drive's name, a file by its file system and inode. A disk that has neither has
+//! a name until the next boot alone ([`extent::boot_of`]). A file on such a disk is named by the UUID of its file
+//! system, which lies outside of all files.
 //!
 //! A device-mapper device is its table: `linear` targets are the bytes of the devices below. Other targets, such as
 //! `crypt` or `striped`, and RAID devices are bases of their own. They overlap the whole of what they are made of, but
@@ -30,6 +32,8 @@ pub(crate) use extent::Extent;
 pub(crate) use system::System;
 use system::{DeviceNumber, Mount};
 
+use crate::memory;
+
 /// Origin of the bytes behind a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
@@ -37,6 +41,8 @@ pub struct Origin {
     extents: Vec<Extent>,
     /// The files among them that the path does not lead to by itself.
     files: Vec<BackingFile>,
+    /// Its identity as versions wrote it that knew only names which end with the boot, if it is another one.
+    formerly: Option<String>,
 }
 
 /// A file that a loop device makes a block device of.
@@ -87,19 +93,27 @@ impl Origin {
 
     fn of_path(system: &System, path: &Path) -> io::Result<Self> {
         let metadata = fs::metadata(path)?;
-        if metadata.file_type().is_block_device() {
-            let Device { extents, files } = Device::resolve(system, DeviceNumber(metadata.rdev()));
-            return Ok(Self { extents, files });
-        }
+        let resolve = |system: &System| match metadata.file_type().is_block_device() {
+            true => Device::resolve(system, DeviceNumber(metadata.rdev())),
+            false => Device::of(file_extent(system, path, &metadata)),
+        };
+        let Device { extents, files } = resolve(system);
+        let formerly = extent::join(&resolve(&system.former()).extents);
         Ok(Self {
-            extents: vec![file_extent(system, path, &metadata)],
-            files: Vec::new(),
+            formerly: Some(formerly).filter(|former| *former != extent::join(&extents)),
+            extents,
+            files,
         })
     }
 
     /// Returns the name that leases, locks and guests know the bytes by.
     pub fn identity(&self) -> String {
         extent::join(&self.extents)
+    }
+
+    /// Returns the [identity](Self::identity) that earlier versions gave the bytes in this boot, if it is another one.
+    pub fn formerly(&self) -> Option<&str> {
+        self.formerly.as_deref()
     }
 
     /// Returns the files that lie below a loop device.
@@ -138,6 +152,11 @@ impl Origin {
     }
 }
 
+/// Returns what tells this boot of the host from others.
+pub(crate) fn boot() -> String {
+    System::real().boot()
+}
+
 /// Returns what keeps a block device from being opened exclusively, as far as the kernel names it.
 pub fn holder(path: &Path) -> Option<String> {
     let device = DeviceNumber(fs::metadata(path).ok()?.rdev());
@@ -155,6 +174,14 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
         extent::join(&Device::resolve(system, device).extents)
     } else {
         file_system(system, path, device)
+    };
+    let file_system = match extent::boot_of(&file_system) {
+        // The label of a file system lies outside of all files, so that no lease can cover it.
+        Some(_) if !system.is_former => {
+            let label = memory::file_system::uuid_name(path);
+            label.map_or(file_system, |label| format!("{}{label}", extent::LABELLED))
+        }
+        _ => file_system,
     };
     Extent {
         base: extent::base("file", &format!("{}@{file_system}", metadata.ino())),

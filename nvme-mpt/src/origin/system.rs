@@ -96,12 +96,20 @@ impl Mount {
 #[derive(Clone, Debug)]
 pub(crate) struct System {
     root: PathBuf,
+    /// Names are those of versions that knew no others for what has neither a WWID nor a serial number.
+    pub(super) is_former: bool,
 }
+
+/// Boot of a host that does not tell: what is known until then is known for no longer.
+const UNKNOWN_BOOT: &str = "00000000-0000-0000-0000-000000000000";
 
 impl System {
     /// Those of this machine.
     pub(crate) fn real() -> Self {
-        Self { root: "/".into() }
+        Self {
+            root: "/".into(),
+            is_former: false,
+        }
     }
 
     /// Those below a folder.
@@ -109,6 +117,15 @@ impl System {
     pub(super) fn below(root: &Path) -> Self {
         Self {
             root: root.to_owned(),
+            is_former: false,
+        }
+    }
+
+    /// The same, with the names that versions gave which knew no others for what has neither a WWID nor a serial number.
+    pub(super) fn former(&self) -> Self {
+        Self {
+            is_former: true,
+            ..self.clone()
         }
     }
 
@@ -130,6 +147,13 @@ impl System {
 
     pub(super) fn is_block_device(&self, device: DeviceNumber) -> bool {
         device.major() != 0 && self.folder(device).join("dev").exists()
+    }
+
+    /// Returns whether the content of a block device ends with the boot, as that of a RAM disk and of zram does.
+    pub(super) fn is_in_memory(&self, device: DeviceNumber) -> bool {
+        // Documentation/admin-guide/devices.txt.
+        const RAM_DISK: u32 = 1;
+        device.major() == RAM_DISK || self.attribute(device, "comp_algorithm").is_some()
     }
 
     /// Returns whether device mapper makes a device.
@@ -192,7 +216,7 @@ impl System {
     pub(super) fn boot(&self) -> String {
         let id = self.text("proc/sys/kernel/random/boot_id");
         let id = id.map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
-        id.unwrap_or_else(|| "boot".to_owned())
+        id.unwrap_or_else(|| UNKNOWN_BOOT.to_owned())
     }
 
     /// Returns the mounts that this process sees.

@@ -70,7 +70,11 @@ impl Tree {
 
     fn origin(&self, device: DeviceNumber) -> Origin {
         let Device { extents, files } = Device::resolve(&self.system, device);
-        Origin { extents, files }
+        Origin {
+            extents,
+            files,
+            formerly: None,
+        }
     }
 
     /// A device-mapper device with this table, as `dmsetup table` prints it, and the devices that it is made of.
@@ -175,8 +179,16 @@ fn disks_of_each_kind_have_a_name_that_is_not_the_kernels() {
         ),
         ("9:0", "md0", &[("md/uuid", "1234")], "md:1234"),
         // Nothing is known of these but that they are there until the next boot.
-        ("252:0", "zram0", &[("diskseq", "9")], "disk:this-boot/9"),
-        ("1:0", "ram0", &[("serial", "")], "disk:this-boot/1:0"),
+        ("43:0", "nbd0", &[("diskseq", "9")], "disk:this-boot/9"),
+        ("252:1", "vdb", &[("serial", "")], "disk:this-boot/252:1"),
+        // Their bytes end with the boot, too.
+        (
+            "252:0",
+            "zram0",
+            &[("diskseq", "9"), ("comp_algorithm", "[lzo]")],
+            "ram:this-boot/9",
+        ),
+        ("1:0", "ram0", &[("serial", "")], "ram:this-boot/1:0"),
     ];
     for (number, folder, attributes, identity) in names {
         let device = tree.device(folder, number, attributes);
@@ -530,4 +542,47 @@ fn an_nvme_namespace_is_named_like_its_drive_behind_a_pci_address() {
     let made_up = "nqn.2014.08.org.nvmexpress:144d144dS4EV";
     let older = namespace(3, "1", made_up);
     assert_eq!(tree.identity(older), "nvme:144d:SSD_980:S4EV");
+}
+
+#[test]
+fn a_file_on_a_disk_without_a_name_is_named_by_its_file_system() {
+    let boot = "0b000000-0000-4000-8000-000000000001";
+    let file = image();
+    let metadata = file.as_file().metadata().unwrap();
+    let (number, inode) = (DeviceNumber(metadata.dev()).to_string(), metadata.ino());
+    let label = memory::file_system::uuid_name(file.path());
+    let tree = Tree::new();
+    tree.write("proc/sys/kernel/random/boot_id", boot);
+    let (name, formerly) = match number.starts_with("0:") {
+        // btrfs, or a file system in memory.
+        true => {
+            let folder = file.path().parent().unwrap().display();
+            tree.device("vda", "252:0", &[("diskseq", "7")]);
+            let line = format!("2 1 252:0 / {folder} rw - ext4 /dev/vda rw\n");
+            tree.write("proc/self/mountinfo", &line);
+            let former = format!("file:{inode}@ext4:disk:{boot}/7:/");
+            (format!("file:{inode}@fs:"), former)
+        }
+        false => {
+            tree.device("vda", &number, &[("diskseq", "7")]);
+            let former = format!("file:{inode}@disk:{boot}/7");
+            (format!("file:{inode}@fs:"), former)
+        }
+    };
+    let origin = tree.of_file(file.path());
+    match label {
+        Some(label) => {
+            assert_eq!(origin.identity(), format!("{name}{label}"));
+            assert_eq!(origin.formerly(), Some(&*formerly));
+        }
+        None => {
+            assert_eq!(origin.identity(), formerly);
+            assert_eq!(origin.formerly(), None);
+        }
+    }
+    // One on a disk with a name keeps the name that it had.
+    tree.write("sys/devices/vda/serial", "abc");
+    let origin = tree.of_file(file.path());
+    assert!(origin.identity().contains("disk:abc"), "{origin:?}");
+    assert_eq!(origin.formerly(), None);
 }

@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
 use nvme_mpt::lease::{FormerData, LeaseEntry, LeaseError, LeaseState, LeaseTerms, Ledger};
 use nvme_mpt::stats::LeasePairStats;
+
+use nvme_mpt_vmm::drives;
 
 use super::{Control, JsonError, State, told};
 use crate::control;
@@ -51,6 +53,14 @@ enum LeasesCommand {
         /// As JSON
         #[arg(long)]
         json: bool,
+    },
+    /// Say that a drive which the ledger knows by an old name, as of an earlier boot of the host, is the one that a path leads
+    /// to. Its leases go on there, with the names that their guests know
+    CarryOver {
+        /// The old name, as in a refusal and in the column DRIVE of `leases`
+        old: String,
+        /// The drive
+        path: PathBuf,
     },
     /// Take a stale lease out of the ledger, so that its range can be leased again. The data that the id left is erased
     /// before another id gets the range. Works also for an id whose lease ended by itself. The owner and the limits of the
@@ -120,6 +130,13 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
         LeasesCommand::Give { id, user } => {
             ledger.give(&id, user)?;
             writeln!(out, "Lease {id} belongs to {} now", user_name(user))?;
+        }
+        LeasesCommand::CarryOver { old, path } => {
+            let drive = drives::identity(&path)?;
+            match ledger.carry_over_by_hand(&old, &drive)? {
+                true => writeln!(out, "What was leased of {old} is leased of {drive} now")?,
+                false => writeln!(out, "Nothing in {} is leased of {old}", state_dir.display())?,
+            }
         }
         LeasesCommand::Terms { json } => {
             let terms = ledger.terms()?;

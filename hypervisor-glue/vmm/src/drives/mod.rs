@@ -432,6 +432,22 @@ fn go_on(
     VfioController::handed_over(Arc::new(backing), handed, options, threads)
 }
 
+/// Returns the name by which leases know the bytes behind a path. The drive is not opened.
+///
+/// # Errors
+/// [`OpenDriveError::NoDevice`], [`OpenDriveError::NotFound`], [`OpenDriveError::Open`].
+pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
+    let origin = path.canonicalize().and_then(|path| Origin::of(&path));
+    let origin = origin.map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound => absent(&DrivePath::File(path.to_owned())),
+        _ => OpenDriveError::Open {
+            path: path.display().to_string(),
+            source,
+        },
+    })?;
+    Ok(origin.identity())
+}
+
 /// Returns whether a path leads to a block device, beside which no model keeps a file.
 #[must_use]
 pub fn is_block_device(path: &Path) -> bool {

@@ -193,6 +193,10 @@ impl Medium for FileStore {
         self.shared.origin.identity()
     }
 
+    fn formerly(&self) -> Option<String> {
+        self.shared.origin.formerly().map(str::to_owned)
+    }
+
     fn model(&self) -> &'static str {
         "nvme-mpt file drive"
     }

@@ -141,6 +141,7 @@ pub enum KeyValueError {
 #[derive(Debug)]
 pub struct KeyValueController {
     identity: String,
+    formerly: Option<String>,
     model: &'static str,
     namespace: HostNamespace,
     limits: Limits,
@@ -179,6 +180,7 @@ impl KeyValueController {
         };
         Self {
             identity,
+            formerly: None,
             model,
             namespace: HostNamespace {
                 nsid: Nsid(1),
@@ -224,13 +226,21 @@ impl KeyValueController {
         let model = "nvme-mpt file key value drive";
         let capacity = pairs.capacity();
         let home = Home::File(Arc::new(pairs));
-        Ok(Self::new(identity, model, capacity, profile, home))
+        let drive = Self::new(identity, model, capacity, profile, home);
+        Ok(Self {
+            formerly: origin.formerly().map(str::to_owned),
+            ..drive
+        })
     }
 }
 
 impl HostController for KeyValueController {
     fn identity(&self) -> &str {
         &self.identity
+    }
+
+    fn formerly(&self) -> Option<&str> {
+        self.formerly.as_deref()
     }
 
     fn model(&self) -> &str {

@@ -10,7 +10,7 @@ use super::admit::admit;
 use super::area::Area;
 use super::by_size;
 use super::claim::Claim;
-use super::entry::LeaseEntry;
+use super::entry::{LeaseEntry, LeaseState};
 use super::error::LeaseError;
 use super::extents::Extents;
 use super::holder::{Holder, Slot};
@@ -170,6 +170,7 @@ impl Ledger {
         let Entered {
             parts,
             reserved_pairs,
+            named_on,
         } = entered;
         Ok(Lease {
             ledger: self.clone(),
@@ -178,6 +179,7 @@ impl Ledger {
             is_let_go: AtomicBool::new(false),
             id: request.id.to_owned(),
             drive: request.drive.to_owned(),
+            named_on,
             nsid: request.nsid,
             lba_shift: request.lba_shift,
             capacity: request.area().capacity,
@@ -263,6 +265,62 @@ impl Ledger {
             found
         };
         Ok(self.change(name)?)
+    }
+
+    /// Returns a drive as the names of its guests know it: by the name that it had when these were made.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn naming(&self, drive: &str) -> Result<String, LeaseError> {
+        match &*self.0 {
+            Book::Folder { folder, .. } => Ok(folder.read()?.naming(drive)),
+            Book::Process { records, .. } => Ok(lock(records).naming(drive)),
+        }
+    }
+
+    /// Gives all that is on the drive `from` to the drive `to`, which is the same one by another name. The names that its
+    /// guests see stay. Returns whether there was anything. What is held goes on.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn carry_over(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
+        if let Book::Folder { folder, .. } = &*self.0 {
+            // As in `release`.
+            if !folder.read()?.carry_over(from, to) {
+                return Ok(false);
+            }
+        }
+        let mut changed = false;
+        self.change(|records| {
+            changed = records.carry_over(from, to);
+            changed
+        })?;
+        Ok(changed)
+    }
+
+    /// As [`Self::carry_over`], by the word of an operator alone.
+    ///
+    /// # Errors
+    /// A process holds a lease of the drive `from`, leases or data are on both, or the ledger's file cannot be used.
+    pub fn carry_over_by_hand(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
+        let held = |entry: &LeaseEntry| entry.drive == from && entry.state != LeaseState::Stale;
+        if let Some(other) = self.list()?.into_iter().find(held) {
+            return Err(LeaseError::InUse {
+                other: Box::new(other),
+            });
+        }
+        let known = match &*self.0 {
+            Book::Folder { folder, .. } => folder.read()?.drives_known(from, to),
+            Book::Process { records, .. } => lock(records).drives_known(from, to),
+        };
+        match known {
+            (false, _) => Ok(false),
+            (true, true) => Err(LeaseError::BothKnown {
+                from: from.to_owned(),
+                to: to.to_owned(),
+            }),
+            (true, false) => self.carry_over(from, to),
+        }
     }
 
     /// Returns the terms of all ids that have some.
@@ -479,6 +537,8 @@ struct Entered {
     parts: Parts,
     /// Queue pairs that the ledger has for it.
     reserved_pairs: u16,
+    /// The drive, as the names of its guests know it.
+    named_on: String,
 }
 
 /// Enters a lease that is admitted.
@@ -498,6 +558,7 @@ fn enter(
     let (unit, unwiped) = match request.wanted {
         Wanted::At(range) => {
             let place = area.place(range, None);
+            records.forget_earlier(request, range);
             tenants::enter(&mut records.tenants, &place, request.former_data);
             (None, tenants::marked(&records.tenants, &place))
         }
@@ -539,6 +600,7 @@ fn enter(
     Entered {
         parts: Parts { extents, unwiped },
         reserved_pairs,
+        named_on: records.naming(request.drive),
     }
 }
 
@@ -568,6 +630,8 @@ pub struct Lease {
     is_let_go: AtomicBool,
     id: String,
     drive: String,
+    /// The drive, as the names of its guests know it.
+    named_on: String,
     nsid: Nsid,
     lba_shift: u8,
     /// Bytes of the namespace.
@@ -774,7 +838,7 @@ impl Lease {
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {
-            Book::Folder { .. } => self.names_on(&self.drive),
+            Book::Folder { .. } => self.names_on(&self.named_on),
             Book::Process { salt, .. } => self.names_on(&format!("{}#{salt:016x}", self.drive)),
         }
     }
@@ -880,6 +944,7 @@ impl Lease {
             is_let_go: AtomicBool::new(false),
             id: self.id.clone(),
             drive: self.drive.clone(),
+            named_on: self.named_on.clone(),
             reserved_pairs: Mutex::new(*lock(&self.reserved_pairs)),
             changes: Mutex::new(()),
             parts: Mutex::new(lock(&self.parts).clone()),

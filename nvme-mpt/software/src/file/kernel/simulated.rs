@@ -497,6 +497,11 @@ impl Origin {
         "simulated:file".to_owned()
     }
 
+    /// Returns its name of earlier versions: none.
+    pub(in crate::file) const fn formerly(&self) -> Option<&str> {
+        None
+    }
+
     /// Returns the files below a loop device: none.
     pub(in crate::file) const fn files(&self) -> &[BackingFile] {
         &[]

@@ -1,0 +1,424 @@
+//! Drives that had other names: until a boot of the host, or with an earlier version.
+//!
+//! A disk without a WWID and without a serial number is named by the kernel, anew at each boot. So the ledger cannot tell
+//! which of the present disks one of an earlier boot is. Nothing of such a disk is given out as if it were new, and nothing of
+//! it is handed to an id of the same name, until the operator says what the disk is.
+//!
+//! The names that guests see were made of the name that the drive had then, and stay. So the ledger remembers it.
+
+use std::collections::BTreeMap;
+
+use super::request::{LeaseRequest, Wanted};
+use super::store::{Record, Records};
+use super::tenants::{self, FormerData};
+use crate::origin::extent;
+use crate::range::ByteRange;
+
+/// For each base, the name that the names of guests are made of.
+pub(super) type Namings = BTreeMap<String, String>;
+
+/// Drive of an earlier boot, and ids that have data there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct EarlierDrive {
+    pub(super) name: String,
+    pub(super) ids: Vec<String>,
+}
+
+impl Records {
+    /// Returns whether a lease or data of an id is on a base.
+    fn knows_base(&self, base: &str) -> bool {
+        let has = |record: &Record| extent::bases(&record.drive).iter().any(|of| of == base);
+        self.tenants.iter().any(|tenant| tenant.drive() == base) || self.leases.iter().any(has)
+    }
+
+    /// Returns whether leases or data are on the drives `from` and `to`.
+    pub(super) fn drives_known(&self, from: &str, to: &str) -> (bool, bool) {
+        let known = |drive| {
+            extent::bases(drive)
+                .iter()
+                .any(|base| self.knows_base(base))
+        };
+        (known(from), known(to))
+    }
+
+    /// Returns a drive as the names of its guests know it.
+    pub(super) fn naming(&self, drive: &str) -> String {
+        match self.namings.is_empty() {
+            true => drive.to_owned(),
+            false => extent::renamed(drive, |base| self.namings.get(base).cloned()),
+        }
+    }
+
+    /// Gives the bases of the drive `from` the names that those of `to` have; `false` if there is nothing of it. What has both
+    /// names already stays.
+    pub(super) fn carry_over(&mut self, from: &str, to: &str) -> bool {
+        let pairs = extent::bases(from).into_iter().zip(extent::bases(to));
+        let mut changed = false;
+        for (from, to) in pairs {
+            if from == to || !self.knows_base(&from) || self.knows_base(&to) {
+                continue;
+            }
+            let rename = |base: &str| (base == from).then(|| to.clone());
+            for record in &mut self.leases {
+                record.drive = extent::renamed(&record.drive, rename);
+            }
+            for tenant in &mut self.tenants {
+                tenant.rename_drive(rename);
+            }
+            let naming = self.namings.remove(&from).unwrap_or(from);
+            self.namings.insert(to, naming);
+            changed = true;
+        }
+        changed
+    }
+
+    /// Returns a drive of an earlier boot that can be the one of `request`, and has bytes that it asks for. It is not asked
+    /// for again what the operator decided, nor what the id has on the drive in this boot.
+    pub(super) fn find_earlier(
+        &self,
+        request: &LeaseRequest<'_>,
+        boot: impl FnOnce() -> String,
+    ) -> Option<EarlierDrive> {
+        let of_boots = self.bases_of_boots();
+        let is_decided =
+            matches!(request.wanted, Wanted::At(_)) && request.former_data == FormerData::Kept;
+        if of_boots.is_empty() || is_decided {
+            return None;
+        }
+        let ours = extent::bases(request.drive);
+        let own = ours.iter().find_map(|base| extent::boot_of(base));
+        let boot = own.map_or_else(boot, str::to_owned);
+        let is_known = ours.iter().any(|base| match extent::boot_of(base) {
+            Some(_) => self.has_all(request),
+            None => self.knows_base(base),
+        });
+        if is_known {
+            return None;
+        }
+        let can_be = |base: &&String| {
+            extent::boot_of(base).is_some_and(|of| of != boot)
+                && ours.iter().any(|ours| extent::can_be(base, ours))
+        };
+        let mut earlier = of_boots.iter().filter(can_be);
+        earlier.find_map(|base| {
+            let ids = self.ids_on(base, request);
+            (!ids.is_empty()).then(|| EarlierDrive {
+                name: base.clone(),
+                ids,
+            })
+        })
+    }
+
+    /// Returns all bases that had their names from a boot.
+    fn bases_of_boots(&self) -> Vec<String> {
+        let tenants = self.tenants.iter().map(|tenant| tenant.drive().to_owned());
+        let leases = self.leases.iter();
+        let leases = leases.flat_map(|record| extent::bases(&record.drive));
+        let of_boot = |base: &String| extent::boot_of(base).is_some();
+        let mut bases: Vec<String> = tenants.chain(leases).filter(of_boot).collect();
+        bases.sort();
+        bases.dedup();
+        bases
+    }
+
+    /// Returns the ids with data on `base` that nobody gave up, as far as the request may get it.
+    fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
+        let is_asked_for =
+            |range: &ByteRange| match (request.wanted, extent::boot_of(request.drive)) {
+                (Wanted::At(wanted), Some(_)) => {
+                    let places = extent::places(request.drive, wanted);
+                    let ranges = places.iter();
+                    let mut ranges = ranges.flat_map(|at| ByteRange::new(at.start, at.length));
+                    ranges.any(|wanted| wanted.overlaps(range))
+                }
+                // A drive that is known from now on is carried over as a whole, or not at all.
+                _ => true,
+            };
+        let left = self.tenants.iter().filter(|tenant| {
+            tenant.drive() == base && !tenant.is_free() && is_asked_for(&tenant.range)
+        });
+        let mut ids: Vec<String> = left.map(|tenant| tenant.id.clone()).collect();
+        ids.sort();
+        ids.dedup();
+        ids
+    }
+
+    /// Returns whether all bytes that the request names are its id's already, or its id has a lease by size there.
+    fn has_all(&self, request: &LeaseRequest<'_>) -> bool {
+        let area = request.area();
+        let of_id = |range| {
+            let found = tenants::find(&self.tenants, &area.place(range, None));
+            let own = found.into_iter();
+            let own = own.filter(|found| found.tenant.is_kept_by(request.id));
+            own.map(|found| (found.at, found.range.length()))
+                .collect::<Vec<_>>()
+        };
+        match (request.wanted, area.all()) {
+            (Wanted::At(range), _) => {
+                let lengths = of_id(range).into_iter().map(|(_, length)| length);
+                lengths.fold(0, u64::saturating_add) == range.length()
+            }
+            (Wanted::Size { .. }, Some(all)) => of_id(all.range).iter().any(|(at, _)| at.is_some()),
+            (Wanted::Size { .. }, None) => false,
+        }
+    }
+
+    /// Returns whether the request is for a lease by size on a drive whose name ends with the boot, and the id has none
+    /// there yet.
+    pub(super) fn is_unlasting(&self, request: &LeaseRequest<'_>) -> bool {
+        matches!(request.wanted, Wanted::Size { .. })
+            && extent::boot_of(request.drive).is_some()
+            && !self.has_all(request)
+    }
+
+    /// Forgets what the id left at the range in earlier boots, which the operator has handed to it.
+    pub(super) fn forget_earlier(&mut self, request: &LeaseRequest<'_>, range: ByteRange) {
+        let Some(boot) = extent::boot_of(request.drive) else {
+            return;
+        };
+        let places = extent::places(request.drive, range);
+        let [place] = &places[..] else {
+            return;
+        };
+        self.tenants.retain(|tenant| {
+            let of = extent::boot_of(tenant.drive());
+            let is_it = tenant.id == request.id
+                && (tenant.range.start(), tenant.range.length()) == (place.start, place.length)
+                && of.is_some_and(|of| of != boot)
+                && extent::can_be(tenant.drive(), &place.base);
+            !is_it
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::error::LeaseError;
+    use super::super::ledger::Ledger;
+    use super::*;
+    use crate::origin;
+    use crate::spec::ids::Nsid;
+    use std::collections::HashMap;
+
+    /// A sequence of numbers that a seed decides (SplitMix64).
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, end: usize) -> usize {
+            self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+            let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+            (mixed ^ (mixed >> 31)) as usize % end
+        }
+    }
+
+    const OLD: &str = "0d000000-0000-4000-8000-000000000001";
+
+    fn request<'a>(id: &'a str, drive: &'a str, wanted: Wanted) -> LeaseRequest<'a> {
+        LeaseRequest {
+            id,
+            drive,
+            nsid: Nsid(1),
+            wanted,
+            lba_shift: 9,
+            blocks: 1 << 20,
+            former_data: FormerData::Refused,
+        }
+    }
+
+    fn at(text: &str) -> Wanted {
+        Wanted::At(text.parse().unwrap())
+    }
+
+    const SIZE: Wanted = Wanted::Size {
+        bytes: 64 << 20,
+        unit: 1 << 20,
+        whole: false,
+    };
+
+    fn kept<'a>(request: LeaseRequest<'a>) -> LeaseRequest<'a> {
+        let former_data = FormerData::Kept;
+        LeaseRequest {
+            former_data,
+            ..request
+        }
+    }
+
+    /// A ledger in which ids have leases by size, one behind the other, on a drive whose name ended with a boot.
+    fn of_old_version(drive: &str, ids: &[&str]) -> (tempfile::TempDir, Ledger) {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(&dir.path().join("state"));
+        for id in ids {
+            // That version made no difference between names.
+            drop(ledger.acquire(&request(id, "disk:any", SIZE)).unwrap());
+        }
+        let path = dir.path().join("state/leases.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("disk:any", drive)).unwrap();
+        (dir, ledger)
+    }
+
+    fn is_earlier(result: Result<super::super::Lease, LeaseError>) -> String {
+        let error = result.unwrap_err();
+        assert!(matches!(error, LeaseError::EarlierBoot(_)), "{error}");
+        error.to_string()
+    }
+
+    #[test]
+    fn a_disk_without_a_name_has_no_new_lease_by_size() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(&dir.path().join("state"));
+        for base in [format!("disk:{OLD}/5"), format!("file:12@disk:{OLD}/5")] {
+            let error = ledger.acquire(&request("a", &base, SIZE)).unwrap_err();
+            assert!(matches!(error, LeaseError::Unlasting { .. }), "{error}");
+            drop(ledger.acquire(&request("a", &base, at("0+1M"))).unwrap());
+            ledger.release("a", true).unwrap_err();
+        }
+        // What ends with the boot as its name does has some.
+        for base in [format!("ram:{OLD}/5"), format!("file:12@{OLD}/0:40")] {
+            drop(ledger.acquire(&request("b", &base, SIZE)).unwrap());
+        }
+    }
+
+    #[test]
+    fn leases_by_size_of_an_earlier_version_go_on_until_the_boot() {
+        let boot = origin::boot();
+        let drive = format!("disk:{boot}/5");
+        let (_dir, ledger) = of_old_version(&drive, &["a", "b"]);
+        for id in ["b", "a"] {
+            let lease = ledger.acquire(&request(id, &drive, SIZE)).unwrap();
+            let start = lease.extents().parts()[0].start();
+            assert_eq!(start, if id == "a" { 0 } else { 64 << 20 });
+        }
+        // The next boot has another name for it, or the disk's name for another one.
+        for drive in [format!("disk:{OLD}/5"), format!("disk:{OLD}/6")] {
+            is_earlier(ledger.acquire(&request("a", &drive, SIZE)));
+        }
+        // The operator's word holds until the next boot.
+        let next = format!("disk:{OLD}/5");
+        assert!(ledger.carry_over_by_hand(&drive, &next).unwrap());
+        drop(ledger.acquire(&request("a", &next, SIZE)).unwrap());
+        let error = ledger.acquire(&request("c", &next, SIZE)).unwrap_err();
+        assert!(matches!(error, LeaseError::Unlasting { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_range_of_a_disk_without_a_name_is_not_had_again_after_a_boot_without_a_word() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(&dir.path().join("state"));
+        let before = format!("disk:{OLD}/5");
+        drop(ledger.acquire(&request("a", &before, at("0+1M"))).unwrap());
+        ledger
+            .acquire(&request("c", &before, at("4M+1M")))
+            .unwrap()
+            .die();
+        let drive = format!("disk:{}/3", origin::boot());
+        for (id, range) in [("a", "0+1M"), ("b", "512K+1M"), ("c", "4M+1M")] {
+            let wanted = request(id, &drive, at(range));
+            let error = is_earlier(ledger.acquire(&wanted));
+            assert!(error.contains(&before), "{error}");
+            let wiping = FormerData::Wiped;
+            is_earlier(ledger.acquire(&LeaseRequest {
+                former_data: wiping,
+                ..wanted
+            }));
+        }
+        // A part that nobody had is given out, and the operator's word is asked for once in a boot.
+        drop(ledger.acquire(&request("d", &drive, at("8M+1M"))).unwrap());
+        for id in ["a", "c"] {
+            let wanted = request(id, &drive, at(if id == "a" { "0+1M" } else { "4M+1M" }));
+            drop(ledger.acquire(&kept(wanted)).unwrap());
+            drop(ledger.acquire(&wanted).unwrap());
+        }
+        // What the ids left before is no second drive of theirs.
+        assert!(!ledger.carry_over(&before, "disk:known").unwrap());
+    }
+
+    #[test]
+    fn a_file_goes_on_under_the_name_of_its_file_system_within_the_boot() {
+        let old = format!("file:12@disk:{}/5", origin::boot());
+        let new = "file:12@fs:ext-0123456789abcdef";
+        let (_dir, ledger) = of_old_version(&old, &["a", "b"]);
+        let before = ledger.acquire(&request("b", &old, SIZE)).unwrap();
+        let names = before.identity();
+        // It is held over the change.
+        assert!(ledger.carry_over(&old, new).unwrap());
+        assert!(!ledger.carry_over(&old, new).unwrap());
+        before.die();
+        let after = ledger.acquire(&request("b", new, SIZE)).unwrap();
+        assert_eq!(after.extents().parts()[0].start(), 64 << 20);
+        assert_eq!(after.identity(), names, "names of guests stay");
+        assert_eq!(ledger.naming(new).unwrap(), old);
+    }
+
+    #[test]
+    fn a_file_of_an_earlier_boot_is_carried_over_by_the_operator_alone() {
+        let old = format!("file:12@disk:{OLD}/5");
+        let new = "file:12@fs:ext-0123456789abcdef";
+        let (_dir, ledger) = of_old_version(&old, &["a", "b"]);
+        let error = is_earlier(ledger.acquire(&request("b", new, SIZE)));
+        assert!(error.contains("leases carry-over"), "{error}");
+        is_earlier(ledger.acquire(&request("b", new, at("0+1M"))));
+        // Other files, and disks that are known, cannot be it.
+        for other in [
+            "file:13@fs:ext-0123456789abcdef",
+            "file:12@disk:serial",
+            "disk:serial",
+        ] {
+            drop(ledger.acquire(&request("z", other, SIZE)).unwrap());
+        }
+        assert!(ledger.carry_over_by_hand(&old, new).unwrap());
+        let lease = ledger.acquire(&request("b", new, SIZE)).unwrap();
+        assert_eq!(lease.extents().parts()[0].start(), 64 << 20);
+        let error = ledger.carry_over_by_hand(new, "disk:any").unwrap_err();
+        assert!(matches!(error, LeaseError::InUse { .. }), "{error}");
+        drop(lease);
+        let error = ledger.carry_over_by_hand(new, "disk:serial").unwrap_err();
+        assert!(matches!(error, LeaseError::BothKnown { .. }), "{error}");
+    }
+
+    /// Three disks, of which two have no name that outlives a boot, come in another order at each of 20 boots. Every id
+    /// asks for its lease on the disk that has the number which its own had at first.
+    #[test]
+    fn disks_in_changed_order_give_no_data_of_others() {
+        for seed in 0..20 {
+            let mut random = Random(seed);
+            let dir = tempfile::tempdir().unwrap();
+            let ledger = Ledger::open(&dir.path().join("state"));
+            // Which id wrote to each MiB of each disk.
+            let mut content: HashMap<(usize, u64), &str> = HashMap::new();
+            let mut right = 0;
+            for boot in 0..20_u64 {
+                let mut order = [0_usize, 1, 2];
+                for i in (1..3).rev() {
+                    order.swap(i, random.below(i + 1));
+                }
+                for (number, disk) in order.into_iter().enumerate() {
+                    let name = match disk {
+                        2 => "disk:serial".to_owned(),
+                        _ => format!("disk:0d000000-0000-4000-8000-{boot:012}/{number}"),
+                    };
+                    for (id, wanted) in [
+                        (["a", "b", "c"][number], SIZE),
+                        (["d", "e", "f"][number], at("256M+4M")),
+                    ] {
+                        let Ok(lease) = ledger.acquire(&request(id, &name, wanted)) else {
+                            continue;
+                        };
+                        for part in lease.extents().parts() {
+                            for block in part.start() >> 20..part.end() >> 20 {
+                                let found = content.insert((disk, block), id);
+                                assert!(
+                                    found.is_none_or(|owner| owner == id),
+                                    "seed {seed}, boot {boot}: {id} finds data of {found:?} on disk {disk}"
+                                );
+                            }
+                        }
+                        right += 1;
+                    }
+                }
+            }
+            assert!(right > 20, "the disk with a name goes on: {right}");
+        }
+    }
+}

@@ -75,7 +75,9 @@ pub use address::{Gpa, Iova};
 pub use attachment::{
     AttachError, Attachment, AttachmentConfig, FunctionParts, KeptFiles, KeptParts,
 };
-pub use dma::{DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion};
+pub use dma::{
+    DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion, VmmMapping,
+};
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};
 pub use drive::{Drive, DriveError};
 pub use event::{

@@ -27,7 +27,7 @@ use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
     DoorbellBuffer, DoorbellMode, DoorbellPage, ErrorEntry, Event, EventQueue, Gpa, HostSide,
     HostSideEvent, InterruptVector, KeptQueues, Learning, LeaseFacts, LeaseStatus, Limits,
-    MemoryRegion, QueueError, QueueFailure, SharedParts, SqConfig, StateError,
+    MemoryRegion, QueueError, QueueFailure, SharedParts, SqConfig, StateError, VmmMapping,
 };
 use vmm_device::{Bar, MsixMasking, NvmeFunction};
 use zerocopy::{FromZeros, IntoBytes};
@@ -295,6 +295,10 @@ impl HostSide for Recorded {
 
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.window.map(memory)
+    }
+
+    fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
+        self.window.map_in_place(memory, own)
     }
 
     fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {

@@ -17,11 +17,12 @@ use crate::stats::Stall;
 use nvme_mpt::interrupt::PinFall;
 use nvme_mpt::memory::crash::CrashRecord;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
+use nvme_mpt::memory::user_faults::MemoryHolder;
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt_vmm::report;
 use vfio_user_server::{
-    Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea,
-    Region, RegionIndex,
+    ClientProcess, Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo,
+    MappableArea, Region, RegionIndex,
 };
 
 /// A function of the process before does not go on.
@@ -156,9 +157,15 @@ impl NvmeDevice {
             acknowledged,
         } = client;
         self.is_trusted = user.is_some_and(system::is_trusted);
+        let host = self.function.host();
+        // The process before has checked these.
+        host.set_memory_holder(MemoryHolder::Trusted);
         for region in regions {
-            self.function.host().map(region)?;
+            host.map(region)?;
         }
+        // The one that has the connection is looked for among those of its user.
+        let process = user.map(|user| ClientProcess { pid: 0, user });
+        host.set_memory_holder(holder(process));
         let known = self.function.vectors();
         if vectors.len() > known.len() {
             let (had, has) = (vectors.len(), known.len());
@@ -527,8 +534,10 @@ impl Device for NvmeDevice {
         drop(self.function.reset());
     }
 
-    fn connected(&mut self, user: Option<u32>) {
+    fn connected(&mut self, process: Option<ClientProcess>) {
+        let user = process.map(|process| process.user);
         self.is_trusted = user.is_some_and(system::is_trusted);
+        self.function.host().set_memory_holder(holder(process));
         self.function.host().begin_anew();
         if let Some(kept) = &self.kept {
             kept.set_user(user);
@@ -550,6 +559,15 @@ impl Device for NvmeDevice {
         let is_changed = self.function.take_change();
         kept.state(|| self.function.control_state(), is_changed)
     }
+}
+
+/// Returns whose page faults a client's memory may depend on.
+fn holder(process: Option<ClientProcess>) -> MemoryHolder {
+    // A client that the kernel names nothing of cannot be looked at.
+    process.map_or(MemoryHolder::Trusted, |process| MemoryHolder::Client {
+        pid: process.pid,
+        uid: process.user,
+    })
 }
 
 /// Connects a vector with an eventfd of the client, which is signalled by the notifier if the client is not trusted.
@@ -578,7 +596,8 @@ fn refused(error: DmaError) -> io::Error {
         | DmaError::NoIova { .. } => libc::ENOSPC,
         DmaError::NotMapped { .. } => libc::ENOENT,
         DmaError::MayWait { .. } => libc::EPERM,
-        DmaError::Busy { .. } => libc::EBUSY,
+        DmaError::UnknownFaults { source, .. } => return source,
+        DmaError::Busy { .. } | DmaError::Incomplete { .. } => libc::EBUSY,
         DmaError::Map { source, .. } | DmaError::Iommu { source, .. } => return source,
     };
     io::Error::from_raw_os_error(errno)

@@ -29,6 +29,7 @@ use nvme_mpt::{
     AttachmentState, AttachmentStats, Counters, CqConfig, DirtyRange, DmaError, DmaWindow,
     DoorbellBuffer, DoorbellPage, Event, Gpa, HostSide, HostSideEvent, InterruptVector, KeptQueues,
     LeaseFacts, LeaseStatus, MemoryRegion, QueueError, SharedParts, SqConfig, StateError,
+    VmmMapping,
 };
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
@@ -396,6 +397,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+impl RemoteHostSide {
+    /// Maps memory on the server and here. A region is mapped on both sides, or on neither. A server that comes back
+    /// meanwhile is told of it then.
+    fn map_on_both(&self, memory: MemoryRegion, own: Option<VmmMapping>) -> Result<(), DmaError> {
+        let mut state = self.link.state();
+        let request = Request::map(&memory);
+        let answer: Result<Result<(), DmaError>, Lost> =
+            self.link.ask_in(&mut state, &request, Some(&memory.fd));
+        let there = match answer {
+            Ok(result) => result.map(|()| true)?,
+            Err(Lost) if state.waits() => false,
+            Err(lost) => {
+                let (gpa, len, source) = (memory.gpa, memory.len, lost.into());
+                return Err(DmaError::Map { gpa, len, source });
+            }
+        };
+        let (gpa, len) = (memory.gpa, memory.len);
+        let mapped = match own {
+            Some(own) => self.window.map_in_place(memory, own),
+            None => self.window.map_checked(memory),
+        };
+        mapped.inspect_err(|_| {
+            if there {
+                let time = DRAIN_DEADLINE;
+                let request = Request::Unmap { gpa, len, time };
+                let _: Result<Result<u64, DmaError>, Lost> =
+                    self.link.ask_in(&mut state, &request, None);
+            }
+        })
+    }
+}
+
 impl HostSide for RemoteHostSide {
     fn facts(&self) -> LeaseFacts {
         self.facts.clone()
@@ -505,28 +538,21 @@ impl HostSide for RemoteHostSide {
     }
 
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        // A region is mapped on both sides, or on neither. A server that comes back meanwhile is told of it then.
-        let mut state = self.link.state();
-        let request = Request::map(&memory);
-        let answer: Result<Result<(), DmaError>, Lost> =
-            self.link.ask_in(&mut state, &request, Some(&memory.fd));
-        let there = match answer {
-            Ok(result) => result.map(|()| true)?,
-            Err(Lost) if state.waits() => false,
-            Err(lost) => {
-                let (gpa, len, source) = (memory.gpa, memory.len, lost.into());
-                return Err(DmaError::Map { gpa, len, source });
-            }
-        };
-        let (gpa, len) = (memory.gpa, memory.len);
-        self.window.map(memory).inspect_err(|_| {
-            if there {
-                let time = DRAIN_DEADLINE;
-                let request = Request::Unmap { gpa, len, time };
-                let _: Result<Result<u64, DmaError>, Lost> =
-                    self.link.ask_in(&mut state, &request, None);
-            }
-        })
+        self.window.check_region(&memory)?;
+        self.map_on_both(memory, None)
+    }
+
+    fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
+        // The server maps the file.
+        if !own.is_complete {
+            let (gpa, len) = (memory.gpa, memory.len);
+            return Err(DmaError::Incomplete { gpa, len });
+        }
+        self.map_on_both(memory, Some(own))
+    }
+
+    fn check_memory(&self) -> Result<(), DmaError> {
+        self.window.check_complete()
     }
 
     fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {
@@ -534,7 +560,8 @@ impl HostSide for RemoteHostSide {
             let (gpa, len) = (Gpa(0), u64::MAX);
             DmaError::Map { gpa, len, source }
         })?;
-        regions.into_iter().try_for_each(|region| self.map(region))
+        let mut regions = regions.into_iter();
+        regions.try_for_each(|region| self.map_on_both(region, None))
     }
 
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {

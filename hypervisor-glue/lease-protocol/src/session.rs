@@ -10,6 +10,7 @@ use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::sync::mpsc::{self, RecvTimeoutError};
+use nvme_mpt::memory::user_faults::MemoryHolder;
 use nvme_mpt::poller::run_beside;
 use nvme_mpt::seam::LastCommands;
 use nvme_mpt::seam::{DoorbellWaker, ForeignDoorbellWaker};
@@ -264,6 +265,8 @@ impl Session {
             ..
         } = host.shared();
         let live = live.ok_or(SessionError::NoLiveState)?;
+        // The VMM's side looks whether its memory is complete before it sends any.
+        host.set_memory_holder(MemoryHolder::Trusted);
         let attached = Opened::Attached(Box::new(Attached {
             id: host.stats().id,
             facts: host.facts(),

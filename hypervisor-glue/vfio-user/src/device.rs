@@ -71,8 +71,9 @@ pub trait Device {
     /// device as soon as they have connected, some without looking whether that is offered.
     fn reset(&mut self);
 
-    /// A client is here: nothing was asked yet. `user` is that of its process, if the kernel tells.
-    fn connected(&mut self, _user: Option<u32>) {}
+    /// A client is here: nothing was asked yet. `process` made the connection, if the kernel tells. It may have given it
+    /// to another one since.
+    fn connected(&mut self, _process: Option<ClientProcess>) {}
 
     /// Keeps the socket of a client where it outlives the process. Called by a server with a
     /// [`Journal`](crate::Journal) for each client that it accepts, before it reads anything. The device lets go of the socket
@@ -97,6 +98,15 @@ pub trait Device {
     /// The client is gone. All DMA regions are to be removed as by [`dma_unmap`](Device::dma_unmap)
     /// and all eventfds closed; the rest of the state is retained (section Client Disconnection).
     fn disconnected(&mut self);
+}
+
+/// A process that connected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClientProcess {
+    /// Its number, or 0 if it cannot be seen from here.
+    pub pid: u32,
+    /// Its user.
+    pub user: u32,
 }
 
 /// A PCI function's regions, in the order of `VFIO_PCI_*_REGION_INDEX`.

@@ -139,8 +139,8 @@ mod version;
 mod watcher;
 
 pub use device::{
-    Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo, MappableArea,
-    Region, RegionIndex,
+    ClientProcess, Device, DmaMemory, DmaRegion, IrqAction, IrqCommand, IrqData, IrqIndex, IrqInfo,
+    MappableArea, Region, RegionIndex,
 };
 pub use error::{Error, Refusal};
 pub use journal::{Journal, JournalError, MAX_DEVICE_STATE, Record, StateStore};

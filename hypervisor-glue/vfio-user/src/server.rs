@@ -213,7 +213,7 @@ impl<D: Device> Server<D> {
             source,
         };
         stream.set_nonblocking(true).map_err(failed)?;
-        let user = socket::user(&stream).ok();
+        let process = socket::process(&stream).ok();
         let peer = Peer::of(&stream).ok();
         let session = match head.client {
             Some(connected) => Session::resume_kept(stream, regions, connected, journal)?,
@@ -221,7 +221,7 @@ impl<D: Device> Server<D> {
             None if socket::hung_up(&stream).unwrap_or(true) => return Ok(()),
             None => {
                 let session = Session::begin_kept(stream, regions, journal)?;
-                self.device.connected(user);
+                self.device.connected(process);
                 let head = head.with_client(Some(Connected::default()));
                 journal.commit(head, self.device.save())?;
                 session
@@ -355,7 +355,7 @@ impl<D: Device> Server<D> {
         step();
         let peer = Peer::of(&stream)
             .inspect_err(|error| debug!("A client on {path} is of no known process: {error}"));
-        let user = socket::user(&stream).ok();
+        let process = socket::process(&stream).ok();
         let regions = self.regions.clone();
         match begin(stream, regions, self.journal.as_mut(), watcher) {
             Ok(session) => {
@@ -366,7 +366,7 @@ impl<D: Device> Server<D> {
                     waits_for: EventSet::IN,
                     refused: 0,
                 });
-                self.device.connected(user);
+                self.device.connected(process);
                 if !self.note_client(Some(Connected::default())) {
                     self.disconnect(watcher);
                 }

@@ -17,6 +17,7 @@ use std::os::unix::net::UnixStream;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use crate::device::ClientProcess;
 use crate::message::MAX_FDS_ACCEPTED;
 
 /// Result of one `recvmsg`.
@@ -196,9 +197,11 @@ pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
     Ok(epoll.wait(0, &mut event)? > 0)
 }
 
-/// Returns the user of the process that made a connection.
-pub(crate) fn user(stream: &UnixStream) -> io::Result<u32> {
-    Ok(credentials(stream)?.uid)
+/// Returns the process that made a connection.
+pub(crate) fn process(stream: &UnixStream) -> io::Result<ClientProcess> {
+    let libc::ucred { pid, uid: user, .. } = credentials(stream)?;
+    let pid = u32::try_from(pid).unwrap_or_default();
+    Ok(ClientProcess { pid, user })
 }
 
 fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {

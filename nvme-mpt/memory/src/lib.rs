@@ -80,6 +80,7 @@ mod sigbus;
 pub mod simulation;
 pub mod sync;
 pub mod system;
+pub mod user_faults;
 mod words;
 mod work;
 

@@ -1,9 +1,12 @@
 //! A mapping of host memory that lives as long as somebody holds it.
 #![expect(unsafe_code, reason = "maps and unmaps memory")]
 
+use std::any::Any;
+use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use super::bytes::RawBytes;
 use super::file_system::{host_page_size, page_size};
@@ -29,6 +32,16 @@ pub struct FilePlace {
     pub offset: u64,
 }
 
+/// The owner of memory that a [`Mapping`] only borrows.
+#[derive(Clone)]
+struct MemoryOwner(#[expect(dead_code, reason = "held for its drop")] Arc<dyn Any + Send + Sync>);
+
+impl fmt::Debug for MemoryOwner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("MemoryOwner")
+    }
+}
+
 /// A range of this process's address space, mapped until dropped.
 ///
 /// Its bytes are reached through [`RawBytes`], rings and cells, never through a reference.
@@ -41,6 +54,8 @@ pub struct Mapping {
     access: Access,
     place: Option<FilePlace>,
     guard: Option<sigbus::Guard>,
+    /// Of memory that was mapped by somebody else, who unmaps it.
+    owner: Option<MemoryOwner>,
 }
 
 // SAFETY: the mapping is plain memory without thread affinity; all access to it is by raw
@@ -84,14 +99,7 @@ impl Mapping {
         let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
         let file_offset = libc::off_t::try_from(offset)
             .map_err(|_| invalid(format!("file offset {offset:#x} is too large")))?;
-        // SAFETY: `stat` is a plain structure that fstat fills, and `fd` is open.
-        let stat = unsafe {
-            let mut stat = std::mem::zeroed::<libc::stat>();
-            if libc::fstat(fd.as_raw_fd(), &mut stat) < 0 {
-                return Err(io::Error::last_os_error());
-            }
-            stat
-        };
+        let stat = status(fd)?;
         let size = u64::try_from(stat.st_size).unwrap_or(0);
         if offset.checked_add(len as u64).is_none_or(|end| end > size) {
             return Err(invalid(format!(
@@ -109,6 +117,54 @@ impl Mapping {
         let (start, kind) = (mapping.start, sigbus::Kind::Memory);
         mapping.guard = Some(sigbus::Guard::new(start, mapping.mapped, page, kind)?);
         Ok(mapping)
+    }
+
+    /// Takes memory that somebody else has mapped, such as a VMM its guest's, without another mapping of it. `fd` is its
+    /// file, and `offset` the place of the first byte there.
+    ///
+    /// Page faults are those of the other's mapping: they go to its userfaultfd, if it has one. So does SIGBUS: nothing
+    /// takes the place of a page that is lost ([`is_lost`](Self::is_lost) is false), as the guest would see that too.
+    ///
+    /// # Errors
+    /// Returns the error of `fstat`.
+    ///
+    /// # Safety
+    /// The `len` bytes from `start` on are a shared mapping of the file, which allows `access` and stays as it is for as
+    /// long as `owner` is held. Nobody has a Rust reference to them.
+    pub unsafe fn borrowed(
+        start: NonNull<u8>,
+        len: usize,
+        access: Access,
+        fd: BorrowedFd<'_>,
+        offset: u64,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> io::Result<Self> {
+        let stat = status(fd)?;
+        Ok(Self {
+            start,
+            len,
+            mapped: len,
+            access,
+            place: Some(FilePlace {
+                device: stat.st_dev,
+                inode: stat.st_ino,
+                offset,
+            }),
+            guard: None,
+            owner: Some(MemoryOwner(owner)),
+        })
+    }
+
+    /// Returns whether somebody else has mapped it: see [`Self::borrowed`].
+    #[must_use]
+    pub fn is_borrowed(&self) -> bool {
+        self.owner.is_some()
+    }
+
+    /// Returns whether both begin at the same address and are equally long: mappings of the same memory by the same owner.
+    #[must_use]
+    pub fn is_same_range(&self, other: &Self) -> bool {
+        self.start == other.start && self.len == other.len
     }
 
     /// Maps `len` bytes of a device's registers, at `offset` of the file that stands for it.
@@ -196,6 +252,7 @@ impl Mapping {
             access,
             place: None,
             guard: None,
+            owner: None,
         })
     }
 
@@ -307,6 +364,17 @@ impl Mapping {
     }
 }
 
+fn status(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
+    // SAFETY: `stat` is a plain structure that fstat fills, and `fd` is open.
+    unsafe {
+        let mut stat = std::mem::zeroed::<libc::stat>();
+        if libc::fstat(fd.as_raw_fd(), &mut stat) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(stat)
+    }
+}
+
 impl Drop for Mapping {
     fn drop(&mut self) {
         // The guard goes first: another mapping may take the address range right after.
@@ -315,6 +383,9 @@ impl Drop for Mapping {
         crate::simulation::stores::forget(
             &(self.start.as_ptr().addr()..self.start.as_ptr().addr() + self.mapped),
         );
+        if self.is_borrowed() {
+            return;
+        }
         // SAFETY: the range was mapped by us and is unmapped once; every user of its addresses
         // borrows from, or holds a count of, this mapping.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.mapped) };

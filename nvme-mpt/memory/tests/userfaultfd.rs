@@ -1,4 +1,5 @@
-//! A client that keeps page faults to itself: userfaultfd in its address space holds up none of ours.
+//! Memory whose page faults its process resolves itself (userfaultfd): what a mapping of the file sees of it, and what the
+//! process's own mapping does.
 #![expect(
     clippy::disallowed_methods,
     reason = "tests have threads and real time of their own"
@@ -10,51 +11,109 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
+use nvme_mpt_memory::user_faults::{MemoryHolder, is_incomplete};
 use nvme_mpt_memory::{Access, Mapping, memfd};
 use vmm_sys_util::eventfd::EventFd;
 
 const LEN: usize = 1 << 16;
+const PAGE: usize = 4096;
 
 // linux/userfaultfd.h
 const UFFD_API: u64 = 0xAA;
-const UFFDIO_API: libc::c_ulong = 0xC018_AA3F;
-const UFFDIO_REGISTER: libc::c_ulong = 0xC020_AA00;
-const UFFDIO_REGISTER_MODE_MISSING: u64 = 1;
-const UFFD_FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+const UFFDIO_API: u64 = 0xC018_AA3F;
+const UFFDIO_REGISTER: u64 = 0xC020_AA00;
+const UFFDIO_UNREGISTER: u64 = 0x8010_AA01;
+const UFFDIO_COPY: u64 = 0xC028_AA03;
+const UFFDIO_CONTINUE: u64 = 0xC020_AA07;
+const MODE_MISSING: u64 = 1;
+const MODE_WRITE_PROTECT: u64 = 2;
+const MODE_MINOR: u64 = 4;
+const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
+const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
 /// `struct uffd_msg`.
 const MESSAGE: usize = 32;
 
-fn userfaultfd() -> io::Result<File> {
-    // SAFETY: the descriptor is new and owned once.
-    let file = unsafe {
-        let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        File::from_raw_fd(fd as libc::c_int)
+/// Returns a userfaultfd, or says in the output that there is none.
+fn userfaultfd(features: u64, test: &str) -> Option<File> {
+    let created = || -> io::Result<File> {
+        // SAFETY: the descriptor is new and owned once.
+        let file = unsafe {
+            let fd = libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK);
+            if fd < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            File::from_raw_fd(fd as libc::c_int)
+        };
+        control(&file, UFFDIO_API, &mut [UFFD_API, features, 0])?;
+        Ok(file)
     };
-    control(
-        &file,
-        UFFDIO_API,
-        &mut [UFFD_API, UFFD_FEATURE_MISSING_SHMEM, 0],
-    )?;
-    Ok(file)
+    created()
+        .inspect_err(|error| {
+            // Not through the harness, which shows no output of a test that passes.
+            let _ = writeln!(
+                io::stderr(),
+                "NOT CHECKED: {test}: userfaultfd cannot be had here: {error}"
+            );
+        })
+        .ok()
 }
 
-fn control<const N: usize>(
-    file: &File,
-    request: libc::c_ulong,
-    argument: &mut [u64; N],
-) -> io::Result<()> {
-    // SAFETY: the argument is the structure of that request, in words.
-    match unsafe { libc::ioctl(file.as_raw_fd(), request, argument.as_mut_ptr()) } {
+fn control<const N: usize>(file: &File, request: u64, argument: &mut [u64; N]) -> io::Result<()> {
+    // SAFETY: the argument is the structure of that request, in words. Some libraries have requests of 32 bits.
+    match unsafe { libc::ioctl(file.as_raw_fd(), request as _, argument.as_mut_ptr()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Guest memory as a VMM has it: a file and a mapping of it.
+struct Guest {
+    memory: OwnedFd,
+    start: usize,
+}
+
+impl Guest {
+    fn new() -> Self {
+        let memory = memfd(c"guest", LEN as u64).unwrap();
+        let start = map(&memory);
+        Self { memory, start }
+    }
+
+    fn register(&self, faults: &File, offset: usize, len: usize, mode: u64) {
+        let mut range = [(self.start + offset) as u64, len as u64, mode, 0];
+        control(faults, UFFDIO_REGISTER, &mut range).unwrap();
+    }
+
+    fn is_incomplete(&self) -> bool {
+        is_incomplete(MemoryHolder::ThisProcess, self.memory.as_fd()).unwrap()
+    }
+
+    /// Returns the memory as functions in the VMM's process have it.
+    fn own(&self) -> Mapping {
+        let start = NonNull::new(self.start as *mut u8).unwrap();
+        let (fd, owner) = (self.memory.as_fd(), Arc::new(()));
+        // SAFETY: the mapping is never unmapped, and reached through mappings alone.
+        unsafe { Mapping::borrowed(start, LEN, Access::ReadWrite, fd, 0, owner) }.unwrap()
+    }
+}
+
+/// Maps a file for good.
+fn map(memory: &OwnedFd) -> usize {
+    // SAFETY: a new mapping, which is never unmapped.
+    let start = unsafe {
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+        let fd = memory.as_raw_fd();
+        libc::mmap(std::ptr::null_mut(), LEN, prot, flags, fd, 0)
+    };
+    assert_ne!(start, libc::MAP_FAILED);
+    start as usize
 }
 
 /// Runs `access` on a thread of its own. Returns once it is done or one of its faults is held up, and whether one is.
@@ -84,59 +143,160 @@ fn run<T: Send + 'static>(
     (thread, is_held_up)
 }
 
+/// Takes the fault that was reported. Returns its page.
+fn fault(mut client: &File) -> u64 {
+    let mut message = [0; MESSAGE];
+    client.read_exact(&mut message).unwrap();
+    assert_eq!(message[0], UFFD_EVENT_PAGEFAULT);
+    u64::from_ne_bytes(message[16..24].try_into().unwrap()) & !(PAGE as u64 - 1)
+}
+
+fn copy(client: &File, page: u64, content: u8) {
+    let content = [content; PAGE];
+    let mut copied = [page, content.as_ptr() as u64, PAGE as u64, 0, 0];
+    control(client, UFFDIO_COPY, &mut copied).unwrap();
+}
+
+fn byte(mapping: &Mapping, offset: usize) -> u8 {
+    let mut byte = [9];
+    mapping.bytes(offset, 1).unwrap().copy_to(&mut byte);
+    byte[0]
+}
+
 #[test]
-fn faults_of_ours_wait_for_nothing_that_a_client_registered() {
-    let client = match userfaultfd() {
-        Ok(client) => client,
-        Err(error) => {
-            // Not through the harness, which shows no output of a test that passes.
-            let _ = writeln!(
-                io::stderr(),
-                "NOT CHECKED: faults_of_ours_wait_for_nothing_that_a_client_registered: userfaultfd cannot be had \
-                 here: {error}"
-            );
-            return;
-        }
+fn a_mapping_of_the_file_reads_zeros_where_the_content_is_still_to_come() {
+    let name = "a_mapping_of_the_file_reads_zeros_where_the_content_is_still_to_come";
+    let Some(client) = userfaultfd(FEATURE_MISSING_SHMEM, name) else {
+        return;
     };
-    let memory = memfd(c"guest", LEN as u64).unwrap();
-    // SAFETY: a new mapping, which is never unmapped.
-    let start = unsafe {
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
-        libc::mmap(
-            std::ptr::null_mut(),
-            LEN,
-            prot,
-            flags,
-            memory.as_raw_fd(),
-            0,
-        )
-    };
-    assert_ne!(start, libc::MAP_FAILED);
-    let start = start as usize;
-    let mut range = [start as u64, LEN as u64, UFFDIO_REGISTER_MODE_MISSING, 0];
-    control(&client, UFFDIO_REGISTER, &mut range).unwrap();
-
-    let ours = Mapping::shared(memory.as_fd(), 0, LEN, Access::ReadWrite).unwrap();
-    let (thread, is_held_up) = run(&client, move || {
-        let mut read = [9; 2];
-        ours.bytes(5, 1).unwrap().copy_to(&mut read[..1]);
-        ours.bytes(0x3000, 1).unwrap().copy_from(&[7]);
-        ours.bytes(0x3000, 1).unwrap().copy_to(&mut read[1..]);
-        read
-    });
+    let guest = Guest::new();
+    guest.register(&client, 0, LEN, MODE_MISSING);
+    let ours = Mapping::shared(guest.memory.as_fd(), 0, LEN, Access::ReadWrite).unwrap();
+    let (thread, is_held_up) = run(&client, move || (byte(&ours, 5), ours));
+    // So the file alone must not be used before it is complete.
     assert!(!is_held_up);
-    assert_eq!(thread.join().unwrap(), [0, 7]);
+    assert_eq!(thread.join().unwrap().0, 0);
+    // The page is everybody's from then on: it is too late for the VMM.
+    let content = [7_u8; PAGE];
+    let page = guest.start as u64;
+    let mut copied = [page, content.as_ptr() as u64, PAGE as u64, 0, 0];
+    let error = control(&client, UFFDIO_COPY, &mut copied).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EEXIST));
+}
 
-    // The client's own faults are held up, so the registration counts.
+#[test]
+fn the_vmms_own_mapping_waits_for_the_content() {
+    let name = "the_vmms_own_mapping_waits_for_the_content";
+    let Some(client) = userfaultfd(FEATURE_MISSING_SHMEM, name) else {
+        return;
+    };
+    let guest = Guest::new();
+    guest.register(&client, 0, LEN, MODE_MISSING);
+    let own = guest.own();
     let (thread, is_held_up) = run(&client, move || {
-        // SAFETY: inside the mapping.
-        unsafe { (start as *const u8).add(0x8000).read_volatile() }
+        let read = byte(&own, 0x8005);
+        // Less than a page: the rest of it stays as it was.
+        own.bytes(0x9000, 1).unwrap().copy_from(&[7]);
+        [read, byte(&own, 0x9000), byte(&own, 0x9001)]
     });
     assert!(is_held_up);
-    let mut message = [0; MESSAGE];
-    (&client).read_exact(&mut message).unwrap();
-    assert_eq!(message[0], UFFD_EVENT_PAGEFAULT);
-    assert!(!thread.is_finished());
+    for offset in [0x8000, 0x9000] {
+        let events = libc::POLLIN;
+        let fd = client.as_raw_fd();
+        let mut ready = libc::pollfd {
+            fd,
+            events,
+            revents: 0,
+        };
+        // SAFETY: one entry, which the kernel writes to.
+        assert_eq!(unsafe { libc::poll(&raw mut ready, 1, -1) }, 1);
+        let page = fault(&client);
+        assert_eq!(page, (guest.start + offset) as u64);
+        copy(&client, page, 0x5A);
+    }
+    assert_eq!(thread.join().unwrap(), [0x5A, 7, 0x5A]);
+}
+
+#[test]
+fn the_vmms_own_mapping_waits_for_minor_faults() {
+    let name = "the_vmms_own_mapping_waits_for_minor_faults";
+    let features = FEATURE_MISSING_SHMEM | FEATURE_MINOR_SHMEM;
+    let Some(client) = userfaultfd(features, name) else {
+        return;
+    };
+    let guest = Guest::new();
+    // Something is there already, which is not the guest's yet.
+    let elsewhere = Mapping::shared(guest.memory.as_fd(), 0, LEN, Access::ReadWrite).unwrap();
+    elsewhere.bytes(0, LEN).unwrap().copy_from(&[1; LEN]);
+    guest.register(&client, 0, LEN, MODE_MINOR);
+    assert!(guest.is_incomplete());
+    let own = guest.own();
+    let (thread, is_held_up) = run(&client, move || byte(&own, 0x3000));
+    assert!(is_held_up);
+    let page = fault(&client);
+    elsewhere.bytes(0x3000, 1).unwrap().copy_from(&[0x5A]);
+    control(&client, UFFDIO_CONTINUE, &mut [page, PAGE as u64, 0, 0]).unwrap();
+    assert_eq!(thread.join().unwrap(), 0x5A);
+}
+
+#[test]
+fn memory_is_incomplete_until_no_fault_is_still_to_come() {
+    let name = "memory_is_incomplete_until_no_fault_is_still_to_come";
+    let Some(client) = userfaultfd(FEATURE_MISSING_SHMEM, name) else {
+        return;
+    };
+    let guest = Guest::new();
+    assert!(!guest.is_incomplete());
+    // One page of it, in another mapping than the first one.
+    let second = Guest {
+        memory: guest.memory.try_clone().unwrap(),
+        start: map(&guest.memory),
+    };
+    second.register(&client, 0x4000, PAGE, MODE_MISSING);
+    assert!(guest.is_incomplete());
+    let other = Guest::new();
+    assert!(!other.is_incomplete());
+    // A page that is there has no fault any more, whoever waits for one.
+    copy(&client, (second.start + 0x4000) as u64, 0x5A);
+    assert!(!guest.is_incomplete());
+    second.register(&client, 0x5000, PAGE, MODE_MISSING);
+    assert!(guest.is_incomplete());
+    let mut range = [(second.start + 0x5000) as u64, PAGE as u64];
+    control(&client, UFFDIO_UNREGISTER, &mut range).unwrap();
+    assert!(!guest.is_incomplete());
+    // As the descriptor ends, so do its registrations.
+    second.register(&client, 0x6000, PAGE, MODE_MISSING);
+    assert!(guest.is_incomplete());
     drop(client);
-    assert_eq!(thread.join().unwrap(), 0);
+    assert!(!guest.is_incomplete());
+}
+
+#[test]
+fn write_protection_hides_no_content() {
+    let name = "write_protection_hides_no_content";
+    let features = FEATURE_MISSING_SHMEM | FEATURE_WP_HUGETLBFS_SHMEM;
+    let Some(client) = userfaultfd(features, name) else {
+        return;
+    };
+    let guest = Guest::new();
+    guest.register(&client, 0, LEN, MODE_WRITE_PROTECT);
+    assert!(!guest.is_incomplete());
+}
+
+#[test]
+fn a_client_is_found_by_its_number_and_by_its_user() {
+    let name = "a_client_is_found_by_its_number_and_by_its_user";
+    let Some(client) = userfaultfd(FEATURE_MISSING_SHMEM, name) else {
+        return;
+    };
+    let guest = Guest::new();
+    guest.register(&client, 0, LEN, MODE_MISSING);
+    // SAFETY: it has no preconditions.
+    let uid = unsafe { libc::getuid() };
+    let look = |pid| is_incomplete(MemoryHolder::Client { pid, uid }, guest.memory.as_fd());
+    assert!(look(std::process::id()).unwrap());
+    // A launcher has connected, and has ended since.
+    assert!(look(0).unwrap());
+    let trusted = is_incomplete(MemoryHolder::Trusted, guest.memory.as_fd());
+    assert!(!trusted.unwrap());
 }

@@ -8,12 +8,13 @@ use super::io_queues::Overdue;
 use super::pause;
 use crate::address::Gpa;
 use crate::deadline::Deadline;
-use crate::dma::{DirtyRange, DmaError, HeldMemory, MemoryRegion};
+use crate::dma::{DirtyRange, DmaError, HeldMemory, MemoryRegion, VmmMapping};
 use crate::doorbell::DoorbellBuffer;
 use crate::event::{DriveEvent, Event};
 use crate::host::{Changes, Damage};
 use crate::limit::RateLimits;
 use crate::memory::crash::recorded;
+use crate::memory::user_faults::MemoryHolder;
 use crate::seam::{
     AttachmentState, CqConfig, GUEST_NSID, KeptQueues, QueueError, SqConfig, StateError,
 };
@@ -105,6 +106,18 @@ impl HostSide for Attachment {
 
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.window.map(memory)
+    }
+
+    fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
+        self.window.map_in_place(memory, own)
+    }
+
+    fn set_memory_holder(&self, holder: MemoryHolder) {
+        self.window.set_holder(holder);
+    }
+
+    fn check_memory(&self) -> Result<(), DmaError> {
+        self.window.check_complete()
     }
 
     fn map_held(&self, memory: &HeldMemory) -> Result<(), DmaError> {

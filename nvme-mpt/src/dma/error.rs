@@ -115,6 +115,32 @@ pub enum DmaError {
         #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
+    /// The memory's content is not all there, and a page that is not would read as zeros.
+    #[error(
+        "The memory of region {gpa}+{len:#x} is restored on demand (userfaultfd), and pages that are not there yet would \
+         read as zeros: map it once it is complete, restore with all memory copied first, or give a function in the \
+         VMM's process the VMM's own mapping"
+    )]
+    Incomplete {
+        /// Start.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// This process cannot look at its own mappings.
+    #[error(
+        "Whether the memory of region {gpa}+{len:#x} is restored on demand (userfaultfd) cannot be read from \
+         /proc/self/smaps: allow that, or give the function the VMM's own mapping"
+    )]
+    UnknownFaults {
+        /// Start.
+        gpa: Gpa,
+        /// Its length in bytes.
+        len: u64,
+        /// Kernel's error.
+        #[serde(with = "crossing::io_error")]
+        source: io::Error,
+    },
     /// It was not begun.
     #[error("Pages that are written are not noted; start the dirty log first")]
     NotLogged,

@@ -43,7 +43,7 @@ mod under_way;
 mod users;
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
@@ -64,9 +64,10 @@ use crate::clock::Ticks;
 use crate::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
 use crate::iova::{IovaSpace, VmMappings};
 use crate::learn::NoMapping;
-use crate::memory::Access;
 use crate::memory::file_system::type_of;
 use crate::memory::sync::{Mutex, MutexGuard, try_lock};
+use crate::memory::user_faults::{MemoryHolder, is_incomplete};
+use crate::memory::{Access, Mapping};
 use crate::park::Waker;
 use crate::stats::MemoryStats;
 use published::Published;
@@ -100,6 +101,31 @@ pub struct MemoryRegion {
     pub readable: bool,
     /// True if a device may write it.
     pub writable: bool,
+}
+
+impl MemoryRegion {
+    fn check_shape(&self) -> Result<(), DmaError> {
+        let Self { gpa, len, .. } = *self;
+        let wraps = gpa.0.checked_add(len).is_none();
+        if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
+            return Err(DmaError::InvalidRegion { gpa, len });
+        }
+        Ok(())
+    }
+}
+
+/// The VMM's own mapping of memory that it hands over to a function in its process.
+///
+/// The function reads and writes there, so its page faults are the VMM's, and go to the VMM's userfaultfd. A thread that
+/// faults waits for the VMM: its own, as the function is in its process.
+#[derive(Debug)]
+pub struct VmmMapping {
+    /// Memory [borrowed](Mapping::borrowed) from the VMM. It has at least the region, and may have more of the file: regions
+    /// of one mapping are best given with the same one.
+    pub memory: Mapping,
+    /// True if every page has its content: no restore on demand and no post-copy is under way. A drive's server gets the
+    /// file alone, and so takes complete memory alone.
+    pub is_complete: bool,
 }
 
 /// The current table, as all users of a window see it.
@@ -184,6 +210,8 @@ pub struct DmaWindow {
     mappings: Arc<VmMappings>,
     tables: Arc<Tables>,
     clock: Arc<dyn WaitClock>,
+    /// Process that may resolve page faults in the memory by itself.
+    holder: Mutex<MemoryHolder>,
 }
 
 /// State that a change of the memory needs besides the current table.
@@ -223,7 +251,13 @@ impl DmaWindow {
             kinds: MemoryKinds::default(),
             tables: Arc::new(tables),
             clock: SystemClock::shared(),
+            holder: Mutex::default(),
         }
+    }
+
+    /// Names the process that the memory comes from, as of now. At first, that is this one.
+    pub fn set_holder(&self, holder: MemoryHolder) {
+        *lock(&self.holder) = holder;
     }
 
     /// The same window, for memory in other kinds of files.
@@ -260,11 +294,75 @@ impl DmaWindow {
         self.tables.current()
     }
 
-    /// Maps a region; commands that arrive from now on may use it.
+    /// Maps a region; commands that arrive from now on may use it. Its content is complete: memory of a holder whose
+    /// userfaultfd fills it still is refused.
     ///
     /// # Errors
     /// All of [`DmaError`] but the ones of unmapping.
     pub fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        memory.check_shape()?;
+        self.check_region(&memory)?;
+        self.map_checked(memory)
+    }
+
+    /// As [`Self::map`], for memory that was [checked](Self::check_region), now or when it was mapped before.
+    ///
+    /// # Errors
+    /// All of [`DmaError`] but the ones of unmapping, and of memory that is not complete.
+    pub fn map_checked(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_by(memory, None)
+    }
+
+    /// Checks that memory can be used by its file: its content is there, as far as that can be known. A file of which
+    /// something is mapped was checked before.
+    ///
+    /// # Errors
+    /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`], [`DmaError::MayWait`], [`DmaError::Map`].
+    pub fn check_region(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
+        let MemoryRegion { gpa, len, fd, .. } = memory;
+        self.check_kind(memory)?;
+        let is_known = {
+            let changes = self.changes();
+            let mut known = changes.files.iter().filter_map(Weak::upgrade);
+            let id = GuestFile::id_of(fd.as_fd());
+            let id = id.map_err(|source| DmaError::Map {
+                gpa: *gpa,
+                len: *len,
+                source,
+            })?;
+            known.any(|file| file.has_id(id))
+        };
+        match is_known {
+            true => Ok(()),
+            false => self.check_file(fd.as_fd(), *gpa, *len),
+        }
+    }
+
+    /// Checks the kind of the file, which is the first thing that is asked about it: other questions may wait.
+    fn check_kind(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
+        let fd = memory.fd.as_fd();
+        if self.kinds.admits(fd) {
+            return Ok(());
+        }
+        let file_system = type_of(fd).unwrap_or_else(|| "another kind".to_owned());
+        Err(DmaError::MayWait {
+            gpa: memory.gpa,
+            len: memory.len,
+            file_system,
+        })
+    }
+
+    /// As [`Self::map`], with the mapping of a VMM in this process, through which the memory may be incomplete.
+    ///
+    /// # Errors
+    /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping has not all of the region.
+    pub fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
+        self.map_by(memory, Some(own.memory))
+    }
+
+    fn map_by(&self, memory: MemoryRegion, own: Option<Mapping>) -> Result<(), DmaError> {
+        memory.check_shape()?;
+        self.check_kind(&memory)?;
         let MemoryRegion {
             gpa,
             len,
@@ -273,37 +371,34 @@ impl DmaWindow {
             readable,
             writable,
         } = memory;
-        let wraps = gpa.0.checked_add(len).is_none();
-        if wraps || len == 0 || len >> 63 != 0 || !gpa.is_page_aligned() || len % PAGE_SIZE != 0 {
-            return Err(DmaError::InvalidRegion { gpa, len });
-        }
-        // First of all that is asked about the file, as other questions may wait.
-        if !self.kinds.admits(fd.as_fd()) {
-            let file_system = type_of(fd.as_fd());
-            let file_system = file_system.unwrap_or_else(|| "another kind".to_owned());
-            return Err(DmaError::MayWait {
-                gpa,
-                len,
-                file_system,
-            });
-        }
         let access = if writable {
             Access::ReadWrite
         } else {
             Access::Read
         };
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
+        let failed = |source| DmaError::Map { gpa, len, source };
         let _change = self.tables.under_way.begin();
         let mut changes = self.changes();
         changes.check_free(gpa.0, len)?;
         let files = &mut changes.files;
         files.retain(|file| file.strong_count() > 0);
         let known: Vec<_> = files.iter().filter_map(Weak::upgrade).collect();
-        let taken: u64 = known.iter().map(|file| file.mapping().len() as u64).sum();
-        let left = MAX_FILE_BYTES.saturating_sub(taken);
-        let file = GuestFile::find_or_map(&known, fd, offset, bytes, access, left)
-            .map_err(|source| DmaError::Map { gpa, len, source })?
-            .ok_or(DmaError::FilesTooLarge { gpa, len, left })?;
+        let file = match own {
+            Some(own) if own.access() == Access::Read && writable => {
+                return Err(DmaError::InvalidRegion { gpa, len });
+            }
+            Some(own) => GuestFile::find_or_borrow(&known, fd, own).map_err(failed)?,
+            None => {
+                let mapped = known.iter().map(|file| file.mapping());
+                let mapped = mapped.filter(|mapping| !mapping.is_borrowed());
+                let taken: u64 = mapped.map(|mapping| mapping.len() as u64).sum();
+                let left = MAX_FILE_BYTES.saturating_sub(taken);
+                GuestFile::find_or_map(&known, fd, offset, bytes, access, left)
+                    .map_err(failed)?
+                    .ok_or(DmaError::FilesTooLarge { gpa, len, left })?
+            }
+        };
         let is_it = |known: &Weak<GuestFile>| known.as_ptr() == Arc::as_ptr(&file);
         if !files.iter().any(is_it) {
             if files.len() >= MAX_FILES {
@@ -322,6 +417,47 @@ impl DmaWindow {
             offset,
         };
         self.insert(&mut changes, place)
+    }
+
+    /// Checks that no content of a file is missing that a process of its holder would put there at a page fault of its own.
+    fn check_file(&self, file: BorrowedFd<'_>, gpa: Gpa, len: u64) -> Result<(), DmaError> {
+        let holder = *lock(&self.holder);
+        match is_incomplete(holder, file) {
+            Ok(false) => Ok(()),
+            Ok(true) => Err(DmaError::Incomplete { gpa, len }),
+            Err(source) if holder == MemoryHolder::ThisProcess => {
+                Err(DmaError::UnknownFaults { gpa, len, source })
+            }
+            Err(error) => {
+                log::debug!(
+                    "Whether memory of {holder} is restored on demand is not known: {error}"
+                );
+                Ok(())
+            }
+        }
+    }
+
+    /// Looks again whether content of the memory is missing, for a guest that begins anew: its VMM may have registered the
+    /// memory since it was mapped.
+    ///
+    /// # Errors
+    /// [`DmaError::Incomplete`].
+    pub fn check_complete(&self) -> Result<(), DmaError> {
+        let (files, gpa, mapped) = {
+            let changes = lock(&self.tables.changes);
+            let files: Vec<_> = changes.files.iter().filter_map(Weak::upgrade).collect();
+            let first = changes.regions.keys().next();
+            (files, first.copied().unwrap_or_default(), changes.mapped)
+        };
+        let files = files.iter().filter(|file| !file.mapping().is_borrowed());
+        for file in files {
+            if let Err(error @ DmaError::Incomplete { .. }) =
+                self.check_file(file.as_fd(), Gpa(gpa), mapped)
+            {
+                return Err(error);
+            }
+        }
+        Ok(())
     }
 
     /// Maps what was [found free](Changes::check_free).

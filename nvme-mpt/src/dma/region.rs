@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -78,6 +78,52 @@ impl GuestFile {
             mapping,
             file,
         })))
+    }
+
+    /// Finds the file of memory that its VMM has mapped in this process among those that are known, or takes it with the
+    /// VMM's mapping. Regions of one mapping of the VMM's share it here.
+    pub(super) fn find_or_borrow(
+        known: &[Arc<Self>],
+        fd: OwnedFd,
+        mapping: Mapping,
+    ) -> io::Result<Arc<Self>> {
+        let file = File::from(fd);
+        let status = file.metadata()?;
+        let id = (status.dev(), status.ino());
+        let start = mapping
+            .place()
+            .map(|place| place.offset)
+            .unwrap_or_default();
+        let is_it = |file: &&Arc<Self>| {
+            file.id == id
+                && file.start == start
+                && file.mapping.is_borrowed()
+                && file.mapping.is_same_range(&mapping)
+                && file.mapping.access() == mapping.access()
+        };
+        Ok(match known.iter().find(is_it) {
+            Some(file) => file.clone(),
+            None => Arc::new(Self {
+                id,
+                start,
+                mapping: Arc::new(mapping),
+                file,
+            }),
+        })
+    }
+
+    /// Returns device and inode of a file.
+    pub(super) fn id_of(fd: BorrowedFd<'_>) -> io::Result<(u64, u64)> {
+        let status = File::from(fd.try_clone_to_owned()?).metadata()?;
+        Ok((status.dev(), status.ino()))
+    }
+
+    pub(super) fn has_id(&self, id: (u64, u64)) -> bool {
+        self.id == id
+    }
+
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// Returns the place in the mapping of the bytes from `offset` of the file on, if it has all of them.

@@ -22,6 +22,7 @@
 //! | [`SharedParts::vectors`] | the eventfd that raises a vector, at each change: the VMM's; one of the function's own while the vector is masked, which holds the pending bit |
 //! | [`DoorbellWaker`] | the eventfd, and a number that names the poller |
 //! | [`MemoryRegion::fd`] | the descriptor |
+//! | [`HostSide::map_in_place`], [`HostSide::set_memory_holder`], [`HostSide::check_memory`] | nothing of the mapping: the function's process looks for itself whether its memory is complete |
 //! | [`HostSide::map_held`] | the descriptors, which a [`HeldMemory`] does not keep yet |
 //! | [`io::Error`] in results and in [`QueueError`], [`DmaError`], [`StateError`] | errno or kind, and text |
 
@@ -40,13 +41,14 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
 use crate::deadline::DRAIN_DEADLINE;
-use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion};
+use crate::dma::{DirtyRange, DmaError, GuestMemory, HeldMemory, MemoryRegion, VmmMapping};
 use crate::doorbell::{DoorbellBuffer, DoorbellPage};
 use crate::event::Event;
 use crate::host::{Changes, Damage};
 use crate::interrupt::InterruptVector;
 use crate::limit::RateLimits;
 use crate::live::LiveState;
+use crate::memory::user_faults::MemoryHolder;
 use crate::spec::ids::QueueId;
 use crate::spec::log::SmartHealth;
 use crate::spec::registers::Doorbell;
@@ -172,6 +174,24 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// # Errors
     /// All of [`DmaError`] but those of unmapping and of the dirty log.
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError>;
+
+    /// Maps a region of a VMM in this process, which is reached through the VMM's own mapping of it. A host side that is
+    /// another process reaches the file alone.
+    ///
+    /// # Errors
+    /// As [`Self::map`]; [`DmaError::Incomplete`] of another process for memory that is not complete.
+    fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError>;
+
+    /// Names the process that the memory comes from: it may resolve page faults in it by itself.
+    fn set_memory_holder(&self, _holder: MemoryHolder) {}
+
+    /// Looks whether content of the mapped memory is missing that its holder would put there at a page fault of its own.
+    ///
+    /// # Errors
+    /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`].
+    fn check_memory(&self) -> Result<(), DmaError> {
+        Ok(())
+    }
 
     /// Maps memory that was [held](GuestMemory::hold), at the same guest addresses.
     ///

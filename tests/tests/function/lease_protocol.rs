@@ -2,19 +2,19 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use nvme_mpt::deadline::DRAIN_DEADLINE;
 use nvme_mpt::lease::FormerData;
-use nvme_mpt::memory::memfd;
+use nvme_mpt::memory::{Access, Mapping, memfd};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::{
-    Attachment, CqConfig, EventReader, FunctionParts, Gpa, HostSide, KeptParts, MemoryRegion,
-    SqConfig,
+    Attachment, CqConfig, DmaError, EventReader, FunctionParts, Gpa, HostSide, KeptParts,
+    MemoryRegion, SqConfig, VmmMapping,
 };
 use nvme_mpt_lease_protocol::{
     Admission, End, Leases, MESSAGE_MAX, Peer, Session, SessionError, VERSION,
@@ -257,4 +257,46 @@ fn doorbell_writes_that_come_to_a_vmm_are_figures_of_the_server() {
         .map(|queue| (queue.qid, queue.doorbell_exits))
         .collect();
     assert_eq!(exits, [(2, 6)]);
+}
+
+#[test]
+fn a_server_gets_no_memory_that_its_vmm_has_not_completed() {
+    let host = Host::new("memory:16M", 512);
+    let attachment = host.attachment_with(
+        "lease",
+        &Setup::nth(0),
+        FunctionParts::Outliving(EventReader::Trusted),
+    );
+    let function = remote::host_side(attachment.clone());
+    let len = 4 * 4096;
+    let file = memfd(c"guest", len).unwrap();
+    let map = |is_complete| {
+        let memory = MemoryRegion {
+            gpa: Gpa(0),
+            len,
+            fd: file.try_clone().unwrap(),
+            offset: 0,
+            readable: true,
+            writable: true,
+        };
+        let own = Mapping::shared(file.as_fd(), 0, len as usize, Access::ReadWrite);
+        let own = VmmMapping {
+            memory: own.unwrap(),
+            is_complete,
+        };
+        function.map_in_place(memory, own)
+    };
+    let refused = map(false).unwrap_err();
+    assert!(matches!(refused, DmaError::Incomplete { .. }), "{refused}");
+    assert_eq!(attachment.stats().memory.regions, 0);
+    map(true).unwrap();
+    assert_eq!(attachment.stats().memory.regions, 1);
+    function.shared().memory.write(Gpa(4096), &[7]).unwrap();
+    let mut byte = [0];
+    attachment
+        .shared()
+        .memory
+        .read(Gpa(4096), &mut byte)
+        .unwrap();
+    assert_eq!(byte, [7]);
 }

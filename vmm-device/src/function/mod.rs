@@ -690,6 +690,10 @@ impl NvmeFunction {
         match transition {
             Transition::Enable(_) if self.away => self.waiting = Some(transition),
             Transition::Enable(queues) => {
+                // Nothing of the guest's memory was used since it was reset.
+                if let Err(error) = self.host.check_memory() {
+                    return self.fail(&format!("its memory cannot be used: {error}"));
+                }
                 // No store to mapped doorbells ends up here.
                 if let Err(error) = self.host.watch_admin_doorbells() {
                     if self.is_waited_for(&error) {

@@ -21,8 +21,8 @@ use crate::message::{
 use crate::step::kill_at;
 use crate::testing::{Tracer, message};
 use crate::{
-    Device, DmaRegion, Error, IrqCommand, IrqData, IrqIndex, IrqInfo, Journal, JournalError,
-    Listener, MappableArea, Region, RegionIndex, Server, SocketAccess, socket,
+    ClientProcess, Device, DmaRegion, Error, IrqCommand, IrqData, IrqIndex, IrqInfo, Journal,
+    JournalError, Listener, MappableArea, Region, RegionIndex, Server, SocketAccess, socket,
 };
 
 /// Descriptors that outlive the process.
@@ -129,7 +129,7 @@ impl Device for Ledger {
         self.enter(b"reset");
     }
 
-    fn connected(&mut self, _: Option<u32>) {
+    fn connected(&mut self, _: Option<ClientProcess>) {
         self.enter(b"connected");
     }
 

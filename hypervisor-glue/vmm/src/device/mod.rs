@@ -12,11 +12,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nvme_mpt::Gpa;
-use nvme_mpt::dma::MemoryRegion;
+use nvme_mpt::dma::{DmaError, MemoryRegion, VmmMapping};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
 use nvme_mpt::spec::registers::offset::DOORBELLS;
+use nvme_mpt::{Gpa, HostSide};
 use vm_device::DeviceMmio;
 use vm_device::bus::{MmioAddress, MmioAddressOffset};
 use vmm_device::{Bar, BarMove, EndError, NvmeFunction};
@@ -238,13 +238,36 @@ impl FunctionDevice {
         self.change(NvmeFunction::reset).unwrap_or_default()
     }
 
-    /// Tells of guest memory: all that there is when the function is started, and all that is added.
+    /// Tells of guest memory by its file: all that there is when the function is started, and all that is added.
+    ///
+    /// The memory has its content: the function maps the file, where a page that the VMM restores on demand would read as
+    /// zeros. Memory that this process has registered with userfaultfd for faults that are still to come is refused.
+    /// [`Self::map_vmm_memory`] takes it.
     ///
     /// # Errors
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
     pub fn map_memory(&self, memory: MemoryRegion) -> Result<(), DeviceError> {
+        self.map_by(|host| host.map(memory))
+    }
+
+    /// Tells of guest memory, as [`Self::map_memory`] does, with the VMM's own mapping of it. The function has no other one.
+    /// So it takes part in a restore on demand, in post-copy, and in whatever else the VMM does by its mapping.
+    ///
+    /// A function whose drive is on a server refuses memory that is not [complete](VmmMapping::is_complete), as the server
+    /// has the file alone.
+    ///
+    /// # Errors
+    /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
+    pub fn map_vmm_memory(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DeviceError> {
+        self.map_by(|host| host.map_in_place(memory, own))
+    }
+
+    fn map_by(
+        &self,
+        map: impl FnOnce(&dyn HostSide) -> Result<(), DmaError>,
+    ) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
-            Slot::Function(state) => Ok(state.function.host().map(memory)?),
+            Slot::Function(state) => Ok(map(state.function.host())?),
             Slot::HandedOver(_) => Err(self.handed_over()),
             Slot::Empty => Ok(()),
         }

@@ -1,0 +1,230 @@
+//! Memory whose page faults a process resolves itself (userfaultfd).
+//!
+//! A VMM that restores its guest on demand, or receives it by post-copy, registers its *own* mapping of the guest's
+//! memory. A page that is not there yet is a hole of the file: another mapping of the file reads zeros there, and by that
+//! fills the hole for everybody. So whoever has the file alone has to know whether it is complete.
+//!
+//! The kernel shows registrations in `/proc/PID/smaps`, by the flags `um` (missing pages) and `ui` (minor faults, where a
+//! page may be there with content that is not the guest's yet). A registration for missing pages whose file has no hole left
+//! delays nothing any more. Write protection (`uw`) hides no content, and is not looked at.
+//!
+//! What this cannot see: processes whose memory this one may not inspect (ptrace(2)), and registrations that are made later.
+#![expect(unsafe_code, reason = "lseek for holes has no safe interface")]
+
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
+
+/// A process that may have registered its mappings of a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MemoryHolder {
+    /// This process, as of a function in a VMM.
+    #[default]
+    ThisProcess,
+    /// A client, by its process number and its user.
+    Client {
+        /// Process that made the connection.
+        pid: u32,
+        /// Its user. Another process of that user may have got the connection.
+        uid: u32,
+    },
+    /// A process that looks for itself.
+    Trusted,
+}
+
+impl fmt::Display for MemoryHolder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ThisProcess => f.write_str("this process"),
+            Self::Client { pid, .. } => write!(f, "process {pid}"),
+            Self::Trusted => f.write_str("the VMM"),
+        }
+    }
+}
+
+/// Returns whether the holder of a memory file resolves page faults there itself, and some of its content may be missing in
+/// the file still.
+///
+/// # Errors
+/// Returns the kernel's error if that cannot be found out: `PermissionDenied` for a process that may not be inspected.
+pub fn is_incomplete(holder: MemoryHolder, fd: BorrowedFd<'_>) -> io::Result<bool> {
+    // Both map memory of their own, many times a second.
+    if cfg!(any(simulation, fuzzing)) {
+        return Ok(false);
+    }
+    match holder {
+        MemoryHolder::Trusted => Ok(false),
+        MemoryHolder::ThisProcess => Ok(in_process("self", fd)?.is_some_and(|missing| missing)),
+        MemoryHolder::Client { pid, uid } => {
+            let of_peer = in_process(&pid.to_string(), fd);
+            if let Ok(Some(missing)) = of_peer {
+                return Ok(missing);
+            }
+            // It has ended, or has not mapped it: whoever got the connection has.
+            for process in processes_of(uid)? {
+                if let Ok(Some(missing)) = in_process(&process, fd) {
+                    return Ok(missing);
+                }
+            }
+            of_peer.map(|_| false)
+        }
+    }
+}
+
+/// Returns the numbers of a user's processes. That asks none of them anything.
+fn processes_of(uid: u32) -> io::Result<Vec<String>> {
+    let mut processes = Vec::new();
+    for entry in fs::read_dir("/proc")?.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_number = name.bytes().all(|byte| byte.is_ascii_digit());
+        if is_number && entry.metadata().is_ok_and(|status| status.uid() == uid) {
+            processes.push(name);
+        }
+    }
+    Ok(processes)
+}
+
+/// Returns whether content may be missing in a file for what a process has registered; `None` if it has not mapped the file.
+fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
+    // A file of its own, whose position nobody else uses.
+    let file = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    let status = file.metadata()?;
+    let (device, inode) = (status.dev(), status.ino());
+    // Flags are in a longer list, for which the kernel walks all pages of the process.
+    let maps = fs::read_to_string(format!("/proc/{process}/maps"))?;
+    let has_it = |line: &str| mapped_part(line, device, inode).is_some();
+    if !maps.lines().any(has_it) {
+        return Ok(None);
+    }
+    let maps = fs::read_to_string(format!("/proc/{process}/smaps"))?;
+    let mut missing = false;
+    for (range, faults) in registered(&maps, (device, inode)) {
+        missing |= match faults {
+            Faults::OfKernel => false,
+            Faults::Minor => true,
+            Faults::Missing => has_hole(&file, &range)?,
+        };
+    }
+    Ok(Some(missing))
+}
+
+/// The faults of a mapping that its process resolves itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Faults {
+    OfKernel,
+    Missing,
+    Minor,
+}
+
+/// Returns the ranges of a file that are mapped, by the text of `/proc/PID/smaps`.
+fn registered(maps: &str, (device, inode): (u64, u64)) -> Vec<(Range<u64>, Faults)> {
+    let mut found = Vec::new();
+    let mut current = None;
+    for line in maps.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            let has = |flag: &str| flags.split_ascii_whitespace().any(|known| known == flag);
+            let faults = match (has("ui"), has("um")) {
+                (true, _) => Faults::Minor,
+                (false, true) => Faults::Missing,
+                (false, false) => Faults::OfKernel,
+            };
+            found.extend(current.take().map(|range| (range, faults)));
+        } else if let Some(range) = mapped_part(line, device, inode) {
+            current = Some(range);
+        } else if is_mapping(line) {
+            current = None;
+        }
+    }
+    found
+}
+
+/// Returns whether a line begins the entry of a mapping: figures of one have a colon behind their name.
+fn is_mapping(line: &str) -> bool {
+    line.split(' ')
+        .next()
+        .is_some_and(|word| word.contains('-'))
+}
+
+/// Returns the part of the file that a mapping has, if the line begins its entry.
+fn mapped_part(line: &str, device: u64, inode: u64) -> Option<Range<u64>> {
+    let mut words = line.split_ascii_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let number = |text: &str| u64::from_str_radix(text, 16).ok();
+    let len = number(end)?.checked_sub(number(start)?)?;
+    let offset = number(words.nth(1)?)?;
+    let (major, minor) = words.next()?.split_once(':')?;
+    let of = libc::makedev(
+        u32::try_from(number(major)?).ok()?,
+        u32::try_from(number(minor)?).ok()?,
+    );
+    let same = of == device && words.next()?.parse::<u64>().ok()? == inode;
+    same.then(|| offset..offset.saturating_add(len))
+}
+
+/// Returns whether a range of a file has a hole. `file` is nobody else's: its position changes.
+fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
+    let start = libc::off_t::try_from(range.start).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: `file` is open; the call takes numbers.
+    let hole = unsafe { libc::lseek(file.as_raw_fd(), start, libc::SEEK_HOLE) };
+    match u64::try_from(hole) {
+        // The end of the file is one, too.
+        Ok(hole) => Ok(hole < range.end.min(file.metadata()?.len())),
+        Err(_) => match io::Error::last_os_error() {
+            // It starts behind the end.
+            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(false),
+            // Some file systems of memory do not say.
+            error if error.kind() == io::ErrorKind::InvalidInput => Ok(true),
+            error => Err(error),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAPS: &str = "\
+7f0000000000-7f0000010000 rw-s 00001000 00:01 1025                       /memfd:guest memory (deleted)
+Size:                 64 kB
+VmFlags: rd wr sh mr mw me ms um sd
+7f0000020000-7f0000030000 rw-s 00000000 00:01 1026                       /memfd:other (deleted)
+Size:                 64 kB
+VmFlags: rd wr sh mr mw me ms um sd
+7f0000040000-7f0000050000 rw-p 00000000 00:00 0
+Size:                 64 kB
+VmFlags: rd wr mr mw me ac sd
+7f0000060000-7f0000070000 r--s 00010000 00:01 1025                       /memfd:guest memory (deleted)
+VmFlags: rd wr sh mr mw me ms ui sd
+7f0000080000-7f0000090000 r--s 00020000 00:01 1025                       /memfd:guest memory (deleted)
+VmFlags: rd wr sh mr mw me ms uw sd
+";
+
+    #[test]
+    fn registrations_are_found_by_file() {
+        let device = libc::makedev(0, 1);
+        let expected = [
+            (0x1000..0x11000, Faults::Missing),
+            (0x10000..0x20000, Faults::Minor),
+            (0x20000..0x30000, Faults::OfKernel),
+        ];
+        assert_eq!(registered(MAPS, (device, 1025)), expected);
+        assert_eq!(registered(MAPS, (device, 1027)), []);
+        assert_eq!(registered(MAPS, (libc::makedev(1, 1), 1025)), []);
+    }
+
+    #[test]
+    fn hostile_lines_are_no_mappings() {
+        for line in [
+            "-",
+            "x-y rw-s 0 00:01 1",
+            "2-1 rw-s 0 00:01 1",
+            "1-2",
+            "1-2 rw-s 0 0001 1",
+        ] {
+            assert_eq!(mapped_part(line, libc::makedev(0, 1), 1), None, "{line}");
+        }
+    }
+}

@@ -53,7 +53,7 @@ struct Spec {
 const _: () = assert!(size_of::<Header>() == 312 && size_of::<Spec>() == 40);
 
 /// `_IOWR(DM_IOCTL, DM_TABLE_STATUS_CMD, struct dm_ioctl)`.
-const TABLE_STATUS: libc::c_ulong = 0xC138_FD0C;
+const TABLE_STATUS: libc::Ioctl = 0xC138_FD0C_u32 as libc::Ioctl;
 /// Asks for the table itself.
 const STATUS_TABLE: u32 = 1 << 4;
 /// The kernel sets it if the buffer is too short.

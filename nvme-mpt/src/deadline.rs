@@ -8,8 +8,12 @@ use std::time::Duration;
 use crate::clock;
 use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError};
 
-/// Longest wait in all for commands in flight and flushes, when a function is reset, shut down or ended.
+/// Longest wait in all for commands in flight and flushes, when a function ends, is paused, or loses memory.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
+
+/// Longest wait in all of one access to a function, and of the admin commands of one call. Work that needs longer
+/// continues afterwards, without a bound: the storage decides how long, and the guest how long it waits for it.
+pub const ACCESS_DEADLINE: Duration = Duration::from_secs(1);
 
 /// Clock of the control path's waits. A test brings one that moves by itself.
 pub trait WaitClock: fmt::Debug + Send + Sync {
@@ -64,6 +68,12 @@ impl Deadline {
             clock: clock.clone(),
             at: clock.now().saturating_add(time),
         }
+    }
+
+    /// The present moment, by the same clock.
+    #[must_use]
+    pub fn at_once(&self) -> Self {
+        Self::after(&self.clock, Duration::ZERO)
     }
 
     /// Time that is left; zero once the moment has passed.

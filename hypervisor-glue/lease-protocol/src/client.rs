@@ -735,9 +735,15 @@ impl HostSide for RemoteHostSide {
         self.tell(&Request::BeginAnew);
     }
 
-    fn pause(&self) -> Result<(), QueueError> {
+    fn pause_within(&self, time: Duration) -> Result<(), QueueError> {
         // First, for a server that comes back meanwhile.
         self.link.state().standing.paused = true;
+        self.ask_to_rest(&Request::PauseWithin(time), time)
+    }
+
+    fn pause(&self) -> Result<(), QueueError> {
+        self.link.state().standing.paused = true;
+        // The server has all queues go on if it cannot pause them.
         let result = self.ask_to_rest(&Request::Pause, DRAIN_DEADLINE);
         if result.is_err() {
             self.link.state().standing.paused = false;

@@ -174,6 +174,9 @@ pub(crate) enum Request {
         number: u16,
         change: VectorChange,
     },
+    /// As `Pause`, but queues whose commands are in flight after that time stay stopped. Servers of the first builds do not
+    /// know it.
+    PauseWithin(Duration),
 }
 
 /// A region of the VM's memory.

@@ -434,6 +434,7 @@ impl Served<'_> {
             }
             Request::BeginAnew => self.reply(&host.begin_anew()),
             Request::Pause => self.reply(&host.pause()),
+            Request::PauseWithin(time) => self.reply(&host.pause_within(bounded(time))),
             Request::Resume => self.reply(&host.resume()),
             Request::Revoke => self.reply(&host.revoke()),
             Request::ResetWithin(time) => self.reply(&host.reset_within(bounded(time))),

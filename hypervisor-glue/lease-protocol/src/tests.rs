@@ -105,6 +105,8 @@ fn requests() {
     };
     let text = r#"{"take_up":{"cqs":[{"qid":1,"base":4096,"entries":8,"vector":1}],"sqs":[{"qid":1,"cqid":1,"base":4096,"entries":8}],"doorbell_buffer":{"shadow":4096,"event_idx":8192},"revoked":false}}"#;
     is(&Request::TakeUp(Box::new(kept)), text);
+    let text = r#"{"pause_within":{"secs":1,"nanos":500000000}}"#;
+    is(&Request::PauseWithin(time), text);
     let text = r#"{"reset_within":{"secs":1,"nanos":500000000}}"#;
     is(&Request::ResetWithin(time), text);
     let text = r#"{"flush_within":{"secs":1,"nanos":500000000}}"#;

@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use nvme_mpt::drive::{
     HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
@@ -140,6 +141,13 @@ impl SoftwareController {
     pub fn file_in_slices(path: &Path, lba_shift: u8, slices: Choice) -> io::Result<Self> {
         let store = FileStore::open(path, lba_shift, slices)?;
         Ok(Self::over(store, lba_shift))
+    }
+
+    /// The same drive, whose queues fail if their storage keeps a request for longer. Without a timeout it is waited for.
+    #[must_use]
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        self.medium.set_timeout(timeout);
+        self
     }
 
     /// The same drive, with the timing of another.

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
@@ -49,6 +50,12 @@ pub trait Medium: fmt::Debug + Send + Sync {
     /// Returns the path of the file or block device that it is; `None` for one that ends with the process.
     fn path(&self) -> Option<&Path> {
         None
+    }
+
+    /// Sets the time that a request of the storage may take. After it, the queue fails. A medium whose storage is this
+    /// process's memory has none.
+    fn set_timeout(&self, timeout: Duration) {
+        let _ = timeout;
     }
 
     /// Makes another file durable from now on whenever blocks are, after them.

@@ -204,8 +204,8 @@ impl HostSide for Attachment {
         self.holding.host().begin_anew();
     }
 
-    fn pause(&self) -> Result<(), QueueError> {
-        Self::pause(self)
+    fn pause_within(&self, time: Duration) -> Result<(), QueueError> {
+        self.pause_by(&self.within(time))
     }
 
     fn resume(&self) {
@@ -227,7 +227,7 @@ impl HostSide for Attachment {
         let deadline = self.within(time);
         if last == LastCommands::Complete && !queues.paused {
             // Those that need longer are cut short, and may end in the other half.
-            let _ = pause::rest_by(&mut queues, &self.within(time / 2), pause::Late::Awaited);
+            let _ = pause::rest_by(&mut queues, &self.within(time / 2));
         }
         self.delete_all_by(&mut queues, &deadline, Overdue::Left)
     }

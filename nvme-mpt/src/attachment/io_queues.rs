@@ -19,7 +19,7 @@ use crate::host::ListMemory;
 use crate::host::SharedPair;
 use crate::interrupt::{InterruptGate, InterruptVector};
 use crate::memory::sync::MutexGuard;
-use crate::memory::sync::mpsc::RecvTimeoutError;
+use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError};
 use crate::poller::{Neighbours, Poller};
 use crate::seam::state::slots_of;
 use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
@@ -44,8 +44,12 @@ pub(super) struct QueueEntry {
     pub(super) sqs: Vec<QueueId>,
     /// The shadow queue itself, while it rests.
     pub(super) parked: Option<Box<ShadowQueue>>,
+    /// The shadow queue on its way here. It takes no commands, and arrives once the last one in flight has ended.
+    leaving: Option<Receiver<Box<ShadowQueue>>>,
+    /// It is deleted once it arrives: its commands begin no further step.
+    ends: bool,
     /// A deadline passed while its commands in flight were waited for.
-    pub(super) overdue: bool,
+    overdue: bool,
 }
 
 impl QueueEntry {
@@ -75,28 +79,69 @@ impl QueueEntry {
         Ok(())
     }
 
+    /// Has the shadow queue take no more commands, and come here once nothing of it is in flight.
+    pub(super) fn begin_to_leave(&mut self) {
+        if self.leaving.is_none() && self.parked.is_none() {
+            self.leaving = Some(self.poller.remove(self.id));
+        }
+    }
+
+    /// As [`Self::begin_to_leave`], for a queue that is deleted.
+    fn begin_to_end(&mut self) {
+        match &self.leaving {
+            Some(_) if self.ends => {}
+            Some(_) => self.poller.cut_short(self.id),
+            None => self.leaving = Some(self.poller.end(self.id)),
+        }
+        self.ends = true;
+    }
+
+    /// Has the shadow queue rest here, if it is on its way and is not deleted, or stay with its poller.
+    pub(super) fn stay(&mut self) {
+        if self.ends {
+            return;
+        }
+        if let Some(leaving) = self.leaving.take() {
+            self.poller.stay(self.id);
+            // Its poller answers at its next pass. Without an answer the queue stays where it is.
+            if let Ok(queue) = leaving.recv() {
+                self.park(queue);
+            }
+        }
+    }
+
     /// Has the shadow queue rest here.
     pub(super) fn park(&mut self, mut queue: Box<ShadowQueue>) {
         queue.let_go();
         self.parked = Some(queue);
     }
 
-    /// Takes the shadow queue from its poller, once nothing of it is in flight. A queue that is overdue is not waited
-    /// for.
+    /// Takes the shadow queue from its poller, once nothing of it is in flight.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`]; then the queue takes no more commands, and ends with those in flight.
-    fn take_from_poller(&mut self, deadline: &Deadline) -> Result<Box<ShadowQueue>, QueueError> {
-        let timeout = QueueError::Timeout(self.cqid);
-        if self.overdue {
-            return Err(timeout);
+    /// [`QueueError::Timeout`]; then the queue takes no more commands, and is on its way. [`Self::stay`] has it go on.
+    pub(super) fn take_from_poller(
+        &mut self,
+        deadline: &Deadline,
+    ) -> Result<Box<ShadowQueue>, QueueError> {
+        self.begin_to_leave();
+        let (late, is_long) = (QueueError::Timeout(self.cqid), deadline.left() >= LONG);
+        let Some(leaving) = self.leaving.take() else {
+            return Err(late);
+        };
+        match deadline.receive(&leaving) {
+            Ok(queue) => {
+                self.overdue = false;
+                Ok(queue)
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                self.leaving = Some(leaving);
+                self.overdue |= is_long;
+                Err(late)
+            }
+            // Its poller's thread has ended.
+            Err(RecvTimeoutError::Disconnected) => Err(late),
         }
-        let is_long = deadline.left() >= LONG;
-        let receiver = self.poller.remove(self.id);
-        let taken = deadline.receive(&receiver);
-        // One that ended with its poller, as an earlier call gave up waiting, is not late.
-        self.overdue = is_long && matches!(taken, Err(RecvTimeoutError::Timeout));
-        taken.map_err(|_| timeout)
     }
 }
 
@@ -283,6 +328,8 @@ impl Attachment {
             pair,
             sqs: Vec::new(),
             parked: None,
+            leaving: None,
+            ends: false,
             overdue: false,
         };
         Ok((entry, queue))
@@ -447,7 +494,7 @@ impl Attachment {
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands in flight do not end within 30 seconds. Their queues take no more
-    /// commands, and all others are deleted.
+    /// commands, and all others are deleted. A later reset completes once they have ended.
     pub fn reset(&self) -> Result<(), QueueError> {
         self.reset_by(&self.deadline())
     }
@@ -469,9 +516,8 @@ impl Attachment {
     ) -> Result<(), QueueError> {
         queues.buffer = None;
         queues.revoked = false;
-        let overdue = self.end_each(queues, deadline, overdue);
-        match overdue.first() {
-            Some((cqid, _)) => Err(QueueError::Timeout(*cqid)),
+        match self.end_each(queues, deadline, overdue) {
+            Some(late) => Err(QueueError::Timeout(late)),
             None => Ok(()),
         }
     }
@@ -479,47 +525,45 @@ impl Attachment {
     /// Ends all queues for good. Returns those that are overdue.
     pub(super) fn end_queues(&self) -> Vec<Leaving> {
         let mut queues = self.queues();
-        let overdue = self.end_each(&mut queues, &self.deadline(), Overdue::Left);
-        overdue.into_iter().map(|(_, leaving)| leaving).collect()
+        self.end_each(&mut queues, &self.deadline(), Overdue::Left);
+        let entries = std::mem::take(&mut queues.cqs).into_values();
+        let late = entries.filter_map(|entry| {
+            let QueueEntry {
+                leaving, poller, ..
+            } = entry;
+            leaving.map(|queue| Leaving { queue, poller })
+        });
+        late.collect()
     }
 
+    /// Deletes queues, and returns one that has commands in flight at the deadline. Such queues are on their way.
     fn end_each(
         &self,
         queues: &mut Queues,
         deadline: &Deadline,
         overdue: Overdue,
-    ) -> Vec<(QueueId, Leaving)> {
-        let passed = Deadline::after(&self.clock, Duration::ZERO);
+    ) -> Option<QueueId> {
         let is_long = deadline.left() >= LONG;
         // All are stopped before the first one is waited for.
-        let leaving: Vec<_> = queues
-            .cqs
-            .iter()
-            .map(|(cqid, entry)| {
-                let queue = entry.poller.end(entry.id);
-                let poller = entry.poller.clone();
-                (*cqid, Leaving { queue, poller })
-            })
-            .collect();
-        let mut late = Vec::new();
-        for (cqid, leaving) in leaving {
-            let Some(entry) = queues.cqs.get_mut(&cqid) else {
-                continue;
-            };
-            let deadline = match entry.overdue && overdue == Overdue::Left {
-                true => &passed,
+        for entry in queues.cqs.values_mut() {
+            entry.begin_to_end();
+        }
+        queues.cqs.retain(|_, entry| {
+            let is_left = entry.overdue && overdue == Overdue::Left;
+            let deadline = match is_left {
+                true => &deadline.at_once(),
                 false => deadline,
             };
-            match deadline.receive(&leaving.queue) {
-                Err(RecvTimeoutError::Timeout) => {
-                    entry.overdue |= is_long;
-                    late.push((QueueId(cqid), leaving));
-                }
-                // It came, it rested here, or an earlier call gave up waiting and it ended with its poller meanwhile.
-                _ => drop(queues.cqs.remove(&cqid)),
-            }
-        }
-        late
+            let left = entry
+                .leaving
+                .as_ref()
+                .map(|leaving| deadline.receive(leaving));
+            // Otherwise it came, it rested here, or its poller's thread has ended.
+            let is_late = matches!(left, Some(Err(RecvTimeoutError::Timeout)));
+            entry.overdue |= is_late && is_long;
+            is_late
+        });
+        queues.cqs.keys().next().copied().map(QueueId)
     }
 
     /// A new queue begins at entry 0. The buffer may still hold what the guest last wrote for a

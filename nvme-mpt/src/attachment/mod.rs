@@ -29,7 +29,7 @@ mod take_up;
 mod tests;
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use log::{error, warn};
 
@@ -50,12 +50,12 @@ use crate::interrupt::{Coalescing, InterruptVector, vectors_of};
 use crate::lease::Lease;
 use crate::limit::{Limiter, RateLimits, Used};
 use crate::live::LiveState;
-use crate::memory::sync::mpsc::RecvTimeoutError;
+use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use crate::memory::sync::{Mutex, try_lock};
 use crate::park::Silence;
 use crate::poller::{Placement, PollPolicy, Pollers, Spin};
 use crate::range::Bytes;
-use crate::seam::{GUEST_NSID, LeaseFacts, LeasedNamespace, QueueError};
+use crate::seam::{GUEST_NSID, HostSide, LeaseFacts, LeasedNamespace, QueueError};
 use crate::shadow::{
     CommandSet, LeasedBlocks, Nsids, NvmCommands, NvmFacts, QueueContext, ShadowQueue,
 };
@@ -67,6 +67,14 @@ use crate::stats::{
 use growth::{Growth, unit_blocks};
 use io_queues::{QueueEntry, Queues};
 use steward::Steward;
+
+/// A flush that the drive has not completed.
+#[derive(Debug)]
+struct LateFlush {
+    /// Commands that were completed before it.
+    commands: u64,
+    result: Receiver<io::Result<()>>,
+}
 
 /// All that one guest controller holds of a drive: a lease, a DMA window, doorbells, queues.
 #[derive(Debug)]
@@ -84,6 +92,8 @@ pub struct Attachment {
     queues: Mutex<Queues>,
     clock: Arc<dyn WaitClock>,
     steward: Steward,
+    /// A flush that was waited for in vain.
+    flush: Mutex<Option<LateFlush>>,
     growth: Mutex<Growth>,
     /// Dropped last, and owned by each queue as well: see [`Holding`].
     holding: Arc<Holding>,
@@ -293,6 +303,7 @@ impl Attachment {
             queues: Mutex::default(),
             clock: SystemClock::shared(),
             steward,
+            flush: Mutex::default(),
             growth: Mutex::new(Growth::from(blocks_at_first)),
             holding: Arc::new(Holding::new(lease, host, reservation, drive)),
         })
@@ -445,18 +456,34 @@ impl Attachment {
         self.flush_by(&self.deadline())
     }
 
-    /// As [`Self::flush`], until `deadline`.
+    /// As [`Self::flush`], until `deadline`. One that was waited for in vain is waited for again, if it still covers all.
     fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
-        let result = self.steward.flush(self.holding.clone());
-        deadline.receive(&result).unwrap_or_else(|error| {
-            Err(match error {
-                RecvTimeoutError::Timeout => io::Error::new(
-                    io::ErrorKind::TimedOut,
-                    format!("The drive has not flushed within {DRAIN_DEADLINE:?}"),
-                ),
-                RecvTimeoutError::Disconnected => io::Error::other("The flush panicked"),
-            })
-        })
+        let mut late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
+        // A command counts a moment after its guest sees it completed, and none is on its way without queues.
+        let has_queues = !self.queues().cqs.is_empty();
+        let commands = HostSide::commands(self);
+        let covers_all = |flush: &LateFlush| !has_queues && flush.commands == commands;
+        let result = match late.take().filter(covers_all) {
+            Some(flush) => flush.result,
+            None => self.steward.flush(self.holding.clone()),
+        };
+        match deadline.receive(&result) {
+            Ok(flushed) => flushed,
+            Err(RecvTimeoutError::Timeout) => {
+                *late = Some(LateFlush { commands, result });
+                let text = "The drive has not flushed yet";
+                Err(io::Error::new(io::ErrorKind::TimedOut, text))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("The flush panicked")),
+        }
+    }
+
+    /// Returns whether a flush that was waited for in vain is under way still.
+    fn is_flushing(&self) -> bool {
+        let late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_there =
+            |flush: &LateFlush| !matches!(flush.result.try_recv(), Err(TryRecvError::Empty));
+        late.as_ref().is_some_and(|flush| !is_there(flush))
     }
 
     /// Returns the counts made here.

@@ -80,6 +80,10 @@ enum Departure {
 enum Mail {
     Add(Box<ShadowQueue>),
     Remove(u64, Departure, SyncSender<Box<ShadowQueue>>),
+    /// A queue that is to leave is deleted: its commands begin no further step.
+    CutShort(u64),
+    /// A queue that is to leave stays. Its requester finds the channel closed.
+    Stay(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
     /// Answered after the next pass.
@@ -231,6 +235,17 @@ impl Poller {
         let (sender, receiver) = sync_channel(1);
         self.send(Mail::Remove(id, departure, sender));
         receiver
+    }
+
+    /// Has the commands of a queue that is to leave begin no further step, as [`Self::end`] does.
+    pub(crate) fn cut_short(&self, id: u64) {
+        self.send(Mail::CutShort(id));
+    }
+
+    /// Has a queue go on that is to leave. The receiver of [`Self::remove`] has the queue if it left before, and is closed
+    /// otherwise.
+    pub(crate) fn stay(&self, id: u64) {
+        self.send(Mail::Stay(id));
     }
 
     /// Watches doorbells.
@@ -591,7 +606,7 @@ impl Worker {
                     self.queues.push(queue);
                 }
                 Mail::Remove(id, departure, reply) => {
-                    if let Some(queue) = self.queues.iter_mut().find(|queue| queue.id() == id) {
+                    if let Some(queue) = self.queue(id) {
                         queue.stop();
                         if departure == Departure::Ends {
                             queue.cut_short();
@@ -600,6 +615,17 @@ impl Worker {
                         self.leaving.retain(|(other, _)| *other != id);
                         self.leaving.push((id, reply));
                     }
+                }
+                Mail::CutShort(id) => {
+                    if let Some(queue) = self.queue(id) {
+                        queue.cut_short();
+                    }
+                }
+                Mail::Stay(id) => {
+                    if let Some(queue) = self.queue(id) {
+                        queue.resume();
+                    }
+                    self.leaving.retain(|(other, _)| *other != id);
                 }
                 Mail::Watch(watch) => self.watches.push(watch),
                 Mail::Unwatch(id) => self.watches.retain(|watch| watch.id != id),
@@ -615,6 +641,11 @@ impl Worker {
             // The thread that asked may have stopped waiting.
             let _ = answer.send(());
         }
+    }
+
+    fn queue(&mut self, id: u64) -> Option<&mut ShadowQueue> {
+        let mut queues = self.queues.iter_mut();
+        queues.find(|queue| queue.id() == id).map(Box::as_mut)
     }
 
     #[cold]
@@ -644,7 +675,7 @@ impl Worker {
             if let Some(fd) = queue.wait_fd() {
                 sleeper.unwatch(fd);
             }
-            // The requester may have given up waiting; then the queue ends here, and its controller fails.
+            // A requester that is gone needs the queue no more, which then ends here.
             let _ = reply.send(queue);
             false
         });

@@ -256,8 +256,8 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// All of [`QueueError`] but those of deleting; [`QueueError::NoSuchQueue`] if its Completion Queue does not
-    /// exist; [`QueueError::Timeout`] if commands in flight of the Completion Queue do not finish within `time`. Then
-    /// that queue takes no more commands until the next reset, and is not waited for again before it.
+    /// exist; [`QueueError::Timeout`] if commands of the Completion Queue are in flight still after `time`. Then
+    /// that queue takes no more commands until the same call succeeds, or a reset.
     fn create_sq_within(&self, config: SqConfig, time: Duration) -> Result<(), QueueError>;
 
     /// Deletes a Submission Queue. When it returns, every command that was taken from it has its completion.
@@ -325,13 +325,22 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Begins anew for a VMM that connected: writes that were lost concern the VMM before it.
     fn begin_anew(&self);
 
-    /// Has the pollers take no more commands, and waits for those in flight. After it returns, nothing touches the VM's
-    /// memory until [`Self::resume`]. A host side that is paused already stays paused.
+    /// Has the pollers take no more commands, and waits for those in flight, `time` at most. After it returns, nothing
+    /// touches the VM's memory until [`Self::resume`]. A host side that is paused already stays paused.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands in flight do not finish: their queue ends with them, and all others go on.
-    /// That queue is not waited for again.
-    fn pause(&self) -> Result<(), QueueError>;
+    /// [`QueueError::Timeout`] if commands are in flight still. No queue takes commands then: the caller asks again, or
+    /// calls [`Self::resume`].
+    fn pause_within(&self, time: Duration) -> Result<(), QueueError>;
+
+    /// Pauses within 30 seconds, as [`Self::pause_within`] does, or not at all.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`]; then all queues go on.
+    fn pause(&self) -> Result<(), QueueError> {
+        self.pause_within(DRAIN_DEADLINE)
+            .inspect_err(|_| self.resume())
+    }
 
     /// Has the pollers take commands again.
     fn resume(&self);
@@ -349,8 +358,8 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// paused already stays paused.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands in flight do not end within `time`. Their queues take no more commands, and
-    /// all others are deleted.
+    /// [`QueueError::Timeout`] if commands are in flight still after `time`. Their queues take no more commands, and
+    /// all others are deleted. The same call completes the reset once the commands have ended.
     fn reset_within(&self, time: Duration) -> Result<(), QueueError>;
 
     /// Deletes all queues, and leaves the doorbells as they are: the function ends, or goes on with another host side.

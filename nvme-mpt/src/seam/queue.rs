@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::address::Gpa;
 use crate::crossing;
-use crate::deadline::DRAIN_DEADLINE;
 use crate::doorbell::DoorbellBuffer;
 use crate::spec::ids::QueueId;
 use crate::spec::registers::Doorbell;
@@ -103,8 +102,8 @@ pub enum QueueError {
     /// The address is not that of a memory page.
     #[error("Address {0} is not aligned to a memory page")]
     Misaligned(Gpa),
-    /// Commands in flight did not end in time.
-    #[error("Commands of queue {0} are still in flight after {DRAIN_DEADLINE:?}")]
+    /// Commands are in flight still. What was asked for is complete once they have ended, and may be asked for again.
+    #[error("Commands of queue {0} are still in flight")]
     Timeout(QueueId),
     /// It rests, and nobody polls it.
     #[error("Queue {0} is paused; resume its controller first")]

@@ -16,10 +16,14 @@ const SHN_NORMAL: u32 = 1 << 14;
 const SHST_OCCURRING: u32 = 0b01 << 2;
 const CC: u64 = 0x14;
 
+/// Longest wait of an end, in all.
 const DEADLINE: Duration = Duration::from_secs(30);
 
+/// Longest wait of an access, in all.
+const ACCESS: Duration = Duration::from_secs(1);
+
 #[test]
-fn a_shutdown_whose_flush_takes_too_long_is_seen_in_csts() {
+fn a_shutdown_is_complete_once_the_drive_has_flushed() {
     let drive = ScriptedController::new(|_| ());
     let host = drive.host(1);
     let machine = host.machine(&Setup::nth(0));
@@ -28,33 +32,22 @@ fn a_shutdown_whose_flush_takes_too_long_is_seen_in_csts() {
     host.clock.skip_waits(true);
     let bar = machine.bar();
     bar.write32(CC, bar.read32(CC) | SHN_NORMAL);
-    let csts = controller.status().unwrap();
-    assert_eq!(csts & CSTS_SHST_MASK, SHST_OCCURRING, "{csts:#x}");
-    assert_ne!(csts & CSTS_FATAL, 0, "{csts:#x}");
-    assert_eq!(host.clock.waited(), DEADLINE);
-
-    drop((bar, controller, machine));
-    let error = host
-        .lease("next", &Setup::nth(0), FormerData::Kept)
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("ending"), "{error}");
+    let shutdown = |bits: u32| {
+        let csts = controller.status().unwrap();
+        assert_eq!(csts & CSTS_FATAL, 0, "{csts:#x}");
+        csts & CSTS_SHST_MASK == bits
+    };
+    assert!(shutdown(SHST_OCCURRING));
+    assert_eq!(host.clock.waited(), ACCESS);
+    // Longer than any driver waits by itself.
+    for _ in 0..10 {
+        host.clock.advance(Duration::from_secs(30));
+        machine.function().process_events();
+        assert!(shutdown(SHST_OCCURRING));
+    }
     drive.hold_flushes(false);
-    wait_for("the end of the flush", || {
-        host.lease("next", &Setup::nth(0), FormerData::Kept).is_ok()
-    });
-
     host.clock.skip_waits(false);
-    let machine = host.machine(&Setup::nth(0));
-    let controller = machine.attach();
-    let bar = machine.bar();
-    bar.write32(CC, bar.read32(CC) | SHN_NORMAL);
-    let csts = controller.status().unwrap();
-    assert_eq!(
-        csts & (CSTS_SHST_MASK | CSTS_FATAL),
-        CSTS_SHST_COMPLETE,
-        "{csts:#x}"
-    );
+    wait_for("the shutdown", || shutdown(CSTS_SHST_COMPLETE));
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<Doorbel
         .host
         .set_doorbell_buffer_within(buffer, controller.deadline.left())
         .map_err(|error| match error {
-            QueueError::Timeout(_) => Failure::QueueLost(error),
+            QueueError::Timeout(_) => Failure::Waits,
             QueueError::NotMapped { .. } => Failure::NotMapped(Status::INVALID_FIELD),
             error => {
                 log::warn!("Doorbell Buffer Config failed: {error}");

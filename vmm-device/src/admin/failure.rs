@@ -14,9 +14,9 @@ pub(super) enum Failure {
     /// Memory that the command names is not there, and the VMM may bring it back. The command fails with this status if it
     /// does not.
     NotMapped(Status),
-    /// The command was to change an I/O queue, whose commands in flight did not end in time. The queue takes no more
-    /// commands, so the controller fails with it.
-    QueueLost(QueueError),
+    /// The command is to change an I/O queue that has commands in flight. The queue takes no more commands, and this one is
+    /// carried out again.
+    Waits,
 }
 
 impl Failure {
@@ -25,7 +25,7 @@ impl Failure {
         match self {
             Self::ForNow(status) => *status,
             Self::Command(status) | Self::NotMapped(status) => status.with_dnr(true),
-            Self::QueueLost(_) => Status::INTERNAL_ERROR.with_dnr(true),
+            Self::Waits => Status::INTERNAL_ERROR,
         }
     }
 }
@@ -48,7 +48,7 @@ impl From<QueueError> for Failure {
             QueueError::InvalidSize { .. } => Status::INVALID_QUEUE_SIZE,
             QueueError::Misaligned { .. } => Status::PRP_OFFSET_INVALID,
             QueueError::NotMapped { .. } => return Self::NotMapped(Status::INVALID_FIELD),
-            QueueError::Timeout { .. } => return Self::QueueLost(error),
+            QueueError::Timeout { .. } => return Self::Waits,
             QueueError::Paused { .. } => {
                 log::error!("{error}");
                 Status::INTERNAL_ERROR

@@ -1,8 +1,8 @@
 //! The admin queue and the commands in it (Base 2.0, section 5).
 //!
 //! One command after the other is taken, carried out and completed, on the thread that calls
-//! [`Admin::run`] and never on a poller. Requests for asynchronous events are the only commands
-//! that wait.
+//! [`Admin::run`] and never on a poller. Requests for asynchronous events wait, and so do commands that change an I/O queue
+//! which has commands in flight.
 
 mod abort;
 mod async_events;
@@ -29,7 +29,7 @@ use std::sync::Arc;
 
 use nvme_mpt::{
     DmaError, DoorbellBuffer, DriveEvent, ErrorEntry, Event, Gpa, HostSide, KeptQueues, LeaseFacts,
-    QueueError, SharedParts,
+    SharedParts,
     deadline::{Deadline, WaitClock},
     memory::eventfd,
     spec::{
@@ -108,11 +108,14 @@ pub(crate) struct Admin {
     /// Doorbell Buffer that the command which is carried out has set up.
     new_buffer: Option<DoorbellBuffer>,
     clock: Arc<dyn WaitClock>,
-    /// Failure that lost an I/O queue, until the function has taken it.
-    lost_queue: Option<QueueError>,
+    /// Commands that change an I/O queue which has commands in flight, in the order in which they came.
+    held: VecDeque<Sqe>,
     /// Events that came with errors of commands, until the function has taken them.
     put_off: Vec<Event>,
 }
+
+/// Commands that wait for I/O commands in flight, before the next one waits with all that follow it.
+const HELD_MAX: usize = 64;
 
 /// Continuation of a command that was carried out.
 enum Outcome {
@@ -142,7 +145,7 @@ impl Admin {
             aborts: 0,
             new_buffer: None,
             clock,
-            lost_queue: None,
+            held: VecDeque::new(),
             put_off: Vec::new(),
         }
     }
@@ -170,7 +173,7 @@ impl Admin {
         self.may_be_posted = false;
         self.postponed = None;
         self.features = Features::new(&self.clock);
-        self.lost_queue = None;
+        self.held.clear();
         self.events = AsyncEvents::default();
         self.warned = CriticalWarning::default();
         self.namespace_changed = false;
@@ -361,9 +364,9 @@ impl Admin {
         Ok(posted)
     }
 
-    /// Takes the failure of a command that lost an I/O queue: the controller cannot go on.
-    pub(crate) fn take_lost_queue(&mut self) -> Option<QueueError> {
-        self.lost_queue.take()
+    /// Returns whether commands wait for I/O commands in flight.
+    pub(crate) fn holds_commands(&self) -> bool {
+        !self.held.is_empty()
     }
 
     /// Carries out and posts until nothing is left. Sets `posted` with the first completion. After an error, the entry
@@ -375,6 +378,15 @@ impl Admin {
         posted: &mut bool,
     ) -> Result<(), DmaError> {
         let memory = &controller.shared.memory;
+        let at_once = Controller {
+            deadline: &controller.deadline.at_once(),
+            ..controller
+        };
+        for _ in 0..self.held.len() {
+            if let Some(sqe) = self.held.pop_front() {
+                self.carry_out_in(&sqe, rings, at_once);
+            }
+        }
         if let Some(sqe) = self.postponed.take() {
             self.carry_out_in(&sqe, rings, controller);
         }
@@ -395,9 +407,6 @@ impl Admin {
                 self.unposted.pop_front();
                 self.may_be_posted = false;
                 *posted = true;
-            } else if self.lost_queue.is_some() {
-                // The controller fails, and further commands could wait in vain as well.
-                break;
             } else if let Some(sqe) = rings.take(room, memory)? {
                 self.commands += 1;
                 self.carry_out_in(&sqe, rings, controller);
@@ -440,12 +449,17 @@ impl Admin {
                 self.postponed = Some(*sqe);
                 return;
             }
+            // Its I/O queue has commands in flight. Others, such as an Abort, are carried out meanwhile.
+            Err(Failure::Waits) if self.held.len() < HELD_MAX => {
+                self.held.push_back(*sqe);
+                return;
+            }
+            Err(Failure::Waits) => {
+                self.postponed = Some(*sqe);
+                return;
+            }
             Err(failure) => {
                 let status = failure.status();
-                if let Failure::QueueLost(error) = failure {
-                    self.report_lost_queues();
-                    self.lost_queue = Some(error);
-                }
                 self.errors.command_failed(&ErrorEntry {
                     sqid: QueueId::ADMIN,
                     cid,

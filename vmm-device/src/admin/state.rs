@@ -6,7 +6,9 @@ use nvme_mpt::{
 };
 use zerocopy::transmute;
 
-use super::{Admin, AdminRings, AsyncEvents, Completion, ErrorLog, Features, async_events};
+use super::{
+    Admin, AdminRings, AsyncEvents, Completion, ErrorLog, Features, HELD_MAX, async_events,
+};
 use crate::state::parts::{AdminState, CompletionState};
 
 /// Completions that can wait for room: an Abort's own, and those of all requests that it ends.
@@ -42,8 +44,7 @@ impl Admin {
             // Set within a command alone.
             new_buffer: _,
             clock: _,
-            // Taken when the commands are done.
-            lost_queue: _,
+            held,
             // Taken before the state is saved.
             put_off: _,
         } = self;
@@ -51,6 +52,7 @@ impl Admin {
             rings: rings.map(AdminRings::save),
             unposted: unposted.iter().map(save_completion).collect(),
             postponed: postponed.map(|sqe| transmute!(sqe)),
+            held: held.iter().map(|sqe| transmute!(*sqe)).collect(),
             features: features.save(),
             events: events.save(),
             errors: errors.save(),
@@ -72,6 +74,7 @@ impl Admin {
             unposted,
             // Checked when it is carried out, as any command.
             postponed: _,
+            held,
             features,
             events,
             errors,
@@ -91,6 +94,14 @@ impl Admin {
                 valid,
             ));
         }
+        if held.len() > HELD_MAX {
+            let valid = format!("at most {HELD_MAX}");
+            return Err(StateError::invalid(
+                "admin commands that wait",
+                held.len(),
+                valid,
+            ));
+        }
         Features::check(features, vectors, facts)?;
         AsyncEvents::check(events)?;
         ErrorLog::check(errors)
@@ -102,6 +113,7 @@ impl Admin {
             rings,
             unposted,
             postponed,
+            held,
             features,
             events,
             errors,
@@ -117,6 +129,7 @@ impl Admin {
         self.unposted = unposted.iter().map(restored_completion).collect();
         self.may_be_posted = !self.unposted.is_empty();
         self.postponed = postponed.map(|words| transmute!(words));
+        self.held = held.iter().map(|words| transmute!(*words)).collect();
         self.features = Features::restored(features, &self.clock);
         self.events = AsyncEvents::restored(events);
         self.errors = ErrorLog::restored(errors);

@@ -13,7 +13,7 @@ use std::{io, os::fd::BorrowedFd, sync::Arc, time::Duration};
 use nvme_mpt::{
     DmaError, DoorbellMode, DriveEvent, Event, GuestMemory, HostSide, HostSideEvent,
     InterruptVector, KeptQueues, LeaseFacts, QueueError, SharedParts,
-    deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
+    deadline::{ACCESS_DEADLINE, DRAIN_DEADLINE, Deadline, SystemClock, WaitClock},
     interrupt::PinFall,
     memory::eventfd,
     spec::{
@@ -43,6 +43,9 @@ use pin::{PIN_INTERVAL, PinWatch};
 
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
+
+/// Interval at which a function looks for the end of commands that it waits for.
+const HOLD_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Vector of the Admin Completion Queue (Base 2.0, section 3.3.1).
 const ADMIN_VECTOR: u16 = 0;
@@ -103,9 +106,8 @@ impl ResetStats {
 /// An NVMe controller as a PCI function: configuration space, BAR0, BAR4 and interrupts.
 ///
 /// Accesses never fail, and carry out no admin command: that is done in [`Self::process_events`].
-/// An access that resets or shuts down the controller waits for I/O commands in flight and for the drive's
-/// flush: what the guest reads afterwards must be true. The access waits 30 seconds at most in all, and
-/// then the controller has failed (`CSTS.CFS`; Base 2.0, section 3.1.3.6).
+/// A reset or a shutdown waits for I/O commands in flight and for the drive's flush, as long as the storage takes: until
+/// then, `CSTS.RDY` stays set and `CSTS.SHST` says that the shutdown occurs. The access itself waits a second at most.
 #[derive(Debug)]
 pub struct NvmeFunction {
     config: ConfigSpace,
@@ -126,10 +128,15 @@ pub struct NvmeFunction {
     paused: bool,
     /// The host side is paused, which it is without Bus Master Enable, too.
     rests: bool,
+    /// The VMM or the guest wants the host side paused, and commands are in flight still.
+    rest_waits: bool,
     /// The process of the host side is gone, and another one is waited for.
     away: bool,
-    /// Request of the guest that waits for it, and so does `CSTS`: to enable the controller, or to shut it down.
+    /// Transition that is not complete, as `CSTS` shows: it waits for another process of the host side, for commands in
+    /// flight, or for a flush.
     waiting: Option<Transition>,
+    /// Moment since which it waits for the storage.
+    held_since: Option<Duration>,
     keeper: Option<Box<dyn ControlKeeper>>,
     /// Registers before the access that is carried out now. The next process carries it out again, so for it these count.
     before_access: Option<Registers>,
@@ -177,8 +184,10 @@ impl NvmeFunction {
             owed: Vec::new(),
             paused: false,
             rests: false,
+            rest_waits: false,
             away: false,
             waiting: None,
+            held_since: None,
             keeper: None,
             before_access: None,
             is_touched: true,
@@ -249,8 +258,8 @@ impl NvmeFunction {
         self.is_touched = true;
         let write = self.config.write(offset, data);
         if write.function_level_reset && !self.is_set_aside {
-            let deadline = self.deadline();
-            // CSTS.CFS reports a failure.
+            let deadline = self.access_deadline();
+            // CSTS.RDY shows a reset that is not complete.
             let _ = self.reset_controller(&deadline);
             self.resets.function_level += 1;
         }
@@ -295,8 +304,11 @@ impl NvmeFunction {
                 } else if let Some(transition) = transition {
                     let mask = before.interrupt_mask();
                     self.before_access = Some(before);
-                    self.carry_out(transition);
+                    self.carry_out(transition, &self.access_deadline());
                     self.before_access = None;
+                    if matches!(transition, Transition::Disable) {
+                        self.resets.controller += 1;
+                    }
                     // A reset clears the mask.
                     self.follow_masks(mask);
                 }
@@ -392,7 +404,8 @@ impl NvmeFunction {
     fn raise_pin(&mut self) {
         // Its head may have moved on.
         self.ring_admin();
-        let is_high = !self.rests && self.registers.is_running() && self.admin.has_unconsumed();
+        let is_high =
+            !self.is_at_rest() && self.registers.is_running() && self.admin.has_unconsumed();
         if let Some(pin) = self.msix.vector(ADMIN_VECTOR)
             && is_high
         {
@@ -484,17 +497,22 @@ impl NvmeFunction {
         self.host.flush_within(deadline.left())
     }
 
-    /// Returns the moment at which the waits end of a reset, a shutdown or an end that begins now, or of the admin
-    /// commands that wait now.
+    /// Returns the moment at which the waits of an end that begins now are over.
     fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
-    /// Resets the function as power-on does. When it returns, nothing touches the guest's memory.
-    /// The VMM's connections and mappings stay.
+    /// Returns the moment at which an access that is made now waits no longer, and the admin commands that are carried out
+    /// now.
+    fn access_deadline(&self) -> Deadline {
+        Deadline::after(&self.clock, ACCESS_DEADLINE)
+    }
+
+    /// Resets the function as power-on does. Commands in flight that do not end within a second use the guest's memory
+    /// until they have ended, and `CSTS.RDY` is set until then. The VMM's connections and mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
-        let moves = self.reset_by(&self.deadline());
+        let moves = self.reset_by(&self.access_deadline());
         self.resets.vmm += 1;
         moves
     }
@@ -503,7 +521,7 @@ impl NvmeFunction {
     pub(super) fn reset_by(&mut self, deadline: &Deadline) -> Vec<BarMove> {
         self.is_touched = true;
         let moves = self.config.reset();
-        // CSTS.CFS reports a failure.
+        // CSTS.RDY shows a reset that is not complete.
         let _ = self.reset_controller(deadline);
         if self.is_set_aside {
             self.registers.fail();
@@ -513,13 +531,13 @@ impl NvmeFunction {
         moves
     }
 
-    /// Resets the function as [`Self::reset`] does, and unmaps all of the guest's memory, within 30 seconds in all. Its
+    /// Resets the function as [`Self::reset`] does, and unmaps all of the guest's memory, within a second in all. Its
     /// BARs are where they are after power-on. Returns the number of bytes that were mapped.
     ///
     /// # Errors
     /// [`DmaError::Busy`] if commands in flight have not ended. They keep the memory, and no other command reaches it.
     pub fn reset_and_unmap(&mut self) -> Result<u64, DmaError> {
-        let deadline = self.deadline();
+        let deadline = self.access_deadline();
         drop(self.reset_by(&deadline));
         self.config.renew();
         self.host.unmap_all_within(deadline.left())
@@ -533,9 +551,13 @@ impl NvmeFunction {
 
     /// Returns the interval at which [`Self::process_events`] is to be called although [`Self::events_fd`] is
     /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it, one whose pin
-    /// falls by an access, and one whose admin queues or commands wait for memory that the VMM has unmapped.
+    /// falls by an access, one whose admin queues or commands wait for memory that the VMM has unmapped, and one that
+    /// waits for commands in flight.
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
+        if self.is_held() || self.admin.holds_commands() {
+            return Some(HOLD_INTERVAL);
+        }
         if !self.registers.is_running() || self.rests {
             return None;
         }
@@ -550,11 +572,12 @@ impl NvmeFunction {
     }
 
     /// Carries out admin commands, and tells the guest of what happened on its I/O queues and to its
-    /// drive. The commands wait 30 seconds at most in all for I/O commands in flight. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
+    /// drive. The call waits a second at most in all for I/O commands in flight. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
     pub fn process_events(&mut self) {
         self.is_touched = true;
         self.take_events();
         if !self.away {
+            self.look_after_held();
             self.watch_pin();
             self.run_admin();
         }
@@ -563,7 +586,9 @@ impl NvmeFunction {
     /// Gives the guest's handler an entry where the level of the pin stays high.
     fn watch_pin(&mut self) {
         let high = match self.msix.vector(ADMIN_VECTOR) {
-            Some(pin) if self.registers.is_running() && !self.rests => pin.high_until_access(),
+            Some(pin) if self.registers.is_running() && !self.is_at_rest() => {
+                pin.high_until_access()
+            }
             _ => None,
         };
         if self.pin_watch.is_stuck(high, self.clock.now()) {
@@ -576,12 +601,12 @@ impl NvmeFunction {
 
     /// Carries out admin commands, and posts completions that wait.
     fn run_admin(&mut self) {
-        if !self.registers.is_running() || self.rests {
+        if !self.registers.is_running() || self.is_at_rest() {
             return;
         }
         // A guest that has the doorbells mapped just stores to them.
         self.ring_admin();
-        let deadline = self.deadline();
+        let deadline = self.access_deadline();
         let parts = ControlParts {
             facts: &self.facts,
             config: &self.config,
@@ -610,9 +635,6 @@ impl NvmeFunction {
                 }
             }
             Err(error) => self.fail(&format!("its admin queue: {error}")),
-        }
-        if let Some(error) = self.admin.take_lost_queue() {
-            self.fail(&format!("an admin command: {error}"));
         }
     }
 
@@ -650,7 +672,7 @@ impl NvmeFunction {
             return;
         }
         if let Some(transition) = self.waiting.take() {
-            self.carry_out(transition);
+            self.carry_out(transition, &self.access_deadline());
         } else if event == HostSideEvent::BackWithoutQueues && self.registers.is_running() {
             // A driver notices `CSTS.CFS` by time-outs alone.
             self.admin.report_lost_queues();
@@ -674,18 +696,13 @@ impl NvmeFunction {
         error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone
     }
 
-    fn carry_out(&mut self, transition: Transition) {
-        let deadline = self.deadline();
+    /// Carries out a request of the guest, or a part of it: what is not done by `deadline` waits.
+    fn carry_out(&mut self, transition: Transition, deadline: &Deadline) {
         // Each of them ends what was: a guest that enables the controller finds no leftovers, and
-        // what was stored to doorbells while there was no controller means nothing. If that fails, CSTS.RDY
-        // and CSTS.SHST stay as they are beside CSTS.CFS: a reset or shutdown that is not complete (Base
-        // 2.0, sections 3.1.3.6 and 3.6.1).
-        let stopped = self.stop(&deadline);
-        if matches!(transition, Transition::Disable) {
-            self.resets.controller += 1;
-        }
-        if stopped.is_err() {
-            return;
+        // what was stored to doorbells while there was no controller means nothing. Until that is done, CSTS.RDY and
+        // CSTS.SHST show a reset or shutdown that is not complete (Base 2.0, sections 3.1.3.6 and 3.6.1).
+        if let Err(error) = self.stop(deadline) {
+            return self.hold(transition, &error);
         }
         match transition {
             Transition::Enable(_) if self.away => self.waiting = Some(transition),
@@ -714,11 +731,14 @@ impl NvmeFunction {
                 // A guest that is in a hurry does without, and a drive that is gone keeps nothing.
                 let successors = self.host.successors();
                 if notification == ShutdownNotification::NORMAL
-                    && let Err(error) = self.flush_by(&deadline)
+                    && let Err(error) = self.flush_by(deadline)
                 {
                     if self.host.is_away() || self.host.successors() != successors {
                         // The next one makes durable what this one did.
                         return self.wait(transition);
+                    }
+                    if error.kind() == io::ErrorKind::TimedOut {
+                        return self.hold(transition, &error);
                     }
                     return self.fail(&format!("its drive cannot be flushed: {error}"));
                 }
@@ -731,6 +751,51 @@ impl NvmeFunction {
     fn wait(&mut self, transition: Transition) {
         self.away = true;
         self.waiting = Some(transition);
+    }
+
+    /// Puts a request of the guest off: the storage has not ended what it was asked for. The guest waits as long as it
+    /// likes, and another request takes the place of this one.
+    fn hold(&mut self, transition: Transition, why: &dyn std::error::Error) {
+        if matches!(transition, Transition::Disable) {
+            self.registers.hold_reset();
+        }
+        if self.held_since.is_none() {
+            log::warn!("The guest waits for the drive ({transition:?}): {why}");
+            self.held_since = Some(self.clock.now());
+        }
+        self.waiting = Some(transition);
+        // The thread that calls `process_events` looks at the clock from now on. A counter that is full wakes as well.
+        let _ = eventfd::signal(self.events_fd());
+    }
+
+    /// Returns whether the function waits for the end of commands in flight, or for a flush.
+    fn is_held(&self) -> bool {
+        !self.is_set_aside && !self.away && (self.waiting.is_some() || self.rest_waits)
+    }
+
+    /// Returns whether nothing is to touch the guest's memory, or will soon.
+    fn is_at_rest(&self) -> bool {
+        self.rests || self.rest_waits
+    }
+
+    /// Goes on with what waits for commands in flight, if they have ended.
+    fn look_after_held(&mut self) {
+        let at_once = self.access_deadline().at_once();
+        if let Some(transition) = self.waiting.take() {
+            let mask = self.registers.interrupt_mask();
+            self.carry_out(transition, &at_once);
+            // A reset clears the mask.
+            self.follow_masks(mask);
+        }
+        if self.waiting.is_none()
+            && let Some(since) = self.held_since.take()
+        {
+            let waited = self.clock.now().saturating_sub(since);
+            log::info!("The guest has waited {} s for the drive", waited.as_secs());
+        }
+        if self.rest_waits {
+            self.follow_bus_master_by(&at_once);
+        }
     }
 
     /// Shows the guest that its controller has failed, and whoever runs it why.
@@ -779,12 +844,23 @@ impl NvmeFunction {
     /// Has the queues rest while the guest does not let the function master the bus: then nothing of it reads
     /// or writes memory, and no interrupt message is sent.
     fn follow_bus_master(&mut self) {
+        let deadline = match self.waiting {
+            // Its commands were waited for a moment ago.
+            Some(_) => self.access_deadline().at_once(),
+            None => self.access_deadline(),
+        };
+        self.follow_bus_master_by(&deadline);
+    }
+
+    /// As [`Self::follow_bus_master`]. Commands that are in flight at the deadline are waited for later.
+    fn follow_bus_master_by(&mut self, deadline: &Deadline) {
         self.apply_masks();
         let rests = self.paused || !self.config.is_bus_master();
-        if rests == self.rests {
+        if rests == self.rests && !self.rest_waits {
             return;
         }
         if !rests {
+            self.rest_waits = false;
             self.host.resume();
             self.rests = false;
             for vector in std::mem::take(&mut self.owed) {
@@ -800,9 +876,11 @@ impl NvmeFunction {
             // Admin commands may have come meanwhile. A counter that is full wakes as well.
             let _ = eventfd::signal(self.events_fd());
         } else {
-            match self.host.pause() {
-                Ok(()) => self.rests = true,
-                Err(error) => self.fail(&format!("it cannot stop mastering the bus: {error}")),
+            self.rests = self.host.pause_within(deadline.left()).is_ok();
+            self.rest_waits = !self.rests;
+            if self.rest_waits {
+                // As in `hold`.
+                let _ = eventfd::signal(self.events_fd());
             }
         }
     }
@@ -815,11 +893,16 @@ impl NvmeFunction {
         self.msix.reset();
         self.apply_masks();
         self.owed.clear();
+        if let Err(error) = &stopped {
+            self.hold(Transition::Disable, error);
+        }
         stopped
     }
 
-    /// Ends all that the controller does. Unless it fails, nothing touches the guest's memory any more; if
-    /// it does, the controller has failed.
+    /// Ends all that the controller does. Unless it fails, nothing touches the guest's memory any more.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if commands are in flight at the deadline. Another call completes the stop.
     fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.waiting = None;
         self.admin.reset();
@@ -835,9 +918,6 @@ impl NvmeFunction {
                 Event::Drive(DriveEvent::Gone) => self.away = false,
                 _ => {}
             }
-        }
-        if let Err(error) = &stopped {
-            self.fail(&format!("it cannot be stopped: {error}"));
         }
         stopped
     }
@@ -869,7 +949,7 @@ impl NvmeFunction {
     /// Takes over what the admin doorbells hold.
     fn ring_admin(&mut self) {
         // A paused function touches no memory, the Doorbell Buffer included. It looks when it goes on.
-        if self.rests {
+        if self.is_at_rest() {
             return;
         }
         if self.admin.ring(&self.shared) {

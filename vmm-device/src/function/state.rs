@@ -1,8 +1,8 @@
 //! Pausing a function, taking a snapshot of it, and restoring one.
 
-use std::io;
+use std::{io, time::Duration};
 
-use nvme_mpt::{KeptQueues, QueueError, StateError};
+use nvme_mpt::{KeptQueues, QueueError, StateError, deadline::DRAIN_DEADLINE};
 
 use super::{ADMIN_VECTOR, NvmeFunction};
 use crate::{
@@ -16,18 +16,30 @@ impl NvmeFunction {
     /// as ever; commands that they announce wait.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands in flight do not finish: it goes on, but the queue that
-    /// they are of does not, and the controller has failed.
+    /// [`QueueError::Timeout`] if commands are in flight after 30 seconds. Then it goes on as if nothing had been.
     pub fn pause(&mut self) -> Result<(), QueueError> {
-        let paused = self.host.pause();
-        self.paused = true;
-        self.rests = paused.is_ok();
+        self.pause_within(DRAIN_DEADLINE)
+    }
+
+    /// As [`Self::pause`], with a wait of at most `time`.
+    ///
+    /// # Errors
+    /// As [`Self::pause`].
+    pub fn pause_within(&mut self, time: Duration) -> Result<(), QueueError> {
+        let paused = match self.rest_waits {
+            // Its queues stay stopped whatever becomes of this.
+            true => self.host.pause_within(time),
+            false if time == DRAIN_DEADLINE => self.host.pause(),
+            false => self
+                .host
+                .pause_within(time)
+                .inspect_err(|_| self.host.resume()),
+        };
+        if paused.is_ok() {
+            (self.paused, self.rests, self.rest_waits) = (true, true, false);
+        }
         // Events that the queues reported on their way to rest are a part of the saved state.
         self.take_events();
-        if let Err(error) = &paused {
-            self.paused = false;
-            self.fail(&format!("it cannot be paused: {error}"));
-        }
         paused
     }
 

@@ -18,9 +18,9 @@ use nvme_mpt::{
 
 mod state;
 
-/// `CAP.TO` and `CRTO.CRWMT`, in units of 500 ms: 30 s. Enabling takes no time at all; a reset may
-/// have to wait for commands that the host controller still works on.
-const READY_TIMEOUT: u8 = 60;
+/// `CAP.TO` and `CRTO.CRWMT`, in units of 500 ms: 127.5 s, the most that `CAP.TO` has room for. Enabling takes no time at
+/// all. A reset waits for commands that the host still works on, as long as its storage takes.
+const READY_TIMEOUT: u8 = u8::MAX;
 
 /// Bits 11:0 of `ASQ` and `ACQ` are reserved: queues begin a memory page.
 const BASE_MASK: u64 = !0xFFF;
@@ -125,7 +125,10 @@ impl Registers {
 
     /// Returns whether admin commands are processed: enabled, not failed, not shut down.
     pub(crate) fn is_running(&self) -> bool {
-        self.csts.rdy() && !self.csts.cfs() && self.csts.shst() == ShutdownStatus::NORMAL
+        self.cc.en()
+            && self.csts.rdy()
+            && !self.csts.cfs()
+            && self.csts.shst() == ShutdownStatus::NORMAL
     }
 
     /// `CC`, as far as commands depend on it.
@@ -152,6 +155,27 @@ impl Registers {
             acq: self.acq,
             ..Self::with_cap(self.cap)
         };
+    }
+
+    /// A reset has begun, and commands that were taken before it may still reach guest memory: `CSTS.RDY` stays until
+    /// [`Self::disabled`].
+    pub(crate) fn hold_reset(&mut self) {
+        self.csts = self.csts.with_rdy(true);
+    }
+
+    /// Returns the transition that is not complete, by these properties.
+    pub(crate) fn incomplete(&self) -> Option<Transition> {
+        if self.csts.cfs() {
+            return None;
+        }
+        match (self.cc.en(), self.csts.rdy()) {
+            (false, true) => Some(Transition::Disable),
+            (true, false) => Some(Transition::Enable(self.admin_queues())),
+            _ if self.csts.shst() == ShutdownStatus::OCCURRING => {
+                Some(Transition::Shutdown(self.cc.shn()))
+            }
+            _ => None,
+        }
     }
 
     /// Shutdown processing is complete.
@@ -187,7 +211,7 @@ impl Registers {
             ASQ_HIGH => (self.asq >> 32) as u32,
             offset::ACQ => self.acq as u32,
             ACQ_HIGH => (self.acq >> 32) as u32,
-            offset::CRTO => Crto::default().with_crwmt(u16::from(READY_TIMEOUT)).0,
+            offset::CRTO => Crto::default().with_crwmt(u16::from(self.cap.to())).0,
             _ => 0,
         }
     }
@@ -236,18 +260,22 @@ impl Registers {
     fn enable(&mut self, value: Cc) -> Option<Transition> {
         self.cc = value.with_shn(ShutdownNotification::NONE);
         self.csts = Csts::default();
-        let queues = AdminQueues {
-            sq_base: Gpa(self.asq),
-            sq_entries: u32::from(self.aqa.asqs_z()) + 1,
-            cq_base: Gpa(self.acq),
-            cq_entries: u32::from(self.aqa.acqs_z()) + 1,
-        };
+        let queues = self.admin_queues();
         // A queue of one entry could hold none (Base 2.0, section 3.3.3.4).
         if !is_supported(self.cc) || queues.sq_entries < 2 || queues.cq_entries < 2 {
             self.fail();
             return None;
         }
         Some(Transition::Enable(queues))
+    }
+
+    fn admin_queues(&self) -> AdminQueues {
+        AdminQueues {
+            sq_base: Gpa(self.asq),
+            sq_entries: u32::from(self.aqa.asqs_z()) + 1,
+            cq_base: Gpa(self.acq),
+            cq_entries: u32::from(self.aqa.acqs_z()) + 1,
+        }
     }
 
     fn notify_shutdown(&mut self, value: Cc) -> Option<Transition> {

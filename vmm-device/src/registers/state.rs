@@ -51,7 +51,8 @@ impl Registers {
                 here: here.to_string(),
             });
         }
-        if cap != self.cap.0 {
+        // A guest keeps the time that it was told.
+        if Cap(cap).with_to(0) != self.cap.with_to(0) {
             return Err(StateError::Mismatch {
                 promise: "CAP".to_owned(),
                 saved: format!("{cap:#018x}"),
@@ -63,7 +64,7 @@ impl Registers {
             .with_rdy(csts.rdy())
             .with_cfs(csts.cfs())
             .with_shst(csts.shst());
-        // Sizes of entries may change while the controller is enabled. A disable that has not ended leaves CSTS.RDY.
+        // Sizes of entries may change while the controller is enabled. A reset that is not complete has RDY beside a cleared EN.
         let ready = csts.rdy() && cc.en() && !has_supported_constants(cc);
         let shut_down = matches!(
             csts.shst(),

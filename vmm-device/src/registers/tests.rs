@@ -56,13 +56,13 @@ fn running() -> Registers {
 #[test]
 fn capabilities_are_what_drivers_expect() {
     let registers = registers();
-    // MQES 1023, CQR, TO 30 s, DSTRD 4, CSS 41h, 4 KiB pages only, CRMS 01b.
+    // MQES 1023, CQR, TO 127.5 s, DSTRD 4, CSS 41h, 4 KiB pages only, CRMS 01b.
     assert_eq!(
         u64::from_le_bytes(read(&registers, 0)),
-        0x0800_0824_3C01_03FF
+        0x0800_0824_FF01_03FF
     );
     assert_eq!(read_u32(&registers, 0x08), 0x0002_0000);
-    assert_eq!(read_u32(&registers, 0x68), 60, "CRTO.CRWMT is CAP.TO");
+    assert_eq!(read_u32(&registers, 0x68), 255, "CRTO.CRWMT is CAP.TO");
     let largest = Registers::new(Capabilities {
         queue_entries_max: 65_536,
         dstrd: 0,

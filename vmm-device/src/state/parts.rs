@@ -44,6 +44,9 @@ pub(crate) struct AdminState {
     /// Entry of a command that the next host side carries out. It is left out where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) postponed: Option<[u64; 8]>,
+    /// Entries of commands that wait for I/O commands in flight. It is left out where there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) held: Vec<[u64; 8]>,
     pub(crate) features: FeaturesState,
     pub(crate) events: AsyncEventsState,
     pub(crate) errors: ErrorLogState,

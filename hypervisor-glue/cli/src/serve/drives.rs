@@ -200,7 +200,7 @@ fn common_options<'a>(
     let default = DriveOptions::default();
     Ok(DriveOptions {
         lba_size: lba.unwrap_or_default().bytes(),
-        deadline: timeout.unwrap_or(default.deadline),
+        deadline: timeout,
         learning: learning.unwrap_or_default(),
         profile,
         faults,

@@ -176,8 +176,9 @@ pub struct DriveOptions {
     pub lba_size: u32,
     /// Which namespace; `None` for the first that is active.
     pub namespace: Option<Nsid>,
-    /// Time that a physical drive may take for a command, before it is aborted and the drive reset.
-    pub deadline: Duration,
+    /// Time that a drive may take for a command. Then a physical one aborts it or is reset, and a queue of a software one
+    /// fails. `None` for [`DEFAULT_DEADLINE`] of a physical drive, and for no bound of a software one.
+    pub deadline: Option<Duration>,
     /// Choices for what learns about the drive.
     pub learning: Learning,
     /// Timing of a software drive; `None` for as fast as it can be. A physical drive has its own speed.
@@ -217,7 +218,7 @@ impl Default for DriveOptions {
         Self {
             lba_size: 512,
             namespace: None,
-            deadline: DEFAULT_DEADLINE,
+            deadline: None,
             learning: Learning::default(),
             profile: None,
             faults: None,
@@ -243,9 +244,10 @@ impl DriveOptions {
             memory: _,
         } = self;
         let physical = matches!(path, DrivePath::Pci(_));
+        let bound = |deadline: Option<Duration>| deadline.or(physical.then_some(DEFAULT_DEADLINE));
         let differ = [
             ("lba", !physical && *lba_size != opened.lba_size),
-            ("timeout", physical && *deadline != opened.deadline),
+            ("timeout", bound(*deadline) != bound(opened.deadline)),
             (
                 "fixed",
                 *learning != Learning::default() && *learning != opened.learning,
@@ -358,9 +360,17 @@ fn open_controller(
         if options.faults.is_some() {
             return Err(KeyValueError::Faults.into());
         }
-        return Ok(Arc::new(open_key_value(path, profile, threads)?));
+        let drive = open_key_value(path, profile, threads)?;
+        return Ok(Arc::new(match options.deadline {
+            Some(timeout) => drive.with_timeout(timeout),
+            None => drive,
+        }));
     }
     let software = |drive: SoftwareController| -> Result<Arc<dyn HostController>, OpenDriveError> {
+        let drive = match options.deadline {
+            Some(timeout) => drive.with_timeout(timeout),
+            None => drive,
+        };
         let drive = match options.profile.as_deref() {
             Some(profile @ Profile::Zns(zones)) => drive.timed(profile).zoned(zones)?,
             Some(profile) => drive.timed(profile),
@@ -397,7 +407,7 @@ fn open_controller(
         }
         DrivePath::Pci(address) => {
             let options = ControllerOptions {
-                deadline: options.deadline,
+                deadline: options.deadline.unwrap_or(DEFAULT_DEADLINE),
                 learning: options.learning,
             };
             if !handed.is_empty() {

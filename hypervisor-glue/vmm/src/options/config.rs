@@ -97,7 +97,7 @@ pub struct FunctionConfig {
     /// Namespace of a physical drive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespace: Option<u32>,
-    /// Seconds that a physical drive may take for a command.
+    /// Seconds that a drive may take for a command; as its kind has it if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
     /// Seconds that the function waits for a drive server to come back.
@@ -178,7 +178,11 @@ impl FunctionConfig {
             faults: get("faults"),
             populate: get("populate"),
             namespace: parsed("namespace", get("namespace"), str::parse)?,
-            timeout: parsed("timeout", get("timeout"), str::parse)?,
+            timeout: parsed(
+                "timeout",
+                get("timeout").filter(|text| text != "none"),
+                str::parse,
+            )?,
             reconnect: parsed("reconnect", get("reconnect"), str::parse)?,
             state_dir,
         })

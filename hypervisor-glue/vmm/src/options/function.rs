@@ -105,7 +105,7 @@ pub struct FunctionOptions {
     pub populate: Option<Allocation>,
     /// Namespace of a physical drive; its first if not given.
     pub namespace: Option<Nsid>,
-    /// Time that a physical drive may take for a command before it is aborted.
+    /// Time that a drive may take for a command; that of its kind if not given.
     pub timeout: Option<Duration>,
     /// Time that a function in a VMM waits for a server that has its drive, if its own goes; for ever if not given.
     pub reconnect: Option<Duration>,
@@ -190,7 +190,7 @@ impl FunctionOptions {
         let default = opened.cloned().unwrap_or_default();
         DriveOptions {
             lba_size: self.lba.map_or(default.lba_size, LbaSize::bytes),
-            deadline: self.timeout.unwrap_or(default.deadline),
+            deadline: self.timeout.or(default.deadline),
             learning: self.fixed.of_drive(),
             namespace: self.namespace,
             profile: self.profile.clone(),
@@ -206,6 +206,15 @@ impl FunctionOptions {
             key: "path",
             example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
         })?;
+        let timeout = take(keys, "timeout", parse_timeout)?;
+        if timeout == Some(None) && matches!(path, DrivePath::Pci(_)) {
+            return Err(OptionError::Value {
+                key: "timeout",
+                value: NO_TIMEOUT.to_owned(),
+                source: "A physical drive needs one: without it, commands that it loses keep its guests waiting".into(),
+            });
+        }
+        let timeout = timeout.flatten();
         let options = Self {
             path,
             range: take(keys, "range", str::parse)?,
@@ -231,7 +240,7 @@ impl FunctionOptions {
             faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
             populate: take(keys, "populate", str::parse)?,
             namespace: take(keys, "namespace", parse_namespace)?,
-            timeout: take(keys, "timeout", parse_timeout)?,
+            timeout,
             reconnect: take(keys, "reconnect", parse_seconds)?,
         };
         if options.memory == MemoryKinds::Any
@@ -359,8 +368,9 @@ impl FunctionOptions {
             let why = "only a physical drive, as in path=0000:01:00.0, has more than one";
             ("namespace", why)
         });
-        let timeout = self.timeout.map(|_| {
-            let why = "only a physical drive, as in path=0000:01:00.0, can be aborted and reset";
+        let is_in_memory = matches!(self.path, DrivePath::Null(_) | DrivePath::Memory(_));
+        let timeout = self.timeout.filter(|_| is_in_memory).map(|_| {
+            let why = "no storage can keep its commands, which this process carries out by itself";
             ("timeout", why)
         });
         let reserve = (self.reserve > 0).then(|| {
@@ -434,12 +444,18 @@ fn parse_namespace(text: &str) -> Result<Nsid, &'static str> {
         .ok_or("A namespace has a number from 1 on; `nvme-mpt drives` shows them")
 }
 
-fn parse_timeout(text: &str) -> Result<Duration, String> {
+/// Word for a drive without a timeout.
+const NO_TIMEOUT: &str = "none";
+
+fn parse_timeout(text: &str) -> Result<Option<Duration>, String> {
+    if text == NO_TIMEOUT {
+        return Ok(None);
+    }
     text.parse()
         .ok()
         .filter(|seconds| (1..=MAX_TIMEOUT).contains(seconds))
-        .map(Duration::from_secs)
-        .ok_or_else(|| format!("A timeout is 1 to {MAX_TIMEOUT} whole seconds"))
+        .map(|seconds| Some(Duration::from_secs(seconds)))
+        .ok_or_else(|| format!("A timeout is 1 to {MAX_TIMEOUT} whole seconds, or {NO_TIMEOUT}"))
 }
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {

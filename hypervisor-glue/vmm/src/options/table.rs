@@ -178,9 +178,9 @@ as others [default: off, memory is taken as it is written]",
     ),
     option(
         "timeout",
-        "SECONDS",
-        "seconds that a physical drive may take for a command; then it is aborted, and the
-drive reset if that does not help [default: 10]",
+        "SECONDS|none",
+        "seconds that a drive may take for a command. Then a physical drive aborts it, or is reset;
+the guest of a file or block device sees CSTS.CFS [default: 10 for a physical drive, else none]",
     ),
     option(
         "reconnect",

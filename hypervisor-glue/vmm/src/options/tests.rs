@@ -107,6 +107,12 @@ fn every_option_is_understood_in_any_order() {
     assert_eq!(physical.fixed.to_string(), "governor+budget");
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
+    let file = |text: &str| text.parse::<FunctionOptions>().unwrap();
+    assert_eq!(
+        file("path=/d,timeout=45").timeout,
+        Some(Duration::from_secs(45))
+    );
+    assert_eq!(file("path=/d,timeout=none"), file("path=/d"));
     assert_eq!(physical.reconnect, Some(Duration::from_secs(90)));
     let (size, unit) = (Bytes(64 << 30), Some(Bytes(1 << 28)));
     let by_size = function("path=/d,size=64G,unit=256M,lease=vm-1");
@@ -272,9 +278,9 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
              slices; leave it out",
         ),
         (
-            "path=/d,timeout=5",
-            "Option \"timeout\" is not for /d: only a physical drive, as in path=0000:01:00.0, can be \
-             aborted and reset; leave it out",
+            "path=memory:1G,timeout=5",
+            "Option \"timeout\" is not for memory:1G: no storage can keep its commands, which this process carries out \
+             by itself; leave it out",
         ),
         (
             "path=/d,reconnect=soon",
@@ -338,7 +344,12 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=0000:01:00.0,timeout=0",
-            "Option \"timeout\" cannot be \"0\"\n  A timeout is 1 to 3600 whole seconds",
+            "Option \"timeout\" cannot be \"0\"\n  A timeout is 1 to 3600 whole seconds, or none",
+        ),
+        (
+            "path=0000:01:00.0,timeout=none",
+            "Option \"timeout\" cannot be \"none\"\n  A physical drive needs one: without it, commands that it loses \
+             keep its guests waiting",
         ),
         (
             "path=/d,doorbells=mapped,poll=shared:event",

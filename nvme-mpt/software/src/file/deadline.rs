@@ -1,5 +1,5 @@
-//! Requests that the kernel keeps for too long: each is reported, cancelled, and repeated in another way; if that does
-//! not help, the queue fails. A request that the kernel gives back undone, interrupted or for want of resources, is
+//! Requests that the kernel keeps for too long: each is reported, cancelled, and repeated in another way. It is waited for
+//! as long as the storage takes; the queue fails only if the operator has set a timeout, and only after that. A request that the kernel gives back undone, interrupted or for want of resources, is
 //! made again until it is as old. Then its command fails.
 
 use log::{error, warn};
@@ -7,7 +7,7 @@ use log::{error, warn};
 use super::operation::Next;
 use super::queue::FileQueue;
 use super::uring::Ring;
-use crate::looks::{LOOK, LOST, OVERDUE};
+use crate::looks::{LOOK, OVERDUE};
 use crate::model::Clock;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::CommandId;
@@ -25,33 +25,34 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
         for slot in 0..self.operations.len() {
             let operation = &self.operations[slot];
-            let age = self.looks.count.wrapping_sub(operation.since);
-            if !operation.requested || age <= OVERDUE {
+            if !operation.requested {
                 continue;
             }
-            if operation.overdue {
-                if age > LOST {
-                    self.fail(slot, "cannot be cancelled");
-                }
-            } else if operation.repeats > 0 {
-                self.fail(slot, "was repeated in vain");
-            } else {
+            let age = self.looks.count.wrapping_sub(operation.since);
+            if self.timeout.is_some_and(|timeout| age > timeout) {
+                return self.fail(slot);
+            }
+            if age > OVERDUE && !operation.overdue {
                 self.cancel(slot);
             }
         }
     }
 
+    /// Cancels a request that is overdue. One that was cancelled before is not, as that did not help.
     fn cancel(&mut self, slot: usize) {
-        warn!("{}: it is cancelled", self.report(slot));
         self.operations[slot].overdue = true;
+        if self.operations[slot].repeats > 0 {
+            return warn!("{}: it is waited for", self.report(slot));
+        }
+        warn!("{}: it is cancelled", self.report(slot));
         let tag = slot as u64;
         if let Err(error) = self.ring.cancel(CANCELLATION | tag, tag) {
             warn!("A request cannot be cancelled: {error}");
         }
     }
 
-    fn fail(&mut self, slot: usize, why: &str) {
-        error!("{} and {why}: its queue fails", self.report(slot));
+    fn fail(&mut self, slot: usize) {
+        error!("{}, its timeout: its queue fails", self.report(slot));
         self.failed = true;
         // Nothing looks after its requests from now on, so it makes no further ones.
         self.cut_short = true;

@@ -14,8 +14,8 @@
 //! are zeroed by hand (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.
 //!
 //! A queue looks four times a second at its requests (`deadline`). A request that the kernel keeps for 10 s is logged,
-//! cancelled, and repeated by another thread of the kernel. The queue fails, and its guest sees CSTS.CFS, if the
-//! request is not back after 30 s or the repetition takes 10 s too.
+//! cancelled, and repeated by another thread of the kernel. It is waited for as long as the storage takes. Only where the
+//! drive has a timeout, its queue fails after that, and its guest sees CSTS.CFS.
 
 mod bounces;
 mod claims;
@@ -44,6 +44,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use log::info;
 
@@ -102,6 +103,8 @@ pub(super) struct SharedFile {
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     watched: Watched,
     losses: Losses,
+    /// Time after which a request fails its queue, if there is one.
+    timeout: OnceLock<Duration>,
     /// The file that must be as durable as the blocks.
     pub(super) companion: OnceLock<Arc<File>>,
 }
@@ -153,6 +156,7 @@ impl FileStore {
             uncorrectable: Arc::default(),
             watched: Watched::new(is_regular, bytes),
             losses: Losses::default(),
+            timeout: OnceLock::new(),
             companion: OnceLock::new(),
         };
         Ok(Self {
@@ -222,6 +226,11 @@ impl Medium for FileStore {
 
     fn path(&self) -> Option<&Path> {
         Some(&self.shared.path)
+    }
+
+    fn set_timeout(&self, timeout: Duration) {
+        // The first one stays: a drive has one.
+        let _ = self.shared.timeout.set(timeout);
     }
 
     #[cfg(not(simulation))]

@@ -28,6 +28,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 pub use commands::KeyValueCommands;
 pub use format::NamespaceKeys;
@@ -231,6 +232,15 @@ impl KeyValueController {
             formerly: origin.formerly().map(str::to_owned),
             ..drive
         })
+    }
+
+    /// The same drive, whose queues fail if a transaction on its file takes longer. Without a timeout it is waited for.
+    #[must_use]
+    pub fn with_timeout(self, timeout: Duration) -> Self {
+        if let Home::File(pairs) = &self.home {
+            pairs.set_timeout(timeout);
+        }
+        self
     }
 }
 

@@ -15,7 +15,7 @@ use super::memory::MemorySpace;
 use super::pace::Pace;
 use super::pairs::{Change, Presence, Query, Reply, Request};
 use super::{KeySpace, NamespaceKeys, SpaceHome};
-use crate::looks::{LOOK, LOST, Looks, OVERDUE};
+use crate::looks::{LOOK, Looks, OVERDUE, looks_in};
 use crate::model::{KvAccess, KvWork};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
@@ -102,7 +102,7 @@ enum Standstill {
     Short,
     /// Longer than a drive needs that is well: returned once.
     Overdue,
-    /// As long as drivers wait.
+    /// Longer than the timeout of the drive.
     Lost,
 }
 
@@ -122,13 +122,13 @@ impl Progress {
     }
 
     /// Looks at the number of batches that the thread took.
-    fn look(&mut self, now: Ticks, batches: u64) -> Standstill {
+    fn look(&mut self, now: Ticks, batches: u64, timeout: Option<u32>) -> Standstill {
         self.looks.look(now);
         if batches != self.batches {
             self.begin(batches);
         }
         match self.looks.count.wrapping_sub(self.since) {
-            LOST.. => Standstill::Lost,
+            age if timeout.is_some_and(|timeout| age > timeout) => Standstill::Lost,
             OVERDUE => Standstill::Overdue,
             _ => Standstill::Short,
         }
@@ -212,7 +212,9 @@ impl FileLane {
         if self.failed || self.requests == 0 || now < self.progress.looks.next {
             return;
         }
-        let standstill = self.progress.look(now, self.pairs.batches());
+        let timeout = self.pairs.timeout();
+        let looks = timeout.map(looks_in);
+        let standstill = self.progress.look(now, self.pairs.batches(), looks);
         let (path, requests) = (self.pairs.path().display(), self.requests);
         match standstill {
             Standstill::Short => {}
@@ -222,8 +224,8 @@ impl FileLane {
             ),
             Standstill::Lost => {
                 error!(
-                    "The kernel has kept a transaction on {path} for over {:?}: a queue with {requests} commands fails",
-                    LOOK * LOST
+                    "The kernel has kept a transaction on {path} for over {:?}, its timeout: a queue with {requests} commands fails",
+                    timeout.unwrap_or_default()
                 );
                 self.failed = true;
             }
@@ -475,16 +477,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_stands_still_is_told_of_once_and_then_lost() {
-        let mut progress = Progress::new();
-        let mut stands = |batches, looks: u32| -> Vec<Standstill> {
-            let found = (0..looks).map(|_| progress.look(Ticks(0), batches));
-            found.filter(|found| *found != Standstill::Short).collect()
-        };
-        assert!(stands(1, OVERDUE).is_empty());
-        // It went on, if only with the next batch.
-        assert!(stands(2, OVERDUE).is_empty());
-        assert_eq!(stands(2, LOST - OVERDUE), [Standstill::Overdue]);
-        assert_eq!(stands(2, 1), [Standstill::Lost]);
+    fn a_thread_that_stands_still_is_told_of_once_and_waited_for() {
+        let day = looks_in(std::time::Duration::from_secs(24 * 3600));
+        let lost = looks_in(std::time::Duration::from_secs(45));
+        for timeout in [None, Some(lost)] {
+            let mut progress = Progress::new();
+            let mut stands = |batches, looks: u32| -> Vec<Standstill> {
+                let found = (0..looks).map(|_| progress.look(Ticks(0), batches, timeout));
+                found.filter(|found| *found != Standstill::Short).collect()
+            };
+            assert!(stands(1, OVERDUE).is_empty());
+            // It went on, if only with the next batch.
+            assert!(stands(2, OVERDUE).is_empty());
+            assert_eq!(stands(2, lost - OVERDUE + 1), [Standstill::Overdue]);
+            match timeout {
+                None => assert!(stands(2, day).is_empty(), "it is waited for"),
+                Some(_) => assert_eq!(stands(2, 1), [Standstill::Lost]),
+            }
+        }
     }
 }

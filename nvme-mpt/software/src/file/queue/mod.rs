@@ -21,7 +21,7 @@ use super::syncs::Syncs;
 use super::uring::{Ended, Ring};
 use super::way::{Direction, Plan};
 use super::{LeasedFile, SharedFile};
-use crate::looks::Looks;
+use crate::looks::{Looks, looks_in};
 use crate::model::{Clock, HostClock, TimedStore};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::DataPointer;
@@ -92,7 +92,9 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     turns_ticks: u64,
     /// Moment to look after commands that are blocked and requests that the kernel did not take.
     retry_at: Ticks,
-    /// True if the kernel keeps a request for good.
+    /// Looks after which a request fails the queue, if there is a timeout.
+    pub(super) timeout: Option<u32>,
+    /// True if the kernel has kept a request for longer than the timeout.
     pub(super) failed: bool,
     /// No further request is made.
     pub(super) cut_short: bool,
@@ -134,6 +136,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let witness = lease.open_witness()?;
         let lane = lease.claims.open_lane();
         file.lanes.add(&lane);
+        let timeout = file.timeout.get().copied().map(looks_in);
         Ok(Self {
             lease: lease.clone(),
             witness,
@@ -159,6 +162,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             retry_ticks: ticks_in(RETRY),
             turns_ticks: ticks_in(TURNS),
             retry_at: Ticks(0),
+            timeout,
             failed: false,
             cut_short: false,
             is_given_up: false,

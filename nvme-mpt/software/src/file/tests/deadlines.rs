@@ -83,8 +83,20 @@ fn a_request_that_the_kernel_keeps_is_reported_with_its_place() {
     reports(&drive, &ring, "deallocation");
 }
 
+/// A timeout that a drive may have.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+impl Drive<FakeRing, TestClock> {
+    /// A drive with a timeout.
+    fn with_timeout() -> (Self, FakeRing, TestClock) {
+        let (mut drive, ring, clock) = Self::fake();
+        drive.queue.timeout = Some(looks_in(TIMEOUT));
+        (drive, ring, clock)
+    }
+}
+
 #[test]
-fn a_request_that_is_repeated_in_vain_fails_its_queue() {
+fn a_request_that_is_repeated_is_waited_for() {
     let (mut drive, ring, clock) = Drive::fake();
     drive.ring(&[drive.transfer(NvmOpcode::READ, 0, 0, 8, 0)]);
     drive.let_pass(&clock, OVERDUE + 2);
@@ -94,27 +106,42 @@ fn a_request_that_is_repeated_in_vain_fails_its_queue() {
     ring.0.borrow_mut().end(cancellation, Ok(0));
     ring.0.borrow_mut().end(kept, Err(libc::ECANCELED));
     drive.reap();
-    drive.let_pass(&clock, OVERDUE);
+    assert!(drive.let_pass(&clock, 1000 * OVERDUE).is_empty());
+    assert_eq!(ring.has().len(), 1, "it is not cancelled again");
     assert!(!drive.queue.has_failed());
-    drive.let_pass(&clock, 1);
-    assert!(drive.queue.has_failed());
-    // It waits for nothing any more.
-    assert_eq!(drive.queue.next_due(), None);
+    ring.succeed();
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
 }
 
 #[test]
-fn a_request_that_cannot_be_cancelled_fails_its_queue() {
+fn a_request_that_cannot_be_cancelled_is_waited_for() {
     let (mut drive, ring, clock) = Drive::fake();
     drive.ring(&[drive.transfer(NvmOpcode::FLUSH, 0, 0, 1, 0)]);
     drive.let_pass(&clock, OVERDUE + 2);
-    let [_, cancellation] = ring.has()[..] else {
+    let [kept, cancellation] = ring.has()[..] else {
         panic!("a cancellation beside it");
     };
     ring.0.borrow_mut().end(cancellation, Err(libc::EALREADY));
-    drive.let_pass(&clock, LOST - OVERDUE - 2);
-    assert!(!drive.queue.has_failed(), "it may be slow only");
-    drive.let_pass(&clock, 2);
+    assert!(drive.let_pass(&clock, 1000 * OVERDUE).is_empty());
+    assert_eq!(ring.has(), [kept]);
+    assert!(!drive.queue.has_failed());
+    ring.0.borrow_mut().end(kept, Ok(0));
+    assert_eq!(drive.reap(), [(0, Status::SUCCESS)]);
+}
+
+#[test]
+fn a_request_that_takes_longer_than_the_timeout_fails_its_queue() {
+    let (mut drive, ring, clock) = Drive::with_timeout();
+    drive.ring(&[drive.transfer(NvmOpcode::FLUSH, 0, 0, 1, 0)]);
+    drive.let_pass(&clock, looks_in(TIMEOUT));
+    assert!(!drive.queue.has_failed());
+    drive.let_pass(&clock, 1);
     assert!(drive.queue.has_failed());
+    // It looks after nothing any more, and yet its reset is complete only when the request has ended.
+    assert_eq!(drive.queue.next_due(), None);
+    let first = ring.has()[0];
+    ring.0.borrow_mut().end(first, Ok(0));
+    assert_eq!(drive.reap().len(), 1);
 }
 
 #[test]
@@ -179,7 +206,7 @@ fn a_queue_that_is_cut_short_begins_no_further_slice_or_request() {
 /// The turn of a queue that fails goes to another. The slice that ends late does not take it away.
 #[test]
 fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
-    let (mut drive, ring, clock) = Drive::fake();
+    let (mut drive, ring, clock) = Drive::with_timeout();
     if drive.lacks_holes() {
         return;
     }
@@ -188,7 +215,7 @@ fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
     let [slice] = ring.has()[..] else {
         panic!("one request");
     };
-    drive.let_pass(&clock, LOST + 1);
+    drive.let_pass(&clock, looks_in(TIMEOUT) + 1);
     assert!(drive.queue.has_failed());
     assert!(
         drive
@@ -216,7 +243,7 @@ fn a_slice_that_ends_after_its_queue_failed_gives_no_turn_back() {
 /// after it any more.
 #[test]
 fn a_queue_that_fails_by_one_command_keeps_no_turn_of_another() {
-    let (mut drive, ring, clock) = Drive::fake();
+    let (mut drive, ring, clock) = Drive::with_timeout();
     if drive.lacks_holes() {
         return;
     }
@@ -225,7 +252,7 @@ fn a_queue_that_fails_by_one_command_keeps_no_turn_of_another() {
     let command = drive.deallocate(1, 0, 2 << 20);
     drive.ring(&[command]);
     let slice = ring.has()[1];
-    drive.let_pass(&clock, LOST + 1 - OVERDUE / 2);
+    drive.let_pass(&clock, looks_in(TIMEOUT) + 1 - OVERDUE / 2);
     assert!(drive.queue.has_failed());
     let take =
         |drive: &Drive<FakeRing, TestClock>| drive.store.shared.turns.take(Ticks(u64::MAX), OTHER);

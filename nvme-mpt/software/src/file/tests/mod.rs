@@ -34,7 +34,7 @@ use super::uring::{Ended, Manner, Request, Ring};
 use super::way::{DirectAlignment, UNIT, Way};
 use super::zeroes;
 use super::{FileStore, LeasedFile};
-use crate::looks::{LOST, OVERDUE};
+use crate::looks::{OVERDUE, looks_in};
 use crate::model::Clock;
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::dma::RegionTable;

@@ -17,7 +17,7 @@ mod synced;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Duration;
 
 use log::error;
@@ -71,6 +71,8 @@ pub(super) struct FilePairs {
     thread: Option<JoinHandle<()>>,
     /// Disconnected when the thread ends.
     end: Mutex<Receiver<()>>,
+    /// Time after which a transaction fails the queues that wait for it, if there is one.
+    timeout: OnceLock<Duration>,
 }
 
 impl FilePairs {
@@ -119,7 +121,19 @@ impl FilePairs {
             usages,
             thread: Some(thread),
             end: Mutex::new(end),
+            timeout: OnceLock::new(),
         })
+    }
+
+    /// Sets the time that a transaction may take.
+    pub(super) fn set_timeout(&self, timeout: Duration) {
+        // The first one stays: a drive has one.
+        let _ = self.timeout.set(timeout);
+    }
+
+    /// Returns the time that a transaction may take, if there is a bound.
+    pub(super) fn timeout(&self) -> Option<Duration> {
+        self.timeout.get().copied()
     }
 
     /// Its path without links.

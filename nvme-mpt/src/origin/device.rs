@@ -1,6 +1,6 @@
 //! Block devices, down to what holds their bytes.
 
-use std::fs;
+use std::fs::{self, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use nvme_mpt_memory::device_mapper::Target;
 use super::extent::{self, Extent};
 use super::nvme::{self, Controller};
 use super::system::{DeviceNumber, System};
-use super::{BackingFile, file_extent};
+use super::{BackingFile, file_extent, stacked};
 
 /// Devices on top of each other that are looked through: more than anybody stacks.
 const DEPTH: u32 = 16;
@@ -22,8 +22,10 @@ const SECTOR: u64 = 512;
 pub(super) struct Device {
     /// Its bytes, in order.
     pub(super) extents: Vec<Extent>,
-    /// The files that loop devices make it of.
+    /// The files that loop devices make it of, and those that overlay shows.
     pub(super) files: Vec<BackingFile>,
+    /// Reason for which its bytes could be leased twice.
+    pub(super) refusal: Option<String>,
 }
 
 impl Device {
@@ -36,6 +38,42 @@ impl Device {
 
     pub(super) fn resolve(system: &System, device: DeviceNumber) -> Self {
         resolve(system, device, DEPTH)
+    }
+
+    /// A file. One on overlay is the file below, and is locked there as well.
+    pub(super) fn of_file(system: &System, path: &Path, metadata: &Metadata) -> Self {
+        if system.is_former {
+            return Self::of(file_extent(system, path, metadata));
+        }
+        match stacked::file_below(system, path) {
+            Ok(None) => Self::of(file_extent(system, path, metadata)),
+            Ok(Some(file)) => match fs::metadata(&file) {
+                Ok(below) => {
+                    let mut device = Self::of_file(system, &file, &below);
+                    device.files.push(BackingFile {
+                        place: (below.dev(), below.ino()),
+                        offset: 0,
+                        at: 0,
+                        length: u64::MAX,
+                        // Overlay passes I/O on as it comes.
+                        is_direct: !system.is_in_tmpfs(&file),
+                        path: file,
+                    });
+                    device
+                }
+                Err(error) => Self {
+                    refusal: Some(format!(
+                        "{} below it cannot be seen: {error}",
+                        file.display()
+                    )),
+                    ..Self::of(file_extent(system, path, metadata))
+                },
+            },
+            Err(refusal) => Self {
+                refusal: Some(refusal.to_string()),
+                ..Self::of(file_extent(system, path, metadata))
+            },
+        }
     }
 
     /// A part of it.
@@ -58,6 +96,7 @@ impl Device {
         Self {
             files: files.collect(),
             extents: extent::part(&self.extents, offset, length),
+            refusal: self.refusal,
         }
     }
 
@@ -69,6 +108,7 @@ impl Device {
                 _ => self.extents.push(extent),
             }
         }
+        self.refusal = self.refusal.take().or(other.refusal);
         let files = other.files.into_iter();
         self.files.extend(files.map(|file| BackingFile {
             at: file.at + at,
@@ -218,7 +258,7 @@ fn gather(devices: Vec<DeviceNumber>, next: &impl Fn(DeviceNumber) -> Device) ->
 /// The file below a loop device. The kernel shows its present path, or that it has none.
 fn resolve_loop(
     system: &System,
-    device: DeviceNumber,
+    device_number: DeviceNumber,
     path: &Path,
     next: &impl Fn(DeviceNumber) -> Device,
 ) -> Option<Device> {
@@ -226,22 +266,20 @@ fn resolve_loop(
     if metadata.file_type().is_block_device() {
         return Some(next(DeviceNumber(metadata.rdev())));
     }
-    let whole = Extent {
+    let mut device = Device::of_file(system, path, &metadata);
+    for extent in &mut device.extents {
         // A file can grow below its device.
+        extent.length = u64::MAX;
+    }
+    device.files.push(BackingFile {
+        path: path.to_owned(),
+        place: (metadata.dev(), metadata.ino()),
+        offset: 0,
+        at: 0,
         length: u64::MAX,
-        ..file_extent(system, path, &metadata)
-    };
-    Some(Device {
-        files: vec![BackingFile {
-            path: path.to_owned(),
-            place: (metadata.dev(), metadata.ino()),
-            offset: 0,
-            at: 0,
-            length: u64::MAX,
-            is_direct: system.attribute(device, "loop/dio").as_deref() == Some("1"),
-        }],
-        ..Device::of(whole)
-    })
+        is_direct: system.attribute(device_number, "loop/dio").as_deref() == Some("1"),
+    });
+    Some(device)
 }
 
 /// The name of an NVMe namespace: that of its drive behind a PCI address, and the number.

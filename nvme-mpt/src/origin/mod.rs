@@ -11,6 +11,7 @@
 //! `crypt` or `striped`, and RAID devices are bases of their own. They overlap the whole of what they are made of, but
 //! thin volumes of one pool do not overlap each other.
 //!
+//! * `stacked`: file systems that show files of others.
 //! * `system`: the kernel's view of block devices and file systems, below a folder that tests replace.
 //! * [`nvme`]: names of NVMe drives.
 //! * `extent`: extents, and the identity that they are written as.
@@ -18,6 +19,7 @@
 mod device;
 pub(crate) mod extent;
 pub mod nvme;
+mod stacked;
 mod system;
 #[cfg(test)]
 mod tests;
@@ -45,7 +47,7 @@ pub struct Origin {
     formerly: Option<String>,
 }
 
-/// A file that a loop device makes a block device of.
+/// A file that a loop device makes a block device of, or one that overlay shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingFile {
     /// Its path.
@@ -58,7 +60,7 @@ pub struct BackingFile {
     at: u64,
     /// Number of bytes of the drive that lie in it.
     length: u64,
-    /// True if the loop device reads and writes it past the page cache.
+    /// True if it is read and written past the page cache.
     pub is_direct: bool,
 }
 
@@ -85,7 +87,8 @@ impl Origin {
     /// Resolves a path without links.
     ///
     /// # Errors
-    /// Returns the kernel's error about the path itself. Unknown facts of a device make a name that holds until
+    /// Returns the kernel's error about the path itself, and `Unsupported` for a file that could be leased twice, as others
+    /// reach it by another name. Unknown facts of a device make a name that holds until
     /// the next boot.
     pub fn of(path: &Path) -> io::Result<Self> {
         Self::of_path(&System::real(), path)
@@ -95,9 +98,16 @@ impl Origin {
         let metadata = fs::metadata(path)?;
         let resolve = |system: &System| match metadata.file_type().is_block_device() {
             true => Device::resolve(system, DeviceNumber(metadata.rdev())),
-            false => Device::of(file_extent(system, path, &metadata)),
+            false => Device::of_file(system, path, &metadata),
         };
-        let Device { extents, files } = resolve(system);
+        let Device {
+            extents,
+            files,
+            refusal,
+        } = resolve(system);
+        if let Some(refusal) = refusal {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, refusal));
+        }
         let formerly = extent::join(&resolve(&system.former()).extents);
         Ok(Self {
             formerly: Some(formerly).filter(|former| *former != extent::join(&extents)),
@@ -116,7 +126,7 @@ impl Origin {
         self.formerly.as_deref()
     }
 
-    /// Returns the files that lie below a loop device.
+    /// Returns the files that lie below a loop device, or below overlay.
     pub fn files(&self) -> &[BackingFile] {
         &self.files
     }
@@ -139,7 +149,7 @@ impl Origin {
             let metadata = fs::metadata(path).ok()?;
             let device = match metadata.file_type().is_block_device() {
                 true => Device::resolve(system, DeviceNumber(metadata.rdev())),
-                false => Device::of(file_extent(system, path, &metadata)),
+                false => Device::of_file(system, path, &metadata),
             };
             is_ours(&device).then(|| format!("swap ({})", path.display()))
         };
@@ -194,10 +204,7 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
 /// Returns a name of a file system that is on no block device of its own.
 fn file_system(system: &System, path: &Path, device: DeviceNumber) -> String {
     let mounts = system.mounts();
-    let holding = mounts.iter().filter(|mount| path.starts_with(&mount.point));
-    // The last of those on one folder hides the others.
-    let mount = holding.max_by_key(|mount| mount.point.as_os_str().len());
-    match mount {
+    match Mount::holding(&mounts, path) {
         // A file system in memory ends with this boot.
         None => format!("{}/{device}", system.boot()),
         Some(mount) if matches!(mount.kind.as_str(), "tmpfs" | "ramfs" | "devtmpfs") => {

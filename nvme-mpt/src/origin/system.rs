@@ -38,19 +38,40 @@ impl fmt::Display for DeviceNumber {
 pub(super) struct Mount {
     device: DeviceNumber,
     /// The folder of the file system that is mounted.
-    root: PathBuf,
+    pub(super) root: PathBuf,
     /// Mount point.
     pub(super) point: PathBuf,
     pub(super) kind: String,
     source: PathBuf,
     /// The subvolume of btrfs that the folder is in.
     subvolume: Option<PathBuf>,
+    /// Options of the file system, as the kernel writes them.
+    options: String,
 }
 
 /// Inode number of the root of each btrfs subvolume, and of nothing else there (`BTRFS_FIRST_FREE_OBJECTID`).
 const SUBVOLUME_ROOT: u64 = 256;
 
 impl Mount {
+    /// Returns the mount that holds a path without links.
+    pub(super) fn holding<'a>(mounts: &'a [Self], path: &Path) -> Option<&'a Self> {
+        let holding = mounts.iter().filter(|mount| path.starts_with(&mount.point));
+        // The last of those on one folder hides the others.
+        holding.max_by_key(|mount| mount.point.as_os_str().len())
+    }
+
+    /// Returns the value of an option of the file system.
+    pub(super) fn option(&self, key: &str) -> Option<PathBuf> {
+        let mut options = self.options.split(',');
+        let value = options.find_map(|option| option.strip_prefix(key)?.strip_prefix('='))?;
+        Some(unescape(value.as_bytes()))
+    }
+
+    /// Returns whether the file system has an option without a value.
+    pub(super) fn has_option(&self, key: &str) -> bool {
+        self.options.split(',').any(|option| option == key)
+    }
+
     /// Returns the block device that it is on. Some kinds, such as btrfs, have a number that is no device's.
     pub(super) fn block_device(&self) -> Option<DeviceNumber> {
         if self.device.major() != 0 {
@@ -226,6 +247,11 @@ impl System {
         lines.filter_map(parse_mount).collect()
     }
 
+    /// Returns whether a path without links leads to tmpfs.
+    pub(super) fn is_in_tmpfs(&self, path: &Path) -> bool {
+        Mount::holding(&self.mounts(), path).is_some_and(|mount| mount.kind == "tmpfs")
+    }
+
     /// Returns the files and devices that are swapped on.
     pub(super) fn swaps(&self) -> Vec<PathBuf> {
         let text = self.text("proc/swaps").unwrap_or_default();
@@ -253,13 +279,15 @@ fn parse_mount(line: &[u8]) -> Option<Mount> {
     // The last option, which may have commas.
     let options = String::from_utf8_lossy(rest.next().unwrap_or_default());
     let subvolume = options.split_once(",subvol=");
+    let subvolume = subvolume.map(|(_, folder)| unescape(folder.as_bytes()));
     Some(Mount {
         device: DeviceNumber::parse(std::str::from_utf8(device).ok()?)?,
         root: unescape(root),
         point: unescape(point),
         kind: String::from_utf8_lossy(kind).into_owned(),
         source: unescape(source),
-        subvolume: subvolume.map(|(_, folder)| unescape(folder.as_bytes())),
+        subvolume,
+        options: options.into_owned(),
     })
 }
 

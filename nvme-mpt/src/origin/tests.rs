@@ -69,7 +69,7 @@ impl Tree {
     }
 
     fn origin(&self, device: DeviceNumber) -> Origin {
-        let Device { extents, files } = Device::resolve(&self.system, device);
+        let Device { extents, files, .. } = Device::resolve(&self.system, device);
         Origin {
             extents,
             files,
@@ -295,8 +295,8 @@ fn a_bind_mount_gives_a_file_no_other_name() {
         tree.write("proc/self/mountinfo", &line);
         tree.of_file(file.path()).identity()
     };
-    let overlay = |root| identity(root, "overlay", "overlay", "rw,lowerdir=/a,upperdir=/b");
-    assert_eq!(overlay("/srv"), overlay("/"));
+    let zfs = |root| identity(root, "zfs", "pool/data", "rw,xattr");
+    assert_eq!(zfs("/srv"), zfs("/"));
     let nfs = |root, source| identity(root, "nfs4", source, "rw,vers=4.2");
     assert_eq!(nfs("/srv", "host:/export/srv"), nfs("/", "host:/export"));
     assert_ne!(nfs("/", "host:/export/srv"), nfs("/", "host:/export"));
@@ -585,4 +585,114 @@ fn a_file_on_a_disk_without_a_name_is_named_by_its_file_system() {
     let origin = tree.of_file(file.path());
     assert!(origin.identity().contains("disk:abc"), "{origin:?}");
     assert_eq!(origin.formerly(), None);
+}
+
+/// A folder on overlay, as the kernel tells of it. What it shows are links to files in the directory to which it writes.
+fn overlay(tree: &Tree, point: &Path, root: &str, upper: &Path) {
+    let (point, upper) = (point.display(), upper.display());
+    let line = format!(
+        "1 0 0:98 / / rw - zfs pool rw\n2 1 0:99 {root} {point} rw - overlay overlay rw,lowerdir=/a,upperdir={upper}\n"
+    );
+    tree.write("proc/self/mountinfo", &line);
+}
+
+#[test]
+fn a_file_on_overlay_is_the_one_in_the_upper_directory() {
+    let tree = Tree::new();
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().canonicalize().unwrap();
+    let [shown, upper] = ["shown", "upper"].map(|name| dir.join(name));
+    fs::create_dir_all(shown.join("sub")).unwrap();
+    fs::create_dir_all(upper.join("sub")).unwrap();
+    let file = upper.join("sub/x");
+    fs::write(&file, "data").unwrap();
+    let path = shown.join("sub/x");
+    fs::hard_link(&file, &path).unwrap();
+    overlay(&tree, &shown, "/", &upper);
+    let below = tree.of_file(&file);
+    let origin = tree.of_file(&path);
+    assert_eq!(origin.identity(), below.identity());
+    assert!(below.files().is_empty());
+    let [locked] = origin.files() else {
+        panic!("one file is locked below: {origin:?}");
+    };
+    assert_eq!((&locked.path, locked.part(1, 2)), (&file, Some((1, 2))));
+    assert!(locked.is(&fs::File::open(&file).unwrap()).unwrap());
+    assert!(origin.formerly().unwrap().ends_with("@overlay:overlay:/"));
+    // By a bind mount of a folder.
+    overlay(&tree, &shown.join("sub"), "/sub", &upper);
+    assert_eq!(tree.of_file(&path).identity(), below.identity());
+    // A loop device on it has both files.
+    overlay(&tree, &shown, "/", &upper);
+    let device = tree.loop_device(0, &path, (0, 8));
+    assert_eq!(tree.identity(device), below.identity());
+    let files = tree.origin(device).files;
+    let files: Vec<_> = files.iter().map(|file| &file.path).collect();
+    assert_eq!(files, [&file, &path]);
+}
+
+#[test]
+fn a_file_that_others_have_under_another_name_is_refused() {
+    let tree = Tree::new();
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().canonicalize().unwrap();
+    let [shown, upper] = ["shown", "upper"].map(|name| dir.join(name));
+    fs::create_dir_all(&shown).unwrap();
+    fs::create_dir_all(&upper).unwrap();
+    let path = shown.join("x");
+    fs::write(&path, "data").unwrap();
+    let refusal = || {
+        let error = Origin::of_path(&tree.system, &path).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+        error.to_string()
+    };
+    // Not there, another one, and one that was copied up.
+    overlay(&tree, &shown, "/", &upper);
+    assert!(refusal().contains("could be leased twice"), "{}", refusal());
+    fs::write(upper.join("x"), "data").unwrap();
+    assert!(refusal().contains("volume"), "{}", refusal());
+    overlay(&tree, &shown, "/", &dir.join("absent"));
+    refusal();
+    let mount = |kind: &str, options: &str| {
+        let line = format!("2 1 0:99 / {} rw - {kind} s rw{options}\n", shown.display());
+        tree.write("proc/self/mountinfo", &line);
+    };
+    for kind in [
+        "ecryptfs",
+        "aufs",
+        "fuse.bindfs",
+        "fuse.mergerfs",
+        "9p",
+        "virtiofs",
+        "cifs",
+    ] {
+        mount(kind, "");
+        assert!(refusal().contains(kind), "{}", refusal());
+        let device = tree.loop_device(0, &path, (0, 8));
+        let resolved = Device::resolve(&tree.system, device);
+        assert!(resolved.refusal.is_some(), "{kind}");
+        fs::remove_file(tree.dir.path().join("sys/dev/block/7:0")).unwrap();
+    }
+    mount("nfs4", ",vers=4.2,local_lock=all");
+    refusal();
+    mount("nfs", ",vers=3,nolock");
+    refusal();
+    for (kind, options) in [
+        ("nfs4", ",vers=4.2,local_lock=none"),
+        ("fuse", ",user_id=0"),
+        ("fuse.glusterfs", ""),
+        ("ceph", ""),
+        ("zfs", ""),
+    ] {
+        mount(kind, options);
+        tree.of_file(&path);
+    }
+    // The root of a container, whose files nothing in it has by another name.
+    let absent = "1 0 0:9 / / rw - overlay overlay rw,lowerdir=/absent/a,upperdir=/absent/b\n";
+    tree.write("proc/self/mountinfo", absent);
+    assert!(
+        tree.of_file(&path)
+            .identity()
+            .ends_with("@overlay:overlay:/")
+    );
 }

@@ -1,0 +1,124 @@
+//! File systems that show files of others under names and inode numbers of their own.
+//!
+//! A lock on such a file is none on the file below it, and the same bytes have another inode number there. So one file
+//! could be leased twice. A file on overlay is found in its upper directory, and is that file for leases and locks. All
+//! others are refused.
+//!
+//! Network file systems have the inode numbers of their server. They do where locks are the server's as well: two clients,
+//! and the server itself, find each other's. Those are refused that lock on the client alone, or number files themselves.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::system::{Mount, System};
+
+/// Stacked file systems. `fuse.` begins the kinds of programs, as they name themselves.
+const STACKED: &[&str] = &[
+    "aufs",
+    "ecryptfs",
+    "fuse.bindfs",
+    "fuse.cryfs",
+    "fuse.encfs",
+    "fuse.fuse-overlayfs",
+    "fuse.gocryptfs",
+    "fuse.mergerfs",
+    "fuse.mhddfs",
+    "fuse.passthrough",
+    "fuse.passthrough_fh",
+    "fuse.passthrough_hp",
+    "fuse.passthrough_ll",
+    "fuse.securefs",
+    "fuse.unionfs",
+    "fuse.unionfs-fuse",
+    "shiftfs",
+    "unionfs",
+    "wrapfs",
+];
+
+/// File systems of another machine, or of this one's host, whose inode numbers or locks are the client's own.
+const OF_CLIENTS: &[&str] = &[
+    "9p",
+    "afs",
+    "cifs",
+    "coda",
+    "fuse.sshfs",
+    "prl_fs",
+    "smb3",
+    "smbfs",
+    "vboxsf",
+    "virtiofs",
+];
+
+/// The kind of overlay.
+const OVERLAY: &str = "overlay";
+
+/// Returns the file that holds the bytes of a file on overlay; `None` for a file that is one by itself.
+///
+/// # Errors
+/// `Unsupported` for a file that others can reach by another name, and that could be leased twice so.
+pub(super) fn file_below(system: &System, path: &Path) -> io::Result<Option<PathBuf>> {
+    let mounts = system.mounts();
+    let Some(mount) = Mount::holding(&mounts, path) else {
+        return Ok(None);
+    };
+    let kind = mount.kind.as_str();
+    if STACKED.contains(&kind) {
+        let why = "shows files of other file systems under inode numbers of its own";
+        return Err(refused(
+            kind,
+            why,
+            "give the path of the file that lies below",
+        ));
+    }
+    let local_locks = kind.starts_with("nfs")
+        && (mount.has_option("nolock")
+            || (mount.option("local_lock")).is_some_and(|how| how != Path::new("none")));
+    if OF_CLIENTS.contains(&kind) || local_locks {
+        let why = "has inode numbers or locks that no other client of it sees";
+        let remedy = "use a file on a disk of this host, or NFS with its locks";
+        return Err(refused(kind, why, remedy));
+    }
+    if kind != OVERLAY {
+        return Ok(None);
+    }
+    let why = "shows files of other file systems under inode numbers of its own";
+    let remedy = "use a file on another file system, in a container on a volume";
+    match upper(mount) {
+        Some(upper) if upper.is_dir() => match file_in(&upper, mount, path) {
+            Some(file) => Ok(Some(file)),
+            None => Err(refused(kind, why, remedy)),
+        },
+        // In a container, whose root it is, no process has another name for the file.
+        _ if mount.point == Path::new("/") => Ok(None),
+        _ => Err(refused(kind, why, remedy)),
+    }
+}
+
+fn refused(kind: &str, why: &str, remedy: &str) -> io::Error {
+    let text =
+        format!("it lies on {kind}, which {why}, so that one file could be leased twice: {remedy}");
+    io::Error::new(io::ErrorKind::Unsupported, text)
+}
+
+/// The directory to which overlay writes.
+fn upper(mount: &Mount) -> Option<PathBuf> {
+    let upper = mount.option("upperdir")?;
+    upper.is_absolute().then_some(upper)
+}
+
+/// Returns the file in the directory to which overlay writes, if it is the one at `path` beyond doubt.
+fn file_in(upper: &Path, mount: &Mount, path: &Path) -> Option<PathBuf> {
+    let folder = mount.root.strip_prefix("/").ok()?;
+    let file = upper
+        .join(folder)
+        .join(path.strip_prefix(&mount.point).ok()?);
+    let (shown, below) = (fs::metadata(path).ok()?, fs::symlink_metadata(&file).ok()?);
+    // A file that overlay copied up has the number of the one that it was copied from.
+    let is_it = below.is_file() && (shown.ino(), shown.len()) == (below.ino(), below.len());
+    if !is_it {
+        return None;
+    }
+    file.canonicalize().ok()
+}

@@ -64,6 +64,9 @@ fn admit_range(
             return Err(Refusal::IdTaken(LeaseEntry::new(record, held).into()));
         }
     }
+    if let Some(whole) = by_size::torn_by(records, &request.area(), range) {
+        return Err(Refusal::Torn(range, whole));
+    }
     let place = request.area().place(range, None);
     if request.former_data == FormerData::Refused
         && let Some(left) = tenants::in_the_way(&records.tenants, &place)

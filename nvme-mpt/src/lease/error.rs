@@ -62,6 +62,23 @@ pub enum LeaseError {
     /// Ids have data on a drive that had its name until a boot of the host, and this drive may be that one.
     #[error(transparent)]
     EarlierBoot(Box<EarlierBootError>),
+    /// The range is a part of the id's lease by size, which could not be found again without it.
+    #[error(
+        "Range {range} is a part of lease \"{id}\" by size, which has {left} and would be torn: say size={size},unit={unit} \
+         in place of range="
+    )]
+    Torn {
+        /// The id.
+        id: String,
+        /// The range that was asked for.
+        range: ByteRange,
+        /// Its extents.
+        left: String,
+        /// Size that it has.
+        size: Bytes,
+        /// A unit of it.
+        unit: Bytes,
+    },
     /// A drive in use cannot be given another name.
     #[error("Drive {} is in use by {other}: stop that process first, and carry over then", other.drive)]
     InUse {
@@ -170,8 +187,8 @@ pub enum LeaseError {
     },
     /// The lease has more than was asked for.
     #[error(
-        "Lease \"{id}\" has {present} of {drive}, more than {size}: use `nvme-mpt resize {id} {size} --truncate` to \
-         give the rest up (data at the end is lost)"
+        "Lease \"{id}\" has {present} of {drive}, more than {size}: say {present} to keep all of it; `nvme-mpt resize {id} \
+         {size} --truncate` gives the rest up (data at the end is lost)"
     )]
     HasMore {
         /// The id.

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::allocate::Need;
 use super::area::Area;
+use super::by_size::Whole;
 use super::earlier::EarlierDrive;
 use super::entry::{LeaseEntry, LeaseState};
 use super::error::{EarlierBootError, LeaseError};
@@ -37,6 +38,8 @@ pub(super) enum Refusal {
     Overlap(ByteRange, Box<LeaseEntry>),
     IdTaken(Box<LeaseEntry>),
     OthersData(ByteRange, Left),
+    /// The range is a part of the id's lease by size.
+    Torn(ByteRange, Whole),
     /// Ids have data on a drive of an earlier boot of the host, which this one may be.
     Earlier(EarlierDrive),
     /// The drive's name ends with the boot of the host.
@@ -85,7 +88,10 @@ impl Refusal {
                         "choose a range that does not overlap, or stop that process".to_owned()
                     }
                     LeaseState::Ending => wait_for_end(folder),
-                    LeaseState::Stale => release_command(&other.id, folder),
+                    LeaseState::Stale => format!(
+                        "choose a range that does not overlap, or {}",
+                        take_over_or_release(&other.id, folder)
+                    ),
                 },
                 other,
             },
@@ -97,7 +103,7 @@ impl Refusal {
                     LeaseState::Stale => {
                         format!(
                             "choose another id, or {}",
-                            release_command(&other.id, folder)
+                            take_over_or_release(&other.id, folder)
                         )
                     }
                 },
@@ -118,20 +124,31 @@ impl Refusal {
                     carry_over,
                 }))
             }
+            Self::Torn(range, Whole { extents, unit }) => LeaseError::Torn {
+                id,
+                range,
+                left: format!("{} on {drive}", list(extents.parts())),
+                size: Bytes(extents.length()),
+                unit,
+            },
             Self::Unlasting => LeaseError::Unlasting { drive },
             Self::Former(ranges, unfit) => {
                 let release = command(&format!("leases release {id}"), folder);
-                let unit = match unfit {
+                let keeps = match unfit {
                     Unfit::Unit {
                         fits: Some(fits), ..
-                    } => format!("say unit={}, ", Bytes(fits)),
-                    _ => String::new(),
+                    } => format!("say unit={}, or lease it with range=", Bytes(fits)),
+                    Unfit::Parts | Unfit::Apart | Unfit::NotWhole => {
+                        "lease each part with range=, and a name of its own".to_owned()
+                    }
+                    Unfit::Unit { fits: None, .. } => "lease it with range=".to_owned(),
                 };
                 LeaseError::Former {
                     id,
                     drive,
                     left: format!(
-                        "{}, {unfit}; {unit}run {release} to have it erased and begin anew, or lease it with range=",
+                        "{}, {unfit}; {keeps}; if nobody needs that data any more, {release} has it erased, and the lease \
+                         begins anew",
                         list(&ranges)
                     ),
                 }
@@ -212,9 +229,9 @@ fn wait_for_end(folder: &Path) -> String {
     format!("try again once the last of them has ended{list}")
 }
 
-fn release_command(id: &str, folder: &Path) -> String {
+fn take_over_or_release(id: &str, folder: &Path) -> String {
     format!(
-        "if nobody needs that lease any more, run {}",
+        "start its holder with the same options, which takes it over; if nobody needs its data any more, {} gives it up",
         command(&format!("leases release {id}"), folder)
     )
 }

@@ -100,7 +100,8 @@ pub enum StoreError {
     },
     /// The ledger's content is not a ledger.
     #[error(
-        "The ledger {} is damaged; once nothing uses the drives that it names, move it away to start an empty one",
+        "The ledger {} is damaged: restore it from a copy; without one, move it away once nothing uses the drives that it \
+         names, and say range= where each lease was, as an empty one knows of no data",
         path.display()
     )]
     Damaged {

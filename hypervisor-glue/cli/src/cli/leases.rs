@@ -279,7 +279,7 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
         writeln!(
             out,
             "\nThe holder of a stale lease ended without releasing it. Started again with the same options, it \
-             takes the lease over; if it is not needed any more: nvme-mpt leases release ID"
+             takes the lease over; if its data is not needed any more: nvme-mpt leases release ID"
         )?;
     }
     Ok(())

@@ -344,7 +344,10 @@ fn namespace(nsid: Nsid, namespace: &IdentifyNamespace) -> Check {
         Outcome::Problem,
         format!("{finding}; it cannot be served"),
     )
-    .remedy("nvme format --lbaf=N to blocks of 512 or 4096 bytes without metadata, which erases it")
+    .remedy(
+        "use another namespace, or, if its data is not needed, nvme format --lbaf=N to blocks of 512 or 4096 bytes without \
+         metadata, which erases it",
+    )
 }
 
 /// Bytes of a logical block, whose size comes from the drive.

@@ -3,6 +3,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use vfio_user::Client;
@@ -155,4 +156,126 @@ fn the_log_of_a_server_has_clients_and_limits_by_default() {
     ] {
         assert!(log.contains(line), "{line}:\n{log}");
     }
+}
+
+/// Returns the string literals of a source file.
+fn literals(source: &str) -> Vec<String> {
+    let mut literals = Vec::new();
+    let mut rest = source.chars().peekable();
+    while let Some(c) = rest.next() {
+        match c {
+            '/' if rest.peek() == Some(&'/') => {
+                rest.by_ref().find(|c| *c == '\n');
+            }
+            // A character, which may be a quote, or a lifetime.
+            '\'' if rest.peek() == Some(&'\\') => {
+                rest.nth(1);
+            }
+            '\'' if rest.peek() == Some(&'"') => {
+                rest.next();
+            }
+            '"' => {
+                let mut text = String::new();
+                while let Some(c) = rest.next().filter(|c| *c != '"') {
+                    match c {
+                        '\\' => text.extend(rest.next()),
+                        _ => text.push(c),
+                    }
+                }
+                literals.push(text.split_whitespace().collect::<Vec<_>>().join(" "));
+            }
+            _ => {}
+        }
+    }
+    literals
+}
+
+fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let is_test = matches!(
+            &*name,
+            "tests" | "tests.rs" | "benches" | "target" | "examples"
+        );
+        if is_test {
+            continue;
+        }
+        if path.is_dir() {
+            sources(&path, found);
+        } else if name.ends_with(".rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// Words of remedies that cost data.
+const ERASING: &[&str] = &[
+    "leases release",
+    "--truncate",
+    "data=wipe",
+    "--wipe",
+    "nvme format",
+    "erased",
+    "delete it to",
+    "delete that file",
+    "move it away",
+];
+
+/// Words of remedies that keep it, one of which comes before.
+const KEEPING: &[&str] = &[
+    "data=keep",
+    "choose ",
+    "use another",
+    "say ",
+    "lease it",
+    "restore",
+    "use the profile",
+    "start its holder",
+    "Started again with the same options",
+    "to keep",
+    "--keep",
+    "without ",
+    "use the version",
+];
+
+/// Texts that name no remedy: they say what was done, or what a command does.
+const FACTS: &[&str] = &[
+    "is erased before another id gets",
+    "was taken out of the ledger",
+    "Bytes of former tenants that were erased",
+    "Parts of drives with data of former tenants",
+    "cannot be erased",
+    "{release} has it erased, and the lease begins anew",
+];
+
+#[test]
+fn no_message_names_what_costs_data_as_the_first_remedy() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut files = Vec::new();
+    for folder in ["nvme-mpt", "vmm-device", "hypervisor-glue"] {
+        sources(&root.join(folder), &mut files);
+    }
+    let mut looked_at = 0;
+    let mut wrong = Vec::new();
+    for file in files {
+        let source = fs::read_to_string(&file).unwrap();
+        // Tests of a file are at its end.
+        let source = source.split("#[cfg(test)]").next().unwrap();
+        for text in literals(source) {
+            let erasing = ERASING.iter().filter_map(|word| text.find(word)).min();
+            // Shorter ones are parts of commands and names.
+            let Some(at) = erasing.filter(|_| text.len() > 40) else {
+                continue;
+            };
+            looked_at += 1;
+            let is_fact = FACTS.iter().any(|fact| text.contains(fact));
+            let keeps = KEEPING.iter().any(|word| text[..at].contains(word));
+            if !is_fact && !keeps {
+                wrong.push(format!("{}: {text}", file.display()));
+            }
+        }
+    }
+    assert!(looked_at >= 10, "the texts are found: {looked_at}");
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }

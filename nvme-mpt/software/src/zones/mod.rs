@@ -82,7 +82,7 @@ pub enum ZoneError {
     /// The states in the file are of other zones.
     #[error(
         "{} has the states of {there}, but the profile makes {here}: use the profile that the drive was \
-         made with, or delete that file to begin with empty zones",
+         made with, or, if its data is not needed, delete that file to begin with empty zones",
         .path.display()
     )]
     OtherZones {
@@ -95,7 +95,8 @@ pub enum ZoneError {
     },
     /// The file has no states of zones.
     #[error(
-        "{} has no zone states: move it away, or delete it to begin with empty zones",
+        "{} has no zone states: restore it from a copy, or, if the data of the drive is not needed, move it away to begin with \
+         empty zones",
         .0.display()
     )]
     NotZones(PathBuf),
@@ -124,7 +125,7 @@ pub enum ZoneError {
     /// The states were lost while the drive was open.
     #[error(
         "The zone states in {path} are lost, as the file was cut short or changed, or its disk failed: end all \
-         functions on the drive, and restore {path} or delete it to begin with empty zones",
+         functions on the drive, and restore {path}, or, if its data is not needed, delete it to begin with empty zones",
         path = .0.display()
     )]
     Lost(PathBuf),

@@ -130,6 +130,43 @@ fn former(found: &[Found<'_>], id: &str, demand: Demand) -> Result<Option<Former
     Ok(None)
 }
 
+/// Returns the whole lease by size that the id left, and how it is asked for, if a lease of `range` by name would tear it: it
+/// could not be found again by its size. A range that begins as its one extent does, and has all of it, would not.
+pub(super) fn torn_by(records: &Records, area: &Area<'_>, range: ByteRange) -> Option<Whole> {
+    let found = area.found(&records.tenants);
+    let own = found
+        .iter()
+        .filter(|found| found.tenant.id == area.id && found.tenant.is_taken_up());
+    let placed: Vec<&Found<'_>> = own.filter(|found| found.at.is_some()).collect();
+    if placed.iter().all(|found| found.tenant.is_free()) {
+        return None;
+    }
+    let extents = in_lease_order(&placed).ok()??.extents;
+    let is_torn = extents.parts().iter().any(|part| part.overlaps(&range))
+        && extents
+            .only()
+            .is_none_or(|only| only.start() != range.start() || only.length() > range.length());
+    is_torn.then(|| Whole {
+        unit: Bytes(1 << bits(&extents).trailing_zeros()),
+        extents,
+    })
+}
+
+/// A lease by size that an id left.
+#[derive(Clone, Debug)]
+pub(super) struct Whole {
+    pub(super) extents: Extents,
+    /// The largest unit that its extents are multiples of.
+    pub(super) unit: Bytes,
+}
+
+/// Returns the bits that the starts and lengths of extents have.
+fn bits(extents: &Extents) -> u64 {
+    let bits = extents.parts().iter();
+    let bits = bits.map(|part| part.start() | part.length());
+    bits.fold(0, |all, bits| all | bits)
+}
+
 type Fit = Result<Option<Former>, (Vec<ByteRange>, Unfit)>;
 
 /// Returns the extents of a lease by size, if it left any: each byte has its offset.
@@ -172,10 +209,8 @@ fn in_drive_order(named: &[&Found<'_>]) -> Fit {
 impl Former {
     fn unfit(&self, demand: Demand) -> Option<Unfit> {
         let Demand { unit, whole, .. } = demand;
-        // The least bit that a start or a length has.
         let parts = self.extents.parts();
-        let bits = parts.iter().map(|part| part.start() | part.length());
-        let fits = 1 << bits.fold(0, |all, bits| all | bits).trailing_zeros();
+        let fits = 1 << bits(&self.extents).trailing_zeros();
         if fits < unit {
             let fits = Some(fits).filter(|fits| *fits >= MIN_UNIT);
             return Some(Unfit::Unit { unit, fits });

@@ -195,6 +195,18 @@ impl Model {
         Some((Vec::new(), false))
     }
 
+    /// Returns the units of the whole lease by size that the id left and nobody gave up.
+    fn former_by_size(&self, id: &str) -> Option<Vec<usize>> {
+        let placed =
+            |unit: &usize| self.units[*unit].filter(|unit| unit.id == id && unit.at.is_some());
+        let mut units: Vec<usize> = (0..UNITS).filter(|unit| placed(unit).is_some()).collect();
+        units.sort_by_key(|unit| placed(unit).unwrap().at);
+        let mut tiles = units.iter().enumerate();
+        let is_whole = tiles.all(|(i, unit)| placed(unit).unwrap().at == Some(i));
+        let is_free = units.iter().all(|unit| placed(unit).unwrap().is_free());
+        (is_whole && !is_free).then_some(units)
+    }
+
     /// Returns which units are free for the id, with and without data.
     fn free(&self, own: &[usize], but: Option<&str>) -> (HashSet<usize>, HashSet<usize>) {
         let taken = |unit: &usize| own.contains(unit) || self.is_leased(*unit, but);
@@ -421,12 +433,17 @@ impl Model {
         let refuses = |unit: &Unit| {
             (unit.wiping || unit.id != id) && !unit.released && (unit.wiping || !unit.given_up)
         };
+        let torn = self.former_by_size(id).is_some_and(|placed| {
+            let is_one = placed.windows(2).all(|pair| pair[0] + 1 == pair[1]);
+            let is_all = is_one && placed[0] == start && placed.len() <= units;
+            placed.iter().any(|unit| wanted.contains(unit)) && !is_all
+        });
         let mut before = wanted.iter().filter_map(|unit| self.units[*unit]);
         let others = fate == FormerData::Refused && before.any(|unit| refuses(&unit));
         let range = ByteRange::new(start as u64 * M, units as u64 * M).unwrap();
         match self.ledger.acquire(&request(id, Wanted::At(range), fate)) {
             Ok(lease) => {
-                prop_assert!(!in_the_way && !others);
+                prop_assert!(!in_the_way && !others && !torn);
                 self.leases.retain(|entry| entry.id != id);
                 prop_assert_eq!(lease.extents().only(), Some(range));
                 self.enter(id, &wanted, None, fate);
@@ -442,7 +459,8 @@ impl Model {
             Err(LeaseError::Overlap { .. } | LeaseError::IdTaken { .. }) => {
                 prop_assert!(in_the_way)
             }
-            Err(LeaseError::OthersData { .. }) => prop_assert!(!in_the_way && others),
+            Err(LeaseError::Torn { .. }) => prop_assert!(!in_the_way && torn),
+            Err(LeaseError::OthersData { .. }) => prop_assert!(!in_the_way && others && !torn),
             Err(other) => return Err(TestCaseError::fail(other.to_string())),
         }
         Ok(())

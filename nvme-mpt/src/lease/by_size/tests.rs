@@ -238,17 +238,57 @@ fn a_range_becomes_a_lease_by_size_and_back() {
         let a = take(&ledger, &at("a", "5M+3M"));
         assert!(a.unwiped().is_empty());
         drop(a);
-        // A part of it in another place is not the lease.
+        // More, from its start on.
         drop(take(&ledger, &size("a", 3)));
-        drop(take(&ledger, &at("a", "5M+1M")));
-        let message = refusal(&ledger, &size("a", 3));
-        assert!(
-            message.starts_with(
-                "Lease \"a\" left data on disk:d: 6M+2M, which is not all of a lease: another lease had the other \
-                 parts since; run `nvme-mpt leases release a"
-            ),
-            "{message}"
+        drop(take(&ledger, &at("a", "5M+4M")));
+        assert_eq!(parts(&take(&ledger, &size("a", 4))), ranges(&["5M+4M"]));
+    }
+}
+
+#[test]
+fn a_range_tears_no_lease_by_size_of_its_id() {
+    let (_dir, ledgers) = both();
+    for ledger in ledgers {
+        let a = take(&ledger, &size("a", 1));
+        let v = take(&ledger, &size("v", 1));
+        a.grow(2 * M).unwrap();
+        drop((a, v));
+        let kept = ["0+1M", "2M+1M", "0+512K", "0+40M", "2560K+4M"];
+        for range in kept {
+            for fate in [FormerData::Refused, FormerData::Kept, FormerData::Wiped] {
+                let wanted = LeaseRequest {
+                    former_data: fate,
+                    ..at("a", range)
+                };
+                let message = match ledger.acquire(&wanted) {
+                    Err(LeaseError::Torn { .. }) => refusal(&ledger, &wanted),
+                    other => panic!("{range}, {fate:?}: {other:?}"),
+                };
+                assert!(message.contains("0+1M and 2M+1M on disk:d"), "{message}");
+                assert!(message.contains("say size=2M,unit=1M"), "{message}");
+            }
+        }
+        // Beside it, the id has what it likes.
+        drop(take(&ledger, &at("a", "9M+1M")));
+        assert_eq!(
+            parts(&take(&ledger, &size("a", 2))),
+            ranges(&["0+1M", "2M+1M"])
         );
+        // What the operator gave up is no lease.
+        ledger.decide_data("a", FormerData::Kept).unwrap();
+        drop(take(&ledger, &at("a", "0+1M")));
+    }
+}
+
+#[test]
+fn parts_of_a_torn_lease_are_had_by_name() {
+    let (_dir, ledger) = folder();
+    drop(take(&ledger, &size("a", 4)));
+    drop(take(&ledger, &keep("b", "1M+1M")));
+    let message = refusal(&ledger, &size("a", 4));
+    assert!(message.contains("lease each part with range="), "{message}");
+    for part in ["0+1M", "2M+2M"] {
+        assert!(take(&ledger, &at("a", part)).unwiped().is_empty());
     }
 }
 
@@ -266,13 +306,13 @@ fn ranges_that_are_no_lease_by_size_are_refused_until_they_are_released() {
             "b",
             &["5M+1536K"],
             size("b", 2),
-            "5M+1536K, which does not begin and end at multiples of the unit 1M; run",
+            "5M+1536K, which does not begin and end at multiples of the unit 1M; lease it with range=; if",
         ),
         (
             "c",
             &["9M+2M"],
             double("c", 2),
-            "9M+2M, which does not begin and end at multiples of the unit 2M; say unit=1M, run",
+            "9M+2M, which does not begin and end at multiples of the unit 2M; say unit=1M, or lease it with range=; if",
         ),
         (
             "d",
@@ -415,7 +455,7 @@ fn a_lease_that_loses_a_part_by_name_is_refused() {
     drop(take(&ledger, &keep("b", "1M+1M")));
     assert_eq!(
         refusal(&ledger, &size("a", 4))
-            .split("; run")
+            .split("; lease")
             .next()
             .unwrap(),
         "Lease \"a\" left data on disk:d: 0+1M and 2M+2M, which is not all of a lease: another lease had the other \
@@ -517,7 +557,7 @@ fn a_change_of_size_that_cannot_be_is_refused_and_changes_nothing() {
         assert_eq!(named.truncate(M).unwrap_err().to_string(), fixed);
         assert_eq!(
             a.grow(3 * M).unwrap_err().to_string(),
-            "Lease \"a\" has 4M of disk:d, more than 3M: use `nvme-mpt resize a 3M --truncate` to give the rest up \
+            "Lease \"a\" has 4M of disk:d, more than 3M: say 4M to keep all of it; `nvme-mpt resize a 3M --truncate` gives the rest up \
              (data at the end is lost)"
         );
         assert_eq!(

@@ -172,8 +172,9 @@ fn the_refusal_names_the_other_lease_and_what_to_do() {
             .to_string(),
         format!(
             "Range 512M+1G of file:/drive overlaps lease \"a\" (range 0+1G of file:/drive, stale: process {} \
-             ended without releasing it); if nobody needs that lease any more, run `nvme-mpt leases release a \
-             --state-dir {}`",
+             ended without releasing it); choose a range that does not overlap, or start its holder with the same \
+             options, which takes it over; if nobody needs its data any more, `nvme-mpt leases release a --state-dir \
+             {}` gives it up",
             process::id(),
             state.display()
         )

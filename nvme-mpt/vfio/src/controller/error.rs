@@ -68,8 +68,8 @@ pub enum ControllerError {
     NoQueuePairs,
     /// No namespace can be shared.
     #[error(
-        "Namespace {nsid} of the drive cannot be used: {reason}; \
-         reformat it with `nvme format` to blocks of 512 or 4096 bytes without metadata"
+        "Namespace {nsid} of the drive cannot be used: {reason}; use another namespace or drive, one with blocks of 512 or \
+         4096 bytes without metadata, or, if its data is not needed, format it so with `nvme format`, which erases it"
     )]
     Namespace {
         /// The namespace.

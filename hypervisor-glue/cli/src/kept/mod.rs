@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::Bag), see `function` |
 //! | `memory-BYTES` | the content of the drive `memory:BYTES` |
+//! | `faults-HASH` | the faults of the drive with this hash of its path |
 //! | `drive-PCI` | both ends of a bag, see `drive` |
 //! | `leases` | the ledger of drives that no other process reaches |
 //!
@@ -26,7 +27,7 @@ use std::time::Duration;
 use nvme_mpt::lease::{LeaseError, Ledger};
 use nvme_mpt::memory::{memfd, system};
 use nvme_mpt_keep::{Inherited, KeepError, Store};
-use nvme_mpt_vmm::drives::MemoryFile;
+use nvme_mpt_vmm::drives::{DrivePath, MemoryFile};
 use nvme_mpt_vmm::report;
 use thiserror::Error;
 
@@ -45,6 +46,9 @@ const FUNCTION: &str = "function-";
 
 /// Prefix of the names of contents of `memory:` drives.
 const MEMORY: &str = "memory-";
+
+/// Prefix of the names of drives' faults.
+const FAULTS: &str = "faults-";
 
 /// Longest wait for the keeper.
 const KEEPER_PATIENCE: Duration = Duration::from_secs(5);
@@ -134,6 +138,8 @@ struct State {
     private: Ledger,
     /// Contents of `memory:` drives, by their bytes.
     memory: BTreeMap<u64, MemoryFile>,
+    /// Faults of drives that this process has not opened yet, by their names in the keeper.
+    faults: BTreeMap<String, MemoryFile>,
     drives: DriveBags,
     next_function: u64,
 }
@@ -194,6 +200,7 @@ impl Keeping {
             surviving: BTreeMap::new(),
             private: private_ledger(&registry, kept.remove(LEASES).unwrap_or_default())?,
             memory: BTreeMap::new(),
+            faults: BTreeMap::new(),
             drives: DriveBags::default(),
             next_function: 0,
         };
@@ -224,6 +231,10 @@ impl Keeping {
                 let file = descriptors.into_iter().next();
                 let file = file.map(|file| MemoryFile(Arc::new(file)));
                 state.memory.extend(file.map(|file| (bytes, file)));
+            } else if name.starts_with(FAULTS) {
+                let file = descriptors.into_iter().next();
+                let file = file.map(|file| MemoryFile(Arc::new(file)));
+                state.faults.extend(file.map(|file| (name, file)));
             } else if name.starts_with(DRIVE) {
                 if let Err(error) = state.drives.add(name.clone(), descriptors) {
                     let error = report::chain(&error);
@@ -269,6 +280,7 @@ impl Keeping {
                 surviving: BTreeMap::new(),
                 private: Ledger::in_process(),
                 memory: BTreeMap::new(),
+                faults: BTreeMap::new(),
                 drives: DriveBags::default(),
                 next_function: 0,
             }),
@@ -409,6 +421,37 @@ impl Keeping {
         Ok(file)
     }
 
+    /// Returns the memory file with the faults of a drive, which this process opens. It is that of the process before once,
+    /// and a new one afterwards: a drive that was closed begins anew.
+    ///
+    /// # Errors
+    /// [`KeepingError::Memory`], [`KeepingError::Keeper`].
+    pub(crate) fn faults(&self, path: &DrivePath) -> Result<MemoryFile, KeepingError> {
+        let mut state = self.state();
+        let name = faults_name(path);
+        if let Some(file) = state.faults.remove(&name) {
+            return Ok(file);
+        }
+        self.registry.forget(&name)?;
+        let file = memfd(c"nvme-mpt-faults", 0).map_err(KeepingError::Memory)?;
+        let what = format!("the faults of {path}");
+        self.registry
+            .keep_or_report(&what, &name, &[file.as_fd()])?;
+        Ok(MemoryFile(Arc::new(file)))
+    }
+
+    /// Forgets the faults of a drive that is closed.
+    pub(crate) fn forget_faults(&self, path: &DrivePath) {
+        let name = faults_name(path);
+        self.state().faults.remove(&name);
+        if let Err(error) = self.registry.forget(&name) {
+            log::error!(
+                "The keeper is not asked to let go of faults: {}",
+                report::chain(&error)
+            );
+        }
+    }
+
     /// Forgets the content of a drive that is closed.
     pub(crate) fn forget_memory(&self, bytes: u64) {
         if self.state().memory.remove(&bytes).is_some()
@@ -434,6 +477,18 @@ fn number_after(prefix: &str, name: &str) -> Option<u64> {
 
 fn memory_name(bytes: u64) -> String {
     format!("{MEMORY}{bytes}")
+}
+
+/// Returns the name of a drive's faults: names have no colons, and a length that paths may exceed.
+fn faults_name(path: &DrivePath) -> String {
+    // FNV-1a, which stays the same in all releases.
+    let hash = path
+        .to_string()
+        .bytes()
+        .fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+        });
+    format!("{FAULTS}{hash:016x}")
 }
 
 /// Opens the ledger of private drives, or makes it.

@@ -111,9 +111,14 @@ impl OpenDrives {
                     }
                     _ => None,
                 };
+                let kept_faults = match (&shared.faults, keeping) {
+                    (Some(_), Some(keeping)) => Some(keeping.faults(path)?),
+                    _ => None,
+                };
                 let options = DriveOptions {
                     namespace: function.namespace,
                     memory,
+                    kept_faults,
                     ..shared
                 };
                 let handed = match (path, keeping) {

@@ -868,6 +868,7 @@ impl Roster {
             if let DrivePath::Memory(bytes) = path {
                 keeping.forget_memory(bytes);
             }
+            keeping.forget_faults(&path);
         }
         keeping.forget_drives_but(&drives.controllers());
     }

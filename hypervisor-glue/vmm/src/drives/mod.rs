@@ -189,9 +189,11 @@ pub struct DriveOptions {
     pub allocation: Allocation,
     /// Memory file with the content of a `memory:` drive; `None` for memory that ends with the process.
     pub memory: Option<MemoryFile>,
+    /// Memory file that keeps the faults for the next process; `None` for faults that end with the process.
+    pub kept_faults: Option<MemoryFile>,
 }
 
-/// Memory file of a `memory:` drive.
+/// Memory file of a drive: the content of a `memory:` one, or its faults.
 #[derive(Clone, Debug)]
 pub struct MemoryFile(pub Arc<OwnedFd>);
 
@@ -224,6 +226,7 @@ impl Default for DriveOptions {
             faults: None,
             allocation: Allocation::default(),
             memory: None,
+            kept_faults: None,
         }
     }
 }
@@ -242,6 +245,7 @@ impl DriveOptions {
             faults,
             allocation,
             memory: _,
+            kept_faults: _,
         } = self;
         let physical = matches!(path, DrivePath::Pci(_));
         let bound = |deadline: Option<Duration>| deadline.or(physical.then_some(DEFAULT_DEADLINE));
@@ -376,9 +380,10 @@ fn open_controller(
             Some(profile) => drive.timed(profile),
             None => drive,
         };
-        Ok(Arc::new(match &options.faults {
-            Some(plan) => drive.faulty(plan)?,
-            None => drive,
+        Ok(Arc::new(match (&options.faults, &options.kept_faults) {
+            (Some(plan), Some(MemoryFile(file))) => drive.faulty_kept(plan, file)?,
+            (Some(plan), None) => drive.faulty(plan)?,
+            (None, _) => drive,
         }))
     };
     Ok(match path {

@@ -197,6 +197,7 @@ impl FunctionOptions {
             faults: self.faults.clone(),
             allocation: self.populate.unwrap_or(default.allocation),
             memory: default.memory,
+            kept_faults: default.kept_faults,
         }
     }
 

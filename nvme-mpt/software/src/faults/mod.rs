@@ -19,8 +19,10 @@ mod command;
 mod occasions;
 mod plan;
 mod queue;
+mod record;
 
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -33,6 +35,7 @@ pub use queue::FaultQueue;
 
 use command::{any_extent, find_extent};
 use plan::{Effect, Fault};
+use record::{FaultRecord, Recorded};
 
 use super::model::Timebase;
 use nvme_mpt::drive::HostNamespace;
@@ -136,6 +139,8 @@ pub struct Faults {
     gone: AtomicBool,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     timebase: Timebase,
+    /// Copy of all that for the process after this one, if there may be one.
+    record: Option<FaultRecord>,
 }
 
 impl Faults {
@@ -149,6 +154,71 @@ impl Faults {
         unit: u64,
     ) -> Result<Self, FaultError> {
         Self::with_timebase(plan, namespace, unit, Timebase::Host)
+    }
+
+    /// The same, recorded in a memory file. If the process before has recorded faults there, the drive goes on with those.
+    ///
+    /// # Errors
+    /// As [`Self::inject`]; [`FaultError::Kept`].
+    pub(crate) fn kept(
+        plan: &FaultPlan,
+        namespace: HostNamespace,
+        unit: u64,
+        file: &OwnedFd,
+    ) -> Result<Self, FaultError> {
+        let (record, recorded) = FaultRecord::open(file).map_err(FaultError::Kept)?;
+        let begun = match &recorded {
+            Some(_) => Self::new(&FaultPlan::default(), namespace, unit)?,
+            None => Self::new(plan, namespace, unit)?,
+        };
+        if let Some(recorded) = recorded {
+            begun.resume(recorded)?;
+        }
+        let faults = Self {
+            record: Some(record),
+            ..begun
+        };
+        faults.record_drive();
+        faults.record_list(&lock(&faults.armed))?;
+        Ok(faults)
+    }
+
+    /// Goes on with faults of the process before.
+    fn resume(&self, recorded: Recorded) -> Result<(), FaultError> {
+        let Recorded {
+            faults,
+            gone,
+            blocks,
+        } = recorded;
+        let armed = faults.into_iter().zip(1..);
+        let armed = armed.map(|((fault, random, occasions), number)| {
+            let armed = self.arm(&fault, number, 0)?;
+            Ok(Armed {
+                random,
+                occasions,
+                ..armed
+            })
+        });
+        let armed: Vec<_> = armed.collect::<Result<_, FaultError>>()?;
+        self.any.store(!armed.is_empty(), Ordering::Release);
+        *lock(&self.armed) = armed;
+        self.gone.store(gone, Ordering::Release);
+        self.blocks
+            .store(blocks.min(self.namespace.blocks), Ordering::Release);
+        Ok(())
+    }
+
+    fn record_list(&self, armed: &[Armed]) -> Result<(), FaultError> {
+        match &self.record {
+            Some(record) => record.store_list(armed).map_err(FaultError::Kept),
+            None => Ok(()),
+        }
+    }
+
+    fn record_drive(&self) {
+        if let Some(record) = &self.record {
+            record.store_drive(self.is_gone(), self.blocks());
+        }
     }
 
     fn with_timebase(
@@ -166,6 +236,7 @@ impl Faults {
             gone: AtomicBool::new(false),
             subscribers: Mutex::default(),
             timebase,
+            record: None,
         };
         faults.inject(plan)?;
         Ok(faults)
@@ -175,7 +246,7 @@ impl Faults {
     ///
     /// # Errors
     /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`] and
-    /// [`FaultError::TooMany`]; then none is added.
+    /// [`FaultError::TooMany`], [`FaultError::Kept`]; then none is added.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);
         let armed = armed.map(|(fault, number)| self.arm(fault, number, plan.seed));
@@ -184,7 +255,12 @@ impl Faults {
         if all.len() + armed.len() > MAX_FAULTS {
             return Err(FaultError::TooMany(all.len() + armed.len()));
         }
+        let before = all.len();
         all.extend(armed);
+        if let Err(error) = self.record_list(&all) {
+            all.truncate(before);
+            return Err(error);
+        }
         self.any.store(!all.is_empty(), Ordering::Release);
         Ok(())
     }
@@ -194,6 +270,9 @@ impl Faults {
         let mut all = lock(&self.armed);
         all.clear();
         self.any.store(false, Ordering::Release);
+        if let Err(error) = self.record_list(&all) {
+            warn!("The next process has the faults again that were cleared: {error}");
+        }
     }
 
     /// Returns the figures of each fault.
@@ -268,8 +347,15 @@ impl Faults {
             return Verdict::Refuse(REMOVED);
         }
         let mut delay: u64 = 0;
-        for armed in armed {
-            let Some(media_error) = armed.strikes(sqe, memory) else {
+        for (index, armed) in armed.iter_mut().enumerate() {
+            let seen = armed.occasions.seen();
+            let struck = armed.strikes(sqe, memory);
+            if seen != armed.occasions.seen()
+                && let Some(record) = &self.record
+            {
+                record.store(index, armed);
+            }
+            let Some(media_error) = struck else {
                 continue;
             };
             match armed.fault.effect {
@@ -301,6 +387,7 @@ impl Faults {
     fn remove(&self) {
         warn!("A fault removes the drive");
         self.gone.store(true, Ordering::Release);
+        self.record_drive();
         self.tell(DriveEvent::Gone);
     }
 
@@ -310,6 +397,7 @@ impl Faults {
         let blocks = blocks - blocks % self.unit;
         warn!("A fault makes the drive {blocks} blocks long");
         self.blocks.store(blocks, Ordering::Release);
+        self.record_drive();
         self.tell(DriveEvent::NamespaceChanged(self.namespace.nsid));
     }
 

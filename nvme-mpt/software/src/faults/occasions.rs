@@ -23,6 +23,16 @@ impl Occasions {
         }
     }
 
+    /// Occasions of which some came in another process.
+    pub(super) const fn resumed(after: u64, count: Option<u64>, seen: u64, struck: u64) -> Self {
+        Self {
+            after,
+            count,
+            seen,
+            struck,
+        }
+    }
+
     /// Notes a command that the fault is about. Returns whether the fault strikes it, which `chance` decides where it may.
     pub fn come(&mut self, chance: impl FnOnce() -> bool) -> bool {
         if self.are_over() {

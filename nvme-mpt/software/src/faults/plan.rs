@@ -106,6 +106,9 @@ pub enum FaultError {
         /// The size of a zone.
         zone: Bytes,
     },
+    /// The memory file that keeps the faults for the next process cannot be used.
+    #[error("The faults of the drive cannot be kept for the next process")]
+    Kept(#[source] io::Error),
     /// More faults than a drive can have.
     #[error(
         "A drive has at most {MAX_FAULTS} faults, and these would be {0}: clear those that are there first"
@@ -168,7 +171,7 @@ impl Operation {
 
 /// Operations that a fault is about: a bit for each opcode, which are below 20h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Operations(u32);
+pub(super) struct Operations(pub(super) u32);
 
 impl Operations {
     fn of(operations: impl IntoIterator<Item = Operation>) -> Self {
@@ -185,7 +188,7 @@ impl Operations {
 
 /// Probability that a fault strikes, of [`Self::CERTAIN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Probability(u64);
+pub(super) struct Probability(pub(super) u64);
 
 impl Probability {
     /// As many values as a number with 53 bits has, and an `f64` tells apart.

@@ -1,6 +1,7 @@
 //! Strikes of faults on commands, on a clock that is moved by hand.
 
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::rc::Rc;
 
 use proptest::prelude::*;
@@ -50,7 +51,11 @@ impl Drive {
     fn with_unit(plan: &str, unit: u64) -> Self {
         let plan = FaultPlan::parse("test", plan).expect("sound");
         let faults = Faults::with_timebase(&plan, NAMESPACE, unit, Timebase::Nanoseconds);
-        let faults = Arc::new(faults.expect("fits"));
+        Self::of(faults.expect("fits"))
+    }
+
+    fn of(faults: Faults) -> Self {
+        let faults = Arc::new(faults);
         let clock = VirtualClock::default();
         let store = HostQueuePair::new(SoftwareQueue::new(NullStore, SLOTS));
         let space = Arc::new(IovaSpace::software());
@@ -265,6 +270,60 @@ fn the_same_commands_have_the_same_faults_whatever_others_do() {
     let struck = first.iter().filter(|struck| **struck).count();
     // Four standard deviations around 200.
     assert!((146..=254).contains(&struck), "{struck}");
+}
+
+#[test]
+fn the_next_process_goes_on_with_the_faults_of_the_one_before() {
+    const PLAN: &str = r#"
+        seed = 7
+        [[fault]]
+        kind = "media-error"
+        probability = 0.5
+        after = 5
+        count = 20
+        [[fault]]
+        kind = "resize"
+        size = "256M"
+        after = 30
+    "#;
+    const INJECTED: &str = r#"
+        [[fault]]
+        kind = "removal"
+        range = "0+4K"
+        after = 20
+    "#;
+    let parse = |plan: &str| FaultPlan::parse("test", plan).expect("sound");
+    // Another process for each command, whatever plan it was started with; and one process for all.
+    let file = nvme_mpt::memory::memfd(c"test", 0).expect("memory");
+    let next =
+        |plan: &str| Drive::of(Faults::kept(&parse(plan), NAMESPACE, 1, &file).expect("kept"));
+    let mut one = Drive::new(PLAN);
+    let mut ends = BTreeSet::new();
+    for number in 0..100 {
+        let mut drive = next(if number == 0 { PLAN } else { "" });
+        if number == 10 {
+            for drive in [&drive, &one] {
+                drive.faults.inject(&parse(INJECTED)).expect("fits");
+            }
+        }
+        let slba = if number % 3 == 0 { 0 } else { 1 << 19 };
+        let status = drive.status(read(slba));
+        assert_eq!(status, one.status(read(slba)), "command {number}");
+        assert_eq!(drive.faults.stats(), one.faults.stats());
+        ends.insert(status.0);
+    }
+    assert_eq!(
+        ends.len(),
+        4,
+        "success, and the statuses of three faults: {ends:?}"
+    );
+    assert!(next("").faults.is_gone());
+    assert_eq!(next("").faults.blocks(), 1 << 19);
+    next("").faults.clear();
+    assert_eq!(next(PLAN).faults.stats(), []);
+    let wrong = nvme_mpt::memory::memfd(c"test", 7).expect("memory");
+    let refused = Faults::kept(&parse(PLAN), NAMESPACE, 1, &wrong);
+    assert!(matches!(refused, Err(FaultError::Kept(_))), "{refused:?}");
 }
 
 #[test]

@@ -1,0 +1,235 @@
+//! Record of a drive's faults in a memory file, for the process after this one.
+//!
+//! The first word has the offset of the list of faults that counts: a change writes the list elsewhere, and then that word.
+//! Beside the lists, words have what becomes of each fault and of the drive. A fault's words are stored before it strikes:
+//! one that ends the process does not strike once more than it may.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::Armed;
+use super::occasions::Occasions;
+use super::plan::{Effect, Fault, MAX_FAULTS, Operations, Probability};
+use crate::model::Span;
+use nvme_mpt::memory::{Access, Cell64, Mapping};
+use nvme_mpt::range::ByteRange;
+
+/// Bytes of the file.
+const BYTES: usize = 4096 + 2 * LIST_BYTES;
+
+/// Places of the lists. Each begins with its length.
+const PLACES: [u64; 2] = [4096, 4096 + LIST_BYTES as u64];
+
+/// Most bytes of a list: some hundred for each fault.
+const LIST_BYTES: usize = 64 << 10;
+
+/// Offsets of the words of the drive: 1 if it is gone, and its blocks.
+const GONE: usize = 8;
+const BLOCKS: usize = 16;
+
+/// Offset of the words of the first fault, and their number.
+const FIRST: usize = 64;
+const WORDS: usize = 3;
+const _: () = assert!(FIRST + 8 * WORDS * MAX_FAULTS <= 4096);
+
+/// A fault as it is recorded.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RecordedFault {
+    effect: RecordedEffect,
+    operations: u32,
+    range: Option<ByteRange>,
+    probability: u64,
+    after: u64,
+    count: Option<u64>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum RecordedEffect {
+    MediaError,
+    /// Nanoseconds.
+    Latency(u64),
+    Lost,
+    Fatal,
+    Removal,
+    /// Bytes.
+    Resize(u64),
+    Crash,
+}
+
+impl From<&Fault> for RecordedFault {
+    fn from(fault: &Fault) -> Self {
+        let Fault {
+            effect,
+            operations: Operations(operations),
+            range,
+            probability: Probability(probability),
+            after,
+            count,
+        } = *fault;
+        let effect = match effect {
+            Effect::MediaError => RecordedEffect::MediaError,
+            Effect::Latency(Span(nanoseconds)) => RecordedEffect::Latency(nanoseconds),
+            Effect::Lost => RecordedEffect::Lost,
+            Effect::Fatal => RecordedEffect::Fatal,
+            Effect::Removal => RecordedEffect::Removal,
+            Effect::Resize(bytes) => RecordedEffect::Resize(bytes),
+            Effect::Crash => RecordedEffect::Crash,
+        };
+        Self {
+            effect,
+            operations,
+            range,
+            probability,
+            after,
+            count,
+        }
+    }
+}
+
+impl From<RecordedFault> for Fault {
+    fn from(recorded: RecordedFault) -> Self {
+        let effect = match recorded.effect {
+            RecordedEffect::MediaError => Effect::MediaError,
+            RecordedEffect::Latency(nanoseconds) => Effect::Latency(Span(nanoseconds)),
+            RecordedEffect::Lost => Effect::Lost,
+            RecordedEffect::Fatal => Effect::Fatal,
+            RecordedEffect::Removal => Effect::Removal,
+            RecordedEffect::Resize(bytes) => Effect::Resize(bytes),
+            RecordedEffect::Crash => Effect::Crash,
+        };
+        Self {
+            effect,
+            operations: Operations(recorded.operations),
+            range: recorded.range,
+            probability: Probability(recorded.probability),
+            after: recorded.after,
+            count: recorded.count,
+        }
+    }
+}
+
+/// What the process before has recorded.
+pub(super) struct Recorded {
+    /// Faults, each with the state of its random numbers and its occasions.
+    pub(super) faults: Vec<(Fault, u64, Occasions)>,
+    pub(super) gone: bool,
+    pub(super) blocks: u64,
+}
+
+/// The record of a drive's faults.
+#[derive(Debug)]
+pub(super) struct FaultRecord {
+    file: File,
+    current: Cell64,
+    gone: Cell64,
+    blocks: Cell64,
+    faults: Box<[[Cell64; WORDS]]>,
+}
+
+impl FaultRecord {
+    /// Takes a file, which has no bytes at first. Returns what the process before has recorded; `None` for a new file.
+    pub(super) fn open(file: &OwnedFd) -> io::Result<(Self, Option<Recorded>)> {
+        let file = File::from(file.try_clone()?);
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "no record of faults");
+        let len = file.metadata()?.len();
+        if len == 0 {
+            file.set_len(BYTES as u64)?;
+        } else if len != BYTES as u64 {
+            return Err(invalid());
+        }
+        let mapping = Arc::new(Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite)?);
+        let word = |offset: usize| Cell64::new(&mapping, offset).ok_or_else(invalid);
+        let of_fault = |fault: usize| {
+            let first = FIRST + 8 * WORDS * fault;
+            Ok([word(first)?, word(first + 8)?, word(first + 16)?])
+        };
+        let faults = (0..MAX_FAULTS).map(of_fault);
+        let record = Self {
+            current: word(0)?,
+            gone: word(GONE)?,
+            blocks: word(BLOCKS)?,
+            faults: faults.collect::<io::Result<_>>()?,
+            file,
+        };
+        let recorded = match record.current.load() {
+            0 => None,
+            place if PLACES.contains(&place) => Some(record.read(place)?),
+            _ => return Err(invalid()),
+        };
+        Ok((record, recorded))
+    }
+
+    fn read(&self, place: u64) -> io::Result<Recorded> {
+        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "a damaged record of faults");
+        let mut len = [0; 8];
+        self.file.read_exact_at(&mut len, place)?;
+        let len = usize::try_from(u64::from_le_bytes(len)).ok();
+        let len = len.filter(|len| *len <= LIST_BYTES - 8);
+        let mut text = vec![0; len.ok_or_else(invalid)?];
+        self.file.read_exact_at(&mut text, place + 8)?;
+        let list: Vec<RecordedFault> = serde_json::from_slice(&text)?;
+        if list.len() > MAX_FAULTS {
+            return Err(invalid());
+        }
+        let faults = list.into_iter().map(Fault::from).zip(&self.faults);
+        let faults = faults.map(|(fault, words)| {
+            let [random, seen, struck] = words.each_ref().map(Cell64::load);
+            let occasions = Occasions::resumed(fault.after, fault.count, seen, struck);
+            (fault, random, occasions)
+        });
+        Ok(Recorded {
+            faults: faults.collect(),
+            gone: self.gone.load() != 0,
+            blocks: self.blocks.load(),
+        })
+    }
+
+    /// Records which faults there are, and what has become of each.
+    pub(super) fn store_list(&self, armed: &[Armed]) -> io::Result<()> {
+        let list: Vec<_> = armed
+            .iter()
+            .map(|armed| RecordedFault::from(&armed.fault))
+            .collect();
+        let text = serde_json::to_vec(&list)?;
+        if text.len() > LIST_BYTES - 8 {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        for (index, armed) in armed.iter().enumerate() {
+            self.store(index, armed);
+        }
+        let [first, second] = PLACES;
+        let place = if self.current.load() == first {
+            second
+        } else {
+            first
+        };
+        self.file.write_all_at(&text, place + 8)?;
+        let len = text.len() as u64;
+        self.file.write_all_at(&len.to_le_bytes(), place)?;
+        self.current.store(place);
+        Ok(())
+    }
+
+    /// Records what has become of a fault.
+    pub(super) fn store(&self, index: usize, armed: &Armed) {
+        let Some([random, seen, struck]) = self.faults.get(index) else {
+            return;
+        };
+        random.store(armed.random);
+        seen.store(armed.occasions.seen());
+        struck.store(armed.occasions.struck());
+    }
+
+    /// Records what has become of the drive.
+    pub(super) fn store_drive(&self, gone: bool, blocks: u64) {
+        self.blocks.store(blocks);
+        self.gone.store(gone.into());
+    }
+}

@@ -485,16 +485,26 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
     }
 }
 
-/// Waits until a process answers on the control socket at `path`.
+/// Returns the number of the process that listens on the control socket at `path`, in the PID namespace of this process;
+/// `None` if it has none here, or does not listen.
+#[must_use]
+pub fn listening_process(path: &Path) -> Option<u32> {
+    let stream = UnixStream::connect(path).ok()?;
+    let peer = getsockopt(&stream, PeerCredentials).ok()?;
+    u32::try_from(peer.pid()).ok().filter(|number| *number != 0)
+}
+
+/// Waits until a process answers on the control socket at `path`, in place of `before`. Its number is one of the server's PID
+/// namespace, which may be another one than this process's.
 ///
 /// # Errors
 /// [`ControlError::NotTakenOver`] if another process answers, or none, for 30 seconds.
-pub fn await_server(path: &Path, process: u32) -> Result<(), ControlError> {
+pub fn await_server(path: &Path, before: Option<u32>, process: u32) -> Result<(), ControlError> {
     let deadline = Deadline::after(&SystemClock::shared(), TAKE_OVER_PATIENCE);
     loop {
-        let stream = UnixStream::connect(path);
-        let peer = stream.and_then(|stream| Ok(getsockopt(&stream, PeerCredentials)?));
-        if peer.is_ok_and(|peer| u32::try_from(peer.pid()) == Ok(process)) {
+        let listens = listening_process(path);
+        let is_next = listens.is_some() && before.is_some() && listens != before;
+        if listens == Some(process) || is_next {
             return Ok(());
         }
         if deadline.left().is_zero() {

@@ -151,10 +151,11 @@ pub(super) struct Upgrade {
 impl Upgrade {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
         let binary = self.binary.as_ref().map(fs::canonicalize).transpose()?;
+        let before = control::listening_process(&self.server.control());
         let Changed::Upgraded { process } = self.server.change(Change::Upgrade { binary })? else {
             return Err(UNEXPECTED.into());
         };
-        control::await_server(&self.server.control(), process)?;
+        control::await_server(&self.server.control(), before, process)?;
         let mut out = io::stdout().lock();
         match self.server.json {
             true => writeln!(out, "{}", serde_json::json!({ "process": process }))?,

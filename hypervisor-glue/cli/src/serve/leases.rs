@@ -8,9 +8,11 @@
 //! operator gave to functions in VMMs.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::io::{self, PipeReader, PipeWriter};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process;
@@ -201,7 +203,7 @@ impl LeaseTable {
             stall_begin,
             ledgers,
             pollers,
-            socket: socket_of(state_dir, &process::id().to_string()),
+            socket: socket_of(state_dir, &server_name()),
             connections: Mutex::default(),
             used: Mutex::default(),
             had: Mutex::default(),
@@ -777,7 +779,17 @@ fn let_others_in(folder: &Path, sockets: &Directory) -> io::Result<()> {
     Ok(sockets.set_mode(0o755)?)
 }
 
-/// Removes the sockets that servers left behind which did not end by themselves.
+/// Returns the name of this server among all of the host. Its process number is unique in its PID namespace alone.
+fn server_name() -> String {
+    let number = process::id();
+    match fs::metadata("/proc/self/ns/pid") {
+        Ok(namespace) => format!("{number}-{}", namespace.ino()),
+        Err(_) => format!("{number}-{:x}", system::random()),
+    }
+}
+
+/// Removes the sockets that servers left behind which did not end by themselves. A process that listens is known by its
+/// socket alone: its number may be that of another one in another PID namespace.
 fn remove_stale(sockets: &Directory) {
     for name in sockets.names().unwrap_or_default() {
         let path = Path::new(&name);
@@ -785,10 +797,7 @@ fn remove_stale(sockets: &Directory) {
         if path.extension().is_none_or(|extension| extension != "sock") {
             continue;
         }
-        let pid = path.file_stem().and_then(|stem| stem.to_str());
-        let lives = pid.is_some_and(|pid| Path::new("/proc").join(pid).exists());
-        if !lives
-            && let Ok(Some(entry)) = sockets.entry(&name)
+        if let Ok(Some(entry)) = sockets.entry(&name)
             && entry.occupant().is_ok_and(|found| found == Occupant::Stale)
         {
             // Another server may have removed it.
@@ -1135,21 +1144,20 @@ mod tests {
     #[test]
     fn only_sockets_of_dead_servers_are_removed() {
         let folder = tempfile::tempdir().unwrap();
-        let own = format!("{}.sock", process::id());
-        // Greater than any number of a process.
-        let dead = "4194305.sock";
+        // The number of this process, and one that is greater than any: both may be those of processes in other PID
+        // namespaces, and servers of earlier releases have no more in their names.
+        let numbers = [process::id().to_string(), "4194305".to_owned()];
+        let socket = |server: &str| folder.path().join(format!("{server}.sock"));
         // As the listener names it until it listens.
-        let beginning = ".vfio-user.4194305.0";
-        for name in [&*own, dead, beginning] {
-            drop(UnixListener::bind(folder.path().join(name)).unwrap());
+        let beginning = folder.path().join(".vfio-user.4194305.0");
+        drop(UnixListener::bind(&beginning).unwrap());
+        for number in &numbers {
+            drop(UnixListener::bind(socket(number)).unwrap());
+            let _listener = UnixListener::bind(socket(&format!("{number}-1"))).unwrap();
+            remove_stale(&Directory::open(folder.path()).unwrap());
+            assert!(!socket(number).exists());
+            assert!(socket(&format!("{number}-1")).exists());
         }
-        let listening = folder.path().join("4194306.sock");
-        let _listener = UnixListener::bind(&listening).unwrap();
-        remove_stale(&Directory::open(folder.path()).unwrap());
-        assert!(!folder.path().join(dead).exists());
-        assert!(listening.exists());
-        for name in [&*own, beginning] {
-            assert!(folder.path().join(name).exists(), "{name}");
-        }
+        assert!(beginning.exists());
     }
 }

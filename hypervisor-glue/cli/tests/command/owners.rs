@@ -5,10 +5,12 @@ use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use nvme_mpt_tests::not_checked::not_checked;
 
-use crate::support::{Bench, Server, has_aio};
+use crate::support::{Bench, PATIENCE, Server, has_aio};
 use crate::vmms::{TestVmm, await_leases};
 
 const ALICE: u32 = 1001;
@@ -60,6 +62,61 @@ fn terms(bench: &Bench) -> serde_json::Value {
 
 fn ledger(bench: &Bench) -> String {
     fs::read_to_string(bench.path("state/leases.json")).unwrap_or_default()
+}
+
+/// Containers have PID namespaces of their own, and servers in two of them the same number.
+#[test]
+fn servers_of_two_pid_namespaces_share_a_state_folder() {
+    if !is_root() {
+        return;
+    }
+    let bench = Bench::new();
+    fs::write(bench.path("other.img"), vec![0; 1 << 20]).unwrap();
+    let in_a_namespace = |name: &str, drive: &str| {
+        let function = format!("socket={name}.sock,path={drive},id={name}");
+        let serve = bench.serve_command(name, &[&function]);
+        let mut contained = Command::new("unshare");
+        contained
+            .args(["--pid", "--fork", "--kill-child"])
+            .arg(serve.get_program())
+            .args(serve.get_args())
+            .current_dir(bench.path("."))
+            .env("RUST_LOG", "warn")
+            .stdin(Stdio::null());
+        Server::start(contained).unwrap_or_else(|failure| panic!("{failure:?}"))
+    };
+    let sockets = || fs::read_dir(bench.path("state/servers")).unwrap().count();
+    let first = in_a_namespace("a", "drive.img");
+    let second = in_a_namespace("b", "other.img");
+    assert_eq!(sockets(), 2);
+    // Neither takes what the other one has, and a third one leaves both alone.
+    let third = bench
+        .serve("c", &["socket=c.sock,path=null:1M,id=c"])
+        .unwrap();
+    assert_eq!(sockets(), 3);
+    let taken = bench.serve("d", &["socket=d.sock,path=drive.img,id=d"]);
+    let refused = format!("{:?}", taken.expect_err("it is leased"));
+    assert!(refused.contains("overlaps lease"), "{refused}");
+    let states: Vec<_> = bench
+        .leases()
+        .into_iter()
+        .map(|(id, state, _)| (id, state))
+        .collect();
+    let held = |id: &str| (id.to_owned(), "held".to_owned());
+    assert_eq!(states, [held("a"), held("b")]);
+    // One that is killed leaves a socket, which the next server removes.
+    first.kill();
+    let deadline = Instant::now() + PATIENCE;
+    while bench.leases()[0].1 != "stale" {
+        assert!(Instant::now() < deadline, "the kernel ends the namespace");
+        thread::sleep(Duration::from_millis(10));
+    }
+    let next = in_a_namespace("a", "drive.img");
+    assert_eq!(sockets(), 3);
+    for server in [next, second] {
+        server.kill();
+    }
+    third.stop();
 }
 
 #[test]

@@ -366,6 +366,18 @@ pub struct QueueStats {
 }
 
 impl QueueCounters {
+    /// Returns what the SMART log page counts.
+    pub(crate) fn smart(&self) -> Counters {
+        Counters {
+            reads: self.reads.get(),
+            writes: self.writes.get(),
+            bytes_read: self.read_bytes.get(),
+            bytes_written: self.write_bytes.get(),
+            media_errors: self.media_errors.get(),
+            errors: self.errors.get(),
+        }
+    }
+
     pub(crate) fn stats(&self, qid: u16) -> QueueStats {
         QueueStats {
             qid,
@@ -448,6 +460,21 @@ impl std::ops::Add for Counters {
             bytes_written: self.bytes_written.wrapping_add(other.bytes_written),
             media_errors: self.media_errors.wrapping_add(other.media_errors),
             errors: self.errors.wrapping_add(other.errors),
+        }
+    }
+}
+
+impl std::ops::Sub for Counters {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self {
+            reads: self.reads.wrapping_sub(other.reads),
+            writes: self.writes.wrapping_sub(other.writes),
+            bytes_read: self.bytes_read.wrapping_sub(other.bytes_read),
+            bytes_written: self.bytes_written.wrapping_sub(other.bytes_written),
+            media_errors: self.media_errors.wrapping_sub(other.media_errors),
+            errors: self.errors.wrapping_sub(other.errors),
         }
     }
 }

@@ -214,6 +214,17 @@ impl SoftwareController {
         Ok(self)
     }
 
+    /// The same, whose faults another process may have after this one, by a memory file that has no bytes at first. If the
+    /// process before has left some there, the drive goes on with those, whatever the plan has.
+    ///
+    /// # Errors
+    /// See [`Faults::inject`].
+    pub fn faulty_kept(mut self, plan: &FaultPlan, file: &OwnedFd) -> Result<Self, FaultError> {
+        let unit = self.zones.as_ref().map_or(1, Zones::size);
+        self.faults = Some(Arc::new(Faults::kept(plan, self.namespace, unit, file)?));
+        Ok(self)
+    }
+
     /// Returns its injected faults; `None` for a drive that was opened without `faults=`.
     #[must_use]
     pub fn faults(&self) -> Option<&Faults> {
@@ -433,6 +444,14 @@ impl HostLease for SoftwareLease {
         if let Some(zones) = &self.zones {
             zones.record_changes(record);
         }
+    }
+
+    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+        self.medium.keep_marks(marks, ask);
+    }
+
+    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+        self.medium.store_marks(store);
     }
 
     fn begin_anew(&self) {

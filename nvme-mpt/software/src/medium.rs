@@ -135,6 +135,17 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
     /// Notes losses of which other leases were told before this one was opened here. It goes on after another process.
     fn take_up_losses(&self) {}
 
+    /// Takes up the unreadable blocks of the lease's id, as [`HostLease::keep_marks`](nvme_mpt::drive::HostLease::keep_marks)
+    /// has it.
+    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+        let _ = (marks, ask);
+    }
+
+    /// Has the present unreadable blocks stored, as [`HostLease::store_marks`](nvme_mpt::drive::HostLease::store_marks) has it.
+    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+        let _ = store;
+    }
+
     /// Begins anew for a VMM that connected.
     fn begin_anew(&self) {}
 }

@@ -26,7 +26,7 @@ use nvme_mpt::spec::status::Status;
 use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::range::range;
 use crate::store::{SoftwareQueue, Store, StoreStep, TURN_BYTES};
-use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
+use crate::uncorrectable::{MarkChange, MarkRoom, UncorrectableBlocks};
 
 /// The host's account of its memory.
 const MEMINFO: &str = "/proc/meminfo";
@@ -181,6 +181,14 @@ impl LeasedMedium for MemoryLease {
     fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair> {
         Ok(pace.queue(SoftwareQueue::new(self.store.clone(), slots), slots))
     }
+
+    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+        self.marks.keep(marks, ask);
+    }
+
+    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+        self.marks.store(store);
+    }
 }
 
 /// The blocks of a memory drive, for one queue. All queues have the same blocks.
@@ -191,6 +199,10 @@ pub(crate) struct MemoryStore {
     is_file: bool,
     lba_shift: u8,
     uncorrectable: Arc<UncorrectableBlocks>,
+    /// Last change of marks by the command that is carried out.
+    change: Option<MarkChange>,
+    /// Change that a long command waits for, all of which is done but that.
+    awaited: Option<MarkChange>,
 }
 
 impl MemoryStore {
@@ -215,6 +227,8 @@ impl MemoryStore {
             is_file,
             lba_shift,
             uncorrectable,
+            change: None,
+            awaited: None,
         }
     }
 
@@ -260,7 +274,7 @@ impl MemoryStore {
     }
 
     #[inline]
-    fn write(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+    fn write(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         let count = u64::from(nlb_z) + 1;
         let blocks = self.bytes(slba, count)?;
@@ -271,7 +285,7 @@ impl MemoryStore {
             }
             done += part.len();
         })?;
-        self.uncorrectable.clear(slba.0, count);
+        self.clear(slba, count);
         Ok(())
     }
 
@@ -287,7 +301,7 @@ impl MemoryStore {
         Some(())
     }
 
-    /// As [`Self::read_page`], of a Write.
+    /// As [`Self::read_page`], of a Write to blocks without marks.
     #[inline]
     fn write_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -295,13 +309,12 @@ impl MemoryStore {
         let blocks = self.bytes(slba, count).ok()?;
         let page = DataPointer::of(sqe).in_one_page(memory, blocks.len() as u64)?;
         blocks.copy_from_bytes(page);
-        self.uncorrectable.clear(slba.0, count);
         Some(())
     }
 
     /// Executes a command, whichever it is.
     #[inline(never)]
-    fn execute_any(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
+    fn execute_any(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let result = match NvmOpcode(sqe.opcode()) {
             NvmOpcode::READ => self.read(sqe, memory),
             NvmOpcode::WRITE => self.write(sqe, memory),
@@ -343,7 +356,7 @@ impl MemoryStore {
         self.readable(slba, u64::from(nlb_z) + 1)
     }
 
-    fn write_zeroes(&self, sqe: &Sqe) -> Result<(), Status> {
+    fn write_zeroes(&mut self, sqe: &Sqe) -> Result<(), Status> {
         let WriteZeroes {
             slba, nlb_z, deac, ..
         } = WriteZeroes::from(sqe);
@@ -353,19 +366,25 @@ impl MemoryStore {
         } else {
             self.bytes(slba, count)?.zero();
         }
-        self.uncorrectable.clear(slba.0, count);
+        self.clear(slba, count);
         Ok(())
     }
 
-    fn write_uncorrectable(&self, sqe: &Sqe) -> Result<(), Status> {
+    /// Clears the marks of blocks that were written.
+    #[inline]
+    fn clear(&mut self, slba: Lba, count: u64) {
+        if let Some(change) = self.uncorrectable.clear(slba.0, count) {
+            self.change = Some(change);
+        }
+    }
+
+    fn write_uncorrectable(&mut self, sqe: &Sqe) -> Result<(), Status> {
         let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(sqe);
         let count = u64::from(nlb_z) + 1;
         self.bytes(slba, count)?;
-        if self.uncorrectable.mark(slba.0, count) {
-            Ok(())
-        } else {
-            Err(Status::INTERNAL_ERROR)
-        }
+        let change = self.uncorrectable.mark(slba.0, count);
+        self.change = Some(change.ok_or(Status::INTERNAL_ERROR)?);
+        Ok(())
     }
 
     /// Gives whole huge pages' worth of memory back where the range has it, and zeroes the rest.
@@ -391,7 +410,7 @@ impl MemoryStore {
 
     /// Deals with one range of a Dataset Management command, and returns its number of blocks; `None` behind the last.
     fn manage_range(
-        &self,
+        &mut self,
         sqe: &Sqe,
         memory: HostMemory<'_>,
         index: usize,
@@ -403,12 +422,12 @@ impl MemoryStore {
         let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
         if nlb != 0 {
             self.deallocate(slba, u64::from(nlb))?;
-            self.uncorrectable.clear(slba.0, u64::from(nlb));
+            self.clear(slba, u64::from(nlb));
         }
         Ok(Some(u64::from(nlb)))
     }
 
-    fn dataset_management(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+    fn dataset_management(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let mut ranges = 0..;
         while let Some(index) = ranges.next()
             && self.manage_range(sqe, memory, index)?.is_some()
@@ -418,7 +437,7 @@ impl MemoryStore {
 
     /// Ranges that overlap the destination are read as they are when their turn comes, which the
     /// specification leaves open.
-    fn copy(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
+    fn copy(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
         for index in 0..=usize::from(nr_z) {
             let CopyRange0 { slba, nlb_z, .. } = range(sqe, memory, index)?;
@@ -430,7 +449,7 @@ impl MemoryStore {
             let count = u64::from(nlb_z) + 1;
             self.bytes(target, count)?
                 .copy_from_bytes(self.bytes(slba, count)?);
-            self.uncorrectable.clear(target.0, count);
+            self.clear(target, count);
             target = target.checked_add(count).ok_or(Status::LBA_OUT_OF_RANGE)?;
         }
         Ok(())
@@ -446,30 +465,28 @@ impl Store for MemoryStore {
         NvmOpcode(sqe.opcode()) > NvmOpcode::READ
     }
 
+    /// A Write to blocks with marks waits for a change of these.
+    #[inline]
+    fn waits(&self, sqe: &Sqe) -> bool {
+        let is_write = NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE;
+        is_write && !self.uncorrectable.is_empty() && self.has_marks(sqe)
+    }
+
     fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> StoreStep {
-        let lba_shift = self.lba_shift;
-        let whole = |status, blocks: u64| StoreStep {
-            bytes: blocks << lba_shift,
-            status: Some(status),
-        };
-        match NvmOpcode(sqe.opcode()) {
-            NvmOpcode::DATASET_MANAGEMENT => match self.manage_range(sqe, memory, steps) {
-                Ok(Some(blocks)) => StoreStep {
-                    bytes: (blocks << self.lba_shift) / DISCARD_SPEED,
-                    status: None,
-                },
-                Ok(None) => whole(Status::SUCCESS, 0),
-                Err(status) => whole(status, 0),
+        if let Some(change) = self.awaited {
+            return self.await_change(change);
+        }
+        let step = self.work(sqe, memory, steps);
+        if step.status.is_some() {
+            let change = self.change.take();
+            self.awaited = change.filter(|_| step.status == Some(Status::SUCCESS));
+        }
+        match self.awaited {
+            None => step,
+            Some(_) => StoreStep {
+                status: None,
+                ..step
             },
-            NvmOpcode::COPY => StoreStep {
-                bytes: TURN_BYTES,
-                status: Some(self.execute(sqe, memory)),
-            },
-            // The others have their number of blocks in the same place.
-            _ => {
-                let blocks = u64::from(ReadWrite::from(sqe).nlb_z) + 1;
-                whole(self.execute(sqe, memory), blocks)
-            }
         }
     }
 
@@ -493,6 +510,58 @@ impl Store for MemoryStore {
             let command = ReadWrite::from(sqe);
             if let Ok(bytes) = self.bytes(command.slba, u64::from(command.nlb_z) + 1) {
                 bytes.prefetch();
+            }
+        }
+    }
+}
+
+impl MemoryStore {
+    /// Returns whether a Write is to blocks with marks.
+    #[cold]
+    fn has_marks(&self, sqe: &Sqe) -> bool {
+        let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
+        self.uncorrectable.touches(slba.0, u64::from(nlb_z) + 1)
+    }
+
+    /// Ends the command if its marks are stored. The turn is over else.
+    fn await_change(&mut self, change: MarkChange) -> StoreStep {
+        let end = self.uncorrectable.end_of(change);
+        if end.is_some() {
+            self.awaited = None;
+        }
+        StoreStep {
+            bytes: TURN_BYTES,
+            status: end.map(|end| match end {
+                Ok(()) => Status::SUCCESS,
+                Err(()) => Status::INTERNAL_ERROR,
+            }),
+        }
+    }
+
+    /// Carries out the next step of a long command, as if it had no marks to wait for.
+    fn work(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> StoreStep {
+        let lba_shift = self.lba_shift;
+        let whole = |status, blocks: u64| StoreStep {
+            bytes: blocks << lba_shift,
+            status: Some(status),
+        };
+        match NvmOpcode(sqe.opcode()) {
+            NvmOpcode::DATASET_MANAGEMENT => match self.manage_range(sqe, memory, steps) {
+                Ok(Some(blocks)) => StoreStep {
+                    bytes: (blocks << self.lba_shift) / DISCARD_SPEED,
+                    status: None,
+                },
+                Ok(None) => whole(Status::SUCCESS, 0),
+                Err(status) => whole(status, 0),
+            },
+            NvmOpcode::COPY => StoreStep {
+                bytes: TURN_BYTES,
+                status: Some(self.execute(sqe, memory)),
+            },
+            // The others have their number of blocks in the same place.
+            _ => {
+                let blocks = u64::from(ReadWrite::from(sqe).nlb_z) + 1;
+                whole(self.execute_any(sqe, memory), blocks)
             }
         }
     }

@@ -33,6 +33,12 @@ pub trait Store: fmt::Debug + Send {
         false
     }
 
+    /// Returns whether a command that is not long has to wait for something, and is carried out in steps all the same.
+    #[inline]
+    fn waits(&self, _sqe: &Sqe) -> bool {
+        false
+    }
+
     /// Carries out the next step of a long command, after a number of steps.
     fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> StoreStep {
         StoreStep {
@@ -126,7 +132,7 @@ fn execute<S: Store>(
     store: &mut S,
     sq: &mut Vec<Sqe>,
     memory: HostMemory<'_>,
-    mut postpone: impl FnMut(&Sqe) -> bool,
+    mut postpone: impl FnMut(&S, &Sqe) -> bool,
     mut done: impl FnMut(&Sqe, Status),
 ) {
     for sqe in sq.iter().take(PREFETCH) {
@@ -136,7 +142,7 @@ fn execute<S: Store>(
         if let Some(ahead) = sq.get(i + PREFETCH) {
             store.prefetch(ahead);
         }
-        if !postpone(sqe) {
+        if !postpone(store, sqe) {
             let status = store.execute(sqe, memory);
             done(sqe, status);
         }
@@ -144,10 +150,10 @@ fn execute<S: Store>(
     sq.clear();
 }
 
-/// Puts a command off, if it is long. Returns whether it is.
+/// Puts a command off, if it is long or waits. Returns whether it does.
 #[inline]
-fn put_off<S: Store>(sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
-    let is_long = S::HAS_LONG && S::is_long(sqe);
+fn put_off<S: Store>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
+    let is_long = S::HAS_LONG && (S::is_long(sqe) || store.waits(sqe));
     if is_long {
         long.push_back(*sqe);
     }
@@ -166,7 +172,8 @@ impl<S: Store> TimedStore for SoftwareQueue<S> {
         let Self {
             store, sq, long, ..
         } = self;
-        execute(store, sq, memory, |sqe| put_off::<S>(sqe, long), done);
+        let postpone = |store: &S, sqe: &Sqe| put_off(store, sqe, long);
+        execute(store, sq, memory, postpone, done);
     }
 
     fn put_off(&self) -> impl Iterator<Item = &Sqe> {
@@ -193,7 +200,7 @@ impl<S: Store> HostBatch for &mut SoftwareQueue<S> {
             long,
             ..
         } = self;
-        let postpone = |sqe: &Sqe| put_off::<S>(sqe, long);
+        let postpone = |store: &S, sqe: &Sqe| put_off(store, sqe, long);
         execute(store, sq, memory, postpone, |sqe, status| {
             cq.push(HostCompletion {
                 slot: sqe.cid().0,

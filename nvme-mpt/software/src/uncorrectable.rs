@@ -1,97 +1,179 @@
 //! Blocks that Write Uncorrectable made unreadable until they are written again
 //! (NVM 1.0, section 3.2.7).
 //!
-//! They are remembered as long as the lease that made them. They are not kept in the file: a mark that
-//! outlived the write that clears it would lose data, and the other way round only loses the mark. Each
-//! lease has room for marks of its own, so a guest takes no room from others. The next guest of a range
-//! finds no marks of the one before.
+//! A mark is part of the drive's content, and lasts as long: the ledger has it. A command that makes a mark, or writes
+//! blocks that have one, completes when the ledger has the change, durably. A mark that outlived the completion of a write
+//! would lose its data. So what is written over a mark is durable before the mark goes.
+//!
+//! Pollers change what is here and wait for nothing: another thread stores the marks of a lease ([`MarkRoom::store`]), all at
+//! once, for all commands that wait then. If that fails, its marks are what the ledger has, and these commands fail.
+//!
+//! Each lease has room for marks of its own, so a guest takes no room from others.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::fmt;
+use std::io;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 
-use nvme_mpt::memory::sync::{Mutex, MutexGuard};
+use nvme_mpt::memory::sync::{AtomicBool, Mutex, MutexGuard};
 use nvme_mpt::range::LbaRange;
+use nvme_mpt::spec::ids::Lba;
 
-/// Ranges of a lease at most. A guest that makes more is told that it cannot.
-const MAX_RANGES: usize = 4096;
+/// Ranges of a lease at most, which bounds its part of the ledger. A guest that makes more is told that it cannot.
+const MAX_RANGES: usize = 1024;
+
+/// Stores that failed, of which commands are still told.
+const FAILURES_MAX: usize = 64;
 
 /// The unreadable blocks of one namespace.
 #[derive(Debug, Default)]
 pub(crate) struct UncorrectableBlocks {
-    /// Parts of leases by their first block. They do not overlap.
-    leases: Mutex<BTreeMap<u64, LeaseMarks>>,
+    state: Mutex<State>,
+    /// True if a lease has some, or the ledger has some of it.
     any: AtomicBool,
 }
 
-/// The unreadable blocks of one part of a lease.
-#[derive(Debug)]
-struct LeaseMarks {
-    /// The first block behind the part.
-    end: u64,
-    /// Start and end of each range; they do not touch.
-    ranges: BTreeMap<u64, u64>,
-    /// Ranges of all parts of the lease.
-    used: Arc<AtomicUsize>,
+#[derive(Debug, Default)]
+struct State {
+    /// Parts of leases by their first block. They do not overlap.
+    parts: BTreeMap<u64, Part>,
+    leases: BTreeMap<u64, LeaseMarks>,
+    next_lease: u64,
 }
 
-/// Room for the marks of one lease. Dropping it makes all blocks of the lease readable.
+/// A part of a lease.
+#[derive(Debug)]
+struct Part {
+    /// The first block behind it.
+    end: u64,
+    lease: u64,
+}
+
+/// Has another thread store the marks of a lease.
+struct Ask(Box<dyn Fn() + Send + Sync>);
+
+impl fmt::Debug for Ask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Ask")
+    }
+}
+
+/// The unreadable blocks of one lease.
+#[derive(Debug, Default)]
+struct LeaseMarks {
+    now: Ranges,
+    /// Those of the ledger.
+    stored: Ranges,
+    /// Number of the last change.
+    change: u64,
+    /// The last change that was stored.
+    stored_change: u64,
+    /// First and last change of each store that failed.
+    failures: Vec<(u64, u64)>,
+    /// `None` for a lease whose marks end with it.
+    ask: Option<Ask>,
+    /// A store was asked for that has not begun.
+    is_asked: bool,
+}
+
+/// A change that a command has to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MarkChange {
+    lease: u64,
+    number: u64,
+}
+
+/// Room for the marks of one lease. Dropping it makes all blocks of the lease readable here.
 #[derive(Debug)]
 pub(crate) struct MarkRoom {
     blocks: Arc<UncorrectableBlocks>,
-    /// First blocks of the lease's parts.
-    starts: Mutex<Vec<u64>>,
-    used: Arc<AtomicUsize>,
+    lease: u64,
 }
 
 impl MarkRoom {
-    fn starts(&self) -> MutexGuard<'_, Vec<u64>> {
-        // Each change is complete before anything can panic.
-        self.starts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Makes room for the marks of a part that no lease overlaps. A command may reach over the border of a part that it
     /// follows: the two become one.
     pub(crate) fn add(&self, part: LbaRange) {
-        let (start, count) = (part.start.0, part.blocks);
-        let end = start.saturating_add(count);
-        let mut starts = self.starts();
-        let mut leases = self.blocks.lock();
-        let before = starts.iter().copied().find(|before| {
-            let marks = leases.get(before);
-            marks.is_some_and(|marks| marks.end == start)
-        });
-        if let Some(marks) = before.and_then(|before| leases.get_mut(&before)) {
-            marks.end = end;
+        let (start, end) = bounds(&part);
+        let mut state = self.blocks.lock();
+        let its = state.parts.values_mut();
+        let before = its
+            .filter(|part| part.lease == self.lease)
+            .find(|part| part.end == start);
+        if let Some(before) = before {
+            before.end = end;
             return;
         }
-        let marks = LeaseMarks {
-            end,
-            ranges: BTreeMap::new(),
-            used: self.used.clone(),
+        let lease = self.lease;
+        state.parts.insert(start, Part { end, lease });
+    }
+
+    /// Takes up the marks that the ledger has. From now on `ask` has another thread [store](Self::store) them.
+    pub(crate) fn keep(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+        let mut state = self.blocks.lock();
+        if let Some(lease) = state.leases.get_mut(&self.lease) {
+            for (start, end) in marks.iter().map(bounds) {
+                lease.now.cut(start, end);
+                lease.now.insert(start, end);
+            }
+            lease.stored = lease.now.clone();
+            lease.ask = Some(Ask(ask));
+        }
+        self.blocks.note(&state);
+    }
+
+    /// Has `store` make the present marks durable.
+    pub(crate) fn store(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+        let (marks, change) = {
+            let mut state = self.blocks.lock();
+            let Some(lease) = state.leases.get_mut(&self.lease) else {
+                return;
+            };
+            lease.is_asked = false;
+            if lease.is_settled() {
+                return;
+            }
+            (lease.now.clone(), lease.change)
         };
-        leases.insert(start, marks);
-        starts.push(start);
+        let stored = store(&marks.list());
+        let mut state = self.blocks.lock();
+        if let Some(lease) = state.leases.get_mut(&self.lease) {
+            match stored {
+                Ok(()) => {
+                    lease.stored = marks;
+                    lease.stored_change = change;
+                }
+                Err(_) => lease.fail(),
+            }
+        }
+        self.blocks.note(&state);
     }
 }
 
 impl Drop for MarkRoom {
     fn drop(&mut self) {
-        let mut leases = self.blocks.lock();
-        for start in &*self.starts() {
-            leases.remove(start);
-        }
-        self.blocks.note(&leases);
+        let mut state = self.blocks.lock();
+        state.parts.retain(|_, part| part.lease != self.lease);
+        let ended = state.leases.remove(&self.lease);
+        self.blocks.note(&state);
+        drop(state);
+        // What it asks with may hold more than this.
+        drop(ended);
     }
 }
 
 impl UncorrectableBlocks {
     /// Makes room for the marks of a lease of these parts, which no other lease overlaps.
     pub(crate) fn make_room(self: &Arc<Self>, parts: &[LbaRange]) -> MarkRoom {
+        let mut state = self.lock();
+        let lease = state.next_lease;
+        state.next_lease += 1;
+        state.leases.insert(lease, LeaseMarks::default());
+        drop(state);
         let room = MarkRoom {
             blocks: self.clone(),
-            starts: Mutex::default(),
-            used: Arc::default(),
+            lease,
         };
         parts.iter().for_each(|part| room.add(*part));
         room
@@ -108,85 +190,181 @@ impl UncorrectableBlocks {
         if self.is_empty() {
             return false;
         }
-        let end = start + count;
-        Self::lease_of(&mut self.lock(), start).is_some_and(|marks| {
-            let before = marks.ranges.range(..end).next_back();
-            before.is_some_and(|(_, &range_end)| range_end > start)
-        })
+        let mut state = self.lock();
+        let lease = state.lease_of(start);
+        lease.is_some_and(|(_, lease)| lease.now.intersects(start, start + count))
     }
 
-    /// Makes `start..start+count`, which lies in one part of a lease, unreadable. Returns whether there was room to
-    /// remember it.
-    #[must_use]
-    pub(crate) fn mark(&self, start: u64, count: u64) -> bool {
-        let mut leases = self.lock();
-        let Some(marks) = Self::lease_of(&mut leases, start) else {
-            return false;
-        };
-        if !marks.has_room() {
-            return false;
+    /// Returns whether a write of `start..start+count`, which lies in one part of a lease, has marks to
+    /// [clear](Self::clear): here, or in the ledger.
+    #[inline]
+    pub(crate) fn touches(&self, start: u64, count: u64) -> bool {
+        !self.is_empty() && self.finds_any(start, start + count)
+    }
+
+    #[cold]
+    fn finds_any(&self, start: u64, end: u64) -> bool {
+        let mut state = self.lock();
+        let lease = state.lease_of(start);
+        lease.is_some_and(|(_, lease)| lease.touches(start, end))
+    }
+
+    /// Makes `start..start+count`, which lies in one part of a lease, unreadable. Returns the change that the command waits
+    /// for; `None` if there is no room to remember it.
+    pub(crate) fn mark(&self, start: u64, count: u64) -> Option<MarkChange> {
+        let mut state = self.lock();
+        let (key, lease) = state.lease_of(start)?;
+        if !lease.now.has_room() {
+            return None;
         }
-        marks.cut(start, start + count);
-        marks.insert(start, start + count);
+        lease.now.cut(start, start + count);
+        lease.now.insert(start, start + count);
+        let change = lease.begin_change(key);
         self.any.store(true, Ordering::Release);
-        true
+        Some(change)
     }
 
-    /// Makes `start..start+count`, which lies in one part of a lease, readable, because it was written.
-    pub(crate) fn clear(&self, start: u64, count: u64) {
+    /// Makes `start..start+count`, which lies in one part of a lease, readable, because it was written. Returns the change
+    /// that the command waits for; `None` if the blocks had no marks.
+    pub(crate) fn clear(&self, start: u64, count: u64) -> Option<MarkChange> {
         if self.is_empty() {
-            return;
+            return None;
         }
-        let mut leases = self.lock();
-        if let Some(marks) = Self::lease_of(&mut leases, start) {
-            marks.cut(start, start + count);
+        let mut state = self.lock();
+        let (key, lease) = state.lease_of(start)?;
+        if !lease.touches(start, start + count) {
+            return None;
         }
-        self.note(&leases);
+        lease.now.cut(start, start + count);
+        let change = lease.begin_change(key);
+        self.note(&state);
+        Some(change)
     }
 
-    fn lease_of(leases: &mut BTreeMap<u64, LeaseMarks>, block: u64) -> Option<&mut LeaseMarks> {
-        let (_, marks) = leases.range_mut(..=block).next_back()?;
-        (block < marks.end).then_some(marks)
+    /// Returns the end of a change; `None` while it is being stored.
+    ///
+    /// # Errors
+    /// It could not be stored, and was taken back.
+    pub(crate) fn end_of(&self, change: MarkChange) -> Option<Result<(), ()>> {
+        let state = self.lock();
+        // The marks of a lease that ended are not here any more.
+        let lease = state.leases.get(&change.lease)?;
+        lease.end_of(change.number)
     }
 
-    fn note(&self, leases: &BTreeMap<u64, LeaseMarks>) {
-        let any = leases.values().any(|marks| !marks.ranges.is_empty());
+    fn note(&self, state: &State) {
+        let any = state.leases.values().any(LeaseMarks::has_any);
         self.any.store(any, Ordering::Release);
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, LeaseMarks>> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         // Each change is complete before anything can panic.
-        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Returns the lease of a block, and its key.
+    fn lease_of(&mut self, block: u64) -> Option<(u64, &mut LeaseMarks)> {
+        let (_, part) = self.parts.range(..=block).next_back()?;
+        let key = (block < part.end).then_some(part.lease)?;
+        Some((key, self.leases.get_mut(&key)?))
     }
 }
 
 impl LeaseMarks {
+    /// A block without a mark here has one in the ledger until its change is stored.
+    fn touches(&self, start: u64, end: u64) -> bool {
+        self.now.intersects(start, end) || self.stored.intersects(start, end)
+    }
+
+    fn has_any(&self) -> bool {
+        !self.now.0.is_empty() || !self.stored.0.is_empty()
+    }
+
+    fn is_settled(&self) -> bool {
+        self.end_of(self.change).is_some()
+    }
+
+    /// Numbers a change, and has it stored.
+    fn begin_change(&mut self, lease: u64) -> MarkChange {
+        self.change += 1;
+        let number = self.change;
+        match &self.ask {
+            None => {
+                self.stored = self.now.clone();
+                self.stored_change = number;
+            }
+            Some(_) if self.is_asked => {}
+            Some(Ask(ask)) => {
+                ask();
+                self.is_asked = true;
+            }
+        }
+        MarkChange { lease, number }
+    }
+
+    /// Takes back all changes that are not stored.
+    fn fail(&mut self) {
+        let first = self.failures.last().map_or(0, |(_, last)| *last);
+        let first = first.max(self.stored_change) + 1;
+        if self.failures.len() >= FAILURES_MAX {
+            self.failures.remove(0);
+        }
+        self.failures.push((first, self.change));
+        self.now = self.stored.clone();
+    }
+
+    fn end_of(&self, number: u64) -> Option<Result<(), ()>> {
+        let failed = |(first, last): &(u64, u64)| (*first..=*last).contains(&number);
+        if self.failures.iter().any(failed) {
+            return Some(Err(()));
+        }
+        (number <= self.stored_change).then_some(Ok(()))
+    }
+}
+
+fn bounds(range: &LbaRange) -> (u64, u64) {
+    let start = range.start.0;
+    (start, start.saturating_add(range.blocks))
+}
+
+/// Start and end of each range; they do not overlap.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Ranges(BTreeMap<u64, u64>);
+
+impl Ranges {
     fn has_room(&self) -> bool {
-        self.used.load(Ordering::Relaxed) < MAX_RANGES
+        self.0.len() < MAX_RANGES
+    }
+
+    fn list(&self) -> Vec<LbaRange> {
+        let ranges = self.0.iter().map(|(&start, &end)| LbaRange {
+            start: Lba(start),
+            blocks: end - start,
+        });
+        ranges.collect()
     }
 
     fn insert(&mut self, start: u64, end: u64) {
-        self.ranges.insert(start, end);
-        // All of them are changed under one lock.
-        self.used.fetch_add(1, Ordering::Relaxed);
+        self.0.insert(start, end);
     }
 
-    fn remove(&mut self, start: u64) {
-        if self.ranges.remove(&start).is_some() {
-            self.used.fetch_sub(1, Ordering::Relaxed);
-        }
+    fn intersects(&self, start: u64, end: u64) -> bool {
+        let before = self.0.range(..end).next_back();
+        before.is_some_and(|(_, &range_end)| range_end > start)
     }
 
     fn cut(&mut self, start: u64, end: u64) {
         let touched: Vec<(u64, u64)> = self
-            .ranges
+            .0
             .range(..end)
             .rev()
             .take_while(|&(_, &range_end)| range_end > start)
             .map(|(&range_start, &range_end)| (range_start, range_end))
             .collect();
         for (range_start, range_end) in touched {
-            self.remove(range_start);
+            self.0.remove(&range_start);
             if range_start < start {
                 self.insert(range_start, start);
             }
@@ -201,7 +379,7 @@ impl LeaseMarks {
 
 #[cfg(test)]
 mod tests {
-    use nvme_mpt::spec::ids::Lba;
+    use std::sync::atomic::AtomicUsize;
 
     use super::*;
 
@@ -220,12 +398,16 @@ mod tests {
             let _room = blocks.make_room(&[range(0, 80)]);
             let mut model = [false; 80];
             for (mark, start, count) in steps {
+                let bytes = start as usize..(start + count) as usize;
                 if mark {
-                    prop_assert!(blocks.mark(start, count));
+                    let change = blocks.mark(start, count).unwrap();
+                    prop_assert_eq!(blocks.end_of(change), Some(Ok(())));
                 } else {
-                    blocks.clear(start, count);
+                    let had = model[bytes.clone()].contains(&true);
+                    prop_assert_eq!(blocks.touches(start, count), had);
+                    prop_assert_eq!(blocks.clear(start, count).is_some(), had);
                 }
-                model[start as usize..(start + count) as usize].fill(mark);
+                model[bytes].fill(mark);
                 prop_assert_eq!(blocks.is_empty(), !model.contains(&true));
                 for (i, marked) in model.iter().enumerate() {
                     prop_assert_eq!(blocks.intersects(i as u64, 1), *marked);
@@ -234,22 +416,98 @@ mod tests {
         }
     }
 
+    /// A lease of 80 blocks with marks of the ledger, and the number of stores that were asked for.
+    fn kept(marks: &[LbaRange]) -> (Arc<UncorrectableBlocks>, MarkRoom, Arc<AtomicUsize>) {
+        let blocks = Arc::new(UncorrectableBlocks::default());
+        let room = blocks.make_room(&[range(0, 80)]);
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = asked.clone();
+        room.keep(
+            marks,
+            Box::new(move || {
+                count.fetch_add(1, Ordering::Relaxed);
+            }),
+        );
+        (blocks, room, asked)
+    }
+
+    #[test]
+    fn a_change_ends_when_it_is_stored() {
+        let (blocks, room, asked) = kept(&[range(4, 2)]);
+        assert!(blocks.intersects(5, 1));
+        let mark = blocks.mark(10, 1).unwrap();
+        assert!(blocks.intersects(10, 1), "at once");
+        let clear = blocks.clear(4, 1).unwrap();
+        assert!(!blocks.intersects(4, 1) && blocks.intersects(5, 1));
+        assert_eq!(asked.load(Ordering::Relaxed), 1, "once for both");
+        assert_eq!((blocks.end_of(mark), blocks.end_of(clear)), (None, None));
+        // The ledger has the mark until then, so another write of the block waits, too.
+        let again = blocks.clear(4, 1).unwrap();
+        let mut between = None;
+        room.store(&mut |marks| {
+            assert_eq!(marks, [range(5, 1), range(10, 1)]);
+            between = blocks.mark(20, 1);
+            Ok(())
+        });
+        for change in [mark, clear, again] {
+            assert_eq!(blocks.end_of(change), Some(Ok(())));
+        }
+        assert_eq!(blocks.end_of(between.unwrap()), None, "it came too late");
+        assert_eq!(asked.load(Ordering::Relaxed), 2);
+        assert_eq!(blocks.clear(4, 1), None, "there is nothing to wait for");
+        room.store(&mut |marks| {
+            assert_eq!(marks.len(), 3);
+            Ok(())
+        });
+        assert_eq!(blocks.end_of(between.unwrap()), Some(Ok(())));
+        room.store(&mut |_| panic!("nothing has changed"));
+    }
+
+    #[test]
+    fn changes_that_cannot_be_stored_are_taken_back() {
+        let (blocks, room, _) = kept(&[range(4, 2)]);
+        let fails = |room: &MarkRoom| room.store(&mut |_| Err(io::ErrorKind::StorageFull.into()));
+        let changes = [blocks.mark(10, 1), blocks.clear(4, 2)].map(Option::unwrap);
+        fails(&room);
+        for change in changes {
+            assert_eq!(blocks.end_of(change), Some(Err(())));
+        }
+        assert!(!blocks.intersects(10, 1));
+        assert!(blocks.intersects(4, 1), "as the ledger has it");
+        let next = blocks.clear(4, 2).unwrap();
+        room.store(&mut |marks| {
+            assert_eq!(marks, []);
+            Ok(())
+        });
+        assert_eq!(blocks.end_of(next), Some(Ok(())));
+        let last = blocks.mark(7, 1).unwrap();
+        fails(&room);
+        assert_eq!(blocks.end_of(last), Some(Err(())));
+        for change in changes {
+            assert_eq!(blocks.end_of(change), Some(Err(())), "they stay so");
+        }
+        assert_eq!(blocks.end_of(next), Some(Ok(())));
+        assert!(blocks.is_empty());
+    }
+
     #[test]
     fn a_lease_takes_no_room_from_others() {
         let blocks = Arc::new(UncorrectableBlocks::default());
         let greedy = blocks.make_room(&[range(0, 1 << 20)]);
         let modest = blocks.make_room(&[range(1 << 20, 1 << 20)]);
-        let marked = (0..1 << 20).step_by(2).take_while(|&at| blocks.mark(at, 1));
+        let marked = (0..1 << 20)
+            .step_by(2)
+            .take_while(|&at| blocks.mark(at, 1).is_some());
         assert_eq!(marked.count(), MAX_RANGES);
-        assert!(blocks.mark(1 << 20, 1));
+        assert!(blocks.mark(1 << 20, 1).is_some());
         // Blocks of no lease have no room.
-        assert!(!blocks.mark(1 << 21, 1));
+        assert!(blocks.mark(1 << 21, 1).is_none());
 
         drop(greedy);
         assert!(!blocks.intersects(0, 1 << 20));
         assert!(blocks.intersects(1 << 20, 1));
         let _next = blocks.make_room(&[range(0, 1 << 20)]);
-        assert!(!blocks.intersects(0, 1 << 20) && blocks.mark(0, 1));
+        assert!(!blocks.intersects(0, 1 << 20) && blocks.mark(0, 1).is_some());
         drop(modest);
         assert!(!blocks.is_empty());
         blocks.clear(0, 1);
@@ -264,16 +522,16 @@ mod tests {
         let parts = [1 << 20, 0, 1 << 21];
         let each = MAX_RANGES as u64 / 4;
         for part in parts {
-            assert!((0..each).all(|at| blocks.mark(part + 2 * at, 1)));
+            assert!((0..each).all(|at| blocks.mark(part + 2 * at, 1).is_some()));
         }
         // Over the border of two parts that follow each other.
         let border = 1 << 21;
-        assert!(blocks.mark(border - 1, 2) && blocks.intersects(border, 1));
-        let marked = (each..2 * each).take_while(|at| blocks.mark(2 * at, 1));
+        assert!(blocks.mark(border - 1, 2).is_some() && blocks.intersects(border, 1));
+        let marked = (each..2 * each).take_while(|at| blocks.mark(2 * at, 1).is_some());
         assert_eq!(marked.count() as u64, each);
-        assert!(!blocks.mark(border + 2 * each, 1), "no room");
+        assert!(blocks.mark(border + 2 * each, 1).is_none(), "no room");
         blocks.clear(1 << 20, 1);
-        assert!(blocks.mark(border + 2 * each, 1));
+        assert!(blocks.mark(border + 2 * each, 1).is_some());
         drop(room);
         assert!(blocks.is_empty());
     }
@@ -281,14 +539,14 @@ mod tests {
     #[test]
     fn writes_into_a_mark_make_no_more_of_them_than_there_is_room_for() {
         let blocks = Arc::new(UncorrectableBlocks::default());
-        let _room = blocks.make_room(&[range(0, 1 << 20)]);
-        assert!(blocks.mark(0, 1 << 20));
+        let room = blocks.make_room(&[range(0, 1 << 20)]);
+        assert!(blocks.mark(0, 1 << 20).is_some());
         for at in (1..1 << 20).step_by(2) {
             blocks.clear(at, 1);
             assert!(!blocks.intersects(at, 1));
         }
-        let leases = blocks.lock();
-        let ranges: usize = leases.values().map(|marks| marks.ranges.len()).sum();
+        let state = blocks.lock();
+        let ranges = state.leases[&room.lease].now.0.len();
         assert!(ranges <= MAX_RANGES, "{ranges}");
     }
 }

@@ -3,6 +3,8 @@
 use std::io;
 use std::sync::Arc;
 
+use log::error;
+
 use crate::drive::Drive;
 use crate::drive::{HostLease, Reservation};
 use crate::lease::Lease;
@@ -39,6 +41,18 @@ impl Holding {
     /// Returns the host controller's share for the lease alone.
     pub(crate) fn host(&self) -> &dyn HostLease {
         self.host.as_ref()
+    }
+
+    /// Enters the unreadable blocks of the lease in the ledger. It takes as long as the ledger's disk does.
+    pub(super) fn store_marks(&self) {
+        let marks = self.lease.marks();
+        self.host.store_marks(&mut |blocks| {
+            marks.store(blocks).map_err(|error| {
+                let id = self.lease.id();
+                error!(lease = id; "Unreadable blocks of lease {id} cannot be stored, so commands on them fail: {error}");
+                io::Error::other(error)
+            })
+        });
     }
 
     /// Makes everything durable that was completed until now. It takes as long as the drive does.

@@ -154,7 +154,7 @@ pub(super) struct Queues {
     pub(super) revoked: bool,
     /// No queue is polled: each rests here.
     pub(super) paused: bool,
-    /// Figures of the lease from before it was restored here.
+    /// Figures of the lease from before it was restored here, or from the process before.
     pub(super) counted_before: Counters,
     /// Poller that watches the admin queue's mapped doorbells, and the name of the watch.
     pub(super) watch: Option<(u64, Arc<Poller>)>,

@@ -262,6 +262,8 @@ impl Attachment {
         if let Some(record) = live.as_ref().and_then(LiveState::changes) {
             host.record_changes(record);
         }
+        let counted_before = live.as_ref().map(LiveState::counted_before);
+        let counted_before = counted_before.unwrap_or_default();
         let context = Arc::new(QueueContext {
             doorbells: Arc::new(page),
             silence: Silence::new(doorbells == DoorbellMode::Mapped),
@@ -287,6 +289,11 @@ impl Attachment {
             unit_blocks,
             learning,
         };
+        let holding = Arc::new(Holding::new(lease, host, reservation, drive));
+        let marks = holding.lease.uncorrectable();
+        holding
+            .host()
+            .keep_marks(&marks, steward.storing_marks(&holding));
         Ok(Self {
             facts,
             poll,
@@ -300,12 +307,15 @@ impl Attachment {
             counters: std::iter::repeat_with(Arc::default)
                 .take(queue_pairs.into())
                 .collect(),
-            queues: Mutex::default(),
+            queues: Mutex::new(Queues {
+                counted_before,
+                ..Queues::default()
+            }),
             clock: SystemClock::shared(),
             steward,
             flush: Mutex::default(),
             growth: Mutex::new(Growth::from(blocks_at_first)),
-            holding: Arc::new(Holding::new(lease, host, reservation, drive)),
+            holding,
         })
     }
 
@@ -488,16 +498,8 @@ impl Attachment {
 
     /// Returns the counts made here.
     fn counted(&self) -> Counters {
-        let mut sum = Counters::default();
-        for counters in &self.counters {
-            sum.reads += counters.reads.get();
-            sum.writes += counters.writes.get();
-            sum.bytes_read += counters.read_bytes.get();
-            sum.bytes_written += counters.write_bytes.get();
-            sum.media_errors += counters.media_errors.get();
-            sum.errors += counters.errors.get();
-        }
-        sum
+        let queues = self.counters.iter().map(|queue| queue.smart());
+        queues.fold(Counters::default(), |sum, queue| sum + queue)
     }
 
     /// Figures of the lease and its queues.

@@ -102,6 +102,9 @@ impl Attachment {
         queues.buffer = doorbell_buffer.map(DoorbellBuffer::from);
         queues.revoked = *revoked;
         queues.counted_before = *counters;
+        if let Some(live) = &self.context.live {
+            live.set_counted_before(*counters);
+        }
         if let Some(log) = self.change_log() {
             let ChangesState { ids, more } = changes;
             log.recall(&Changes::new(ids, *more));

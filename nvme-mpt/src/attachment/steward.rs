@@ -1,8 +1,8 @@
-//! The steward: an attachment's thread for what may take longer than anybody waits for it, flushes and
-//! queues whose commands do not end.
+//! The steward: an attachment's thread for what may take longer than anybody waits for it: flushes, changes of the ledger
+//! that commands wait for, and queues whose commands do not end.
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::holding::Holding;
 use crate::memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
@@ -20,6 +20,7 @@ pub(super) struct Leaving {
 enum Task {
     Flush(Arc<Holding>, SyncSender<io::Result<()>>),
     Outlive(Vec<Leaving>),
+    StoreMarks(Weak<Holding>),
 }
 
 /// A handle to the steward, which ends when this is dropped and its tasks are done.
@@ -47,6 +48,14 @@ impl Steward {
         result
     }
 
+    /// Returns a request to store the unreadable blocks of a lease, which waits for nothing.
+    pub(super) fn storing_marks(&self, holding: &Arc<Holding>) -> Box<dyn Fn() + Send + Sync> {
+        // The drive has the request, and is among what is held.
+        let (sender, holding) = (self.0.clone(), Arc::downgrade(holding));
+        // Without a steward, commands wait until their queue ends.
+        Box::new(move || drop(sender.send(Task::StoreMarks(holding.clone()))))
+    }
+
     /// Keeps queues until the last of their commands has ended. Pollers do not end them, because a lease
     /// is given back in a file.
     pub(super) fn outlive(&self, queues: Vec<Leaving>) {
@@ -62,6 +71,11 @@ fn carry_out(task: Task) {
             drop(holding);
             // The requester may have given up waiting.
             let _ = reply.send(result);
+        }
+        Task::StoreMarks(holding) => {
+            if let Some(holding) = holding.upgrade() {
+                holding.store_marks();
+            }
         }
         Task::Outlive(queues) => {
             for Leaving { queue, poller } in queues {

@@ -66,8 +66,8 @@ pub enum HostLeaseError {
 /// All that a host controller keeps for one lease, until it is dropped.
 ///
 /// While it lives, the host controller excludes users of the range that no ledger here knows of: a server with
-/// another ledger, or a VMM that has the same file open as a disk image. All that a drive remembers of the lease,
-/// such as uncorrectable marks, ends with it.
+/// another ledger, or a VMM that has the same file open as a disk image. What outlives the lease is in the ledger:
+/// see [`Self::keep_marks`].
 pub trait HostLease: fmt::Debug + Send + Sync {
     /// Creates a queue pair with room for `slots` commands in flight; or a share of a queue pair, where the
     /// drive has no more of them.
@@ -148,6 +148,17 @@ pub trait HostLease: fmt::Debug + Send + Sync {
     /// after this one. If the process before had some, there are changes that are not known one by one.
     fn record_changes(&self, record: ChangeRecord) {
         let _ = record;
+    }
+
+    /// Takes up the unreadable blocks of the lease's id. From now on `ask` has another thread call
+    /// [`Self::store_marks`] after each change of them. A drive that keeps its own marks has nothing to do.
+    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+        let _ = (marks, ask);
+    }
+
+    /// Has `store` make the present unreadable blocks durable, for which commands wait. It takes as long as a disk does.
+    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+        let _ = store;
     }
 
     /// Begins anew for a VMM that connected. Writes that were lost concern the VMM before it.

@@ -99,6 +99,9 @@ impl Records {
         let mut terms = std::mem::take(&mut self.terms);
         terms.retain(|id, terms| *terms != LeaseTerms::default() && self.knows(id));
         self.terms = terms;
+        let mut marks = std::mem::take(&mut self.uncorrectable);
+        marks.retain(|marks| self.knows(marks.id()));
+        self.uncorrectable = marks;
     }
 }
 

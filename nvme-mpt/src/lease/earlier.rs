@@ -65,6 +65,9 @@ impl Records {
             for tenant in &mut self.tenants {
                 tenant.rename_drive(rename);
             }
+            for marks in &mut self.uncorrectable {
+                marks.rename_drive(rename);
+            }
             let naming = self.namings.remove(&from).unwrap_or(from);
             self.namings.insert(to, naming);
             changed = true;

@@ -15,6 +15,7 @@
 //! * `kept`: the ledger of private drives in a memory file, for the process after this one.
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * `tenants`: which id last held a range, and what becomes of its data.
+//! * `marks`: blocks that Write Uncorrectable made unreadable.
 //! * `room`: the ids that have parts of a drive, and what is free of it.
 //! * `earlier`: leases of drives that had a name until a boot of the host, and the names that a drive had.
 //! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is asked for.
@@ -33,6 +34,7 @@ mod holder;
 pub mod identity;
 mod kept;
 pub mod ledger;
+mod marks;
 mod outcome;
 mod private;
 mod request;
@@ -47,7 +49,7 @@ pub use entry::{LeaseEntry, LeaseState};
 pub use error::{EarlierBootError, LeaseError};
 pub use extents::Extents;
 pub use identity::LeaseIdentity;
-pub use ledger::{Lease, Ledger};
+pub use ledger::{Lease, LeaseMarks, Ledger};
 pub use private::PrivateError;
 pub use request::{LeaseRequest, Wanted};
 pub use room::{Room, RoomUse};

@@ -33,6 +33,7 @@ use thiserror::Error;
 use super::earlier::Namings;
 use super::extents::Extents;
 use super::holder::{Holder, Holders, Slot, users};
+use super::marks::MarkedBytes;
 use super::private::{PrivateError, let_others_through, make_folder, open_file};
 use super::tenants::{self, Place, Tenant};
 use super::terms::TermsOfIds;
@@ -245,6 +246,7 @@ impl From<RangeRecords> for Records {
             tenants: records.tenants,
             terms: TermsOfIds::new(),
             namings: Namings::new(),
+            uncorrectable: Vec::new(),
         }
     }
 }
@@ -267,6 +269,9 @@ pub(super) struct Records {
     /// Names that drives had when the names of their guests were made.
     #[serde(default, skip_serializing_if = "Namings::is_empty")]
     pub(super) namings: Namings,
+    /// Blocks that guests made unreadable.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) uncorrectable: Vec<MarkedBytes>,
 }
 
 impl Default for Records {
@@ -278,6 +283,7 @@ impl Default for Records {
             tenants: Vec::new(),
             terms: TermsOfIds::new(),
             namings: Namings::new(),
+            uncorrectable: Vec::new(),
         }
     }
 }
@@ -310,6 +316,7 @@ impl Records {
             && tenants::are_same(&self.tenants, &other.tenants)
             && (self.version, self.next_slot) == (other.version, other.next_slot)
             && (&self.terms, &self.namings) == (&other.terms, &other.namings)
+            && self.uncorrectable == other.uncorrectable
     }
 
     pub(super) fn of_slot(&mut self, slot: Slot) -> Option<&mut Record> {

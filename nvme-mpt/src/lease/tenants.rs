@@ -116,16 +116,16 @@ impl Place<'_> {
 }
 
 /// A part of a place in one of the bases that hold its bytes.
-struct Part {
+pub(super) struct Part {
     base: String,
     /// Bytes of the base.
-    range: ByteRange,
+    pub(super) range: ByteRange,
     /// Start of the part, as the drive of the place numbers its bytes.
     at: u64,
 }
 
 impl Part {
-    fn place<'a>(&'a self, of: &Place<'a>) -> Place<'a> {
+    pub(super) fn place<'a>(&'a self, of: &Place<'a>) -> Place<'a> {
         let moved = self.at.saturating_sub(of.range.start());
         Place {
             drive: &self.base,
@@ -136,14 +136,14 @@ impl Part {
     }
 
     /// Returns bytes of the base, within the part, as the drive of the place numbers them.
-    fn on_drive(&self, range: ByteRange) -> Option<ByteRange> {
+    pub(super) fn on_drive(&self, range: ByteRange) -> Option<ByteRange> {
         let moved = range.start().checked_sub(self.range.start())?;
         ByteRange::new(self.at.checked_add(moved)?, range.length()).ok()
     }
 }
 
 /// Returns the parts of `place` in the bases of its drive.
-fn parts(place: &Place<'_>) -> Vec<Part> {
+pub(super) fn parts(place: &Place<'_>) -> Vec<Part> {
     let mut at = place.range.start();
     let part = |extent: extent::Extent| {
         let part = Part {
@@ -280,9 +280,13 @@ impl Tenant {
 
     fn overlaps(&self, place: &Place<'_>) -> bool {
         self.range.overlaps(&place.range)
-            && nvme::as_block_device(&self.drive, self.nsid)
-                == nvme::as_block_device(place.drive, place.nsid)
+            && is_same_base((&self.drive, self.nsid), (place.drive, place.nsid))
     }
+}
+
+/// Returns whether two bases, each with a namespace, hold the same bytes.
+pub(super) fn is_same_base(one: (&str, u32), other: (&str, u32)) -> bool {
+    nvme::as_block_device(one.0, one.1) == nvme::as_block_device(other.0, other.1)
 }
 
 /// Returns whether two lists have the same entries, in any order.
@@ -466,7 +470,7 @@ fn between(place: &Place<'_>, start: u64, end: u64) -> Option<Tenant> {
 }
 
 /// The parts of `range` before, within and behind `other`, which it overlaps.
-fn split(range: &ByteRange, other: &ByteRange) -> [Option<ByteRange>; 3] {
+pub(super) fn split(range: &ByteRange, other: &ByteRange) -> [Option<ByteRange>; 3] {
     let part = |start: u64, end: u64| ByteRange::new(start, end.checked_sub(start)?).ok();
     let (start, end) = (
         range.start().max(other.start()),

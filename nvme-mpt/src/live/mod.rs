@@ -24,6 +24,10 @@
 //! where the command set says that it is [repeatable](crate::shadow::CommandSet::is_repeatable). Others end with
 //! Command Interrupted.
 //!
+//! # Counts
+//!
+//! What SMART counts is recorded once per batch of completions. An end of the process in between loses one batch of it.
+//!
 //! # Crashes
 //!
 //! The file counts the crashes of processes while they worked for the function ([`CrashRecord`]): pollers on its queues,
@@ -31,6 +35,7 @@
 //!
 //! The stores cost nothing in a process whose functions end with it: its queues have no live state.
 
+mod counts;
 mod exits;
 mod queue;
 
@@ -39,14 +44,17 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+pub(crate) use counts::LiveCounts;
 pub use exits::ExitCounter;
 pub(crate) use queue::{Head, LiveHead, LiveQueue, Mark, MarkedSlot};
 
+use self::counts::CountsBefore;
 use self::exits::CountedExits;
 use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory::crash::CrashRecord;
 use crate::memory::{Access, Cell64, Mapping, SlotRecords};
 use crate::spec::ids::QueueId;
+use crate::stats::Counters;
 
 /// Commands that a shadow queue may have in flight. Submission Queues that share a Completion Queue are bounded by the
 /// queues there are; their commands in flight, by this.
@@ -84,6 +92,7 @@ pub struct LiveState {
     mapping: Arc<Mapping>,
     queue_pairs: u16,
     exits: CountedExits,
+    counts: CountsBefore,
 }
 
 impl LiveState {
@@ -99,6 +108,7 @@ impl LiveState {
         let state = Self {
             fd,
             exits: CountedExits::new(&mapping),
+            counts: CountsBefore::read(&mapping, queue_pairs),
             mapping,
             queue_pairs,
         };
@@ -130,6 +140,7 @@ impl LiveState {
         let state = Self {
             fd: file.into(),
             exits: CountedExits::new(&mapping),
+            counts: CountsBefore::read(&mapping, queue_pairs),
             mapping,
             queue_pairs,
         };
@@ -191,6 +202,22 @@ impl LiveState {
     /// since this process has the live state.
     pub(crate) fn exits(&self, qid: QueueId) -> u64 {
         self.exits.of(qid)
+    }
+
+    /// Returns the counts of the lease from before this process has the live state.
+    pub(crate) fn counted_before(&self) -> Counters {
+        self.counts.sum()
+    }
+
+    /// Records that the counts from before this process has the live state were others: those of a snapshot.
+    pub(crate) fn set_counted_before(&self, counters: Counters) {
+        self.counts.set_sum(&self.mapping, counters);
+    }
+
+    /// Returns the record of a queue pair's counts; `None` if there is no such pair.
+    pub(crate) fn counts(&self, qid: QueueId) -> Option<LiveCounts> {
+        self.pair(qid)?;
+        self.counts.of(&self.mapping, qid)
     }
 
     fn pair(&self, qid: QueueId) -> Option<usize> {

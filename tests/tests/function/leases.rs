@@ -3,10 +3,12 @@
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::lease::{FormerData, LeaseRequest, Wanted};
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt_tests::disk::{Disk, Transfer};
 use nvme_mpt_tests::rng::{self, Rng};
+use nvme_mpt_tests::status::UNRECOVERED_READ_ERROR;
+use vmm_device::NvmeFunction;
 
 use crate::common::{Host, LEASE, MODES, Setup, written_file};
 
@@ -139,7 +141,7 @@ fn ranges_at_both_ends() {
 }
 
 #[test]
-fn unreadable_blocks_end_with_their_lease_and_take_no_room_from_others() {
+fn unreadable_blocks_are_those_of_an_id_and_take_no_room_from_others() {
     let file = written_file(2 * LEASE);
     for host in [
         Host::of_file(file.path(), 512),
@@ -164,6 +166,63 @@ fn unreadable_blocks_end_with_their_lease_and_take_no_room_from_others() {
         let (_controller, mut disk) = next.disk();
         disk.read(0, 1).unwrap();
         its_disk.read(0, 1).unwrap_err();
+    }
+}
+
+#[test]
+fn unreadable_blocks_stay_with_the_data_of_their_id() {
+    let file = written_file(SIZE);
+    let setup = Setup::nth(0);
+    for path in ["memory:32M", file.path().to_str().unwrap()] {
+        let folder = tempfile::tempdir().unwrap();
+        let drive = Host::new(path, 512).drive;
+        // Another process each time, but for what is in memory.
+        let host = || match path.starts_with("memory:") {
+            true => Host::of(drive.clone()),
+            false => Host::new(path, 512),
+        };
+        let host = || Host {
+            ledger: Ledger::open(folder.path()),
+            ..host()
+        };
+        let with_disk = |id: &str, work: &dyn Fn(&mut Disk)| {
+            let host = host();
+            let function = NvmeFunction::new(host.attachment(id, &setup), setup.masking);
+            let machine = host.machine_of(id.to_owned(), function, &setup);
+            let (_controller, mut disk) = machine.disk();
+            work(&mut disk);
+        };
+        let unreadable = |disk: &mut Disk, block: u64| {
+            let failed = disk.read(block, 1).unwrap_err().completion();
+            let status = failed.expect("a completion").status().code();
+            assert_eq!(status, UNRECOVERED_READ_ERROR, "{path}");
+        };
+        with_disk("a", &|disk| {
+            disk.write_uncorrectable(7, 9).unwrap();
+            unreadable(disk, 7);
+        });
+        with_disk("a", &|disk| {
+            for block in 7..16 {
+                unreadable(disk, block);
+            }
+            disk.write(8, &[0x22; 512]).unwrap();
+            disk.write_zeroes(10, 1, false).unwrap();
+            disk.copy(12, &[(0, 1)]).unwrap();
+            disk.deallocate(&[(14, 1)]).unwrap();
+        });
+        with_disk("a", &|disk| {
+            for block in 7..16 {
+                match block % 2 {
+                    0 => drop(disk.read(block, 1).unwrap()),
+                    _ => unreadable(disk, block),
+                }
+            }
+            assert!(disk.read(8, 1).unwrap() == [0x22; 512]);
+        });
+        // The bytes of another id have no marks, and none are left when they are the first one's again.
+        for id in ["b", "a"] {
+            with_disk(id, &|disk| drop(disk.read(0, 32).unwrap()));
+        }
     }
 }
 

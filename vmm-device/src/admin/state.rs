@@ -1,5 +1,7 @@
 //! The admin queue and what admin commands left behind, saved and restored.
 
+use std::time::Duration;
+
 use nvme_mpt::{
     HostSide, KeptQueues, LeaseFacts, StateError,
     spec::{ids::CommandId, log::CriticalWarning, status::Status},
@@ -34,7 +36,7 @@ impl Admin {
             events,
             errors,
             // The drive is asked for its health anew.
-            health: _,
+            health,
             warned,
             namespace_changed,
             // The host side has them, and the state of its queues.
@@ -60,6 +62,7 @@ impl Admin {
             namespace_changed: *namespace_changed,
             commands: *commands,
             aborts: *aborts,
+            powered_seconds: health.powered().as_secs(),
         }
     }
 
@@ -82,6 +85,7 @@ impl Admin {
             namespace_changed: _,
             commands: _,
             aborts: _,
+            powered_seconds: _,
         } = state;
         if let Some(rings) = rings {
             AdminRings::check(rings)?;
@@ -107,8 +111,15 @@ impl Admin {
         ErrorLog::check(errors)
     }
 
-    /// Restores the saved state, which has been checked, beside these queues of the host side.
-    pub(crate) fn restore(&mut self, state: &AdminState, queues: KeptQueues, host: &dyn HostSide) {
+    /// Restores the saved state, which has been checked, beside these queues of the host side. `since` is the time since it
+    /// was saved in which the controller went on; `None` if it stood still.
+    pub(crate) fn restore(
+        &mut self,
+        state: &AdminState,
+        queues: KeptQueues,
+        host: &dyn HostSide,
+        since: Option<Duration>,
+    ) {
         let AdminState {
             rings,
             unposted,
@@ -121,6 +132,7 @@ impl Admin {
             namespace_changed,
             commands,
             aborts,
+            powered_seconds,
         } = state;
         let buffer = queues.doorbell_buffer;
         self.rings = rings
@@ -130,7 +142,10 @@ impl Admin {
         self.may_be_posted = !self.unposted.is_empty();
         self.postponed = postponed.map(|words| transmute!(words));
         self.held = held.iter().map(|words| transmute!(*words)).collect();
-        self.features = Features::restored(features, &self.clock);
+        self.features = Features::restored(features, &self.clock, since);
+        let powered = Duration::from_secs(*powered_seconds);
+        self.health
+            .go_on(powered.saturating_add(since.unwrap_or_default()));
         self.events = AsyncEvents::restored(events);
         self.errors = ErrorLog::restored(errors);
         self.warned = CriticalWarning(*warned);

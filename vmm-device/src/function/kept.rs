@@ -12,9 +12,12 @@
 //! All else may happen twice: an access or an admin command that was not complete is carried out again, from the state
 //! before it.
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
-use nvme_mpt::{KeptQueues, LeaseFacts, StateError, memory::eventfd};
+use nvme_mpt::{
+    KeptQueues, LeaseFacts, StateError,
+    memory::{eventfd, system},
+};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -85,6 +88,9 @@ pub struct ControlState {
     /// It is left out where there was no reset.
     #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
     resets: ResetStats,
+    /// Time of the host at which it was stored. Clocks of the guest go on from there. It is left out by earlier releases.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    stored_at: Option<Duration>,
 }
 
 impl ControlState {
@@ -136,6 +142,7 @@ impl ControlParts<'_> {
             admin,
             queues,
             resets: self.resets,
+            stored_at: Some(system::host_time()),
         }
     }
 }
@@ -191,6 +198,7 @@ impl NvmeFunction {
             admin,
             queues,
             resets,
+            stored_at,
         } = state;
         let facts = self.check_registers(state)?;
         self.msix.check(msix)?;
@@ -209,8 +217,10 @@ impl NvmeFunction {
             self.registers.disabled();
         }
         self.resets = *resets;
-        self.admin.restore(admin, queues.clone(), &*self.host);
         self.waiting = self.registers.incomplete();
+        let since = stored_at.map(|at| system::host_time().saturating_sub(at));
+        self.admin
+            .restore(admin, queues.clone(), &*self.host, since);
         // The BARs are where the client has them.
         drop(self.config.restore(config_space, *switched_off));
         self.msix.restore(msix);
@@ -810,6 +820,7 @@ pub(super) mod tests {
         assert_eq!(version, VERSION);
         let stored: Value = serde_json::from_str(stored).unwrap();
         let mut now = serde_json::to_value(guest.function.control_state()).unwrap();
+        now.as_object_mut().unwrap().remove("stored_at");
         for name in IDENTITY {
             now["facts"]["namespace"][name] = stored["facts"]["namespace"][name].clone();
         }
@@ -820,6 +831,24 @@ pub(super) mod tests {
             "The format of control states has changed. Raise VERSION, take up the version before as well, and store \
              this as stored/control_state_{{VERSION}}.json:\n{now}"
         );
+    }
+
+    #[test]
+    fn the_table_of_states_is_complete() {
+        let table = include_str!("../../../docs/state.md");
+        let (guest, _) = eventful_guest();
+        let mut state = guest.function.control_state();
+        // Fields that are left out where there is nothing in them.
+        state.admin.postponed = Some([0; 8]);
+        state.admin.held = vec![[0; 8]];
+        state.admin.aborts = 1;
+        state.admin.powered_seconds = 1;
+        let state = serde_json::to_value(state).unwrap();
+        let admin = state["admin"].as_object().unwrap();
+        let features = admin["features"].as_object().unwrap();
+        for name in admin.keys().chain(features.keys()) {
+            assert!(table.contains(&format!("`{name}`")), "{name}");
+        }
     }
 
     #[test]

@@ -142,7 +142,7 @@ impl NvmeFunction {
             self.registers.disabled();
         }
         let queues = KeptQueues::of(attachment);
-        self.admin.restore(admin, queues, &*self.host);
+        self.admin.restore(admin, queues, &*self.host, None);
         if self.registers.is_running()
             && let Err(error) = self.host.watch_admin_doorbells()
             // The next one is told that they are watched.

@@ -57,6 +57,9 @@ pub(crate) struct AdminState {
     /// Abort commands. It is left out where there was none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) aborts: u64,
+    /// Seconds for which the controller was on. It is left out where there were none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) powered_seconds: u64,
 }
 
 /// The admin queue pair.

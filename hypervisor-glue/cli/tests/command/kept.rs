@@ -13,6 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use jiff::{SignedDuration, Timestamp};
+use nvme_mpt_tests::admin::{LogPage, Select};
 use nvme_mpt_tests::bar::Bar;
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
@@ -1233,18 +1234,165 @@ fn a_server_that_was_brought_down_once_goes_on_with_all() {
     kept.stop();
 }
 
+/// A client of a function, with its disk.
+fn attach(bench: &Bench, socket: &str) -> (Disk, Controller) {
+    let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+    let bar = VfioUserBar::attach(&bench.path(socket), &memory).unwrap();
+    let mut controller = Controller::attach(Arc::new(bar), memory, Config::default(), 1).unwrap();
+    (Disk::open(&mut controller, 1).unwrap(), controller)
+}
+
+/// Reads all log pages and features that a guest is told of, but for the time.
+fn seen_by_guest(controller: &mut Controller) -> BTreeMap<String, Vec<u8>> {
+    const ERRORS: u8 = 0x01;
+    const SMART: u8 = 0x02;
+    const CHANGED: u8 = 0x04;
+    const FEATURES: u8 = 0x12;
+    const TIMESTAMP: u8 = 0x0E;
+    let mut seen = BTreeMap::new();
+    for (page, len) in [(ERRORS, 4096), (SMART, 512), (CHANGED, 4096)] {
+        let content = controller.log_page(LogPage::of_controller(page, len));
+        seen.insert(format!("log page {page:#x}"), content.unwrap());
+    }
+    let features = LogPage::of_controller(FEATURES, 1024);
+    let features = controller.log_page(features).unwrap();
+    let served = (0..=u8::MAX).zip(features.chunks(4));
+    for (fid, _) in served.filter(|(fid, effects)| effects[0] & 1 != 0 && *fid != TIMESTAMP) {
+        for selected in 0..2 {
+            // Over and Under Temperature Threshold, and two vectors.
+            let dword = match fid {
+                0x04 => selected << 20,
+                0x09 => selected,
+                _ => 0,
+            };
+            let nsid = u32::from(matches!(fid, 0x03 | 0x05));
+            let name = format!("feature {fid:#x}, {dword:#x}");
+            let value = match fid {
+                0x03 => controller.get_feature_data(fid, Select::Current, nsid, 4096),
+                0x16 => controller.get_feature_data(fid, Select::Current, nsid, 512),
+                _ => controller
+                    .get_feature(fid, Select::Current, nsid, dword)
+                    .map(|value| value.to_le_bytes().to_vec()),
+            };
+            seen.insert(name, value.unwrap());
+        }
+    }
+    seen
+}
+
+#[test]
+fn what_a_guest_has_set_and_counted_survives_kills_and_upgrades() {
+    for drive in ["path=drive.img", "path=memory:64M,range=0+1M"] {
+        let bench = Bench::new();
+        let kept = Kept::start(&bench, &[&format!("{drive},socket=a.sock,id=a")]);
+        let (mut disk, mut controller) = attach(&bench, "a.sock");
+        for (fid, nsid, value) in [
+            (0x01, 0, 0x0102_0303),
+            (0x02, 0, 1 << 5),
+            (0x04, 0, 0x0155),
+            (0x04, 0, 1 << 20 | 0x0101),
+            (0x05, 1, 0x1234),
+            (0x08, 0, 0x0505),
+            (0x09, 0, 1 << 16 | 1),
+            (0x0A, 0, 1),
+            (0x0B, 0, 0x0100),
+        ] {
+            controller.set_feature(fid, nsid, value).unwrap();
+        }
+        let mut behavior = [0; 512];
+        behavior[0] = 1;
+        controller.set_feature_data(0x16, 0, 0, &behavior).unwrap();
+        controller.request_async_event().unwrap();
+        disk.write(7, &[0x5A; 512]).unwrap();
+        for round in 0..4 {
+            // Two marks, of which the last round's second one is written over.
+            disk.write_uncorrectable(7 + 10 * round, 4).unwrap();
+            disk.write(8 + 10 * round, &[0x11; 512]).unwrap();
+            disk.read(7 + 10 * round, 1).unwrap_err();
+            disk.read(1 << 40, 1).unwrap_err();
+            let before = seen_by_guest(&mut controller);
+            match round % 2 {
+                0 => kept.kill_server(),
+                _ => kept.upgrade(&bench),
+            }
+            let after = seen_by_guest(&mut controller);
+            for (name, content) in &before {
+                assert_eq!(
+                    after.get(name),
+                    Some(content),
+                    "{drive}, round {round}: {name}"
+                );
+            }
+            for block in (0..=round).map(|round| 7 + 10 * round) {
+                disk.read(block, 1).unwrap_err();
+                assert_eq!(disk.read(block + 1, 1).unwrap(), [0x11; 512]);
+                disk.read(block + 2, 2).unwrap_err();
+            }
+        }
+        assert_eq!(controller.outstanding_event_requests(), 1);
+        drop((disk, controller));
+        await_waiting(&bench);
+        // Another guest has the disk's content, and nothing of what the first one has set.
+        let (mut disk, mut controller) = attach(&bench, "a.sock");
+        disk.read(7, 1).unwrap_err();
+        assert_eq!(disk.read(8, 1).unwrap(), [0x11; 512]);
+        let set = controller.get_feature(0x05, Select::Current, 1, 0).unwrap();
+        assert_eq!(set, 0);
+        drop((disk, controller));
+        kept.stop();
+        if drive == "path=drive.img" {
+            // The host was off.
+            let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+            let (mut disk, _controller) = attach(&bench, "a.sock");
+            disk.read(7, 1).unwrap_err();
+            assert_eq!(disk.read(8, 1).unwrap(), [0x11; 512]);
+            drop(disk);
+            kept.stop();
+        }
+    }
+}
+
+#[test]
+fn injected_faults_survive_kills_and_upgrades() {
+    let bench = Bench::new();
+    let function = "path=drive.img,socket=a.sock,id=a,faults=plan.toml";
+    let declared = "[[fault]]\nkind = \"media-error\"\nrange = \"0+4K\"\ncount = 5\n";
+    fs::write(bench.path("plan.toml"), declared).unwrap();
+    let kept = Kept::start(&bench, &[function]);
+    let injected = "[[fault]]\nkind = \"media-error\"\nrange = \"1M+4K\"\ncount = 3\n";
+    fs::write(bench.path("injected.toml"), injected).unwrap();
+    let drive = bench.path("drive.img");
+    let drive = drive.to_str().unwrap();
+    let plan = bench.path("injected.toml");
+    bench
+        .ask("fault", &["inject", drive, plan.to_str().unwrap()])
+        .unwrap();
+    let (mut disk, controller) = attach(&bench, "a.sock");
+    for round in 0..6 {
+        let end = |result: nvme_mpt_tests::Result<Vec<u8>>| result.is_err();
+        assert_eq!(end(disk.read(0, 1)), round < 5, "round {round}");
+        assert_eq!(end(disk.read(2048, 1)), round < 3, "round {round}");
+        let before = bench.ask("fault", &["list"]).unwrap();
+        match round % 2 {
+            0 => kept.kill_server(),
+            _ => kept.upgrade(&bench),
+        }
+        assert_eq!(bench.ask("fault", &["list"]).unwrap(), before);
+    }
+    bench.ask("fault", &["clear", drive]).unwrap();
+    kept.kill_server();
+    let listed = bench.ask("fault", &["list"]).unwrap();
+    assert!(listed.contains("no faults"), "{listed}");
+    drop((disk, controller));
+    kept.stop();
+}
+
 #[test]
 fn memory_keeps_its_content_for_clients_that_come_later() {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &["path=memory:64M,range=0+1M,socket=a.sock,id=a"]);
     let written = vec![0x5A; 512];
-    let attach = || {
-        let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
-        let bar = VfioUserBar::attach(&bench.path("a.sock"), &memory).unwrap();
-        let mut controller =
-            Controller::attach(Arc::new(bar), memory, Config::default(), 1).unwrap();
-        (Disk::open(&mut controller, 1).unwrap(), controller)
-    };
+    let attach = || attach(&bench, "a.sock");
     let (mut disk, controller) = attach();
     disk.write(7, &written).unwrap();
     let serial = controller.identity().unwrap().serial.clone();

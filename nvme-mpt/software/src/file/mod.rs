@@ -319,6 +319,14 @@ impl LeasedMedium for FileLease {
         self.file.take_up_losses();
     }
 
+    fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
+        self.marks.keep(marks, ask);
+    }
+
+    fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
+        self.marks.store(store);
+    }
+
     fn begin_anew(&self) {
         self.file.forget_lost_writes();
     }

@@ -9,6 +9,7 @@ use super::survey::Survey;
 use super::syncs::SyncNumber;
 use super::uring::Vectors;
 use super::way::{Plan, UNIT, Way};
+use crate::uncorrectable::MarkChange;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::DataPointer;
 use nvme_mpt::host::HostMemory;
@@ -57,6 +58,10 @@ pub(super) enum Next {
     CopyRange,
     /// Deallocate the next range.
     Range,
+    /// Clear the marks of blocks that were written, durably.
+    ClearMarks,
+    /// Wait until a change of marks is stored.
+    StoreMarks,
 }
 
 /// A way to zero a range.
@@ -123,6 +128,13 @@ pub(super) struct Operation {
     pub(super) survey: Option<(Arc<Survey>, Ticks)>,
     /// Moment after which it waits for no further turn, see [`slices`](super::slices).
     pub(super) last_turn: Ticks,
+    /// First block and number of blocks whose marks are to be cleared.
+    pub(super) unmarked: (u64, u64),
+    /// The change of marks that it waits for.
+    pub(super) change: Option<MarkChange>,
+    /// The step after a sync of the file, and after a change of marks.
+    pub(super) after_sync: Next,
+    pub(super) after_marks: Next,
     /// The sync that a Flush needs.
     pub(super) needs: SyncNumber,
     /// The sync that a Flush makes.
@@ -151,6 +163,8 @@ impl Operation {
         self.survey = None;
         (self.ranges, self.bytes) = (0, 0);
         (self.requested, self.overdue, self.repeats) = (false, false, 0);
+        self.change = None;
+        (self.after_sync, self.after_marks) = (Next::Done, Next::Done);
     }
 
     /// Names part of the data memory as the command's data.
@@ -279,9 +293,9 @@ impl Operation {
         Ok(equal)
     }
 
-    /// The status of a command all of whose requests succeeded.
-    pub(super) fn finish(&self, file: &SharedFile) -> Status {
-        let written = match NvmOpcode(self.sqe.opcode()) {
+    /// Returns the first block and the number of blocks that it has written, of a command that writes.
+    fn written(&self, file: &SharedFile) -> Option<(Lba, u64)> {
+        match NvmOpcode(self.sqe.opcode()) {
             NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => {
                 let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(&self.sqe);
                 Some((slba, u64::from(nlb_z) + 1))
@@ -291,11 +305,31 @@ impl Operation {
                 Some((sdlba, self.bytes as u64 >> file.lba_shift))
             }
             _ => None,
-        };
-        if let Some((Lba(start), count)) = written {
-            file.uncorrectable.clear(start, count);
         }
-        Status::SUCCESS
+    }
+
+    /// Has the marks of written blocks cleared before it completes. Returns whether there are any.
+    #[cold]
+    pub(super) fn clear_marks_of_written(&mut self, file: &SharedFile) -> bool {
+        self.written(file)
+            .is_some_and(|(Lba(start), count)| self.clear_marks(file, (start, count), Next::Done))
+    }
+
+    /// Has the marks of some blocks cleared, and makes `then` the step after that. Returns whether there are any. What was
+    /// written over them is durable first: after a power failure, a block that can be read has no data from before the mark.
+    pub(super) fn clear_marks(
+        &mut self,
+        file: &SharedFile,
+        blocks: (u64, u64),
+        then: Next,
+    ) -> bool {
+        let has_marks = file.uncorrectable.touches(blocks.0, blocks.1);
+        if has_marks {
+            self.unmarked = blocks;
+            (self.after_sync, self.after_marks) = (Next::ClearMarks, then);
+            self.next = Next::Sync;
+        }
+        has_marks
     }
 
     /// Returns whether it deallocates, which is advice (NVM 1.0, section 3.2.3.1): a range that cannot be deallocated

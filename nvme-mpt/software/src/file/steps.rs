@@ -121,12 +121,14 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             }
             match operation.next {
                 Next::Done => {
-                    let status = operation.finish(file);
+                    if !file.uncorrectable.is_empty() && operation.clear_marks_of_written(file) {
+                        continue;
+                    }
                     if operation.promises_durability() {
                         let opcode = NvmOpcode(operation.sqe.opcode());
                         self.promise_durability(opcode)?;
                     }
-                    return Ok(Step::Complete(status));
+                    return Ok(Step::Complete(Status::SUCCESS));
                 }
                 Next::Flush => {
                     self.lease.check(NvmOpcode::FLUSH)?;
@@ -168,7 +170,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     operation.next = operation.after_scatter;
                 }
                 Next::SyncCompanion if self.lease.companion_fd().is_none() => {
-                    operation.next = Next::Done;
+                    operation.next = std::mem::take(&mut operation.after_sync);
                 }
                 Next::Read | Next::Write | Next::Sync | Next::SyncCompanion | Next::Slice => {
                     if !self.copies_pages(slot)? && !self.skips_lost_range(slot) {
@@ -199,6 +201,21 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                     if !self.take_turn(slot) {
                         return Ok(Step::Blocked);
                     }
+                }
+                Next::ClearMarks => {
+                    let (start, count) = operation.unmarked;
+                    operation.change = file.uncorrectable.clear(start, count);
+                    operation.next = Next::StoreMarks;
+                }
+                Next::StoreMarks => {
+                    if let Some(change) = operation.change {
+                        match file.uncorrectable.end_of(change) {
+                            None => return Ok(Step::Blocked),
+                            Some(Err(())) => return Err(Status::INTERNAL_ERROR),
+                            Some(Ok(())) => operation.change = None,
+                        }
+                    }
+                    operation.next = operation.after_marks;
                 }
                 Next::SliceClaimed => {
                     if !self.lease.claims.may_begin(&operation.claim) {
@@ -283,12 +300,15 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let (at, end) = (zeroing.at, zeroing.end);
         if at >= end {
             // A mark hides old data, so it ends with the data alone. Write Zeroes clears its own at its end.
+            let then = zeroing.then;
             if is_advice && !zeroing.keeps_data {
                 let (start, shift) = (zeroing.start, file.lba_shift);
-                file.uncorrectable
-                    .clear(start >> shift, (end - start) >> shift);
+                let blocks = (start >> shift, (end - start) >> shift);
+                if operation.clear_marks(file, blocks, then) {
+                    return Ok(None);
+                }
             }
-            operation.next = zeroing.then;
+            operation.next = then;
             return Ok(None);
         }
         let unit = match file.way {
@@ -707,7 +727,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 }
             }
             (Next::Sync, Ok(_)) => operation.next = Next::SyncCompanion,
-            (_, Ok(_)) => operation.next = Next::Done,
+            (_, Ok(_)) => operation.next = std::mem::take(&mut operation.after_sync),
         }
         self.go_on(slot, memory)
     }

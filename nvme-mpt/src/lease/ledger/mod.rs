@@ -16,6 +16,7 @@ use super::extents::Extents;
 use super::holder::{Holder, Slot};
 use super::identity::LeaseIdentity;
 use super::kept::KeptRecords;
+use super::marks;
 use super::outcome::Admitted;
 use super::request::{LeaseRequest, Wanted};
 use super::room::{Room, room};
@@ -171,12 +172,13 @@ impl Ledger {
             parts,
             reserved_pairs,
             named_on,
+            uncorrectable,
         } = entered;
         Ok(Lease {
             ledger: self.clone(),
             slot: Some(slot),
             holder,
-            is_let_go: AtomicBool::new(false),
+            is_let_go: Arc::default(),
             id: request.id.to_owned(),
             drive: request.drive.to_owned(),
             named_on,
@@ -187,6 +189,7 @@ impl Ledger {
             reserved_pairs: Mutex::new(Some(reserved_pairs)),
             changes: Mutex::new(()),
             parts: Mutex::new(parts),
+            uncorrectable: Mutex::new(uncorrectable),
         })
     }
 
@@ -539,6 +542,8 @@ struct Entered {
     reserved_pairs: u16,
     /// The drive, as the names of its guests know it.
     named_on: String,
+    /// Its unreadable bytes.
+    uncorrectable: Vec<ByteRange>,
 }
 
 /// Enters a lease that is admitted.
@@ -594,6 +599,13 @@ fn enter(
             0
         }
     };
+    let places = extents.placed();
+    let places = places.map(|(at, range)| area.place(range, unit.and(Some(at))));
+    let uncorrectable = places.flat_map(|place| {
+        marks::forget_others(&mut records.uncorrectable, &place);
+        marks::find(&records.uncorrectable, &place)
+    });
+    let uncorrectable = uncorrectable.collect();
     claim.enter(&mut records.terms, request.id);
     // Ids whose last bytes this lease got.
     records.forget_unknown();
@@ -601,6 +613,7 @@ fn enter(
         parts: Parts { extents, unwiped },
         reserved_pairs,
         named_on: records.naming(request.drive),
+        uncorrectable,
     }
 }
 
@@ -627,7 +640,7 @@ pub struct Lease {
     // Let go after `drop` has given the lease back, since fields are dropped later.
     holder: Option<Holder>,
     /// The process after this one has it, or will.
-    is_let_go: AtomicBool,
+    is_let_go: Arc<AtomicBool>,
     id: String,
     drive: String,
     /// The drive, as the names of its guests know it.
@@ -643,6 +656,8 @@ pub struct Lease {
     /// Held during a change of the parts, which is one of the ledger too.
     changes: Mutex<()>,
     parts: Mutex<Parts>,
+    /// Unreadable bytes of its id when it was given out, but for those that were wiped.
+    uncorrectable: Mutex<Vec<ByteRange>>,
 }
 
 impl Lease {
@@ -728,10 +743,41 @@ impl Lease {
             records.find(slot).ok_or_else(|| self.gone())?;
             let place = self.area().place(range, at);
             tenants::enter(&mut records.tenants, &place, FormerData::Kept);
+            marks::forget(&mut records.uncorrectable, &place);
             Ok(())
         })?;
+        let mut uncorrectable = lock(&self.uncorrectable);
+        *uncorrectable = marks::without(&uncorrectable, &range);
+        drop(uncorrectable);
         lock(&self.parts).unwiped.remove(0);
         Ok(())
+    }
+
+    /// Returns the blocks that were unreadable when the lease was given out, but for those that were wiped.
+    #[must_use]
+    pub fn uncorrectable(&self) -> Vec<LbaRange> {
+        let blocks = |range: &ByteRange| {
+            // The drive may have larger blocks by now.
+            let (start, last) = (range.start(), range.end().saturating_sub(1));
+            let (start, last) = (start >> self.lba_shift, last >> self.lba_shift);
+            LbaRange {
+                start: Lba(start),
+                blocks: last - start + 1,
+            }
+        };
+        lock(&self.uncorrectable).iter().map(blocks).collect()
+    }
+
+    /// Returns the place in the ledger of its unreadable blocks.
+    #[must_use]
+    pub fn marks(&self) -> LeaseMarks {
+        LeaseMarks {
+            ledger: self.ledger.clone(),
+            slot: self.slot,
+            is_let_go: self.is_let_go.clone(),
+            lba_shift: self.lba_shift,
+            id: self.id.clone(),
+        }
     }
 
     /// Adds extents until the lease has `bytes`. Returns those that were added, in the lease's order.
@@ -928,6 +974,43 @@ impl Lease {
     }
 }
 
+/// Place in the ledger of the unreadable blocks of a lease.
+#[derive(Clone, Debug)]
+pub struct LeaseMarks {
+    ledger: Ledger,
+    slot: Option<Slot>,
+    is_let_go: Arc<AtomicBool>,
+    lba_shift: u8,
+    id: String,
+}
+
+impl LeaseMarks {
+    /// Enters the unreadable blocks of the lease, in place of those before. When this returns, they are durable.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used, or the lease is not in the ledger any more, or another process has it.
+    pub fn store(&self, blocks: &[LbaRange]) -> Result<(), LeaseError> {
+        let gone = || LeaseError::Gone {
+            id: self.id.clone(),
+        };
+        let bytes: Vec<_> = blocks
+            .iter()
+            .map(|blocks| blocks.bytes(self.lba_shift))
+            .collect();
+        self.ledger.update(|records| {
+            let slot = self.slot.ok_or_else(gone)?;
+            // With the ledger locked: the next process reads it after this one has let go.
+            let has_it = !self.is_let_go.load(Ordering::Relaxed);
+            let record = records.find(slot).filter(|_| has_it);
+            let record = record.cloned().ok_or_else(gone)?;
+            for place in record.places() {
+                marks::replace(&mut records.uncorrectable, &place, &bytes);
+            }
+            Ok(())
+        })
+    }
+}
+
 #[cfg(test)]
 impl Lease {
     /// Leaves the lease as a dying holder does: its lock is gone, its lease is not.
@@ -941,13 +1024,14 @@ impl Lease {
             ledger: self.ledger.clone(),
             slot: self.slot,
             holder: None,
-            is_let_go: AtomicBool::new(false),
+            is_let_go: Arc::default(),
             id: self.id.clone(),
             drive: self.drive.clone(),
             named_on: self.named_on.clone(),
             reserved_pairs: Mutex::new(*lock(&self.reserved_pairs)),
             changes: Mutex::new(()),
             parts: Mutex::new(lock(&self.parts).clone()),
+            uncorrectable: Mutex::default(),
             nsid: self.nsid,
             lba_shift: self.lba_shift,
             capacity: self.capacity,
@@ -959,7 +1043,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take()
-            && !*self.is_let_go.get_mut()
+            && !self.is_let_go.load(Ordering::Relaxed)
             && let Err(error) = self.ledger.give_back(slot)
         {
             log::error!(

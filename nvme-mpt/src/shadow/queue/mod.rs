@@ -769,6 +769,9 @@ impl ShadowCore {
         {
             live.store_tail(cq.indices.tail(), false);
         }
+        if LIVE {
+            sqs.iter_mut().for_each(SubmissionQueue::record_counts);
+        }
         cq.gate.post(completed, now);
         if self.departures.have_ended() {
             self.departures.let_go(self.table_use.as_ref());

@@ -8,7 +8,7 @@ use crate::dma::RegionTable;
 use crate::doorbell::{DoorbellBuffer, DoorbellSource};
 use crate::event::{Event, EventQueue};
 use crate::interrupt::InterruptGate;
-use crate::live::{LiveHead, LiveQueue};
+use crate::live::{LiveCounts, LiveHead, LiveQueue};
 use crate::memory::{
     CompletionIndices, CompletionRing, Mapping, RingIndex, RingSize, Room, SubmissionRing,
 };
@@ -43,6 +43,8 @@ pub(crate) struct SubmissionQueue {
     pub(super) counters: Arc<QueueCounters>,
     /// Record of the queue's head, if it may outlive this process.
     pub(super) live: Option<LiveHead>,
+    /// Record of what was counted, likewise.
+    pub(super) live_counts: Option<LiveCounts>,
 }
 
 impl SubmissionQueue {
@@ -79,6 +81,7 @@ impl SubmissionQueue {
             bad_tail: None,
             counters,
             live: context.live.as_ref().and_then(|live| live.head(qid)),
+            live_counts: context.live.as_ref().and_then(|live| live.counts(qid)),
         })
     }
 
@@ -86,6 +89,14 @@ impl SubmissionQueue {
     pub(crate) fn begin(&mut self) {
         if let Some(live) = &mut self.live {
             live.begin(self.head);
+        }
+    }
+
+    /// Records what was counted, if that may outlive this process.
+    #[inline]
+    pub(super) fn record_counts(&mut self) {
+        if let Some(record) = &mut self.live_counts {
+            record.follow(&self.counters);
         }
     }
 

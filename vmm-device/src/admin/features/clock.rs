@@ -53,13 +53,20 @@ impl Clock {
         }
     }
 
-    /// It did not run while the function was kept in a snapshot.
-    pub(super) fn restored(state: &TimestampState, now: Duration) -> Self {
+    /// It did not run while the function was kept in a snapshot. `elapsed` is the time since it was saved in which it ran;
+    /// `None` if it stood still.
+    pub(super) fn restored(
+        state: &TimestampState,
+        now: Duration,
+        elapsed: Option<Duration>,
+    ) -> Self {
+        let milliseconds = elapsed.unwrap_or_default().as_millis();
+        let milliseconds = u64::try_from(milliseconds).unwrap_or(u64::MAX);
         Self {
-            start: state.milliseconds,
+            start: state.milliseconds.wrapping_add(milliseconds),
             since: now,
             origin: TimestampOrigin(state.origin),
-            stopped: true,
+            stopped: elapsed.is_none(),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Values of features, saved and restored.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use nvme_mpt::{
     LeaseFacts, StateError,
@@ -125,8 +125,13 @@ impl Features {
         Ok(())
     }
 
-    /// Restores the saved state, which has been checked.
-    pub(in crate::admin) fn restored(state: &FeaturesState, clock: &Arc<dyn WaitClock>) -> Self {
+    /// Restores the saved state, which has been checked. `elapsed` is the time since then in which the controller went on;
+    /// `None` if it stood still.
+    pub(in crate::admin) fn restored(
+        state: &FeaturesState,
+        clock: &Arc<dyn WaitClock>,
+        elapsed: Option<Duration>,
+    ) -> Self {
         let FeaturesState {
             arbitration,
             power_management,
@@ -157,7 +162,7 @@ impl Features {
                 .fold(0, |bits, vector| bits | vector_bit((*vector).into())),
             write_atomicity: WriteAtomicity(*write_atomicity),
             async_events: AsyncEventConfiguration(*async_events),
-            timestamp: Clock::restored(timestamp, clock.now()),
+            timestamp: Clock::restored(timestamp, clock.now(), elapsed),
             clock: clock.clone(),
             host_behavior: *host_behavior,
         }

@@ -63,6 +63,8 @@ pub(super) struct Health {
     gone: bool,
     damage: Damage,
     since: Duration,
+    /// Time for which the controller was on before that, in other processes.
+    powered_before: Duration,
     clock: Arc<dyn WaitClock>,
 }
 
@@ -79,6 +81,7 @@ impl Health {
             gone: false,
             damage: Damage::default(),
             since: clock.now(),
+            powered_before: Duration::ZERO,
             clock,
         }
     }
@@ -88,6 +91,17 @@ impl Health {
         self.asked = None;
         self.since = clock.now();
         self.clock = clock;
+    }
+
+    /// Returns the time for which the controller has been on.
+    pub(super) fn powered(&self) -> Duration {
+        let here = self.clock.now().saturating_sub(self.since);
+        here.saturating_add(self.powered_before)
+    }
+
+    /// Goes on as a controller that was on for some time before.
+    pub(super) fn go_on(&mut self, powered: Duration) {
+        (self.since, self.powered_before) = (self.clock.now(), powered);
     }
 
     /// Returns whether the drive was not asked for at least `time`.
@@ -204,7 +218,7 @@ impl Health {
                 page.available_spare = SPARE;
                 page.available_spare_threshold = SPARE_THRESHOLD;
                 page.power_cycles = U128::new(1);
-                let hours = self.clock.now().saturating_sub(self.since).as_secs() / 3600;
+                let hours = self.powered().as_secs() / 3600;
                 page.power_on_hours = U128::new(hours.into());
             }
             Reading::Unknown => {

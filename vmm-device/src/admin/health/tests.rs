@@ -24,6 +24,7 @@ fn health(log: SmartHealth) -> Health {
         gone: false,
         damage: Damage::default(),
         since: Duration::ZERO,
+        powered_before: Duration::ZERO,
         clock: still_clock(),
     }
 }
@@ -130,4 +131,10 @@ fn a_drive_that_keeps_no_log_is_on_since_the_function_began() {
     assert_eq!(hours(&health), U128::new(2));
     clock.sleep(Duration::from_secs(1));
     assert_eq!(hours(&health), U128::new(3));
+    // The next process goes on with it.
+    let mut next = Health::new(None, clock.clone());
+    next.refresh(&host);
+    next.go_on(health.powered());
+    clock.sleep(Duration::from_secs(3600));
+    assert_eq!(hours(&next), U128::new(4));
 }

@@ -391,12 +391,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             }
             NvmOpcode::WRITE_UNCORRECTABLE => {
                 let WriteUncorrectable { slba, nlb_z } = WriteUncorrectable::from(sqe);
-                let marked = uncorrectable.mark(slba.0, u64::from(nlb_z) + 1);
-                return Ok(Step::Complete(if marked {
-                    Status::SUCCESS
-                } else {
-                    Status::INTERNAL_ERROR
-                }));
+                let change = uncorrectable.mark(slba.0, u64::from(nlb_z) + 1);
+                operation.change = Some(change.ok_or(Status::INTERNAL_ERROR)?);
+                operation.next = Next::StoreMarks;
             }
             NvmOpcode::DATASET_MANAGEMENT => {
                 let deallocates = DatasetManagement::from(sqe).ad && file.punches_holes();

@@ -1,0 +1,253 @@
+//! Blocks that Write Uncorrectable made unreadable, as the ledger has them.
+//!
+//! A mark belongs to the data of an id: it lasts until the blocks are written, wiped, or leased by another id. Entries name
+//! bytes by what holds them, as [`super::tenants`] do.
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+use super::extents::joined;
+use super::tenants::{Part, Place, is_same_base, parts, split};
+use crate::range::ByteRange;
+
+/// Unreadable bytes of an id in one base.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct MarkedBytes {
+    id: String,
+    drive: String,
+    nsid: u32,
+    /// In the order of their starts; none touches another.
+    #[serde(serialize_with = "write_ranges", deserialize_with = "read_ranges")]
+    ranges: Vec<ByteRange>,
+}
+
+/// A lease may have thousands of ranges, so they are one text.
+fn write_ranges<S: Serializer>(ranges: &[ByteRange], serializer: S) -> Result<S::Ok, S::Error> {
+    let ranges: Vec<String> = ranges.iter().map(ByteRange::to_string).collect();
+    serializer.serialize_str(&ranges.join(" "))
+}
+
+fn read_ranges<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<ByteRange>, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    let ranges = text.split_whitespace().map(str::parse);
+    ranges.collect::<Result<_, _>>().map_err(D::Error::custom)
+}
+
+impl MarkedBytes {
+    fn is_on(&self, place: &Place<'_>) -> bool {
+        is_same_base((&self.drive, self.nsid), (place.drive, place.nsid))
+    }
+
+    /// Returns the id.
+    pub(super) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Has its base renamed.
+    pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
+        if let Some(name) = rename(&self.drive) {
+            self.drive = name;
+        }
+    }
+
+    /// Takes the bytes of a range away.
+    fn cut(&mut self, range: &ByteRange) {
+        self.ranges = without(&self.ranges, range);
+    }
+}
+
+/// Returns ranges without the bytes of another one.
+pub(super) fn without(ranges: &[ByteRange], cut: &ByteRange) -> Vec<ByteRange> {
+    let kept = ranges.iter().flat_map(|range| match split(range, cut) {
+        [before, Some(_), behind] => [before, behind],
+        [_, None, _] => [Some(*range), None],
+    });
+    kept.flatten().collect()
+}
+
+/// Returns the marks of the place's id in it, as its drive numbers its bytes.
+pub(super) fn find(marks: &[MarkedBytes], place: &Place<'_>) -> Vec<ByteRange> {
+    let of_part = |part: &Part| {
+        let place = part.place(place);
+        let its = marks
+            .iter()
+            .filter(|marks| marks.id == place.id && marks.is_on(&place));
+        let within = its.flat_map(|marks| &marks.ranges).filter_map(|range| {
+            let [_, within, _] = split(range, &place.range);
+            part.on_drive(within?)
+        });
+        within.collect::<Vec<_>>()
+    };
+    parts(place).iter().flat_map(of_part).collect()
+}
+
+/// Makes `ranges`, as the drive of `place` numbers its bytes, all marks of its id in it.
+pub(super) fn replace(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, ranges: &[ByteRange]) {
+    let mut at = place.range.start();
+    for part in parts(place) {
+        let on_drive = ByteRange::new(at, part.range.length());
+        at = at.saturating_add(part.range.length());
+        let Ok(on_drive) = on_drive else { continue };
+        let place = part.place(place);
+        cut(marks, &place, |id| id == place.id);
+        let within = ranges.iter().filter_map(|range| {
+            let [_, within, _] = split(range, &on_drive);
+            let within = within?;
+            let moved = within.start() - on_drive.start();
+            ByteRange::new(place.range.start().checked_add(moved)?, within.length()).ok()
+        });
+        let mut within: Vec<_> = within.collect();
+        if within.is_empty() {
+            continue;
+        }
+        let is_its = |marks: &MarkedBytes| {
+            (marks.id.as_str(), marks.drive.as_str(), marks.nsid)
+                == (place.id, place.drive, place.nsid)
+        };
+        if let Some(its) = marks.iter_mut().find(|marks| is_its(marks)) {
+            its.ranges.append(&mut within);
+            its.ranges.sort_by_key(ByteRange::start);
+            its.ranges = joined(&its.ranges);
+        } else {
+            within.sort_by_key(ByteRange::start);
+            marks.push(MarkedBytes {
+                id: place.id.to_owned(),
+                drive: place.drive.to_owned(),
+                nsid: place.nsid,
+                ranges: joined(&within),
+            });
+        }
+    }
+    marks.retain(|marks| !marks.ranges.is_empty());
+}
+
+/// Forgets the marks of other ids in a place: its id gets the bytes.
+pub(super) fn forget_others(marks: &mut Vec<MarkedBytes>, place: &Place<'_>) {
+    forget_where(marks, place, |id| id != place.id);
+}
+
+/// Forgets all marks in a place, which was wiped.
+pub(super) fn forget(marks: &mut Vec<MarkedBytes>, place: &Place<'_>) {
+    forget_where(marks, place, |_| true);
+}
+
+fn forget_where(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, is_of: impl Fn(&str) -> bool) {
+    // As nearly always.
+    if marks.is_empty() {
+        return;
+    }
+    for part in parts(place) {
+        cut(marks, &part.place(place), &is_of);
+    }
+    marks.retain(|marks| !marks.ranges.is_empty());
+}
+
+fn cut(marks: &mut [MarkedBytes], place: &Place<'_>, is_of: impl Fn(&str) -> bool) {
+    for marks in marks {
+        if is_of(&marks.id) && marks.is_on(place) {
+            marks.cut(&place.range);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn place<'a>(id: &'a str, drive: &'a str, start: u64, length: u64) -> Place<'a> {
+        Place {
+            id,
+            drive,
+            nsid: 1,
+            range: ByteRange::new(start, length).unwrap(),
+            at: None,
+        }
+    }
+
+    fn range(start: u64, length: u64) -> ByteRange {
+        ByteRange::new(start, length).unwrap()
+    }
+
+    #[test]
+    fn marks_are_those_of_the_bytes_by_whatever_name() {
+        let mut marks = Vec::new();
+        let partition = |id, start, length| place(id, "100+50 of disk:one", start, length);
+        replace(
+            &mut marks,
+            &partition("a", 0, 50),
+            &[range(4, 2), range(30, 1)],
+        );
+        let disk = place("a", "disk:one", 100, 50);
+        assert_eq!(find(&marks, &disk), [range(104, 2), range(130, 1)]);
+        assert_eq!(find(&marks, &place("b", "disk:one", 100, 50)), []);
+        assert_eq!(find(&marks, &place("a", "disk:two", 100, 50)), []);
+        forget_others(&mut marks, &disk);
+        assert_eq!(find(&marks, &partition("a", 5, 10)), [range(5, 1)]);
+        forget_others(&mut marks, &place("b", "disk:one", 105, 20));
+        assert_eq!(find(&marks, &disk), [range(104, 1), range(130, 1)]);
+        forget(&mut marks, &place("a", "disk:one", 104, 1));
+        assert_eq!(find(&marks, &disk), [range(130, 1)]);
+        replace(&mut marks, &disk, &[]);
+        assert_eq!(marks, [], "an id without marks takes no room");
+    }
+
+    #[test]
+    fn ranges_are_stored_as_one_text() {
+        let mut marks = Vec::new();
+        let its = place("a", "disk:one", 0, 1 << 20);
+        replace(&mut marks, &its, &[range(512, 512), range(1536, 4096)]);
+        let text = serde_json::to_string(&marks).unwrap();
+        assert!(text.contains("\"512+512 1536+4K\""), "{text}");
+        let read: Vec<MarkedBytes> = serde_json::from_str(&text).unwrap();
+        assert_eq!(read, marks);
+        for wrong in ["512", "x+1", "1+0"] {
+            let text = text.replace("512+512", wrong);
+            serde_json::from_str::<Vec<MarkedBytes>>(&text).unwrap_err();
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn they_are_a_set_of_bytes_for_each_id(
+            steps in prop::collection::vec((0..4_u8, any::<bool>(), 0..60_u64, 1..9_u64), 1..40)
+        ) {
+            let mut marks = Vec::new();
+            let mut model = [[false; 80]; 2];
+            for (step, second, start, length) in steps {
+                let (id, index) = if second { ("b", 1) } else { ("a", 0) };
+                let whole = place(id, "disk:one", 0, 80);
+                let part = place(id, "disk:one", start, length);
+                let bytes = start as usize..(start + length) as usize;
+                match step {
+                    0 => {
+                        let mut all = find(&marks, &whole);
+                        all.push(range(start, length));
+                        replace(&mut marks, &whole, &all);
+                        model[index][bytes].fill(true);
+                    }
+                    1 => {
+                        replace(&mut marks, &part, &[]);
+                        model[index][bytes].fill(false);
+                    }
+                    2 => {
+                        forget_others(&mut marks, &part);
+                        model[1 - index][bytes].fill(false);
+                    }
+                    _ => {
+                        forget(&mut marks, &part);
+                        model.iter_mut().for_each(|model| model[bytes.clone()].fill(false));
+                    }
+                }
+                for (id, model) in ["a", "b"].iter().zip(&model) {
+                    let found = find(&marks, &place(id, "disk:one", 0, 80));
+                    for (at, marked) in (0..).zip(model) {
+                        let is_in = |range: &ByteRange| (range.start()..range.end()).contains(&at);
+                        prop_assert_eq!(found.iter().any(is_in), *marked);
+                    }
+                }
+            }
+        }
+    }
+}

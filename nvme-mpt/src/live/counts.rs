@@ -1,0 +1,205 @@
+//! Counts of a lease's commands, for the SMART log page of the process after this one.
+//!
+//! Each queue pair has a record beside its positions, and the function has one of what was counted before it was restored
+//! from a snapshot. A record goes on where the process before left it. It is read once: whoever owns the file can write any
+//! number there, which makes the counts of its own lease wrong.
+
+use std::sync::Arc;
+
+use super::{PAIR, POSITIONS};
+use crate::memory::{Cell64, Mapping};
+use crate::spec::ids::QueueId;
+use crate::stats::{Counters, QueueCounters};
+
+/// Words of a record.
+const WORDS: usize = 6;
+
+/// Offset of the function's own record.
+const OF_FUNCTION: usize = 8;
+const _: () = assert!(OF_FUNCTION + 8 * WORDS <= super::LOSSES);
+
+/// Offset of a pair's record, in the page of its positions.
+const OF_PAIR: usize = 256;
+const _: () = assert!(OF_PAIR + 8 * WORDS <= POSITIONS);
+
+fn place(qid: QueueId) -> Option<usize> {
+    let index = usize::from(qid.0).checked_sub(1)?;
+    Some(POSITIONS + index * PAIR + OF_PAIR)
+}
+
+/// Words that hold counts.
+#[derive(Debug)]
+struct Record([Cell64; WORDS]);
+
+impl Record {
+    fn at(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
+        let word = |index: usize| Cell64::new(mapping, offset + 8 * index);
+        let words = [word(0)?, word(1)?, word(2)?, word(3)?, word(4)?, word(5)?];
+        Some(Self(words))
+    }
+
+    fn load(&self) -> Counters {
+        let [
+            reads,
+            writes,
+            bytes_read,
+            bytes_written,
+            media_errors,
+            errors,
+        ] = self.0.each_ref().map(Cell64::load);
+        Counters {
+            reads,
+            writes,
+            bytes_read,
+            bytes_written,
+            media_errors,
+            errors,
+        }
+    }
+
+    #[inline]
+    fn store(&self, counters: Counters) {
+        let Counters {
+            reads,
+            writes,
+            bytes_read,
+            bytes_written,
+            media_errors,
+            errors,
+        } = counters;
+        let counts = [
+            reads,
+            writes,
+            bytes_read,
+            bytes_written,
+            media_errors,
+            errors,
+        ];
+        for (word, count) in self.0.iter().zip(counts) {
+            word.store(count);
+        }
+    }
+}
+
+/// Counts from before this process has the live state.
+#[derive(Debug)]
+pub(super) struct CountsBefore {
+    of_function: Counters,
+    of_pairs: Box<[Counters]>,
+}
+
+impl CountsBefore {
+    pub(super) fn read(mapping: &Arc<Mapping>, queue_pairs: u16) -> Self {
+        let read = |offset| Record::at(mapping, offset).map(|record| record.load());
+        let pairs = (1..=queue_pairs).map(|qid| place(QueueId(qid)).and_then(read));
+        Self {
+            of_function: read(OF_FUNCTION).unwrap_or_default(),
+            of_pairs: pairs.map(Option::unwrap_or_default).collect(),
+        }
+    }
+
+    pub(super) fn sum(&self) -> Counters {
+        let pairs = self.of_pairs.iter().copied();
+        pairs.fold(self.of_function, |sum, pair| sum + pair)
+    }
+
+    /// Makes the sum another one for the process after this one.
+    pub(super) fn set_sum(&self, mapping: &Arc<Mapping>, sum: Counters) {
+        let pairs = self.of_pairs.iter().copied();
+        let pairs = pairs.fold(Counters::default(), |sum, pair| sum + pair);
+        if let Some(record) = Record::at(mapping, OF_FUNCTION) {
+            record.store(sum - pairs);
+        }
+    }
+
+    pub(super) fn of(&self, mapping: &Arc<Mapping>, qid: QueueId) -> Option<LiveCounts> {
+        let before = self.of_pairs.get(usize::from(qid.0).checked_sub(1)?)?;
+        Some(LiveCounts {
+            record: Record::at(mapping, place(qid)?)?,
+            before: *before,
+            commands: 0,
+        })
+    }
+}
+
+/// Record of the counts of a queue pair, which the queue's poller writes.
+#[derive(Debug)]
+pub(crate) struct LiveCounts {
+    record: Record,
+    before: Counters,
+    /// Commands of this process that are in it.
+    commands: u64,
+}
+
+impl LiveCounts {
+    /// Records the present counts, if there are others.
+    #[inline]
+    pub(crate) fn follow(&mut self, counters: &QueueCounters) {
+        let commands = counters.commands.get();
+        if commands != self.commands {
+            self.commands = commands;
+            self.record.store(self.before + counters.smart());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::LiveState;
+    use super::*;
+
+    fn counters(number: u64) -> Counters {
+        Counters {
+            reads: number,
+            writes: number + 1,
+            bytes_read: number + 2,
+            bytes_written: number + 3,
+            media_errors: number + 4,
+            errors: number + 5,
+        }
+    }
+
+    /// Counts as a poller does.
+    fn count(by: u64) -> QueueCounters {
+        let queue = QueueCounters::default();
+        queue.commands.add(1);
+        for (counter, count) in [
+            (&queue.reads, by),
+            (&queue.writes, by + 1),
+            (&queue.read_bytes, by + 2),
+            (&queue.write_bytes, by + 3),
+            (&queue.media_errors, by + 4),
+            (&queue.errors, by + 5),
+        ] {
+            counter.add(count);
+        }
+        queue
+    }
+
+    #[test]
+    fn the_next_process_counts_on() {
+        let mut state = LiveState::new(2).expect("memory");
+        assert_eq!(state.counted_before(), Counters::default());
+        state.set_counted_before(counters(1000));
+        let mut sum = counters(1000);
+        for round in 0..3 {
+            for qid in 1..=2 {
+                let by = 10 * round + u64::from(qid);
+                let mut counts = state.counts(QueueId(qid)).expect("a pair");
+                counts.follow(&count(by));
+                sum = sum + counters(by);
+            }
+            let fd = state.fd().try_clone_to_owned().expect("descriptor");
+            state = LiveState::kept(fd, 2).expect("kept");
+            assert_eq!(state.counted_before(), sum);
+        }
+        // A snapshot replaces all.
+        state.set_counted_before(counters(7));
+        let mut counts = state.counts(QueueId(1)).expect("a pair");
+        counts.follow(&count(5));
+        let fd = state.fd().try_clone_to_owned().expect("descriptor");
+        let state = LiveState::kept(fd, 2).expect("kept");
+        assert_eq!(state.counted_before(), counters(7) + counters(5));
+        assert!(state.counts(QueueId(0)).is_none() && state.counts(QueueId(3)).is_none());
+    }
+}

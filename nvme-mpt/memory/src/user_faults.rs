@@ -15,8 +15,10 @@ use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
+
+use super::file_system::{host_page_size, page_size};
 
 /// A process that may have registered its mappings of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -166,18 +168,22 @@ fn mapped_part(line: &str, device: u64, inode: u64) -> Option<Range<u64>> {
 
 /// Returns whether a range of a file has a hole. `file` is nobody else's: its position changes.
 fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
+    let status = file.metadata()?;
+    // hugetlbfs calls the whole file data. It counts its pages.
+    if page_size(file.as_fd())? > host_page_size() {
+        return Ok(status.blocks().saturating_mul(512) < status.len());
+    }
     let start = libc::off_t::try_from(range.start).map_err(|_| io::ErrorKind::InvalidInput)?;
     // SAFETY: `file` is open; the call takes numbers.
     let hole = unsafe { libc::lseek(file.as_raw_fd(), start, libc::SEEK_HOLE) };
     match u64::try_from(hole) {
         // The end of the file is one, too.
-        Ok(hole) => Ok(hole < range.end.min(file.metadata()?.len())),
+        Ok(hole) => Ok(hole < range.end.min(status.len())),
         Err(_) => match io::Error::last_os_error() {
             // It starts behind the end.
             error if error.raw_os_error() == Some(libc::ENXIO) => Ok(false),
-            // Some file systems of memory do not say.
-            error if error.kind() == io::ErrorKind::InvalidInput => Ok(true),
-            error => Err(error),
+            // Whoever does not say may have one.
+            _ => Ok(true),
         },
     }
 }

@@ -33,6 +33,7 @@ const UFFDIO_CONTINUE: u64 = 0xC020_AA07;
 const MODE_MISSING: u64 = 1;
 const MODE_WRITE_PROTECT: u64 = 2;
 const MODE_MINOR: u64 = 4;
+const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
 const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
@@ -269,6 +270,39 @@ fn memory_is_incomplete_until_no_fault_is_still_to_come() {
     assert!(guest.is_incomplete());
     drop(client);
     assert!(!guest.is_incomplete());
+}
+
+/// Whether the host has huge pages or not: none is touched.
+#[test]
+fn huge_pages_that_are_registered_are_incomplete() {
+    const HUGE: usize = 2 << 20;
+    let name = "huge_pages_that_are_registered_are_incomplete";
+    let Some(client) = userfaultfd(FEATURE_MISSING_HUGETLBFS, name) else {
+        return;
+    };
+    // SAFETY: a new file, which is owned once, and a new mapping, which is never unmapped.
+    let (memory, start) = unsafe {
+        let flags = libc::MFD_CLOEXEC | libc::MFD_HUGETLB | libc::MFD_HUGE_2MB;
+        let fd = libc::memfd_create(c"guest".as_ptr(), flags);
+        assert!(fd >= 0, "{}", io::Error::last_os_error());
+        let memory = File::from_raw_fd(fd);
+        memory.set_len(HUGE as u64).unwrap();
+        let (prot, flags) = (libc::PROT_READ, libc::MAP_SHARED | libc::MAP_NORESERVE);
+        let start = libc::mmap(std::ptr::null_mut(), HUGE, prot, flags, fd, 0);
+        assert_ne!(start, libc::MAP_FAILED, "{}", io::Error::last_os_error());
+        (memory, start as u64)
+    };
+    let look = || is_incomplete(MemoryHolder::ThisProcess, memory.as_fd()).unwrap();
+    assert!(!look());
+    control(
+        &client,
+        UFFDIO_REGISTER,
+        &mut [start, HUGE as u64, MODE_MISSING, 0],
+    )
+    .unwrap();
+    assert!(look());
+    drop(client);
+    assert!(!look());
 }
 
 #[test]

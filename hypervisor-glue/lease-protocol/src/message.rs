@@ -115,7 +115,7 @@ impl Attached {
 
 /// Request for one method of [`HostSide`](nvme_mpt::HostSide). The reply is the method's result.
 #[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum Request {
     Status,
     Damage,
@@ -181,6 +181,7 @@ pub(crate) enum Request {
 
 /// A region of the VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(crate) struct Region {
     pub(crate) gpa: Gpa,
     pub(crate) len: u64,
@@ -214,7 +215,7 @@ impl Request {
 ///
 /// For [`Self::Ask`] it is true if a signal waits; for the others, if one that waited was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum VectorChange {
     Connect,
     Disconnect,

@@ -32,6 +32,7 @@ const REST_MAX: Duration = Duration::from_secs(1);
 
 /// Units per second, and units that may come at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RateLimit {
     /// Units per second.
     pub per_second: NonZeroU64,
@@ -41,6 +42,7 @@ pub struct RateLimit {
 
 /// Limits of a lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct RateLimits {
     /// I/O commands.
     pub iops: Option<RateLimit>,

@@ -22,94 +22,132 @@ pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Choices about a function of a VM: those of a [`FunctionOptions`], as they are written.
 ///
+/// A key that is none is an error: `rang` for `range` would lease the whole drive. A type that holds this one flattened
+/// (`serde(flatten)`) has to refuse such keys itself.
+///
 /// It has no `id`, since names that a VMM gives its devices are unique within a VM only: `lease` names the lease.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct FunctionConfig {
     /// The drive.
     pub path: String,
     /// The part of it that the guest gets.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub range: Option<String>,
     /// Bytes that the guest gets, wherever the drive has room.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub size: Option<String>,
     /// Bytes of a unit of a lease by size.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub unit: Option<String>,
     /// Most I/O queue pairs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// I/O queue pairs of a physical drive that belong to the function alone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub reserve: Option<u16>,
     /// Most data of a command.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub mdts: Option<String>,
     /// Name of the lease.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub lease: Option<String>,
     /// Path of the guest's doorbell writes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub doorbells: Option<String>,
     /// Bytes from one doorbell to the next.
-    #[serde(
-        default,
-        rename = "doorbell-stride",
-        skip_serializing_if = "Option::is_none"
-    )]
+    #[serde(rename = "doorbell-stride", skip_serializing_if = "Option::is_none")]
     pub doorbell_stride: Option<u16>,
     /// Polling of the guest's queues.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub poll: Option<String>,
     /// Names of what does not learn.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub fixed: Option<String>,
     /// Kinds of files that the VM's memory may be in.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
     /// Most I/O commands per second.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub iops: Option<String>,
     /// Most bytes per second.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth: Option<String>,
     /// Share of a physical drive's queue pairs beside busy guests.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<u16>,
     /// Fate of data that another id left in the range.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<String>,
     /// Serial number.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub serial: Option<String>,
     /// Bytes of a logical block of a software drive.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub lba: Option<u32>,
     /// Timing of a software drive.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
     /// Faults of a software drive.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub faults: Option<String>,
     /// Moment at which a drive in memory takes its memory: `on` for its start.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub populate: Option<String>,
     /// Namespace of a physical drive.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace: Option<u32>,
     /// Seconds that a drive may take for a command; as its kind has it if not given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
     /// Seconds that the function waits for a drive server to come back.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub reconnect: Option<u64>,
     /// Folder with the ledger of leases.
-    #[serde(default = "default_state_dir")]
     pub state_dir: PathBuf,
 }
 
+const NO_PATH: OptionError = OptionError::Missing {
+    key: "path",
+    example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
+};
+
 fn default_state_dir() -> PathBuf {
     STATE_DIR.into()
+}
+
+impl Default for FunctionConfig {
+    /// No drive, and the default of each option.
+    fn default() -> Self {
+        Self {
+            path: String::new(),
+            range: None,
+            size: None,
+            unit: None,
+            queues: None,
+            reserve: None,
+            mdts: None,
+            lease: None,
+            doorbells: None,
+            doorbell_stride: None,
+            poll: None,
+            fixed: None,
+            memory: None,
+            iops: None,
+            bandwidth: None,
+            weight: None,
+            data: None,
+            serial: None,
+            lba: None,
+            profile: None,
+            faults: None,
+            populate: None,
+            namespace: None,
+            timeout: None,
+            reconnect: None,
+            state_dir: default_state_dir(),
+        }
+    }
 }
 
 impl FunctionConfig {
@@ -149,10 +187,7 @@ impl FunctionConfig {
     /// [`OptionError::Missing`] without a path, and [`OptionError::Value`] for what is no number. All
     /// else is looked at by [`Self::options`].
     pub fn from_keys(mut get: impl FnMut(&str) -> Option<String>) -> Result<Self, OptionError> {
-        let path = get("path").ok_or(OptionError::Missing {
-            key: "path",
-            example: "DRIVE, a PCI address, a file, a block device, memory:SIZE or null:SIZE",
-        })?;
+        let path = get("path").ok_or(NO_PATH)?;
         let state_dir = get("state_dir").map_or_else(default_state_dir, PathBuf::from);
         Ok(Self {
             path,
@@ -193,7 +228,7 @@ impl FunctionConfig {
     /// # Errors
     /// All of [`OptionError`] that values can cause.
     pub fn options(&self) -> Result<FunctionOptions, OptionError> {
-        let mut keys = KeyValues::of(self.pairs());
+        let mut keys = KeyValues::of(self.pairs()?);
         FunctionOptions::take(&mut keys)
     }
 
@@ -202,7 +237,7 @@ impl FunctionConfig {
     /// # Errors
     /// All of [`OptionError`] that values can cause.
     pub fn asked(&self) -> Result<AskedFunction, OptionError> {
-        AskedFunction::read(OptionText::of(self.pairs())?)
+        AskedFunction::read(OptionText::of(self.pairs()?)?)
     }
 
     /// The files that a sandbox has to let the function use that opens its drive itself, each with whether it has to let
@@ -267,7 +302,7 @@ impl FunctionConfig {
         named.map(|name| (name.into(), false))
     }
 
-    fn pairs(&self) -> Vec<(String, String)> {
+    fn pairs(&self) -> Result<Vec<(String, String)>, OptionError> {
         let Self {
             path,
             range,
@@ -326,10 +361,12 @@ impl FunctionConfig {
             ("timeout", timeout.map(|seconds| seconds.to_string())),
             ("reconnect", reconnect.map(|seconds| seconds.to_string())),
         ];
+        if path.is_empty() {
+            return Err(NO_PATH);
+        }
         let given = pairs.into_iter();
-        given
-            .filter_map(|(key, value)| Some((key.to_owned(), value?)))
-            .collect()
+        let given = given.filter_map(|(key, value)| Some((key.to_owned(), value?)));
+        Ok(given.collect())
     }
 }
 
@@ -426,6 +463,47 @@ mod tests {
         assert_eq!(kept, r#"{"path":"/dev/x","queues":2,"state_dir":"/srv/s"}"#);
         let restored: FunctionConfig = serde_json::from_str(&kept).expect("restored");
         assert_eq!(restored, config);
+    }
+
+    #[test]
+    fn a_key_that_is_none_is_refused() {
+        let read = |text: &str| serde_json::from_str::<FunctionConfig>(text);
+        for wrong in ["rang", "id", "RANGE", "doorbell_stride", "doorbells "] {
+            let error = read(&format!(r#"{{"path":"memory:64M","{wrong}":"0+8M"}}"#));
+            let error = error.expect_err(wrong).to_string();
+            assert!(
+                error.contains(&format!("unknown field `{wrong}`")),
+                "{error}"
+            );
+        }
+        // Twice the same key, too.
+        read(r#"{"path":"a","path":"b"}"#).expect_err("two paths");
+        for key in FunctionConfig::KEYS {
+            read(&format!(r#"{{"{key}":null}}"#))
+                .map(drop)
+                .or_else(|error| match error.to_string().contains("unknown field") {
+                    true => Err(error),
+                    // Two of them cannot be null.
+                    false => Ok(()),
+                })
+                .expect(key);
+        }
+    }
+
+    #[test]
+    fn defaults_are_the_same_wherever_they_come_from() {
+        let default = FunctionConfig::default();
+        let read: FunctionConfig = serde_json::from_str("{}").expect("all by default");
+        assert_eq!(read, default);
+        assert_eq!(default.state_dir, PathBuf::from(STATE_DIR));
+        let path = "null:1G".to_owned();
+        let by_keys = config(&[("path", &path)]).expect("valid");
+        assert_eq!(by_keys, FunctionConfig { path, ..default });
+        // A drive is nobody's default.
+        let error = read.options().expect_err("no path").to_string();
+        assert!(error.starts_with("Option \"path\" is missing"), "{error}");
+        let error = read.asked().expect_err("no path").to_string();
+        assert!(error.starts_with("Option \"path\" is missing"), "{error}");
     }
 
     #[test]

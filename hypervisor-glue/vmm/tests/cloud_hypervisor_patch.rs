@@ -77,6 +77,23 @@ fn it_only_adds_lines() {
     }
 }
 
+/// Git quotes a line of the file behind each header, and cuts ids short, unless it is told otherwise.
+#[test]
+fn it_quotes_no_line_and_names_whole_blobs() {
+    for line in PATCH.lines() {
+        if let Some(header) = line.strip_prefix("@@ ") {
+            let ranges = header.strip_suffix(" @@").unwrap_or(header);
+            let is_range = |byte: u8| byte.is_ascii_digit() || b"-+, ".contains(&byte);
+            assert!(ranges.bytes().all(is_range), "{line}");
+        }
+        if let Some(ids) = line.strip_prefix("index ") {
+            let (before, after) = ids.split_once("..").expect("two ids");
+            let after = after.split(' ').next().expect("an id");
+            assert_eq!((before.len(), after.len()), (40, 40), "{line}");
+        }
+    }
+}
+
 #[test]
 fn it_names_nothing_that_is_elsewhere_only() {
     assert!(PATCH.is_ascii());

@@ -1,0 +1,200 @@
+//! Gives a checkout of Cloud Hypervisor NVMe functions in its own process.
+//!
+//! The patch holds none of Cloud Hypervisor's lines, so it has no context by which a tool could find its places in
+//! another version: it would put them somewhere. So each file is compared with the one that the patch was made for, by the
+//! id that git gives its content, and so is the result. All files fit and are patched, or none is touched.
+
+mod blob;
+mod patch;
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+pub use blob::BlobId;
+use patch::FilePatch;
+pub use patch::{ParseError, Patch};
+
+/// The version of Cloud Hypervisor that the patch was made for.
+pub const VERSION: &str = "v53.0";
+/// The patch.
+pub const CLOUD_HYPERVISOR: &str = include_str!("../v53.0.patch");
+
+/// A patch was not applied.
+#[derive(Debug, Error)]
+pub enum ApplyError {
+    /// Files are others than those that the patch was made for. Nothing was changed.
+    #[error("Nothing was changed, as the patch is for Cloud Hypervisor {VERSION} as it was released:{}", list(.0))]
+    Differ(Vec<String>),
+    /// A file could not be read or written. What had been changed was changed back.
+    #[error("Nothing was changed, as {} cannot be patched: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Kernel's error.
+        source: io::Error,
+    },
+    /// What had been changed before that could not be changed back.
+    #[error(
+        "{} cannot be patched: {source}. These could not be changed back, use git restore:{}",
+        path.display(),
+        list(changed)
+    )]
+    Stuck {
+        /// The file.
+        path: PathBuf,
+        /// Kernel's error.
+        source: io::Error,
+        /// Files that are changed.
+        changed: Vec<String>,
+    },
+}
+
+fn list(lines: &[String]) -> String {
+    let lines = lines.iter().map(|line| format!("\n  {line}"));
+    lines.collect()
+}
+
+/// A file to write.
+struct Change<'a> {
+    path: PathBuf,
+    /// Content before; `None` for a new file.
+    before: Option<Vec<u8>>,
+    after: Vec<u8>,
+    patch: &'a FilePatch,
+}
+
+impl Patch {
+    /// Applies the patch to the files in a folder. Returns how many were changed: files that have it already stay as they
+    /// are, so one that was interrupted can be applied again.
+    ///
+    /// # Errors
+    /// All of [`ApplyError`].
+    pub fn apply(&self, checkout: &Path) -> Result<usize, ApplyError> {
+        let changes = self.changes(checkout)?;
+        let mut staged = Vec::new();
+        let written = stage(&changes, &mut staged);
+        let written = written.and_then(|()| put_in_place(&changes, &staged));
+        if written.is_err() {
+            for path in staged {
+                // What was put in place is not there any more.
+                let _ = fs::remove_file(path);
+            }
+        }
+        written.map(|()| changes.len())
+    }
+
+    /// Compares all files.
+    fn changes(&self, checkout: &Path) -> Result<Vec<Change<'_>>, ApplyError> {
+        let (mut changes, mut others) = (Vec::new(), Vec::new());
+        for patch in &self.files {
+            let path = checkout.join(&patch.path);
+            let content = read(&path).map_err(|source| ApplyError::Io {
+                path: path.clone(),
+                source,
+            })?;
+            let id = content.as_deref().map(BlobId::of);
+            if id == Some(patch.after) {
+                continue;
+            }
+            if id != patch.before {
+                others.push(match (id, patch.before) {
+                    (None, _) => format!("{patch} is not there"),
+                    (Some(_), None) => format!("{patch} is there, and is another file"),
+                    (Some(id), Some(before)) => {
+                        let [id, before] = [id, before].map(|id| id.to_string());
+                        format!("{patch} differs: it is blob {id:.12}, not {before:.12}")
+                    }
+                });
+                continue;
+            }
+            match patch.added_to(content.as_deref().unwrap_or_default()) {
+                Some(after) => changes.push(Change {
+                    path,
+                    before: content,
+                    after,
+                    patch,
+                }),
+                None => others.push(format!("{patch} would not become {}", patch.after)),
+            }
+        }
+        match others.is_empty() {
+            true => Ok(changes),
+            false => Err(ApplyError::Differ(others)),
+        }
+    }
+}
+
+/// Reads a file, if there is one.
+fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+        Ok(status) if status.is_file() => fs::read(path).map(Some),
+        Ok(_) => Err(io::Error::other("it is no regular file")),
+    }
+}
+
+/// Writes the new contents beside their files. `staged` has the names of those that may be there.
+fn stage(changes: &[Change<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyError> {
+    for change in changes {
+        let mut write = || -> io::Result<()> {
+            let name = change
+                .path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy();
+            let path = change.path.with_file_name(format!(".{name}.patch-vmm"));
+            if let Some(folder) = path.parent() {
+                fs::create_dir_all(folder)?;
+            }
+            staged.push(path.clone());
+            // One of an earlier run may still lie there.
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => File::create_new(&path)?.write_all(&change.after)?,
+            }
+            match change.before {
+                Some(_) => fs::set_permissions(&path, fs::metadata(&change.path)?.permissions()),
+                None => Ok(()),
+            }
+        };
+        write().map_err(|source| ApplyError::Io {
+            path: change.path.clone(),
+            source,
+        })?;
+    }
+    Ok(())
+}
+
+/// Puts each new content in the place of the old one, and all of them back if one cannot be.
+fn put_in_place(changes: &[Change<'_>], staged: &[PathBuf]) -> Result<(), ApplyError> {
+    for (done, (change, path)) in changes.iter().zip(staged).enumerate() {
+        let Err(source) = fs::rename(path, &change.path) else {
+            continue;
+        };
+        let path = change.path.clone();
+        let changed = changes[..done]
+            .iter()
+            .filter(|change| undo(change).is_err());
+        let changed: Vec<String> = changed.map(|change| change.patch.to_string()).collect();
+        return Err(match changed.is_empty() {
+            true => ApplyError::Io { path, source },
+            false => ApplyError::Stuck {
+                path,
+                source,
+                changed,
+            },
+        });
+    }
+    Ok(())
+}
+
+fn undo(change: &Change<'_>) -> io::Result<()> {
+    match &change.before {
+        Some(before) => fs::write(&change.path, before),
+        None => fs::remove_file(&change.path),
+    }
+}

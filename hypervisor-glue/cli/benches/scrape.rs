@@ -192,6 +192,7 @@ fn snapshot() -> Snapshot {
     Snapshot {
         functions: functions.collect(),
         stats: ServerStats {
+            failed: Vec::new(),
             functions: stats.collect(),
             pollers: pollers.collect(),
             drives: vec![DriveStats {

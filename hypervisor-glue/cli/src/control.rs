@@ -13,6 +13,7 @@ use std::num::NonZeroU64;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -34,9 +35,6 @@ use crate::owner::user_name;
 use crate::room::DriveRoom;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
-
-/// Time that a server gives a client for taking the reply to a change.
-const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 2 });
 
 /// Clients that may be connected. The next one ends the connection of the first.
 const CLIENTS_MAX: usize = 64;
@@ -210,23 +208,48 @@ pub trait Service: Send + 'static {
 
 /// Reply to a change, which a client waits for.
 #[derive(Debug)]
-pub struct Reply(UnixStream);
+pub struct Reply {
+    stream: UnixStream,
+    late: Arc<LateAnswers>,
+}
 
 impl Reply {
-    /// Replies with the result, or with the reason why there is none.
+    /// Replies with the result, or with the reason why there is none. It does not wait: what the client has no room for is
+    /// written by the control thread.
     pub fn send(self, result: Result<Changed, String>) {
         let answer = match result {
             Ok(changed) => Answer::Changed(changed),
             Err(reason) => Answer::Error(reason),
         };
-        if let Err(error) = reply(&self.0, &answer) {
+        let Self { stream, late } = self;
+        let exchange = Exchange::answer(&answer);
+        let sent = exchange.and_then(|mut exchange| match exchange.write(&stream)? {
+            true => Ok(()),
+            false => late.hand_in(Client { stream, exchange }),
+        });
+        if let Err(error) = sent {
             log::info!("A control client was gone before its change was done: {error}");
         }
     }
 }
 
-fn reply(stream: &UnixStream, answer: &Answer) -> io::Result<()> {
-    Line::new(stream, PATIENCE)?.write(&serde_json::to_vec(answer)?)
+/// Clients that have not taken the answer to a change, on their way to the control thread.
+#[derive(Debug)]
+struct LateAnswers {
+    clients: Mutex<Vec<Client>>,
+    came: EventFd,
+}
+
+impl LateAnswers {
+    fn clients(&self) -> MutexGuard<'_, Vec<Client>> {
+        // Each change is complete before anything can panic.
+        self.clients.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn hand_in(&self, client: Client) -> io::Result<()> {
+        self.clients().push(client);
+        self.came.write(1)
+    }
 }
 
 /// A control socket that takes connections, which wait until it is served.
@@ -259,8 +282,15 @@ impl ControlServer {
         let ControlListener(listener) = listener;
         let stop =
             EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(ControlError::Thread)?;
+        let came =
+            EventFd::new(libc::EFD_CLOEXEC | libc::EFD_NONBLOCK).map_err(ControlError::Thread)?;
+        let late = LateAnswers {
+            clients: Mutex::default(),
+            came,
+        };
         let clients = Clients {
             listener,
+            late: Arc::new(late),
             stop: stop.try_clone().map_err(ControlError::Thread)?,
             stopped: false,
             clients: VecDeque::new(),
@@ -302,6 +332,7 @@ impl Drop for ControlServer {
 /// The listening side, in the control thread.
 struct Clients<S> {
     listener: Listener,
+    late: Arc<LateAnswers>,
     stop: EventFd,
     stopped: bool,
     /// Those that are connected, in the order in which they came.
@@ -310,12 +341,14 @@ struct Clients<S> {
 }
 
 /// A client, whose stream does not block.
+#[derive(Debug)]
 struct Client {
     stream: UnixStream,
     exchange: Exchange,
 }
 
 /// State of what a client and the server say.
+#[derive(Debug)]
 enum Exchange {
     /// The request has not come as a whole. Here is the part that has come.
     Asking(Vec<u8>),
@@ -326,6 +359,31 @@ enum Exchange {
         /// Number of bytes that the client has taken.
         taken: usize,
     },
+}
+
+impl Exchange {
+    fn answer(answer: &Answer) -> io::Result<Self> {
+        let mut answer = serde_json::to_vec(answer)?;
+        answer.push(b'\n');
+        Ok(Self::Answered { answer, taken: 0 })
+    }
+
+    /// Writes what the client has room for. Returns whether it has all of its answer.
+    fn write(&mut self, mut stream: &UnixStream) -> io::Result<bool> {
+        let Self::Answered { answer, taken } = self else {
+            return Ok(false);
+        };
+        while let Some(left) = answer.get(*taken..).filter(|left| !left.is_empty()) {
+            match stream.write(left) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => *taken += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
 }
 
 /// Fate of a client after a step.
@@ -343,6 +401,7 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
         for events in [
             Events::new(&self.listener, EventSet::IN),
             Events::new(&self.stop, EventSet::IN),
+            Events::new(&self.late.came, EventSet::IN),
         ] {
             if let Err(error) = ops.add(events) {
                 log::error!("The control socket is closed: {error}");
@@ -355,9 +414,19 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
         let fd = events.fd();
         if fd == self.stop.as_raw_fd() {
             self.stopped = true;
+        } else if fd == self.late.came.as_raw_fd() {
+            // It is not blocking, and readable.
+            let _ = self.late.came.read();
+            let late = std::mem::take(&mut *self.late.clients());
+            for client in late {
+                self.wait_for(client, EventSet::OUT, ops);
+            }
         } else if fd == self.listener.as_raw_fd() {
             match self.listener.accept() {
-                Ok(Some(stream)) => self.await_request(stream, ops),
+                Ok(Some(stream)) => {
+                    let exchange = Exchange::Asking(Vec::new());
+                    self.wait_for(Client { stream, exchange }, EventSet::IN, ops);
+                }
                 Ok(None) => {}
                 Err(error) => log::warn!("Cannot accept a control client: {error}"),
             }
@@ -368,18 +437,15 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
 }
 
 impl<S: Service> Clients<S> {
-    /// Waits for the request of a client beside all others.
-    fn await_request(&mut self, stream: UnixStream, ops: &mut EventOps) {
+    /// Waits for a client beside all others.
+    fn wait_for(&mut self, client: Client, events: EventSet, ops: &mut EventOps) {
         if self.clients.len() >= CLIENTS_MAX && self.take(0, ops).is_some() {
             log::warn!(
                 "{CLIENTS_MAX} control clients have not asked, or not taken their answers: the first one is disconnected"
             );
         }
-        match ops.add(Events::new(&stream, EventSet::IN)) {
-            Ok(()) => self.clients.push_back(Client {
-                stream,
-                exchange: Exchange::Asking(Vec::new()),
-            }),
+        match ops.add(Events::new(&client.stream, events)) {
+            Ok(()) => self.clients.push_back(client),
             Err(error) => log::warn!("A control client cannot be waited for: {error}"),
         }
     }
@@ -411,7 +477,8 @@ impl<S: Service> Clients<S> {
         let stream = self.take(index, ops);
         waited.map_err(io::Error::other)?;
         if let (Step::Changes(change), Some(stream)) = (step?, stream) {
-            self.service.change(change, Reply(stream));
+            let late = self.late.clone();
+            self.service.change(change, Reply { stream, late });
         }
         Ok(())
     }
@@ -440,24 +507,12 @@ impl Client {
                     "not a request: {error}; write {{\"command\":\"stats\"}} and a new line"
                 )),
             };
-            let mut answer = serde_json::to_vec(&answer)?;
-            answer.push(b'\n');
-            self.exchange = Exchange::Answered { answer, taken: 0 };
+            self.exchange = Exchange::answer(&answer)?;
         }
-        if let Exchange::Answered { answer, taken } = &mut self.exchange {
-            while let Some(left) = answer.get(*taken..).filter(|left| !left.is_empty()) {
-                match (&self.stream).write(left) {
-                    Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                    Ok(count) => *taken += count,
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                        return Ok(Step::Waits(EventSet::OUT));
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
-        }
-        Ok(Step::Done)
+        Ok(match self.exchange.write(&self.stream)? {
+            true => Step::Done,
+            false => Step::Waits(EventSet::OUT),
+        })
     }
 }
 
@@ -771,6 +826,12 @@ mod tests {
         }
 
         fn change(&self, change: Change, reply: Reply) {
+            if let Change::Remove { id, .. } = &change
+                && id == LONG
+            {
+                // From the control thread itself: a reply that waits would hold all others up.
+                return reply.send(Err("x".repeat(LONG_LEN * 40)));
+            }
             // Far from the control thread, which serves others meanwhile.
             let answer = move || match change {
                 Change::Reload { .. } => reply.send(Ok(Changed::Reloaded(Reloaded::default()))),
@@ -956,12 +1017,40 @@ mod tests {
     }
 
     #[test]
+    fn a_long_reply_to_a_change_holds_up_no_other_and_is_had_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("control.sock");
+        let _server = server(&path);
+        let change = Change::Remove {
+            id: LONG.to_owned(),
+            force: false,
+        };
+        let mut request = serde_json::to_vec(&Request::Change { change }).unwrap();
+        request.push(b'\n');
+        let mut late = UnixStream::connect(&path).unwrap();
+        late.write_all(&request).unwrap();
+        assert_eq!(late.read(&mut [0]).unwrap(), 1);
+        for asked in 0..2 {
+            let stats = query_stats(&path).unwrap();
+            assert_eq!(stats.functions[0].capacity_bytes, asked);
+        }
+        let mut answer = "{".to_owned();
+        BufReader::new(late).read_line(&mut answer).unwrap();
+        let Answer::Error(reason) = serde_json::from_str(&answer).unwrap() else {
+            panic!("{}", &answer[..100]);
+        };
+        assert_eq!(reason.len(), LONG_LEN * 40);
+    }
+
+    #[test]
     fn a_client_that_asks_nothing_is_no_error() {
         let read = |sent: &[u8]| {
             let (mut client, server) = UnixStream::pair().unwrap();
             client.write_all(sent).unwrap();
             drop(client);
-            Line::new(&server, PATIENCE).unwrap().read(REQUEST_MAX)
+            Line::new(&server, CLIENT_PATIENCE)
+                .unwrap()
+                .read(REQUEST_MAX)
         };
         assert_eq!(read(b"").unwrap(), None);
         assert_eq!(read(b"stats\n").unwrap(), Some(b"stats".to_vec()));

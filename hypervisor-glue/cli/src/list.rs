@@ -1,4 +1,6 @@
 //! Table of `nvme-mpt list`.
+//!
+//! A reason why a function cannot be offered has a line below the table: it may be long, and would make each line as long.
 
 use std::fmt;
 
@@ -7,6 +9,7 @@ use crate::table::Table;
 
 /// Returns the table of a server's functions.
 pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
+    let mut reasons = Vec::new();
     let mut table = Table::new(&[
         "ID", "STATE", "ORIGIN", "RANGE", "LIMITS", "DRIVE", "SOCKET",
     ]);
@@ -27,7 +30,8 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             FunctionState::Connected => "connected".to_owned(),
             FunctionState::Busy => "busy".to_owned(),
             FunctionState::Failed { reason } => {
-                format!("failed: {}", reason.replace("\n  ", "; "))
+                reasons.push(format!("{id}: failed: {}", one_line(reason)));
+                "failed".to_owned()
             }
         };
         let origin = match origin {
@@ -49,5 +53,46 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             socket.display().to_string(),
         ]);
     }
-    table
+    fmt::from_fn(move |f| {
+        write!(f, "{table}")?;
+        reasons
+            .iter()
+            .try_for_each(|reason| writeln!(f, "{reason}"))
+    })
+}
+
+/// Returns a reason, whose causes have lines of their own, as one line.
+pub(crate) fn one_line(reason: &str) -> String {
+    reason.replace("\n  ", "; ").replace(char::is_control, " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_reason_makes_no_line_of_the_table_longer() {
+        let entry = |id: &str, state| FunctionEntry {
+            id: id.to_owned(),
+            socket: format!("/run/{id}.sock").into(),
+            drive: "memory:1G".to_owned(),
+            range: None,
+            extents: None,
+            origin: Origin::Added,
+            limits: String::new(),
+            state,
+            summary: String::new(),
+        };
+        let reason = format!("Cannot do it\n  {}", "because ".repeat(40));
+        let failed = FunctionState::Failed { reason };
+        let told = table(&[entry("a", FunctionState::Waiting), entry("b", failed)]).to_string();
+        let lines: Vec<&str> = told.lines().collect();
+        assert_eq!(lines.len(), 4, "{told}");
+        assert!(lines[..3].iter().all(|line| line.len() < 80), "{told}");
+        assert!(lines[2].contains("failed"), "{told}");
+        assert!(
+            lines[3].starts_with("b: failed: Cannot do it; because because"),
+            "{told}"
+        );
+    }
 }

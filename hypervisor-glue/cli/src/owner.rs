@@ -43,6 +43,37 @@ fn number(
     })
 }
 
+/// Returns the user to whose account another one goes: the users of a range in `/etc/subuid` are those of the range's owner,
+/// who can start processes as each of them.
+pub(crate) fn account_of(user: u32) -> u32 {
+    // Files that are not there have no ranges. Neither is asked of a service that may take long to answer.
+    let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+    owner_of_range(user, &read("/etc/subuid"), || read("/etc/passwd"))
+}
+
+fn owner_of_range(user: u32, ranges: &str, passwd: impl Fn() -> String) -> u32 {
+    let owner = ranges.lines().find_map(|line| {
+        let mut fields = line.trim().splitn(3, ':');
+        let owner = fields.next()?;
+        let first: u32 = fields.next()?.parse().ok()?;
+        let count: u32 = fields.next()?.parse().ok()?;
+        let is_in = user.checked_sub(first).is_some_and(|place| place < count);
+        is_in.then_some(owner)
+    });
+    let Some(owner) = owner else {
+        return user;
+    };
+    let named = |line: &str| {
+        let mut fields = line.split(':');
+        let is_named = fields.next() == Some(owner);
+        is_named.then(|| fields.nth(1)?.parse().ok()).flatten()
+    };
+    let number = owner.parse().ok();
+    number
+        .or_else(|| passwd().lines().find_map(named))
+        .unwrap_or(user)
+}
+
 /// Returns the permissions of a socket.
 pub(crate) fn socket_access(
     mode: Option<u32>,
@@ -63,6 +94,25 @@ pub(crate) fn socket_access(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn users_of_a_range_are_those_of_its_owner() {
+        let ranges = "alice:100000:65536\n1001:165536:65536\n# no range\ngone:300000:10\nx:y:z\n";
+        let passwd =
+            || "root:x:0:0::/:/bin/sh\nalice:x:1000:1000::/home/alice:/bin/sh\n".to_owned();
+        for (user, owner) in [
+            (99_999, 99_999),
+            (100_000, 1000),
+            (165_535, 1000),
+            (165_536, 1001),
+            (231_071, 1001),
+            (231_072, 231_072),
+            (1000, 1000),
+            (300_001, 300_001),
+        ] {
+            assert_eq!(owner_of_range(user, ranges, passwd), owner, "{user}");
+        }
+    }
 
     #[test]
     fn users_have_names_and_numbers() {

@@ -22,6 +22,7 @@ mod walk;
 use std::io;
 use std::path::{Path, PathBuf};
 
+pub use rustix::fs::OFlags;
 use thiserror::Error;
 
 pub use self::directory::Directory;
@@ -85,7 +86,7 @@ pub enum PathError {
     /// Something else than a regular file.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
-        /// What lies there.
+        /// The file or directory there.
         path: PathBuf,
     },
     /// A path without a file name.
@@ -103,13 +104,13 @@ pub enum PathError {
     /// Something else than a socket lies where one is to be made.
     #[error("{} exists and is not a socket", path.display())]
     NotASocket {
-        /// What lies there.
+        /// The file or directory there.
         path: PathBuf,
     },
     /// Another user removed or replaced what was just made.
     #[error("Another user replaced {} while it was made", path.display())]
     Replaced {
-        /// What was made.
+        /// The socket.
         path: PathBuf,
     },
 }

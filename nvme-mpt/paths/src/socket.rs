@@ -28,7 +28,7 @@ pub struct SocketPermissions {
     pub group: Option<u32>,
 }
 
-/// What lies at a name where a socket is looked for.
+/// Occupant of a name where a socket is looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Occupant {
     /// Nothing.

@@ -41,7 +41,7 @@ impl FileId {
     }
 }
 
-/// What is looked at of a file.
+/// Facts of a file that decide whom it obeys.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Status {
     pub(crate) id: FileId,
@@ -100,7 +100,7 @@ impl Exposure {
     }
 }
 
-/// What a path leads to, as a descriptor that neither reads nor writes (`O_PATH`).
+/// A file or directory at the end of a path, as a descriptor that neither reads nor writes (`O_PATH`).
 #[derive(Debug)]
 pub struct Entry {
     pub(crate) descriptor: OwnedFd,

@@ -67,7 +67,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    Serve(Serve),
+    Serve(Box<Serve>),
     Keep(Keep),
     Upgrade(Upgrade),
     Add(Add),
@@ -139,7 +139,11 @@ struct Serve {
     /// Offer metrics to Prometheus at http://ADDRESS/metrics: PORT of the loopback interface, ADDRESS:PORT, or unix:PATH
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<MetricsAddress>,
-    /// Write metrics into a file for the node exporter, every 15 s: a name ending in .prom in its textfile folder
+    /// Name of this host by which clients may ask for metrics over TCP, beside addresses, localhost and the host name: other
+    /// names are refused, as their owners could read the metrics by a browser on this host
+    #[arg(long, value_name = "NAME")]
+    metrics_host: Vec<String>,
+    /// Write metrics into a file for the node exporter, every 15 s: it reads names that end in .prom in its textfile folder
     #[arg(long, value_name = "PATH")]
     metrics_file: Option<PathBuf>,
     /// Messages of the log: a least level (off, error, warn, info, debug, trace), or levels of modules, as in
@@ -412,7 +416,7 @@ pub fn run() -> ExitCode {
         _ => logging::start(None, LevelFilter::Warn),
     }
     let result = match command {
-        Command::Serve(options) => run_serve(options),
+        Command::Serve(options) => run_serve(*options),
         Command::Keep(options) => return run_keep(&options),
         Command::Upgrade(options) => options.run(),
         Command::Add(options) => options.run(),
@@ -497,6 +501,7 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         vmm_socket: options.vmm_socket,
         metrics: MetricsOptions {
             address: options.metrics,
+            hosts: options.metrics_host,
             file: options.metrics_file,
         },
         confinement: Confinement {

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
@@ -39,9 +40,54 @@ enum Request {
     Wrong(&'static str, &'static str),
 }
 
+/// Names by which clients may ask over TCP.
+///
+/// A browser on the host sends the name in its address bar. The owner of that name can have it lead to this host, and then
+/// read the answers (DNS rebinding). So a name is answered only if no stranger can own it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Hosts(Vec<String>);
+
+impl Hosts {
+    /// The names of the operator, and that of the host.
+    pub(super) fn new(allowed: &[String]) -> Self {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let host = Some(host.trim().to_owned()).filter(|name| !name.is_empty());
+        Self(allowed.iter().cloned().chain(host).collect())
+    }
+
+    /// Returns whether a `Host:` header names an address, `localhost`, or one of the names.
+    fn has(&self, header: &str) -> bool {
+        let header = header.trim();
+        if header.parse::<IpAddr>().is_ok() || header.parse::<SocketAddr>().is_ok() {
+            return true;
+        }
+        let name = match header.rsplit_once(':') {
+            Some((name, port)) if port.parse::<u16>().is_ok() => name,
+            Some(_) => return header.starts_with('[') && is_bracketed_address(header),
+            None => header,
+        };
+        if is_bracketed_address(name) {
+            return true;
+        }
+        let name = name.strip_suffix('.').unwrap_or(name);
+        let local = name
+            .rsplit('.')
+            .next()
+            .is_some_and(|last| last.eq_ignore_ascii_case("localhost"));
+        local || self.0.iter().any(|other| other.eq_ignore_ascii_case(name))
+    }
+}
+
+fn is_bracketed_address(text: &str) -> bool {
+    let address = text
+        .strip_prefix('[')
+        .and_then(|text| text.strip_suffix(']'));
+    address.is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+}
+
 impl Request {
-    /// Reads the head of a request; `None` if there is more to come.
-    fn parse(head: &[u8]) -> Option<Self> {
+    /// Reads the head of a request; `None` if there is more to come. Over TCP, `hosts` has the names that are answered.
+    fn parse(head: &[u8], hosts: Option<&Hosts>) -> Option<Self> {
         let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
         let mut request = httparse::Request::new(&mut headers);
         match request.parse(head) {
@@ -54,6 +100,9 @@ impl Request {
                 ));
             }
             Err(_) => return Some(Self::Wrong("400 Bad Request", "Ask with GET /metrics")),
+        }
+        if let Some(refusal) = hosts.and_then(|hosts| refusal(request.headers, hosts)) {
+            return Some(refusal);
         }
         let path = request.path.unwrap_or_default();
         let path = path.split_once('?').map_or(path, |(path, _)| path);
@@ -84,6 +133,29 @@ impl Request {
     }
 }
 
+/// Refuses what only a page in a browser sends, and names that others may own.
+fn refusal(headers: &[httparse::Header<'_>], hosts: &Hosts) -> Option<Request> {
+    let of = |name: &'static str| {
+        let named = headers.iter();
+        named.filter(move |header| header.name.eq_ignore_ascii_case(name))
+    };
+    let foreign = |header: &httparse::Header<'_>| !matches!(header.value, b"none" | b"same-origin");
+    if of("origin").next().is_some() || of("sec-fetch-site").any(foreign) {
+        return Some(Request::Wrong(
+            "403 Forbidden",
+            "Pages of other sites get no metrics",
+        ));
+    }
+    // A client without the header is no browser.
+    let mut named = of("host");
+    let first = named.next()?;
+    let is_known = std::str::from_utf8(first.value).is_ok_and(|name| hosts.has(name));
+    (!is_known || named.next().is_some()).then_some(Request::Wrong(
+        "421 Misdirected Request",
+        "Ask by the address of this host, or allow its name with --metrics-host",
+    ))
+}
+
 #[derive(Debug)]
 enum State {
     Reads(Vec<u8>),
@@ -108,13 +180,16 @@ pub(super) enum Progress {
 pub(super) struct Client {
     stream: Box<dyn Stream>,
     deadline: Deadline,
+    /// Names by which it may ask; `None` over a Unix socket, which no browser reaches.
+    hosts: Option<Arc<Hosts>>,
     state: State,
 }
 
 impl Client {
-    pub(super) fn new(stream: Box<dyn Stream>) -> Self {
+    pub(super) fn new(stream: Box<dyn Stream>, hosts: Option<Arc<Hosts>>) -> Self {
         Self {
             stream,
+            hosts,
             deadline: Deadline::after(&SystemClock::shared(), PATIENCE),
             state: State::Reads(Vec::new()),
         }
@@ -146,7 +221,7 @@ impl Client {
             let more = match &mut self.state {
                 State::Reads(head) => match read(&mut *self.stream, head)? {
                     false => false,
-                    true => match Request::parse(head) {
+                    true => match Request::parse(head, self.hosts.as_deref()) {
                         None => true,
                         Some(request) => {
                             self.state = answer(request, text);
@@ -232,7 +307,64 @@ mod tests {
     use super::*;
 
     fn parse(text: &str) -> Option<Request> {
-        Request::parse(text.as_bytes())
+        Request::parse(text.as_bytes(), None)
+    }
+
+    #[test]
+    fn names_that_a_stranger_may_own_and_pages_of_other_sites_are_refused() {
+        let hosts = Hosts::new(&["metrics.example".to_owned()]);
+        let status = |headers: &str| {
+            let text = format!("GET /metrics HTTP/1.1\r\n{headers}\r\n");
+            match Request::parse(text.as_bytes(), Some(&hosts)) {
+                Some(Request::Wrong(status, _)) => status.split_once(' ').unwrap().0,
+                _ => "200",
+            }
+        };
+        for host in [
+            "127.0.0.1",
+            "127.0.0.1:9469",
+            "10.1.2.3:80",
+            "[::1]",
+            "[::1]:9469",
+            "localhost",
+            "LocalHost:9469",
+            "localhost.",
+            "a.localhost:1",
+            "metrics.example",
+            "Metrics.Example.:9469",
+        ] {
+            assert_eq!(status(&format!("Host: {host}\r\n")), "200", "{host}");
+        }
+        let own = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+        assert_eq!(status(&format!("Host: {}:9469\r\n", own.trim())), "200");
+        for host in [
+            "attacker.example",
+            "attacker.example:9469",
+            "localhost.attacker.example",
+            "127.0.0.1.attacker.example",
+            "metrics.example.attacker.example",
+            "127.0.0.1@attacker.example",
+            "[attacker.example]:9469",
+            "localhost:http",
+            "",
+            "\u{e9}",
+        ] {
+            assert_eq!(status(&format!("Host: {host}\r\n")), "421", "{host}");
+        }
+        assert_eq!(status(""), "200", "HTTP/1.0 has no names");
+        assert_eq!(status("Host: localhost\r\nHost: a.example\r\n"), "421");
+        for header in [
+            "Origin: http://attacker.example",
+            "origin: null",
+            "Origin: http://localhost:9469",
+            "Sec-Fetch-Site: cross-site",
+            "Sec-Fetch-Site: same-site",
+        ] {
+            let headers = format!("Host: localhost\r\n{header}\r\n");
+            assert_eq!(status(&headers), "403", "{header}");
+        }
+        let typed = "Host: localhost\r\nSec-Fetch-Site: none\r\n";
+        assert_eq!(status(typed), "200", "in an address bar");
     }
 
     fn metrics(format: Format) -> Option<Request> {

@@ -65,6 +65,8 @@ impl FromStr for MetricsAddress {
 pub struct MetricsOptions {
     /// Over HTTP.
     pub address: Option<MetricsAddress>,
+    /// Names of this host by which clients may ask over TCP, beside addresses, `localhost` and the host's own name.
+    pub hosts: Vec<String>,
     /// In a file.
     pub file: Option<PathBuf>,
 }

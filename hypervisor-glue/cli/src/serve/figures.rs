@@ -14,7 +14,7 @@ use crate::function_thread::FunctionHandle;
 use crate::logging::dropped_messages;
 use crate::metrics::{HealthAnswers, ProcessFigures, Snapshot, Source};
 use crate::room::DriveRoom;
-use crate::stats::{DriveStats, ServerStats};
+use crate::stats::{DriveStats, FunctionFailure, ServerStats};
 
 /// Places of a server's figures.
 #[derive(Clone)]
@@ -45,8 +45,11 @@ impl Figures {
         let drives = view.drives.iter().map(|drive| DriveStats::of(drive));
         let mut drives: Vec<_> = drives.collect();
         self.health.note_in(&mut drives);
+        let offered = view.functions.iter().map(|(_, entry)| entry);
+        let failed = offered.chain(&view.failed);
         ServerStats {
             functions,
+            failed: failed.filter_map(FunctionFailure::of).collect(),
             drives,
             pollers: self.pollers.stats(),
         }

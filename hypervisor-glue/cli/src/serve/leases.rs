@@ -48,6 +48,7 @@ use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::kept::StallBegin;
 use crate::kept::crashes::CRASHES_SET_ASIDE;
 use crate::logging::{Budget, work_for};
+use crate::owner::account_of;
 use crate::stats::{FunctionStats, Stall};
 
 /// Most ids of leases that are remembered for stalls. Later ones have none.
@@ -64,6 +65,12 @@ const CONNECTIONS_MAX: usize = 1024;
 
 /// Most connections without a lease that a user may have who is neither root nor the server's own.
 const OTHERS_WAITING_MAX: usize = 64;
+
+/// Most connections without a lease that all such users may have.
+const ALL_WAITING_MAX: usize = 256;
+
+/// Most connections that all such users may have: the last eighth is for root and the server's user.
+const OTHERS_MAX: usize = CONNECTIONS_MAX / 8 * 7;
 
 /// Keys that a VMM may give whose user is neither root nor the server's own. The others name files that the server
 /// would read, take threads and queue pairs from other guests, or decide about data of former tenants.
@@ -144,6 +151,10 @@ fn as_change(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError> {
 struct Connection {
     stream: UnixStream,
     peer: Peer,
+    /// The user to whose account it goes.
+    account: u32,
+    /// It was ended to make room.
+    is_sent_away: bool,
     thread: Option<JoinHandle<()>>,
     lease: Option<Lease>,
     /// Cause of its end.
@@ -835,26 +846,71 @@ fn take_in(mut listener: Listener, stopped: &PipeReader, table: &Arc<LeaseTable>
     }
 }
 
-fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result<()> {
-    let mut connections = table.connections();
+/// Makes room for a connection, or refuses it. Root and the server's user always have the last part of the room. No
+/// other user keeps the rest from others by connections without a lease: one with the most of them loses its first one.
+fn make_room(
+    connections: &mut BTreeMap<u64, Connection>,
+    peer: &Peer,
+    account: u32,
+) -> io::Result<()> {
+    let refused = |reason: String| Err(io::Error::other(reason));
     if connections.len() >= CONNECTIONS_MAX {
-        return Err(io::Error::other(format!(
+        return refused(format!(
             "{CONNECTIONS_MAX} functions in VMMs are connected already"
-        )));
+        ));
     }
+    if peer.is_trusted() {
+        return Ok(());
+    }
+    let mut waiting = BTreeMap::new();
+    let others = connections.values().filter(|one| !one.peer.is_trusted());
+    for one in others.filter(|one| one.lease.is_none() && !one.is_sent_away) {
+        *waiting.entry(one.account).or_insert(0) += 1;
+    }
+    if waiting.get(&account).copied().unwrap_or(0) >= OTHERS_WAITING_MAX {
+        return refused(format!(
+            "user {account} has {OTHERS_WAITING_MAX} connections without a lease"
+        ));
+    }
+    if waiting.values().sum::<usize>() >= ALL_WAITING_MAX {
+        let most = waiting.iter().max_by_key(|(_, count)| **count);
+        let most = most.map(|(account, _)| *account);
+        if most == Some(account) {
+            return refused(format!(
+                "other users have {ALL_WAITING_MAX} connections without a lease, and user {account} the most of them"
+            ));
+        }
+        // The first one has waited longest.
+        let first = connections.values_mut().find(|one| {
+            let waits = one.lease.is_none() && !one.is_sent_away;
+            waits && !one.peer.is_trusted() && Some(one.account) == most
+        });
+        if let Some(first) = first {
+            first.is_sent_away = true;
+            let _ = first.stream.shutdown(Shutdown::Both);
+        }
+    }
+    let others = connections.values().filter(|one| !one.peer.is_trusted());
+    if others.count() >= OTHERS_MAX {
+        return refused(format!(
+            "other users have {OTHERS_MAX} connections, and the rest is for root and the server's user"
+        ));
+    }
+    Ok(())
+}
+
+fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result<()> {
     let kept = stream.try_clone()?;
     let session = Session::new(stream).map_err(io::Error::other)?;
     let peer = session.peer();
-    let waiting = connections.values();
-    let waiting = waiting.filter(|one| one.lease.is_none() && one.peer.uid == peer.uid);
-    if !peer.is_trusted() && waiting.count() >= OTHERS_WAITING_MAX {
-        return Err(io::Error::other(format!(
-            "user {} has {OTHERS_WAITING_MAX} connections without a lease",
-            peer.uid
-        )));
-    }
+    let account = match peer.is_trusted() {
+        true => peer.uid,
+        false => account_of(peer.uid),
+    };
+    let mut connections = table.connections();
+    make_room(&mut connections, &peer, account)?;
     let owned = table.clone();
-    let budget = table.budget(peer.uid);
+    let budget = table.budget(account);
     let work = move || {
         budget.give_to_this_thread();
         let admitting = Admitting {
@@ -873,6 +929,8 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
         Connection {
             stream: kept,
             peer,
+            account,
+            is_sent_away: false,
             thread: Some(thread),
             lease: None,
             end: End::Gone,
@@ -924,13 +982,79 @@ mod tests {
         let (stream, vmm) = UnixStream::pair().unwrap();
         let connection = Connection {
             stream,
+            account: peer.uid,
             peer,
+            is_sent_away: false,
             thread: None,
             lease: None,
             end: End::Gone,
         };
         table.connections().insert(number, connection);
         vmm
+    }
+
+    #[test]
+    fn no_user_takes_the_room_of_another_or_of_the_operator() {
+        let folder = tempfile::tempdir().unwrap();
+        let ledgers = Arc::new(Ledgers::open(folder.path()));
+        let access = SocketAccess::default();
+        let begin = StallBegin::of_vmms(None);
+        let table = LeaseTable::new(folder.path(), access, ledgers, Pollers::new(), begin);
+        let peer = |uid| Peer {
+            pid: 0,
+            uid,
+            gid: 0,
+        };
+        let mut number = 0;
+        let mut come = |uid: u32| {
+            let room = make_room(&mut table.connections(), &peer(uid), uid);
+            room.map(|()| {
+                number += 1;
+                connect(&table, peer(uid), number)
+            })
+        };
+        // Users of one person, each with as many connections as it may have.
+        let mut theirs = Vec::new();
+        for uid in 100_000..100_020 {
+            theirs.extend((0..OTHERS_WAITING_MAX).filter_map(|_| come(uid).ok()));
+            assert!(come(uid).is_err());
+        }
+        let waiting = |table: &LeaseTable| {
+            let connections = table.connections();
+            connections.values().filter(|one| !one.is_sent_away).count()
+        };
+        assert_eq!(waiting(&table), ALL_WAITING_MAX);
+        // Others come beside them, and one of theirs goes for each.
+        for uid in 1000..1010 {
+            come(uid).unwrap();
+            assert_eq!(waiting(&table), ALL_WAITING_MAX);
+        }
+        let here = |uid| {
+            let connections = table.connections();
+            connections
+                .values()
+                .any(|one| one.peer.uid == uid && !one.is_sent_away)
+        };
+        assert!((1000..1010).all(here));
+        assert_eq!(
+            theirs[0].read(&mut [0]).unwrap(),
+            0,
+            "the first one was sent away"
+        );
+
+        // Those whose threads have not ended yet take room, and none of the operator's.
+        while table.connections().len() < OTHERS_MAX {
+            number += 1;
+            drop(connect(&table, peer(2000), number));
+            let mut connections = table.connections();
+            connections.get_mut(&number).unwrap().is_sent_away = true;
+        }
+        let refused = make_room(&mut table.connections(), &peer(3000), 3000).unwrap_err();
+        assert!(
+            refused.to_string().contains("the rest is for root"),
+            "{refused}"
+        );
+        make_room(&mut table.connections(), &peer(0), 0).unwrap();
     }
 
     /// Returns the parts that a VMM keeps of its function; `None` for one that ends with its server.

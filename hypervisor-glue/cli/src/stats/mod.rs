@@ -6,6 +6,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::change::{FunctionEntry, FunctionState};
 use nvme_mpt::Drive;
 use nvme_mpt::drive::{HostNamespace, Incidents};
 use nvme_mpt::stats::{
@@ -18,11 +19,37 @@ use nvme_mpt::stats::{
 pub struct ServerStats {
     /// The functions, in the order in which they were given.
     pub functions: Vec<FunctionStats>,
+    /// Functions that cannot be offered, or are set aside.
+    #[serde(default)]
+    pub failed: Vec<FunctionFailure>,
     /// The pollers that run.
     pub pollers: Vec<PollerStats>,
     /// The drives that are open.
     #[serde(default)]
     pub drives: Vec<DriveStats>,
+}
+
+/// A function that cannot be offered, or is set aside.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FunctionFailure {
+    /// Name of the function.
+    pub id: String,
+    /// Why.
+    pub reason: String,
+}
+
+impl FunctionFailure {
+    /// Returns the failure of a function, if it has one.
+    #[must_use]
+    pub fn of(entry: &FunctionEntry) -> Option<Self> {
+        match &entry.state {
+            FunctionState::Failed { reason } => Some(Self {
+                id: entry.id.clone(),
+                reason: reason.clone(),
+            }),
+            _ => None,
+        }
+    }
 }
 
 /// Identity and figures of a drive.
@@ -282,6 +309,7 @@ impl ServerStats {
         });
         Self {
             functions: functions.collect(),
+            failed: self.failed.clone(),
             pollers: self.pollers.clone(),
             drives: drives.collect(),
         }
@@ -360,6 +388,7 @@ pub(crate) mod tests {
 
     pub(crate) fn sample() -> ServerStats {
         ServerStats {
+            failed: Vec::new(),
             functions: vec![FunctionStats {
                 id: "vm-1".to_owned(),
                 socket: "/run/a.sock".to_owned(),

@@ -5,6 +5,7 @@ use std::fmt;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 
+use crate::list::one_line;
 use crate::table::Table;
 
 use super::{DriveStats, FunctionStats, ResetCounts, ServerStats, Stall, StallCause};
@@ -193,6 +194,9 @@ fn drives(drives: &[DriveStats]) -> Option<Table> {
 
 impl fmt::Display for ServerStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for failure in &self.failed {
+            writeln!(f, "{}: failed: {}\n", failure.id, one_line(&failure.reason))?;
+        }
         for function in &self.functions {
             writeln!(f, "{function}")?;
         }
@@ -270,6 +274,18 @@ mod tests {
             "  poll-shared-0  any       2  25.6%   50.0%     77               3",
         ];
         assert_eq!(sample().to_string().lines().collect::<Vec<_>>(), lines);
+    }
+
+    #[test]
+    fn functions_that_failed_are_named_first_with_their_reasons() {
+        let mut stats = sample();
+        stats.failed = vec![crate::stats::FunctionFailure {
+            id: "vm-9".to_owned(),
+            reason: "Cannot open it\n  No such file".to_owned(),
+        }];
+        let told = stats.to_string();
+        let first = "vm-9: failed: Cannot open it; No such file\n\nvm-1: VMM connected";
+        assert!(told.starts_with(first), "{told}");
     }
 
     #[test]

@@ -22,6 +22,9 @@ pub use self::terminal::{TopError, run, run_once};
 /// Samples that a sparkline shows.
 const HISTORY: usize = 60;
 
+/// State of a function that cannot be offered, or is set aside. `nvme-mpt list` has the reason.
+const FAILED: &str = "failed";
+
 /// A server's figures at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct Sample {
@@ -320,9 +323,20 @@ impl Board {
         };
         let since = now.stats.since(&before.stats);
         let functions = since.functions.iter();
-        let functions: Vec<Row> = functions
+        let mut functions: Vec<Row> = functions
             .map(|function| Row::of(function, seconds))
             .collect();
+        for failure in &since.failed {
+            let named = |row: &&mut Row| row.name == failure.id;
+            match functions.iter_mut().find(named) {
+                Some(row) => row.state = FAILED.to_owned(),
+                None => functions.push(Row {
+                    name: failure.id.clone(),
+                    state: FAILED.to_owned(),
+                    ..Row::default()
+                }),
+            }
+        }
         self.rows = match self.subject {
             Subject::Functions => functions,
             Subject::Drives => drives(now, &functions),
@@ -509,6 +523,7 @@ mod tests {
             at: Duration::from_secs(second as u64),
             time: Timestamp::from_second(1_000_000_000 + second as i64).unwrap(),
             stats: ServerStats {
+                failed: Vec::new(),
                 functions: functions.collect(),
                 pollers: vec![PollerStats {
                     name: "poll-shared-0".to_owned(),
@@ -593,6 +608,30 @@ mod tests {
         board.press(Key::Sort(-1));
         assert_eq!(board.sort, Column::Processor);
         assert_eq!(names(&board), ["build", "web", "db-1"]);
+    }
+
+    #[test]
+    fn functions_that_failed_have_rows_and_are_counted() {
+        let mut board = Board::new(Subject::Functions, Column::Iops);
+        for second in 0..2 {
+            let mut sample = sample(second);
+            // One is set aside, and its VMM stays connected. The other one could not be offered.
+            sample.stats.failed = ["db-1", "vm-9"]
+                .map(|id| crate::stats::FunctionFailure {
+                    id: id.to_owned(),
+                    reason: "because".to_owned(),
+                })
+                .into();
+            board.take(Ok(sample));
+        }
+        let states: HashMap<_, _> = board
+            .rows
+            .iter()
+            .map(|row| (&*row.name, &*row.state))
+            .collect();
+        assert_eq!((states["db-1"], states["vm-9"]), (FAILED, FAILED));
+        assert_eq!(states["build"], "waiting");
+        assert!(screen(&board)[0].contains("3 functions, 2 with a VMM, 2 failed"));
     }
 
     #[test]

@@ -58,6 +58,9 @@ impl Board {
                 now.time,
                 now.stats.functions.len()
             );
+            if !now.stats.failed.is_empty() {
+                head += &format!(", {} failed", now.stats.failed.len());
+            }
             let busy = self.poller_seconds(|poller| poller.busy_seconds);
             let awake = self.poller_seconds(|poller| poller.life_seconds - poller.parked_seconds);
             if let (Some(busy), Some(awake)) = (busy, awake) {

@@ -88,6 +88,9 @@ fn a_shell_completes_commands_and_options() {
         String::from_utf8(output.stdout).unwrap()
     };
     assert_eq!(complete("nvme-mpt", "rel"), "reload\n");
-    assert_eq!(complete("nvme-mpt serve", "--metrics-"), "--metrics-file\n");
+    assert_eq!(
+        complete("nvme-mpt serve", "--metrics-f"),
+        "--metrics-file\n"
+    );
     assert_eq!(complete("nvme-mpt leases", "giv"), "give\n");
 }

@@ -103,6 +103,7 @@ func runNode(ctx context.Context, arguments []string) error {
 		cdiFolder  = flags.String("cdi-dir", "/var/run/cdi", "folder of CDI files")
 		interval   = flags.Duration("interval", 15*time.Second, "time between two looks at the server")
 		patience   = flags.Duration("change-timeout", 5*time.Minute, "longest time for a change; data of former tenants is erased within it")
+		weightMax  = flags.Int64("weight-max", node.DefaultWeight, "largest weight that a claim may ask for; a DeviceClass may give more")
 		rates      devices.Rates
 		unit       bytes
 	)
@@ -140,6 +141,7 @@ func runNode(ctx context.Context, arguments []string) error {
 			CDI:     cdi.Folder(*cdiFolder),
 			// kubelet asks again after a failure, but only after ten seconds and more.
 			HoldPatience: 10 * time.Second,
+			WeightMax:    *weightMax,
 		},
 		Client:     api,
 		Rates:      rates,

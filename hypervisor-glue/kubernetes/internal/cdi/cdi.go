@@ -6,12 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
-	"path/filepath"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
 
+	"nvme-mpt.internal/kubernetes/internal/folder"
 	"nvme-mpt.internal/kubernetes/internal/names"
 )
 
@@ -52,9 +51,12 @@ func deviceName(claim types.UID, index int) string {
 	return fmt.Sprintf("%s-%d", claim, index)
 }
 
-func (f Folder) path(claim types.UID) string {
-	return filepath.Join(string(f), prefix+string(claim)+suffix)
+func fileName(claim types.UID) string {
+	return prefix + string(claim) + suffix
 }
+
+// partSuffix ends the name of a file that is being written.
+const partSuffix = ".part"
 
 var (
 	prefix = strings.ReplaceAll(names.CDIKind, "/", "-") + "_"
@@ -74,16 +76,14 @@ func (f Folder) Write(claim types.UID, mounts []Mount) error {
 	if err != nil {
 		return fmt.Errorf("CDI devices of claim %s: %w", claim, err)
 	}
-	if err := os.MkdirAll(string(f), 0o755); err != nil {
+	root, err := folder.Make(string(f))
+	if err != nil {
 		return fmt.Errorf("the CDI folder cannot be made: mount it into the plugin: %w", err)
 	}
-	path := f.path(claim)
+	defer func() { _ = root.Close() }()
 	// Runtimes read names that end in .json or .yaml alone, so they never see a part of a file.
-	part := path + ".part"
-	if err := os.WriteFile(part, append(text, '\n'), 0o644); err != nil {
-		return fmt.Errorf("CDI file of claim %s: %w", claim, err)
-	}
-	if err := os.Rename(part, path); err != nil {
+	name := fileName(claim)
+	if err := folder.Replace(root, name, name+partSuffix, append(text, '\n')); err != nil {
 		return fmt.Errorf("CDI file of claim %s: %w", claim, err)
 	}
 	return nil
@@ -91,8 +91,16 @@ func (f Folder) Write(claim types.UID, mounts []Mount) error {
 
 // Remove removes the devices of a claim, if there are any.
 func (f Folder) Remove(claim types.UID) error {
-	for _, path := range []string{f.path(claim), f.path(claim) + ".part"} {
-		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	root, err := folder.Open(string(f))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("CDI file of claim %s: %w", claim, err)
+	}
+	defer func() { _ = root.Close() }()
+	for _, name := range []string{fileName(claim), fileName(claim) + partSuffix} {
+		if err := root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("CDI file of claim %s: %w", claim, err)
 		}
 	}
@@ -101,10 +109,15 @@ func (f Folder) Remove(claim types.UID) error {
 
 // Claims returns the claims that have a file.
 func (f Folder) Claims() ([]types.UID, error) {
-	entries, err := os.ReadDir(string(f))
+	root, err := folder.Open(string(f))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
+	if err != nil {
+		return nil, fmt.Errorf("the CDI folder cannot be opened: %w", err)
+	}
+	defer func() { _ = root.Close() }()
+	entries, err := fs.ReadDir(root.FS(), ".")
 	if err != nil {
 		return nil, fmt.Errorf("the CDI folder cannot be read: %w", err)
 	}
@@ -114,7 +127,7 @@ func (f Folder) Claims() ([]types.UID, error) {
 		if !isOurs {
 			continue
 		}
-		uid = strings.TrimSuffix(strings.TrimSuffix(uid, ".part"), suffix)
+		uid = strings.TrimSuffix(strings.TrimSuffix(uid, partSuffix), suffix)
 		found = append(found, types.UID(uid))
 	}
 	return found, nil

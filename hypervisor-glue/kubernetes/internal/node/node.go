@@ -10,9 +10,9 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -23,6 +23,7 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/cdi"
 	"nvme-mpt.internal/kubernetes/internal/claims"
 	"nvme-mpt.internal/kubernetes/internal/devices"
+	"nvme-mpt.internal/kubernetes/internal/folder"
 	"nvme-mpt.internal/kubernetes/internal/names"
 	"nvme-mpt.internal/kubernetes/internal/parameters"
 	"nvme-mpt.internal/kubernetes/internal/server"
@@ -33,6 +34,9 @@ const SocketName = "nvme.sock"
 
 // containerRoot has the folders of sockets in containers.
 const containerRoot = "/run/nvme-mpt"
+
+// DefaultWeight is the server's weight of a function without one.
+const DefaultWeight = 100
 
 // podClaimAnnotation has the name by which a pod knows a claim that was made for it from a template.
 const podClaimAnnotation = "resource.kubernetes.io/pod-claim-name"
@@ -54,6 +58,8 @@ type Node struct {
 	// Folder has the sockets of claims. The server and container runtimes know it by the same path.
 	Folder string
 	CDI    cdi.Folder
+	// WeightMax is the largest weight that a claim may ask for, unless its class has a larger one; 0 for DefaultWeight.
+	WeightMax int64
 	// HoldPatience is the time for which Prepare waits until a claim that keeps its data is held.
 	HoldPatience time.Duration
 	// After is called after each step that leaves a trace. Tests end the process there.
@@ -243,13 +249,27 @@ func (n *Node) makeFolder(path string) error {
 	if err != nil {
 		return err
 	}
-	if err := os.MkdirAll(path, 0o755); err != nil {
+	root, err := folder.Make(n.Folder)
+	if err != nil {
 		return fmt.Errorf("the folder of the socket cannot be made: mount %s into the plugin: %w", n.Folder, err)
+	}
+	defer func() { _ = root.Close() }()
+	below, err := filepath.Rel(n.Folder, path)
+	if err != nil {
+		return err
+	}
+	for _, name := range strings.Split(below, "/") {
+		sub, err := folder.Sub(root, name)
+		if err != nil {
+			return fmt.Errorf("the folder of the socket cannot be made in %s: %w", n.Folder, err)
+		}
+		_ = root.Close()
+		root = sub
 	}
 	if !user.IsOther() {
 		return nil
 	}
-	if err := os.Chown(path, user.UID, user.GID); err != nil {
+	if err := folder.Give(root, user.UID, user.GID); err != nil {
 		return fmt.Errorf("the folder of the socket cannot be given to the server's user: let the plugin have CAP_CHOWN: %w", err)
 	}
 	return nil
@@ -264,6 +284,13 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 	function, err := parameters.Of(claim, result.Request)
 	if err != nil {
 		return none, err
+	}
+	weightMax := max(n.WeightMax, function.ClassWeight)
+	if n.WeightMax == 0 {
+		weightMax = max(DefaultWeight, function.ClassWeight)
+	}
+	if function.Weight > weightMax {
+		return none, fmt.Errorf("weight %d: a claim may have up to %d: ask for less, or for a larger -weight-max of the plugin", function.Weight, weightMax)
 	}
 	var room *server.Room
 	for i := range now.rooms {
@@ -416,7 +443,15 @@ func (n *Node) forget(uid types.UID) error {
 		return err
 	}
 	n.after("CDI file removed")
-	if err := os.RemoveAll(n.claimFolder(uid)); err != nil {
+	root, err := folder.Open(n.Folder)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("the folder of sockets cannot be opened: %w", err)
+	}
+	defer func() { _ = root.Close() }()
+	if err := root.RemoveAll(string(uid)); err != nil {
 		return fmt.Errorf("the folder of the sockets cannot be removed: %w", err)
 	}
 	n.after("folder removed")
@@ -540,12 +575,19 @@ func (n *Node) files() (sets.Set[types.UID], error) {
 		return nil, err
 	}
 	files := sets.New(found...)
-	entries, err := os.ReadDir(n.Folder)
+	root, err := folder.Open(n.Folder)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("the folder of sockets cannot be read: %w", err)
+		return nil, fmt.Errorf("the folder of sockets cannot be opened: %w", err)
 	}
-	for _, entry := range entries {
-		files.Insert(types.UID(entry.Name()))
+	if err == nil {
+		defer func() { _ = root.Close() }()
+		entries, err := fs.ReadDir(root.FS(), ".")
+		if err != nil {
+			return nil, fmt.Errorf("the folder of sockets cannot be read: %w", err)
+		}
+		for _, entry := range entries {
+			files.Insert(types.UID(entry.Name()))
+		}
 	}
 	// Others may have put theirs there.
 	for uid := range files {

@@ -97,11 +97,12 @@ func newBench(t *testing.T, s *server.Server) *bench {
 	cluster := &cluster{}
 	return &bench{
 		Node: &node.Node{
-			Name:    nodeName,
-			Server:  s,
-			Cluster: cluster,
-			Folder:  sockets,
-			CDI:     cdi.Folder(filepath.Join(folder, "cdi")),
+			WeightMax: 300,
+			Name:      nodeName,
+			Server:    s,
+			Cluster:   cluster,
+			Folder:    sockets,
+			CDI:       cdi.Folder(filepath.Join(folder, "cdi")),
 		},
 		cluster: cluster,
 		drive:   drives[0].Path,
@@ -426,6 +427,31 @@ func TestOptionsAreThoseOfGrantAndParameters(t *testing.T) {
 		"iops=20000,bandwidth=104857600,weight=300,owner=107:108,mode=0600", b.Folder, claim.UID, b.drive, claim.UID)
 	if got := state.Functions[0].Options; got != want {
 		t.Errorf("options\n%s, not\n%s", got, want)
+	}
+}
+
+func TestAClaimHasNoMoreWeightThanOperatorOrClassAllow(t *testing.T) {
+	for _, test := range []struct {
+		source  resourceapi.AllocationConfigSource
+		weight  int64
+		refused bool
+	}{
+		{resourceapi.AllocationConfigSourceClaim, 300, false},
+		{resourceapi.AllocationConfigSourceClaim, 301, true},
+		{resourceapi.AllocationConfigSourceClaim, 1000, true},
+		{resourceapi.AllocationConfigSourceClass, 1000, false},
+	} {
+		b := newBench(t, testserver.Fake(t))
+		claim := forPod(b.claim(1, 3))
+		with(claim, parameters.Function{Weight: test.weight})
+		claim.Status.Allocation.Devices.Config[0].Source = test.source
+		_, err := b.Prepare(t.Context(), claim)
+		if (err != nil) != test.refused {
+			t.Errorf("%s, %d: %v", test.source, test.weight, err)
+		}
+		if err != nil && !strings.Contains(err.Error(), "-weight-max") {
+			t.Error(err)
+		}
 	}
 }
 

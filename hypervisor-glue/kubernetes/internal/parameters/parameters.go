@@ -45,6 +45,8 @@ type Function struct {
 	Queues int64 `json:"queues,omitempty"`
 	// Weight is the share beside other busy guests of a physical drive.
 	Weight int64 `json:"weight,omitempty"`
+	// ClassWeight is the weight of the class, which the operator wrote.
+	ClassWeight int64 `json:"-"`
 }
 
 var (
@@ -66,13 +68,17 @@ func Of(claim *resourceapi.ResourceClaim, request string) (Function, error) {
 		if err := merge(&merged, opaque.Parameters.Raw); err != nil {
 			return merged, fmt.Errorf("parameters of claim %s/%s: %w", claim.Namespace, claim.Name, err)
 		}
+		if config.IsOfClass {
+			merged.ClassWeight = merged.Weight
+		}
 	}
 	return merged, nil
 }
 
 type configuration struct {
-	Requests []string
-	Opaque   *resourceapi.OpaqueDeviceConfiguration
+	Requests  []string
+	Opaque    *resourceapi.OpaqueDeviceConfiguration
+	IsOfClass bool
 }
 
 // configurations returns those of the allocation, which has those of classes first; without it those of the claim.
@@ -80,12 +86,13 @@ func configurations(claim *resourceapi.ResourceClaim) []configuration {
 	var found []configuration
 	if claim.Status.Allocation == nil {
 		for _, config := range claim.Spec.Devices.Config {
-			found = append(found, configuration{config.Requests, config.Opaque})
+			found = append(found, configuration{config.Requests, config.Opaque, false})
 		}
 		return found
 	}
 	for _, config := range claim.Status.Allocation.Devices.Config {
-		found = append(found, configuration{config.Requests, config.Opaque})
+		isOfClass := config.Source == resourceapi.AllocationConfigSourceClass
+		found = append(found, configuration{config.Requests, config.Opaque, isOfClass})
 	}
 	return found
 }

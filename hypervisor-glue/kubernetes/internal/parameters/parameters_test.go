@@ -36,7 +36,7 @@ func TestParametersOfTheClaimGoBeforeThoseOfTheClass(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		want := Function{APIVersion: APIVersion, Kind: Kind, Data: Keep, Owner: ":36", Mode: "0660", Weight: 9}
+		want := Function{APIVersion: APIVersion, Kind: Kind, Data: Keep, Owner: ":36", Mode: "0660", Weight: 9, ClassWeight: 7}
 		if function != want {
 			t.Errorf("parameters %v", function)
 		}

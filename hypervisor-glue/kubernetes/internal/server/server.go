@@ -13,6 +13,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"nvme-mpt.internal/kubernetes/internal/folder"
 )
 
 // Drive is a drive that the server has open.
@@ -298,15 +300,11 @@ type User struct {
 
 // User returns the user of the state folder, which runs the server.
 func (s *Server) User() (User, error) {
-	info, err := os.Stat(s.StateDir)
+	uid, gid, err := folder.OwnerOf(s.StateDir)
 	if err != nil {
 		return User{}, fmt.Errorf("the state folder of nvme-mpt cannot be seen: start `nvme-mpt serve`, or name its folder with -state-dir: %w", err)
 	}
-	stat, ok := info.Sys().(*syscall.Stat_t)
-	if !ok {
-		return User{}, fmt.Errorf("the owner of %s is not known on this system", s.StateDir)
-	}
-	return User{UID: int(stat.Uid), GID: int(stat.Gid)}, nil
+	return User{UID: uid, GID: gid}, nil
 }
 
 // IsOther reports whether it is another user than that of this process.

@@ -7,10 +7,9 @@
 //! lost if the file is cut short or its disk fails. The states in memory outlive no process then, so the drive takes no
 //! more changes.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +20,7 @@ use super::{Geometry, ZoneError};
 use nvme_mpt::memory::files::sync_names;
 use nvme_mpt::memory::{Access, Mapping, SharedWords};
 use nvme_mpt::range::Bytes;
+use nvme_mpt_paths::{Directory, OFlags};
 
 /// First bytes of such a file, with its version.
 const MAGIC: &[u8; 8] = b"nvmezns1";
@@ -234,34 +234,20 @@ thread_local! {
 /// The file at a path. One that is not there is made elsewhere, and moved there unless somebody else
 /// was faster: whoever opens it sees all of it, and all see the same.
 fn open_or_make(path: &Path, header: &Header) -> io::Result<File> {
-    let open = || OpenOptions::new().read(true).write(true).open(path);
+    // The drive's file may lie in a directory of another user.
+    let (directory, name) = Directory::holding(path)?;
+    let open = || directory.open_entry(name, OFlags::RDWR);
     match open() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        opened => return opened,
+        Err(error) if error.is_not_found() => {}
+        opened => return Ok(opened?),
     }
-    let temporary = with_suffix(path, &format!(".{}", std::process::id()));
-    let made = make(&temporary, header).and_then(|()| match fs::hard_link(&temporary, path) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-        _ => Ok(()),
-    });
-    // That it stays would be the smaller error.
-    let _ = fs::remove_file(&temporary);
-    made?;
-    open()
-}
-
-fn make(path: &Path, header: &Header) -> io::Result<()> {
-    let mut options = OpenOptions::new();
-    let mut file = options
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(path)?;
-    let mut bytes = header.to_bytes();
-    bytes.resize(HEADER + bytes_of(header.count), 0);
-    file.write_all(&bytes)?;
-    file.sync_all()
+    directory.make_new(name, 0o600, |file| {
+        let mut bytes = header.to_bytes();
+        bytes.resize(HEADER + bytes_of(header.count), 0);
+        file.write_all(&bytes)?;
+        file.sync_all()
+    })?;
+    Ok(open()?)
 }
 
 #[cfg(test)]

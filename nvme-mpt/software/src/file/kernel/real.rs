@@ -25,14 +25,17 @@ use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::memory::file_system::is_memory;
 use nvme_mpt::memory::{Access, Mapping};
 use nvme_mpt::origin::BackingFile;
+use nvme_mpt_paths::{Entry, FileId};
 
 /// Opens a file or block device to read and write.
 ///
 /// # Errors
 /// Returns the kernel's error, and `InvalidInput` for something that is neither.
 pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
-    let path = path.canonicalize()?;
-    let kind = path.metadata()?.file_type();
+    // A link of another user could lead to the file of a third one.
+    let entry = Entry::find(path)?;
+    let path = entry.path().to_owned();
+    let kind = path.symlink_metadata()?.file_type();
     if !kind.is_file() && !kind.is_block_device() {
         let what = "it is neither a file nor a block device";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
@@ -46,12 +49,20 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
     } else {
         0
     };
-    let mut file = options.custom_flags(exclusive).open(&path)?;
+    let mut file = options
+        .custom_flags(exclusive | libc::O_NOFOLLOW)
+        .open(&path)?;
+    if FileId::of_open(&file)? != entry.id() {
+        return Err(io::Error::other("it was replaced while it was opened"));
+    }
     let bytes = file.seek(SeekFrom::End(0))?;
     let in_memory = is_memory(file.as_fd());
     let direct = match in_memory {
         true => None,
-        false => options.custom_flags(libc::O_DIRECT).open(&path).ok(),
+        false => options
+            .custom_flags(libc::O_DIRECT | libc::O_NOFOLLOW)
+            .open(&path)
+            .ok(),
     };
     let punches_holes = deallocates(&file, kind, bytes)?;
     // Said now, not when a guest creates its first queue.

@@ -1,7 +1,7 @@
 //! The file that pairs are in: a page that says so, and how much there is room for; the database behind it
 //! is as long as it has to be.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -14,6 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::VERSION;
 use crate::key_value::KeyValueError;
 use nvme_mpt::range_lock::{ClaimError, RangeLock};
+use nvme_mpt_paths::{Entry, OFlags};
 
 const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
 
@@ -51,11 +52,13 @@ impl PairsFile {
             path: path.to_owned(),
             source,
         };
-        let path = path.canonicalize().map_err(io)?;
-        if !path.metadata().map_err(io)?.is_file() {
+        // A link of another user could lead to the file of a third one.
+        let entry = Entry::find(path).map_err(|error| io(error.into()))?;
+        let path = entry.path().to_owned();
+        if !path.symlink_metadata().map_err(io)?.is_file() {
             return Err(KeyValueError::NotAFile(path));
         }
-        let open = || OpenOptions::new().read(true).write(true).open(&path);
+        let open = || entry.reopen(OFlags::RDWR);
         // To the end of what can be locked.
         let lock = RangeLock::claim(open().map_err(io)?, 0, 0).map_err(|error| match error {
             ClaimError::Io(source) => io(source),

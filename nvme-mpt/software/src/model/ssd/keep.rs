@@ -1,9 +1,11 @@
 //! The state of a drive's flash beside its file: read when the drive is opened, written when it is
 //! closed. After a crash it is that of the last time the drive was closed.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::path::{Path, PathBuf};
+
+use nvme_mpt_paths::{Directory, OFlags};
 
 use super::SsdModel;
 use super::ftl::{Ftl, StateError};
@@ -28,10 +30,12 @@ impl SsdModel {
     /// # Errors
     /// All of [`StateError`]; then nothing is taken up.
     pub(crate) fn restore(&mut self, path: &Path) -> Result<bool, StateError> {
-        let file = match File::open(path) {
+        let opened = Directory::holding(path)
+            .and_then(|(directory, name)| directory.open_entry(name, OFlags::RDONLY));
+        let file = match opened {
             Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-            Err(error) => return Err(error.into()),
+            Err(error) if error.is_not_found() => return Ok(false),
+            Err(error) => return Err(io::Error::from(error).into()),
         };
         let mut input = BufReader::new(file);
         let mut magic = [0; 8];
@@ -54,18 +58,14 @@ impl SsdModel {
     /// # Errors
     /// Returns the kernel's error.
     pub(crate) fn save(&self, path: &Path) -> io::Result<()> {
-        let temporary = with_suffix(path, &format!(".{}", std::process::id()));
-        let written = self.write_to(&temporary);
-        let result = written.and_then(|()| fs::rename(&temporary, path));
-        if result.is_err() {
-            // The temporary file is of no use then. If it stays, that is the smaller error.
-            let _ = fs::remove_file(&temporary);
-        }
-        result
+        // The drive's file may lie in a directory of another user.
+        let (directory, name) = Directory::holding(path)?;
+        directory.replace(name, 0o666, |file| self.write_to(file))?;
+        Ok(())
     }
 
-    fn write_to(&self, path: &Path) -> io::Result<()> {
-        let mut out = BufWriter::new(File::create(path)?);
+    fn write_to(&self, file: &mut File) -> io::Result<()> {
+        let mut out = BufWriter::new(file);
         out.write_all(MAGIC)?;
         for instance in &self.instances {
             instance.ftl.save(&mut out)?;

@@ -44,9 +44,9 @@ impl Bill {
         self.ticks = self.ticks.wrapping_add(ticks);
     }
 
-    /// Returns whether both are bills of the same function.
-    pub(crate) fn is_of_the_function_of(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.function, &other.function)
+    /// Returns the processor time of its function, which is the function's own.
+    pub(crate) fn function(&self) -> &Arc<ProcessorTime> {
+        &self.function
     }
 }
 

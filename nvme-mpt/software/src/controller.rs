@@ -279,6 +279,10 @@ impl HostController for SoftwareController {
         &self.limits
     }
 
+    fn may_block(&self) -> bool {
+        self.medium.may_block()
+    }
+
     fn mdts_max(&self) -> Mdts {
         Mdts::MAX
     }

@@ -58,6 +58,11 @@ pub trait Medium: fmt::Debug + Send + Sync {
         let _ = timeout;
     }
 
+    /// Returns whether a transfer may have the thread that asks for it wait for another process or host.
+    fn may_block(&self) -> bool {
+        false
+    }
+
     /// Makes another file durable from now on whenever blocks are, after them.
     fn keep_durable_with(&self, file: Arc<File>) {
         let _ = file;

@@ -80,7 +80,8 @@ impl Attachment {
             None => {
                 let neighbours = self.neighbours(self.vectors.first().cloned());
                 let learning = self.facts.learning;
-                self.pollers.place(&self.poll, learning, neighbours)?
+                self.pollers
+                    .place(&self.poll, learning, neighbours, self.blocking_drive())?
             }
         };
         let id = next_id();

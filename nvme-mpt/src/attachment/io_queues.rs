@@ -278,7 +278,12 @@ impl Attachment {
         let neighbours = self.neighbours(interrupt.clone());
         let poller = self
             .pollers
-            .place(&self.poll, self.facts.learning, neighbours)
+            .place(
+                &self.poll,
+                self.facts.learning,
+                neighbours,
+                self.blocking_drive(),
+            )
             .map_err(failed)?;
         let slots = slots_of(entries);
         let pair = host.shared_pair();
@@ -581,6 +586,15 @@ impl Attachment {
             vector,
             node: self.drive().controller().numa_node(),
         }
+    }
+
+    /// Returns a name of the drive, if it may have its pollers wait.
+    pub(super) fn blocking_drive(&self) -> Option<usize> {
+        let drive = self.drive();
+        drive
+            .controller()
+            .may_block()
+            .then(|| Arc::as_ptr(drive).addr())
     }
 
     fn vector(&self, number: u16) -> Result<Arc<InterruptVector>, QueueError> {

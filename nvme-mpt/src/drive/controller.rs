@@ -105,6 +105,12 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         None
     }
 
+    /// Returns whether the kernel may have whoever submits commands wait for other processes or hosts. Such a drive shares no
+    /// poller with others.
+    fn may_block(&self) -> bool {
+        false
+    }
+
     /// Returns the number of bytes of which a lease is a multiple and one part; `None` if leases may be any parts.
     fn whole_lease(&self) -> Option<u64> {
         None

@@ -1,6 +1,7 @@
 //! Which poller runs which shadow queue, and on which processor: decided here and nowhere else.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
@@ -9,6 +10,7 @@ use log::warn;
 use super::beside::Neighbours;
 use super::policy::{Placement, PollPolicy, Processors, Spin};
 use super::threads::Threads;
+use super::watch;
 use super::worker::{Home, Poller};
 use crate::clock;
 use crate::learn::Learning;
@@ -24,6 +26,8 @@ const PROCESSORS_PER_SHARED_POLLER: usize = 4;
 pub struct Pollers {
     threads: Threads,
     groups: Mutex<Vec<Group>>,
+    /// True once a thread watches over shared pollers.
+    are_watched: AtomicBool,
     /// Processors of which it was said that several pollers share them.
     crowded: Mutex<Vec<usize>>,
 }
@@ -37,6 +41,10 @@ struct Group {
     /// Shared pollers live as long as the group; dedicated ones as long as their queue.
     shared: Vec<Arc<Poller>>,
     dedicated: Vec<Weak<Poller>>,
+    /// Pollers of functions that held up others.
+    apart: Vec<Weak<Poller>>,
+    /// Pollers of drives that may block, by drive. They live as long as their queues.
+    of_drives: Vec<(usize, Weak<Poller>)>,
     started: usize,
 }
 
@@ -77,8 +85,10 @@ impl Group {
 
     /// Its pollers that run.
     fn running(&self) -> Vec<Arc<Poller>> {
-        let dedicated = self.dedicated.iter().filter_map(Weak::upgrade);
-        self.shared.iter().cloned().chain(dedicated).collect()
+        let others = self.dedicated.iter().chain(&self.apart);
+        let others = others.chain(self.of_drives.iter().map(|(_, poller)| poller));
+        let others = others.filter_map(Weak::upgrade);
+        self.shared.iter().cloned().chain(others).collect()
     }
 
     /// Most shared pollers of the group.
@@ -106,6 +116,7 @@ impl Pollers {
         Arc::new(Self {
             threads,
             groups: Mutex::default(),
+            are_watched: AtomicBool::new(false),
             crowded: Mutex::default(),
         })
     }
@@ -116,6 +127,39 @@ impl Pollers {
         &self.threads
     }
 
+    /// Has a thread watch over shared pollers: a function that holds one up gets a poller of its own. It reads the states of
+    /// threads in /proc.
+    ///
+    /// # Errors
+    /// Returns the error of the starter of threads.
+    pub fn watch(self: &Arc<Self>) -> io::Result<()> {
+        self.are_watched.store(true, Ordering::Relaxed);
+        self.shared().iter().for_each(|poller| poller.begin_watch());
+        // It ends with the pollers.
+        self.threads
+            .spawn("poll-watch", watch::work(self))
+            .map(drop)
+    }
+
+    /// Returns the pollers that functions share.
+    pub(super) fn shared(&self) -> Vec<Arc<Poller>> {
+        let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        groups
+            .iter()
+            .flat_map(|group| group.shared.iter().cloned())
+            .collect()
+    }
+
+    /// Notes the poller of a function that held up another one.
+    pub(super) fn note_apart(&self, held: &Arc<Poller>, apart: &Arc<Poller>) {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let its = |group: &&mut Group| group.shared.iter().any(|poller| Arc::ptr_eq(poller, held));
+        if let Some(group) = groups.iter_mut().find(its) {
+            group.apart.retain(|poller| poller.strong_count() > 0);
+            group.apart.push(Arc::downgrade(apart));
+        }
+    }
+
     /// Starts the first poller of a policy by which queues share pollers, for queues that are to come. A poller of one queue
     /// is started with that.
     ///
@@ -124,7 +168,7 @@ impl Pollers {
     pub fn prepare(&self, policy: &PollPolicy, learning: Learning) -> io::Result<()> {
         match policy.placement {
             Placement::Shared => self
-                .place(policy, learning, Neighbours::default())
+                .place(policy, learning, Neighbours::default(), None)
                 .map(drop),
             Placement::Dedicated => Ok(()),
         }
@@ -147,15 +191,23 @@ impl Pollers {
         }
     }
 
-    /// The poller for one more shadow queue, which has these neighbours.
+    /// The poller for one more shadow queue, which has these neighbours, and a drive that may make its poller wait by this
+    /// name: that one shares no poller with others.
     pub(crate) fn place(
         &self,
         policy: &PollPolicy,
         learning: Learning,
         neighbours: Neighbours,
+        blocks: Option<usize>,
     ) -> io::Result<Arc<Poller>> {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let poller = self.place_among(&mut groups, policy, learning.of_poller(), neighbours)?;
+        let poller = self.place_among(
+            &mut groups,
+            policy,
+            learning.of_poller(),
+            neighbours,
+            blocks,
+        )?;
         let mut told = self.crowded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cpu) = poller.cpu()
             && let Some(names) = crowd(&groups, cpu)
@@ -177,6 +229,7 @@ impl Pollers {
         policy: &PollPolicy,
         learning: Learning,
         neighbours: Neighbours,
+        blocks: Option<usize>,
     ) -> io::Result<Arc<Poller>> {
         let is_same = |group: &Group| group.policy == *policy && group.learning == learning;
         let index = match groups.iter().position(is_same) {
@@ -188,6 +241,8 @@ impl Pollers {
                     learning,
                     shared: Vec::new(),
                     dedicated: Vec::new(),
+                    apart: Vec::new(),
+                    of_drives: Vec::new(),
                     started: 0,
                 });
                 groups.len() - 1
@@ -201,6 +256,19 @@ impl Pollers {
                 group.dedicated.push(Arc::downgrade(&poller));
                 Ok(poller)
             }
+            Placement::Shared if blocks.is_some() => {
+                let drive = blocks.unwrap_or_default();
+                let same = group.of_drives.iter().find(|(other, _)| *other == drive);
+                if let Some(poller) = same.and_then(|(_, poller)| poller.upgrade()) {
+                    return Ok(poller);
+                }
+                let poller = group.start(neighbours, &self.threads)?;
+                group
+                    .of_drives
+                    .retain(|(_, poller)| poller.strong_count() > 0);
+                group.of_drives.push((drive, Arc::downgrade(&poller)));
+                Ok(poller)
+            }
             Placement::Shared => {
                 let idlest = group.shared.iter().min_by_key(|poller| poller.queues());
                 match idlest {
@@ -211,6 +279,9 @@ impl Pollers {
                     }
                     _ => {
                         let poller = group.start(neighbours, &self.threads)?;
+                        if self.are_watched.load(Ordering::Relaxed) {
+                            poller.begin_watch();
+                        }
                         group.shared.push(poller.clone());
                         Ok(poller)
                     }
@@ -243,7 +314,6 @@ fn crowd(groups: &[Group], cpu: usize) -> Option<Vec<String>> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc;
 
     use super::*;
@@ -251,7 +321,7 @@ mod tests {
     use crate::memory::processors::{ProcessorSet, ThreadId, own_processors, pin_this_thread};
 
     fn place_in(pollers: &Pollers, policy: &PollPolicy) -> io::Result<Arc<Poller>> {
-        pollers.place(policy, Learning::default(), Neighbours::default())
+        pollers.place(policy, Learning::default(), Neighbours::default(), None)
     }
 
     #[test]
@@ -304,7 +374,12 @@ mod tests {
         let place = |fixed: &str| {
             let learning = fixed.parse().expect("names");
             pollers
-                .place(&PollPolicy::default(), learning, Neighbours::default())
+                .place(
+                    &PollPolicy::default(),
+                    learning,
+                    Neighbours::default(),
+                    None,
+                )
                 .expect("thread")
         };
         let shared = place_in(&pollers, &PollPolicy::default()).expect("thread");
@@ -509,7 +584,7 @@ mod tests {
         // One that never sleeps looks by itself.
         let policy = "dedicated:busy@vcpu".parse().expect("valid");
         let _poller = pollers
-            .place(&policy, Learning::default(), neighbours)
+            .place(&policy, Learning::default(), neighbours, None)
             .expect("a thread");
         let poller = started.recv().expect("it started");
         let is_beside =

@@ -14,20 +14,22 @@ use log::{error, warn};
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::arbiter::{FunctionTurns, Quantum};
 use super::beside::{Beside, Neighbours};
 use super::policy::Spin;
+use super::seat::{Seat, Ticket, is_blocked};
 use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
-use crate::memory::processors::{are_virtual, pin_this_thread};
+use crate::memory::processors::{ThreadId, are_virtual, pin_this_thread};
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use crate::memory::system::{thread_preemptions, thread_time};
 use crate::memory::{Cell32, eventfd};
 use crate::park::Waker;
-use crate::processor_time::{self, Bill, Settlement};
+use crate::processor_time::{self, Bill, ProcessorTime, Settlement};
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 
@@ -44,6 +46,9 @@ const EXACT_MAX: Duration = Duration::from_millis(20);
 /// Bounds of the sleeps of a poller that spins beside threads that need its processor.
 const REST_MIN: Duration = Duration::from_micros(5);
 const REST_MAX: Duration = Duration::from_micros(50);
+
+/// Time that a thread is left alone before it is looked at.
+const LOOK: Duration = Duration::from_micros(500);
 
 /// Doorbells whose value somebody else acts on: those of a mapped admin queue.
 #[derive(Debug)]
@@ -91,7 +96,8 @@ enum Mail {
     Stop,
 }
 
-struct Shared {
+/// State of a poller that others see.
+pub(super) struct Shared {
     name: String,
     cpu: Option<usize>,
     waker: Arc<Waker>,
@@ -107,6 +113,11 @@ struct Shared {
     parks: AtomicU64,
     spurious_wakes: AtomicU64,
     started: Ticks,
+    spin: Spin,
+    learning: Learning,
+    /// That of the thread which runs it now.
+    seat: Mutex<Arc<Seat>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// Place of a poller's thread.
@@ -122,7 +133,6 @@ pub(super) enum Home {
 /// A poller, as those see it who give it work. Its thread ends when it is dropped.
 pub(crate) struct Poller {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl std::fmt::Debug for Poller {
@@ -141,57 +151,111 @@ impl Poller {
         learning: Learning,
         threads: &Threads,
     ) -> io::Result<Self> {
-        let waker = Waker::new()?;
         let cpu = match home {
             Home::Processor(cpu) => Some(cpu),
             Home::Anywhere | Home::Beside(_) => None,
         };
-        let shared = Arc::new(Shared {
-            name: name.to_owned(),
-            cpu,
-            waker: waker.clone(),
-            mail: Mutex::default(),
-            has_mail: AtomicBool::new(false),
-            queues: AtomicUsize::new(0),
-            busy_ticks: AtomicU64::new(0),
-            parked_ticks: AtomicU64::new(0),
-            processor_nanoseconds: AtomicU64::new(0),
-            asleep_since: AtomicU64::new(0),
-            parks: AtomicU64::new(0),
-            spurious_wakes: AtomicU64::new(0),
-            started: Ticks::now(),
-        });
-        let sleeper = Sleeper::new(&waker)?;
-        let mut worker = Worker {
-            shared: shared.clone(),
-            beside: None,
-            sleeper,
-            queues: Vec::new(),
-            leaving: Vec::new(),
-            watches: Vec::new(),
-            stop: false,
-            is_plain: true,
-            settled: Duration::ZERO,
-        };
+        let shared = Shared::new(name, cpu, spin, learning)?;
+        let mut worker = Worker::new(&shared)?;
         let work = Box::new(move || {
-            match home {
-                Home::Anywhere => {}
-                Home::Processor(cpu) => {
-                    if let Err(error) = pin_this_thread(cpu) {
-                        warn!("The poller stays unpinned: processor {cpu} cannot be used: {error}");
-                    }
-                }
-                Home::Beside(neighbours) => {
-                    worker.beside = Beside::begin(neighbours, &worker.shared.name);
-                }
+            if let Home::Beside(neighbours) = home {
+                worker.beside = Beside::begin(neighbours, &worker.shared.name);
             }
-            worker.run(spin, learning);
+            worker.run();
         });
         let thread = threads.spawn(name, work)?;
-        Ok(Self {
-            shared,
-            thread: Some(thread),
-        })
+        *shared.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(Self { shared })
+    }
+
+    /// Has another thread look whether the poller's own is stuck in a function's turn.
+    pub(super) fn begin_watch(&self) {
+        self.shared.seat().begin_watch();
+    }
+
+    /// Returns whether its thread is awake.
+    pub(super) fn is_awake(&self) -> bool {
+        self.shared.asleep_since.load(Ordering::Relaxed) == 0
+    }
+
+    /// Gives all functions another thread but the one whose turn the thread has been waiting in for so many ticks. That
+    /// one has the thread for itself from now on, as the poller that this returns.
+    ///
+    /// # Errors
+    /// The kernel's error; then all is as it was.
+    pub(super) fn relieve(
+        &self,
+        limit: u64,
+        number: usize,
+        threads: &Threads,
+    ) -> io::Result<Option<Arc<Self>>> {
+        let shared = &self.shared;
+        let seat = shared.seat();
+        let Some((began, thread)) = seat.turn() else {
+            return Ok(None);
+        };
+        if Ticks::now().since(began) < limit {
+            return Ok(None);
+        }
+        // It may have waited for the look itself.
+        crate::clock::sleep(LOOK);
+        if !is_blocked(thread) {
+            return Ok(None);
+        }
+        // All that can fail comes first. A thread that is not needed after all ends at once.
+        let (sender, receiver) = sync_channel::<PolledFunctions>(1);
+        let mut worker = Worker::new(shared)?;
+        worker.seat = Arc::default();
+        worker.seat.begin_watch();
+        let next = worker.seat.clone();
+        let work = Box::new(move || {
+            if let Ok(polled) = receiver.recv() {
+                worker.take_over(polled);
+                worker.run();
+            }
+        });
+        let apart = Shared::new(
+            &format!("poll-apart-{number}"),
+            None,
+            shared.spin,
+            shared.learning,
+        )?;
+        let ticket = Ticket {
+            sleeper: Sleeper::new(&apart.waker)?,
+            shared: apart.clone(),
+        };
+        let thread = threads.spawn(&shared.name, work)?;
+        let Some((mut polled, index)) = seat.take_over(began, ticket) else {
+            return Ok(None);
+        };
+        *shared.seat.lock().unwrap_or_else(PoisonError::into_inner) = next;
+        *shared.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        let function = polled.functions.remove(index);
+        let queues = function.ids.len();
+        shared.queues.fetch_sub(queues, Ordering::Relaxed);
+        apart.queues.fetch_add(queues, Ordering::Relaxed);
+        for fd in function.ids.iter().filter_map(|(_, fd)| *fd) {
+            let _ = shared
+                .waker
+                .epoll()
+                .ctl(ControlOperation::Delete, fd, EpollEvent::default());
+        }
+        let poller = Arc::new(Self { shared: apart });
+        let is_its = |id: u64| function.ids.iter().any(|(own, _)| *own == id);
+        let (its, others) = std::mem::take(&mut polled.leaving)
+            .into_iter()
+            .partition(|(id, _)| is_its(*id));
+        polled.leaving = others;
+        for (id, reply) in its {
+            poller.send(Mail::Remove(id, Departure::Drains, reply));
+        }
+        polled.apart.push(Apart {
+            function: function.function,
+            poller: poller.clone(),
+        });
+        // The thread waits for it.
+        let _ = sender.send(polled);
+        Ok(Some(poller))
     }
 
     /// The poller's door bell.
@@ -306,7 +370,13 @@ impl Poller {
 impl Drop for Poller {
     fn drop(&mut self) {
         self.send(Mail::Stop);
-        if let Some(thread) = self.thread.take()
+        let thread = self
+            .shared
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread
             && thread.join().is_err()
         {
             error!("Poller {} panicked", self.shared.name);
@@ -322,25 +392,247 @@ enum Rests {
     All,
 }
 
-struct Worker {
-    shared: Arc<Shared>,
-    sleeper: Sleeper,
+/// Queues and watches of a function.
+#[derive(Default)]
+struct Members {
     #[expect(clippy::vec_box, reason = "queues move between threads and are large")]
     queues: Vec<Box<ShadowQueue>>,
+    watches: Vec<DoorbellWatch>,
+}
+
+/// A function that a poller runs.
+struct Function {
+    function: Arc<ProcessorTime>,
+    turns: FunctionTurns,
+    /// None while it has its turn.
+    members: Members,
+    /// Names of its queues, and descriptors that end a sleep for them.
+    ids: Vec<(u64, Option<RawFd>)>,
+}
+
+/// A function that once held up all others, and has a poller of its own.
+struct Apart {
+    function: Arc<ProcessorTime>,
+    poller: Arc<Poller>,
+}
+
+/// All that a poller runs. Another thread may take it over while a function has its turn.
+#[derive(Default)]
+pub(super) struct PolledFunctions {
+    functions: Vec<Function>,
     /// Queues to hand back once nothing of theirs is in flight.
     leaving: Vec<(u64, SyncSender<Box<ShadowQueue>>)>,
-    watches: Vec<DoorbellWatch>,
+    apart: Vec<Apart>,
+}
+
+impl PolledFunctions {
+    fn queues(&self) -> impl Iterator<Item = &ShadowQueue> {
+        let functions = self.functions.iter();
+        functions.flat_map(|function| function.members.queues.iter().map(Box::as_ref))
+    }
+
+    fn queues_mut(&mut self) -> impl Iterator<Item = &mut ShadowQueue> {
+        let functions = self.functions.iter_mut();
+        functions.flat_map(|function| function.members.queues.iter_mut().map(Box::as_mut))
+    }
+
+    fn queue(&mut self, id: u64) -> Option<&mut ShadowQueue> {
+        self.queues_mut().find(|queue| queue.id() == id)
+    }
+
+    fn watches(&self) -> impl Iterator<Item = &DoorbellWatch> {
+        self.functions
+            .iter()
+            .flat_map(|function| function.members.watches.iter())
+    }
+
+    /// Returns the function that a bill is of.
+    fn function(&mut self, bill: &Bill) -> &mut Function {
+        let own = bill.function();
+        let at = self
+            .functions
+            .iter()
+            .position(|function| Arc::ptr_eq(&function.function, own));
+        let at = at.unwrap_or_else(|| {
+            self.functions.push(Function {
+                function: own.clone(),
+                turns: FunctionTurns::default(),
+                members: Members::default(),
+                ids: Vec::new(),
+            });
+            self.functions.len() - 1
+        });
+        &mut self.functions[at]
+    }
+
+    /// Returns the function that a bill is of, if it has a poller of its own.
+    fn apart(&mut self, bill: &Bill) -> Option<&mut Apart> {
+        let own = bill.function();
+        self.apart
+            .iter_mut()
+            .find(|apart| Arc::ptr_eq(&apart.function, own))
+    }
+}
+
+struct Worker {
+    shared: Arc<Shared>,
+    seat: Arc<Seat>,
+    sleeper: Sleeper,
+    polled: PolledFunctions,
+    quantum: Quantum,
     stop: bool,
     /// True if its queues and watches are of one function, to which all of its time is charged, and none of them leaves.
     is_plain: bool,
+    /// True if its function has a poller of its own, which none of its bells rings.
+    is_apart: bool,
     /// The thread's time on a processor that was charged so far.
     settled: Duration,
+    /// Nanoseconds that the poller had a processor for beside those of the thread.
+    beside_nanoseconds: u64,
     /// Place beside a vCPU, if it is to be there.
     beside: Option<Beside>,
 }
 
+impl Shared {
+    fn new(
+        name: &str,
+        cpu: Option<usize>,
+        spin: Spin,
+        learning: Learning,
+    ) -> io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            name: name.to_owned(),
+            cpu,
+            waker: Waker::new()?,
+            mail: Mutex::default(),
+            has_mail: AtomicBool::new(false),
+            queues: AtomicUsize::new(0),
+            busy_ticks: AtomicU64::new(0),
+            parked_ticks: AtomicU64::new(0),
+            processor_nanoseconds: AtomicU64::new(0),
+            asleep_since: AtomicU64::new(0),
+            parks: AtomicU64::new(0),
+            spurious_wakes: AtomicU64::new(0),
+            started: Ticks::now(),
+            spin,
+            learning,
+            seat: Mutex::default(),
+            thread: Mutex::default(),
+        }))
+    }
+}
+
+impl Shared {
+    fn seat(&self) -> Arc<Seat> {
+        self.seat
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
 impl Worker {
-    fn run(mut self, spin: Spin, learning: Learning) {
+    fn new(shared: &Arc<Shared>) -> io::Result<Self> {
+        Ok(Self {
+            shared: shared.clone(),
+            seat: shared.seat(),
+            sleeper: Sleeper::new(&shared.waker)?,
+            polled: PolledFunctions::default(),
+            quantum: Quantum::new(Rate::of_this_machine()),
+            stop: false,
+            is_plain: true,
+            is_apart: false,
+            settled: Duration::ZERO,
+            beside_nanoseconds: 0,
+            beside: None,
+        })
+    }
+
+    /// Takes over what another thread has polled so far, which is stuck.
+    fn take_over(&mut self, polled: PolledFunctions) {
+        self.beside_nanoseconds = self.shared.processor_nanoseconds.load(Ordering::Relaxed);
+        self.polled = polled;
+        self.shared.waker.withdraw();
+        self.follow_change();
+    }
+
+    /// Gives a function its turn, which began at this moment. If that took so long that another thread runs the others
+    /// meanwhile, the function has this one for itself from now on.
+    #[inline]
+    fn turn<R>(&mut self, index: usize, began: Ticks, work: impl FnOnce(&mut Members) -> R) -> R {
+        let mut members = std::mem::take(&mut self.polled.functions[index].members);
+        if self.is_plain || !self.seat.is_watched() {
+            let result = work(&mut members);
+            self.polled.functions[index].members = members;
+            return result;
+        }
+        let polled = std::mem::take(&mut self.polled);
+        self.seat.leave(polled, index, began);
+        let result = work(&mut members);
+        match self.seat.come_back() {
+            Ok(polled) => {
+                self.polled = polled;
+                self.polled.functions[index].members = members;
+            }
+            Err(ticket) => self.go_apart(ticket, members, began),
+        }
+        result
+    }
+
+    /// Goes on with one function alone: another thread has taken over the rest.
+    #[cold]
+    fn go_apart(&mut self, ticket: Option<Ticket>, members: Members, began: Ticks) {
+        let Some(Ticket { shared, sleeper }) = ticket else {
+            // Whoever takes a poller over leaves a ticket.
+            error!("Poller {} lost its place", self.shared.name);
+            return;
+        };
+        let held = crate::clock::nanoseconds(Ticks::now().since(began)) / 1_000_000;
+        warn!(
+            "A function held poller {} up for {held} ms, by memory, storage or a descriptor that makes others wait: it has \
+             a poller of its own from now on, {}",
+            self.shared.name, shared.name
+        );
+        self.seat = shared.seat();
+        self.shared = shared;
+        self.sleeper = sleeper;
+        self.is_apart = true;
+        let time = u64::try_from(thread_time().as_nanos()).unwrap_or(u64::MAX);
+        self.beside_nanoseconds = 0_u64.wrapping_sub(time);
+        self.settled = thread_time();
+        let Members { queues, watches } = members;
+        for queue in queues {
+            self.take_in(queue);
+        }
+        for watch in watches {
+            self.polled
+                .function(&watch.bill)
+                .members
+                .watches
+                .push(watch);
+        }
+        self.follow_change();
+    }
+
+    /// Begins to run a queue.
+    fn take_in(&mut self, queue: Box<ShadowQueue>) {
+        let fd = queue.wait_fd();
+        if let Some(fd) = fd {
+            self.sleeper.watch(fd);
+        }
+        let function = self.polled.function(queue.bill());
+        function.ids.push((queue.id(), fd));
+        function.members.queues.push(queue);
+    }
+
+    fn run(mut self) {
+        let (spin, learning) = (self.shared.spin, self.shared.learning);
+        self.seat.sit_down(ThreadId::of_this_thread());
+        if let Some(cpu) = self.shared.cpu
+            && let Err(error) = pin_this_thread(cpu)
+        {
+            warn!("The poller stays unpinned: processor {cpu} cannot be used: {error}");
+        }
         let rate = Rate::of_this_machine();
         let early = spin.spins_before_due();
         let due_soon = rate.ticks(early);
@@ -406,11 +698,11 @@ impl Worker {
             };
             // One that follows a vCPU has to look where that is.
             let has_nothing =
-                self.queues.is_empty() && self.watches.is_empty() && self.beside.is_none();
+                self.has_no_queues() && self.has_no_watches() && self.beside.is_none();
             let parks = has_nothing
                 || spin
                     .patience(patience)
-                    .is_some_and(|patience| idle >= patience || self.queues.is_empty());
+                    .is_some_and(|patience| idle >= patience || self.has_no_queues());
             let leaves = courtesy.is_due(now, idle);
             if !(parks || leaves) || self.until_due(now).is_some_and(|ticks| ticks <= due_soon) {
                 continue;
@@ -435,44 +727,93 @@ impl Worker {
         }
     }
 
-    /// Runs every queue once. Returns whether any had work.
+    fn has_no_queues(&self) -> bool {
+        self.polled.queues().next().is_none()
+    }
+
+    fn has_no_watches(&self) -> bool {
+        self.polled.watches().next().is_none()
+    }
+
+    /// Runs every queue once, or those whose turn it is. Returns whether any had work, or was left out.
     #[inline]
     fn pass(&mut self) -> bool {
         if !self.is_plain {
-            return self.measured_pass();
+            return self.measured_pass(false);
         }
         let mut worked = false;
-        for queue in &mut self.queues {
-            worked |= queue.poll();
-        }
-        for watch in &mut self.watches {
-            worked |= watch.look();
+        for function in &mut self.polled.functions {
+            for queue in &mut function.members.queues {
+                worked |= queue.poll();
+            }
+            for watch in &mut function.members.watches {
+                worked |= watch.look();
+            }
         }
         worked
     }
 
-    /// Runs every queue once, adds the ticks of each to its bill, and hands back those that leave. Returns whether any had
-    /// work.
+    /// Runs the queues whose turn it is, or `all` once, adds the ticks of each to its bill, and hands back those that leave.
+    /// Returns whether any had work, or was left out.
     #[inline(never)]
-    fn measured_pass(&mut self) -> bool {
+    fn measured_pass(&mut self, all: bool) -> bool {
         let mut worked = false;
         let mut began = Ticks::now();
-        let mut taken = || {
-            let now = Ticks::now();
-            now.since(std::mem::replace(&mut began, now))
-        };
-        for queue in &mut self.queues {
-            worked |= queue.poll();
-            queue.bill_mut().add(taken());
+        let quantum = self.quantum;
+        let mut index = 0;
+        while let Some(function) = self.polled.functions.get(index) {
+            let mut turns = function.turns;
+            let turns_of = &mut turns;
+            (worked, began) = self.turn(index, began, move |Members { queues, watches }| {
+                let (mut worked, mut last) = (worked, began);
+                let mut taken = || {
+                    let now = Ticks::now();
+                    now.since(std::mem::replace(&mut last, now))
+                };
+                let count = queues.len();
+                let mut poll = |index: usize| {
+                    let Some(queue) = queues.get_mut(index) else {
+                        return 0;
+                    };
+                    worked |= queue.poll();
+                    let ticks = taken();
+                    queue.bill_mut().add(ticks);
+                    ticks
+                };
+                let left_out = if all {
+                    for index in 0..count {
+                        poll(index);
+                    }
+                    false
+                } else {
+                    turns_of.turn(quantum, count, poll)
+                };
+                worked |= left_out;
+                for watch in watches {
+                    worked |= watch.look();
+                    watch.bill.add(taken());
+                }
+                (worked, last)
+            });
+            if let Some(function) = self.polled.functions.get_mut(index) {
+                function.turns = turns;
+            }
+            index += 1;
         }
-        for watch in &mut self.watches {
-            worked |= watch.look();
-            watch.bill.add(taken());
-        }
-        if !self.leaving.is_empty() {
+        if !self.polled.leaving.is_empty() {
             self.hand_back();
         }
         worked
+    }
+
+    /// Has each function do something with its queues and watches, in a turn of its own. Returns whether any answered so.
+    fn each(&mut self, mut work: impl FnMut(&mut Members) -> bool) -> bool {
+        let (mut index, mut any) = (0, false);
+        while index < self.polled.functions.len() {
+            any |= self.turn(index, Ticks::now(), &mut work);
+            index += 1;
+        }
+        any
     }
 
     /// Charges the thread's time since the last settlement to the functions that it was spent for. Time without a queue and
@@ -482,54 +823,74 @@ impl Worker {
         let time = thread_time();
         let spent = time.saturating_sub(std::mem::replace(&mut self.settled, time));
         let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let nanoseconds = nanoseconds.wrapping_add(self.beside_nanoseconds);
         self.shared
             .processor_nanoseconds
             .store(nanoseconds, Ordering::Relaxed);
         let settlement = Settlement::new(spent, self.bills());
-        let queues = self.queues.iter_mut().map(|queue| queue.bill_mut());
-        let watches = self.watches.iter_mut().map(|watch| &mut watch.bill);
-        queues
-            .chain(watches)
-            .for_each(|bill| settlement.settle(bill));
+        for Function { members, .. } in &mut self.polled.functions {
+            let queues = members.queues.iter_mut().map(|queue| queue.bill_mut());
+            let watches = members.watches.iter_mut().map(|watch| &mut watch.bill);
+            queues
+                .chain(watches)
+                .for_each(|bill| settlement.settle(bill));
+        }
     }
 
     fn bills(&self) -> impl Iterator<Item = &Bill> {
-        let queues = self.queues.iter().map(|queue| queue.bill());
-        queues.chain(self.watches.iter().map(|watch| &watch.bill))
+        let queues = self.polled.queues().map(ShadowQueue::bill);
+        queues.chain(self.polled.watches().map(|watch| &watch.bill))
     }
 
     /// Follows a change of the queues and watches.
     fn follow_change(&mut self) {
-        let is_of_one = {
-            let mut bills = self.bills();
-            let first = bills.next();
-            first.is_none_or(|first| bills.all(|bill| bill.is_of_the_function_of(first)))
-        };
-        self.is_plain = is_of_one && self.leaving.is_empty();
+        let functions = &mut self.polled.functions;
+        functions.retain(|Function { members, .. }| {
+            !(members.queues.is_empty() && members.watches.is_empty())
+        });
+        let is_of_one = functions.len() <= 1;
+        self.is_plain = is_of_one && self.polled.leaving.is_empty();
+        for queue in self.polled.queues_mut() {
+            queue.share_poller(!is_of_one);
+        }
+        // The record has the last handle of a function that is gone.
+        self.polled
+            .apart
+            .retain(|apart| Arc::strong_count(&apart.function) > 1);
     }
 
     /// Sleeps until there is something to do, or until so long before a command is due. Returns whether work was there after
     /// it, and the ticks it slept.
     fn park(&mut self, idle: u64, early: Duration, looks: Looks) -> (bool, u64) {
-        for queue in &mut self.queues {
-            queue.arm();
-        }
+        self.each(|members| {
+            for queue in &mut members.queues {
+                queue.arm();
+            }
+            false
+        });
         let waker = self.shared.waker.clone();
         waker.announce();
         // Between the two: see `Silence`.
         let timed = self.is_timed();
         let mut found = self.shared.has_mail.load(Ordering::Acquire);
-        for queue in &mut self.queues {
-            found |= queue.look_again();
+        found |= self.each(|Members { queues, watches }| {
+            let mut found = false;
+            for queue in queues {
+                found |= queue.look_again();
+            }
+            found | watches.iter_mut().any(DoorbellWatch::look)
+        });
+        if !Arc::ptr_eq(&waker, &self.shared.waker) {
+            // The bell is another thread's now.
+            return (true, 0);
         }
-        found |= self.watches.iter_mut().any(DoorbellWatch::look);
         let began = Ticks::now();
         self.shared.asleep_since.store(began.0, Ordering::Relaxed);
         let mut timeout = None;
         if !found {
             let silent = timed.then(|| {
                 let idle = Duration::from_nanos(crate::clock::nanoseconds(idle));
-                if self.queues.iter().any(|queue| queue.has_silent_work()) {
+                if self.polled.queues().any(ShadowQueue::has_silent_work) {
                     Looks::at_work(idle)
                 } else {
                     looks.at_doorbells(idle)
@@ -540,7 +901,7 @@ impl Worker {
                 let until = Duration::from_nanos(crate::clock::nanoseconds(ticks));
                 until.saturating_sub(early).max(Duration::from_micros(1))
             });
-            let rest = self.queues.iter().filter_map(|queue| queue.rests_until());
+            let rest = self.polled.queues().filter_map(ShadowQueue::rests_until);
             let rest = rest.min().map(|end| {
                 Duration::from_nanos(crate::clock::nanoseconds(end.since(began)))
                     .max(Duration::from_micros(1))
@@ -564,23 +925,25 @@ impl Worker {
 
     /// Returns whether queues wait for the limits of their leases.
     fn rests(&self) -> Rests {
-        let rests = self.queues.iter().filter_map(|queue| queue.rests_until());
+        let rests = self.polled.queues().filter_map(ShadowQueue::rests_until);
         match rests.count() {
             0 => Rests::None,
-            count if count == self.queues.len() && self.watches.is_empty() => Rests::All,
+            count if count == self.polled.queues().count() && self.has_no_watches() => Rests::All,
             _ => Rests::Some,
         }
     }
 
     /// Ticks from now until something may complete that waits for nothing but its time.
     fn until_due(&self, now: Ticks) -> Option<u64> {
-        let due = self.queues.iter().filter_map(|queue| queue.next_due());
+        let due = self.polled.queues().filter_map(ShadowQueue::next_due);
         due.min().map(|due| due.since(now))
     }
 
     /// Returns whether some doorbell here is only ever stored to, so that no store would wake us.
     fn is_timed(&self) -> bool {
-        !self.watches.is_empty() || self.queues.iter().any(|queue| queue.is_silent())
+        !self.has_no_watches()
+            || (self.is_apart && !self.has_no_queues())
+            || self.polled.queues().any(ShadowQueue::is_silent)
     }
 
     #[cold]
@@ -599,43 +962,72 @@ impl Worker {
         let mut answers = Vec::new();
         for mail in mail {
             match mail {
-                Mail::Add(queue) => {
-                    if let Some(fd) = queue.wait_fd() {
-                        self.sleeper.watch(fd);
+                Mail::Add(queue) => match self.polled.apart(queue.bill()) {
+                    Some(apart) => {
+                        self.shared.queues.fetch_sub(1, Ordering::Relaxed);
+                        apart.poller.add(queue);
                     }
-                    self.queues.push(queue);
-                }
-                Mail::Remove(id, departure, reply) => {
-                    if let Some(queue) = self.queue(id) {
+                    None => self.take_in(queue),
+                },
+                Mail::Remove(id, departure, reply) => match self.polled.queue(id) {
+                    Some(queue) => {
                         queue.stop();
                         if departure == Departure::Ends {
                             queue.cut_short();
                         }
                         // An earlier requester has given up waiting.
-                        self.leaving.retain(|(other, _)| *other != id);
-                        self.leaving.push((id, reply));
+                        self.polled.leaving.retain(|(other, _)| *other != id);
+                        self.polled.leaving.push((id, reply));
                     }
-                }
-                Mail::CutShort(id) => {
-                    if let Some(queue) = self.queue(id) {
-                        queue.cut_short();
+                    None => {
+                        for Apart { poller, .. } in &self.polled.apart {
+                            poller.send(Mail::Remove(id, departure, reply.clone()));
+                        }
                     }
-                }
+                },
+                Mail::CutShort(id) => match self.polled.queue(id) {
+                    Some(queue) => queue.cut_short(),
+                    None => self
+                        .polled
+                        .apart
+                        .iter()
+                        .for_each(|apart| apart.poller.cut_short(id)),
+                },
                 Mail::Stay(id) => {
-                    if let Some(queue) = self.queue(id) {
-                        queue.resume();
+                    match self.polled.queue(id) {
+                        Some(queue) => queue.resume(),
+                        None => self
+                            .polled
+                            .apart
+                            .iter()
+                            .for_each(|apart| apart.poller.stay(id)),
                     }
-                    self.leaving.retain(|(other, _)| *other != id);
+                    self.polled.leaving.retain(|(other, _)| *other != id);
                 }
-                Mail::Watch(watch) => self.watches.push(watch),
-                Mail::Unwatch(id) => self.watches.retain(|watch| watch.id != id),
+                Mail::Watch(watch) => match self.polled.apart(&watch.bill) {
+                    Some(apart) => apart.poller.watch(watch),
+                    None => self
+                        .polled
+                        .function(&watch.bill)
+                        .members
+                        .watches
+                        .push(watch),
+                },
+                Mail::Unwatch(id) => {
+                    for function in &mut self.polled.functions {
+                        function.members.watches.retain(|watch| watch.id != id);
+                    }
+                    for apart in &self.polled.apart {
+                        apart.poller.unwatch(id);
+                    }
+                }
                 Mail::AfterPass(answer) => answers.push(answer),
                 Mail::Stop => self.stop = true,
             }
         }
         self.follow_change();
         if !answers.is_empty() {
-            self.measured_pass();
+            self.measured_pass(true);
         }
         for answer in answers {
             // The thread that asked may have stopped waiting.
@@ -643,34 +1035,37 @@ impl Worker {
         }
     }
 
-    fn queue(&mut self, id: u64) -> Option<&mut ShadowQueue> {
-        let mut queues = self.queues.iter_mut();
-        queues.find(|queue| queue.id() == id).map(Box::as_mut)
-    }
-
     #[cold]
     fn hand_back(&mut self) {
         let goes = |queue: &ShadowQueue| {
-            queue.is_drained() && self.leaving.iter().any(|(id, _)| *id == queue.id())
+            let mut leaving = self.polled.leaving.iter();
+            queue.is_drained() && leaving.any(|(id, _)| *id == queue.id())
         };
-        if self.queues.iter().any(|queue| goes(queue)) {
+        if self.polled.queues().any(goes) {
             self.settle();
         }
         let Self {
-            queues,
-            leaving,
+            polled: PolledFunctions {
+                functions, leaving, ..
+            },
             sleeper,
             shared,
             ..
         } = self;
         leaving.retain(|(id, reply)| {
-            let Some(index) = queues.iter().position(|queue| queue.id() == *id) else {
+            let found = functions.iter_mut().find_map(|function| {
+                let queues = &function.members.queues;
+                let index = queues.iter().position(|queue| queue.id() == *id)?;
+                Some((function, index))
+            });
+            let Some((function, index)) = found else {
                 return false;
             };
-            if !queues[index].is_drained() {
+            if !function.members.queues[index].is_drained() {
                 return true;
             }
-            let queue = queues.swap_remove(index);
+            let queue = function.members.queues.swap_remove(index);
+            function.ids.retain(|(other, _)| other != id);
             shared.queues.fetch_sub(1, Ordering::Relaxed);
             if let Some(fd) = queue.wait_fd() {
                 sleeper.unwatch(fd);
@@ -692,7 +1087,7 @@ fn add(counter: &AtomicU64, by: u64) {
 }
 
 /// Wait of a parked poller.
-struct Sleeper {
+pub(super) struct Sleeper {
     timer: TimerFd,
     bell: RawFd,
     waker: Arc<Waker>,

@@ -331,6 +331,11 @@ fn start(
             },
         },
     };
+    if let Err(error) = pollers.watch() {
+        log::warn!(
+            "A function that waits holds up others of its poller, as no thread can be started: {error}"
+        );
+    }
     let ledgers = Arc::new(match &keeping {
         Some(keeping) => ledgers.with_private(keeping.private_ledger()),
         None => ledgers,

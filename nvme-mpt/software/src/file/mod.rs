@@ -93,6 +93,8 @@ pub(super) struct SharedFile {
     in_memory: bool,
     /// Its pages, if it has nothing but them.
     pages: Option<Pages>,
+    /// True if the kernel waits for another process or host, as it does for files of FUSE and NFS.
+    may_block: bool,
     /// True if it can deallocate, after which a range reads as zeroes.
     punches_holes: AtomicBool,
     /// True if it can zero a range and keep its room.
@@ -124,6 +126,7 @@ impl FileStore {
             in_memory,
             direct,
             punches_holes,
+            may_block,
         } = kernel::open(path)?;
         let way = Way::of(bytes, direct);
         if way == Way::Cached && !in_memory {
@@ -146,6 +149,7 @@ impl FileStore {
             in_memory,
             pages,
             punches_holes: AtomicBool::new(punches_holes),
+            may_block,
             zeroes_ranges: AtomicBool::new(true),
             lanes: Lanes::default(),
             turns: Turns::new(slices),
@@ -222,6 +226,10 @@ impl Medium for FileStore {
 
     fn is_private(&self) -> bool {
         false
+    }
+
+    fn may_block(&self) -> bool {
+        self.shared.may_block
     }
 
     fn path(&self) -> Option<&Path> {

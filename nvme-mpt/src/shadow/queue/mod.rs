@@ -52,6 +52,9 @@ const BATCH_COMMANDS: u32 = 64;
 /// Bytes after which a batch ends, so that large commands do not make small ones wait.
 const BATCH_BYTES: u32 = 4 << 20;
 
+/// The same on a poller that has queues of other functions.
+const SHARED_BATCH_BYTES: u32 = 256 << 10;
+
 /// Entries that are fetched ahead of the one that is read.
 const PREFETCH: u32 = 8;
 
@@ -158,6 +161,8 @@ pub(crate) struct ShadowCore {
     slots: Slots,
     translator: Translator,
     parts: Parts,
+    /// Bytes after which a batch ends.
+    batch_bytes: u32,
     generation: u64,
     departures: HeldDepartures,
     lost_epoch: usize,
@@ -219,6 +224,7 @@ impl ShadowQueue {
             slots: Slots::new(slots),
             translator: Translator::new(table, lists, blocks, limits),
             parts,
+            batch_bytes: BATCH_BYTES,
             generation,
             departures: HeldDepartures::default(),
             lost_epoch: lost_memory_epoch(),
@@ -358,6 +364,15 @@ impl ShadowQueue {
     #[must_use]
     pub fn rests_until(&self) -> Option<Ticks> {
         self.core.rests_until
+    }
+
+    /// Notes whether its poller has queues of other functions, too.
+    pub(crate) fn share_poller(&mut self, is_shared: bool) {
+        self.core.batch_bytes = if is_shared {
+            SHARED_BATCH_BYTES
+        } else {
+            BATCH_BYTES
+        };
     }
 
     /// Takes no more commands.
@@ -541,6 +556,7 @@ impl ShadowCore {
             parts,
             passes,
             context,
+            batch_bytes,
             ..
         } = self;
         let live = live.as_ref().filter(|_| LIVE);
@@ -563,8 +579,8 @@ impl ShadowCore {
         let taken = Ticks::now();
         batch.announce(count, taken);
         cq.gate.taken(taken);
-        // A batch goes on while it has fewer bytes than `BATCH_BYTES`.
-        let mut bytes_left = BATCH_BYTES - 1;
+        // A batch goes on while it has fewer bytes than that.
+        let mut bytes_left = *batch_bytes - 1;
         let mut last_bytes = 0;
         // A slot is free for each of them, by the count above.
         while let Some(mut permit) = slots.reserve()
@@ -627,7 +643,7 @@ impl ShadowCore {
         sq.doorbell.keep_quiet(sq.head.get());
         if SPECIAL {
             let commands = sq.head.size().distance(first.get(), sq.head.get());
-            let bytes = u64::from(BATCH_BYTES - 1 - bytes_left) + u64::from(last_bytes);
+            let bytes = u64::from(*batch_bytes - 1 - bytes_left) + u64::from(last_bytes);
             context.limiter.charge(commands, bytes, taken);
         }
         true

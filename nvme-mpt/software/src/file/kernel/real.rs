@@ -1,9 +1,11 @@
 //! Files of the kernel, and io_uring.
 #![expect(unsafe_code, reason = "hands buffers to the kernel and calls it")]
 
+use std::ffi::OsStr;
 use std::fs::{FileType, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::Duration;
@@ -22,7 +24,7 @@ use super::super::uring::{Ended, Manner, Request, Ring, Vectors};
 use super::super::way::DirectAlignment;
 use super::Opened;
 use nvme_mpt::deadline::{Deadline, SystemClock};
-use nvme_mpt::memory::file_system::is_memory;
+use nvme_mpt::memory::file_system::{is_memory, type_of};
 use nvme_mpt::memory::{Access, Mapping};
 use nvme_mpt::origin::BackingFile;
 use nvme_mpt_paths::{Entry, FileId};
@@ -65,6 +67,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
             .ok(),
     };
     let punches_holes = deallocates(&file, kind, bytes)?;
+    let may_block = may_block(&file, kind);
     // Said now, not when a guest creates its first queue.
     Uring::new(1).map_err(|error| {
         let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
@@ -79,6 +82,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
         in_memory,
         direct: direct.as_ref().and_then(direct_alignment),
         punches_holes,
+        may_block,
     })
 }
 
@@ -449,6 +453,62 @@ fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
     Ok(limit.unwrap_or(0_u64) > 0)
 }
 
+/// Returns whether a file lies behind another process or host, or a loop device's file does. The kernel's io_uring has the
+/// thread that submits wait for those: FUSE and NFS have no transfers that return at once, and a loop device tries them
+/// in the submitter's context (Linux 6.18).
+fn may_block(file: &File, kind: FileType) -> bool {
+    if kind.is_file() {
+        return type_of(file.as_fd()).is_some_and(|name| waits_for_others(&name));
+    }
+    let below = file.metadata().ok().and_then(|metadata| {
+        let device = metadata.rdev();
+        let (major, minor) = (libc::major(device), libc::minor(device));
+        let folder = format!("/sys/dev/block/{major}:{minor}");
+        // A partition has the file of its whole device.
+        let mut places = ["loop", "../loop"].iter();
+        places.find_map(|place| std::fs::read(format!("{folder}/{place}/backing_file")).ok())
+    });
+    let Some(below) = below else {
+        return false;
+    };
+    let path = Path::new(OsStr::from_bytes(below.trim_ascii_end()));
+    let opened = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_PATH)
+        .open(path);
+    // One whose file is hidden here may be anything.
+    let name = opened.ok().and_then(|file| type_of(file.as_fd()));
+    name.is_none_or(|name| waits_for_others(&name))
+}
+
+/// Returns whether a file system, as mount(8) names it, lies behind another process or host.
+fn waits_for_others(file_system: &str) -> bool {
+    let name = file_system.split('.').next().unwrap_or_default();
+    matches!(
+        name,
+        "fuse"
+            | "fuseblk"
+            | "virtiofs"
+            | "nfs"
+            | "nfs4"
+            | "cifs"
+            | "smb3"
+            | "smbfs"
+            | "ceph"
+            | "9p"
+            | "afs"
+            | "lustre"
+            | "beegfs"
+            | "gfs2"
+            | "ocfs2"
+            | "orangefs"
+            | "pvfs2"
+            | "glusterfs"
+            | "gpfs"
+            | "coda"
+    )
+}
+
 /// Opens the file of a loop device for locks.
 pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
     let file = OpenOptions::new().read(true).write(true).open(&below.path);
@@ -465,6 +525,30 @@ pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, Stri
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn file_systems_behind_others_are_known_by_their_names() {
+        for name in [
+            "fuse",
+            "fuse.sshfs",
+            "fuseblk",
+            "nfs4",
+            "cifs",
+            "ceph",
+            "9p",
+            "virtiofs",
+        ] {
+            assert!(waits_for_others(name), "{name}");
+        }
+        for name in [
+            "ext4", "xfs", "btrfs", "tmpfs", "zfs", "f2fs", "bcachefs", "",
+        ] {
+            assert!(!waits_for_others(name), "{name}");
+        }
+        let file = tempfile::tempfile().expect("a file");
+        let kind = file.metadata().expect("it is there").file_type();
+        assert!(!may_block(&file, kind), "temporary files are local");
+    }
 
     #[test]
     fn a_small_ring_leaves_its_thread_workers_enough() {

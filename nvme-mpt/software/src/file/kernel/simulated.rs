@@ -524,6 +524,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
             offset: SECTOR as u64,
         }),
         punches_holes: habits.punches_holes,
+        may_block: false,
     })
 }
 

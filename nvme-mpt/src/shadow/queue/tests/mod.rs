@@ -1,5 +1,6 @@
 //! A shadow queue that a test polls by itself, over a host queue that does what the test says.
 
+mod apart;
 mod memory;
 
 use std::os::fd::RawFd;

@@ -1,0 +1,119 @@
+//! The seat of a poller's thread, which another thread may take while a function has its turn.
+//!
+//! A turn may wait for what others decide: a page of guest memory whose hole is being punched, a write to a client's
+//! descriptor, io_uring on a file system that has no asynchronous I/O, a log. While a function has its turn, all other
+//! functions of the poller lie in its seat, with what the poller knows of them. A thread that watches over pollers
+//! ([`watch`](super::watch)) takes them from there if the turn does not end, and has another thread run them. When the turn
+//! ends at last, the thread finds a ticket instead: it goes on with that function alone. The thread that runs the others has
+//! a seat of its own by then.
+
+use std::fs;
+use std::sync::Arc;
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+
+use super::worker::{PolledFunctions, Shared, Sleeper};
+use crate::clock::Ticks;
+use crate::memory::processors::ThreadId;
+use crate::memory::sync::{Mutex, MutexGuard};
+
+/// Place of a thread that lost its seat.
+pub(super) struct Ticket {
+    pub(super) shared: Arc<Shared>,
+    pub(super) sleeper: Sleeper,
+}
+
+/// A seat.
+#[derive(Default)]
+pub(super) struct Seat {
+    is_watched: AtomicBool,
+    thread: AtomicI32,
+    turn: Mutex<Turn>,
+}
+
+#[derive(Default)]
+struct Turn {
+    /// What lies in the seat: all functions, the one that has its turn without its queues.
+    polled: Option<PolledFunctions>,
+    /// Index of the function that has its turn.
+    index: usize,
+    began: Ticks,
+    ticket: Option<Ticket>,
+}
+
+impl Seat {
+    pub(super) fn begin_watch(&self) {
+        self.is_watched.store(true, Ordering::Relaxed);
+    }
+
+    #[inline]
+    pub(super) fn is_watched(&self) -> bool {
+        self.is_watched.load(Ordering::Relaxed)
+    }
+
+    /// Notes the thread that has the seat.
+    pub(super) fn sit_down(&self, thread: ThreadId) {
+        self.thread.store(thread.0, Ordering::Relaxed);
+    }
+
+    /// Leaves all functions here for the turn of one of them.
+    #[inline]
+    pub(super) fn leave(&self, polled: PolledFunctions, index: usize, began: Ticks) {
+        let mut turn = self.lock();
+        turn.polled = Some(polled);
+        (turn.index, turn.began) = (index, began);
+    }
+
+    /// Takes all functions back after the turn.
+    ///
+    /// # Errors
+    /// The ticket, if another thread has them.
+    #[inline]
+    pub(super) fn come_back(&self) -> Result<PolledFunctions, Option<Ticket>> {
+        let mut turn = self.lock();
+        match turn.polled.take() {
+            Some(polled) => Ok(polled),
+            None => Err(turn.ticket.take()),
+        }
+    }
+
+    /// Returns the moment at which the present turn began, and the thread; `None` without a turn.
+    pub(super) fn turn(&self) -> Option<(Ticks, ThreadId)> {
+        let turn = self.lock();
+        turn.polled.as_ref()?;
+        Some((turn.began, ThreadId(self.thread.load(Ordering::Relaxed))))
+    }
+
+    /// Takes all functions if the turn is still that which began at this moment, and leaves a ticket. Returns them with the
+    /// index of the one that has its turn.
+    pub(super) fn take_over(
+        &self,
+        began: Ticks,
+        ticket: Ticket,
+    ) -> Option<(PolledFunctions, usize)> {
+        let mut turn = self.lock();
+        if turn.began != began {
+            return None;
+        }
+        let polled = turn.polled.take()?;
+        turn.ticket = Some(ticket);
+        Some((polled, turn.index))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Turn> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Returns whether a thread of this process waits in the kernel. One that has lost its processor does not.
+pub(super) fn is_blocked(ThreadId(thread): ThreadId) -> bool {
+    let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
+    // The state follows the name, which may have any character.
+    stat.is_ok_and(|stat| {
+        let state = stat
+            .rsplit(')')
+            .next()
+            .and_then(|rest| rest.trim_start().chars().next());
+        matches!(state, Some('S' | 'D'))
+    })
+}

@@ -1,0 +1,51 @@
+//! The thread that watches over pollers which functions share: no function holds up others for longer than it looks away.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use log::warn;
+
+use super::placement::Pollers;
+use crate::clock::{self, ticks_in};
+
+/// Longest wait in a function's turn that others bear.
+const LIMIT: Duration = Duration::from_millis(4);
+
+/// Time between two looks while a poller is awake, and while all sleep.
+const AWAKE: Duration = Duration::from_millis(4);
+const ASLEEP: Duration = Duration::from_millis(40);
+
+/// Looks after pollers until they end.
+pub(super) fn watch(pollers: &Weak<Pollers>) {
+    let limit = ticks_in(LIMIT);
+    let mut number = 0;
+    let mut is_told = false;
+    while let Some(pollers) = pollers.upgrade() {
+        let mut period = ASLEEP;
+        for poller in pollers.shared() {
+            if poller.is_awake() {
+                period = AWAKE;
+            }
+            match poller.relieve(limit, number, pollers.threads()) {
+                Ok(None) => {}
+                Ok(Some(apart)) => {
+                    number += 1;
+                    pollers.note_apart(&poller, &apart);
+                }
+                Err(error) if is_told => drop(error),
+                Err(error) => {
+                    is_told = true;
+                    warn!("A function holds up others, which cannot have another thread: {error}");
+                }
+            }
+        }
+        drop(pollers);
+        clock::sleep(period);
+    }
+}
+
+/// As [`watch`], which ends with the pollers.
+pub(super) fn work(pollers: &Arc<Pollers>) -> super::Work {
+    let pollers = Arc::downgrade(pollers);
+    Box::new(move || watch(&pollers))
+}

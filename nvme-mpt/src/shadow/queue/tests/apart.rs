@@ -1,0 +1,154 @@
+//! Functions of one poller, of which one waits for what others decide.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use super::*;
+use crate::learn::Learning;
+use crate::poller::{Neighbours, Pollers};
+
+/// A host queue that completes what it has, and waits when the test says so.
+#[derive(Debug, Default)]
+struct WaitingHost {
+    commands: Vec<Sqe>,
+    /// Ends each wait.
+    waits: Option<mpsc::Receiver<()>>,
+    /// Told of the beginning of each.
+    begins: Option<mpsc::Sender<()>>,
+}
+
+impl HostQueue for WaitingHost {
+    const COMPLETES: Completes = Completes::Later;
+
+    type Commands = crate::shadow::NvmCommands;
+
+    type Batch<'a> = Batch<'a>;
+
+    fn batch(&mut self) -> Batch<'_> {
+        Batch(&mut self.commands)
+    }
+
+    fn reap(&mut self, _: HostMemory<'_>, mut taker: impl CompletionTaker) {
+        if let (Some(waits), Some(begins)) = (&self.waits, &self.begins)
+            && !self.commands.is_empty()
+        {
+            begins.send(()).expect("a test");
+            waits.recv().expect("a test");
+        }
+        for command in self.commands.drain(..) {
+            taker.take(HostCompletion {
+                slot: command.cid().0,
+                status: Status::SUCCESS,
+                dw0: 0,
+            });
+        }
+    }
+
+    fn cut_short(&mut self) {}
+
+    fn settle(&mut self) -> bool {
+        true
+    }
+
+    fn wait_fd(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+/// A guest whose queue a poller runs, with its data in a page.
+fn guest(host: WaitingHost) -> Guest {
+    let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+    guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
+    guest.poll(&mut Host::default());
+    guest.queue.host = HostQueuePair::new(host);
+    guest
+}
+
+/// Takes the guest's queue, to be given to a poller.
+fn queue_of(guest: &mut Guest) -> Box<ShadowQueue> {
+    let idle = Guest::new(Arc::new(IovaSpace::software()));
+    std::mem::replace(&mut guest.queue, idle.queue)
+}
+
+#[track_caller]
+fn await_completion(pollers: &Pollers, guest: &Guest, index: u64) {
+    for _ in 0..60_000 {
+        if guest.completion(index).is_some() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    panic!("{:#?}", pollers.stats());
+}
+
+#[test]
+fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
+    let (end, waits) = mpsc::channel();
+    let (begins, began) = mpsc::channel();
+    let mut slow = guest(WaitingHost {
+        waits: Some(waits),
+        begins: Some(begins),
+        ..WaitingHost::default()
+    });
+    let mut others = [(); 3].map(|()| guest(WaitingHost::default()));
+    let pollers = Pollers::new();
+    pollers.watch().expect("a thread");
+    let policy = "shared:busy".parse().expect("valid");
+    let place = || pollers.place(&policy, Learning::default(), Neighbours::default(), None);
+    let poller = place().expect("a thread");
+    // Before the others, so that they wait for it.
+    let id = slow.queue.id();
+    poller.add(queue_of(&mut slow));
+    let ids = [0, 1, 2].map(|index| {
+        let queue = queue_of(&mut others[index]);
+        let id = queue.id();
+        poller.add(queue);
+        id
+    });
+    for guest in &mut others {
+        guest.submit_read([0x8000, 0]);
+        await_completion(&pollers, guest, 0);
+    }
+    slow.submit_read([0x8000, 0]);
+    began.recv().expect("its turn");
+    // It waits for as long as the test does.
+    for round in 1..4 {
+        for guest in &mut others {
+            guest.submit_read([0x8000, 0]);
+            await_completion(&pollers, guest, round);
+        }
+    }
+    assert_eq!(slow.completion(0), None);
+    let names = || -> Vec<_> {
+        pollers
+            .stats()
+            .into_iter()
+            .map(|stats| stats.name)
+            .collect()
+    };
+    // A loaded machine may make another function look as if it waited.
+    assert!(names().len() >= 2, "{:?}", names());
+    // Its queue is asked for, and comes when the wait is over.
+    end.send(()).expect("it waits");
+    await_completion(&pollers, &slow, 0);
+    slow.submit_read([0x8000, 0]);
+    began.recv().expect("its turn");
+    let leaves = poller.remove(id);
+    end.send(()).expect("it waits");
+    let queue = leaves.recv().expect("it is drained");
+    assert_eq!(queue.id(), id);
+    await_completion(&pollers, &slow, 1);
+    // Given back to the poller that it was of, it goes on where it was.
+    let mut queue = queue;
+    queue.resume();
+    poller.add(queue);
+    slow.submit_read([0x8000, 0]);
+    began.recv().expect("its turn");
+    others[0].submit_read([0x8000, 0]);
+    await_completion(&pollers, &others[0], 4);
+    end.send(()).expect("it waits");
+    await_completion(&pollers, &slow, 2);
+    for id in ids.into_iter().chain([id]) {
+        drop(poller.remove(id).recv().expect("it is drained"));
+    }
+}

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use event_manager::{EventOps, EventSet, Events, MutEventSubscriber};
 use log::{debug, error, info, warn};
@@ -32,14 +33,24 @@ const ACCEPTS_PER_TURN: usize = 16;
 /// Calls of a session whose client is gone, to answer what it left. More than a socket buffers.
 const LAST_TURNS: usize = 1024;
 
+/// Time that a client has for its version. Until then it keeps others from the device.
+const NEGOTIATION: Duration = Duration::from_secs(10);
+
+/// Time that a new client waits for the end of a connection whose process has ended. Clients wait five seconds for an answer.
+const SUCCESSION: Duration = Duration::from_secs(3);
+
 /// Serves a device to one client after the other.
 ///
 /// It is added to an event manager, or watched by an event loop of one's own ([`Self::watch`], [`Self::handle`]). It has
 /// no thread and no timer: the loop's thread answers a request as soon as it sees it. A second client is refused at once, by closing
 /// its connection; when the first one goes, the next one finds the device as it was left.
 ///
-/// A connection belongs to the process that made it. When that process has ended, the next client replaces it, even if
-/// the socket is still open: requests of an io_uring can hold it a little longer.
+/// A connection lives as long as its socket: a process that made it may leave it to another one. Requests of an io_uring
+/// can hold the socket of a process that was killed a little longer. So a client that comes after the process has ended
+/// waits for a moment until the socket is closed, and is refused then.
+///
+/// A loop that calls [`Self::look`] when [`Self::due_in`] is over has such waits end, and clients that do not say their
+/// version.
 ///
 /// # A connection that outlives the process
 ///
@@ -54,6 +65,8 @@ pub struct Server<D: Device> {
     device: D,
     regions: Arc<Regions>,
     client: Option<Client>,
+    /// Client that waits for the end of the one whose process has ended, and the time of the first look at it.
+    newcomer: Option<(UnixStream, Option<Duration>)>,
     /// Notes of what was done, for the process after this one.
     journal: Option<Journal>,
     /// Another process goes on with the sockets.
@@ -69,12 +82,19 @@ struct Client {
     waits_for: EventSet,
     /// Others that were refused meanwhile.
     refused: u64,
+    /// Time of the first look at it, until it has said its version.
+    seen: Option<Duration>,
 }
 
 impl Client {
-    /// Returns whether the client closed the connection or its process has ended.
-    fn is_gone(&self) -> bool {
-        self.session.hung_up() || self.peer.as_ref().is_some_and(Peer::is_dead)
+    /// Returns whether the process that connected has ended. Another one may have the socket.
+    fn has_lost_its_process(&self) -> bool {
+        self.peer.as_ref().is_some_and(Peer::is_dead)
+    }
+
+    /// Returns whether it has said its version.
+    fn has_negotiated(&self) -> bool {
+        self.session.dispatch.agreed().is_some()
     }
 
     /// Answers what the client has sent. Returns what its socket has to be ready for, or `None` when the connection has ended.
@@ -150,6 +170,7 @@ impl<D: Device> Server<D> {
             device,
             regions,
             client: None,
+            newcomer: None,
             journal,
             left: false,
         })
@@ -180,6 +201,7 @@ impl<D: Device> Server<D> {
             listener,
             device,
             client: None,
+            newcomer: None,
             journal: Some(journal),
             left: true,
         };
@@ -233,6 +255,7 @@ impl<D: Device> Server<D> {
             session,
             peer,
             refused: 0,
+            seen: None,
         });
         Ok(())
     }
@@ -287,9 +310,52 @@ impl<D: Device> Server<D> {
         &mut self.device
     }
 
-    /// Returns whether there is a client. One whose process has ended is none.
+    /// Returns whether there is a client, whichever process has its socket by now.
     pub fn is_connected(&self) -> bool {
-        self.client.as_ref().is_some_and(|client| !client.is_gone())
+        let client = self.client.as_ref();
+        client.is_some_and(|client| !client.session.hung_up())
+    }
+
+    /// Returns the time after which [`Self::look`] is due; `None` if no wait has to end. `now` is the time since some moment
+    /// in the past.
+    pub fn due_in(&self, now: Duration) -> Option<Duration> {
+        let left = |since: Option<Duration>, bound: Duration| match since {
+            Some(since) => (since + bound).saturating_sub(now),
+            None => Duration::ZERO,
+        };
+        let silent = self
+            .client
+            .as_ref()
+            .filter(|client| !client.has_negotiated());
+        let silent = silent.map(|client| left(client.seen, NEGOTIATION));
+        let newcomer = self.newcomer.as_ref();
+        let newcomer = newcomer.map(|(_, since)| left(*since, SUCCESSION));
+        silent.into_iter().chain(newcomer).min()
+    }
+
+    /// Ends waits that are over: for a client's version, and for the end of a connection whose process has ended.
+    pub fn look(&mut self, now: Duration, watcher: &mut impl Watcher) {
+        if self.left {
+            return;
+        }
+        let path = self.listener.path().display();
+        if let Some((_, since)) = &mut self.newcomer
+            && now.saturating_sub(*since.get_or_insert(now)) >= SUCCESSION
+        {
+            warn!(
+                "Refused a client on {path}: another process goes on with the connection of the one before"
+            );
+            self.newcomer = None;
+        }
+        if let Some(client) = &mut self.client
+            && !client.has_negotiated()
+            && now.saturating_sub(*client.seen.get_or_insert(now)) >= NEGOTIATION
+        {
+            warn!(
+                "The client on {path} has not said its version for {NEGOTIATION:?}, and is disconnected"
+            );
+            self.disconnect(watcher);
+        }
     }
 
     /// Has `watcher` watch the listening socket, and the client's if there is one. The server has it watch its later clients as well.
@@ -334,11 +400,19 @@ impl<D: Device> Server<D> {
 
     fn admit(&mut self, stream: UnixStream, watcher: &mut impl Watcher) {
         // A VMM that is restarted connects before this thread has seen its predecessor go.
-        if self.client.as_ref().is_some_and(Client::is_gone) {
+        if self
+            .client
+            .as_ref()
+            .is_some_and(|client| client.session.hung_up())
+        {
             self.finish(watcher);
         }
         let path = self.listener.path().display();
         if let Some(client) = &mut self.client {
+            if self.newcomer.is_none() && client.has_lost_its_process() {
+                self.newcomer = Some((stream, None));
+                return;
+            }
             client.refused += 1;
             match client.refused {
                 1 => warn!("Refused a client on {path}: another one is connected"),
@@ -365,6 +439,7 @@ impl<D: Device> Server<D> {
                     peer: peer.ok(),
                     waits_for: EventSet::IN,
                     refused: 0,
+                    seen: None,
                 });
                 self.device.connected(process);
                 if !self.note_client(Some(Connected::default())) {
@@ -420,6 +495,9 @@ impl<D: Device> Server<D> {
         // Before the socket is closed: the event manager must not see its number again.
         unwatch(&client.session, watcher);
         self.end(client);
+        if let Some((stream, _)) = self.newcomer.take() {
+            self.admit(stream, watcher);
+        }
     }
 
     fn end(&mut self, client: Client) {

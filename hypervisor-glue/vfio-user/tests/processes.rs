@@ -159,18 +159,85 @@ fn client_of_a_process(path: &Path) {
     io::stdin().read_to_end(&mut Vec::new()).unwrap();
 }
 
+/// A server in a loop of its own, whose time a test has pass.
+struct Loop {
+    server: Server<Nothing>,
+    epoll: Epoll,
+    now: Duration,
+}
+
+impl Loop {
+    fn new(path: &Path) -> Self {
+        let (server, epoll) = (Server::bind(path, Nothing).unwrap(), Epoll::new().unwrap());
+        server.watch(&mut &epoll).unwrap();
+        Self {
+            server,
+            epoll,
+            now: Duration::from_secs(1000),
+        }
+    }
+
+    /// Handles what there is.
+    fn turn(&mut self) {
+        let mut events = [EpollEvent::default(); 4];
+        loop {
+            let count = self.epoll.wait(0, &mut events).unwrap();
+            for event in &events[..count] {
+                let token = u32::try_from(event.data()).unwrap();
+                self.server.handle(token, &mut &self.epoll);
+            }
+            self.server.look(self.now, &mut &self.epoll);
+            if count == 0 {
+                return;
+            }
+        }
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        self.turn();
+    }
+
+    /// Has a client say its version. Returns whether the server answers.
+    fn negotiates(&mut self, mut client: &UnixStream) -> bool {
+        client.write_all(&VERSION).unwrap();
+        self.answers(client)
+    }
+
+    fn answers(&mut self, client: &UnixStream) -> bool {
+        self.turn();
+        client.set_nonblocking(true).unwrap();
+        let mut byte = [0];
+        let answers = (&*client).read(&mut byte).is_ok_and(|count| count == 1);
+        client.set_nonblocking(false).unwrap();
+        if answers {
+            io::copy(&mut (&*client).take(15), &mut io::sink()).unwrap();
+        }
+        answers
+    }
+
+    fn closes(&mut self, mut client: &UnixStream) -> bool {
+        self.turn();
+        client.set_nonblocking(true).unwrap();
+        match client.read(&mut [0]) {
+            Ok(count) => count == 0,
+            // What it has said may not have been read.
+            Err(error) => error.kind() == io::ErrorKind::ConnectionReset,
+        }
+    }
+}
+
+/// As launchers and programs that go to the background do.
 #[test]
-fn client_whose_process_has_ended_is_replaced_although_its_socket_is_open() {
-    let name = "client_whose_process_has_ended_is_replaced_although_its_socket_is_open";
+fn client_whose_connecting_process_has_ended_stays() {
+    let name = "client_whose_connecting_process_has_ended_stays";
     if let Some(path) = env::var_os(CLIENT) {
         return client_of_a_process(Path::new(&path));
     }
     let directory = tempfile::TempDir::new().unwrap();
     let path = directory.path().join("one.sock");
     let listener = UnixListener::bind(path.with_extension("pass")).unwrap();
-    let mut manager = EventManager::new().unwrap();
-    manager.add_subscriber(Server::bind(&path, Nothing).unwrap());
-
+    let mut events = Loop::new(&path);
     let mut process = Command::new(env::current_exe().unwrap())
         .args(["--exact", name])
         .env(CLIENT, &path)
@@ -179,26 +246,64 @@ fn client_whose_process_has_ended_is_replaced_although_its_socket_is_open() {
         .spawn()
         .unwrap();
     let (pass, _) = listener.accept().unwrap();
-    let mut byte = [0];
-    let (_, connection) = pass.recv_with_fd(&mut byte).unwrap();
+    let (_, connection) = pass.recv_with_fd(&mut [0]).unwrap();
     let first = UnixStream::from(OwnedFd::from(connection.expect("the process's connection")));
-    manager.run().unwrap();
     (&first).write_all(&VERSION).unwrap();
-    manager.run().unwrap();
+    events.turn();
     assert_eq!(hear(&first), 0);
 
-    let mut second = UnixStream::connect(&path).unwrap();
-    manager.run().unwrap();
-    assert_eq!(second.read(&mut byte).unwrap(), 0, "the process lives");
+    let second = UnixStream::connect(&path).unwrap();
+    assert!(events.closes(&second), "the process lives");
 
     drop(process.stdin.take());
     assert!(process.wait().unwrap().success());
-    let mut third = UnixStream::connect(&path).unwrap();
-    manager.run().unwrap();
-    third.write_all(&VERSION).unwrap();
-    manager.run().unwrap();
-    assert_eq!(hear(&third), 0);
-    assert_eq!((&first).read(&mut byte).unwrap(), 0);
+    assert!(events.server.is_connected());
+    let third = UnixStream::connect(&path).unwrap();
+    (&third).write_all(&VERSION).unwrap();
+    events.turn();
+    (&first).write_all(&RESET).unwrap();
+    events.turn();
+    assert_eq!(hear(&first), 0, "the socket lives");
+    let due = events.server.due_in(events.now).unwrap();
+    events.pass(due - Duration::from_millis(1));
+    assert!(!events.closes(&third), "it waits for the end of the socket");
+    events.pass(Duration::from_millis(1));
+    assert!(events.closes(&third));
+    assert_eq!(events.server.due_in(events.now), None);
+
+    let fourth = UnixStream::connect(&path).unwrap();
+    (&fourth).write_all(&VERSION).unwrap();
+    events.turn();
+    // As the kernel does a moment after the process was killed.
+    drop(first);
+    events.turn();
+    assert_eq!(hear(&fourth), 0);
+}
+
+#[test]
+fn client_that_says_nothing_leaves_the_device_to_others() {
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("one.sock");
+    let mut events = Loop::new(&path);
+    for said in [&VERSION[..0], &VERSION[..7]] {
+        let mut silent = UnixStream::connect(&path).unwrap();
+        silent.write_all(said).unwrap();
+        events.turn();
+        let second = UnixStream::connect(&path).unwrap();
+        assert!(events.closes(&second), "it may be slow");
+        let due = events.server.due_in(events.now).unwrap();
+        assert!(due >= Duration::from_secs(5), "{due:?}");
+        events.pass(due - Duration::from_millis(1));
+        assert!(!events.closes(&silent));
+        events.pass(Duration::from_millis(1));
+        assert!(events.closes(&silent));
+        let third = UnixStream::connect(&path).unwrap();
+        assert!(events.negotiates(&third));
+        // One that has said its version may be silent.
+        assert_eq!(events.server.due_in(events.now), None);
+        events.pass(Duration::from_secs(24 * 3600));
+        assert!(events.server.is_connected());
+    }
 }
 
 /// Path of the socket on which a server in a process of its own gets its descriptors. The path that it serves lies beside it.

@@ -24,6 +24,7 @@ use crate::stats::{AdminStats, FunctionStats, ResetCounts};
 use nvme_mpt::clock;
 use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::memory::crash::recorded;
+use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_vmm::control::{ControlLoop, Controlled};
 use nvme_mpt_vmm::report;
@@ -55,6 +56,12 @@ pub enum FunctionThreadError {
 /// Time that a function has to answer whether it ends: longer than any of its own waits.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
 
+/// Longest time for which a function rests for the next server while others do not yet.
+const REST: Duration = Duration::from_millis(100);
+
+/// Time in which a function rests whose drive is slow, while all others go on.
+const SLOW_REST: Duration = Duration::from_secs(10);
+
 /// Request to a function.
 #[derive(Debug)]
 enum Request {
@@ -65,8 +72,8 @@ enum Request {
         force: bool,
         answer: SyncSender<Leave>,
     },
-    /// To rest for the next server: where the result goes.
-    Rest(SyncSender<Result<Resting, String>>),
+    /// To rest for the next server by a moment: where the result goes.
+    Rest(Deadline, SyncSender<Result<Resting, String>>),
 }
 
 /// A function that does nothing, and whose state is that for the next server. It goes on when this is dropped.
@@ -113,38 +120,50 @@ impl FunctionHandle {
 
     /// Has all these functions rest, at the same time.
     ///
+    /// Returns the moment at which the last of them were asked to, by the clock of the host, as well.
+    ///
     /// # Errors
-    /// The place of the first one that does not rest, and why. Then all go on.
-    pub(crate) fn rest(handles: &[Self]) -> Result<Vec<Resting>, (usize, String)> {
-        let asked: Vec<_> = handles
-            .iter()
-            .map(|handle| {
-                let (answer, result) = mpsc::sync_channel(1);
-                let sent = handle.requests.send(Request::Rest(answer));
-                handle.control.wake();
-                sent.map(|()| result).map_err(|_| ())
-            })
-            .collect();
-        let deadline = Deadline::after(&SystemClock::shared(), LEAVE_PATIENCE);
+    /// The place of one that does not rest, and why. Then all go on.
+    pub(crate) fn rest(handles: &[Self]) -> Result<(Vec<Resting>, Duration), (usize, String)> {
+        let mut asked = system::host_time();
+        let resting = rest_all(handles.len(), |places, time| {
+            asked = system::host_time();
+            Self::ask_to_rest(handles, places, time)
+        })?;
+        Ok((resting, asked))
+    }
+
+    /// Has functions rest within a time. Those that do not go on.
+    fn ask_to_rest(
+        handles: &[Self],
+        places: &[usize],
+        time: Duration,
+    ) -> Vec<Result<Resting, String>> {
+        let deadline = Deadline::after(&SystemClock::shared(), time);
         let gone = || "its thread has ended".to_owned();
-        let late = || "it is busy with commands in flight".to_owned();
-        let wait = |result: Receiver<Result<Resting, String>>| match result
-            .recv_timeout(deadline.left())
-        {
-            Ok(result) => result,
-            Err(RecvTimeoutError::Timeout) => Err(late()),
-            Err(RecvTimeoutError::Disconnected) => Err(gone()),
+        let ask = |place: &usize| {
+            let handle = handles.get(*place).ok_or_else(gone)?;
+            let (answer, result) = mpsc::sync_channel(1);
+            let request = Request::Rest(deadline.clone(), answer);
+            let sent = handle.requests.send(request);
+            handle.control.wake();
+            sent.map(|()| result).map_err(|_| gone())
         };
-        let results = asked
+        let asked: Vec<_> = places.iter().map(ask).collect();
+        let wait = |result: Receiver<Result<Resting, String>>| {
+            // One that answers later finds that nobody waits, and goes on.
+            match result.recv_timeout(deadline.left()) {
+                Ok(result) => result,
+                Err(RecvTimeoutError::Timeout) => {
+                    Err(format!("it has had commands in flight for over {time:?}"))
+                }
+                Err(RecvTimeoutError::Disconnected) => Err(gone()),
+            }
+        };
+        asked
             .into_iter()
-            .map(|asked| asked.map_err(|()| gone()).and_then(wait));
-        // All are waited for, so that none rests later on.
-        let results: Vec<_> = results.collect();
-        let mut resting = Vec::new();
-        for (place, result) in results.into_iter().enumerate() {
-            resting.push(result.map_err(|reason| (place, reason))?);
-        }
-        Ok(resting)
+            .map(|asked| asked.and_then(wait))
+            .collect()
     }
 
     fn ask_to_leave(&self, force: bool) -> Leave {
@@ -165,6 +184,56 @@ impl FunctionHandle {
             Err(RecvTimeoutError::Disconnected) => Leave::Leaves,
         }
     }
+}
+
+/// Has functions rest, at the same time. `ask` has those at some places rest within a time, each until its value is
+/// dropped.
+///
+/// Some drive may be slow, or stand still. No function stands still for another one's drive longer than [`REST`], unless
+/// all rest in the end. So those that do not rest in time are tried one by one, while all others go on.
+///
+/// # Errors
+/// The place of one that does not rest, and why.
+fn rest_all<R>(
+    count: usize,
+    mut ask: impl FnMut(&[usize], Duration) -> Vec<Result<R, String>>,
+) -> Result<Vec<R>, (usize, String)> {
+    let places: Vec<usize> = (0..count).collect();
+    let mut slow = Vec::new();
+    let mut others = Vec::new();
+    let mut resting = Vec::new();
+    for (place, result) in places.iter().zip(ask(&places, REST)) {
+        match result {
+            Ok(one) => {
+                others.push(*place);
+                resting.push(one);
+            }
+            Err(_) => slow.push(*place),
+        }
+    }
+    if slow.is_empty() {
+        return Ok(resting);
+    }
+    // All go on. One that does not rest alone ends the attempt.
+    drop(resting);
+    for place in &slow {
+        drop(rest_at(&[*place], SLOW_REST, &mut ask)?);
+    }
+    let mut resting = rest_at(&slow, SLOW_REST, &mut ask)?;
+    resting.extend(rest_at(&others, REST, &mut ask)?);
+    Ok(resting)
+}
+
+/// Has the functions at some places rest, or none of them.
+fn rest_at<R>(
+    places: &[usize],
+    time: Duration,
+    ask: &mut impl FnMut(&[usize], Duration) -> Vec<Result<R, String>>,
+) -> Result<Vec<R>, (usize, String)> {
+    let results = places.iter().zip(ask(places, time));
+    results
+        .map(|(place, result)| result.map_err(|reason| (*place, reason)))
+        .collect()
 }
 
 /// A function that is served until this is dropped.
@@ -329,7 +398,7 @@ impl<D: Served> Function<D> {
     fn answer_requests(&mut self) {
         while let Ok(request) = self.inbox.try_recv() {
             match request {
-                Request::Rest(answer) => self.rest(&answer),
+                Request::Rest(deadline, answer) => self.rest(&deadline, &answer),
                 Request::Stats(answer) => {
                     // The thread that asked may have stopped waiting.
                     let _ = answer.try_send(self.stats());
@@ -339,10 +408,10 @@ impl<D: Served> Function<D> {
         }
     }
 
-    /// Has the function rest, until the thread that asked lets it go on, or the process ends.
-    fn rest(&mut self, answer: &SyncSender<Result<Resting, String>>) {
+    /// Has the function rest by a moment, until the thread that asked lets it go on, or the process ends.
+    fn rest(&mut self, deadline: &Deadline, answer: &SyncSender<Result<Resting, String>>) {
         let function = self.server.device_mut().function_mut();
-        if let Err(error) = function.pause() {
+        if let Err(error) = function.pause_within(deadline.left()) {
             // The thread that asked may have stopped waiting.
             let _ = answer.send(Err(report::chain(&error)));
             return;
@@ -407,7 +476,8 @@ impl<D: Served> Function<D> {
 
 impl<D: Served> Controlled for Function<D> {
     fn due_in(&mut self) -> Option<Duration> {
-        self.left()
+        let server = self.server.due_in(clock::monotonic());
+        self.left().into_iter().chain(server).min()
     }
 
     fn turn(&mut self, ready: &[u64]) {
@@ -427,9 +497,106 @@ impl<D: Served> Controlled for Function<D> {
             self.server.device_mut().function_mut().process_events();
             self.looked = clock::monotonic();
         }
+        let mut epoll = self.control.epoll();
+        self.server.look(clock::monotonic(), &mut epoll);
         if let Err(error) = self.server.commit() {
             log::error!("{}: {}", self.id, report::chain(&error));
         }
         self.answer_requests();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+    use std::rc::Rc;
+
+    use super::*;
+
+    /// Functions on a clock of their own. Each needs a time to rest; `None` stands for a drive that stands still.
+    struct World {
+        now: Cell<Duration>,
+        needs: Vec<Option<Duration>>,
+        /// Moment since which each rests or is about to, and the longest such time of each.
+        since: RefCell<Vec<Option<Duration>>>,
+        stood: RefCell<Vec<Duration>>,
+    }
+
+    impl World {
+        fn new(needs: &[Option<u64>]) -> Rc<Self> {
+            Rc::new(Self {
+                now: Cell::default(),
+                needs: needs
+                    .iter()
+                    .map(|need| need.map(Duration::from_millis))
+                    .collect(),
+                since: RefCell::new(vec![None; needs.len()]),
+                stood: RefCell::new(vec![Duration::ZERO; needs.len()]),
+            })
+        }
+
+        fn ask(self: &Rc<Self>, places: &[usize], time: Duration) -> Vec<Result<Rests, String>> {
+            let begun = self.now.get();
+            let longest = places
+                .iter()
+                .map(|place| self.needs[*place].unwrap_or(time).min(time));
+            self.now.set(begun + longest.max().unwrap_or_default());
+            let rest = |place: &usize| {
+                self.since.borrow_mut()[*place] = Some(begun);
+                let rests = Rests(self.clone(), *place);
+                let is_in_time = self.needs[*place].is_some_and(|need| need <= time);
+                is_in_time.then_some(rests).ok_or_else(|| "late".to_owned())
+            };
+            places.iter().map(rest).collect()
+        }
+
+        /// Has all rest. Returns the result, and the longest time that each stood still, in milliseconds.
+        fn rest(self: &Rc<Self>) -> (Result<Vec<usize>, usize>, Vec<u128>) {
+            let result = rest_all(self.needs.len(), |places, time| self.ask(places, time));
+            let result = result
+                .map(|resting| resting.iter().map(|rests| rests.1).collect())
+                .map_err(|(place, _)| place);
+            let stood = self.stood.borrow();
+            (result, stood.iter().map(Duration::as_millis).collect())
+        }
+    }
+
+    struct Rests(Rc<World>, usize);
+
+    impl Drop for Rests {
+        fn drop(&mut self) {
+            let Self(world, place) = self;
+            if let Some(since) = world.since.borrow_mut()[*place].take() {
+                let stood = &mut world.stood.borrow_mut()[*place];
+                *stood = (*stood).max(world.now.get() - since);
+            }
+        }
+    }
+
+    #[test]
+    fn a_drive_that_stands_still_refuses_an_upgrade_without_harm_to_others() {
+        let (result, stood) = World::new(&[Some(1), None, Some(40), Some(0)]).rest();
+        assert_eq!(result, Err(1));
+        assert!(
+            [0, 2, 3].iter().all(|place| stood[*place] <= 100),
+            "{stood:?}"
+        );
+        // A slow drive stands for itself alone, as long as another one stands still.
+        let (result, stood) = World::new(&[Some(2500), None, Some(0)]).rest();
+        assert_eq!(result, Err(1));
+        assert_eq!(stood[0], 2500);
+        assert!(stood[2] <= 100, "{stood:?}");
+    }
+
+    #[test]
+    fn slow_drives_rest_before_others_do() {
+        let (result, stood) = World::new(&[Some(3), Some(2500), Some(1), Some(700)]).rest();
+        let mut rested = result.unwrap();
+        rested.sort_unstable();
+        assert_eq!(rested, [0, 1, 2, 3]);
+        assert!([0, 2].iter().all(|place| stood[*place] <= 100), "{stood:?}");
+        let (result, stood) = World::new(&[Some(3), Some(2)]).rest();
+        assert_eq!(result, Ok(vec![0, 1]));
+        assert!(stood.iter().all(|stood| *stood <= 3), "{stood:?}");
     }
 }

@@ -204,14 +204,14 @@ impl Loop {
         self.answers(client)
     }
 
-    fn answers(&mut self, client: &UnixStream) -> bool {
+    fn answers(&mut self, mut client: &UnixStream) -> bool {
         self.turn();
         client.set_nonblocking(true).unwrap();
         let mut byte = [0];
-        let answers = (&*client).read(&mut byte).is_ok_and(|count| count == 1);
+        let answers = client.read(&mut byte).is_ok_and(|count| count == 1);
         client.set_nonblocking(false).unwrap();
         if answers {
-            io::copy(&mut (&*client).take(15), &mut io::sink()).unwrap();
+            io::copy(&mut client.take(15), &mut io::sink()).unwrap();
         }
         answers
     }

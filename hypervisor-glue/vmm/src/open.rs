@@ -10,7 +10,8 @@ use std::sync::atomic::AtomicBool;
 use nvme_mpt::drive::ReserveError;
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
-    Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, Ledger, MIN_UNIT, Room, Wanted,
+    Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, LeaseState, Ledger, MIN_UNIT,
+    Room, Wanted,
 };
 use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
@@ -126,6 +127,17 @@ impl Ledgers {
     #[must_use]
     pub fn with_private(self, private: Ledger) -> Self {
         Self { private, ..self }
+    }
+
+    /// Returns the id of a lease that ends with commands in flight, if there is one.
+    ///
+    /// # Errors
+    /// A ledger cannot be read.
+    pub fn find_ending(&self) -> Result<Option<String>, LeaseError> {
+        let (shared, private) = (self.shared.list()?, self.private.list()?);
+        let mut entries = shared.into_iter().chain(private);
+        let ending = entries.find(|entry| entry.state == LeaseState::Ending);
+        Ok(ending.map(|entry| entry.id))
     }
 
     /// Leaves what the next process finds of the ledger of private drives: this process ends, and changes nothing of it any

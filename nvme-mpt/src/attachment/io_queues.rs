@@ -168,6 +168,14 @@ impl Queues {
             .map(|(cqid, _)| *cqid)
     }
 
+    /// Returns a queue that is on its way from its poller, as something waits for its commands in flight.
+    pub(super) fn leaving(&self) -> Option<QueueId> {
+        let mut entries = self.cqs.values();
+        entries
+            .find(|entry| entry.leaving.is_some())
+            .map(|entry| entry.cqid)
+    }
+
     fn entry(&mut self, cqid: QueueId) -> Result<&mut QueueEntry, QueueError> {
         self.cqs
             .get_mut(&cqid.0)

@@ -4,6 +4,8 @@
 //! A queue that rests holds nothing of the VM's memory but its rings, and touches not even those,
 //! so memory can come and go meanwhile. When it goes on it takes up the memory that there is then.
 
+use std::time::Duration;
+
 use super::Attachment;
 use super::io_queues::Queues;
 use crate::deadline::Deadline;
@@ -31,6 +33,26 @@ impl Attachment {
         }
         queues.paused = true;
         Ok(())
+    }
+
+    /// Has the queues rest, and go on at once: their commands in flight end within `time`. Queues that rest do so afterwards.
+    ///
+    /// # Errors
+    /// [`QueueError::Timeout`] if they do not, or if something waits for them already.
+    pub fn rest_once(&self, time: Duration) -> Result<(), QueueError> {
+        let mut queues = self.queues();
+        if queues.paused {
+            return Ok(());
+        }
+        if let Some(cqid) = queues.leaving() {
+            return Err(QueueError::Timeout(cqid));
+        }
+        let rested = rest_by(&mut queues, &Deadline::after(&self.clock, time));
+        self.go_on(&mut queues);
+        match self.is_flushing() {
+            true => Err(QueueError::Timeout(QueueId::ADMIN)),
+            false => rested,
+        }
     }
 
     /// Has the pollers take commands again. They look at every queue once, so that nothing is missed

@@ -206,6 +206,35 @@ fn all_queues_of_a_reset_share_one_deadline() {
     host.finish();
 }
 
+/// A guest that waits for ever has its completion, and goes on as if nothing had been.
+#[test]
+fn a_completion_that_comes_late_is_delivered() {
+    let host = host();
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let (mut stuck, (mut queue, ..)) = begin_one(&host, &machine, &mut controller, 1);
+    for seconds in [30, 45, 150, 3600] {
+        host.clock.advance(Duration::from_secs(seconds));
+        machine.function().process_events();
+        assert!(queue.poll().is_none());
+        assert_eq!(controller.status().unwrap(), CSTS_READY);
+    }
+    stuck.complete();
+    let mut done = None;
+    wait_for("the completion", || {
+        done = done.or_else(|| queue.poll());
+        done.is_some()
+    });
+    assert!(done.unwrap().status().is_success());
+    if remote::is_chosen() {
+        // Nobody answers the flush at the end of the lease.
+        host.clock.skip_waits(true);
+    } else {
+        drop((queue, controller, machine));
+        host.finish();
+    }
+}
+
 #[test]
 fn queues_that_are_deleted_at_once_share_one_deadline() {
     let host = host();

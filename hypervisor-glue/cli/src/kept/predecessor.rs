@@ -31,6 +31,7 @@ use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::clock;
 use nvme_mpt::memory::system;
+use nvme_mpt::poller::start_thread;
 use nvme_mpt_keep::{Inherited, KeepError, KeeperError, start_successor};
 use nvme_mpt_lease_protocol::VERSION;
 use thiserror::Error;
@@ -245,13 +246,26 @@ pub(crate) enum UpgradeError {
     #[error("The server ends")]
     Ending,
     /// A function does not rest.
-    #[error("Function {id} cannot be handed over: {reason}")]
+    #[error(
+        "Function {id} on {drive} cannot be handed over: {reason}. Nothing has changed; upgrade again once its drive answers"
+    )]
     Function {
         /// The function.
         id: String,
+        /// Its drive.
+        drive: String,
         /// Why.
         reason: String,
     },
+    /// This process could not end, as the kernel has requests of a lease.
+    #[error(
+        "The drive of lease {0} has commands in flight, and no server can take over before they have ended. Nothing has \
+         changed; upgrade again once the drive answers"
+    )]
+    Lease(String),
+    /// The ledger cannot be read.
+    #[error("The leases that end cannot be found")]
+    Ledger(#[source] nvme_mpt::lease::LeaseError),
     /// The keeper does not take the next server as its own.
     #[error("The keeper cannot be told of the next server")]
     Keeper(#[from] KeepError),
@@ -375,7 +389,8 @@ impl Drop for Successor {
         if let Some(mut process) = self.process.take() {
             // It may have ended by itself.
             let _ = process.kill();
-            let _ = process.wait();
+            // One that opens a file on storage that stands still ends with it. Without a thread, nobody waits for it.
+            let _ = start_thread("reaper", move || drop(process.wait()));
         }
     }
 }

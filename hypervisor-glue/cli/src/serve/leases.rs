@@ -235,6 +235,23 @@ impl LeaseTable {
         are_made || self.connections().values().any(|one| one.lease.is_some())
     }
 
+    /// Returns a lease whose commands in flight do not end within `time`, as its drive stands still. This process could not
+    /// end before they do. Each lease rests for its own commands alone.
+    pub(super) fn find_busy(&self, time: Duration) -> Option<String> {
+        let leases: Vec<_> = {
+            let connections = self.connections();
+            let leases = connections.values().filter_map(|one| one.lease.as_ref());
+            leases
+                .map(|lease| (lease.entry.id.clone(), lease.attachment.clone()))
+                .collect()
+        };
+        let deadline = Deadline::after(&SystemClock::shared(), time);
+        let mut leases = leases.into_iter();
+        leases
+            .find(|(_, attachment)| attachment.rest_once(deadline.left()).is_err())
+            .map(|(id, _)| id)
+    }
+
     /// Makes no more leases, as another process takes the place of this one. Returns whether no VMM has a lease, or is
     /// about to get one. With one, this process has to end before the next one goes on. The next one finds no leases of
     /// private drives. The kernel would report a lost write to one process alone.

@@ -3,6 +3,7 @@
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use nvme_mpt::attachment::GrowError;
 use nvme_mpt::host::Contents;
@@ -238,6 +239,13 @@ impl Offer {
             entry.id,
             report::chain(&error)
         ))
+    }
+
+    /// Has the queues rest for a moment. Returns whether their commands in flight end within `time`.
+    pub(super) fn rests_within(&self, time: Duration) -> bool {
+        // A function that has ended by itself has no commands.
+        let attachment = self.attachment.upgrade();
+        attachment.is_none_or(|attachment| attachment.rest_once(time).is_ok())
     }
 
     /// Lets go of what keeps the next server from the lease. The function rests, and this process ends at once.

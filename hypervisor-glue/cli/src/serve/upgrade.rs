@@ -6,9 +6,10 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use nvme_mpt::Drive;
-use nvme_mpt::memory::system;
+use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt_vmm::report;
 
 use super::drives::outlives_process;
@@ -17,6 +18,9 @@ use crate::confine::{FileAccess, FileRule, LandlockRefusal};
 use crate::function_thread::FunctionHandle;
 use crate::kept::predecessor::{Successor, UpgradeError, lease_protocol};
 use crate::kept::{FIRST_STAGE, Keeping};
+
+/// Time in which the commands of functions end, each by itself, and those of VMMs' leases.
+const CHECK: Duration = Duration::from_secs(5);
 
 /// End of the path of a program that was replaced or removed, as the kernel reports it.
 const DELETED: &[u8] = b" (deleted)";
@@ -32,6 +36,8 @@ impl Roster {
         let mut command: Vec<OsString> = vec![program.clone().into()];
         command.extend(env::args_os().skip(1));
         let ends = || self.terms.stop.load(Ordering::Relaxed);
+        // The next server could not even open the file of a drive that stands still.
+        self.check_drives()?;
         // A keeper that does not answer could not start the next server again.
         keeping.await_keeper()?;
         let mut successor = Successor::start(
@@ -50,10 +56,21 @@ impl Roster {
         let goes_on_beside = successor.goes_on_beside() && self.leaves_all_beside();
         let offers = self.offers.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
-        let rested = system::host_time();
-        let resting = FunctionHandle::rest(&handles).map_err(|(place, reason)| {
-            let id = self.offers[place].entry.id.clone();
-            UpgradeError::Function { id, reason }
+        // Found while all go on: with such a lease this process ends late, and everybody would wait for that.
+        if !goes_on_beside || self.terms.leases.are_there() {
+            let ending = self.terms.ledgers.find_ending();
+            if let Some(id) = ending.map_err(UpgradeError::Ledger)? {
+                return Err(UpgradeError::Lease(id));
+            }
+        }
+        self.check_leases()?;
+        let (resting, rested) = FunctionHandle::rest(&handles).map_err(|(place, reason)| {
+            let offer = &self.offers[place];
+            UpgradeError::Function {
+                id: offer.entry.id.clone(),
+                drive: offer.declared.function.function.path.to_string(),
+                reason,
+            }
         })?;
         let drives = RestingDrives::begin(keeping, self.drives.controllers());
         if ends() {
@@ -80,6 +97,28 @@ impl Roster {
             log::warn!("The keeper may not know that process {number} is the server now: {error}");
         }
         Ok(number)
+    }
+
+    /// Refuses while a drive stands still. Each function and lease rests for its own commands alone, for a moment.
+    fn check_drives(&self) -> Result<(), UpgradeError> {
+        let deadline = Deadline::after(&SystemClock::shared(), CHECK);
+        let mut offers = self.offers.iter();
+        match offers.find(|offer| !offer.rests_within(deadline.left())) {
+            None => self.check_leases(),
+            Some(offer) => Err(UpgradeError::Function {
+                id: offer.entry.id.clone(),
+                drive: offer.declared.function.function.path.to_string(),
+                reason: format!("it has had commands in flight for over {CHECK:?}"),
+            }),
+        }
+    }
+
+    /// Refuses while the drive of a VMM's lease stands still.
+    fn check_leases(&self) -> Result<(), UpgradeError> {
+        match self.terms.leases.find_busy(CHECK) {
+            None => Ok(()),
+            Some(id) => Err(UpgradeError::Lease(id)),
+        }
     }
 
     /// Returns whether another process can take up all functions while this one has them, and they rest.

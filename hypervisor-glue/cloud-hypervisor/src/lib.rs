@@ -36,7 +36,7 @@ pub enum ApplyError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// What had been changed before that could not be changed back.
+    /// A file could not be written, and files before it could not be changed back.
     #[error(
         "{} cannot be patched: {source}. These could not be changed back, use git restore:{}",
         path.display(),

@@ -272,7 +272,7 @@ fn memory_is_incomplete_until_no_fault_is_still_to_come() {
     assert!(!guest.is_incomplete());
 }
 
-/// Whether the host has huge pages or not: none is touched.
+/// The host needs to have none: no page is touched.
 #[test]
 fn huge_pages_that_are_registered_are_incomplete() {
     const HUGE: usize = 2 << 20;

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
+use crate::interrupt::{ClientEventFd, ClientSignals};
 use crate::memory::eventfd;
-use crate::memory::notifier::Notifier;
 use crate::memory::sync::Mutex;
 use crate::spec::ids::{CommandId, Nsid, QueueId};
 use crate::spec::registers::Doorbell;
@@ -123,7 +123,7 @@ pub struct ErrorEntry {
 pub enum EventReader {
     /// It can do to this process what it likes, as [`is_trusted`](crate::memory::system::is_trusted) has it.
     Trusted,
-    /// It may fill the counter, and have the next signal wait. So each signal takes a [`Notifier`].
+    /// It is another user's.
     Untrusted,
 }
 
@@ -134,8 +134,8 @@ pub struct EventQueue {
     eventfd: Arc<EventFd>,
     /// True if another process has the eventfd, and reads it.
     is_read_elsewhere: bool,
-    /// Signals the eventfd if another process has it, so that no signal waits.
-    notifier: Option<Arc<Notifier>>,
+    /// The eventfd, if another process has it.
+    client: Option<Arc<ClientEventFd>>,
 }
 
 impl EventQueue {
@@ -145,11 +145,10 @@ impl EventQueue {
     /// Returns the kernel's error when there are no file descriptors left.
     pub fn new() -> io::Result<Self> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
-        Ok(Self::with(eventfd, None))
+        Ok(Self::with(eventfd))
     }
 
-    /// An empty queue whose eventfd another process reads: one that it has kept, or a new one. Without a [`Notifier`] in
-    /// this process, an untrusted one can make reports wait.
+    /// An empty queue whose eventfd another process reads: one that it has kept, or a new one.
     ///
     /// # Errors
     /// Returns the kernel's error when there are no file descriptors left.
@@ -158,22 +157,21 @@ impl EventQueue {
             Some(eventfd) => eventfd,
             None => EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?,
         };
-        let notifier = match reader {
-            EventReader::Trusted => None,
-            EventReader::Untrusted => Notifier::shared().ok(),
-        };
+        let queue = Self::with(eventfd);
+        let client = ClientSignals::new("events", reader).eventfd(queue.eventfd.clone());
         Ok(Self {
             is_read_elsewhere: true,
-            ..Self::with(eventfd, notifier)
+            client: Some(client),
+            ..queue
         })
     }
 
-    fn with(eventfd: EventFd, notifier: Option<Arc<Notifier>>) -> Self {
+    fn with(eventfd: EventFd) -> Self {
         Self {
             events: Mutex::new(VecDeque::with_capacity(CAPACITY)),
             eventfd: Arc::new(eventfd),
             is_read_elsewhere: false,
-            notifier,
+            client: None,
         }
     }
 
@@ -224,9 +222,9 @@ impl EventQueue {
     /// Signals the eventfd, as if there were an event.
     pub fn signal(&self) {
         // A counter that is full is readable as well.
-        let _ = match &self.notifier {
-            Some(notifier) => notifier.signal(&self.eventfd),
-            None => eventfd::signal(&self.eventfd),
+        let _full = match &self.client {
+            Some(client) => client.signal(),
+            None => eventfd::signal(&self.eventfd).is_ok(),
         };
     }
 }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use nvme_mpt::dma::{DmaError, MAX_REGIONS, MemoryRegion};
-use nvme_mpt::{Gpa, InterruptVector, MemoryKinds};
+use nvme_mpt::{EventReader, Gpa, MemoryKinds};
 use thiserror::Error;
 use vmm_device::{Bar, CONFIG_SPACE_SIZE, ControlState, NvmeFunction, TakeUpError};
 use vmm_sys_util::eventfd::EventFd;
@@ -14,9 +14,8 @@ use crate::kept::function::{
     Interrupts, KeptClient, KeptFunction, KeptRegion, KeptVector, StoreBetween, SurvivorError,
 };
 use crate::stats::Stall;
-use nvme_mpt::interrupt::PinFall;
+use nvme_mpt::interrupt::{ClientSignals, PinFall};
 use nvme_mpt::memory::crash::CrashRecord;
-use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::user_faults::MemoryHolder;
 use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt_vmm::report;
@@ -82,8 +81,8 @@ pub(crate) trait Served: Device {
 pub struct NvmeDevice {
     function: NvmeFunction,
     registers: Region,
-    /// True if the client can do to this process what it likes.
-    is_trusted: bool,
+    /// Signals to the eventfds of its clients.
+    signals: Arc<ClientSignals>,
     /// Type of the interrupts that the client has connected.
     interrupts: Interrupts,
     acknowledged: Option<Arc<EventFd>>,
@@ -110,6 +109,8 @@ impl NvmeDevice {
                 base: 0,
             }),
         };
+        let id = function.host().stats().id;
+        let signals = ClientSignals::new(&id, EventReader::Trusted);
         let registers = Region {
             size: function.bar_size(Bar::Registers),
             readable: true,
@@ -119,7 +120,7 @@ impl NvmeDevice {
         Ok(Self {
             function,
             registers,
-            is_trusted: false,
+            signals,
             interrupts: Interrupts::default(),
             acknowledged: None,
             kept: None,
@@ -156,7 +157,7 @@ impl NvmeDevice {
             interrupts,
             acknowledged,
         } = client;
-        self.is_trusted = user.is_some_and(system::is_trusted);
+        self.meet(user);
         let host = self.function.host();
         // The process before has checked these.
         host.set_memory_holder(MemoryHolder::Trusted);
@@ -171,20 +172,25 @@ impl NvmeDevice {
             let (had, has) = (vectors.len(), known.len());
             return Err(ResumeError::Vectors { had, has });
         }
-        let notifier = match self.is_trusted || vectors.iter().all(|one| one.eventfd.is_none()) {
-            true => None,
-            false => Some(Notifier::shared()?),
-        };
         self.interrupts = interrupts;
         self.acknowledged = acknowledged.map(Arc::new);
         self.follow_interrupts();
         for (vector, KeptVector { masked, eventfd }) in known.iter().zip(vectors) {
             vector.set_masked(masked);
             if let Some(eventfd) = eventfd {
-                wire(vector, eventfd, notifier.as_ref());
+                vector.set_client(self.signals.eventfd(eventfd));
             }
         }
         Ok(self.function.take_up(control)?)
+    }
+
+    /// The client is of this user.
+    fn meet(&self, user: Option<u32>) {
+        self.signals
+            .meet(match user.is_some_and(system::is_trusted) {
+                true => EventReader::Trusted,
+                false => EventReader::Untrusted,
+            });
     }
 
     /// Notes the stall that ended with [`Self::take_up`].
@@ -256,10 +262,6 @@ impl NvmeDevice {
             .into_iter()
             .map(eventfd::take)
             .collect::<io::Result<Vec<_>>>()?;
-        let notifier = match self.is_trusted || eventfds.is_empty() {
-            true => None,
-            false => Some(Notifier::shared()?),
-        };
         self.switch_to(interrupts);
         if let Some(kept) = &self.kept {
             let shared = eventfds.iter().map(eventfd::share);
@@ -273,7 +275,7 @@ impl NvmeDevice {
         let mut eventfds = eventfds.into_iter();
         for vector in self.function.vectors().iter().skip(start).take(count) {
             match eventfds.next() {
-                Some(eventfd) => wire(vector, eventfd, notifier.as_ref()),
+                Some(eventfd) => vector.set_client(self.signals.eventfd(eventfd)),
                 None => vector.set_eventfd(None),
             }
         }
@@ -536,7 +538,7 @@ impl Device for NvmeDevice {
 
     fn connected(&mut self, process: Option<ClientProcess>) {
         let user = process.map(|process| process.user);
-        self.is_trusted = user.is_some_and(system::is_trusted);
+        self.meet(user);
         self.function.host().set_memory_holder(holder(process));
         self.function.host().begin_anew();
         if let Some(kept) = &self.kept {
@@ -568,14 +570,6 @@ fn holder(process: Option<ClientProcess>) -> MemoryHolder {
         pid: process.pid,
         uid: process.user,
     })
-}
-
-/// Connects a vector with an eventfd of the client, which is signalled by the notifier if the client is not trusted.
-fn wire(vector: &InterruptVector, eventfd: EventFd, notifier: Option<&Arc<Notifier>>) {
-    match notifier {
-        Some(notifier) => vector.set_foreign(ForeignEventFd::new(eventfd, notifier.clone())),
-        None => vector.set_eventfd(Some(eventfd)),
-    }
 }
 
 /// Returns the error for a client, as an errno, and logs it for a person.

@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
+use nvme_mpt::interrupt::ClientSignals;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
-use nvme_mpt::memory::notifier::{ForeignEventFd, Notifier};
 use nvme_mpt::memory::sync::mpsc::{self, RecvTimeoutError};
 use nvme_mpt::memory::user_faults::MemoryHolder;
 use nvme_mpt::poller::run_beside;
 use nvme_mpt::seam::LastCommands;
 use nvme_mpt::seam::{DoorbellWaker, ForeignDoorbellWaker};
-use nvme_mpt::{DirtyRange, DmaError, HostSide, KeptParts, MemoryRegion, SharedParts};
+use nvme_mpt::{DirtyRange, DmaError, EventReader, HostSide, KeptParts, MemoryRegion, SharedParts};
 use serde::Serialize;
 use thiserror::Error;
 use zerocopy::IntoBytes;
@@ -172,17 +172,6 @@ impl Session {
             return Ok(());
         }
         let parts = kept_parts(descriptors)?;
-        let notifier = match self.peer.is_trusted() {
-            true => None,
-            false => match Notifier::shared() {
-                Ok(notifier) => Some(notifier),
-                Err(error) => {
-                    let reason = format!("VMMs of other users cannot be served: {error}");
-                    self.channel.send(&Opened::Refused { reason }, &[])?;
-                    return Ok(());
-                }
-            },
-        };
         let host = match self.admit(leases, &options, parts)? {
             Admission::NotServed => {
                 self.channel.send(&Opened::NotServed, &[])?;
@@ -195,7 +184,7 @@ impl Session {
             Admission::Attached(host) => host,
         };
         let mut flushed = 0;
-        let result = self.serve(leases, &host, notifier, &mut flushed);
+        let result = self.serve(leases, &host, &mut flushed);
         // The next server takes up queues whose commands are complete.
         let last = match leases.server_ends() {
             true => LastCommands::Complete,
@@ -254,7 +243,6 @@ impl Session {
         &self,
         leases: &dyn Leases,
         host: &Arc<dyn HostSide>,
-        notifier: Option<Arc<Notifier>>,
         flushed: &mut u64,
     ) -> Result<(), SessionError> {
         let SharedParts {
@@ -275,6 +263,11 @@ impl Session {
             vectors: vectors.len() as u16,
         }));
         self.channel.expect_queue_pairs(host.facts().queue_pairs);
+        let reader = match self.peer.is_trusted() {
+            true => EventReader::Trusted,
+            false => EventReader::Untrusted,
+        };
+        let signals = ClientSignals::new(&host.stats().id, reader);
         let events = eventfd::share(&events)?;
         self.channel
             .send(&attached, &[doorbells.fd(), live.fd(), events.as_fd()])?;
@@ -286,7 +279,7 @@ impl Session {
             bells: Vec::new(),
             bells_made: 0,
             dirty: Vec::new(),
-            notifier,
+            signals,
         };
         loop {
             let (request, descriptors) = self.channel.receive_request(None)?;
@@ -360,8 +353,8 @@ struct Served<'a> {
     bells_made: u64,
     /// Pages that were taken and not told.
     dirty: Vec<DirtyRange>,
-    /// Signals the VMM's eventfds, if the VMM is not trusted.
-    notifier: Option<Arc<Notifier>>,
+    /// Signals to the VMM's eventfds.
+    signals: Arc<ClientSignals>,
 }
 
 impl Served<'_> {
@@ -497,10 +490,7 @@ impl Served<'_> {
         let waited = vector.pending();
         match change {
             VectorChange::Connect => match descriptor.map(eventfd::take) {
-                Some(Ok(eventfd)) => match self.notifier.clone() {
-                    Some(notifier) => vector.set_foreign(ForeignEventFd::new(eventfd, notifier)),
-                    None => vector.set_eventfd(Some(eventfd)),
-                },
+                Some(Ok(eventfd)) => vector.set_client(self.signals.eventfd(eventfd)),
                 // A vector that leads nowhere keeps its signals.
                 _ => log::warn!("A VMM sent what is no eventfd for vector {number}"),
             },

@@ -81,6 +81,8 @@ pub mod simulation;
 pub mod sync;
 pub mod system;
 pub mod user_faults;
+#[cfg(not(simulation))]
+pub mod watched_write;
 mod words;
 mod work;
 

@@ -180,29 +180,6 @@ impl Drop for Notifier {
     }
 }
 
-/// An eventfd that a process has which is not trusted.
-#[derive(Debug)]
-pub struct ForeignEventFd {
-    eventfd: EventFd,
-    notifier: Arc<Notifier>,
-}
-
-impl ForeignEventFd {
-    /// An eventfd that is signalled by `notifier` alone.
-    #[must_use]
-    pub fn new(eventfd: EventFd, notifier: Arc<Notifier>) -> Self {
-        Self { eventfd, notifier }
-    }
-
-    /// Signals it. Never waits.
-    ///
-    /// # Errors
-    /// As of [`Notifier::signal`].
-    pub fn signal(&self) -> io::Result<()> {
-        self.notifier.signal(&self.eventfd)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::thread;
@@ -224,11 +201,11 @@ mod tests {
         // It blocks, as its other owner may have it at any time.
         let eventfd = EventFd::new(0).unwrap();
         eventfd.write(u64::MAX - 1).unwrap();
-        let foreign = ForeignEventFd::new(eventfd, Notifier::new().unwrap());
-        (0..3).for_each(|_| foreign.signal().unwrap());
-        foreign.eventfd.read().unwrap();
-        foreign.signal().unwrap();
-        assert_eq!(foreign.eventfd.read().unwrap(), 1);
+        let notifier = Notifier::new().unwrap();
+        (0..3).for_each(|_| notifier.signal(&eventfd).unwrap());
+        eventfd.read().unwrap();
+        notifier.signal(&eventfd).unwrap();
+        assert_eq!(eventfd.read().unwrap(), 1);
     }
 
     #[test]

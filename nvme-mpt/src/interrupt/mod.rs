@@ -1,5 +1,6 @@
 //! Interrupts to the guest: one eventfd per vector, at most one signal per batch of completions.
 
+mod client;
 mod gate;
 #[cfg(test)]
 mod simulation;
@@ -11,7 +12,6 @@ use std::sync::{Arc, PoisonError};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::memory::eventfd;
-use crate::memory::notifier::ForeignEventFd;
 use crate::memory::processors::ThreadId;
 use crate::memory::sync::{Mutex, MutexGuard};
 
@@ -29,6 +29,7 @@ pub const fn vectors_of(queue_pairs: u16) -> u16 {
     }
 }
 
+pub use client::{ClientEventFd, ClientSignals};
 pub(crate) use gate::{InterruptGate, Standing};
 
 /// The same vector in the process that raises it for I/O queues, if that is another one.
@@ -87,7 +88,7 @@ pub enum PinFall {
 #[derive(Debug)]
 enum Target {
     Own(EventFd),
-    Foreign(ForeignEventFd),
+    Client(Arc<ClientEventFd>),
 }
 
 #[derive(Debug, Default)]
@@ -122,8 +123,7 @@ impl VectorState {
             _ if self.is_masked() => false,
             // A counter that is full already holds a notification, so a failure loses none.
             Some(Target::Own(eventfd)) => eventfd::signal(eventfd).is_ok(),
-            // It fails where the kernel has no memory or no room for it. The next signal tells of this one then.
-            Some(Target::Foreign(eventfd)) => eventfd.signal().is_ok(),
+            Some(Target::Client(eventfd)) => eventfd.signal(),
             None => false,
         };
         self.pending = !delivered;
@@ -162,20 +162,23 @@ impl InterruptVector {
             // One signal tells the guest of all that waited.
             state.pending = false;
         }
-        state.target = eventfd.map(Target::Own);
-        if state.pending {
-            state.deliver();
-        }
+        self.connect(state, eventfd.map(Target::Own));
     }
 
-    /// Connects the vector to a process that is not trusted. A pending signal is delivered.
-    pub fn set_foreign(&self, eventfd: ForeignEventFd) {
+    /// Connects the vector to an eventfd that another process gave. A pending signal is delivered.
+    pub fn set_client(&self, eventfd: Arc<ClientEventFd>) {
         debug_assert!(self.link.is_none(), "the host side connects it");
-        let mut state = self.state();
-        state.target = Some(Target::Foreign(eventfd));
+        self.connect(self.state(), Some(Target::Client(eventfd)));
+    }
+
+    fn connect(&self, mut state: MutexGuard<'_, VectorState>, target: Option<Target>) {
+        let before = std::mem::replace(&mut state.target, target);
         if state.pending {
             state.deliver();
         }
+        // A client can have the last close of its eventfd take long. Its poller may want the lock meanwhile.
+        drop(state);
+        drop(before);
     }
 
     /// Masks or unmasks the vector. A pending signal is delivered.

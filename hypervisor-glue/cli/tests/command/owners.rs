@@ -384,6 +384,16 @@ fn a_user_whose_eventfds_block_holds_up_nobody() {
     assert_eq!(alice.pass(), "passed", "her own queues go on as well");
     alice.kill();
     assert_eq!(neighbour.pass(), "passed");
+    // Root is written to directly until it makes a write wait.
+    let mut root = TestVmm::start(&bench, "path=drive.img,range=32M+16M,id=third", 3);
+    assert_eq!(root.report(), "attached");
+    assert_eq!(root.order("block"), "blocked");
+    assert_eq!(neighbour.pass(), "passed");
+    assert_eq!(root.pass(), "passed");
+    root.kill();
+    assert_eq!(neighbour.pass(), "passed");
     neighbour.end();
-    server.stop();
+    let (status, log) = server.signal("TERM");
+    assert!(status.success(), "{log}");
+    assert!(log.contains("makes writes wait"), "{log}");
 }

@@ -1,0 +1,241 @@
+//! Writes to eventfds of other processes, which a thread of this process watches.
+//!
+//! A process that has an eventfd can fill its counter and clear `O_NONBLOCK`, at any moment: both are of the description that
+//! all share. A write then waits until that process reads. No flag of a write changes that: eventfds know no `RWF_NOWAIT` for
+//! writes (Linux 6.18, `fs/eventfd.c`). A [`Notifier`](super::notifier::Notifier) never waits, and takes three times as long.
+//!
+//! So a thread notes that it writes, and a watcher interrupts a write that has not returned after some milliseconds: by a
+//! signal whose handler does nothing, so that the write fails with `EINTR`. A thread that only lost its processor in the
+//! middle of a write is not affected. The watcher sleeps while there are no writes.
+#![expect(unsafe_code, reason = "signal handlers")]
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use super::clock::{Ticks, sleep, ticks_in};
+use super::eventfd;
+use super::processors::ThreadId;
+
+/// Interrupts a write. By default, it is ignored.
+const SIGNAL: libc::c_int = libc::SIGURG;
+
+/// Time between two looks of the watcher.
+const PERIOD: Duration = Duration::from_millis(5);
+
+/// Time after which a write is interrupted.
+const LONGEST: Duration = Duration::from_millis(10);
+
+/// Looks without a write after which the watcher sleeps.
+const IDLE_LOOKS: u32 = 200;
+
+/// Threads that have written.
+static WRITERS: Mutex<Vec<Arc<Writer>>> = Mutex::new(Vec::new());
+
+/// Wakes the watcher, once there is one. No other process has it.
+static WATCHER: OnceLock<EventFd> = OnceLock::new();
+
+/// The watcher looks at writes from time to time.
+static IS_WATCHED: AtomicBool = AtomicBool::new(false);
+
+/// A thread, as the watcher sees it.
+#[derive(Debug)]
+struct Writer {
+    thread: ThreadId,
+    /// Begin of the write that has not returned, in ticks; 0 between two writes.
+    since: AtomicU64,
+    /// Begin of the last write.
+    last: AtomicU64,
+}
+
+/// The calling thread's entry among [`WRITERS`].
+struct Entry(Arc<Writer>);
+
+impl Entry {
+    fn new() -> Self {
+        let writer = Arc::new(Writer {
+            thread: ThreadId::of_this_thread(),
+            since: AtomicU64::new(0),
+            last: AtomicU64::new(0),
+        });
+        let mut writers = WRITERS.lock().unwrap_or_else(PoisonError::into_inner);
+        writers.push(writer.clone());
+        Self(writer)
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        // Afterwards, the thread's number may be another one's.
+        let mut writers = WRITERS.lock().unwrap_or_else(PoisonError::into_inner);
+        writers.retain(|writer| !Arc::ptr_eq(writer, &self.0));
+    }
+}
+
+thread_local! {
+    static ENTRY: Entry = Entry::new();
+}
+
+extern "C" fn do_nothing(_signal: libc::c_int) {}
+
+/// Prepares the process for [`watch`].
+///
+/// # Errors
+/// Returns the kernel's error; `EBUSY` if the process has a handler of its own for SIGURG.
+pub fn prepare() -> io::Result<()> {
+    // SAFETY: all of its fields are integers and pointers, for which zero is a value.
+    let mut action = unsafe { std::mem::zeroed::<libc::sigaction>() };
+    // SAFETY: the call writes to a structure that is there for it.
+    if unsafe { libc::sigaction(SIGNAL, ptr::null(), &raw mut action) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let ours = do_nothing as *const () as usize;
+    if action.sa_sigaction == ours {
+        return Ok(());
+    }
+    if action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN {
+        return Err(io::Error::from_raw_os_error(libc::EBUSY));
+    }
+    // Without SA_RESTART, so that the write ends.
+    action.sa_sigaction = ours;
+    action.sa_flags = libc::SA_ONSTACK;
+    // SAFETY: the action is initialised, and its handler does nothing.
+    if unsafe { libc::sigaction(SIGNAL, &raw const action, ptr::null_mut()) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// Watches writes, for good. The first thread that calls this is the watcher, others return.
+///
+/// # Errors
+/// Returns the kernel's error when there are no descriptors left.
+pub fn watch() -> io::Result<()> {
+    let waker = EventFd::new(libc::EFD_CLOEXEC)?;
+    if WATCHER.set(waker).is_err() {
+        return Ok(());
+    }
+    let longest = ticks_in(LONGEST);
+    let mut last = 0;
+    let mut idle = 0;
+    loop {
+        IS_WATCHED.store(true, Ordering::SeqCst);
+        sleep(PERIOD);
+        let now = Ticks::now();
+        let mut latest = 0;
+        for writer in &*WRITERS.lock().unwrap_or_else(PoisonError::into_inner) {
+            latest = latest.max(writer.last.load(Ordering::Relaxed));
+            let since = writer.since.load(Ordering::SeqCst);
+            if since != 0 && now.since(Ticks(since)) >= longest {
+                interrupt(writer.thread);
+            }
+        }
+        idle = match latest == last {
+            true => idle + 1,
+            false => 0,
+        };
+        last = latest;
+        if idle >= IDLE_LOOKS {
+            idle = 0;
+            IS_WATCHED.store(false, Ordering::SeqCst);
+            // A write that begins from here on sees that it has to wake the watcher.
+            if !is_any_under_way()
+                && let Some(waker) = WATCHER.get()
+            {
+                waker.read()?;
+            }
+        }
+    }
+}
+
+fn is_any_under_way() -> bool {
+    let writers = WRITERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut under_way = writers.iter();
+    under_way.any(|writer| writer.since.load(Ordering::SeqCst) != 0)
+}
+
+fn interrupt(thread: ThreadId) {
+    // SAFETY: the call has no preconditions. The thread lives, as its entry is among the writers, which are locked.
+    unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread.0, SIGNAL) };
+}
+
+/// Adds one to an eventfd's counter, watched.
+///
+/// # Errors
+/// `Interrupted` for a counter that was full and made the write wait for some milliseconds; `WouldBlock` for one that is full
+/// and makes no write wait; the kernel's error.
+#[inline]
+pub fn signal(eventfd: &EventFd) -> io::Result<()> {
+    let written = ENTRY.try_with(|entry| {
+        let Entry(writer) = entry;
+        let now = Ticks::now().0.max(1);
+        writer.last.store(now, Ordering::Relaxed);
+        writer.since.store(now, Ordering::SeqCst);
+        if !IS_WATCHED.load(Ordering::SeqCst) {
+            wake_watcher();
+        }
+        let written = write_once(eventfd);
+        writer.since.store(0, Ordering::Release);
+        written
+    });
+    // A thread that ends has no entry any more.
+    written.unwrap_or_else(|_| eventfd::signal(eventfd))
+}
+
+/// Adds one to a counter. A write that is interrupted is not repeated, as the standard library would.
+fn write_once(eventfd: &EventFd) -> io::Result<()> {
+    let one = 1_u64.to_ne_bytes();
+    // SAFETY: the descriptor is open, and the bytes are there for the call.
+    let written = unsafe { libc::write(eventfd.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+    match written {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+#[cold]
+fn wake_watcher() {
+    if let Some(waker) = WATCHER.get() {
+        let _ = waker.write(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_write_that_waits_for_another_process_ends() {
+        prepare().unwrap();
+        thread::spawn(|| watch().unwrap());
+        let full = || {
+            let eventfd = EventFd::new(0).unwrap();
+            eventfd.write(u64::MAX - 1).unwrap();
+            eventfd
+        };
+        for _ in 0..3 {
+            let eventfd = full();
+            let error = signal(&eventfd).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::Interrupted);
+            assert_eq!(eventfd.read().unwrap(), u64::MAX - 1);
+            signal(&eventfd).unwrap();
+            assert_eq!(eventfd.read().unwrap(), 1);
+        }
+        // Several threads at once, and a watcher that sleeps.
+        while IS_WATCHED.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let wait = || thread::spawn(move || signal(&full()).unwrap_err().kind());
+        let threads: Vec<_> = (0..4).map(|_| wait()).collect();
+        for thread in threads {
+            assert_eq!(thread.join().unwrap(), io::ErrorKind::Interrupted);
+        }
+    }
+}

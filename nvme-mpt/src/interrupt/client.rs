@@ -1,0 +1,436 @@
+//! Signals to eventfds that a client gave: their time is the client's, and no shared poller's.
+//!
+//! A client decides how long a signal to its eventfd takes. It can have the signal wait, and it can watch the eventfd by a
+//! hundred thousand epolls, all of which a signal has to wake, with interrupts off. So the time of each signal is measured:
+//!
+//! | client | signal |
+//! |---|---|
+//! | trusted | a [watched write](crate::memory::watched_write), until one had to wait |
+//! | not trusted, or its eventfd made a write wait | the kernel's [asynchronous I/O](crate::memory::notifier) |
+//! | one whose signals are slow, by whichever way; or where there is no asynchronous I/O | by a thread of its own |
+//!
+//! Two looks at the time stamp counter find a signal that may have been slow, or whose thread lost its processor. The processor time
+//! of the next one decides. The thread of a slow client sleeps so that it has no more than a hundredth of a processor. After
+//! enough quick signals the client leaves it; the number doubles each time.
+
+use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::clock::{self, Ticks, ticks_in};
+use crate::event::EventReader;
+use crate::memory::notifier::Notifier;
+use crate::memory::processors::{ThreadId, own_processors, run_on};
+use crate::memory::sync::Mutex;
+use crate::memory::sync::mpsc::{Receiver, Sender, channel};
+use crate::memory::system::thread_time;
+use crate::poller::start_thread;
+
+/// Time of a signal from which on it is slow. One to a vCPU in a virtual machine takes some microseconds.
+const SLOW: Duration = Duration::from_micros(50);
+
+/// Signals whose processor time is measured after one that may have been slow.
+const SUSPECTED: u32 = 16;
+
+/// Quick signals after which a client leaves its thread for the first time.
+const QUICK: u32 = 64;
+
+/// The thread of a slow client rests for so many times the time that its signals took, but no longer than [`REST_MAX`].
+const REST: u32 = 99;
+
+/// Longest rest: a guest that waits for its interrupt has its own time-outs.
+const REST_MAX: Duration = Duration::from_secs(1);
+
+/// Clients of trusted users that made a write wait, from which on no new client is written to directly.
+const BLOCKED_MAX: u32 = 3;
+
+/// Clients of trusted users that made a write wait.
+static BLOCKED: AtomicU32 = AtomicU32::new(0);
+
+/// Ways of a client's signals.
+const DIRECT: u8 = 0;
+const SUSPECT: u8 = 1;
+const THREAD: u8 = 2;
+
+/// Signals to the eventfds of one client.
+#[derive(Debug)]
+pub struct ClientSignals {
+    manner: Arc<Manner>,
+    /// To the client's thread, once it has one.
+    thread: Mutex<Option<Sender<Arc<ClientEventFd>>>>,
+}
+
+/// What is known of a client's signals.
+#[derive(Debug)]
+struct Manner {
+    name: String,
+    way: AtomicU8,
+    /// Signals that are still measured by processor time.
+    suspected: AtomicU32,
+    /// Writes are made, as the client is trusted and none had to wait.
+    writes: AtomicBool,
+    notifier: OnceLock<Arc<Notifier>>,
+    /// Times that it left its thread after slow signals.
+    returns: AtomicU32,
+    slow_ticks: u64,
+}
+
+/// An eventfd that a client gave.
+#[derive(Debug)]
+pub struct ClientEventFd {
+    eventfd: Arc<EventFd>,
+    signals: Arc<ClientSignals>,
+    /// The client's thread is to signal it.
+    is_due: AtomicBool,
+}
+
+impl ClientSignals {
+    /// Signals to a client, whose thread will have this name.
+    #[must_use]
+    pub fn new(name: &str, client: EventReader) -> Arc<Self> {
+        let signals = Self {
+            manner: Arc::new(Manner {
+                name: name.to_owned(),
+                way: AtomicU8::new(DIRECT),
+                suspected: AtomicU32::new(0),
+                writes: AtomicBool::new(true),
+                notifier: OnceLock::new(),
+                returns: AtomicU32::new(0),
+                slow_ticks: ticks_in(SLOW),
+            }),
+            thread: Mutex::new(None),
+        };
+        signals.meet(client);
+        Arc::new(signals)
+    }
+
+    /// Another client has come, to the same function. What was found out about those before stays.
+    pub fn meet(&self, client: EventReader) {
+        let is_trusted = client == EventReader::Trusted
+            && BLOCKED.load(Ordering::Relaxed) < BLOCKED_MAX
+            && self.manner.writes.load(Ordering::Relaxed)
+            && start_watch();
+        if !is_trusted {
+            self.manner.stop_writing();
+        }
+    }
+
+    /// Takes an eventfd of the client, which has come through [`eventfd::take`](crate::memory::eventfd::take).
+    #[must_use]
+    pub fn eventfd(self: &Arc<Self>, eventfd: impl Into<Arc<EventFd>>) -> Arc<ClientEventFd> {
+        Arc::new(ClientEventFd {
+            eventfd: eventfd.into(),
+            signals: self.clone(),
+            is_due: AtomicBool::new(false),
+        })
+    }
+
+    /// Has the client's thread signal an eventfd. Waits for nothing.
+    #[cold]
+    fn hand_over(&self, eventfd: &Arc<ClientEventFd>) -> bool {
+        if eventfd.is_due.swap(true, Ordering::AcqRel) {
+            return true;
+        }
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let sender = match &*thread {
+            Some(sender) => sender,
+            None => match self.manner.clone().start() {
+                Ok(sender) => thread.insert(sender),
+                Err(error) => {
+                    log::error!(
+                        "{}: there is no thread for slow interrupts: {error}",
+                        self.manner.name
+                    );
+                    eventfd.is_due.store(false, Ordering::Release);
+                    return false;
+                }
+            },
+        };
+        // The thread lasts as long as this.
+        sender.send(eventfd.clone()).is_ok()
+    }
+}
+
+impl ClientEventFd {
+    /// Signals it. Returns `false` if that failed, or the counter was full: the next signal tells of this one then.
+    #[inline]
+    pub(crate) fn signal(self: &Arc<Self>) -> bool {
+        let manner = &self.signals.manner;
+        let way = manner.way.load(Ordering::Relaxed);
+        if way == THREAD {
+            return self.signals.hand_over(self);
+        }
+        let measured = (way == SUSPECT).then(thread_time);
+        let began = Ticks::now();
+        let signalled = manner.signal(&self.eventfd);
+        let ticks = Ticks::now().since(began);
+        if ticks > manner.slow_ticks || measured.is_some() {
+            manner.may_be_slow(
+                ticks,
+                measured.map(|before| thread_time().saturating_sub(before)),
+            );
+        }
+        match signalled {
+            Ok(()) => true,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+                manner.was_blocked();
+                match manner.way.load(Ordering::Relaxed) {
+                    THREAD => self.signals.hand_over(self),
+                    _ => manner.signal(&self.eventfd).is_ok(),
+                }
+            }
+            Err(_) => false,
+        }
+    }
+}
+
+impl Manner {
+    fn signal(&self, eventfd: &EventFd) -> io::Result<()> {
+        match self.notifier.get() {
+            Some(notifier) if !self.writes.load(Ordering::Relaxed) => notifier.signal(eventfd),
+            _ => write(eventfd),
+        }
+    }
+
+    /// Has asynchronous I/O signal from now on, or the client's thread where there is none.
+    fn stop_writing(&self) {
+        if self.notifier.get().is_none() {
+            match Notifier::shared() {
+                Ok(notifier) => drop(self.notifier.set(notifier)),
+                Err(error) => {
+                    log::warn!(
+                        "{}: a thread signals interrupts, which takes longer: {error}",
+                        self.name
+                    );
+                    // Its writes are watched.
+                    start_watch();
+                    self.way.store(THREAD, Ordering::Relaxed);
+                }
+            }
+        }
+        self.writes.store(false, Ordering::Relaxed);
+    }
+
+    /// A write had to wait for the client.
+    #[cold]
+    fn was_blocked(&self) {
+        if self.writes.load(Ordering::Relaxed) {
+            BLOCKED.fetch_add(1, Ordering::Relaxed);
+            log::warn!(
+                "{}: its VMM has an eventfd of interrupts that makes writes wait, and gets signals that do not from now on",
+                self.name
+            );
+            self.stop_writing();
+        }
+    }
+
+    /// A signal took this long, and so much processor time if that was measured.
+    #[cold]
+    fn may_be_slow(&self, ticks: u64, processor: Option<Duration>) {
+        match processor {
+            Some(time) if time > SLOW => {
+                log::warn!(
+                    "{}: an interrupt took {time:?} of processor time, as for a VMM that watches its eventfds many times: a thread of \
+                     its own signals them from now on",
+                    self.name
+                );
+                self.way.store(THREAD, Ordering::Relaxed);
+            }
+            _ if ticks > self.slow_ticks => {
+                self.suspected.store(SUSPECTED, Ordering::Relaxed);
+                self.change_way(DIRECT, SUSPECT);
+            }
+            _ => {
+                let left = self.suspected.load(Ordering::Relaxed).saturating_sub(1);
+                self.suspected.store(left, Ordering::Relaxed);
+                if left == 0 {
+                    self.change_way(SUSPECT, DIRECT);
+                }
+            }
+        }
+    }
+
+    /// Changes the way, unless another poller of the client's queues has changed it meanwhile.
+    fn change_way(&self, from: u8, to: u8) {
+        let (success, failure) = (Ordering::Relaxed, Ordering::Relaxed);
+        let _ = self.way.compare_exchange(from, to, success, failure);
+    }
+
+    /// Starts the client's thread.
+    fn start(self: Arc<Self>) -> io::Result<Sender<Arc<ClientEventFd>>> {
+        let (sender, eventfds) = channel();
+        let name = self.name.clone();
+        start_thread(&name, move || self.signal_all(&eventfds))?;
+        Ok(sender)
+    }
+
+    /// Signals what it is given, until the client has gone.
+    fn signal_all(&self, eventfds: &Receiver<Arc<ClientEventFd>>) {
+        leave_processor_of_poller();
+        let mut quick = 0;
+        while let Ok(eventfd) = eventfds.recv() {
+            // Before the signal: one that is asked for meanwhile is another one.
+            eventfd.is_due.store(false, Ordering::Release);
+            let before = thread_time();
+            let signalled = self.signal(&eventfd.eventfd);
+            if signalled.is_err_and(|error| error.kind() == io::ErrorKind::Interrupted) {
+                self.was_blocked();
+            }
+            drop(eventfd);
+            let rest = self.signalled_by_thread(thread_time().saturating_sub(before), &mut quick);
+            if !rest.is_zero() {
+                clock::sleep(rest);
+            }
+        }
+    }
+
+    /// The client's thread needed so much processor time for a signal. Returns the time for which it rests now.
+    fn signalled_by_thread(&self, time: Duration, quick: &mut u32) -> Duration {
+        if time > SLOW {
+            *quick = 0;
+            return (time * REST).min(REST_MAX);
+        }
+        *quick += 1;
+        let has_other_way = self.notifier.get().is_some() || self.writes.load(Ordering::Relaxed);
+        let returns = self.returns.load(Ordering::Relaxed);
+        if has_other_way && *quick >= QUICK.saturating_mul(1 << returns.min(20)) {
+            *quick = 0;
+            self.returns.store(returns + 1, Ordering::Relaxed);
+            self.suspected.store(SUSPECTED, Ordering::Relaxed);
+            self.way.store(SUSPECT, Ordering::Relaxed);
+        }
+        Duration::ZERO
+    }
+}
+
+#[cfg(not(simulation))]
+use crate::memory::watched_write::signal as write;
+
+#[cfg(simulation)]
+use crate::memory::eventfd::signal as write;
+
+/// Starts the thread that watches writes, once. Returns `false` if there is none.
+fn start_watch() -> bool {
+    #[cfg(simulation)]
+    return true;
+    #[cfg(not(simulation))]
+    {
+        use crate::memory::watched_write::{prepare, watch};
+        static IS_WATCHED: OnceLock<bool> = OnceLock::new();
+        *IS_WATCHED.get_or_init(|| {
+            let watch_all = || {
+                if let Err(error) = watch() {
+                    log::error!("Writes to eventfds of VMMs are not watched any more: {error}");
+                }
+            };
+            let started = prepare().and_then(|()| start_thread("eventfds", watch_all));
+            if let Err(error) = &started {
+                log::warn!("Writes to eventfds of VMMs are not watched, and not made: {error}");
+            }
+            started.is_ok()
+        })
+    }
+}
+
+/// Leaves the processor that the calling thread has from the poller that started it.
+fn leave_processor_of_poller() {
+    if cfg!(simulation) {
+        return;
+    }
+    let main = ThreadId(crate::memory::system::process_id().cast_signed());
+    let (Ok(own), Ok(all)) = (own_processors(), main.processors()) else {
+        return;
+    };
+    let others = all.without(&own);
+    if !others.is_empty() {
+        // It stays where it is, else.
+        let _ = run_on(&others);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn signals(client: EventReader) -> Arc<ClientSignals> {
+        ClientSignals::new("vm", client)
+    }
+
+    fn way(signals: &ClientSignals) -> u8 {
+        signals.manner.way.load(Ordering::Relaxed)
+    }
+
+    const QUICKLY: Duration = Duration::from_micros(2);
+    const SLOWLY: Duration = Duration::from_millis(9);
+
+    #[test]
+    fn slow_signals_move_to_a_thread_by_their_processor_time_alone() {
+        let signals = signals(EventReader::Untrusted);
+        let manner = &signals.manner;
+        let (quick, slow) = (manner.slow_ticks / 10, manner.slow_ticks * 100);
+        // The thread lost its processor.
+        manner.may_be_slow(slow, None);
+        assert_eq!(way(&signals), SUSPECT);
+        manner.may_be_slow(slow, Some(QUICKLY));
+        for _ in 0..SUSPECTED {
+            assert_eq!(way(&signals), SUSPECT);
+            manner.may_be_slow(quick, Some(QUICKLY));
+        }
+        assert_eq!(way(&signals), DIRECT);
+        manner.may_be_slow(slow, None);
+        manner.may_be_slow(slow, Some(SLOWLY));
+        assert_eq!(way(&signals), THREAD);
+        // Its thread has a hundredth of a processor, and it stays there for longer each time.
+        let mut done = 0;
+        let rest = manner.signalled_by_thread(SLOWLY, &mut done);
+        assert_eq!(rest, SLOWLY * REST);
+        for returns in 0..3 {
+            for _ in 0..QUICK << returns {
+                assert_eq!(way(&signals), THREAD, "{returns}");
+                let rest = manner.signalled_by_thread(QUICKLY, &mut done);
+                assert_eq!(rest, Duration::ZERO);
+            }
+            assert_eq!(way(&signals), SUSPECT);
+            manner.may_be_slow(slow, Some(SLOWLY));
+            assert_eq!(way(&signals), THREAD);
+        }
+    }
+
+    #[test]
+    fn an_eventfd_that_makes_writes_wait_holds_up_no_second_signal() {
+        let signals = signals(EventReader::Trusted);
+        let theirs = EventFd::new(0).unwrap();
+        let ours = signals.eventfd(theirs.try_clone().unwrap());
+        assert!(ours.signal());
+        assert_eq!(theirs.read().unwrap(), 1);
+        theirs.write(u64::MAX - 1).unwrap();
+        // Nobody reads: the write is interrupted.
+        ours.signal();
+        assert!(!signals.manner.writes.load(Ordering::Relaxed));
+        for _ in 0..1000 {
+            ours.signal();
+        }
+        theirs.read().unwrap();
+        assert!(ours.signal());
+        assert_eq!(theirs.read().unwrap(), 1);
+        // The next client of the function finds it so.
+        signals.meet(EventReader::Trusted);
+        assert!(!signals.manner.writes.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn a_client_without_asynchronous_io_is_signalled_by_its_thread() {
+        let signals = signals(EventReader::Trusted);
+        signals.manner.way.store(THREAD, Ordering::Relaxed);
+        let theirs = EventFd::new(0).unwrap();
+        let ours = signals.eventfd(theirs.try_clone().unwrap());
+        for _ in 0..3 {
+            assert!(ours.signal());
+            assert!(theirs.read().unwrap() > 0, "it waits for the signal");
+        }
+    }
+}

@@ -1,8 +1,16 @@
 //! Processors that pollers are pinned to.
 
 use std::fs;
+use std::io;
+use std::time::Duration;
 
-use crate::memory::processors::ProcessorSet;
+use log::{info, warn};
+
+use crate::clock::{Rate, Ticks};
+use crate::memory::processors::{ProcessorSet, own_processors, pin_this_thread};
+
+/// Time between two looks at the processors of a poller's thread. A poller that sleeps looks when it wakes.
+const PERIOD: Duration = Duration::from_secs(1);
 
 /// A processor that pollers are to be pinned to is not there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,9 +44,134 @@ fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
     }
 }
 
+/// Processor that a poller's thread is pinned to. It belongs to that thread.
+///
+/// A host that changes CPU sets, or takes a processor away, has the kernel move the thread to other processors, without a
+/// word. Linux before 6.2 leaves it there when the processor is back.
+#[derive(Debug)]
+pub(super) struct Pinning {
+    processor: usize,
+    next: Ticks,
+    period: u64,
+    /// The thread may run elsewhere, which was reported.
+    is_lost: bool,
+}
+
+/// Change of a pinning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PinningChange {
+    Lost,
+    Restored,
+}
+
+impl Pinning {
+    /// Pins the calling thread, or reports why it cannot be.
+    pub(super) fn begin(processor: usize, name: &str) -> Self {
+        let pinned = pin_this_thread(processor);
+        if let Err(error) = &pinned {
+            warn!(
+                "Poller {name} stays unpinned: processor {processor} cannot be used: {error}. It is pinned once that can be"
+            );
+        }
+        let period = Rate::of_this_machine().ticks(PERIOD);
+        Self {
+            processor,
+            next: Ticks(Ticks::now().0.saturating_add(period)),
+            period,
+            is_lost: pinned.is_err(),
+        }
+    }
+
+    /// Pins the thread again if it may run elsewhere, if it is time to look.
+    #[cold]
+    pub(super) fn follow(&mut self, now: Ticks, name: &str) {
+        // Threads of a simulation are one.
+        if now < self.next || cfg!(simulation) {
+            return;
+        }
+        self.next = Ticks(now.0.saturating_add(self.period));
+        let processor = self.processor;
+        let (own, wanted) = (own_processors(), ProcessorSet::of(processor));
+        let is_pinned = own.as_ref().is_ok_and(|own| Some(*own) == wanted);
+        match self.look(is_pinned, || pin_this_thread(processor)) {
+            Some(PinningChange::Lost) => {
+                let now = own.map_or("others".to_owned(), |own| own.to_string());
+                warn!(
+                    "Poller {name} was moved off processor {processor}, as by a change of CPU sets, and runs on {now} until it \
+                     may have that again"
+                );
+            }
+            Some(PinningChange::Restored) => {
+                info!("Poller {name} is pinned to processor {processor} again");
+            }
+            None => {}
+        }
+    }
+
+    /// Decides on a thread that is pinned or is not.
+    fn look(
+        &mut self,
+        is_pinned: bool,
+        pin: impl FnOnce() -> io::Result<()>,
+    ) -> Option<PinningChange> {
+        let was_lost = self.is_lost;
+        self.is_lost = !is_pinned && pin().is_err();
+        match (was_lost, self.is_lost) {
+            (false, true) => Some(PinningChange::Lost),
+            (_, false) if was_lost || !is_pinned => Some(PinningChange::Restored),
+            _ => None,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::processors::run_on;
+    use crate::poller::start_thread;
+
+    #[test]
+    fn a_thread_that_was_moved_off_its_processor_returns_to_it() {
+        let moved = || {
+            let all = own_processors().expect("it lives");
+            let processor = all.iter().next().expect("a processor");
+            let mut pinning = Pinning::begin(processor, "a");
+            // As a CPU set without the processor, and one with it again, leave it on Linux 6.1.
+            run_on(&all).expect("allowed");
+            let before = pinning.next.0 - 1;
+            pinning.follow(Ticks(before), "a");
+            assert_eq!(own_processors().expect("it lives"), all, "not yet");
+            pinning.follow(pinning.next, "a");
+            assert_eq!(own_processors().ok(), ProcessorSet::of(processor));
+        };
+        start_thread("a", moved)
+            .expect("a thread")
+            .join()
+            .expect("no panic");
+    }
+
+    #[test]
+    fn a_processor_that_is_gone_is_reported_once_and_taken_again_once_it_is_back() {
+        let mut pinning = Pinning {
+            processor: 1,
+            next: Ticks(0),
+            period: 1,
+            is_lost: false,
+        };
+        let refused = || Err(io::Error::from_raw_os_error(libc::EINVAL));
+        assert_eq!(pinning.look(true, || unreachable!()), None);
+        assert_eq!(pinning.look(false, refused), Some(PinningChange::Lost));
+        assert_eq!(pinning.look(false, refused), None);
+        let back = pinning.look(false, || Ok(()));
+        assert_eq!(back, Some(PinningChange::Restored));
+        assert_eq!(pinning.look(true, || unreachable!()), None);
+        // It was gone and is back between two looks, on a kernel that pins it by itself too.
+        let back = pinning.look(false, || Ok(()));
+        assert_eq!(back, Some(PinningChange::Restored));
+        assert_eq!(pinning.look(false, refused), Some(PinningChange::Lost));
+        let by_kernel = pinning.look(true, || unreachable!());
+        assert_eq!(by_kernel, Some(PinningChange::Restored));
+    }
 
     #[test]
     fn processors_that_are_not_there_are_refused_with_those_that_are() {

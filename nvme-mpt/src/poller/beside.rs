@@ -133,6 +133,8 @@ pub(super) struct Beside {
     home: ProcessorSet,
     /// Present place.
     place: ProcessorSet,
+    /// Processors that the kernel gave the thread for that. Others later mean that a CPU set or the host changed.
+    given: ProcessorSet,
     next: Ticks,
     period: u64,
     /// The kernel refused a place, which was reported.
@@ -160,6 +162,7 @@ impl Beside {
             allowed,
             home: home.filter(|home| !home.is_empty()).unwrap_or(allowed),
             place: allowed,
+            given: allowed,
             next: Ticks::now(),
             period: Rate::of_this_machine().ticks(PERIOD),
             refused: false,
@@ -181,10 +184,13 @@ impl Beside {
             .and_then(processors)
             .and_then(|vcpu| self.topology.beside(&vcpu, &self.allowed));
         let place = beside.unwrap_or(self.home);
-        if place == self.place {
+        let is_moved = own_processors().is_ok_and(|own| own != self.given);
+        if place == self.place && !is_moved {
             return;
         }
-        match run_on(&place) {
+        let placed = run_on(&place);
+        self.given = own_processors().unwrap_or(self.given);
+        match placed {
             Ok(()) => {
                 self.place = place;
                 // A guest chooses how often.

@@ -14,6 +14,7 @@ use log::{error, warn};
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::timerfd::TimerFd;
 
+use super::affinity::Pinning;
 use super::arbiter::{FunctionTurns, Quantum};
 use super::beside::{Beside, Neighbours};
 use super::policy::Spin;
@@ -22,7 +23,7 @@ use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
-use crate::memory::processors::{ThreadId, are_virtual, pin_this_thread};
+use crate::memory::processors::{ThreadId, are_virtual};
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -628,11 +629,8 @@ impl Worker {
     fn run(mut self) {
         let (spin, learning) = (self.shared.spin, self.shared.learning);
         self.seat.sit_down(ThreadId::of_this_thread());
-        if let Some(cpu) = self.shared.cpu
-            && let Err(error) = pin_this_thread(cpu)
-        {
-            warn!("The poller stays unpinned: processor {cpu} cannot be used: {error}");
-        }
+        let processor = self.shared.cpu;
+        let mut pinning = processor.map(|cpu| Pinning::begin(cpu, &self.shared.name));
         let rate = Rate::of_this_machine();
         let early = spin.spins_before_due();
         let due_soon = rate.ticks(early);
@@ -664,6 +662,12 @@ impl Worker {
                 self.settle();
                 if let Some(beside) = &mut self.beside {
                     beside.follow(now, &self.shared.name);
+                }
+                // A function that has the thread for itself has no claim to the processor of the others.
+                if let Some(pinning) = &mut pinning
+                    && !self.is_apart
+                {
+                    pinning.follow(now, &self.shared.name);
                 }
                 settles_at = Ticks(now.0.saturating_add(period));
             }

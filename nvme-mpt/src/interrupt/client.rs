@@ -433,4 +433,88 @@ mod tests {
             assert!(theirs.read().unwrap() > 0, "it waits for the signal");
         }
     }
+
+    /// Client among five on one poller, in simulated time: one tick is a nanosecond.
+    struct Attacker {
+        name: &'static str,
+        /// Returns the time of its next direct signal, and whether that was a write that had to wait.
+        signal: fn(&Manner) -> (u64, bool),
+    }
+
+    /// Time of a signal to a vCPU, of one by asynchronous I/O, and of one that is left to a thread.
+    const WRITE: u64 = 300;
+    const NOTIFY: u64 = 1000;
+    const HAND_OVER: u64 = 100;
+
+    /// All that a client can have its signals do. Another one is another entry.
+    const ATTACKERS: &[Attacker] = &[
+        Attacker {
+            name: "100,000 watches",
+            signal: |_| (10_000_000, false),
+        },
+        Attacker {
+            name: "1,500 watches",
+            signal: |_| (67_500, false),
+        },
+        Attacker {
+            name: "a blocking eventfd that is full",
+            signal: |manner| match manner.writes.load(Ordering::Relaxed) {
+                true => (15_000_000, true),
+                false => (NOTIFY, false),
+            },
+        },
+        Attacker {
+            name: "watches that come and go, as soon as its signals are direct again",
+            signal: |manner| match manner.way.load(Ordering::Relaxed) {
+                THREAD => (WRITE, false),
+                _ => (10_000_000, false),
+            },
+        },
+    ];
+
+    /// Returns the longest time of 999 in 1,000 passes, each with a command of each client. All but the last have direct
+    /// signals that are quick.
+    fn pass_of_1000(attacker: Option<&Attacker>) -> u64 {
+        const PASSES: u64 = 100_000;
+        const COMMAND: u64 = 500;
+        let signals = signals(EventReader::Trusted);
+        let manner = Manner {
+            slow_ticks: SLOW.as_nanos() as u64,
+            ..Arc::into_inner(Arc::into_inner(signals).expect("one").manner).expect("one")
+        };
+        let mut by_thread = 0;
+        let pass = |_| {
+            let others = 4 * (COMMAND + WRITE) + COMMAND;
+            let Some(attacker) = attacker else {
+                return others + WRITE;
+            };
+            let way = manner.way.load(Ordering::Relaxed);
+            let (time, waited) = (attacker.signal)(&manner);
+            if way == THREAD {
+                // Its thread signals meanwhile.
+                manner.signalled_by_thread(Duration::from_nanos(time), &mut by_thread);
+                return others + HAND_OVER;
+            }
+            let processor = (way == SUSPECT && !waited).then_some(Duration::from_nanos(time));
+            if time > manner.slow_ticks || processor.is_some() {
+                manner.may_be_slow(time, processor);
+            }
+            if waited {
+                manner.was_blocked();
+            }
+            others + time
+        };
+        let mut passes: Vec<_> = (0..PASSES).map(pass).collect();
+        passes.sort_unstable();
+        passes[(PASSES - PASSES / 1000) as usize - 1]
+    }
+
+    #[test]
+    fn others_on_the_poller_of_an_attacker_take_twice_their_time_at_most() {
+        let alone = pass_of_1000(None);
+        for attacker in ATTACKERS {
+            let beside = pass_of_1000(Some(attacker));
+            assert!(beside <= 2 * alone, "{}: {alone}, {beside}", attacker.name);
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::mpsc;
-pub use std::sync::mpsc::{RecvError, RecvTimeoutError, SendError, TryRecvError};
+pub use std::sync::mpsc::{RecvError, RecvTimeoutError, SendError, TryRecvError, TrySendError};
 use std::time::Duration;
 
 use super::{Step, acted, stores, turn, wait_for};
@@ -54,6 +54,23 @@ macro_rules! sender {
 
 sender!(Sender);
 sender!(SyncSender);
+
+impl<T> SyncSender<T> {
+    /// Sends a value if there is room for it.
+    ///
+    /// # Errors
+    /// There is none, or nobody receives any more.
+    pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
+        turn(Step::Send, [0; 2]);
+        stores::drain_own();
+        let sent = match &self.0 {
+            Some(sender) => sender.try_send(value),
+            None => Err(TrySendError::Disconnected(value)),
+        };
+        acted();
+        sent
+    }
+}
 
 /// As [`std::sync::mpsc::Receiver`].
 #[derive(Debug)]

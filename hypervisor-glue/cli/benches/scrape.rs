@@ -150,6 +150,7 @@ fn snapshot() -> Snapshot {
     let functions = (0..FUNCTIONS).map(|number| {
         let extents = ByteRange::new(number << 30, 1 << 30).map(|range| vec![range]);
         FunctionEntry {
+            pending: None,
             id: format!("tenant-{number}"),
             socket: format!("/run/nvme-mpt/tenant-{number}.sock").into(),
             drive: "0000:01:00.0".to_owned(),

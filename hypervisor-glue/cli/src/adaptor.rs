@@ -52,6 +52,13 @@ pub(crate) enum ResumeError {
     Io(#[from] io::Error),
 }
 
+impl ResumeError {
+    /// Returns whether the cause may pass: what this process, or its host, has too little of.
+    pub(crate) fn may_pass(&self) -> bool {
+        system::is_exhaustion(self)
+    }
+}
+
 /// Device of a function that has a control thread.
 pub(crate) trait Served: Device {
     /// Returns the function.

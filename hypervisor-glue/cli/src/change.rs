@@ -80,6 +80,9 @@ pub enum Changed {
     Upgraded {
         /// Its number.
         process: u32,
+        /// Differences of the file to what is served, for a person.
+        #[serde(default)]
+        pending: Vec<String>,
     },
 }
 
@@ -156,6 +159,9 @@ pub struct FunctionEntry {
     pub state: FunctionState,
     /// Facts of the function for a person.
     pub summary: String,
+    /// Difference of the server's file to the function, which `nvme-mpt reload` applies; `None` if there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending: Option<String>,
 }
 
 /// A lease that is reserved for VMMs of a user.

@@ -24,6 +24,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
             limits,
             state,
             summary: _,
+            pending,
         } = entry;
         let state = match state {
             FunctionState::Waiting => "waiting".to_owned(),
@@ -33,6 +34,10 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
                 reasons.push(format!("{id}: failed: {}", one_line(reason)));
                 "failed".to_owned()
             }
+        };
+        let state = match pending {
+            Some(pending) => format!("{state} ({pending})"),
+            None => state,
         };
         let origin = match origin {
             Origin::CommandLine => "command line",
@@ -73,6 +78,7 @@ mod tests {
     #[test]
     fn a_long_reason_makes_no_line_of_the_table_longer() {
         let entry = |id: &str, state| FunctionEntry {
+            pending: None,
             id: id.to_owned(),
             socket: format!("/run/{id}.sock").into(),
             drive: "memory:1G".to_owned(),

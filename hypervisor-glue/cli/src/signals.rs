@@ -1,4 +1,5 @@
-//! The signals that end a server: SIGTERM and SIGINT, as something that can be waited for.
+//! The signals that a server heeds, as something that can be waited for: SIGTERM and SIGINT end it, SIGHUP has it reload its
+//! file. It ignores the others whose default would end or stop it in vain.
 #![expect(unsafe_code, reason = "signalfd has no safe interface")]
 
 use std::fs::File;
@@ -7,13 +8,39 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::ptr;
 
-/// Signals that ask for a clean end.
-const SIGNALS: [libc::c_int; 2] = [libc::SIGTERM, libc::SIGINT];
+/// Signals that are waited for.
+const SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+
+/// Signals without a meaning for a server. A write beyond `RLIMIT_FSIZE` fails by itself, and one to a terminal of another
+/// process group goes through.
+const IGNORED: [libc::c_int; 12] = [
+    libc::SIGALRM,
+    libc::SIGIO,
+    libc::SIGPIPE,
+    libc::SIGPROF,
+    libc::SIGPWR,
+    libc::SIGTTIN,
+    libc::SIGTTOU,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGVTALRM,
+    libc::SIGXCPU,
+    libc::SIGXFSZ,
+];
+
+/// A signal that has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// Its name. It asks for a clean end.
+    End(&'static str),
+    /// It asks for a reload of the file.
+    Reload,
+}
 
 /// Bytes that a signalfd gives for each signal.
 const RECORD: usize = size_of::<libc::signalfd_siginfo>();
 
-/// SIGTERM and SIGINT, held back from this thread and all that it starts later.
+/// SIGTERM, SIGINT and SIGHUP, held back from this thread and all that it starts later.
 ///
 /// Dropping it lets them through again, as they were meant to.
 #[derive(Debug)]
@@ -22,12 +49,18 @@ pub struct EndSignals {
 }
 
 impl EndSignals {
-    /// Holds the signals back. To be called before any thread is started, since a signal goes to
+    /// Holds the signals back, and ignores others for good. To be called before any thread is started, since a signal goes to
     /// any thread that lets it through.
     ///
     /// # Errors
     /// Returns the kernel's error.
     pub fn hold_back() -> io::Result<Self> {
+        for signal in IGNORED {
+            // SAFETY: no handler is called for a signal that is ignored.
+            if unsafe { libc::signal(signal, libc::SIG_IGN) } == libc::SIG_ERR {
+                return Err(io::Error::last_os_error());
+            }
+        }
         let signals = signal_set();
         mask(libc::SIG_BLOCK, &signals)?;
         // SAFETY: `signals` is an initialised set; -1 asks for a new descriptor.
@@ -46,15 +79,16 @@ impl EndSignals {
     ///
     /// # Errors
     /// Returns the kernel's error.
-    pub fn wait(&self) -> io::Result<&'static str> {
+    pub fn wait(&self) -> io::Result<Signal> {
         let mut record = [0; RECORD];
         (&self.fd).read_exact(&mut record)?;
         // `ssi_signo` is the first field.
         let [a, b, c, d, ..] = record;
         let number = u32::from_ne_bytes([a, b, c, d]);
         Ok(match i32::try_from(number) {
-            Ok(libc::SIGINT) => "SIGINT",
-            _ => "SIGTERM",
+            Ok(libc::SIGHUP) => Signal::Reload,
+            Ok(libc::SIGINT) => Signal::End("SIGINT"),
+            _ => Signal::End("SIGTERM"),
         })
     }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::env;
 use std::ffi::OsString;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::process::{self, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -65,6 +65,11 @@ impl Inherited {
             inherited.0.entry(name).or_default().push(descriptor);
         }
         Ok(inherited)
+    }
+
+    /// Returns the descriptors of a name, which stay here.
+    pub fn get(&self, name: &str) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.0.get(name).into_iter().flatten().map(AsFd::as_fd)
     }
 
     /// Takes the descriptors of a name, in the order in which they were kept.

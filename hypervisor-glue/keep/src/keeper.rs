@@ -1,5 +1,5 @@
 //! The keeper's process.
-#![expect(unsafe_code, reason = "close_range has no safe interface")]
+#![expect(unsafe_code, reason = "close_range and signal have no safe interface")]
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -44,6 +44,22 @@ const USAGE: i32 = 2;
 
 /// Signals that the keeper passes on.
 const PASSED_ON: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
+
+/// Signals that end neither the keeper nor a process that it starts, which inherits that: they have no meaning for either.
+const IGNORED: [Signal; 12] = [
+    Signal::SIGALRM,
+    Signal::SIGIO,
+    Signal::SIGPIPE,
+    Signal::SIGPROF,
+    Signal::SIGPWR,
+    Signal::SIGTTIN,
+    Signal::SIGTTOU,
+    Signal::SIGUSR1,
+    Signal::SIGUSR2,
+    Signal::SIGVTALRM,
+    Signal::SIGXCPU,
+    Signal::SIGXFSZ,
+];
 
 /// Options of a keeper.
 #[derive(Clone, Debug)]
@@ -475,6 +491,11 @@ fn address(folder: &TempDir) -> PathBuf {
 fn prepare_process() -> Result<(), KeeperError> {
     nix::sys::prctl::set_child_subreaper(true)
         .map_err(|error| KeeperError::system("adopt orphans", error))?;
+    for signal in IGNORED {
+        // SAFETY: no handler is called for a signal that is ignored.
+        unsafe { nix::sys::signal::signal(signal, nix::sys::signal::SigHandler::SigIgn) }
+            .map_err(|error| KeeperError::system("ignore signals", error))?;
+    }
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
     setrlimit(Resource::Nofile, limit)

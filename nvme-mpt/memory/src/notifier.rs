@@ -98,7 +98,8 @@ impl Notifier {
         if result < 0 {
             let error = io::Error::last_os_error();
             return Err(match error.raw_os_error() {
-                Some(libc::EAGAIN) => io::Error::other(
+                Some(libc::EAGAIN) => io::Error::new(
+                    io::ErrorKind::WouldBlock,
                     "no context of asynchronous I/O is left: raise the sysctl fs.aio-max-nr",
                 ),
                 Some(libc::ENOSYS) => io::Error::new(

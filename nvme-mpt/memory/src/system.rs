@@ -5,6 +5,7 @@
     reason = "clock_gettime, getrusage, fcntl and getauxval take raw arguments"
 )]
 
+use std::error::Error;
 use std::fs::File;
 #[cfg(not(simulation))]
 use std::hash::{BuildHasher, RandomState};
@@ -16,6 +17,29 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
+
+/// Returns whether the cause of an error is that the process, its user or the host has too little of something now:
+/// memory, descriptors, threads, or contexts of the kernel. The same may succeed later.
+#[must_use]
+pub fn is_exhaustion(error: &(dyn Error + 'static)) -> bool {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if error.downcast_ref().is_some_and(is_scarcity) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+fn is_scarcity(error: &io::Error) -> bool {
+    let code = error.raw_os_error();
+    matches!(code, Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS))
+        || matches!(
+            error.kind(),
+            io::ErrorKind::WouldBlock | io::ErrorKind::OutOfMemory
+        )
+}
 
 /// Returns the time for which the calling thread has had a processor.
 #[must_use]

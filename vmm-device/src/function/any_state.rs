@@ -381,6 +381,9 @@ impl Machine {
             // It ends with the process that it waited for.
             before.registers = after.registers;
         }
+        // Time goes on meanwhile, and the guest's clock with it.
+        before.stored_at = after.stored_at;
+        before.admin.features.timestamp = after.admin.features.timestamp;
         // Each vector is raised.
         before.msix.pending = Vec::new();
         after.msix.pending = Vec::new();
@@ -407,6 +410,7 @@ impl Machine {
         if before.registers.is_being_disabled() {
             before.registers = after.registers;
         }
+        before.admin.features.timestamp = after.admin.features.timestamp;
         // What was not consumed is told of once more.
         before.msix.pending = Vec::new();
         after.msix.pending = Vec::new();

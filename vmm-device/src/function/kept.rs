@@ -16,7 +16,10 @@ use std::{fmt, time::Duration};
 
 use nvme_mpt::{
     KeptQueues, LeaseFacts, StateError,
-    memory::{eventfd, system},
+    memory::{
+        eventfd,
+        system::{self, is_exhaustion},
+    },
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -90,7 +93,7 @@ pub struct ControlState {
     resets: ResetStats,
     /// Time of the host at which it was stored. Clocks of the guest go on from there. It is left out by earlier releases.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    stored_at: Option<Duration>,
+    pub(super) stored_at: Option<Duration>,
 }
 
 impl ControlState {
@@ -182,11 +185,12 @@ impl NvmeFunction {
     /// and its guest's memory is mapped. The state is untrusted.
     ///
     /// Commands in flight are carried out again, or end with Command Interrupted. If the queues cannot be taken up, the
-    /// controller has failed (`CSTS.CFS`), and the guest's driver resets it. Each vector is raised once, since the
-    /// process before may have ended before it raised it.
+    /// controller has failed (`CSTS.CFS`), and the guest's driver resets it; unless the host has too little of something for
+    /// them now. Each vector is raised once, since the process before may have ended before it raised it.
     ///
     /// # Errors
-    /// See [`TakeUpError`]; then the function is as before.
+    /// See [`TakeUpError`]; then nothing was done for the guest. After [`TakeUpError::State`] with the cause that the host
+    /// has too little of something, another function may take the state up later.
     pub fn take_up(&mut self, state: &ControlState) -> Result<(), TakeUpError> {
         let ControlState {
             version: _,
@@ -233,6 +237,9 @@ impl NvmeFunction {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
         }
         if let Err(error) = self.host.take_up(queues) {
+            if is_exhaustion(&error) {
+                return Err(error.into());
+            }
             log::error!("The queues of the process before cannot be taken up: {error}");
             self.admin.report_lost_queues();
             self.run_admin();

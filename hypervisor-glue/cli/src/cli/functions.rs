@@ -11,6 +11,7 @@ use clap::Args;
 use nvme_mpt::lease::MIN_UNIT;
 use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::options::{OptionText, RateChange, Reservation, table};
+use thiserror::Error;
 
 use super::{RunningServer, told};
 use crate::change::{Change, Changed, Reserved};
@@ -138,30 +139,65 @@ pub(super) struct Reload {
 /// Replace a running server by a new process, without its VMs noticing more than a pause
 ///
 /// The server needs a keeper: `nvme-mpt keep`, or systemd with resources/nvme-mpt.service. The new process has the same
-/// arguments. If it cannot read its configuration or the state of a function, the server goes on.
+/// arguments, and serves what is served now, whatever the file says: differences are reported, and `nvme-mpt reload`
+/// applies them. If it cannot take over the state of a function, the server goes on.
 #[derive(Args, Debug)]
 pub(super) struct Upgrade {
     /// Program of the new process [default: the server's own path, where an update has put its new version]
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
+    /// End with 3 if the file differs from what is served. The new process has taken over then, too
+    #[arg(long)]
+    strict: bool,
     #[command(flatten)]
     server: RunningServer,
 }
 
+/// The program of `nvme-mpt upgrade --binary` cannot be used.
+#[derive(Debug, Error)]
+#[error("Cannot use the program {}", path.display())]
+struct BinaryError {
+    path: PathBuf,
+    source: io::Error,
+}
+
+/// The server's file differs from what is served.
+#[derive(Debug, Error)]
+#[error("The file differs from what is served: apply it with `nvme-mpt reload`, or change it back")]
+pub(super) struct DiffersError;
+
 impl Upgrade {
     pub(super) fn run(self) -> Result<(), Box<dyn Error>> {
-        let binary = self.binary.as_ref().map(fs::canonicalize).transpose()?;
+        let binary = self.binary.as_ref().map(|path| {
+            fs::canonicalize(path).map_err(|source| BinaryError {
+                path: path.clone(),
+                source,
+            })
+        });
+        let upgrade = Change::Upgrade {
+            binary: binary.transpose()?,
+        };
         let before = control::listening_process(&self.server.control());
-        let Changed::Upgraded { process } = self.server.change(Change::Upgrade { binary })? else {
+        let Changed::Upgraded { process, pending } = self.server.change(upgrade)? else {
             return Err(UNEXPECTED.into());
         };
         control::await_server(&self.server.control(), before, process)?;
         let mut out = io::stdout().lock();
         match self.server.json {
-            true => writeln!(out, "{}", serde_json::json!({ "process": process }))?,
+            true => {
+                let printed = serde_json::json!({ "process": process, "pending": pending });
+                writeln!(out, "{printed}")?;
+            }
             false => writeln!(out, "Process {process} is the server now")?,
         }
-        Ok(())
+        for sentence in &pending {
+            // If standard error is closed, the warning has no reader.
+            let _ = writeln!(io::stderr(), "nvme-mpt: warning: {sentence}");
+        }
+        match self.strict && !pending.is_empty() {
+            true => Err(DiffersError.into()),
+            false => Ok(()),
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use std::error::Error;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
@@ -23,15 +23,15 @@ use serde_json::json;
 use thiserror::Error;
 
 use nvme_mpt::lease::{CONTROL_SOCKET, FormerData};
-use nvme_mpt_keep::KeepOptions;
+use nvme_mpt_keep::{Inherited, KeepOptions};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
 use nvme_vfio::function::{HostRoot, PciAddress};
 
 use self::doctor::Doctor;
 use self::functions::{
-    Add, Limit, List, Reload, Remove, Reserve, Resize, ShowRoom, Upgrade, function_help,
-    function_synopsis,
+    Add, DiffersError, Limit, List, Reload, Remove, Reserve, Resize, ShowRoom, Upgrade,
+    function_help, function_synopsis,
 };
 use self::leases::{Leases, run_leases};
 use self::manual::{Completions, Man};
@@ -42,15 +42,19 @@ use crate::change::{Change, Changed};
 use crate::confine::{Confinement, FileRule, Seccomp};
 use crate::control::ControlError;
 use crate::faults::FaultRequest;
-use crate::kept::FIRST_STAGE;
+use crate::kept::predecessor::FailureReport;
+use crate::kept::{FIRST_STAGE, has_kept_configuration};
 use crate::logging::{self, LevelFilter, LogFilter};
 use crate::metrics::{MetricsAddress, MetricsOptions};
-use crate::serve::{ServeOptions, descriptions, serve};
+use crate::serve::{Given, ServeOptions, descriptions, serve};
 use crate::{bind, control, drives, profile};
 use nvme_mpt_vmm::options::{
-    OptionError, STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path,
+    OptionError, OptionText, STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path,
 };
 use nvme_mpt_vmm::report;
+
+/// Exit code of `nvme-mpt upgrade --strict` where the file differs from what is served.
+const DIFFERS: u8 = 3;
 
 /// Help of what the log has.
 const LOG_HELP: &str = "Environment:
@@ -104,16 +108,16 @@ struct Serve {
         value_name = "OPTIONS",
         help = function_synopsis(),
         long_help = format!("{}\n\nCan be given many times.", function_help()),
-        value_parser = Given::<ServedFunction>::parse
+        value_parser = Argument::<ServedFunction>::parse
     )]
-    functions: Vec<Given<ServedFunction>>,
+    functions: Vec<Argument<ServedFunction>>,
     #[arg(
         long = "drive",
         value_name = "OPTIONS",
         help = drive_help(),
-        value_parser = Given::<ServedDrive>::parse
+        value_parser = Argument::<ServedDrive>::parse
     )]
-    drives: Vec<Given<ServedDrive>>,
+    drives: Vec<Argument<ServedDrive>>,
     /// File with functions and drives, like resources/serve.toml; `reload` reads it again
     #[arg(long = "config", value_name = "FILE")]
     file: Option<PathBuf>,
@@ -377,22 +381,47 @@ struct JsonError(&'static str);
 
 /// An argument that is made of options, with the files that these name.
 #[derive(Clone, Debug)]
-struct Given<T> {
-    value: T,
+struct Argument<T> {
+    /// The complaint about an argument that is none.
+    given: Result<Given<T>, String>,
     described: Vec<PathBuf>,
 }
 
-impl<T: FromStr<Err = OptionError>> Given<T> {
+impl<T: FromStr<Err = OptionError>> Argument<T> {
     fn parse(text: &str) -> Result<Self, String> {
         let given = || {
-            let options = text.parse()?;
-            Ok(Self {
-                value: text.parse()?,
-                described: descriptions(&options),
-            })
+            let options: OptionText = text.parse()?;
+            Ok((descriptions(&options), Given::read(options)?))
         };
-        given().map_err(|error: OptionError| told(&error))
+        match given() {
+            Ok((described, given)) => Ok(Self {
+                given: Ok(given),
+                described,
+            }),
+            // A file that it names may be another one by now. What was served goes on.
+            Err(error) if has_kept_configuration() => Ok(Self {
+                given: Err(told(&error)),
+                described: Vec::new(),
+            }),
+            Err(error) => {
+                let error: OptionError = error;
+                Err(told(&error))
+            }
+        }
     }
+}
+
+/// Returns the arguments, with paths as seen from this folder. Complaints about those that are none go into `mistakes`.
+fn given<T: FromStr<Err = OptionError>>(
+    arguments: Vec<Argument<T>>,
+    folder: &Path,
+    mistakes: &mut Vec<String>,
+) -> Vec<Given<T>> {
+    let all = arguments.into_iter().filter_map(|argument| {
+        let given = argument.given.map_err(|mistake| mistakes.push(mistake));
+        given.ok().map(|given| given.absolute(folder))
+    });
+    all.collect()
 }
 
 /// An error and its causes, as the command line's parser shows it.
@@ -407,7 +436,7 @@ pub fn run() -> ExitCode {
     if arguments.nth(1).is_some_and(|first| first == FIRST_STAGE) {
         return failure(&nvme_mpt_keep::first_stage(arguments));
     }
-    let Cli { command } = Cli::parse();
+    let Cli { command } = Cli::try_parse().unwrap_or_else(|error| refuse(&error));
     if matches!(command, Command::Serve(_) | Command::Keep(_)) {
         logging::wait_for_a_thread();
     }
@@ -444,10 +473,25 @@ pub fn run() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         // The reader of the output has seen enough.
         Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
+        Err(error) if error.is::<DiffersError>() => {
+            failure(&*error);
+            ExitCode::from(DIFFERS)
+        }
         Err(error) => failure(&*error),
     };
     logging::flush(logging::END_PATIENCE);
     status
+}
+
+/// Ends the process, whose arguments are wrong. A server that it was to replace hears of that.
+fn refuse(error: &clap::Error) -> ! {
+    if error.use_stderr()
+        && let Ok(inherited) = Inherited::from_env()
+        && let Some(failure) = FailureReport::to_predecessor(&inherited)
+    {
+        failure.tell(error.to_string().trim_end());
+    }
+    error.exit()
 }
 
 /// Reports why a command failed.
@@ -486,14 +530,17 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         (_, true) => FormerData::Wiped,
         _ => FormerData::Refused,
     };
-    let described = options.functions.iter().flat_map(|given| &given.described);
-    let of_drives = options.drives.iter().flat_map(|given| &given.described);
+    let described = options.functions.iter();
+    let described = described.flat_map(|argument| &argument.described);
+    let of_drives = options.drives.iter();
+    let of_drives = of_drives.flat_map(|argument| &argument.described);
     let described = described.chain(of_drives).cloned().collect();
-    let functions = options.functions.into_iter();
-    let drives = options.drives.into_iter();
+    let folder = env::current_dir()?;
+    let mut mistakes = Vec::new();
     let options = ServeOptions {
-        functions: functions.map(|given| given.value).collect(),
-        drives: drives.map(|given| given.value).collect(),
+        functions: given(options.functions, &folder, &mut mistakes),
+        drives: given(options.drives, &folder, &mut mistakes),
+        mistakes,
         file: options.file,
         data,
         state_dir: options.state.state_dir,

@@ -153,6 +153,17 @@ impl FileRule {
         Self { path, access }
     }
 
+    /// Returns the rule's options, unless its path is no text.
+    pub(crate) fn options(&self) -> Option<String> {
+        let Self { path, access } = self;
+        let pairs = [
+            ("path", path.to_str()?.to_owned()),
+            ("access", access.to_string()),
+        ];
+        let pairs = pairs.map(|(key, value)| (key.to_owned(), value));
+        OptionText::of(pairs).ok().map(|text| text.to_string())
+    }
+
     /// Reads a rule from its options.
     ///
     /// # Errors

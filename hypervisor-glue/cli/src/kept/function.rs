@@ -25,7 +25,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::crash::{CrashRecord, recorded};
-use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::{eventfd, system};
 use nvme_mpt::{FunctionParts, Gpa, KeptFiles, SharedParts};
 use nvme_mpt_keep::{Bag, KeepError};
 use nvme_mpt_vmm::report;
@@ -299,10 +299,26 @@ pub(crate) struct SetAside {
     pub(crate) crashes: CrashRecord,
 }
 
-/// Checks whether this program can read the state in a journal that another process has, and may change meanwhile.
-pub(super) fn check_state(journal: OwnedFd) -> Result<(), SurvivorError> {
+/// Resources that the next server needs for a function beside this one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct FunctionNeeds {
+    /// Descriptors that its state names.
+    pub(super) descriptors: usize,
+    /// Its client is not trusted, and has connected vectors.
+    pub(super) notifies_untrusted: bool,
+}
+
+/// Checks whether this program can read the state in a journal that another process has, and may change meanwhile. Returns
+/// what the function needs.
+pub(super) fn check_state(journal: OwnedFd) -> Result<FunctionNeeds, SurvivorError> {
     let record = Record::of_running(journal)?;
-    read_state(record.device()).map(drop)
+    let DeviceState { client, .. } = read_state(record.device())?;
+    let is_trusted = client.user.is_some_and(system::is_trusted);
+    let mut vectors = client.vectors.iter();
+    Ok(FunctionNeeds {
+        descriptors: client.numbers().len() + client.vectors.len(),
+        notifies_untrusted: !is_trusted && vectors.any(|vector| vector.eventfd.is_some()),
+    })
 }
 
 fn read_state(bytes: &[u8]) -> Result<DeviceState, SurvivorError> {

@@ -7,6 +7,7 @@
 //! | `faults-HASH` | the faults of the drive with this hash of its path |
 //! | `drive-PCI` | both ends of a bag, see `drive` |
 //! | `leases` | the ledger of drives that no other process reaches |
+//! | `configuration` | what the server serves, which the next one begins with, in a journal |
 //!
 //! A descriptor is kept before anything names it, and forgotten after nothing names it any more. So a server that ends in
 //! between leaves a descriptor that nothing names, which the next one closes.
@@ -30,9 +31,10 @@ use nvme_mpt_keep::{Inherited, KeepError, Store};
 use nvme_mpt_vmm::drives::{DrivePath, MemoryFile};
 use nvme_mpt_vmm::report;
 use thiserror::Error;
+use vfio_user_server::{Journal, JournalError, Record};
 
 use drive::{DRIVE, DriveBags};
-use function::{Shelf, SurvivingFunction};
+use function::{Shelf, SurvivingFunction, SurvivorError};
 use predecessor::{Leaving, Predecessor, PredecessorError};
 use registry::Registry;
 
@@ -56,6 +58,9 @@ const KEEPER_PATIENCE: Duration = Duration::from_secs(5);
 /// Name of the ledger of private drives.
 const LEASES: &str = "leases";
 
+/// Name of the configuration of what is served.
+const CONFIGURATION: &str = "configuration";
+
 /// Error using the keeper.
 #[derive(Debug, Error)]
 pub enum KeepingError {
@@ -71,6 +76,33 @@ pub enum KeepingError {
     /// The ledger of private drives cannot be read.
     #[error("Cannot read the ledger of memory: and null: drives that the server before has kept")]
     Ledger(#[from] LeaseError),
+    /// The configuration cannot be kept, or read.
+    #[error("Cannot use the configuration that outlives this server")]
+    Configuration(#[from] JournalError),
+}
+
+/// Returns the configuration that a server before has kept; `None` if it has kept none.
+///
+/// # Errors
+/// It cannot be read.
+pub(crate) fn kept_configuration(inherited: &Inherited) -> Result<Option<Vec<u8>>, KeepingError> {
+    let Some(file) = inherited.get(CONFIGURATION).next() else {
+        return Ok(None);
+    };
+    let file = file.try_clone_to_owned().map_err(KeepingError::Memory)?;
+    // The server that has it may go on.
+    match Record::of_running(file) {
+        Ok(record) => Ok(Some(record.device().to_vec())),
+        // That server ended before it stored any.
+        Err(JournalError::Empty) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Returns whether a server before has kept its configuration for this process, which has not looked at it yet.
+pub(crate) fn has_kept_configuration() -> bool {
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    names.split(':').any(|name| name == CONFIGURATION)
 }
 
 /// Reports the server's state to its keeper, or to a service manager that keeps nothing, as sd_notify(3) has it.
@@ -132,6 +164,8 @@ impl StallBegin {
 
 #[derive(Debug)]
 struct State {
+    /// Configuration of what is served; `None` until it is kept first.
+    configuration: Option<Journal>,
     /// Functions of the process before that are not taken up yet, by their sockets.
     surviving: BTreeMap<PathBuf, SurvivingFunction>,
     /// Ledger of private drives.
@@ -153,9 +187,9 @@ impl Keeping {
     /// # Errors
     /// See [`KeepingError`]; the error of `check`.
     pub(crate) fn find<E: From<KeepingError>>(
+        mut inherited: Inherited,
         check: impl FnOnce() -> Result<(), E>,
     ) -> Result<Option<Arc<Self>>, E> {
-        let mut inherited = Inherited::from_env().map_err(KeepingError::from)?;
         let store = Store::from_env().map_err(KeepingError::from)?;
         let Some(store) = store.filter(Store::keeps) else {
             return Ok(None);
@@ -196,7 +230,18 @@ impl Keeping {
         if leaving.is_some() {
             registry.settle()?;
         }
+        let configuration = kept.remove(CONFIGURATION).unwrap_or_default();
+        let configuration = configuration.into_iter().next().map(Journal::from_kept);
         let mut state = State {
+            configuration: match configuration {
+                Some(Ok((journal, _))) => Some(journal),
+                // It was looked at before. Another one takes its place.
+                Some(Err(_)) => {
+                    registry.forget(CONFIGURATION)?;
+                    None
+                }
+                None => None,
+            },
             surviving: BTreeMap::new(),
             private: private_ledger(&registry, kept.remove(LEASES).unwrap_or_default())?,
             memory: BTreeMap::new(),
@@ -277,6 +322,7 @@ impl Keeping {
         let keeping = Self {
             registry,
             state: Mutex::new(State {
+                configuration: None,
                 surviving: BTreeMap::new(),
                 private: Ledger::in_process(),
                 memory: BTreeMap::new(),
@@ -353,6 +399,54 @@ impl Keeping {
     /// Returns all that is in the keeper, for a process that takes this one's place.
     pub(crate) fn registry(&self) -> &Registry {
         &self.registry
+    }
+
+    /// Keeps the configuration of what is served.
+    pub(crate) fn keep_configuration(&self, bytes: &[u8]) {
+        if let Err(error) = self.try_to_keep_configuration(bytes) {
+            log::error!(
+                "The next server reads the configuration file, as what is served cannot be kept: {}",
+                report::chain(&error)
+            );
+        }
+    }
+
+    fn try_to_keep_configuration(&self, bytes: &[u8]) -> Result<(), KeepingError> {
+        let mut state = self.state();
+        if let Some(journal) = &state.configuration {
+            return Ok(journal.state_store().store(bytes)?);
+        }
+        let journal = Journal::new()?;
+        journal.state_store().store(bytes)?;
+        let what = "the configuration";
+        self.registry
+            .keep_or_report(what, CONFIGURATION, &[journal.as_fd()])?;
+        state.configuration = Some(journal);
+        Ok(())
+    }
+
+    /// Forgets the configuration: the server ends in order, and the next one begins anew.
+    pub(crate) fn forget_configuration(&self) {
+        self.state().configuration = None;
+        if let Err(error) = self.registry.forget(CONFIGURATION) {
+            let error = report::chain(&error);
+            log::error!("The keeper may have the configuration still: {error}");
+        }
+    }
+
+    /// Takes back a function that could not be taken up, and whose parts are closed by now. This process, or the next one,
+    /// may take it up later.
+    pub(crate) fn take_back(&self, shelf: &Shelf) {
+        let descriptors = self.registry.descriptors(&shelf.name);
+        let read = descriptors.map_err(SurvivorError::from);
+        match read.and_then(|descriptors| SurvivingFunction::read(shelf.clone(), descriptors)) {
+            Ok(function) => self.give_back(function),
+            Err(error) => {
+                let error = report::chain(&error);
+                log::error!("{} of the process before is lost: {error}", shelf.name);
+                shelf.forget_now();
+            }
+        }
     }
 
     /// Returns the function of the process before that had this socket.

@@ -24,12 +24,13 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::Child;
-use std::sync::Once;
+use std::sync::{Arc, Mutex, Once, PoisonError, mpsc};
 use std::time::Duration;
 
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
 use nvme_mpt::clock;
+use nvme_mpt::memory::notifier::Notifier;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt_keep::{Inherited, KeepError, KeeperError, start_successor};
@@ -37,7 +38,7 @@ use nvme_mpt_lease_protocol::VERSION;
 use thiserror::Error;
 
 use super::Keeping;
-use super::function::{SurvivorError, check_state};
+use super::function::{FunctionNeeds, SurvivorError, check_state};
 use super::registry::Registry;
 use crate::confine::LandlockRefusal;
 
@@ -67,6 +68,12 @@ const LET_GO: u8 = b'l';
 /// Word of a successor that serves all functions which it can take up.
 const SERVES: u8 = b's';
 
+/// Word of a successor that cannot take over. Its reason follows. One of an earlier release ends without it.
+const FAILED: u8 = b'f';
+
+/// Longest reason, in bytes.
+const REASON_MAX: u64 = 16 << 10;
+
 /// Longest wait for a successor to become ready.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -91,12 +98,41 @@ pub enum PredecessorError {
         /// Version that the VMMs speak.
         version: String,
     },
+    /// The next server would be without something that it needs.
+    #[error("There is not enough for another server beside this one: {what}")]
+    Scarce {
+        /// The thing, and what to do.
+        what: &'static str,
+        /// The kernel's error.
+        source: io::Error,
+    },
     /// The server before is not replaced after all.
     #[error("The server before goes on without this one, or has died and is started again")]
     GoesOn,
     /// The kernel's error.
     #[error("The end of the server before cannot be seen")]
     Io(#[from] io::Error),
+}
+
+/// Tells the server that this process is to replace why it cannot.
+#[derive(Debug)]
+pub(crate) struct FailureReport(UnixStream);
+
+impl FailureReport {
+    /// Returns the report to that server; `None` if there is none.
+    pub(crate) fn to_predecessor(inherited: &Inherited) -> Option<Self> {
+        let socket = inherited.get(SOCKET).next()?;
+        let socket = socket.try_clone_to_owned().ok()?;
+        Some(Self(socket.into()))
+    }
+
+    /// Tells the reason, if that server waits for this process. Otherwise the log alone has it.
+    pub(crate) fn tell(mut self, reason: &str) {
+        let mut message = vec![FAILED];
+        message.extend(reason.as_bytes());
+        // The server may have ended.
+        let _ = self.0.write_all(&message);
+    }
 }
 
 /// The server that this process is to replace.
@@ -116,9 +152,9 @@ impl Predecessor {
         check_lease_protocol(&env::var(LEASE_PROTOCOL).unwrap_or_default())?;
         let socket = UnixStream::from(socket);
         let unreadable = |error: SurvivorError| PredecessorError::State(Box::new(error));
-        for journal in journals {
-            check_state(journal).map_err(unreadable)?;
-        }
+        let needs = journals.into_iter().map(check_state);
+        let needs: Vec<_> = needs.collect::<Result<_, _>>().map_err(unreadable)?;
+        try_resources(&needs)?;
         let credentials = getsockopt(&socket, PeerCredentials).map_err(io::Error::from)?;
         let process = rustix::process::Pid::from_raw(credentials.pid());
         let process = process.ok_or(PredecessorError::GoesOn)?;
@@ -158,6 +194,75 @@ impl Predecessor {
         }
         Ok((rested, leaving))
     }
+}
+
+/// Threads of a function: the one that serves it, and the one that flushes its lease.
+const THREADS_EACH: usize = 2;
+
+/// Descriptors of a function beside those of its client: doorbells, live state, epoll, eventfds and what its drive needs.
+const DESCRIPTORS_EACH: usize = 24;
+
+/// Threads and descriptors of a server beside its functions.
+const SPARE: usize = 16;
+
+/// Takes all that this process will need for functions of the server before, while that server has them: what cannot be had
+/// is found before it lets go of them.
+fn try_resources(needs: &[FunctionNeeds]) -> Result<(), PredecessorError> {
+    let scarce = |what| move |source| PredecessorError::Scarce { what, source };
+    if needs.iter().any(|needs| needs.notifies_untrusted) {
+        // It stays.
+        let shared = Notifier::shared();
+        shared.map_err(scarce(
+            "contexts of asynchronous I/O, which carry interrupts to clients of other users",
+        ))?;
+    }
+    let clients: usize = needs.iter().map(|needs| needs.descriptors).sum();
+    // The process has each descriptor of a client twice for a while: as it was kept, and in use.
+    let descriptors = 2 * clients + DESCRIPTORS_EACH * needs.len() + SPARE;
+    try_descriptors(descriptors).map_err(scarce(
+        "open files; raise LimitNOFILE= of the unit, or RLIMIT_NOFILE",
+    ))?;
+    try_threads(THREADS_EACH * needs.len() + SPARE).map_err(scarce(
+        "threads; raise TasksMax= of the unit, or pids.max and RLIMIT_NPROC",
+    ))
+}
+
+fn try_descriptors(count: usize) -> io::Result<()> {
+    let file = std::fs::File::open("/dev/null")?;
+    let copies: Result<Vec<OwnedFd>, _> = (0..count)
+        .map(|_| file.as_fd().try_clone_to_owned())
+        .collect();
+    copies.map(drop)
+}
+
+fn try_threads(count: usize) -> io::Result<()> {
+    let (hold, held) = mpsc::channel::<()>();
+    let held = Arc::new(Mutex::new(held));
+    let started = (0..count).map(|_| {
+        let held = held.clone();
+        start_thread("trial", move || {
+            let held = held.lock().unwrap_or_else(PoisonError::into_inner);
+            // Until all were started, or one was not.
+            let _ = held.recv();
+        })
+    });
+    let mut threads = Vec::with_capacity(count);
+    let mut result = Ok(());
+    for thread in started {
+        match thread {
+            Ok(thread) => threads.push(thread),
+            Err(error) => {
+                result = Err(error);
+                break;
+            }
+        }
+    }
+    drop(hold);
+    for thread in threads {
+        // It cannot panic.
+        let _ = thread.join();
+    }
+    result
 }
 
 /// Returns the variable that names the version of the lease protocol to a successor, which takes VMMs over if there are some.
@@ -236,6 +341,9 @@ pub(crate) enum UpgradeError {
     /// The next server ended before it could take over.
     #[error("The next server ended with {0} before it could take over; the log has its reason")]
     Ended(String),
+    /// The next server cannot take over, and has said why.
+    #[error("The next server cannot take over, and this one goes on: {0}")]
+    Failed(String),
     /// This server may not execute the program of the next one.
     #[error(transparent)]
     Landlock(#[from] LandlockRefusal),
@@ -327,6 +435,9 @@ impl Successor {
                     self.goes_on_beside = words == [READY, BESIDE];
                     return Ok(());
                 }
+                Ok(count) if count > 0 && words[0] == FAILED => {
+                    return Err(self.failed(&words[1..count]));
+                }
                 Ok(_) => return Err(self.ended()),
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => {}
@@ -341,6 +452,14 @@ impl Successor {
                 return Err(UpgradeError::Late);
             }
         }
+    }
+
+    /// Reads the reason for which it cannot take over, after the first bytes of that.
+    fn failed(&mut self, first: &[u8]) -> UpgradeError {
+        let mut reason = first.to_vec();
+        // It ends after it has told all, or takes too long.
+        let _ = (&self.socket).take(REASON_MAX).read_to_end(&mut reason);
+        UpgradeError::Failed(String::from_utf8_lossy(&reason).into_owned())
     }
 
     fn ended(&mut self) -> UpgradeError {
@@ -483,6 +602,15 @@ mod tests {
         check_lease_protocol("four").unwrap_err();
     }
 
+    #[test]
+    fn resources_that_there_are_refuse_no_upgrade() {
+        let needs = FunctionNeeds {
+            descriptors: 3,
+            notifies_untrusted: true,
+        };
+        try_resources(&[needs; 4]).unwrap();
+    }
+
     /// Returns a successor that has said this, and its end of the socket.
     fn successor(words: &[u8]) -> (Successor, UnixStream) {
         let (socket, mut theirs) = UnixStream::pair().unwrap();
@@ -505,6 +633,15 @@ mod tests {
         let (mut other, _theirs) = successor(b"x");
         let refused = other.await_ready(|| false).unwrap_err();
         assert!(matches!(refused, UpgradeError::Ended(_)), "{refused}");
+    }
+
+    #[test]
+    fn a_successor_that_cannot_take_over_says_why() {
+        let (mut successor, theirs) = successor(b"");
+        FailureReport(theirs).tell("There is no room");
+        let refused = successor.await_ready(|| false).unwrap_err();
+        let told = "The next server cannot take over, and this one goes on: There is no room";
+        assert_eq!(refused.to_string(), told);
     }
 
     #[test]

@@ -146,6 +146,14 @@ impl Registry {
         Ok(())
     }
 
+    /// Returns copies of the descriptors of a name.
+    pub(super) fn descriptors(&self, name: &str) -> Result<Vec<OwnedFd>, KeepError> {
+        let entries = self.entries();
+        let kept = entries.get(name).map(|entry| entry.kept.iter());
+        let copies = kept.into_iter().flatten().map(|fd| clone(fd.as_fd()));
+        copies.collect()
+    }
+
     /// Forgets a name.
     pub(super) fn forget(&self, name: &str) -> Result<(), KeepError> {
         self.entries().remove(name);

@@ -517,6 +517,7 @@ pub(super) mod tests {
         let extents = [(0, 4096), (8192, 4096)];
         let extents = extents.map(|(start, length)| ByteRange::new(start, length).unwrap());
         let entry = |id: &str, state| FunctionEntry {
+            pending: None,
             id: id.to_owned(),
             socket: "/run/a.sock".into(),
             drive: "0000:01:00.0".to_owned(),

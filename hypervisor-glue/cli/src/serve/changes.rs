@@ -1,14 +1,16 @@
 //! Changes of a running server's functions, one after the other, on a thread of their own.
 
 use std::path::Path;
-use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
 use nvme_mpt_vmm::report;
 
 use super::error::ChangeError;
+use super::pending::Comparer;
 use super::roster::Roster;
 use crate::change::{Change, Changed, Reloaded, Reserved};
 use crate::control::Reply;
@@ -19,7 +21,11 @@ use crate::logging;
 /// Changes that wait while another one is made.
 const QUEUE: usize = 64;
 
-type Request = (Change, Reply);
+/// Time between two attempts to offer functions whose VMs wait.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// A change, and the reply to whoever asked for it; `None` for a signal.
+type Request = (Change, Option<Reply>);
 
 /// Place to hand changes in.
 #[derive(Clone, Debug)]
@@ -28,7 +34,7 @@ pub(super) struct ChangeQueue(SyncSender<Request>);
 impl ChangeQueue {
     /// Hands a change in, which is replied to when it is made, or refused.
     pub(super) fn push(&self, change: Change, reply: Reply) {
-        let (reply, reason) = match self.0.try_send((change, reply)) {
+        let (reply, reason) = match self.0.try_send((change, Some(reply))) {
             Ok(()) => return,
             Err(TrySendError::Full((_, reply))) => {
                 let reason = format!("{QUEUE} changes wait already: try again later");
@@ -38,50 +44,94 @@ impl ChangeQueue {
                 (reply, "it makes no changes any more: restart it".to_owned())
             }
         };
-        reply.send(Err(reason));
+        if let Some(reply) = reply {
+            reply.send(Err(reason));
+        }
     }
 }
 
 /// Thread that makes changes. It ends when no [`ChangeQueue`] is left.
 #[derive(Debug)]
-pub(super) struct ChangeThread(JoinHandle<Roster>);
+pub(super) struct ChangeThread {
+    thread: JoinHandle<Roster>,
+    queue: ChangeQueue,
+}
 
 impl ChangeThread {
     /// Makes changes of `roster`.
     ///
     /// # Errors
     /// Returns the kernel's error. Then the functions have ended.
-    pub(super) fn start(roster: Roster) -> std::io::Result<(Self, ChangeQueue)> {
+    pub(super) fn start(
+        roster: Roster,
+        comparer: Comparer,
+    ) -> std::io::Result<(Self, ChangeQueue)> {
         let (queue, requests) = mpsc::sync_channel(QUEUE);
-        let thread = start_thread("changes", move || run(roster, &requests))?;
-        Ok((Self(thread), ChangeQueue(queue)))
+        let thread = start_thread("changes", move || run(roster, &comparer, &requests))?;
+        let queue = ChangeQueue(queue);
+        let changes = queue.clone();
+        Ok((Self { thread, queue }, changes))
+    }
+
+    /// Has it reload the file, for a signal. The log has the result.
+    pub(super) fn reload(&self) {
+        log::info!("SIGHUP: the file is reloaded");
+        if let Err(error) = self
+            .queue
+            .0
+            .try_send((Change::Reload { force: false }, None))
+        {
+            log::error!("The file is not reloaded, as many changes wait: {error}");
+        }
     }
 
     /// Waits for the last change, and returns the roster; `None` if the thread panicked, which ended all functions.
     pub(super) fn end(self) -> Option<Roster> {
-        self.0.join().ok()
+        let Self { thread, queue } = self;
+        drop(queue);
+        thread.join().ok()
     }
 }
 
-fn run(mut roster: Roster, requests: &Receiver<Request>) -> Roster {
+fn run(mut roster: Roster, comparer: &Comparer, requests: &Receiver<Request>) -> Roster {
     end_by_panic();
-    for (change, reply) in requests {
+    loop {
+        let request = match roster.is_waited_for() {
+            true => requests.recv_timeout(RETRY_INTERVAL),
+            false => requests.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        let (change, reply) = match request {
+            Ok(request) => request,
+            Err(RecvTimeoutError::Timeout) => {
+                roster.offer_waiting();
+                continue;
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
         if let Change::Upgrade { binary } = change {
-            upgrade(&roster, binary.as_deref(), reply);
+            let pending = comparer.differences().sentences();
+            if let Some(reply) = reply {
+                upgrade(&roster, binary.as_deref(), pending, reply);
+            }
             continue;
         }
         let made = make(&mut roster, change);
-        reply.send(made.map_err(|error| report::chain(&error)));
+        let made = made.map_err(|error| report::chain(&error));
+        match (reply, made) {
+            (Some(reply), made) => reply.send(made),
+            (None, Err(reason)) => log::error!("The file is not reloaded: {reason}"),
+            (None, Ok(_)) => {}
+        }
     }
     roster
 }
 
 /// Has another process take this one's place, which ends then.
-fn upgrade(roster: &Roster, binary: Option<&Path>, reply: Reply) {
+fn upgrade(roster: &Roster, binary: Option<&Path>, pending: Vec<String>, reply: Reply) {
     match roster.upgrade(binary) {
         Ok(process) => {
             log::info!("Process {process} takes the place of this server");
-            reply.send(Ok(Changed::Upgraded { process }));
+            reply.send(Ok(Changed::Upgraded { process, pending }));
             logging::flush(logging::CRASH_PATIENCE);
             // At once: whatever this process did now would be done to what its successor has.
             std::process::exit(0);

@@ -1,47 +1,187 @@
 //! Functions and drives as they are declared: on the command line, in a file, or by `nvme-mpt add`.
 
-use std::io::Write;
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Write};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
 use crate::change::Origin;
 use crate::confine::FileRule;
 use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::RateLimits;
-use nvme_mpt::range::Bytes;
+use nvme_mpt::memory::memfd;
+use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt_paths::{Directory, PathError, read_obeyed};
-use nvme_mpt_vmm::options::{OptionError, OptionText, ServedDrive, ServedFunction};
+use nvme_mpt_vmm::options::{
+    FunctionOptions, OptionError, OptionText, ServedDrive, ServedFunction,
+};
 use thiserror::Error;
 use toml::{Table, Value};
 
 /// Longest file that is read, in bytes: a mistaken path must not be read for ever.
 const LONGEST: u64 = 4 << 20;
 
+/// Contents of the files that options name, by the keys `profile` and `faults`.
+pub(super) type FileContents = BTreeMap<String, String>;
+
+/// A function or drive, with the options that describe it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Given<T> {
+    /// The function or drive.
+    pub(super) value: T,
+    pub(super) text: OptionText,
+    /// Files that they name, as they were read.
+    pub(super) files: FileContents,
+}
+
+impl<T: FromStr<Err = OptionError>> Given<T> {
+    /// Reads options, and the files that they name.
+    ///
+    /// # Errors
+    /// [`OptionError`].
+    pub fn read(text: OptionText) -> Result<Self, OptionError> {
+        // First, as its error names the file.
+        let value = text.to_string().parse()?;
+        let files = contents(&text);
+        match files.is_empty() {
+            true => Ok(Self { value, text, files }),
+            // A file may have changed between the two reads.
+            false => Self::with_files(text, files),
+        }
+    }
+
+    /// Reads options whose files have these contents.
+    pub(super) fn with_files(text: OptionText, files: FileContents) -> Result<Self, OptionError> {
+        let mut open: Vec<OwnedFd> = Vec::new();
+        let mut readable = text.clone();
+        for (key, content) in &files {
+            let file = file_of(content).map_err(|source| OptionError::Value {
+                key: match key.as_str() {
+                    "profile" => "profile",
+                    _ => "faults",
+                },
+                value: text.get(key).unwrap_or_default().to_owned(),
+                source: Box::new(source),
+            })?;
+            let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+            readable = readable.with(key, Some(&path));
+            open.push(file);
+        }
+        let value = readable.to_string().parse()?;
+        Ok(Self { value, text, files })
+    }
+
+    /// The same, with paths as seen from another folder.
+    #[must_use]
+    pub fn absolute(mut self, folder: &Path) -> Self {
+        self.text = self.text.absolute(folder);
+        self
+    }
+}
+
+impl Given<ServedDrive> {
+    /// Returns the options, with a path that does not depend on folders and links.
+    pub(super) fn resolved_text(&self) -> OptionText {
+        let path = self.value.drive.path.to_string();
+        self.text.clone().with("path", Some(&path))
+    }
+}
+
+/// Returns the contents of the files that options name, as far as they can be read.
+fn contents(text: &OptionText) -> FileContents {
+    let named = |(key, path): (&'static str, PathBuf)| {
+        let content = read(&path).ok()?;
+        Some((key.to_owned(), content))
+    };
+    described(text).into_iter().filter_map(named).collect()
+}
+
+fn read(path: &Path) -> io::Result<String> {
+    // A profile or a plan may have changed since it was read.
+    let metadata = fs::metadata(path)?;
+    match metadata.is_file() && metadata.len() <= LONGEST {
+        true => fs::read_to_string(path),
+        false => Err(io::ErrorKind::InvalidInput.into()),
+    }
+}
+
+/// Returns a file of this process with a content.
+fn file_of(content: &str) -> io::Result<OwnedFd> {
+    let file = memfd(c"nvme-mpt-options", content.len() as u64)?;
+    let file = fs::File::from(file);
+    file.write_all_at(content.as_bytes(), 0)?;
+    Ok(file.into())
+}
+
+/// Place and name of the lease of a function whose options leave them to the drive's size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ServedLease {
+    pub(super) id: String,
+    pub(super) range: ByteRange,
+}
+
 /// A function, with the origin of its declaration.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DeclaredFunction {
     pub(super) origin: Origin,
-    /// The declaration, if it was one in text.
-    pub(super) text: Option<OptionText>,
+    /// The declaration.
+    pub(super) text: OptionText,
+    pub(super) files: FileContents,
     pub(super) function: ServedFunction,
+    /// Lease that it has, if its options name neither range nor size: the drive may be larger by now.
+    pub(super) lease: Option<ServedLease>,
 }
 
 impl DeclaredFunction {
     /// Returns the function of an argument of the command line.
-    pub(super) fn argument(function: ServedFunction) -> Self {
-        Self {
-            origin: Origin::CommandLine,
-            text: None,
-            function,
-        }
+    pub(super) fn argument(given: Given<ServedFunction>) -> Self {
+        Self::given(Origin::CommandLine, given)
     }
 
     /// Reads a function from an option string.
     pub(super) fn read(origin: Origin, text: OptionText) -> Result<Self, OptionError> {
-        Ok(Self {
+        Ok(Self::given(origin, Given::read(text)?))
+    }
+
+    pub(super) fn given(origin: Origin, given: Given<ServedFunction>) -> Self {
+        let Given { value, text, files } = given;
+        Self {
             origin,
-            function: text.to_string().parse()?,
-            text: Some(text),
-        })
+            text,
+            files,
+            function: value,
+            lease: None,
+        }
+    }
+
+    /// Returns its options, with the lease that it has.
+    pub(super) fn leased(&self) -> FunctionOptions {
+        let mut options = self.function.function.clone();
+        if let Some(ServedLease { id, range }) = &self.lease {
+            options.range = Some(*range);
+            options.id = Some(id.clone());
+        }
+        options
+    }
+
+    /// Returns its declaration, with paths that do not depend on folders and links.
+    pub(super) fn resolved_text(&self) -> OptionText {
+        let ServedFunction {
+            socket, function, ..
+        } = &self.function;
+        let text = self.text.clone();
+        text.with("socket", socket.to_str())
+            .with("path", Some(&function.path.to_string()))
+    }
+
+    /// Returns whether a function that is served is this one, but for limits and for the size of its lease, which change
+    /// while it is served.
+    pub(super) fn is_same_as(&self, served: &ServedFunction) -> bool {
+        let rates = served.function.rates;
+        self.with_rates(rates).with_size_of(served).function == *served
     }
 
     /// Returns the function with other limits.
@@ -65,8 +205,7 @@ impl DeclaredFunction {
         if let Some(asked) = &mut self.function.function.size {
             asked.size = size;
         }
-        let text = self.text.take();
-        self.text = text.map(|text| text.with("size", Some(&size.to_string())));
+        self.text = self.text.clone().with("size", Some(&size.to_string()));
     }
 
     /// Sets the fate of data that another id left, unless the function has its own.
@@ -143,7 +282,7 @@ pub enum FileError {
 #[derive(Debug, Default)]
 pub(super) struct Declarations {
     pub(super) functions: Vec<DeclaredFunction>,
-    pub(super) drives: Vec<ServedDrive>,
+    pub(super) drives: Vec<Given<ServedDrive>>,
     /// Files of `profile=` and `faults=`.
     pub(super) described: Vec<PathBuf>,
     /// Rules for Landlock.
@@ -172,7 +311,7 @@ impl Declarations {
                 .map_err(|source| file.option("function", number, source))
         });
         let drives = (1..).zip(drives).map(|(number, text)| {
-            let drive = text.to_string().parse();
+            let drive = Given::read(text);
             drive.map_err(|source| file.option("drive", number, source))
         });
         let rules = (1..).zip(rules).map(|(number, text)| {
@@ -189,13 +328,17 @@ impl Declarations {
 
 /// Returns the files that `profile=` and `faults=` name.
 pub(crate) fn descriptions(text: &OptionText) -> Vec<PathBuf> {
+    let described = described(text).into_iter();
+    described.map(|(_, path)| path).collect()
+}
+
+/// Returns the files that `profile=` and `faults=` name, with these keys.
+fn described(text: &OptionText) -> Vec<(&'static str, PathBuf)> {
     let profile = text.get("profile").filter(|name| name.contains('/'));
+    let profile = profile.map(|path| ("profile", path.into()));
     let faults = text.get("faults").filter(|name| *name != "none");
-    profile
-        .into_iter()
-        .chain(faults)
-        .map(PathBuf::from)
-        .collect()
+    let faults = faults.map(|path| ("faults", path.into()));
+    profile.into_iter().chain(faults).collect()
 }
 
 /// The tables of a file.
@@ -279,22 +422,70 @@ impl Tables<'_> {
     }
 }
 
-/// All that is declared beside the command line.
+/// A drive that a server keeps open, with the origin of its declaration.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct DeclaredDrive {
+    pub(super) origin: Origin,
+    pub(super) given: Given<ServedDrive>,
+}
+
+/// A declaration that this program cannot read.
+#[derive(Debug)]
+pub(super) struct Unreadable {
+    pub(super) origin: Origin,
+    pub(super) text: OptionText,
+    pub(super) files: FileContents,
+    pub(super) error: OptionError,
+}
+
+impl Unreadable {
+    /// Returns a function that was added in an earlier run.
+    pub(super) fn added(text: OptionText, error: OptionError) -> Self {
+        Self {
+            origin: Origin::Added,
+            text,
+            files: FileContents::new(),
+            error,
+        }
+    }
+}
+
+/// All that a server begins with.
 #[derive(Debug, Default)]
 pub(super) struct Declared {
-    /// Functions and drives of the file.
-    pub(super) file: Declarations,
+    /// Functions in the order in which they are offered.
+    pub(super) functions: Vec<DeclaredFunction>,
+    pub(super) drives: Vec<DeclaredDrive>,
     /// Functions that were added in an earlier run, without a look at their options.
     pub(super) added: Vec<OptionText>,
+    /// Functions that a server before had, and that this program cannot read.
+    pub(super) unreadable: Vec<Unreadable>,
+    /// Rules for Landlock.
+    pub(super) rules: Vec<FileRule>,
+    /// It is what a server before served, whatever the command line and the file say.
+    pub(super) was_served: bool,
 }
 
 impl Declared {
-    /// Reads it. The file, if there is one, has an absolute path.
-    pub(super) fn read(file: Option<&Path>, added: &AddedFile) -> Result<Self, FileError> {
+    /// Returns what the command line, the file and earlier runs declare. The file, if there is one, has an absolute path.
+    pub(super) fn read(
+        functions: Vec<Given<ServedFunction>>,
+        drives: Vec<Given<ServedDrive>>,
+        file: Option<&Path>,
+        added: &AddedFile,
+    ) -> Result<Self, FileError> {
         let file = file.map(Declarations::read).transpose()?;
+        let file = file.unwrap_or_default();
+        let arguments = functions.into_iter().map(DeclaredFunction::argument);
+        let drive = |origin| move |given| DeclaredDrive { origin, given };
+        let of_arguments = drives.into_iter().map(drive(Origin::CommandLine));
+        let of_file = file.drives.into_iter().map(drive(Origin::File));
         Ok(Self {
-            file: file.unwrap_or_default(),
+            functions: arguments.chain(file.functions).collect(),
+            drives: of_arguments.chain(of_file).collect(),
             added: added.read()?,
+            rules: file.rules,
+            ..Self::default()
         })
     }
 }
@@ -395,6 +586,7 @@ mod tests {
                 .parse()
                 .unwrap();
         assert_eq!(functions[0].function, argument);
+        let drives: Vec<_> = drives.into_iter().map(|drive| drive.value).collect();
         assert_eq!(drives, ["path=memory:1G,lba=4096".parse().unwrap()]);
     }
 

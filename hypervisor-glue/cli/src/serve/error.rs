@@ -50,6 +50,9 @@ pub enum OfferError {
     /// It cannot be kept for the next process.
     #[error("The keeper cannot keep the function")]
     Keeper(#[source] Box<KeepError>),
+    /// The function of the server before cannot go on now.
+    #[error("The function of the server before cannot go on now")]
+    Resume(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Error serving a function.
     #[error(transparent)]
     Thread(#[from] FunctionThreadError),

@@ -562,6 +562,7 @@ impl LeaseTable {
         let extents = attachment.lease().extents();
         let mut lease = Lease {
             entry: FunctionEntry {
+                pending: None,
                 id,
                 socket: self.socket.clone(),
                 drive: options.path.to_string(),

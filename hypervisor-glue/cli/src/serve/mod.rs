@@ -2,7 +2,7 @@
 //! signal asks for the end. Functions come and go meanwhile.
 //!
 //! `declared` has functions as they are declared, `drives` the drives that are open, `figures` what control socket and metrics report, `offer` one function that is
-//! offered, `roster` all of them, `leases` those of functions that are in VMMs, `needs` the files that all of it uses, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
+//! offered, `roster` all of them, `served` what the next server begins with, `pending` its differences to the file, `leases` those of functions that are in VMMs, `needs` the files that all of it uses, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
 //! their report to other threads.
 
 mod changes;
@@ -13,8 +13,10 @@ mod figures;
 mod leases;
 mod needs;
 mod offer;
+mod pending;
 mod reload;
 mod roster;
+mod served;
 mod terms;
 mod upgrade;
 mod view;
@@ -35,18 +37,22 @@ use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
 use nvme_mpt::memory::crash::record_crashes;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
+use nvme_mpt_keep::{Inherited, KeepError};
 use nvme_mpt_paths::{Directory, PathError};
 use nvme_mpt_vmm::open::Ledgers;
 use nvme_mpt_vmm::options::{FunctionOptions, ServedDrive, ServedFunction, VmmSocket};
 use nvme_mpt_vmm::report;
 use thiserror::Error;
+use vfio_user_server::SocketAccess;
 
 use self::changes::{ChangeQueue, ChangeThread};
 use self::declared::{AddedFile, Declared, DeclaredFunction};
 use self::drives::OpenDrives;
 use self::figures::Figures;
 use self::leases::{LeaseServer, LeaseTable};
+use self::pending::Comparer;
 use self::roster::Roster;
+use self::served::ServedError;
 use self::terms::Terms;
 use crate::attach;
 use crate::change::{Change, FunctionEntry, Origin};
@@ -54,16 +60,17 @@ use crate::confine::{ConfineError, Confined, Confinement, confine};
 use crate::control::{ControlError, ControlListener, ControlServer, Reply, Service};
 use crate::faults::{self, DriveFaults, FaultRequest};
 use crate::function_thread::FunctionThreadError;
+use crate::kept::predecessor::FailureReport;
 use crate::kept::{self, Keeping, KeepingError, StallBegin, crashes};
 use crate::logging::{self, LogFilter};
 use crate::metrics::{HealthAnswers, MetricsError, MetricsListener, MetricsOptions, MetricsServer};
 use crate::owner::socket_access;
 use crate::room::DriveRoom;
-use crate::signals::EndSignals;
+use crate::signals::{EndSignals, Signal};
 use crate::stats::ServerStats;
 
-pub use self::declared::FileError;
 pub(crate) use self::declared::descriptions;
+pub use self::declared::{FileError, Given};
 pub use self::drives::DriveError;
 pub use self::error::{ChangeError, LimitsError, OfferError};
 pub(crate) use crate::owner::user_name;
@@ -76,9 +83,12 @@ const START_PATIENCE: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
     /// Functions that it begins with.
-    pub functions: Vec<ServedFunction>,
+    pub functions: Vec<Given<ServedFunction>>,
     /// Drives that it keeps open.
-    pub drives: Vec<ServedDrive>,
+    pub drives: Vec<Given<ServedDrive>>,
+    /// Complaints about functions and drives of the command line that are none. A server that goes on with what was served
+    /// before has no need of them.
+    pub mistakes: Vec<String>,
     /// File with more functions and drives.
     pub file: Option<PathBuf>,
     /// Fate of data that another id left in a range, for functions that leave it open.
@@ -134,9 +144,15 @@ pub enum ServeError {
     /// The owner of the socket for VMMs is not known.
     #[error(transparent)]
     Owner(#[from] UnknownOwner),
+    /// A function or drive of the command line is none.
+    #[error("{0}")]
+    Argument(String),
     /// The entries of the server before cannot be had.
     #[error(transparent)]
     Keeping(#[from] KeepingError),
+    /// The configuration of the server before cannot be taken over.
+    #[error(transparent)]
+    Served(#[from] ServedError),
     /// The thread of changes cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
@@ -172,6 +188,12 @@ pub enum ServeError {
     },
 }
 
+impl From<KeepError> for ServeError {
+    fn from(error: KeepError) -> Self {
+        Self::Keeping(error.into())
+    }
+}
+
 impl From<ChangeError> for ServeError {
     fn from(error: ChangeError) -> Self {
         Self::Functions(Box::new(error))
@@ -185,9 +207,26 @@ impl From<ChangeError> for ServeError {
 /// Something cannot be offered: then nothing is, and nothing stays behind; with Landlock, the state folder does. Or
 /// something did not end well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
+    let inherited = Inherited::from_env()?;
+    let failure = FailureReport::to_predecessor(&inherited);
+    let served = serve_inherited(options, inherited, failure.is_some(), out);
+    if let (Err(error), Some(failure)) = (&served, failure) {
+        failure.tell(&report::chain(error));
+    }
+    served
+}
+
+/// As [`serve`], with what a keeper has passed on, or a server that is to be replaced.
+fn serve_inherited(
+    options: ServeOptions,
+    inherited: Inherited,
+    replaces: bool,
+    out: &mut dyn Write,
+) -> Result<(), ServeError> {
     let signals = EndSignals::hold_back().map_err(ServeError::Signals)?;
+    let declared = declared(&options, &inherited, replaces)?;
     // All threads inherit it.
-    let rules = needs::of_server(&options)?;
+    let rules = needs::of_server(&options, &declared)?;
     let confined = confine(&options.confinement, rules)?;
     logging::write_on_a_thread().map_err(ServeError::Log)?;
     system::count_preemptions();
@@ -202,14 +241,14 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     let control = options.control.clone();
     let mut prepared = None;
     let mut late = None;
-    let keeping = Keeping::find(|| -> Result<(), ServeError> {
+    let keeping = Keeping::find(inherited, || -> Result<(), ServeError> {
         // Without this thread, the sockets are bound once functions are offered.
         late = LateSockets::prepare(control.clone(), metrics.clone()).ok();
-        prepared = Some(prepare(&options)?);
+        prepared = Some(prepare(&options, &declared)?);
         Ok(())
     })?;
     let keeper = keeping.as_deref();
-    let goes_on = keeper.is_some_and(Keeping::goes_on);
+    let goes_on = declared.was_served || keeper.is_some_and(Keeping::goes_on);
     // Guests wait for their functions alone, and the server before may have its sockets still.
     let replacing = keeping
         .as_ref()
@@ -221,7 +260,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
         Some(_) => None,
         None => Some(metrics_listener(&metrics, goes_on)?),
     };
-    let (listener, roster) = start(options, prepared, keeping.clone(), stop, confined)?;
+    let (listener, roster) = start(options, declared, prepared, keeping.clone(), stop, confined)?;
     let bound = match (listener.zip(bound), late.and_then(LateSockets::bound)) {
         (Some(bound), _) => Ok(bound),
         (None, Some(bound)) => bound,
@@ -252,23 +291,70 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;
-    let signal = signal
-        .recv()
-        .unwrap_or_else(|error| Err(io::Error::other(error)));
-    let signal = signal.map_err(ServeError::Signals)?;
+    let signal = loop {
+        let signal = signal
+            .recv()
+            .unwrap_or_else(|error| Err(io::Error::other(error)));
+        match signal.map_err(ServeError::Signals)? {
+            Signal::End(name) => break name,
+            Signal::Reload => server.changes.reload(),
+        }
+    };
     log::info!("{signal}: no more clients are taken, and the functions are reset");
     kept::notify(keeping.as_deref(), "STOPPING=1");
     server.end()
+}
+
+/// Returns what the server begins with: what a server before served, or what the command line and the file declare.
+fn declared(
+    options: &ServeOptions,
+    inherited: &Inherited,
+    replaces: bool,
+) -> Result<Declared, ServeError> {
+    let kept = kept::kept_configuration(inherited).map_err(ServeError::from);
+    let served = kept.and_then(|kept| match kept {
+        Some(bytes) => Ok(Some(served::decode(&bytes)?)),
+        None => Ok(None),
+    });
+    match served {
+        Ok(Some(served)) => {
+            for mistake in &options.mistakes {
+                log::warn!("The command line is none, and what was served goes on: {mistake}");
+            }
+            return Ok(served);
+        }
+        Ok(None) => {}
+        // The server before goes on.
+        Err(error) if replaces => return Err(error),
+        Err(error) => log::error!(
+            "The server begins with its command line and its file: {}",
+            report::chain(&error)
+        ),
+    }
+    if let Some(mistake) = options.mistakes.first() {
+        return Err(ServeError::Argument(mistake.clone()));
+    }
+    let file = options.file.clone().map(absolute).transpose()?;
+    let added = AddedFile::beside(&options.control);
+    let (functions, drives) = (options.functions.clone(), options.drives.clone());
+    let declared = Declared::read(functions, drives, file.as_deref(), &added);
+    Ok(declared.map_err(ChangeError::from)?)
 }
 
 /// Waits for a signal on a thread, which sets `stop` and passes the signal on.
 fn await_signal(
     signals: EndSignals,
     stop: Arc<AtomicBool>,
-) -> io::Result<Receiver<io::Result<&'static str>>> {
+) -> io::Result<Receiver<io::Result<Signal>>> {
     let (sender, receiver) = mpsc::channel();
     let wait = move || {
-        let signal = signals.wait();
+        let signal = loop {
+            match signals.wait() {
+                // It may come before functions are offered, and waits until then.
+                Ok(Signal::Reload) => drop(sender.send(Ok(Signal::Reload))),
+                signal => break signal,
+            }
+        };
         stop.store(true, Ordering::Relaxed);
         // To the end: a signal that ends the process now would leave leases behind, for data that is not yet
         // durable. Each wait on the way has its own bound.
@@ -284,14 +370,16 @@ fn await_signal(
 /// server that replaces another one.
 fn start(
     options: ServeOptions,
+    declared: Declared,
     prepared: Option<Prepared>,
     keeping: Option<Arc<Keeping>>,
     stop: Arc<AtomicBool>,
     confined: Confined,
 ) -> Result<(Option<ControlListener>, Roster), ServeError> {
     let ServeOptions {
-        functions,
-        drives,
+        functions: _,
+        drives: _,
+        mistakes: _,
         file,
         data,
         state_dir,
@@ -302,11 +390,22 @@ fn start(
         described: _,
     } = options;
     let VmmSocket { mode, owner } = vmm_socket;
-    let access = socket_access(mode, owner.as_ref())?;
+    let access = match socket_access(mode, owner.as_ref()) {
+        Err(error) if declared.was_served => {
+            let error = report::chain(&error);
+            log::error!("VMMs of root and of this server's user alone may ask for leases: {error}");
+            SocketAccess::default()
+        }
+        access => access?,
+    };
     survey_files();
     // Before anything is opened: a folder that others may use is reported at once.
     make_state_folder(&state_dir).map_err(ServeError::StateDir)?;
-    let file = file.map(absolute).transpose()?;
+    let file = match declared.was_served {
+        // It may be gone.
+        true => file.map(|file| path::absolute(&file).unwrap_or(file)),
+        false => file.map(absolute).transpose()?,
+    };
     let replaces = keeping.as_deref().is_some_and(Keeping::replaces_a_server);
     // The socket keeps a second server from the file with the functions that were added. So does that of the server before.
     let listener = match replaces {
@@ -315,14 +414,12 @@ fn start(
     };
     let added = AddedFile::beside(&control);
     let Prepared {
-        declared,
         ledgers,
         drives: open,
         pollers,
     } = match prepared {
         Some(prepared) => prepared,
         None => Prepared {
-            declared: Declared::read(file.as_deref(), &added).map_err(ChangeError::from)?,
             ledgers: open_ledgers(&state_dir, keeping.is_some())?,
             drives: OpenDrives::default(),
             pollers: match &keeping {
@@ -352,6 +449,7 @@ fn start(
         ledgers,
         pollers,
         data,
+        rules: declared.rules.clone(),
         // As other processes name it.
         state_dir: path::absolute(&state_dir).unwrap_or(state_dir),
         file,
@@ -361,7 +459,7 @@ fn start(
         confined,
     });
     roster.drives = open;
-    roster.start(functions, drives, declared)?;
+    roster.start(declared)?;
     Ok((listener, roster))
 }
 
@@ -455,7 +553,6 @@ fn metrics_listener(
 /// Work of a server that is to replace another one, before functions rest.
 #[derive(Debug)]
 struct Prepared {
-    declared: Declared,
     /// Without the ledger of private drives that the server before has kept.
     ledgers: Ledgers,
     /// Drives that both servers can have open.
@@ -483,29 +580,24 @@ fn survey_files() {
 }
 
 /// Checks what is known of the options without a lease, opens drives and starts pollers. Returns once those run.
-fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
+fn prepare(options: &ServeOptions, declared: &Declared) -> Result<Prepared, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
     survey_files();
-    let file = options.file.clone().map(absolute).transpose()?;
-    let added = AddedFile::beside(&options.control);
-    let declared = Declared::read(file.as_deref(), &added).map_err(ChangeError::from)?;
     // As the roster opens them.
     let resolved = |function: &FunctionOptions| FunctionOptions {
         path: roster::resolved(&function.path),
         ..function.clone()
     };
-    let held = options.drives.iter().chain(&declared.file.drives);
-    let held: Vec<_> = held.map(|served| resolved(&served.drive)).collect();
-    let of_file = declared.file.functions.iter();
-    let of_file = of_file.map(|declared| resolved(&declared.function.function));
+    let held = declared.drives.iter();
+    let held: Vec<_> = held.map(|held| resolved(&held.given.value.drive)).collect();
+    let functions = declared.functions.iter();
+    let functions = functions.map(|declared| resolved(&declared.function.function));
     let added = declared.added.iter().filter_map(|text| {
         let added = DeclaredFunction::read(Origin::Added, text.clone()).ok()?;
         Some(resolved(&added.function.function))
     });
-    let functions = options.functions.iter();
-    let functions = functions.map(|served| resolved(&served.function));
-    let functions: Vec<_> = functions.chain(of_file).chain(added).collect();
+    let functions: Vec<_> = functions.chain(added).collect();
     let drives = OpenDrives::open_beside(&held, &functions);
     let ledgers = open_ledgers(&options.state_dir, true)?;
     let pollers = Pollers::on(crashes::threads());
@@ -518,7 +610,6 @@ fn prepare(options: &ServeOptions) -> Result<Prepared, ServeError> {
     // Threads that begin while functions rest would have the processors that the server before needs for that.
     pollers.await_passes(START_PATIENCE);
     Ok(Prepared {
-        declared,
         ledgers,
         drives,
         pollers,
@@ -589,11 +680,14 @@ impl Server {
         let lease_server =
             LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
         let metrics = MetricsServer::start(metrics, figures.clone())?;
-        let (changes, queue) = ChangeThread::start(roster).map_err(ServeError::Thread)?;
+        let comparer = Comparer::start(roster.view()).map_err(ServeError::Thread)?;
+        let (changes, queue) =
+            ChangeThread::start(roster, comparer.clone()).map_err(ServeError::Thread)?;
         let control = ControlServer::start(
             listener,
             Controlled {
                 figures,
+                comparer,
                 changes: queue,
             },
         )?;
@@ -618,6 +712,7 @@ impl Server {
         // Leases and functions end at the same time, since each of them may wait for as long as it may.
         leases.begin_end();
         let roster = changes.end().ok_or(ServeError::Panicked)?;
+        roster.forget_configuration();
         roster.begin_end();
         drop(leases);
         roster
@@ -629,6 +724,7 @@ impl Server {
 /// State behind the control socket.
 struct Controlled {
     figures: Figures,
+    comparer: Comparer,
     changes: ChangeQueue,
 }
 
@@ -643,6 +739,7 @@ impl Service for Controlled {
 
     fn list(&self) -> Vec<FunctionEntry> {
         let mut entries = self.figures.view().entries();
+        self.comparer.differences().note_in(&mut entries);
         entries.extend(self.figures.leases.entries());
         entries
     }

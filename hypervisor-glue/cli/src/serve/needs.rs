@@ -1,7 +1,7 @@
 //! Files that a server uses, as rules for Landlock.
 
 use std::fs;
-use std::path::Path;
+use std::path::{self, Path};
 
 use nvme_mpt::lease::make_state_folder;
 use nvme_mpt::origin::Origin;
@@ -9,18 +9,21 @@ use nvme_mpt_vmm::drives::{DrivePath, is_block_device};
 use nvme_mpt_vmm::options::{FunctionOptions, ServedFunction};
 use nvme_software::model::Profile;
 
-use super::declared::{AddedFile, Declarations, descriptions};
-use super::error::ChangeError;
-use super::{ServeError, ServeOptions, absolute, make_control_folder};
+use super::declared::{AddedFile, Declarations, Declared, descriptions};
+use super::{ServeError, ServeOptions, make_control_folder};
 use crate::confine::{FileAccess, FileRule, FileRules};
 use crate::metrics::MetricsAddress;
 
 /// Returns the rules of a server with these options, if it is to be confined by Landlock. Makes its folders, as a rule is for
 /// what is there.
-pub(super) fn of_server(options: &ServeOptions) -> Result<Option<FileRules>, ServeError> {
+pub(super) fn of_server(
+    options: &ServeOptions,
+    declared: &Declared,
+) -> Result<Option<FileRules>, ServeError> {
     let ServeOptions {
         functions,
         drives,
+        mistakes: _,
         file,
         data: _,
         state_dir,
@@ -47,26 +50,39 @@ pub(super) fn of_server(options: &ServeOptions) -> Result<Option<FileRules>, Ser
     }
     let file_of_metrics = metrics.file.iter();
     needed.extend(file_of_metrics.map(|path| of_folder_of(path, FileAccess::WRITE)));
-    needed.extend(functions.iter().flat_map(of_function));
-    needed.extend(drives.iter().flat_map(|served| of_drive(&served.drive)));
+    needed.extend(functions.iter().flat_map(|given| of_function(&given.value)));
+    needed.extend(drives.iter().flat_map(|given| of_drive(&given.value.drive)));
     needed.extend(described.iter().map(|path| of_description(path)));
+    for function in &declared.functions {
+        needed.extend(of_function(&function.function));
+        let described = descriptions(&function.text);
+        needed.extend(described.iter().map(|path| of_description(path)));
+    }
+    let held = declared.drives.iter();
+    needed.extend(held.flat_map(|held| of_drive(&held.given.value.drive)));
 
     let mut rules = confinement.rules.clone();
-    if let Some(file) = file.clone().map(absolute).transpose()? {
-        let declared = Declarations::read(&file).map_err(ChangeError::from)?;
+    rules.extend(declared.rules.iter().cloned());
+    if let Some(file) = file {
+        let file = path::absolute(file).unwrap_or_else(|_| file.clone());
         // A link may be replaced, and its file lies elsewhere.
         let linked = fs::canonicalize(&file);
-        let files = std::iter::once(file).chain(linked);
+        let files = std::iter::once(file.clone()).chain(linked);
         needed.extend(files.map(|file| of_folder_of(&file, FileAccess::READ)));
-        let functions = declared.functions.iter();
-        needed.extend(functions.flat_map(|declared| of_function(&declared.function)));
-        let drives = declared.drives.iter();
-        needed.extend(drives.flat_map(|served| of_drive(&served.drive)));
-        needed.extend(declared.described.iter().map(|path| of_description(path)));
-        rules.extend(declared.rules);
+        // Also what a reload of the file may ask for. It may be none by now.
+        if let Ok(file) = Declarations::read(&file) {
+            let functions = file.functions.iter();
+            needed.extend(functions.flat_map(|declared| of_function(&declared.function)));
+            let drives = file.drives.iter();
+            needed.extend(drives.flat_map(|given| of_drive(&given.value.drive)));
+            needed.extend(file.described.iter().map(|path| of_description(path)));
+            let known = declared.rules.iter();
+            let is_known = |rule: &FileRule| known.clone().any(|other| other == rule);
+            rules.extend(file.rules.into_iter().filter(|rule| !is_known(rule)));
+        }
     }
     let added = AddedFile::beside(control).read();
-    for text in added.map_err(ChangeError::from)? {
+    for text in added.unwrap_or_default() {
         needed.extend(descriptions(&text).iter().map(|path| of_description(path)));
         // One that cannot be read is listed as failed.
         let function = text.to_string().parse::<ServedFunction>();

@@ -20,7 +20,7 @@ use nvme_mpt_vmm::report;
 use vfio_user_server::{Error, Journal, Listener, Server, SocketAccess};
 use vmm_device::{MsixMasking, NvmeFunction};
 
-use super::declared::DeclaredFunction;
+use super::declared::{DeclaredFunction, ServedLease};
 use super::drives::outlives_process;
 use super::error::OfferError;
 use super::terms::Terms;
@@ -118,13 +118,20 @@ impl Offer {
                         .map(|server| Self::start(declared, drive.clone(), &attachment, server)),
                 };
                 match goes_on {
-                    Ok(offer) => {
-                        return offer.map(|offer| {
-                            Some(Self {
-                                goes_on: true,
-                                ..offer
-                            })
-                        });
+                    Ok(Ok(offer)) => {
+                        return Ok(Some(Self {
+                            goes_on: true,
+                            ..offer
+                        }));
+                    }
+                    // Its thread cannot be made now.
+                    Ok(Err(error)) => {
+                        keeping.take_back(&shelf);
+                        return Err(error);
+                    }
+                    Err(error) if error.may_pass() => {
+                        keeping.take_back(&shelf);
+                        return Err(OfferError::Resume(Box::new(error)));
                     }
                     Err(error) => report::chain(&error),
                 }
@@ -209,9 +216,20 @@ impl Offer {
         let id = attachment.lease().id().to_owned();
         let extents = attachment.lease().extents();
         let thread = FunctionThread::start(&id, server)?;
+        // The next server gives it the same, however large the drive is by then.
+        let whole = extents.only();
+        let whole = whole.filter(|_| function.range.is_none() && function.size.is_none());
+        let lease = whole.map(|range| ServedLease {
+            id: id.clone(),
+            range,
+        });
         Ok(Self {
-            declared: declared.clone(),
+            declared: DeclaredFunction {
+                lease,
+                ..declared.clone()
+            },
             entry: FunctionEntry {
+                pending: None,
                 id,
                 socket: socket.clone(),
                 drive: function.path.to_string(),
@@ -308,9 +326,9 @@ fn attach(
         stop,
         ..
     } = terms;
-    let function = &declared.function.function;
+    let function = declared.leased();
     let ledgers = ledgers.claiming(claim);
-    let attachment = open::attach_with(function, drive, &ledgers, pollers, parts, stop)?;
+    let attachment = open::attach_with(&function, drive, &ledgers, pollers, parts, stop)?;
     Ok(Arc::new(attachment))
 }
 

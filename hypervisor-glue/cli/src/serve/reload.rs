@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use nvme_mpt::Drive;
 use nvme_mpt_vmm::drives::DrivePath;
-use nvme_mpt_vmm::options::ServedDrive;
 use nvme_mpt_vmm::report;
 
-use super::declared::{Declarations, DeclaredFunction};
+use super::declared::{Declarations, DeclaredDrive, DeclaredFunction};
 use super::error::ChangeError;
 use super::offer::Offer;
 use super::roster::{HeldDrive, Roster, cannot_offer, resolved, taken};
@@ -40,10 +39,7 @@ impl Roster {
             }
             let present = &offer.declared.function;
             let rates = present.function.rates;
-            let same = |other: &DeclaredFunction| {
-                other.with_rates(rates).with_size_of(present).function == *present
-            };
-            let stays = wanted.iter().position(same);
+            let stays = wanted.iter().position(|other| other.is_same_as(present));
             let Some(stays) = stays.filter(|_| !offer.is_set_aside()) else {
                 going.push(place);
                 continue;
@@ -55,11 +51,16 @@ impl Roster {
             grown.extend(larger.map(|size| (place, size)));
             if stays.function.function.rates != rates {
                 reloaded.limited.push(offer.entry.id.clone());
-                limited.push(stays.function);
+                limited.push(stays);
             } else if larger.is_none() {
                 reloaded.unchanged += 1;
             }
         }
+        let drive = |given| DeclaredDrive {
+            origin: Origin::File,
+            given,
+        };
+        let drives: Vec<DeclaredDrive> = drives.into_iter().map(drive).collect();
         let abandoned = self.abandoned(&going, &wanted, &drives);
         if !force && !abandoned.is_empty() {
             return Err(ChangeError::Abandoned(abandoned));
@@ -86,9 +87,7 @@ impl Roster {
         let held = self.release_held(Origin::File);
         let failed = self.take_failed(Origin::File);
         let kept = self.offers.len();
-        let made = self
-            .hold(Origin::File, drives)
-            .and_then(|()| self.offer_all(wanted));
+        let made = self.hold(drives).and_then(|()| self.offer_all(wanted));
         if let Err(error) = made {
             self.give_failed_back(failed);
             let error = self.restore(error, held, functions);
@@ -103,9 +102,11 @@ impl Roster {
             }
         }
         self.close_unused();
-        for function in limited {
+        for declared in limited {
+            let function = &declared.function;
             let same = |offer: &&mut Offer| offer.entry.socket == function.socket;
             if let Some(offer) = self.offers.iter_mut().find(same) {
+                offer.declared.text = declared.text.clone();
                 offer.set_rates(function.function.rates);
             }
         }
@@ -122,16 +123,19 @@ impl Roster {
         &self,
         going: &[usize],
         wanted: &[DeclaredFunction],
-        drives: &[ServedDrive],
+        drives: &[DeclaredDrive],
     ) -> Vec<String> {
-        let drives = drives.iter().map(|declared| &declared.drive);
+        let drives = drives.iter().map(|held| &held.given.value.drive);
         let functions = wanted.iter().map(|declared| &declared.function.function);
         let named = drives.chain(functions).map(|options| &options.path);
         let named: Vec<DrivePath> = named.map(resolved).collect();
         let offers = self.offers.iter().enumerate();
         let offers = offers.filter(|(place, _)| !going.contains(place));
         let offers = offers.map(|(_, offer)| &offer.drive);
-        let held = self.held.iter().filter(|held| held.origin != Origin::File);
+        let held = self
+            .held
+            .iter()
+            .filter(|held| held.declared.origin != Origin::File);
         let kept: Vec<&Arc<Drive>> = offers.chain(held.map(|held| &held.drive)).collect();
         let stays = |path: &DrivePath, drive: &Drive| {
             let is_kept = |kept: &&Arc<Drive>| kept.shares_controller_with(drive);
@@ -191,7 +195,7 @@ impl Roster {
     }
 
     /// Checks that no VMM is connected to some functions, before one of them ends.
-    fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
+    pub(super) fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
         let offers = places.iter().map(|place| &self.offers[*place]);
         let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();
         let figures = FunctionHandle::stats_of(&handles);

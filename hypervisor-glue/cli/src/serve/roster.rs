@@ -11,22 +11,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{Claim, Extents, LeaseError};
+use nvme_mpt::lease::{Claim, Extents, FormerData, LeaseError};
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{Drive, Pollers, clock};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::open::{self, OpenError};
-use nvme_mpt_vmm::options::{
-    FunctionOptions, OptionText, RateChange, Reservation, ServedDrive, ServedFunction,
-};
+use nvme_mpt_vmm::options::{FunctionOptions, OptionText, RateChange, Reservation, ServedFunction};
 use nvme_mpt_vmm::report;
 
-use super::declared::{Declared, DeclaredFunction, descriptions};
+use super::declared::{Declared, DeclaredDrive, DeclaredFunction, Unreadable, descriptions};
 use super::drives::{DriveError, OpenDrives};
 use super::error::{ChangeError, OfferError};
 use super::leases::LeaseTable;
 use super::needs::{of_description, of_drive, of_function};
 use super::offer::Offer;
+use super::pending::Comparable;
+use super::served;
 use super::terms::Terms;
 use super::view::View;
 use crate::change::{FunctionEntry, FunctionState, Origin, Reserved};
@@ -46,44 +46,57 @@ const RELEASE_PAUSE: Duration = Duration::from_millis(1);
 /// A function that could not be offered beside others that are.
 #[derive(Debug)]
 pub(super) struct Failed {
-    /// Its declaration, if it was added in an earlier run.
-    text: Option<OptionText>,
+    declaration: FailedFunction,
     entry: FunctionEntry,
 }
 
 /// Declaration of a function that failed.
-struct FailedFunction {
-    id: String,
-    socket: PathBuf,
-    drive: String,
-    text: Option<OptionText>,
+#[derive(Debug)]
+enum FailedFunction {
+    Declared(Box<DeclaredFunction>),
+    /// Its options are none to this program.
+    Unreadable(Box<Unreadable>),
 }
 
 impl FailedFunction {
     fn of(declared: &DeclaredFunction) -> Self {
-        let ServedFunction {
-            socket, function, ..
-        } = &declared.function;
-        let id = function.id.clone();
-        Self {
-            id: id.unwrap_or_else(|| socket.to_string_lossy().into_owned()),
-            socket: socket.clone(),
-            drive: function.path.to_string(),
-            text: declared
-                .text
-                .clone()
-                .filter(|_| declared.origin == Origin::Added),
+        Self::Declared(Box::new(declared.clone()))
+    }
+
+    fn text(&self) -> &OptionText {
+        match self {
+            Self::Declared(declared) => &declared.text,
+            Self::Unreadable(other) => &other.text,
         }
     }
 
-    /// That of an earlier run, whose options may be none.
-    fn read(text: OptionText) -> Self {
-        let socket = text.get("socket").unwrap_or_default();
-        Self {
-            id: text.get("id").unwrap_or(socket).to_owned(),
-            socket: socket.into(),
-            drive: text.get("path").unwrap_or_default().to_owned(),
-            text: Some(text),
+    fn origin(&self) -> Origin {
+        match self {
+            Self::Declared(declared) => declared.origin,
+            Self::Unreadable(other) => other.origin,
+        }
+    }
+
+    fn entry(&self, reason: String) -> FunctionEntry {
+        let text = self.text();
+        let mut socket: PathBuf = text.get("socket").unwrap_or_default().into();
+        let mut drive = text.get("path").unwrap_or_default().to_owned();
+        if let Self::Declared(declared) = self {
+            socket.clone_from(&declared.function.socket);
+            drive = declared.function.function.path.to_string();
+        }
+        let id = text.get("id").map(str::to_owned);
+        FunctionEntry {
+            id: id.unwrap_or_else(|| socket.to_string_lossy().into_owned()),
+            socket,
+            drive,
+            range: None,
+            extents: None,
+            origin: self.origin(),
+            limits: String::new(),
+            summary: format!("not offered: {reason}"),
+            pending: None,
+            state: FunctionState::Failed { reason },
         }
     }
 }
@@ -91,7 +104,7 @@ impl FailedFunction {
 /// A drive that is kept open, whether functions use it or not.
 #[derive(Debug)]
 pub(super) struct HeldDrive {
-    pub(super) origin: Origin,
+    pub(super) declared: DeclaredDrive,
     pub(super) drive: Arc<Drive>,
 }
 
@@ -102,6 +115,8 @@ pub(super) struct Roster {
     pub(super) offers: Vec<Offer>,
     failed: Vec<Failed>,
     pub(super) held: Vec<HeldDrive>,
+    /// Drives that were kept open before this server, and cannot be opened.
+    missing: Vec<DeclaredDrive>,
     pub(super) drives: OpenDrives,
     view: Arc<Mutex<Arc<View>>>,
 }
@@ -113,51 +128,50 @@ impl Roster {
             offers: Vec::new(),
             failed: Vec::new(),
             held: Vec::new(),
+            missing: Vec::new(),
             drives: OpenDrives::default(),
             view: Arc::default(),
         }
     }
 
-    /// Offers the functions of the command line, of the file, and those that were added in an earlier run.
+    /// Offers what a server before served; or the functions of the command line, of the file, and those that were added in
+    /// an earlier run.
     ///
     /// # Errors
     /// A function of the command line or of the file cannot be offered. One of an earlier run is listed as failed, and each
-    /// one if VMs of the server before go on.
-    pub(super) fn start(
-        &mut self,
-        functions: Vec<ServedFunction>,
-        drives: Vec<ServedDrive>,
-        declared: Declared,
-    ) -> Result<(), ChangeError> {
+    /// one of a server that goes on from another one.
+    pub(super) fn start(&mut self, declared: Declared) -> Result<(), ChangeError> {
         let Declared {
-            file,
+            functions,
+            drives,
             added: earlier,
+            unreadable,
+            rules: _,
+            was_served,
         } = declared;
-        let goes_on = self
-            .terms
-            .keeping
-            .as_ref()
-            .is_some_and(|kept| kept.goes_on());
-        let arguments = functions.into_iter().map(DeclaredFunction::argument);
-        let functions: Vec<DeclaredFunction> = arguments.chain(file.functions).collect();
+        let keeping = self.terms.keeping.as_ref();
+        let goes_on = was_served || keeping.is_some_and(|kept| kept.goes_on());
         if goes_on {
             // VMs of the server before are not to lose their drives for another function or drive.
-            for (origin, drives) in [(Origin::CommandLine, drives), (Origin::File, file.drives)] {
-                if let Err(error) = self.hold(origin, drives) {
+            for drive in drives {
+                if let Err(error) = self.hold(vec![drive.clone()]) {
                     log::error!("{}", report::chain(&error));
+                    self.missing.push(drive);
                 }
             }
             let mut functions = functions;
             for text in earlier {
                 match DeclaredFunction::read(Origin::Added, text.clone()) {
                     Ok(declared) => functions.push(declared),
-                    Err(error) => self.fail(Origin::Added, FailedFunction::read(text), &error),
+                    Err(error) => self.fail_unreadable(Unreadable::added(text, error)),
                 }
+            }
+            for function in unreadable {
+                self.fail_unreadable(function);
             }
             self.offer_each(functions);
         } else {
-            self.hold(Origin::CommandLine, drives)?;
-            self.hold(Origin::File, file.drives)?;
+            self.hold(drives)?;
             self.offer_all_beside(&functions)?;
             for text in earlier {
                 self.offer_again(text);
@@ -214,7 +228,7 @@ impl Roster {
             self.close_unused();
             return Err(error);
         }
-        self.offers[place].declared.text = Some(again);
+        self.offers[place].declared.text = again;
         if let Err(error) = self.store_added() {
             self.offers.remove(place).end();
             self.close_unused();
@@ -262,17 +276,25 @@ impl Roster {
                 file: file.clone(),
             });
         }
-        self.ask_to_leave(place, force)?;
-        let offer = self.offers.remove(place);
-        let entry = offer.entry.clone();
-        let mut trouble = offer.end();
-        if let Err(error) = self.store_added() {
-            let error = report::chain(&error);
-            trouble = Some(match trouble {
-                Some(trouble) => format!("{trouble}\n{error}"),
-                None => error,
-            });
+        let is_added = declared.origin == Origin::Added;
+        if !force {
+            self.check_unused(&[place])?;
         }
+        // First, as a function that was removed must not be there again after a restart.
+        if is_added {
+            self.store_added_but(place)?;
+        }
+        if let Err(error) = self.ask_to_leave(place, force) {
+            // A VMM has connected since the check.
+            if is_added && let Err(error) = self.store_added() {
+                log::error!("{}", report::chain(&error));
+            }
+            return Err(error);
+        }
+        let offer = self.offers.remove(place);
+        self.keep_configuration();
+        let entry = offer.entry.clone();
+        let trouble = offer.end();
         self.close_unused();
         self.publish();
         Ok((entry, trouble))
@@ -336,12 +358,11 @@ impl Roster {
         let declared = &mut self.offers[place].declared;
         let rates = change.of(declared.function.function.rates);
         declared.function.function.rates = rates;
-        if let Some(mut text) = declared.text.take() {
-            for (key, value) in given.pairs() {
-                text = text.with(key, (value != RateChange::NONE).then_some(value));
-            }
-            declared.text = Some(text);
-        }
+        declared.text = given
+            .pairs()
+            .fold(declared.text.clone(), |text, (key, value)| {
+                text.with(key, (value != RateChange::NONE).then_some(value))
+            });
         if before.origin == Origin::Added
             && let Err(error) = self.store_added()
         {
@@ -447,7 +468,7 @@ impl Roster {
         let lease = open::lease_to_truncate(options, &drive, &self.terms.ledgers, size);
         let truncated = lease.map_err(&failed).and_then(|lease| {
             if added {
-                self.store_added_and(smaller.text.as_ref())?;
+                self.store_added_and(Some(&smaller.text))?;
             }
             let truncated = lease.truncate(size.0).and_then(|_| lease.release());
             truncated.map_err(|source| failed(source.into()))
@@ -460,7 +481,7 @@ impl Roster {
         match (&again, text) {
             (Ok(()), _) => self.offers[place..].rotate_right(1),
             // It is there again after a restart, and listed as failed until then.
-            (Err(_), Some(text)) if added => self.offer_again(text),
+            (Err(_), text) if added => self.offer_again(text),
             (Err(_), _) => {}
         }
         drop(drive);
@@ -552,16 +573,7 @@ impl Roster {
 
     /// Returns a function with paths that name the same file the same way, and with the server's defaults.
     pub(super) fn resolved(&self, declared: DeclaredFunction) -> DeclaredFunction {
-        let mut declared = declared.with_data(self.terms.data);
-        let ServedFunction {
-            socket, function, ..
-        } = &mut declared.function;
-        // Fails for an empty path alone, which no option has.
-        if let Ok(absolute) = std::path::absolute(&*socket) {
-            *socket = absolute;
-        }
-        function.path = resolved(&function.path);
-        declared
+        resolved_function(declared, self.terms.data)
     }
 
     /// Offers functions, all or none, but for those whose VMs go on: they are not to lose their drives.
@@ -699,7 +711,7 @@ impl Roster {
                     && (outlasting.contains(socket)
                         || keeping.is_some_and(|keeping| keeping.has(socket)));
                 if !waits {
-                    self.fail(declared.origin, FailedFunction::of(declared), &error);
+                    self.fail(FailedFunction::of(declared), &error);
                 }
                 waits
             });
@@ -714,40 +726,90 @@ impl Roster {
 
     /// Offers a function of an earlier run, or lists it as failed: the others are not to wait for it.
     fn offer_again(&mut self, text: OptionText) {
-        let declared = DeclaredFunction::read(Origin::Added, text.clone());
-        let offered = declared.map_err(ChangeError::from);
-        let offered = offered.and_then(|declared| self.offer_all(vec![declared]));
-        let Err(error) = offered else {
-            return;
-        };
-        self.fail(Origin::Added, FailedFunction::read(text), &error);
+        match DeclaredFunction::read(Origin::Added, text.clone()) {
+            Ok(declared) => {
+                if let Err(error) = self.offer_all(vec![declared.clone()]) {
+                    self.fail(FailedFunction::of(&declared), &error);
+                }
+            }
+            Err(error) => self.fail_unreadable(Unreadable::added(text, error)),
+        }
+    }
+
+    fn fail_unreadable(&mut self, function: Unreadable) {
+        let reason = report::chain(&function.error);
+        self.fail_for(FailedFunction::Unreadable(Box::new(function)), reason);
     }
 
     /// Lists a function as failed.
-    fn fail(&mut self, origin: Origin, function: FailedFunction, error: &dyn Error) {
-        let FailedFunction {
-            id,
-            socket,
-            drive,
-            text,
-        } = function;
-        let reason = report::chain(error);
-        log::error!(
-            function = id.as_str();
-            "Function {id}, which there was before this server, cannot be offered: {reason}"
-        );
-        let entry = FunctionEntry {
-            id,
-            socket,
-            drive,
-            range: None,
-            extents: None,
-            origin,
-            limits: String::new(),
-            summary: format!("not offered: {reason}"),
-            state: FunctionState::Failed { reason },
+    fn fail(&mut self, declaration: FailedFunction, error: &dyn Error) {
+        self.fail_for(declaration, report::chain(error));
+    }
+
+    fn fail_for(&mut self, declaration: FailedFunction, reason: String) {
+        let entry = declaration.entry(reason.clone());
+        let (id, socket) = (entry.id.as_str(), &entry.socket);
+        let keeping = self.terms.keeping.as_ref();
+        let waits = match keeping.is_some_and(|keeping| keeping.has(socket)) {
+            true => ". It is tried again until it can be, or is removed: its VM waits",
+            false => "",
         };
-        self.failed.push(Failed { text, entry });
+        log::error!(
+            function = id;
+            "Function {id}, which there was before this server, cannot be offered: {reason}{waits}"
+        );
+        self.failed.push(Failed { declaration, entry });
+    }
+
+    /// Returns whether VMs wait for functions that failed.
+    pub(super) fn is_waited_for(&self) -> bool {
+        let keeping = self.terms.keeping.as_ref();
+        keeping.is_some_and(|keeping| {
+            let mut failed = self.failed.iter();
+            failed.any(|failed| keeping.has(&failed.entry.socket))
+        })
+    }
+
+    /// Offers functions that failed and whose VMs wait: what was missing may be there again.
+    pub(super) fn offer_waiting(&mut self) {
+        let Some(keeping) = self.terms.keeping.clone() else {
+            return;
+        };
+        let all = std::mem::take(&mut self.failed);
+        let (waiting, others) = all.into_iter().partition(|failed| {
+            let is_declared = matches!(failed.declaration, FailedFunction::Declared(_));
+            is_declared && keeping.has(&failed.entry.socket)
+        });
+        self.failed = others;
+        let waiting: Vec<Failed> = waiting;
+        let mut is_changed = false;
+        for mut failed in waiting {
+            let FailedFunction::Declared(declared) = &failed.declaration else {
+                continue;
+            };
+            match self.offer(declared, std::slice::from_ref(&**declared)) {
+                Ok(()) => {
+                    let id = failed.entry.id.as_str();
+                    log::info!(function = id; "Function {id} can be offered again");
+                    is_changed = true;
+                }
+                Err(error) => {
+                    let reason = report::chain(&error);
+                    let before = &failed.entry.state;
+                    if !matches!(before, FunctionState::Failed { reason: known } if *known == reason)
+                    {
+                        let id = failed.entry.id.as_str();
+                        log::error!(function = id; "Function {id} cannot be offered yet: {reason}");
+                        failed.entry = failed.declaration.entry(reason);
+                        is_changed = true;
+                    }
+                    self.failed.push(failed);
+                }
+            }
+        }
+        if is_changed {
+            self.publish();
+        }
     }
 
     /// Takes out the functions of an origin that failed.
@@ -783,14 +845,11 @@ impl Roster {
     }
 
     /// Keeps drives open.
-    pub(super) fn hold(
-        &mut self,
-        origin: Origin,
-        drives: Vec<ServedDrive>,
-    ) -> Result<(), ChangeError> {
+    pub(super) fn hold(&mut self, drives: Vec<DeclaredDrive>) -> Result<(), ChangeError> {
         for mut declared in drives {
-            declared.drive.path = resolved(&declared.drive.path);
-            let function = &declared.drive;
+            let options = &mut declared.given.value.drive;
+            options.path = resolved(&options.path);
+            let function = &declared.given.value.drive;
             let keeping = self.terms.keeping.as_deref();
             let drive = self
                 .drives
@@ -802,7 +861,7 @@ impl Roster {
                     source: explained.unwrap_or_else(DriveError::from),
                 }
             })?;
-            self.held.push(HeldDrive { origin, drive });
+            self.held.push(HeldDrive { declared, drive });
         }
         Ok(())
     }
@@ -810,8 +869,9 @@ impl Roster {
     pub(super) fn release_held(&mut self, origin: Origin) -> Vec<HeldDrive> {
         let (released, held) = std::mem::take(&mut self.held)
             .into_iter()
-            .partition(|held| held.origin == origin);
+            .partition(|held| held.declared.origin == origin);
         self.held = held;
+        self.missing.retain(|missing| missing.origin != origin);
         released
     }
 
@@ -829,13 +889,65 @@ impl Roster {
         self.store_added_and(None)
     }
 
+    /// Stores the added functions but for the one at a place.
+    fn store_added_but(&self, place: usize) -> Result<(), ChangeError> {
+        let others = self.offers.iter().enumerate();
+        let others = others.filter(|(other, _)| *other != place);
+        self.store_added_of(others.map(|(_, offer)| offer), None)
+    }
+
     /// Stores the added functions, and one that is not offered at the moment.
     fn store_added_and(&self, other: Option<&OptionText>) -> Result<(), ChangeError> {
-        let offers = self.offers.iter().map(|offer| &offer.declared);
+        self.store_added_of(self.offers.iter(), other)
+    }
+
+    fn store_added_of<'a>(
+        &'a self,
+        offers: impl Iterator<Item = &'a Offer>,
+        other: Option<&'a OptionText>,
+    ) -> Result<(), ChangeError> {
+        let offers = offers.map(|offer| &offer.declared);
         let added = offers.filter(|declared| declared.origin == Origin::Added);
-        let added = added.filter_map(|declared| declared.text.as_ref());
-        let failed = self.failed.iter().filter_map(|failed| failed.text.as_ref());
+        let added = added.map(|declared| &declared.text);
+        let failed = self.failed.iter().map(|failed| &failed.declaration);
+        let failed = failed.filter(|declaration| declaration.origin() == Origin::Added);
+        let failed = failed.map(FailedFunction::text);
         Ok(self.terms.added.write(added.chain(failed).chain(other))?)
+    }
+
+    /// Keeps what is served, for the next server.
+    fn keep_configuration(&self) {
+        let Some(keeping) = &self.terms.keeping else {
+            return;
+        };
+        let offers = self.offers.iter().map(|offer| &offer.declared);
+        let failed = self.failed.iter().map(|failed| &failed.declaration);
+        let of_failed = failed.clone().filter_map(|declaration| match declaration {
+            FailedFunction::Declared(declared) => Some(&**declared),
+            FailedFunction::Unreadable(_) => None,
+        });
+        let unreadable = failed.filter_map(|declaration| match declaration {
+            FailedFunction::Unreadable(other) => Some(&**other),
+            FailedFunction::Declared(_) => None,
+        });
+        let held = self.held.iter().map(|held| &held.declared);
+        let encoded = served::encode(
+            offers.chain(of_failed),
+            unreadable,
+            held.chain(&self.missing),
+            &self.terms.rules,
+        );
+        match encoded {
+            Ok(bytes) => keeping.keep_configuration(&bytes),
+            Err(error) => log::error!("{}", report::chain(&error)),
+        }
+    }
+
+    /// Forgets what the next server would begin with: this one ends in order.
+    pub(super) fn forget_configuration(&self) {
+        if let Some(keeping) = &self.terms.keeping {
+            keeping.forget_configuration();
+        }
     }
 
     /// Closes drives that neither a function nor the server uses. The content of `memory:` is gone with its drive.
@@ -873,7 +985,30 @@ impl Roster {
         keeping.forget_drives_but(&drives.controllers());
     }
 
+    /// Returns functions and drives of the file, to be compared with it.
+    fn comparable(&self) -> Comparable {
+        let of_file = |declared: &&DeclaredFunction| declared.origin == Origin::File;
+        let offered = self.offers.iter().map(|offer| &offer.declared);
+        let failed = self.failed.iter().map(|failed| &failed.declaration);
+        let failed = failed.filter_map(|declaration| match declaration {
+            FailedFunction::Declared(declared) => Some(&**declared),
+            FailedFunction::Unreadable(_) => None,
+        });
+        let held = self.held.iter().map(|held| &held.declared);
+        let held = held.chain(&self.missing);
+        Comparable {
+            file: self.terms.file.clone(),
+            data: self.terms.data,
+            functions: offered.chain(failed).filter(of_file).cloned().collect(),
+            drives: held
+                .filter(|held| held.origin == Origin::File)
+                .map(|held| held.given.value.clone())
+                .collect(),
+        }
+    }
+
     pub(super) fn publish(&self) {
+        self.keep_configuration();
         let functions = self.offers.iter();
         let functions = functions.map(|offer| (offer.thread.handle(), offer.entry.clone()));
         let view = View {
@@ -883,6 +1018,7 @@ impl Roster {
                 .iter()
                 .map(|failed| failed.entry.clone())
                 .collect(),
+            declared: self.comparable(),
             drives: self.drives.controllers(),
             namespaces: self.drives.iter().map(|(_, drive)| drive.clone()).collect(),
         };
@@ -918,6 +1054,20 @@ pub(super) fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> C
     }
 }
 
+/// Returns a function with paths that name the same file the same way, and with a server's defaults.
+pub(super) fn resolved_function(declared: DeclaredFunction, data: FormerData) -> DeclaredFunction {
+    let mut declared = declared.with_data(data);
+    let ServedFunction {
+        socket, function, ..
+    } = &mut declared.function;
+    // Fails for an empty path alone, which no option has.
+    if let Ok(absolute) = std::path::absolute(&*socket) {
+        *socket = absolute;
+    }
+    function.path = resolved(&function.path);
+    declared
+}
+
 /// Returns the path with which a file is named the same way by all. A file that does not exist is reported when it is
 /// opened.
 pub(super) fn resolved(path: &DrivePath) -> DrivePath {
@@ -935,7 +1085,7 @@ mod tests {
     use std::io::Read;
     use std::sync::atomic::AtomicBool;
 
-    use nvme_mpt::lease::{FormerData, make_state_folder};
+    use nvme_mpt::lease::make_state_folder;
     use nvme_mpt::poller::start_thread;
     use rustix::process::{PidfdFlags, getpid, pidfd_open};
     use vfio_user_server::SocketAccess;
@@ -962,6 +1112,7 @@ mod tests {
             leases,
             pollers,
             data: FormerData::Refused,
+            rules: Vec::new(),
             state_dir,
             file: None,
             added: AddedFile::beside(&folder.join("control.sock")),
@@ -978,7 +1129,7 @@ mod tests {
             socket.display(),
             drive.display()
         );
-        DeclaredFunction::argument(text.parse().unwrap())
+        DeclaredFunction::read(Origin::CommandLine, text.parse().unwrap()).unwrap()
     }
 
     /// Has the next server offer a function whose lease the server before has still, and checks that the function waits.
@@ -1019,10 +1170,13 @@ mod tests {
 
     #[test]
     fn the_only_function_waits_for_the_lease_of_the_server_before() {
-        check_waiting(|after, DeclaredFunction { function, .. }| {
+        check_waiting(|after, function| {
             // Without a function that goes on, one that cannot be offered ends the server.
-            let started = after.start(vec![function], Vec::new(), Declared::default());
-            started.unwrap();
+            let declared = Declared {
+                functions: vec![function],
+                ..Declared::default()
+            };
+            after.start(declared).unwrap();
         });
     }
 }

@@ -10,7 +10,7 @@ use nvme_mpt_vmm::open::Ledgers;
 
 use super::declared::AddedFile;
 use super::leases::LeaseTable;
-use crate::confine::Confined;
+use crate::confine::{Confined, FileRule};
 use crate::kept::Keeping;
 
 /// Places and choices of a server.
@@ -22,6 +22,8 @@ pub(super) struct Terms {
     pub(super) pollers: Arc<Pollers>,
     /// Fate of data that another id left, for functions that leave it open.
     pub(super) data: FormerData,
+    /// Rules for Landlock of the file that the server began with.
+    pub(super) rules: Vec<FileRule>,
     /// Folder of the ledger, and of reports on functions that were set aside.
     pub(super) state_dir: PathBuf,
     /// The file of `--config`, by an absolute path.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use nvme_mpt::Drive;
 
+use super::pending::Comparable;
 use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionHandle;
 
@@ -12,6 +13,8 @@ use crate::function_thread::FunctionHandle;
 pub(super) struct View {
     pub(super) functions: Vec<(FunctionHandle, FunctionEntry)>,
     pub(super) failed: Vec<FunctionEntry>,
+    /// Those of the file.
+    pub(super) declared: Comparable,
     /// One drive of each host controller.
     pub(super) drives: Vec<Arc<Drive>>,
     /// All drives: each namespace that is used.

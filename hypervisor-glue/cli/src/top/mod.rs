@@ -505,6 +505,7 @@ mod tests {
                 .ok(),
             origin: Origin::Added,
             limits: String::new(),
+            pending: None,
             state: FunctionState::Connected,
             summary: String::new(),
         });

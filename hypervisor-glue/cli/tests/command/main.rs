@@ -10,6 +10,7 @@ mod churn;
 mod confine;
 mod doctor;
 mod documents;
+mod edits;
 mod kept;
 mod kept_sets;
 mod leases;

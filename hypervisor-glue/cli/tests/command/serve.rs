@@ -1,11 +1,12 @@
 //! `nvme-mpt serve` and `stats` as a person, a VMM and a monitor use them.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::time::Instant;
 
-use crate::support::{Bench, PATIENCE, exists};
+use crate::support::{Bench, PATIENCE, Server, exists};
 use vfio_user::Client;
 
 /// Offsets in BAR0 (Base 2.0, section 3.1.3).
@@ -84,6 +85,44 @@ fn a_second_signal_does_not_cut_the_end_short() {
         assert_eq!(bench.leases(), [], "{first}, {second}");
         assert_eq!(bench.names(), ["drive.img", "state"]);
     }
+}
+
+#[test]
+fn other_signals_end_no_server_and_sighup_reloads_its_file() {
+    let bench = Bench::new();
+    let function = |id: &str| {
+        let drive = if id == "a" { "memory:1M" } else { "memory:2M" };
+        format!("[[function]]\nid = \"{id}\"\nsocket = \"{id}.sock\"\npath = \"{drive}\"\n")
+    };
+    fs::write(bench.path("serve.toml"), function("a")).unwrap();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    let server = Server::start(serve).unwrap();
+    let mut client = Client::new(&bench.path("a.sock")).unwrap();
+    for signal in [
+        "ALRM", "IO", "PIPE", "PROF", "PWR", "TTIN", "TTOU", "USR1", "USR2", "VTALRM", "XCPU",
+        "XFSZ",
+    ] {
+        server.send(signal);
+        assert_eq!(read_u32(&mut client, BAR0, VS), 0x0002_0000, "{signal}");
+    }
+    fs::write(
+        bench.path("serve.toml"),
+        [function("a"), function("b")].concat(),
+    )
+    .unwrap();
+    server.send("HUP");
+    let has_b = |printed: &str| printed.contains("b.sock");
+    let listed = bench.ask_until("list", &[], has_b).unwrap();
+    assert!(has_b(&listed), "{listed}");
+    assert_eq!(read_u32(&mut client, BAR0, VS), 0x0002_0000);
+    // A file that is none changes nothing.
+    fs::write(bench.path("serve.toml"), "[[function").unwrap();
+    server.send("HUP");
+    assert_eq!(read_u32(&mut client, BAR0, VS), 0x0002_0000);
+    client.shutdown().unwrap();
+    let (status, stderr) = server.signal("TERM");
+    assert!(status.success(), "{status}: {stderr}");
 }
 
 #[test]

@@ -373,8 +373,8 @@ impl Operation {
 /// The status for an error of the kernel's in a step of a command.
 pub(super) fn failure(errno: i32, step: Next) -> Status {
     match errno {
-        // A hole could not be filled.
-        libc::ENOSPC | libc::EDQUOT => Status::CAPACITY_EXCEEDED,
+        // A hole could not be filled: there is no room, or a limit of the user or of the process (RLIMIT_FSIZE).
+        libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Status::CAPACITY_EXCEEDED,
         libc::EFAULT => Status::DATA_TRANSFER_ERROR,
         libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::ECANCELED => Status::INTERNAL_ERROR,
         // Of a Copy, too, as long as it reads; and of a write that keeps a part of a block.

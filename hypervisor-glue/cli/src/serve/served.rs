@@ -1,0 +1,248 @@
+//! Configuration of what a server serves, for the process after it.
+//!
+//! The next server begins with it, whatever the command line and the file say by then, and whether they can be read or
+//! not: an upgrade, or a restart after a death, changes the program and nothing else. It lies with the keeper, is stored
+//! after each change, and is forgotten when the server ends in order. `nvme-mpt reload` applies differences to the file.
+
+use nvme_mpt::range::ByteRange;
+use nvme_mpt_vmm::options::{OptionError, OptionText};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::declared::{
+    Declared, DeclaredDrive, DeclaredFunction, FileContents, Given, ServedLease, Unreadable,
+};
+use crate::change::Origin;
+use crate::confine::FileRule;
+
+/// Version of the stored configuration.
+const VERSION: u32 = 1;
+
+/// A stored configuration cannot be read.
+#[derive(Debug, Error)]
+pub enum ServedError {
+    /// It is damaged, or of another program.
+    #[error("The configuration that the server before has kept cannot be read")]
+    Syntax(#[from] serde_json::Error),
+    /// Another release stored it.
+    #[error(
+        "The configuration that the server before has kept has version {0}, and this program reads version {VERSION}"
+    )]
+    Version(u32),
+    /// A drive or a rule is none to this program.
+    #[error("The configuration that the server before has kept is none to this program")]
+    Option(#[from] OptionError),
+}
+
+/// The stored configuration.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ServedState {
+    #[serde(rename = "configuration")]
+    version: u32,
+    functions: Vec<FunctionState>,
+    drives: Vec<DriveState>,
+    /// Rules for Landlock, of the file.
+    rules: Vec<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FunctionState {
+    origin: Origin,
+    options: String,
+    #[serde(default, skip_serializing_if = "FileContents::is_empty")]
+    files: FileContents,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lease: Option<LeaseState>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LeaseState {
+    id: String,
+    range: ByteRange,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DriveState {
+    origin: Origin,
+    options: String,
+    #[serde(default, skip_serializing_if = "FileContents::is_empty")]
+    files: FileContents,
+}
+
+/// Returns the bytes to store.
+pub(super) fn encode<'a>(
+    functions: impl Iterator<Item = &'a DeclaredFunction>,
+    unreadable: impl Iterator<Item = &'a Unreadable>,
+    drives: impl Iterator<Item = &'a DeclaredDrive>,
+    rules: &[FileRule],
+) -> Result<Vec<u8>, ServedError> {
+    let functions = functions.map(|declared| FunctionState {
+        origin: declared.origin,
+        options: declared.resolved_text().to_string(),
+        files: declared.files.clone(),
+        lease: declared
+            .lease
+            .clone()
+            .map(|ServedLease { id, range }| LeaseState { id, range }),
+    });
+    let unreadable = unreadable.map(|other| FunctionState {
+        origin: other.origin,
+        options: other.text.to_string(),
+        files: other.files.clone(),
+        lease: None,
+    });
+    let drives = drives.map(|DeclaredDrive { origin, given }| DriveState {
+        origin: *origin,
+        options: given.resolved_text().to_string(),
+        files: given.files.clone(),
+    });
+    let state = ServedState {
+        version: VERSION,
+        functions: functions.chain(unreadable).collect(),
+        drives: drives.collect(),
+        rules: rules.iter().filter_map(FileRule::options).collect(),
+    };
+    Ok(serde_json::to_vec(&state)?)
+}
+
+/// Reads a stored configuration. A function that this program cannot read takes no other one with it.
+pub(super) fn decode(bytes: &[u8]) -> Result<Declared, ServedError> {
+    #[derive(Deserialize)]
+    struct OnlyVersion {
+        #[serde(rename = "configuration")]
+        version: u32,
+    }
+    let OnlyVersion { version } = serde_json::from_slice(bytes)?;
+    if version != VERSION {
+        return Err(ServedError::Version(version));
+    }
+    let ServedState {
+        version: _,
+        functions,
+        drives,
+        rules,
+    } = serde_json::from_slice(bytes)?;
+    let mut declared = Declared {
+        was_served: true,
+        ..Declared::default()
+    };
+    for FunctionState {
+        origin,
+        options,
+        files,
+        lease,
+    } in functions
+    {
+        let text: OptionText = options.parse()?;
+        let given = Given::with_files(text.clone(), files.clone());
+        match given {
+            Ok(given) => declared.functions.push(DeclaredFunction {
+                lease: lease.map(|LeaseState { id, range }| ServedLease { id, range }),
+                ..DeclaredFunction::given(origin, given)
+            }),
+            Err(error) => declared.unreadable.push(Unreadable {
+                origin,
+                text,
+                files,
+                error,
+            }),
+        }
+    }
+    for DriveState {
+        origin,
+        options,
+        files,
+    } in drives
+    {
+        let given = Given::with_files(options.parse()?, files)?;
+        declared.drives.push(DeclaredDrive { origin, given });
+    }
+    let rules = rules.iter().map(|rule| rule.parse());
+    declared.rules = rules.collect::<Result<_, _>>()?;
+    Ok(declared)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::confine::FileAccess;
+
+    fn again(declared: &Declared) -> Declared {
+        let Declared {
+            functions,
+            drives,
+            unreadable,
+            rules,
+            ..
+        } = declared;
+        let bytes = encode(functions.iter(), unreadable.iter(), drives.iter(), rules).unwrap();
+        decode(&bytes).unwrap()
+    }
+
+    #[test]
+    fn the_next_process_reads_what_was_served_whatever_files_say_by_then() {
+        let folder = tempfile::tempdir().unwrap();
+        let profile = folder.path().join("slow.toml");
+        let plan = folder.path().join("faults.toml");
+        let resources = concat!(env!("CARGO_MANIFEST_DIR"), "/../../resources");
+        fs::copy(format!("{resources}/drives/nvm.toml"), &profile).unwrap();
+        let removal = "[[fault]]\nkind = \"removal\"\noperations = [\"flush\"]\nafter = 7\n";
+        fs::write(&plan, removal).unwrap();
+        let function = format!(
+            "socket=/run/a.sock,path=memory:1G,id=a,profile={},faults={}",
+            profile.display(),
+            plan.display()
+        );
+        let read = |text: &str| DeclaredFunction::read(Origin::File, text.parse().unwrap());
+        let first = read(&function).unwrap();
+        let mut second = read("socket=/run/b.sock,path=/srv/b.img").unwrap();
+        second.origin = Origin::CommandLine;
+        second.lease = Some(ServedLease {
+            id: "b".to_owned(),
+            range: ByteRange::new(0, 1 << 20).unwrap(),
+        });
+        let drive = Given::read("path=memory:2G,lba=4096".parse().unwrap()).unwrap();
+        let declared = Declared {
+            functions: vec![first, second],
+            drives: vec![DeclaredDrive {
+                origin: Origin::File,
+                given: drive,
+            }],
+            rules: vec![FileRule::new("/srv", FileAccess::WRITE)],
+            ..Declared::default()
+        };
+        fs::write(&profile, "model = \"none").unwrap();
+        fs::remove_file(&plan).unwrap();
+        let read = again(&declared);
+        assert!(read.was_served);
+        assert_eq!(read.functions, declared.functions);
+        assert_eq!(read.drives, declared.drives);
+        assert_eq!(read.rules, declared.rules);
+        assert_eq!(again(&read).functions, declared.functions);
+        let leased = read.functions[1].leased();
+        assert_eq!(
+            (leased.id.as_deref(), leased.range.unwrap().length()),
+            (Some("b"), 1 << 20)
+        );
+    }
+
+    #[test]
+    fn a_function_that_is_none_to_this_program_stays_and_takes_no_other_with_it() {
+        let bytes = br#"{"configuration":1,"functions":[
+            {"origin":"file","options":"socket=/a,path=memory:1G,none=1"},
+            {"origin":"added","options":"socket=/b,path=memory:1G"}],"drives":[],"rules":[]}"#;
+        let declared = decode(bytes).unwrap();
+        assert_eq!(declared.functions.len(), 1);
+        assert_eq!(declared.unreadable[0].text.get("socket"), Some("/a"));
+        let next = again(&declared);
+        assert_eq!(next.unreadable[0].text, declared.unreadable[0].text);
+        let later = br#"{"configuration":2,"functions":5}"#;
+        assert!(matches!(decode(later), Err(ServedError::Version(2))));
+    }
+}

@@ -1,0 +1,379 @@
+//! Servers that are replaced, or die, after their file was edited: what was served is served by the next one.
+
+use std::fs;
+use std::path::Path;
+
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::rng::Rng;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+
+use crate::kept::Kept;
+use crate::support::Bench;
+
+/// A guest whose drive must not go.
+struct Guest {
+    disk: Disk,
+    _controller: Controller,
+    id: String,
+    /// First byte of each block that was written, by block.
+    written: Vec<u8>,
+}
+
+impl Guest {
+    fn connect(bench: &Bench, id: &str) -> Self {
+        let memory = GuestMemory::new(&[(1 << 20, 16 << 20)]).unwrap();
+        let bar = VfioUserBar::attach(&bench.path(&format!("{id}.sock")), &memory).unwrap();
+        let config = Config::default();
+        let mut controller =
+            Controller::attach(std::sync::Arc::new(bar), memory, config, 1).unwrap();
+        let disk = Disk::open(&mut controller, 1).unwrap();
+        Self {
+            disk,
+            _controller: controller,
+            id: id.to_owned(),
+            written: vec![0; 8],
+        }
+    }
+
+    /// Writes a block, and reads all.
+    fn check(&mut self, rng: &mut Rng, after: &str) {
+        let block = rng.below(self.written.len() as u64);
+        let byte = rng.below(255) as u8 + 1;
+        let lost = format!("{} lost its drive after {after}", self.id);
+        self.disk.write(block, &[byte; 512]).expect(&lost);
+        self.written[block as usize] = byte;
+        for (block, byte) in (0..).zip(&self.written) {
+            let read = self.disk.read(block, 1).expect(&lost);
+            assert_eq!(read, vec![*byte; 512], "{lost}");
+        }
+    }
+}
+
+/// The file of a server.
+struct Edited<'a> {
+    bench: &'a Bench,
+    /// Functions, as lines of keys by their ids.
+    functions: Vec<(String, Vec<String>)>,
+    /// Drives that are kept open.
+    drives: Vec<String>,
+}
+
+impl Edited<'_> {
+    /// Functions a, b and c.
+    fn new(bench: &Bench) -> Edited<'_> {
+        let keys = |id: &str, more: &[&str]| {
+            let common = [
+                format!("socket = \"{id}.sock\""),
+                "path = \"drive.img\"".to_owned(),
+            ];
+            let more = more.iter().map(|line| (*line).to_owned());
+            (id.to_owned(), common.into_iter().chain(more).collect())
+        };
+        Edited {
+            bench,
+            functions: vec![
+                keys("a", &["range = \"0+8M\"", "profile = \"./nvm.toml\""]),
+                keys(
+                    "b",
+                    &[
+                        "range = \"8M+8M\"",
+                        "iops = 100000",
+                        "profile = \"./nvm.toml\"",
+                    ],
+                ),
+                keys(
+                    "c",
+                    &["size = \"8M\"", "unit = \"1M\"", "profile = \"./nvm.toml\""],
+                ),
+            ],
+            drives: vec!["path = \"memory:3M\"".to_owned()],
+        }
+    }
+
+    fn path(&self) -> std::path::PathBuf {
+        self.bench.path("serve.toml")
+    }
+
+    fn write(&self) {
+        let mut text = String::new();
+        for (id, keys) in &self.functions {
+            text += &format!("[[function]]\nid = \"{id}\"\n{}\n\n", keys.join("\n"));
+        }
+        for drive in &self.drives {
+            text += &format!("[[drive]]\n{drive}\n\n");
+        }
+        fs::write(self.path(), text).unwrap();
+    }
+
+    /// Makes an edit. Returns its name.
+    fn edit(&mut self, rng: &mut Rng) -> String {
+        let place = rng.below(3) as usize;
+        let set = |keys: &mut Vec<String>, key: &str, value: &str| {
+            keys.retain(|line| !line.starts_with(key));
+            keys.push(format!("{key} = {value}"));
+        };
+        // Whatever stands in its place.
+        let _ = fs::remove_dir(self.path());
+        let name = match rng.below(13) {
+            0 => {
+                *self = Edited::new(self.bench);
+                "the first file".to_owned()
+            }
+            1 => {
+                let place = place.min(self.functions.len().saturating_sub(1));
+                if place < self.functions.len() {
+                    self.functions.remove(place);
+                }
+                "a removed section".to_owned()
+            }
+            2 => {
+                self.functions.clear();
+                self.drives.clear();
+                "an empty file".to_owned()
+            }
+            3 => {
+                let id = format!("n{}", rng.below(3));
+                let keys = vec![
+                    format!("socket = \"{id}.sock\""),
+                    "path = \"memory:2M\"".to_owned(),
+                ];
+                self.functions.retain(|(other, _)| *other != id);
+                self.functions.push((id, keys));
+                "a new section".to_owned()
+            }
+            4 => {
+                fs::write(self.path(), "[[function").unwrap();
+                return "a file that is no TOML".to_owned();
+            }
+            5 => {
+                let _ = fs::remove_file(self.path());
+                return "a removed file".to_owned();
+            }
+            6 => {
+                let _ = fs::remove_file(self.path());
+                let _ = fs::create_dir(self.path());
+                return "a folder in its place".to_owned();
+            }
+            7 => {
+                let profile = self.bench.path("nvm.toml");
+                let good =
+                    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../resources/drives/nvm.toml");
+                match rng.below(2) {
+                    0 => fs::write(profile, "model = ").unwrap(),
+                    _ => drop(fs::copy(good, profile).unwrap()),
+                }
+                return "another profile".to_owned();
+            }
+            kind => {
+                let Some((id, keys)) = self.functions.get_mut(place) else {
+                    return "no edit".to_owned();
+                };
+                let number = rng.below(4);
+                match kind {
+                    8 => set(keys, "range", &format!("\"{number}M+16M\"")),
+                    9 => set(keys, "queues", &format!("{}", number + 1)),
+                    10 => set(keys, "serial", &format!("\"S{number}\"")),
+                    11 => set(keys, "iops", &format!("{}", 100_000 + number)),
+                    _ => *id = format!("r{number}"),
+                }
+                format!("an edit of kind {kind}")
+            }
+        };
+        self.write();
+        name
+    }
+}
+
+/// Has clients of three functions of a file, and of one that was added, beside so many random steps.
+fn no_client_loses_its_drive(seed: u64, steps: usize) {
+    let bench = Bench::new();
+    let profile = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../resources/drives/nvm.toml");
+    fs::copy(profile, bench.path("nvm.toml")).unwrap();
+    // As a package has it: an upgrade of the package replaces the program.
+    let program = bench.path("nvme-mpt");
+    let install = || {
+        let _ = fs::remove_file(&program);
+        if fs::hard_link(env!("CARGO_BIN_EXE_nvme-mpt"), &program).is_err() {
+            fs::copy(env!("CARGO_BIN_EXE_nvme-mpt"), &program).unwrap();
+        }
+    };
+    install();
+    let mut file = Edited::new(&bench);
+    file.write();
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    let serve = {
+        let mut installed = std::process::Command::new(&program);
+        installed.args(serve.get_args());
+        installed
+    };
+    let options = ["--deaths", "100000", "--delay", "0"];
+    let kept = Kept::start_command(&bench, &options, &serve);
+    let added = "path=memory:4M,socket=d.sock,id=d";
+    bench.ask("add", &[added]).unwrap();
+    let mut guests = ["a", "b", "c", "d"].map(|id| Guest::connect(&bench, id));
+    let mut rng = Rng::new(seed);
+    for step in 0..steps {
+        let name = match rng.below(10) {
+            0..4 => file.edit(&mut rng),
+            4 => {
+                // Refused if a client is connected to what changes.
+                let _ = bench.ask("reload", &[]);
+                "reload".to_owned()
+            }
+            5 => {
+                kept.upgrade(&bench);
+                "upgrade".to_owned()
+            }
+            6 => {
+                // The package's postinst reloads the unit, which is an upgrade.
+                install();
+                kept.upgrade(&bench);
+                "an upgrade of the package".to_owned()
+            }
+            7 => {
+                let number = rng.below(100);
+                let _ = bench.ask("limit", &["b", &format!("iops={}", 200_000 + number)]);
+                let _ = bench.ask("resize", &["c", &format!("{}M", 8 + number % 4)]);
+                "limit and resize".to_owned()
+            }
+            8 => {
+                let _ = bench.ask("add", &["path=memory:5M,socket=e.sock,id=e"]);
+                let _ = bench.ask("remove", &["e"]);
+                "add and remove".to_owned()
+            }
+            _ => {
+                kept.kill_server();
+                "SIGKILL".to_owned()
+            }
+        };
+        for guest in &mut guests {
+            guest.check(&mut rng, &format!("step {step} of seed {seed}, {name}"));
+        }
+    }
+    let listed = bench.ask("list", &[]).unwrap();
+    assert_eq!(listed.matches("connected").count(), 4, "{listed}");
+    drop(guests);
+    kept.stop();
+}
+
+#[test]
+fn no_edit_of_the_file_takes_a_drive_from_a_client() {
+    no_client_loses_its_drive(1, 60);
+}
+
+#[test]
+#[ignore = "takes 2,000 steps, of which 700 start a server"]
+fn no_edit_of_the_file_takes_a_drive_from_a_client_in_two_thousand_steps() {
+    for seed in 2..12 {
+        no_client_loses_its_drive(seed, 200);
+    }
+}
+
+#[test]
+fn what_was_served_goes_on_and_differences_are_reported_until_a_reload_applies_them() {
+    let bench = Bench::new();
+    let write = |range: &str| {
+        let text = format!(
+            "[[function]]\nid = \"a\"\nsocket = \"a.sock\"\npath = \"drive.img\"\nrange = \"{range}\"\n"
+        );
+        fs::write(bench.path("serve.toml"), text).unwrap();
+    };
+    write("0+8M");
+    let mut serve = bench.serve_command("one", &[]);
+    serve.args(["--config", "serve.toml"]);
+    let kept = Kept::start_command(&bench, &["--deaths", "100000", "--delay", "0"], &serve);
+    let mut guest = Guest::connect(&bench, "a");
+    let mut rng = Rng::new(7);
+    let list = || bench.ask("list", &[]).unwrap();
+    let upgrade = |arguments: &[&str]| {
+        let control = ["--control", "one.control"];
+        let output = bench.run("upgrade", &[&control, arguments].concat());
+        let complaint = String::from_utf8(output.stderr).unwrap();
+        (output.status.code(), complaint)
+    };
+    assert_eq!(upgrade(&["--strict"]), (Some(0), String::new()));
+    assert!(!list().contains("the file"), "{}", list());
+    write("0+16M");
+    let marked = "connected (the file has another range)";
+    assert!(list().contains(marked), "{}", list());
+    let (code, complaint) = upgrade(&[]);
+    let warning = "warning: Function a is served as before, and the file has it with another range";
+    assert_eq!(code, Some(0), "{complaint}");
+    assert!(complaint.contains(warning), "{complaint}");
+    guest.check(&mut rng, "an upgrade");
+    let (code, complaint) = upgrade(&["--strict"]);
+    assert_eq!(code, Some(3), "{complaint}");
+    assert!(complaint.contains(warning), "{complaint}");
+    guest.check(&mut rng, "a strict upgrade");
+    kept.kill_server();
+    guest.check(&mut rng, "a SIGKILL");
+    assert!(list().contains(marked), "{}", list());
+    let told =
+        "Function a is served as before, and the file has it with another range: `nvme-mpt reload`";
+    assert!(kept.log().contains(told), "{}", kept.log());
+    fs::write(bench.path("serve.toml"), "[[function").unwrap();
+    let (code, complaint) = upgrade(&["--strict"]);
+    assert_eq!(code, Some(3), "{complaint}");
+    assert!(complaint.contains("is not written in TOML"), "{complaint}");
+    kept.kill_server();
+    guest.check(&mut rng, "a broken file");
+    write("0+16M");
+    let refused = bench.ask("reload", &[]).unwrap_err();
+    assert!(refused.contains("A VMM is connected"), "{refused}");
+    guest.check(&mut rng, "a reload that was refused");
+    drop(guest);
+    let applied = bench.ask_until("reload", &["--force"], |_| true).unwrap();
+    assert!(applied.contains("Changed: a"), "{applied}");
+    assert!(!list().contains("the file"), "{}", list());
+    kept.kill_server();
+    assert!(list().contains("0+16M"), "{}", list());
+    kept.stop();
+}
+
+#[test]
+fn a_function_of_a_whole_drive_that_grew_keeps_its_range() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let mut guest = Guest::connect(&bench, "a");
+    let mut rng = Rng::new(3);
+    let drive = fs::File::options()
+        .write(true)
+        .open(bench.path("drive.img"));
+    drive.unwrap().set_len(128 << 20).unwrap();
+    for kills in [false, true, false] {
+        match kills {
+            true => kept.kill_server(),
+            false => kept.upgrade(&bench),
+        }
+        guest.check(&mut rng, "the drive grew");
+        let listed = bench.ask("list", &[]).unwrap();
+        assert!(listed.contains("0+64M"), "{listed}");
+    }
+    drop(guest);
+    kept.stop();
+}
+
+#[test]
+fn a_function_that_cannot_be_stored_is_not_removed() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &[]);
+    bench
+        .ask("add", &["path=memory:1M,socket=a.sock,id=a"])
+        .unwrap();
+    let mut guest = Guest::connect(&bench, "a");
+    // The next file cannot take its place.
+    let file = bench.path("one.control.functions.toml");
+    fs::remove_file(&file).unwrap();
+    fs::create_dir(&file).unwrap();
+    let error = bench.ask("remove", &["a", "--force"]).unwrap_err();
+    assert!(error.contains("Cannot write"), "{error}");
+    guest.check(&mut Rng::new(4), "a removal that was refused");
+    fs::remove_dir(&file).unwrap();
+    bench.ask("remove", &["a", "--force"]).unwrap();
+    let listed = bench.ask("list", &[]).unwrap();
+    assert!(listed.contains("No functions"), "{listed}");
+    kept.stop();
+}

@@ -38,6 +38,7 @@
 
 pub mod address;
 pub mod attachment;
+pub mod control_group;
 pub mod crossing;
 pub mod deadline;
 pub mod dma;

@@ -99,6 +99,8 @@ pub struct NvmeDevice {
     memory: MemoryKinds,
     /// Stall in which it was taken up.
     stall: Option<Stall>,
+    /// Admin commands up to the client that is connected.
+    admin_before: u64,
 }
 
 impl NvmeDevice {
@@ -133,6 +135,7 @@ impl NvmeDevice {
             kept: None,
             memory: MemoryKinds::default(),
             stall: None,
+            admin_before: 0,
         })
     }
 
@@ -548,12 +551,17 @@ impl Device for NvmeDevice {
         self.meet(user);
         self.function.host().set_memory_holder(holder(process));
         self.function.host().begin_anew();
+        self.admin_before = self.function.admin_stats().commands;
         if let Some(kept) = &self.kept {
             kept.set_user(user);
         }
     }
 
     fn disconnected(&mut self) {
+        let commands = self.function.admin_stats().commands;
+        if let Some(told) = advice(&self.registers, commands == self.admin_before) {
+            log::info!("{told}");
+        }
         self.forget_client();
     }
 
@@ -606,6 +614,14 @@ fn refused(error: DmaError) -> io::Error {
 
 fn invalid() -> io::Error {
     io::Error::from_raw_os_error(libc::EINVAL)
+}
+
+/// Returns advice for a client that left, if it may have wanted what the function does not have.
+fn advice(registers: &Region, sent_nothing: bool) -> Option<&'static str> {
+    (sent_nothing && registers.mappable.is_none()).then_some(
+        "The client left without an admin command. SPDK's driver leaves so where it cannot map BAR0: it needs \
+         doorbells=mapped",
+    )
 }
 
 #[cfg(test)]
@@ -708,6 +724,27 @@ mod tests {
 
     fn errno<T: std::fmt::Debug>(result: io::Result<T>) -> Option<i32> {
         result.unwrap_err().raw_os_error()
+    }
+
+    #[test]
+    fn a_client_that_leaves_without_a_command_is_told_about_mapped_doorbells() {
+        let registers = |mappable| Region {
+            size: 1 << 14,
+            readable: true,
+            writable: true,
+            mappable,
+        };
+        let told = advice(&registers(None), true);
+        assert!(told.is_some_and(|told| told.contains("doorbells=mapped")));
+        assert_eq!(advice(&registers(None), false), None);
+        let memory = tempfile::tempfile().unwrap().into();
+        let mappable = MappableArea {
+            offset: 0x1000,
+            size: 0x1000,
+            memory: Arc::new(memory),
+            base: 0,
+        };
+        assert_eq!(advice(&registers(Some(mappable)), true), None);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use nvme_mpt::control_group::{GroupLimit, memory_limit};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory, Limits};
 use nvme_mpt::memory::{self, Access, Mapping, RawBytes};
@@ -70,9 +71,10 @@ impl fmt::Display for Allocation {
     }
 }
 
-/// Refuses to take more memory than the host has left, as it would end processes to give it. A host that does not tell is
-/// not asked.
+/// Refuses to take more memory than the host or a control group of this process has left, as the kernel would end processes
+/// to give it. A host that does not tell is not asked.
 fn expect_available(bytes: u64) -> io::Result<()> {
+    expect_within(bytes, memory_limit())?;
     let available = fs::read_to_string(MEMINFO)
         .ok()
         .and_then(|text| available(&text));
@@ -80,6 +82,23 @@ fn expect_available(bytes: u64) -> io::Result<()> {
         Some(available) if available < bytes => Err(io::Error::new(
             io::ErrorKind::OutOfMemory,
             format!("It needs {bytes} bytes, and the host has {available} available"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn expect_within(bytes: u64, limit: Option<GroupLimit>) -> io::Result<()> {
+    match limit {
+        Some(limit) if limit.left() < bytes => Err(io::Error::new(
+            io::ErrorKind::OutOfMemory,
+            format!(
+                "It needs {bytes} bytes, and its control group has {} available ({} is {}, {} are used): raise it (MemoryMax= of a \
+                 unit), or leave populate=on out",
+                limit.left(),
+                limit.file.display(),
+                limit.most,
+                limit.used
+            ),
         )),
         _ => Ok(()),
     }
@@ -627,6 +646,18 @@ mod tests {
         let file = memory::memfd(c"test", PIB).unwrap();
         let error = MemoryMedium::of_file(&file, PIB, 9, Allocation::AtOnce).unwrap_err();
         assert!(error.to_string().contains("available"), "{error}");
+        let limit = |used| GroupLimit {
+            file: "/sys/fs/cgroup/a/memory.max".into(),
+            most: 1000,
+            used,
+        };
+        let refused = expect_within(600, Some(limit(401))).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::OutOfMemory);
+        for part in ["needs 600 bytes", "has 599 available", "memory.max is 1000"] {
+            assert!(refused.to_string().contains(part), "{refused}");
+        }
+        expect_within(600, Some(limit(400))).unwrap();
+        expect_within(u64::MAX, None).unwrap();
         let meminfo = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:       5 kB\n";
         assert_eq!(available(meminfo), Some(5 << 10));
         assert_eq!(available("MemTotal: 9 kB\n"), None);

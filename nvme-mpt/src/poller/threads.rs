@@ -5,8 +5,11 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
+use crate::control_group::{GroupLimit, task_limit};
+use crate::memory::clock;
 use crate::memory::sync::JoinHandle;
 
 /// Work of a thread.
@@ -33,7 +36,7 @@ impl Threads {
     /// # Errors
     /// Returns the error of the kernel, or of the starter of threads.
     pub fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
-        (self.0)(name, work)
+        (self.0)(name, work).inspect_err(|error| report(name, error))
     }
 }
 
@@ -54,7 +57,42 @@ pub fn start_thread<T: Send + 'static>(
     #[cfg(simulation)]
     return crate::memory::simulation::threads::start(name, work);
     #[cfg(not(simulation))]
-    thread::Builder::new().name(name.to_owned()).spawn(work)
+    let thread = thread::Builder::new().name(name.to_owned());
+    #[cfg(not(simulation))]
+    thread.spawn(work).inspect_err(|error| report(name, error))
+}
+
+/// Says that a thread cannot be started, and the limit that may be the cause. A guest may ask for its queue again and again, so
+/// it is said every ten seconds at most.
+fn report(name: &str, error: &io::Error) {
+    static SAID: AtomicU64 = AtomicU64::new(0);
+    // Not 0, which stands for never.
+    let now = clock::monotonic().as_secs() + 1;
+    let said = SAID.load(Ordering::Relaxed);
+    let is_due = said == 0 || now >= said + 10;
+    let is_ours = || {
+        let taken = SAID.compare_exchange(said, now, Ordering::Relaxed, Ordering::Relaxed);
+        taken.is_ok()
+    };
+    if is_due && is_ours() {
+        log::error!(
+            "Thread {name} cannot be started, for a queue of a guest perhaps: {error}{}",
+            cause(task_limit())
+        );
+    }
+}
+
+/// Names the limit that is reached, or those that may be.
+fn cause(limit: Option<GroupLimit>) -> String {
+    match limit {
+        Some(limit) if limit.left() == 0 => format!(
+            "; {} is {}, and {} threads are there: raise it (TasksMax= of a unit)",
+            limit.file.display(),
+            limit.most,
+            limit.used
+        ),
+        _ => "; look at ulimit -u and kernel.threads-max".to_owned(),
+    }
 }
 
 /// Runs `work` on a thread of its own and `meanwhile` on this one. Returns after both have ended.
@@ -81,5 +119,24 @@ pub fn run_beside<T>(
 impl fmt::Debug for Threads {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Threads").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_of_threads_that_is_reached_is_named_with_its_value() {
+        let limit = |used| GroupLimit {
+            file: "/sys/fs/cgroup/a/pids.max".into(),
+            most: 12,
+            used,
+        };
+        let told = cause(Some(limit(12)));
+        assert!(told.contains("/sys/fs/cgroup/a/pids.max is 12"), "{told}");
+        for other in [Some(limit(11)), None] {
+            assert!(cause(other).contains("ulimit -u"));
+        }
     }
 }

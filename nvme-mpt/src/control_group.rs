@@ -1,0 +1,135 @@
+//! Limits of the control groups in which this process is: its own and those above it, of either version.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Folder of the kernel's control groups.
+const GROUPS: &str = "/sys/fs/cgroup";
+
+/// A limit of a control group, and its use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupLimit {
+    /// The file of the limit.
+    pub file: PathBuf,
+    /// The limit.
+    pub most: u64,
+    /// Its use by the group.
+    pub used: u64,
+}
+
+impl GroupLimit {
+    /// Returns the rest of the limit.
+    #[must_use]
+    pub fn left(&self) -> u64 {
+        self.most.saturating_sub(self.used)
+    }
+}
+
+/// A controller, by the names of its files.
+struct Controller {
+    name: &'static str,
+    /// Names of limit and use, in version 2 and in version 1.
+    files: [(&'static str, &'static str); 2],
+}
+
+const MEMORY: Controller = Controller {
+    name: "memory",
+    files: [
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+};
+
+const TASKS: Controller = Controller {
+    name: "pids",
+    files: [("pids.max", "pids.current"), ("pids.max", "pids.current")],
+};
+
+/// Returns the limit of memory that has the least left; `None` without one.
+#[must_use]
+pub fn memory_limit() -> Option<GroupLimit> {
+    tightest(&MEMORY, Path::new(GROUPS), &own_groups())
+}
+
+/// Returns the limit of threads and processes that has the least left; `None` without one.
+#[must_use]
+pub fn task_limit() -> Option<GroupLimit> {
+    tightest(&TASKS, Path::new(GROUPS), &own_groups())
+}
+
+fn own_groups() -> String {
+    fs::read_to_string("/proc/self/cgroup").unwrap_or_default()
+}
+
+/// Looks in a folder of control groups at those of a process, which are lines of `/proc/PID/cgroup` (cgroups(7)).
+fn tightest(controller: &Controller, root: &Path, groups: &str) -> Option<GroupLimit> {
+    let number = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let limits = groups.lines().filter_map(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (controllers, group) = (fields.next()?, fields.next()?);
+        let (folder, files) = match controllers {
+            "" => (root.to_owned(), controller.files[0]),
+            names if names.split(',').any(|name| name == controller.name) => {
+                (root.join(names), controller.files[1])
+            }
+            _ => return None,
+        };
+        let group = folder.join(group.trim_start_matches('/'));
+        let above = group
+            .ancestors()
+            .take_while(|above| above.starts_with(&folder));
+        let limits = above.filter_map(|group| {
+            let file = group.join(files.0);
+            Some(GroupLimit {
+                most: number(file.clone())?,
+                used: number(group.join(files.1))?,
+                file,
+            })
+        });
+        limits.min_by_key(GroupLimit::left)
+    });
+    limits.min_by_key(GroupLimit::left)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(root: &Path, files: &[(&str, &str)]) {
+        for (path, text) in files {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_limit_with_the_least_left_counts_in_either_version() {
+        let root = tempfile::tempdir().unwrap();
+        let root = root.path();
+        write(
+            root,
+            &[
+                ("a/memory.max", "1000\n"),
+                ("a/memory.current", "900\n"),
+                ("a/b/memory.max", "max\n"),
+                ("a/b/memory.current", "100\n"),
+                ("a/b/c/memory.max", "500\n"),
+                ("a/b/c/memory.current", "100\n"),
+                ("memory/v1/memory.limit_in_bytes", "300\n"),
+                ("memory/v1/memory.usage_in_bytes", "310\n"),
+                ("cpu,pids/v1/pids.max", "7\n"),
+                ("cpu,pids/v1/pids.current", "7\n"),
+            ],
+        );
+        let memory = |groups| tightest(&MEMORY, root, groups);
+        let found = memory("0::/a/b/c\n").unwrap();
+        assert_eq!((found.left(), found.file), (100, root.join("a/memory.max")));
+        let found = memory("0::/a/b/c\n4:memory:/v1/gone\n").unwrap();
+        let file = root.join("memory/v1/memory.limit_in_bytes");
+        assert_eq!((found.left(), found.file), (0, file));
+        assert_eq!(memory("0::/\n3:cpu:/v1\n\nbad\n"), None);
+        let tasks = tightest(&TASKS, root, "3:cpu,pids:/v1\n").unwrap();
+        assert_eq!((tasks.most, tasks.used, tasks.left()), (7, 7, 0));
+    }
+}

@@ -14,8 +14,8 @@ use crate::PathError;
 use crate::directory::{Directory, step, temporary_name};
 use crate::walk::{Entry, FileId, is_trusted};
 
-/// Connections that may wait to be accepted: as many as the standard library allows.
-const BACKLOG: i32 = 128;
+/// Connections that may wait to be accepted: as many as `net.core.somaxconn` allows, as with the standard library.
+const BACKLOG: i32 = -1;
 
 /// Owner and mode of a socket's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::drive::ReserveError;
+use nvme_mpt::drive::{Header, ReserveError};
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
     Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, LeaseState, Ledger, MIN_UNIT,
@@ -53,6 +53,19 @@ pub enum OpenError {
         drive: String,
         /// Number of bytes that its leases are multiples of.
         zone: Bytes,
+    },
+    /// The bytes are those of a disk image, or encrypted.
+    #[error(
+        "{drive} begins with the header of {kind}, which a guest would see as it is: {remedy}; or say format=raw if that is \
+         what the guest is to have"
+    )]
+    Header {
+        /// The drive, or the part of it.
+        drive: String,
+        /// Kind of the header.
+        kind: &'static str,
+        /// Way to what the guest is to see.
+        remedy: &'static str,
     },
     /// A lease of a range has no size to change.
     #[error(
@@ -193,6 +206,33 @@ impl Ledgers {
         }
     }
 
+    /// Refuses the first lease of bytes that begin with the header of a disk image. A guest that wrote one later keeps its
+    /// drive.
+    fn check_header(&self, drive: &Drive, wanted: Wanted) -> Result<(), OpenError> {
+        let nsid = drive.namespace().nsid;
+        let begins = match wanted {
+            Wanted::At(range) if range.start() > 0 => vec![0, range.start()],
+            _ => vec![0],
+        };
+        for offset in begins {
+            let block = ByteRange::new(offset, 1 << drive.lba_shift())?;
+            if let Some(header) = Header::at(drive, offset)
+                && self.ledger_of(drive).is_unused(drive.identity(), nsid, block)?
+            {
+                let path = drive.path();
+                return Err(OpenError::Header {
+                    drive: match offset {
+                        0 => format!("Drive `{path}`"),
+                        offset => format!("Drive `{path}` from {} on", Bytes(offset)),
+                    },
+                    kind: header.name,
+                    remedy: header.remedy,
+                });
+            }
+        }
+        Ok(())
+    }
+
     fn lease(
         &self,
         options: &FunctionOptions,
@@ -215,6 +255,9 @@ impl Ledgers {
                 _ => options.data,
             },
         };
+        if !options.is_raw {
+            self.check_header(drive, wanted)?;
+        }
         let lease = ledger.acquire_by(self.claim, &request)?;
         match &self.clerk {
             Some(clerk) => clerk.ask(),

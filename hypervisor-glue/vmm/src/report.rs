@@ -1,14 +1,24 @@
 //! Text of an error for a person.
 
 use std::error::Error;
+use std::io;
+
+/// Cause of an error of the kernel that does not name it, and the remedy.
+const READ_ONLY: &str = "it is mounted so, or the unit of this service does not let it write there: name the folder in \
+                         ReadWritePaths= of the unit, and in --landlock-rules where --landlock is given";
 
 /// Returns the error and its causes, outermost first, one a line.
 ///
-/// A cause that says what was said already (an error that passes its source's text on) is left out.
+/// A cause that says what was said already (an error that passes its source's text on) is left out. A file system that
+/// cannot be written may be the sandbox of a service, which the kernel does not say.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut last = text.clone();
+    let is_read_only = |error: &(dyn Error + 'static)| {
+        let error = error.downcast_ref::<io::Error>();
+        error.is_some_and(|error| error.kind() == io::ErrorKind::ReadOnlyFilesystem)
+    };
     let mut cause = error.source();
     while let Some(error) = cause {
         let line = error.to_string();
@@ -16,6 +26,10 @@ pub fn chain(error: &dyn Error) -> String {
             text.push_str("\n  ");
             text.push_str(&line);
             last = line;
+        }
+        if is_read_only(error) && !text.contains("ReadWritePaths=") {
+            text.push_str(": ");
+            text.push_str(READ_ONLY);
         }
         cause = error.source();
     }
@@ -38,6 +52,19 @@ mod tests {
         Top(#[source] Box<Self>),
         #[error("Bottom")]
         Repeats(#[source] Box<Self>),
+    }
+
+    #[derive(Debug, Error)]
+    #[error("Cannot write")]
+    struct Write(#[source] io::Error);
+
+    #[test]
+    fn a_file_system_that_cannot_be_written_may_be_a_sandbox() {
+        let text = |errno| chain(&Write(io::Error::from_raw_os_error(errno)));
+        let refused = text(libc::EROFS);
+        assert!(refused.contains("Read-only file system"), "{refused}");
+        assert!(refused.contains("ReadWritePaths= of the unit, and in --landlock-rules"), "{refused}");
+        assert!(!text(libc::EACCES).contains("ReadWritePaths="));
     }
 
     #[test]

@@ -317,6 +317,10 @@ impl HostController for SoftwareController {
         }))
     }
 
+    fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
+        self.medium.peek(offset, into)
+    }
+
     fn is_private(&self) -> bool {
         self.medium.is_private()
     }

@@ -63,6 +63,12 @@ pub trait Medium: fmt::Debug + Send + Sync {
         false
     }
 
+    /// As [`peek`](nvme_mpt::drive::HostController::peek) of a host controller.
+    fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
+        let _ = (offset, into);
+        None
+    }
+
     /// Makes another file durable from now on whenever blocks are, after them.
     fn keep_durable_with(&self, file: Arc<File>) {
         let _ = file;

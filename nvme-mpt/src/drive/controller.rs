@@ -85,6 +85,13 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError>;
 
+    /// Reads bytes of a drive that a file or block device of the host is, for a look at what was there before its first lease.
+    /// Returns how many; `None` for other drives, and for bytes that cannot be read.
+    fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
+        let _ = (offset, into);
+        None
+    }
+
     /// Returns whether the drive exists in this process only, so that no other can have a lease of it.
     fn is_private(&self) -> bool {
         false

@@ -3,6 +3,7 @@
 //! [`HostController`] and [`HostLease`] are the control path of a host controller of any kind.
 
 mod controller;
+mod header;
 #[cfg(test)]
 pub(crate) mod idle;
 mod lease;
@@ -12,6 +13,7 @@ mod reservation;
 use std::sync::Arc;
 
 pub use controller::{HostController, Incidents, QueuePairUse};
+pub use header::Header;
 pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
 pub use namespace::HostNamespace;
 pub use reservation::{Reservation, ReserveError, ReservedPairs};

@@ -34,9 +34,10 @@ pub enum PrivateError {
     },
     /// It belongs to another user.
     #[error(
-        "{} belongs to user {owner}, and this process runs as user {user}: run as user {owner}, or choose \
-         another folder with --state-dir",
-        path.display()
+        "{} belongs to user {owner}, and this process runs as user {user}: run as user {owner}{}, or choose another folder \
+         with --state-dir",
+        path.display(),
+        become_user(*owner, *user)
     )]
     Foreign {
         /// The folder or file.
@@ -58,6 +59,14 @@ pub enum PrivateError {
         /// Its mode.
         mode: u32,
     },
+}
+
+/// Returns how root runs a command as the user of a service.
+fn become_user(owner: u32, user: u32) -> String {
+    match user {
+        0 => format!(" (`setpriv --reuid {owner} --clear-groups nvme-mpt …`)"),
+        _ => String::new(),
+    }
 }
 
 fn failed(action: &'static str, path: &Path) -> impl Fn(io::Error) -> PrivateError {
@@ -247,6 +256,9 @@ mod tests {
                 dir.path().display()
             )
         );
+        let error = check_owner(Path::new("/state"), 7, 0).unwrap_err();
+        let said = "run as user 7 (`setpriv --reuid 7 --clear-groups nvme-mpt …`), or choose";
+        assert!(error.to_string().contains(said), "{error}");
         // Of a process that may give files away.
         if process_user() == 0 {
             let file = dir.path().join("lock");

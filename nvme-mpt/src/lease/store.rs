@@ -142,8 +142,12 @@ pub enum StoreError {
 /// Returns the remedy for an error whose own text does not name it.
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
-        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+        io::ErrorKind::PermissionDenied => {
             "; run as a user who may write there, or choose another folder with --state-dir"
+        }
+        io::ErrorKind::ReadOnlyFilesystem => {
+            "; if a service may not write there, name the folder in ReadWritePaths= of its unit and in --landlock-rules, or \
+             choose another one with --state-dir"
         }
         _ => "",
     }

@@ -208,3 +208,49 @@ fn a_range_of_a_file_is_attached_once_whatever_the_ledger_says() {
     drop(first);
     Attachment::new(config(&other, "256K+512K")).expect("free again");
 }
+
+#[test]
+fn a_disk_image_is_not_served_as_it_is_before_somebody_says_so() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("image");
+    let state = dir.path().join("state");
+    let reserve = |options: &str| {
+        let options = format!("path={},{options}", path.display());
+        let options: crate::options::FunctionOptions = options.parse().expect("valid");
+        let drive = open(&options.path, options.of_drive(None)).expect("opened");
+        let ledgers = crate::open::Ledgers::open(&state);
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let reserved = crate::open::reserve(&options, None, &drive, &ledgers, &stop);
+        reserved.map(|_| ()).map_err(|error| error.to_string())
+    };
+    let write = |at: u64, mark: &[u8]| {
+        use std::os::unix::fs::FileExt;
+        let file = std::fs::OpenOptions::new().write(true).open(&path);
+        file.expect("a file").write_all_at(mark, at).expect("written");
+    };
+    let qcow2 = b"QFI\xFB\0\0\0\x03";
+    let file = std::fs::File::create(&path).expect("a file");
+    file.set_len(64 << 20).expect("a length");
+    write(0, qcow2);
+    for place in ["range=0+8M", "range=8M+8M", "size=8M,unit=1M"] {
+        let error = reserve(&format!("id=a,{place}")).expect_err("an image");
+        assert!(error.contains("a qcow2 image") && error.contains("format=raw"), "{error}");
+        assert!(error.contains("qemu-img convert"), "{error}");
+    }
+    reserve("id=a,range=0+8M,format=raw").expect("the operator's word");
+    // It was said for these bytes, and holds on.
+    reserve("id=a,range=0+8M").expect("leased before");
+    reserve("id=b,range=8M+8M").expect("the header is data of a guest");
+    // What a guest writes takes its drive away neither now nor later.
+    write(8 << 20, b"LUKS\xBA\xBE");
+    reserve("id=b,range=8M+8M").expect("a guest's");
+    reserve("id=c,range=8M+8M,data=keep").expect("handed over");
+    // A part that nobody had may be an image, too.
+    write(16 << 20, b"LUKS\xBA\xBE");
+    let error = reserve("id=d,range=16M+8M").expect_err("encrypted");
+    assert!(error.contains("from 16M on") && error.contains("cryptsetup"), "{error}");
+    reserve("id=d,range=24M+8M").expect("nothing there");
+    let memory = "path=memory:8M,format=raw".parse::<crate::options::FunctionOptions>();
+    let error = memory.expect_err("no image").to_string();
+    assert!(error.contains("\"format\" is not for memory:8M"), "{error}");
+}

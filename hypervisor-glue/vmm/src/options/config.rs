@@ -85,6 +85,9 @@ pub struct FunctionConfig {
     /// Bytes of a logical block of a software drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lba: Option<u32>,
+    /// `raw` for bytes that begin with the header of a disk image, which the guest is to see.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
     /// Timing of a software drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
@@ -172,6 +175,7 @@ impl FunctionConfig {
         "data",
         "serial",
         "lba",
+        "format",
         "profile",
         "faults",
         "populate",
@@ -209,6 +213,7 @@ impl FunctionConfig {
             data: get("data"),
             serial: get("serial"),
             lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
+            format: get("format"),
             profile: get("profile"),
             faults: get("faults"),
             populate: get("populate"),
@@ -323,6 +328,7 @@ impl FunctionConfig {
             data,
             serial,
             lba,
+            format,
             profile,
             faults,
             populate,
@@ -354,6 +360,7 @@ impl FunctionConfig {
             ("data", data.clone()),
             ("serial", serial.clone()),
             ("lba", lba.map(|lba| lba.to_string())),
+            ("format", format.clone()),
             ("profile", profile.clone()),
             ("faults", faults.clone()),
             ("populate", populate.clone()),

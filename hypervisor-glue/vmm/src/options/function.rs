@@ -97,6 +97,8 @@ pub struct FunctionOptions {
     pub serial: Option<String>,
     /// Size of a logical block, where the drive is a software one.
     pub lba: Option<LbaSize>,
+    /// A header of a disk image is what the guest is to see.
+    pub is_raw: bool,
     /// Timing of a software drive, or its zones, or its keys and values.
     pub profile: Option<Arc<Profile>>,
     /// Faults of a software drive.
@@ -237,6 +239,7 @@ impl FunctionOptions {
             data: take(keys, "data", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
             lba: take(keys, "lba", str::parse)?,
+            is_raw: take(keys, "format", parse_format)?.is_some(),
             profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,
             faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
             populate: take(keys, "populate", str::parse)?,
@@ -325,6 +328,10 @@ impl FunctionOptions {
         if self.fixed.slices == Choice::Fixed && !is_sliced {
             let why = "only the blocks of a file or block device are deallocated in slices";
             return Some(("fixed=slices", why));
+        }
+        if self.is_raw && !matches!(self.path, DrivePath::File(_)) {
+            let why = "only a file or block device of the host can be a disk image";
+            return Some(("format", why));
         }
         let takes_memory = matches!(self.path, DrivePath::Memory(_))
             && !matches!(self.profile.as_deref(), Some(Profile::Kv(_)));
@@ -443,6 +450,13 @@ fn parse_namespace(text: &str) -> Result<Nsid, &'static str> {
         .filter(|nsid| (1..Nsid::BROADCAST.0).contains(nsid))
         .map(Nsid)
         .ok_or("A namespace has a number from 1 on; `nvme-mpt drives` shows them")
+}
+
+fn parse_format(text: &str) -> Result<(), &'static str> {
+    match text {
+        "raw" => Ok(()),
+        _ => Err("A guest gets the bytes of a drive as they are: use raw, or leave it out"),
+    }
 }
 
 /// Word for a drive without a timeout.

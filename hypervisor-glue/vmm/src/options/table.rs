@@ -153,6 +153,12 @@ it first [default: such a range is refused]",
         "bytes of a logical block of a software drive, 512 or 4096 [default: 512]",
     ),
     option(
+        "format",
+        "raw",
+        "raw: the guest gets a file or block device as it is, although it begins with the header of a
+disk image or of LUKS [default: such a one is refused when it is leased first]",
+    ),
+    option(
         "profile",
         "PROFILE",
         "kind of software drive: nvm or ssd (timing), zns or zns-ssd (zones), kv or kv-ssd (keys and

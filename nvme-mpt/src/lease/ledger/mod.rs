@@ -270,6 +270,31 @@ impl Ledger {
         Ok(self.change(name)?)
     }
 
+    /// Returns whether no id has or had a byte of a range of a drive.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn is_unused(&self, drive: &str, nsid: Nsid, range: ByteRange) -> Result<bool, LeaseError> {
+        let area = Area {
+            id: "",
+            drive,
+            nsid,
+            capacity: range.end(),
+        };
+        let is_unused = |records: &Records| {
+            let mut leased = records
+                .leases
+                .iter()
+                .flat_map(|record| area.shared_with(record));
+            !leased.any(|part| part.overlaps(&range))
+                && tenants::find(&records.tenants, &area.place(range, None)).is_empty()
+        };
+        match &*self.0 {
+            Book::Folder { folder, .. } => Ok(is_unused(&folder.read()?)),
+            Book::Process { records, .. } => Ok(is_unused(&lock(records))),
+        }
+    }
+
     /// Returns a drive as the names of its guests know it: by the name that it had when these were made.
     ///
     /// # Errors

@@ -1,0 +1,79 @@
+//! Headers of disk images and of encrypted disks, which tell that bytes are not what a guest is to see.
+//!
+//! A guest may write such a header itself. So they are looked for before a lease is given out of bytes that no id had yet,
+//! and never again: what a guest wrote does not take its drive away.
+
+use crate::drive::Drive;
+
+/// A kind of disk image, or of encryption.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Name of the kind.
+    pub name: &'static str,
+    /// Way to what the guest is to see.
+    pub remedy: &'static str,
+}
+
+/// Way from an image to a raw one.
+const CONVERT: &str = "convert it first (`qemu-img convert -O raw`)";
+/// Way to what an encrypted disk holds.
+const OPEN: &str = "open it first (`cryptsetup open`), and make the device of that the drive";
+
+/// The headers: where their mark lies, the mark, the kind and the remedy.
+const HEADERS: &[(usize, &[u8], &str, &str)] = &[
+    (0, b"QFI\xFB", "a qcow2 image", CONVERT),
+    (0, b"QED\0", "a QED image", CONVERT),
+    (0, b"KDMV", "a VMDK image", CONVERT),
+    (0, b"COWD", "a VMDK image", CONVERT),
+    (0, b"# Disk DescriptorFile", "a VMDK image", CONVERT),
+    (0, b"vhdxfile", "a VHDX image", CONVERT),
+    (0, b"conectix", "a VHD image", CONVERT),
+    (64, b"\x7F\x10\xDA\xBE", "a VDI image", CONVERT),
+    (0, b"WithoutFreeSpace", "a Parallels image", CONVERT),
+    (0, b"WithouFreSpacExt", "a Parallels image", CONVERT),
+    (0, b"Bochs Virtual HD Image", "a Bochs image", CONVERT),
+    (0, b"LUKS\xBA\xBE", "LUKS", OPEN),
+    (3, b"-FVE-FS-", "BitLocker", OPEN),
+];
+
+/// Bytes that are looked at.
+const LENGTH: usize = 512;
+
+impl Header {
+    /// Returns the kind of header that bytes begin with.
+    #[must_use]
+    pub fn of(bytes: &[u8]) -> Option<Self> {
+        let begins =
+            |at: usize, mark: &[u8]| bytes.get(at..).is_some_and(|at| at.starts_with(mark));
+        let mut known = HEADERS.iter().filter(|(at, mark, ..)| begins(*at, mark));
+        known.next().map(|(.., name, remedy)| Self { name, remedy })
+    }
+
+    /// Returns the kind of header at a byte of a drive, if it is a file or block device of the host.
+    #[must_use]
+    pub fn at(drive: &Drive, offset: u64) -> Option<Self> {
+        let mut bytes = [0; LENGTH];
+        let length = drive.controller().peek(offset, &mut bytes)?;
+        Self::of(bytes.get(..length)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_are_told_from_data() {
+        for (at, mark, name, _) in HEADERS {
+            let mut bytes = vec![0x55; 512];
+            bytes[*at..*at + mark.len()].copy_from_slice(mark);
+            assert_eq!(Header::of(&bytes).map(|header| header.name), Some(*name));
+            // One byte off, or cut short, it is none.
+            bytes[at + mark.len() - 1] ^= 0xFF;
+            assert_eq!(Header::of(&bytes), None, "{name}");
+            assert_eq!(Header::of(&bytes[..at + mark.len() - 1]), None, "{name}");
+        }
+        assert_eq!(Header::of(&[]), None);
+        assert_eq!(Header::of(&[0; 512]), None);
+    }
+}

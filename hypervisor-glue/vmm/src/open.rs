@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::drive::{Header, ReserveError};
+use nvme_mpt::drive::{DriveName, Header, ReserveError};
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
     Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, LeaseState, Ledger, MIN_UNIT,
@@ -53,6 +53,14 @@ pub enum OpenError {
         drive: String,
         /// Number of bytes that its leases are multiples of.
         zone: Bytes,
+    },
+    /// The drive has a label, by which its leases are known.
+    #[error("Drive `{drive}` has the label drive-id={name}, and leases of it: say drive-id={name}")]
+    Labelled {
+        /// The drive.
+        drive: String,
+        /// Name of its label.
+        name: DriveName,
     },
     /// The bytes are those of a disk image, or encrypted.
     #[error(
@@ -217,7 +225,9 @@ impl Ledgers {
         for offset in begins {
             let block = ByteRange::new(offset, 1 << drive.lba_shift())?;
             if let Some(header) = Header::at(drive, offset)
-                && self.ledger_of(drive).is_unused(drive.identity(), nsid, block)?
+                && self
+                    .ledger_of(drive)
+                    .is_unused(drive.identity(), nsid, block)?
             {
                 let path = drive.path();
                 return Err(OpenError::Header {
@@ -255,6 +265,14 @@ impl Ledgers {
                 _ => options.data,
             },
         };
+        if let Some((label, false)) = drive.label()
+            && ledger.labels()?.contains(label)
+        {
+            return Err(OpenError::Labelled {
+                drive: drive.path().to_owned(),
+                name: label.name.clone(),
+            });
+        }
         if !options.is_raw {
             self.check_header(drive, wanted)?;
         }

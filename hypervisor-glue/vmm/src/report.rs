@@ -63,7 +63,10 @@ mod tests {
         let text = |errno| chain(&Write(io::Error::from_raw_os_error(errno)));
         let refused = text(libc::EROFS);
         assert!(refused.contains("Read-only file system"), "{refused}");
-        assert!(refused.contains("ReadWritePaths= of the unit, and in --landlock-rules"), "{refused}");
+        assert!(
+            refused.contains("ReadWritePaths= of the unit, and in --landlock-rules"),
+            "{refused}"
+        );
         assert!(!text(libc::EACCES).contains("ReadWritePaths="));
     }
 

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::drive::{
-    HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
+    DriveLabel, DriveName, HostController, HostLease, HostLeaseError, HostLeaseRequest,
+    HostNamespace, Incidents,
 };
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{ChangeLog, CommandSetDescription, Damage, Limits, Mdts};
@@ -131,15 +132,21 @@ impl SoftwareController {
     /// # Errors
     /// Returns the kernel's error when it is opened.
     pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
-        Self::file_in_slices(path, lba_shift, Choice::Learned)
+        Self::file_in_slices(path, lba_shift, Choice::Learned, None)
     }
 
-    /// As [`Self::file`], with a choice for the length of [slices](nvme_mpt::learn::SliceLength).
+    /// As [`Self::file`], with a choice for the length of [slices](nvme_mpt::learn::SliceLength), by the label with a name.
     ///
     /// # Errors
-    /// Returns the kernel's error when it is opened.
-    pub fn file_in_slices(path: &Path, lba_shift: u8, slices: Choice) -> io::Result<Self> {
+    /// Returns the kernel's error when it is opened, and `InvalidData` if it has no label with the name.
+    pub fn file_in_slices(
+        path: &Path,
+        lba_shift: u8,
+        slices: Choice,
+        name: Option<&DriveName>,
+    ) -> io::Result<Self> {
         let store = FileStore::open(path, lba_shift, slices)?;
+        let store = store.by_label(name)?;
         Ok(Self::over(store, lba_shift))
     }
 
@@ -315,6 +322,10 @@ impl HostController for SoftwareController {
             zones: zones.map(Arc::new),
             drive: self,
         }))
+    }
+
+    fn label(&self) -> Option<(&DriveLabel, bool)> {
+        self.medium.label()
     }
 
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {

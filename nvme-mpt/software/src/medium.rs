@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::drive::{DriveLabel, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::live::LossRecord;
@@ -61,6 +61,11 @@ pub trait Medium: fmt::Debug + Send + Sync {
     /// Returns whether a transfer may have the thread that asks for it wait for another process or host.
     fn may_block(&self) -> bool {
         false
+    }
+
+    /// As [`label`](nvme_mpt::drive::HostController::label) of a host controller.
+    fn label(&self) -> Option<(&DriveLabel, bool)> {
+        None
     }
 
     /// As [`peek`](nvme_mpt::drive::HostController::peek) of a host controller.

@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::label::DriveLabel;
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
 use super::namespace::HostNamespace;
 use super::reservation::{Reservation, ReserveError};
@@ -84,6 +85,11 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError>;
+
+    /// Returns the label that lies on the drive, and whether the drive is used by it.
+    fn label(&self) -> Option<(&DriveLabel, bool)> {
+        None
+    }
 
     /// Reads bytes of a drive that a file or block device of the host is, for a look at what was there before its first lease.
     /// Returns how many; `None` for other drives, and for bytes that cannot be read.

@@ -6,6 +6,7 @@ mod controller;
 mod header;
 #[cfg(test)]
 pub(crate) mod idle;
+mod label;
 mod lease;
 mod namespace;
 mod reservation;
@@ -14,6 +15,7 @@ use std::sync::Arc;
 
 pub use controller::{HostController, Incidents, QueuePairUse};
 pub use header::Header;
+pub use label::{DriveLabel, DriveName, LABEL_BYTES};
 pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
 pub use namespace::HostNamespace;
 pub use reservation::{Reservation, ReserveError, ReservedPairs};
@@ -117,6 +119,12 @@ impl Drive {
     #[must_use]
     pub fn formerly(&self) -> Option<&str> {
         self.controller.formerly()
+    }
+
+    /// Returns the label that lies on the drive, and whether the drive is used by it.
+    #[must_use]
+    pub fn label(&self) -> Option<(&DriveLabel, bool)> {
+        self.controller.label()
     }
 
     /// Returns whether the drive exists in this process only, so that no other can have a lease of it.

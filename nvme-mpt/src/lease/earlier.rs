@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use super::request::{LeaseRequest, Wanted};
 use super::store::{Record, Records};
 use super::tenants::{self, FormerData};
+use crate::drive::DriveLabel;
 use crate::origin::extent;
 use crate::range::ByteRange;
 
@@ -41,8 +42,27 @@ impl Records {
         (known(from), known(to))
     }
 
+    /// Returns the bases of labels with a name.
+    pub(super) fn labels(&self) -> Vec<DriveLabel> {
+        let tenants = self.tenants.iter().map(|tenant| tenant.drive().to_owned());
+        let leases = self.leases.iter();
+        let leases = leases.flat_map(|record| extent::bases(&record.drive));
+        let labels = tenants.chain(leases);
+        labels
+            .filter_map(|base| DriveLabel::of_base(&base))
+            .collect()
+    }
+
     /// Returns a drive as the names of its guests know it.
     pub(super) fn naming(&self, drive: &str) -> String {
+        if let Some(label) = extent::bases(drive)
+            .iter()
+            .find_map(|base| DriveLabel::of_base(base))
+        {
+            // What is below it may have another name after each boot.
+            let base = label.base();
+            return self.namings.get(&base).cloned().unwrap_or(base);
+        }
         match self.namings.is_empty() {
             true => drive.to_owned(),
             false => extent::renamed(drive, |base| self.namings.get(base).cloned()),
@@ -52,6 +72,13 @@ impl Records {
     /// Gives the bases of the drive `from` the names that those of `to` have; `false` if there is nothing of it. What has both
     /// names already stays.
     pub(super) fn carry_over(&mut self, from: &str, to: &str) -> bool {
+        if let [base] = &extent::bases(to)[..]
+            && DriveLabel::of_base(base).is_some()
+            && extent::bases(from) != [from]
+        {
+            // Its bytes have other places there.
+            return false;
+        }
         let pairs = extent::bases(from).into_iter().zip(extent::bases(to));
         let mut changed = false;
         for (from, to) in pairs {

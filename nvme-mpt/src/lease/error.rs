@@ -99,8 +99,8 @@ pub enum LeaseError {
     /// No lease by size outlives the boot.
     #[error(
         "Drive {drive} has neither a WWID nor a serial number, so that its leases by size could not be found after the \
-         next start of the host: lease it with range=, give the disk a serial number (virtio: serial=), or make a file on a \
-         file system of it the drive"
+         next start of the host: give it a label with `nvme-mpt leases label PATH NAME`, and say drive-id=NAME; or lease it \
+         with range="
     )]
     Unlasting {
         /// The drive.

@@ -104,6 +104,9 @@ pub(crate) fn base(kind: &str, name: &str) -> String {
 /// Kind of the bases that are disks.
 pub(super) const DISK: &str = "disk";
 
+/// Kind of the bases that an operator named.
+pub(crate) const NAMED: &str = "drive-id";
+
 /// Begins the name of a file system that is made of its UUID.
 pub(super) const LABELLED: &str = "fs:";
 
@@ -126,8 +129,27 @@ pub(crate) fn can_be(base: &str, other: &str) -> bool {
         let (inode, _) = base.strip_prefix("file:")?.split_once('@')?;
         Some(inode.to_owned())
     };
+    if other.split_once(':').is_some_and(|(kind, _)| kind == NAMED) {
+        return true;
+    }
     let is_named_anew = boot_of(other).is_some() || other.contains(&format!("@{LABELLED}"));
     is_named_anew && inode(base) == inode(other)
+}
+
+/// Returns the identity of a drive of `bytes` that is the base `base`, and lies on the first bytes of the drive `of`.
+pub(crate) fn over(base: &str, of: &str, bytes: u64) -> String {
+    let all = ByteRange::new(0, bytes).map(|all| places(of, all));
+    let all = all.unwrap_or_default().into_iter();
+    let below = all.flat_map(|mut extent| {
+        let below = std::mem::take(&mut extent.below);
+        std::iter::once(extent).chain(below)
+    });
+    join(&[Extent {
+        base: base.to_owned(),
+        start: 0,
+        length: bytes,
+        below: below.collect(),
+    }])
 }
 
 /// Returns the bases that hold the bytes of a drive, by its identity.

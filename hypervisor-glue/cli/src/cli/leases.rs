@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 
+use nvme_mpt::drive::DriveName;
 use nvme_mpt::lease::{FormerData, LeaseEntry, LeaseError, LeaseState, LeaseTerms, Ledger};
 use nvme_mpt::stats::LeasePairStats;
 
@@ -53,6 +54,17 @@ enum LeasesCommand {
         /// As JSON
         #[arg(long)]
         json: bool,
+    },
+    /// Give a file or block device without a serial number a label, by which its leases are found after a start of the host.
+    /// It takes the last MiB, which has to be empty. Functions on the drive have drive-id=NAME then
+    Label {
+        /// The drive
+        path: PathBuf,
+        /// Its name, which no other drive has
+        name: DriveName,
+        /// The drive has lost the label of that name, as by growing: write it again
+        #[arg(long)]
+        again: bool,
     },
     /// Say that a drive which the ledger knows by an old name, as of an earlier boot of the host, is the one that a path leads
     /// to. Its leases go on there, with the names that their guests know
@@ -130,6 +142,14 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
         LeasesCommand::Give { id, user } => {
             ledger.give(&id, user)?;
             writeln!(out, "Lease {id} belongs to {} now", user_name(user))?;
+        }
+        LeasesCommand::Label { path, name, again } => {
+            drives::label(&path, &name, &ledger, again)?;
+            let path = path.display();
+            writeln!(
+                out,
+                "{path} has the label {name}: say path={path},drive-id={name}"
+            )?;
         }
         LeasesCommand::CarryOver { old, path } => {
             let drive = drives::identity(&path)?;

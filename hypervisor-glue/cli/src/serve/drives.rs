@@ -201,6 +201,10 @@ fn common_options<'a>(
         "populate",
         sharing.clone().filter_map(|other| other.populate),
     )?;
+    let name = common(
+        "drive-id",
+        sharing.clone().filter_map(|other| other.drive_id.clone()),
+    )?;
     let timeout = common("timeout", sharing.filter_map(|other| other.timeout))?;
     let default = DriveOptions::default();
     Ok(DriveOptions {
@@ -210,6 +214,7 @@ fn common_options<'a>(
         profile,
         faults,
         allocation: populate.unwrap_or_default(),
+        name,
         ..default
     })
 }

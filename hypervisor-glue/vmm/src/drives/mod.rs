@@ -8,18 +8,19 @@ mod opened;
 use std::fmt;
 use std::fs;
 use std::hash::{Hash, Hasher};
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nvme_mpt::drive::HostController;
+use nvme_mpt::drive::{DriveLabel, DriveName, HostController, LABEL_BYTES};
+use nvme_mpt::lease::{LeaseError, Ledger};
 use nvme_mpt::origin::{self, Origin};
 use nvme_mpt::poller::Threads;
-use nvme_mpt::range::Bytes;
+use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{Drive, Learning};
 use nvme_software::faults::{FaultError, FaultPlan};
@@ -99,6 +100,17 @@ pub enum OpenDriveError {
         path: String,
         /// The option that differs.
         key: &'static str,
+    },
+    /// Two drives have one label: one is a copy.
+    #[error(
+        "Drive `{path}` has the label drive-id={name}, and so has another drive that is open: one is a copy of the other; \
+         close that one, or use this one without its label once it is overwritten"
+    )]
+    OpenedTwice {
+        /// Path that was to be opened.
+        path: String,
+        /// Name of the label.
+        name: DriveName,
     },
     /// This process has no such drive open, and opens none.
     #[error("Drive `{0}` is not open in this process any more")]
@@ -187,6 +199,8 @@ pub struct DriveOptions {
     pub faults: Option<Arc<FaultPlan>>,
     /// Moment at which a `memory:` drive takes its memory.
     pub allocation: Allocation,
+    /// Name of the label by which the drive is used; `None` for a drive without one, and for one whose own name does.
+    pub name: Option<DriveName>,
     /// Memory file with the content of a `memory:` drive; `None` for memory that ends with the process.
     pub memory: Option<MemoryFile>,
     /// Memory file that keeps the faults for the next process; `None` for faults that end with the process.
@@ -225,6 +239,7 @@ impl Default for DriveOptions {
             profile: None,
             faults: None,
             allocation: Allocation::default(),
+            name: None,
             memory: None,
             kept_faults: None,
         }
@@ -244,6 +259,7 @@ impl DriveOptions {
             profile,
             faults,
             allocation,
+            name,
             memory: _,
             kept_faults: _,
         } = self;
@@ -259,6 +275,7 @@ impl DriveOptions {
             ("profile", profile.is_some() && *profile != opened.profile),
             ("faults", faults.is_some() && *faults != opened.faults),
             ("populate", *allocation != opened.allocation),
+            ("drive-id", name.is_some() && *name != opened.name),
         ];
         let differs = differ.into_iter().find(|(_, differs)| *differs);
         differs.map(|(key, _)| key)
@@ -407,7 +424,8 @@ fn open_controller(
         }
         DrivePath::File(file) => {
             let slices = options.learning.slices;
-            let drive = SoftwareController::file_in_slices(file, lba_shift, slices);
+            let drive =
+                SoftwareController::file_in_slices(file, lba_shift, slices, options.name.as_ref());
             software(drive.map_err(failed)?)?
         }
         DrivePath::Pci(address) => {
@@ -460,7 +478,127 @@ pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
             source,
         },
     })?;
-    Ok(origin.identity())
+    let identity = origin.identity();
+    Ok(match read_label(path) {
+        Some((label, place)) => label.identity(&identity, place),
+        None => identity,
+    })
+}
+
+/// Reads the label of a file or block device, and where it lies.
+fn read_label(path: &Path) -> Option<(DriveLabel, u64)> {
+    let mut file = fs::File::open(path).ok()?;
+    let place = DriveLabel::place(file.seek(SeekFrom::End(0)).ok()?)?;
+    let mut block = [0; LABEL_BYTES];
+    file.read_exact_at(&mut block, place).ok()?;
+    Some((DriveLabel::read(&block)?, place))
+}
+
+/// A drive cannot be given a label.
+#[derive(Debug, thiserror::Error)]
+pub enum LabelError {
+    /// The drive cannot be opened.
+    #[error(transparent)]
+    Open(#[from] OpenDriveError),
+    /// The ledger cannot be used, or refuses.
+    #[error(transparent)]
+    Lease(#[from] LeaseError),
+    /// It has no room.
+    #[error("Drive `{0}` is too small for a label, which takes the last MiB of 2 or more")]
+    TooSmall(String),
+    /// Another drive has the name.
+    #[error(
+        "Leases or data are on a drive with the label drive-id={0}: choose another name; if this is that drive and it has lost \
+         its label, as by growing, say --again"
+    )]
+    Taken(DriveName),
+    /// It has a label.
+    #[error("Drive `{path}` has the label drive-id={name}: use that name")]
+    Labelled {
+        /// The drive.
+        path: String,
+        /// Name of its label.
+        name: DriveName,
+    },
+    /// Its last MiB is in use.
+    #[error(
+        "The last MiB of drive `{0}` is not empty, or belongs to a lease: choose a partition or a larger drive, whose last \
+         MiB can be the label's"
+    )]
+    InUse(String),
+    /// The kernel's error.
+    #[error("The label cannot be written to drive `{path}`")]
+    Write {
+        /// The drive.
+        path: String,
+        /// Kernel's error.
+        source: io::Error,
+    },
+}
+
+/// Gives a drive a label by which its leases are found again. What is leased of it goes on by that name. With `again`, it gets
+/// the label that the ledger knows.
+///
+/// # Errors
+/// See [`LabelError`]. The drive has no label then, or the whole one.
+pub fn label(
+    path: &Path,
+    name: &DriveName,
+    ledger: &Ledger,
+    again: bool,
+) -> Result<DriveLabel, LabelError> {
+    let text = || path.display().to_string();
+    if let Some((label, _)) = read_label(path) {
+        return Err(LabelError::Labelled {
+            path: text(),
+            name: label.name,
+        });
+    }
+    let mut known = ledger.labels()?.into_iter();
+    let known = known.find(|label| label.name == *name);
+    let label = match (known, again) {
+        (Some(label), true) => label,
+        (None, _) => DriveLabel::new(name.clone()),
+        (Some(_), false) => return Err(LabelError::Taken(name.clone())),
+    };
+    // What uses the drive is found, and a block device is this process's alone meanwhile.
+    let drive = open(&DrivePath::File(path.to_owned()), DriveOptions::default())?;
+    let namespace = *drive.namespace();
+    let bytes = namespace.blocks << namespace.lba_shift;
+    let write = |source| LabelError::Write {
+        path: text(),
+        source,
+    };
+    let file = fs::OpenOptions::new().read(true).write(true).open(path);
+    let mut file = file.map_err(write)?;
+    let end = file.seek(SeekFrom::End(0)).map_err(write)?;
+    let place = DriveLabel::place(end).ok_or_else(|| LabelError::TooSmall(text()))?;
+    let mut rest = vec![0; (end - place) as usize];
+    file.read_exact_at(&mut rest, place).map_err(write)?;
+    let range = ByteRange::new(place, bytes.saturating_sub(place)).map_err(LeaseError::from)?;
+    let is_unused = ledger.is_unused(drive.identity(), namespace.nsid, range)?;
+    if !is_unused || rest.iter().any(|byte| *byte != 0) {
+        return Err(LabelError::InUse(text()));
+    }
+    let identity = label.identity(drive.identity(), place);
+    for before in [drive.formerly(), Some(drive.identity())]
+        .into_iter()
+        .flatten()
+    {
+        // Nothing goes wrong if this is the last step: a drive that is used by its label has it made up for.
+        if !again {
+            ledger.check_idle(before)?;
+        }
+    }
+    file.write_all_at(&label.block(), place).map_err(write)?;
+    file.sync_all().map_err(write)?;
+    for before in [drive.formerly(), Some(drive.identity())]
+        .into_iter()
+        .flatten()
+    {
+        ledger.carry_over(before, &identity)?;
+    }
+    Ok(label)
 }
 
 /// Returns whether a path leads to a block device, beside which no model keeps a file.

@@ -90,6 +90,15 @@ pub(super) fn find_or_open(
         };
     }
     let controller = open()?;
+    if let Some((label, true)) = controller.label() {
+        let mut others = opened.iter().filter_map(|drive| drive.controller.upgrade());
+        if others.any(|other| other.label() == Some((label, true))) {
+            return Err(OpenDriveError::OpenedTwice {
+                path: path.to_string(),
+                name: label.name.clone(),
+            });
+        }
+    }
     opened.push(Opened {
         place,
         options: options.clone(),

@@ -226,7 +226,9 @@ fn a_disk_image_is_not_served_as_it_is_before_somebody_says_so() {
     let write = |at: u64, mark: &[u8]| {
         use std::os::unix::fs::FileExt;
         let file = std::fs::OpenOptions::new().write(true).open(&path);
-        file.expect("a file").write_all_at(mark, at).expect("written");
+        file.expect("a file")
+            .write_all_at(mark, at)
+            .expect("written");
     };
     let qcow2 = b"QFI\xFB\0\0\0\x03";
     let file = std::fs::File::create(&path).expect("a file");
@@ -234,7 +236,10 @@ fn a_disk_image_is_not_served_as_it_is_before_somebody_says_so() {
     write(0, qcow2);
     for place in ["range=0+8M", "range=8M+8M", "size=8M,unit=1M"] {
         let error = reserve(&format!("id=a,{place}")).expect_err("an image");
-        assert!(error.contains("a qcow2 image") && error.contains("format=raw"), "{error}");
+        assert!(
+            error.contains("a qcow2 image") && error.contains("format=raw"),
+            "{error}"
+        );
         assert!(error.contains("qemu-img convert"), "{error}");
     }
     reserve("id=a,range=0+8M,format=raw").expect("the operator's word");
@@ -248,9 +253,243 @@ fn a_disk_image_is_not_served_as_it_is_before_somebody_says_so() {
     // A part that nobody had may be an image, too.
     write(16 << 20, b"LUKS\xBA\xBE");
     let error = reserve("id=d,range=16M+8M").expect_err("encrypted");
-    assert!(error.contains("from 16M on") && error.contains("cryptsetup"), "{error}");
+    assert!(
+        error.contains("from 16M on") && error.contains("cryptsetup"),
+        "{error}"
+    );
     reserve("id=d,range=24M+8M").expect("nothing there");
     let memory = "path=memory:8M,format=raw".parse::<crate::options::FunctionOptions>();
     let error = memory.expect_err("no image").to_string();
     assert!(error.contains("\"format\" is not for memory:8M"), "{error}");
+}
+
+/// Files that stand for disks, and a state folder.
+struct Host {
+    dir: tempfile::TempDir,
+}
+
+impl Host {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().expect("a folder");
+        Self { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn disk(&self, name: &str) -> PathBuf {
+        let path = self.path(name);
+        let file = fs::File::create(&path).expect("a file");
+        file.set_len(16 << 20).expect("a length");
+        path
+    }
+
+    fn ledger(&self) -> Ledger {
+        Ledger::open(&self.path("state"))
+    }
+
+    fn label(&self, disk: &str, name: &str, again: bool) -> Result<DriveLabel, String> {
+        let name = name.parse().expect("a name");
+        let labelled = label(&self.path(disk), &name, &self.ledger(), again);
+        labelled.map_err(|error| crate::report::chain(&error))
+    }
+
+    /// Reserves a part of a disk. Returns its extents.
+    fn reserve(&self, disk: &str, options: &str) -> Result<nvme_mpt::lease::Extents, String> {
+        let options = format!("path={},{options}", self.path(disk).display());
+        let options: crate::options::FunctionOptions = options.parse().expect("valid");
+        let drive = open(&options.path, options.of_drive(None));
+        let drive = drive.map_err(|error| crate::report::chain(&error))?;
+        let ledgers = crate::open::Ledgers::open(&self.path("state"));
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let reserved = crate::open::reserve(&options, None, &drive, &ledgers, &stop);
+        let reserved = reserved.map(|(_, extents)| extents);
+        reserved.map_err(|error| crate::report::chain(&error))
+    }
+}
+
+fn refused<T: std::fmt::Debug>(result: Result<T, String>, said: &str) {
+    let error = result.expect_err(said);
+    assert!(error.contains(said), "{error}");
+}
+
+#[test]
+fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
+    let host = Host::new();
+    host.disk("a");
+    host.disk("b");
+    host.reserve("a", "id=before,range=0+1M").expect("leased");
+    let names = |drive: &str| {
+        let lease = host.ledger().acquire(&LeaseRequest {
+            id: "before",
+            drive,
+            nsid: Nsid(1),
+            wanted: Wanted::At("0+1M".parse().expect("a range")),
+            lba_shift: 9,
+            blocks: (16 << 20) >> 9,
+            former_data: FormerData::Refused,
+        });
+        lease.expect("its own").identity()
+    };
+    let before = names(&identity(&host.path("a")).expect("a file"));
+    refused(
+        host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool"),
+        "leases label",
+    );
+    host.label("a", "pool", false).expect("labelled");
+    // What was leased before goes on, with the names that its guest knows.
+    assert_eq!(names(&identity(&host.path("a")).expect("a file")), before);
+    host.reserve("a", "id=before,range=0+1M,drive-id=pool")
+        .expect("its own");
+    host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool")
+        .expect("leased");
+    // Left out, another name, another drive, and two of one name.
+    refused(
+        host.reserve("a", "id=x,size=1M,unit=1M"),
+        "say drive-id=pool",
+    );
+    refused(
+        host.reserve("a", "id=x,size=1M,unit=1M,drive-id=other"),
+        "has the label drive-id=pool",
+    );
+    refused(
+        host.reserve("b", "id=x,size=1M,unit=1M,drive-id=pool"),
+        "has no label drive-id=pool",
+    );
+    refused(host.label("b", "pool", false), "choose another name");
+    refused(
+        host.label("a", "other", false),
+        "has the label drive-id=pool",
+    );
+    fs::copy(host.path("a"), host.path("copy")).expect("copied");
+    let name: DriveName = "pool".parse().expect("a name");
+    let by_name = || DriveOptions {
+        name: Some(name.clone()),
+        ..DriveOptions::default()
+    };
+    let open_at = |disk: &str| open(&DrivePath::File(host.path(disk)), by_name());
+    let held = open_at("a").expect("opened");
+    let error = open_at("copy").expect_err("a copy");
+    assert!(
+        matches!(error, OpenDriveError::OpenedTwice { .. }),
+        "{error}"
+    );
+    drop(held);
+    // No lease gets the label.
+    refused(host.reserve("a", "id=y,range=15M+1M,drive-id=pool"), "15M");
+    // A drive that grew has its label at the former end.
+    let file = fs::OpenOptions::new()
+        .write(true)
+        .open(host.path("a"))
+        .expect("a file");
+    file.set_len(32 << 20).expect("longer");
+    refused(
+        host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool"),
+        "has no label",
+    );
+    host.label("a", "pool", true).expect("labelled again");
+    assert_eq!(names(&identity(&host.path("a")).expect("a file")), before);
+    let extents = host.reserve("a", "id=x,size=1M,unit=1M,drive-id=pool");
+    assert_eq!(extents.expect("its own").to_string(), "1M+1M");
+}
+
+#[test]
+fn a_label_takes_nothing_that_is_in_use() {
+    let host = Host::new();
+    host.disk("a");
+    host.reserve("a", "id=all").expect("leased");
+    refused(
+        host.label("a", "pool", false),
+        "is not empty, or belongs to a lease",
+    );
+    let path = host.disk("b");
+    let file = fs::OpenOptions::new()
+        .write(true)
+        .open(path)
+        .expect("a file");
+    file.write_all_at(b"x", (16 << 20) - 1).expect("written");
+    refused(
+        host.label("b", "pool", false),
+        "is not empty, or belongs to a lease",
+    );
+    file.set_len(1 << 20).expect("shorter");
+    refused(host.label("b", "pool", false), "too small");
+    // A guest that writes a label to a drive of its own names no drive of others.
+    host.disk("c");
+    host.label("c", "pool", false).expect("labelled");
+    host.reserve("c", "id=x,size=1M,unit=1M,drive-id=pool")
+        .expect("leased");
+    let forged = DriveLabel::new("pool".parse().expect("a name"));
+    let file = fs::OpenOptions::new()
+        .write(true)
+        .open(host.path("a"))
+        .expect("a file");
+    file.write_all_at(&forged.block(), 15 << 20)
+        .expect("written");
+    host.reserve("a", "id=all").expect("its own");
+}
+
+/// Three disks come by other names after each of 20 boots. Each function names its disk by a path and a label.
+#[test]
+fn labelled_disks_in_changed_order_are_right_or_refused() {
+    let host = Host::new();
+    let mut order = [0_usize, 1, 2];
+    for disk in order {
+        host.disk(&format!("vd{disk}"));
+        host.label(&format!("vd{disk}"), &format!("disk{disk}"), false)
+            .expect("labelled");
+    }
+    let mut seed = 7_u64;
+    let (mut right, mut refusals) = (0, 0);
+    for boot in 0..20 {
+        for (i, last) in [2, 1].into_iter().enumerate() {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let other = (seed >> 33) as usize % (3 - i);
+            if other == last {
+                continue;
+            }
+            let [one, two] = [last, other].map(|name| host.path(&format!("vd{name}")));
+            let aside = host.path("aside");
+            fs::rename(&one, &aside).expect("renamed");
+            fs::rename(&two, &one).expect("renamed");
+            fs::rename(&aside, &two).expect("renamed");
+            order.swap(last, other);
+        }
+        for (number, disk) in order.into_iter().enumerate() {
+            // In an order of its own each time, as whoever comes first gets what is free.
+            for id in [boot % 2, 1 - boot % 2] {
+                let options = format!("id=vm{number}-{id},size=4M,unit=1M,drive-id=disk{number}");
+                let reserved = host.reserve(&format!("vd{number}"), &options);
+                assert_eq!(
+                    reserved.is_ok(),
+                    number == disk,
+                    "boot {boot}: {reserved:?}"
+                );
+                let Ok(extents) = reserved else {
+                    refusals += 1;
+                    continue;
+                };
+                right += 1;
+                let path = host.path(&format!("vd{number}"));
+                let mut opening = fs::OpenOptions::new();
+                let file = opening.read(true).write(true).open(path).expect("a disk");
+                let own = format!("data of vm{number}-{id}");
+                for part in extents.parts() {
+                    let mut found = vec![0; own.len()];
+                    file.read_exact_at(&mut found, part.start()).expect("read");
+                    assert!(
+                        found == own.as_bytes() || found.iter().all(|byte| *byte == 0),
+                        "boot {boot}: {own} finds {found:?}"
+                    );
+                    file.write_all_at(own.as_bytes(), part.start())
+                        .expect("written");
+                }
+            }
+        }
+    }
+    assert!(
+        right > 0 && refusals > 0,
+        "{right} right, {refusals} refused"
+    );
 }

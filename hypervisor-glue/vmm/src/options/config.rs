@@ -85,6 +85,9 @@ pub struct FunctionConfig {
     /// Bytes of a logical block of a software drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lba: Option<u32>,
+    /// Name of the drive's label.
+    #[serde(default, rename = "drive-id", skip_serializing_if = "Option::is_none")]
+    pub drive_id: Option<String>,
     /// `raw` for bytes that begin with the header of a disk image, which the guest is to see.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
@@ -142,6 +145,8 @@ impl Default for FunctionConfig {
             data: None,
             serial: None,
             lba: None,
+            drive_id: None,
+            format: None,
             profile: None,
             faults: None,
             populate: None,
@@ -175,6 +180,7 @@ impl FunctionConfig {
         "data",
         "serial",
         "lba",
+        "drive-id",
         "format",
         "profile",
         "faults",
@@ -213,6 +219,7 @@ impl FunctionConfig {
             data: get("data"),
             serial: get("serial"),
             lba: parsed("lba", get("lba"), str::parse::<LbaSize>)?.map(LbaSize::bytes),
+            drive_id: get("drive-id"),
             format: get("format"),
             profile: get("profile"),
             faults: get("faults"),
@@ -328,6 +335,7 @@ impl FunctionConfig {
             data,
             serial,
             lba,
+            drive_id,
             format,
             profile,
             faults,
@@ -360,6 +368,7 @@ impl FunctionConfig {
             ("data", data.clone()),
             ("serial", serial.clone()),
             ("lba", lba.map(|lba| lba.to_string())),
+            ("drive-id", drive_id.clone()),
             ("format", format.clone()),
             ("profile", profile.clone()),
             ("faults", faults.clone()),

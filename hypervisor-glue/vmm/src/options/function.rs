@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
+use nvme_mpt::drive::DriveName;
 use nvme_mpt::host::Mdts;
 use nvme_mpt::learn::{Choice, Learning};
 use nvme_mpt::lease::FormerData;
@@ -97,6 +98,8 @@ pub struct FunctionOptions {
     pub serial: Option<String>,
     /// Size of a logical block, where the drive is a software one.
     pub lba: Option<LbaSize>,
+    /// Name of the drive's label.
+    pub drive_id: Option<DriveName>,
     /// A header of a disk image is what the guest is to see.
     pub is_raw: bool,
     /// Timing of a software drive, or its zones, or its keys and values.
@@ -198,6 +201,7 @@ impl FunctionOptions {
             profile: self.profile.clone(),
             faults: self.faults.clone(),
             allocation: self.populate.unwrap_or(default.allocation),
+            name: self.drive_id.clone().or(default.name),
             memory: default.memory,
             kept_faults: default.kept_faults,
         }
@@ -239,6 +243,7 @@ impl FunctionOptions {
             data: take(keys, "data", str::parse)?.unwrap_or_default(),
             serial: take(keys, "serial", parse_serial)?,
             lba: take(keys, "lba", str::parse)?,
+            drive_id: take(keys, "drive-id", str::parse)?,
             is_raw: take(keys, "format", parse_format)?.is_some(),
             profile: take(keys, "profile", |name| Profile::load(name).map(Arc::new))?,
             faults: take(keys, "faults", |name| FaultPlan::load(name).map(Arc::new))?,
@@ -332,6 +337,11 @@ impl FunctionOptions {
         if self.is_raw && !matches!(self.path, DrivePath::File(_)) {
             let why = "only a file or block device of the host can be a disk image";
             return Some(("format", why));
+        }
+        let is_keys = matches!(self.profile.as_deref(), Some(Profile::Kv(_)));
+        if self.drive_id.is_some() && (is_keys || !matches!(self.path, DrivePath::File(_))) {
+            let why = "only the blocks of a file or block device have a label, which tells them from others";
+            return Some(("drive-id", why));
         }
         let takes_memory = matches!(self.path, DrivePath::Memory(_))
             && !matches!(self.profile.as_deref(), Some(Profile::Kv(_)));

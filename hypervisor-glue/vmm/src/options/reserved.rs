@@ -20,7 +20,9 @@ pub struct Reservation {
 
 impl Reservation {
     /// Keys that it may have, besides those of a drive and of a [`RateChange`].
-    pub const KEYS: &[&str] = &["owner", "range", "size", "unit", "id", "lease", "data", "format"];
+    pub const KEYS: &[&str] = &[
+        "owner", "range", "size", "unit", "id", "lease", "data", "format",
+    ];
 
     fn keys() -> impl Iterator<Item = &'static str> {
         let keys = [Self::KEYS, ServedDrive::KEYS, RateChange::KEYS];

@@ -86,6 +86,7 @@ impl ServedDrive {
         "path",
         "fixed",
         "lba",
+        "drive-id",
         "profile",
         "faults",
         "namespace",

@@ -153,6 +153,12 @@ it first [default: such a range is refused]",
         "bytes of a logical block of a software drive, 512 or 4096 [default: 512]",
     ),
     option(
+        "drive-id",
+        "NAME",
+        "name of the label that `nvme-mpt leases label` gave the drive, for disks without a serial
+number [default: the drive is known by itself]",
+    ),
+    option(
         "format",
         "raw",
         "raw: the guest gets a file or block device as it is, although it begins with the header of a

@@ -51,6 +51,7 @@ fn a_path_is_enough() {
             lba: None,
             profile: None,
             faults: None,
+            drive_id: None,
             is_raw: false,
             populate: None,
             namespace: None,
@@ -94,6 +95,7 @@ fn every_option_is_understood_in_any_order() {
             lba: Some(LbaSize::B4096),
             profile: Some(Arc::new(Profile::named("nvm").unwrap())),
             faults: Some(Arc::default()),
+            drive_id: None,
             is_raw: false,
             populate: Some(Allocation::AtOnce),
             namespace: None,
@@ -191,13 +193,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=/d,length=4",
             "There is no option \"length\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
              bandwidth, weight, data, serial, \
-             lba, profile, faults, populate, namespace, timeout, reconnect",
+             lba, drive-id, format, profile, faults, populate, namespace, timeout, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
             "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
              bandwidth, weight, data, serial, \
-             lba, profile, faults, populate, namespace, timeout, reconnect",
+             lba, drive-id, format, profile, faults, populate, namespace, timeout, reconnect",
         ),
         (
             "path=/d,queues=0",

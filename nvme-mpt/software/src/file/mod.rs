@@ -62,7 +62,7 @@ use survey::Surveyor;
 use watch::Watched;
 use way::{Direction, Plan, Way};
 
-use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
+use nvme_mpt::drive::{DriveLabel, DriveName, HostLeaseError, HostLeaseRequest, LABEL_BYTES};
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::learn::Choice;
@@ -83,7 +83,11 @@ pub(crate) struct FileStore {
 pub(super) struct SharedFile {
     path: PathBuf,
     origin: Origin,
+    /// Bytes that leases may have.
     bytes: u64,
+    label: Option<DriveLabel>,
+    /// The drive is used by its label.
+    is_named: bool,
     pub(super) lba_shift: u8,
     /// Keeps the file open, and a block device to this process. No I/O uses it: each lease has
     /// descriptions of its own.
@@ -143,6 +147,8 @@ impl FileStore {
             path,
             origin,
             bytes,
+            label: None,
+            is_named: false,
             lba_shift,
             opened,
             way,
@@ -166,6 +172,44 @@ impl FileStore {
         Ok(Self {
             shared: Arc::new(shared),
         })
+    }
+
+    /// Looks for the label of the drive. One that is asked for by name names the drive, and is no lease's.
+    ///
+    /// # Errors
+    /// `InvalidData` if there is none with the name.
+    pub(super) fn by_label(mut self, name: Option<&DriveName>) -> io::Result<Self> {
+        let place = DriveLabel::place(self.shared.bytes);
+        let mut block = [0; LABEL_BYTES];
+        let found = place.filter(|place| self.peek(*place, &mut block) == Some(LABEL_BYTES));
+        let label = found.and_then(|_| DriveLabel::read(&block));
+        let path = self.shared.path.display();
+        match (name, &label) {
+            (Some(name), Some(label)) if label.name == *name => {}
+            (None, _) => {}
+            (Some(name), Some(label)) => {
+                let text = format!(
+                    "{path} has the label drive-id={}, not drive-id={name}: it is another drive, or say that name",
+                    label.name
+                );
+                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+            }
+            (Some(name), None) => {
+                let text = format!(
+                    "{path} has no label drive-id={name}: it is another drive, or `nvme-mpt leases label {path} {name}` \
+                     labels it, once"
+                );
+                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+            }
+        }
+        let shared = Arc::get_mut(&mut self.shared);
+        let shared = shared.ok_or_else(|| io::Error::other("the drive has leases already"))?;
+        if let (Some(_), Some(place)) = (name, place) {
+            shared.bytes = place;
+            shared.is_named = true;
+        }
+        shared.label = label;
+        Ok(self)
     }
 
     /// Locks ranges of the drive against others who lock what they use.
@@ -198,11 +242,24 @@ impl FileStore {
 
 impl Medium for FileStore {
     fn identity(&self) -> String {
-        self.shared.origin.identity()
+        let below = self.shared.origin.identity();
+        match &self.shared.label {
+            Some(label) if self.shared.is_named => label.identity(&below, self.shared.bytes),
+            _ => below,
+        }
     }
 
     fn formerly(&self) -> Option<String> {
-        self.shared.origin.formerly().map(str::to_owned)
+        match self.shared.is_named {
+            // It was given its label while it had this name.
+            true => Some(self.shared.origin.identity()),
+            false => self.shared.origin.formerly().map(str::to_owned),
+        }
+    }
+
+    fn label(&self) -> Option<(&DriveLabel, bool)> {
+        let label = self.shared.label.as_ref()?;
+        Some((label, self.shared.is_named))
     }
 
     fn model(&self) -> &'static str {

@@ -23,8 +23,10 @@ use super::room::{Room, room};
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
 use super::terms::LeaseTerms;
+use crate::drive::DriveLabel;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::system::{process_id, random};
+use crate::origin::extent;
 use crate::range::{ByteRange, Bytes, LbaRange};
 use crate::spec::ids::{Lba, Nsid};
 
@@ -270,6 +272,17 @@ impl Ledger {
         Ok(self.change(name)?)
     }
 
+    /// Returns the labels of drives with leases or data.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn labels(&self) -> Result<Vec<DriveLabel>, LeaseError> {
+        match &*self.0 {
+            Book::Folder { folder, .. } => Ok(folder.read()?.labels()),
+            Book::Process { records, .. } => Ok(lock(records).labels()),
+        }
+    }
+
     /// Returns whether no id has or had a byte of a range of a drive.
     ///
     /// # Errors
@@ -326,17 +339,30 @@ impl Ledger {
         Ok(changed)
     }
 
+    /// Checks that no process holds a lease of a drive.
+    ///
+    /// # Errors
+    /// One does, or the ledger's file cannot be used.
+    pub fn check_idle(&self, drive: &str) -> Result<(), LeaseError> {
+        let bases = extent::bases(drive);
+        let held = |entry: &LeaseEntry| {
+            let of = extent::bases(&entry.drive);
+            entry.state != LeaseState::Stale && of.iter().any(|base| bases.contains(base))
+        };
+        match self.list()?.into_iter().find(held) {
+            None => Ok(()),
+            Some(other) => Err(LeaseError::InUse {
+                other: Box::new(other),
+            }),
+        }
+    }
+
     /// As [`Self::carry_over`], by the word of an operator alone.
     ///
     /// # Errors
     /// A process holds a lease of the drive `from`, leases or data are on both, or the ledger's file cannot be used.
     pub fn carry_over_by_hand(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
-        let held = |entry: &LeaseEntry| entry.drive == from && entry.state != LeaseState::Stale;
-        if let Some(other) = self.list()?.into_iter().find(held) {
-            return Err(LeaseError::InUse {
-                other: Box::new(other),
-            });
-        }
+        self.check_idle(from)?;
         let known = match &*self.0 {
             Book::Folder { folder, .. } => folder.read()?.drives_known(from, to),
             Book::Process { records, .. } => lock(records).drives_known(from, to),

@@ -1,0 +1,177 @@
+//! Labels: the name that an operator gives a drive which has none of its own, written on the drive.
+//!
+//! A label lies in the last MiB of the drive, which no lease has once the drive is used by its label. Its UUID, which no guest
+//! sees, is part of the name that the ledger knows: a label that a guest writes to a drive of its own names no other drive.
+
+use std::fmt;
+use std::str::FromStr;
+
+use uuid::{Builder, Uuid};
+
+use crate::memory::system::random;
+use crate::origin::extent;
+
+/// Bytes at the end of a drive that belong to its label.
+const ROOM: u64 = 1 << 20;
+
+/// Bytes of a label: a block of every drive.
+pub const LABEL_BYTES: usize = 4096;
+
+/// First and last line.
+const HEAD: &str = "nvme-mpt drive label 1";
+const END: &str = "end";
+
+/// Longest name.
+const NAME_MAX: usize = 64;
+
+/// Name that an operator gives a drive.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct DriveName(String);
+
+impl FromStr for DriveName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let is_in_names = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        match (1..=NAME_MAX).contains(&text.len()) && text.bytes().all(is_in_names) {
+            true => Ok(Self(text.to_owned())),
+            false => Err(format!(
+                "The name of a drive has 1 to {NAME_MAX} letters, digits, \".\", \"_\" and \"-\""
+            )),
+        }
+    }
+}
+
+impl fmt::Display for DriveName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Label of a drive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriveLabel {
+    /// Name that the operator gave.
+    pub name: DriveName,
+    /// Tells it from labels of the same name.
+    uuid: Uuid,
+}
+
+impl DriveLabel {
+    /// A new label.
+    #[must_use]
+    pub fn new(name: DriveName) -> Self {
+        let random = u128::from(random()) << 64 | u128::from(random());
+        Self {
+            name,
+            uuid: Builder::from_random_bytes(random.to_be_bytes()).into_uuid(),
+        }
+    }
+
+    /// Returns where the label of a drive of `bytes` lies, and ends what leases may have; `None` for one without room.
+    #[must_use]
+    pub fn place(bytes: u64) -> Option<u64> {
+        let place = bytes.checked_sub(ROOM)?;
+        let place = place - place % LABEL_BYTES as u64;
+        (place >= ROOM).then_some(place)
+    }
+
+    /// Reads a label.
+    #[must_use]
+    pub fn read(block: &[u8]) -> Option<Self> {
+        let text = std::str::from_utf8(block).ok()?;
+        let (text, rest) = text.split_once('\0')?;
+        let mut lines = text.lines();
+        let is_head = lines.next()? == HEAD;
+        let name = lines.next()?.strip_prefix("name ")?.parse().ok()?;
+        let uuid = lines.next()?.strip_prefix("uuid ")?.parse().ok()?;
+        let is_end = lines.next()? == END && lines.next().is_none();
+        let is_all = is_head && is_end && rest.bytes().all(|byte| byte == 0);
+        is_all.then_some(Self { name, uuid })
+    }
+
+    /// Returns the block that it is written as.
+    #[must_use]
+    pub fn block(&self) -> Vec<u8> {
+        let Self { name, uuid } = self;
+        let mut block = format!("{HEAD}\nname {name}\nuuid {uuid}\n{END}\n").into_bytes();
+        block.resize(LABEL_BYTES, 0);
+        block
+    }
+
+    /// Returns the name by which the ledger knows the drive.
+    #[must_use]
+    pub fn base(&self) -> String {
+        extent::base(extent::NAMED, &format!("{}/{}", self.name, self.uuid))
+    }
+
+    /// Reads the label that a [base](Self::base) was made of.
+    #[must_use]
+    pub fn of_base(base: &str) -> Option<Self> {
+        let (kind, name) = base.split_once(':')?;
+        let (name, uuid) = name.split_once('/')?;
+        let label = Self {
+            name: name.parse().ok()?,
+            uuid: uuid.parse().ok()?,
+        };
+        (kind == extent::NAMED).then_some(label)
+    }
+
+    /// Returns the identity of the drive: the label over the bytes that the identity `of` names, as far as leases may have them.
+    #[must_use]
+    pub fn identity(&self, of: &str, bytes: u64) -> String {
+        extent::over(&self.base(), of, bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_is_read_as_it_was_written() {
+        let label = DriveLabel::new("pool-1".parse().unwrap());
+        let block = label.block();
+        assert_eq!(block.len(), LABEL_BYTES);
+        assert_eq!(DriveLabel::read(&block), Some(label.clone()));
+        assert_eq!(DriveLabel::of_base(&label.base()), Some(label.clone()));
+        assert_ne!(DriveLabel::new(label.name.clone()), label);
+        for at in [0, 25, 60, LABEL_BYTES - 1] {
+            let mut torn = block.clone();
+            torn[at] ^= 0x20;
+            assert_ne!(DriveLabel::read(&torn), Some(label.clone()), "{at}");
+        }
+        assert_eq!(DriveLabel::read(&[0; LABEL_BYTES]), None);
+        for name in ["", "a b", "a/b", "a,b", "\u{e4}"] {
+            name.parse::<DriveName>().unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_label_lies_in_the_last_mebibyte() {
+        assert_eq!(DriveLabel::place(64 << 20), Some(63 << 20));
+        assert_eq!(DriveLabel::place((64 << 20) + 512), Some(63 << 20));
+        assert_eq!(DriveLabel::place(2 << 20), Some(1 << 20));
+        assert_eq!(DriveLabel::place((2 << 20) - 512), None);
+        assert_eq!(DriveLabel::place(0), None);
+    }
+
+    #[test]
+    fn a_labelled_drive_overlaps_what_it_lies_on() {
+        let label = DriveLabel::new("a".parse().unwrap());
+        let identity = label.identity("1048576+4194304 of disk:d", 1 << 20);
+        let range = "0+4K".parse().unwrap();
+        let on = |drive, range: &str| extent::Stretch {
+            drive,
+            range: range.parse().unwrap(),
+        };
+        let ours = extent::Stretch {
+            drive: &identity,
+            range,
+        };
+        assert!(extent::overlap(ours, on("disk:d", "1M+4K")));
+        assert!(!extent::overlap(ours, on("disk:d", "0+1M")));
+        assert_eq!(extent::bases(&identity), [label.base()]);
+        assert_eq!(extent::boot_of(&label.base()), None);
+    }
+}

@@ -1080,7 +1080,7 @@ fn a_function_that_brings_the_server_down_twice_is_set_aside() {
     let connect = |socket: &str| Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true);
     let set_aside = |listed: &str| {
         let lines = listed.lines().filter(|line| line.contains("set aside"));
-        let ids = lines.map(|line| line.split_whitespace().next().unwrap().to_owned());
+        let ids = lines.map(|line| line.split(':').next().unwrap().to_owned());
         ids.collect::<Vec<_>>()
     };
     // Servers end meanwhile.

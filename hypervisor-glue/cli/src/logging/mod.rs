@@ -1,6 +1,6 @@
 //! The log: to standard error, or to systemd's journal with fields. Its filter can be changed at run time.
 //!
-//! A process that serves guests writes it on a thread of its own ([`wait_for_a_thread`]), as its reader may stand still.
+//! A process that serves guests writes it on a thread of its own (`wait_for_a_thread`), as its reader may stand still.
 
 mod budget;
 mod fields;

@@ -207,10 +207,13 @@ impl Directory {
         });
         step("written", self, &temporary);
         let replaced = id.and_then(|id| {
-            let renamed = fs::renameat(self.fd(), &temporary, self.fd(), name);
-            renamed
-                .map(|()| id)
-                .map_err(PathError::io("replace", &path))
+            // renameat(2) is none of the system calls that a VMM's sandbox lets it make.
+            let renamed = std::fs::rename(self.entry_path(&temporary), self.entry_path(name));
+            renamed.map(|()| id).map_err(|source| PathError::Io {
+                action: "replace",
+                path: path.clone(),
+                source,
+            })
         });
         if replaced.is_err() {
             let _ = fs::unlinkat(self.fd(), &temporary, AtFlags::empty());

@@ -5,12 +5,12 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{self, AtFlags, FileType, Mode, OFlags, Stat, StatVfsMountFlags};
 use rustix::io::Errno;
-use rustix::process::geteuid;
+
+use nvme_mpt_memory::system::process_user;
 
 use crate::PathError;
 
@@ -113,7 +113,7 @@ pub struct Entry {
 
 /// Returns whether a user is one to whom this process owes its files.
 pub(crate) fn is_trusted(user: u32) -> bool {
-    user == 0 || user == geteuid().as_raw() || fs::stat("/").is_ok_and(|root| root.st_uid == user)
+    user == 0 || user == process_user() || fs::stat("/").is_ok_and(|root| root.st_uid == user)
 }
 
 /// Returns whether another user than the owner may write what is open. Nobody writes by a mount that is read-only, as
@@ -124,7 +124,7 @@ pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &Status) -> bool {
 }
 
 fn others_may_write(stat: &Status) -> bool {
-    let user = geteuid().as_raw();
+    let user = process_user();
     // A group of the owner's number has the owner alone in it. Many distributions have new users make files with it.
     let own_group = user != 0 && stat.owner == user && stat.group == user;
     let group = if own_group { 0 } else { 0o020 };
@@ -217,8 +217,13 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> 
             if links > LINKS_MAX {
                 return Err(failed("follow")(Errno::LOOP));
             }
-            let target = fs::readlinkat(&next, "", Vec::new()).map_err(failed("read the link"))?;
-            let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+            // readlinkat(2) is none of the system calls that a VMM's sandbox lets it make. Nobody else can replace the link.
+            let target = std::fs::read_link(by_descriptor(here.descriptor.as_fd()).join(&name));
+            let target = target.map_err(|source| PathError::Io {
+                action: "read the link",
+                path: next_path.clone(),
+                source,
+            })?;
             if target.is_absolute() {
                 let (descriptor, stat) = root()?;
                 here.descriptor = descriptor;

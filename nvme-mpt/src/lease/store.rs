@@ -438,9 +438,12 @@ pub const SERVER_SOCKETS: &str = "servers";
 /// See [`PrivateError`].
 pub fn make_state_folder(path: &Path) -> Result<(), PrivateError> {
     let starts = [LEDGER, LOCK, HOLDERS, CONTROL_SOCKET, SERVER_SOCKETS];
-    // A server that is about to make a socket, and a crash, leave files under longer names.
+    // A server that is about to make a socket or a file, and a crash, leave files under longer names, also with a dot before.
+    let hidden = [".vfio-user.", ".nvme-mpt."];
     make_folder(path, |name| {
-        starts.iter().any(|start| name.starts_with(start))
+        let shown = name.strip_prefix('.').unwrap_or(name);
+        starts.iter().any(|start| shown.starts_with(start))
+            || hidden.iter().any(|start| name.starts_with(start))
     })
 }
 

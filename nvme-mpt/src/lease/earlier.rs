@@ -118,7 +118,7 @@ impl Records {
         let ours = extent::bases(request.drive);
         let own = ours.iter().find_map(|base| extent::boot_of(base));
         let boot = own.map_or_else(boot, str::to_owned);
-        let is_known = ours.iter().any(|base| match extent::boot_of(base) {
+        let is_known = ours.iter().all(|base| match extent::boot_of(base) {
             Some(_) => self.has_all(request),
             None => self.knows_base(base),
         });

@@ -468,9 +468,10 @@ impl Attachment {
 
     /// As [`Self::flush`], until `deadline`. One that was waited for in vain is waited for again, if it still covers all.
     fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
-        let mut late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
         // A command counts a moment after its guest sees it completed, and none is on its way without queues.
         let has_queues = !self.queues().cqs.is_empty();
+        // After the queues, which are not to be locked meanwhile: a pause locks this while it has them.
+        let mut late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
         let commands = HostSide::commands(self);
         let covers_all = |flush: &LateFlush| !has_queues && flush.commands == commands;
         let result = match late.take().filter(covers_all) {

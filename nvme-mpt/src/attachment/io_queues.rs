@@ -19,8 +19,8 @@ use crate::host::ListMemory;
 use crate::host::SharedPair;
 use crate::interrupt::{InterruptGate, InterruptVector};
 use crate::memory::sync::MutexGuard;
-use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError};
-use crate::poller::{Neighbours, Poller};
+use crate::memory::sync::mpsc::RecvTimeoutError;
+use crate::poller::{LeavingQueue, Neighbours, Poller};
 use crate::seam::state::slots_of;
 use crate::seam::{CompletionQueueState, CqConfig, QueueError, SqConfig};
 use crate::shadow::{
@@ -45,7 +45,7 @@ pub(super) struct QueueEntry {
     /// The shadow queue itself, while it rests.
     pub(super) parked: Option<Box<ShadowQueue>>,
     /// The shadow queue on its way here. It takes no commands, and arrives once the last one in flight has ended.
-    leaving: Option<Receiver<Box<ShadowQueue>>>,
+    leaving: Option<LeavingQueue>,
     /// It is deleted once it arrives: its commands begin no further step.
     ends: bool,
     /// A deadline passed while its commands in flight were waited for.
@@ -103,8 +103,7 @@ impl QueueEntry {
         }
         if let Some(leaving) = self.leaving.take() {
             self.poller.stay(self.id);
-            // Its poller answers at its next pass. Without an answer the queue stays where it is.
-            if let Ok(queue) = leaving.recv() {
+            if let Some(queue) = leaving.stay() {
                 self.park(queue);
             }
         }

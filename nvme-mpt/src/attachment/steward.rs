@@ -6,13 +6,12 @@ use std::sync::{Arc, Weak};
 
 use super::holding::Holding;
 use crate::memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
-use crate::poller::{Poller, Threads};
-use crate::shadow::ShadowQueue;
+use crate::poller::{LeavingQueue, Poller, Threads};
 
 /// A shadow queue on its way from its poller, which hands it over once nothing of it is in flight.
 #[derive(Debug)]
 pub(super) struct Leaving {
-    pub(super) queue: Receiver<Box<ShadowQueue>>,
+    pub(super) queue: LeavingQueue,
     /// It runs the queue until then.
     pub(super) poller: Arc<Poller>,
 }

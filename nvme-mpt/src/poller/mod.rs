@@ -22,4 +22,4 @@ pub(crate) use beside::Neighbours;
 pub use placement::Pollers;
 pub use policy::{Placement, PollPolicy, Processors, Spin};
 pub use threads::{Threads, Work, run_beside, start_thread};
-pub(crate) use worker::{DoorbellWatch, Poller};
+pub(crate) use worker::{DoorbellWatch, LeavingQueue, Poller};

@@ -5,6 +5,7 @@
 //! so.
 
 use std::io;
+use std::ops::Deref;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -83,12 +84,48 @@ enum Departure {
     Ends,
 }
 
+/// A shadow queue on its way from its poller.
+#[derive(Debug)]
+pub(crate) struct LeavingQueue {
+    queue: Receiver<Box<ShadowQueue>>,
+    is_decided: Arc<AtomicBool>,
+}
+
+impl LeavingQueue {
+    /// Decides that it stays with its poller, which has been [told](Poller::stay). Returns the queue if it has left already.
+    ///
+    /// Does not wait for the poller's next pass, which may take as long as a function keeps the thread in the kernel.
+    pub(crate) fn stay(self) -> Option<Box<ShadowQueue>> {
+        match self.is_decided.swap(true, Ordering::AcqRel) {
+            false => None,
+            // It was sent, or its poller is about to send it.
+            true => self.queue.recv().ok(),
+        }
+    }
+}
+
+impl Deref for LeavingQueue {
+    type Target = Receiver<Box<ShadowQueue>>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.queue
+    }
+}
+
+/// Whoever asked for a queue.
+#[derive(Clone)]
+struct Requester {
+    reply: SyncSender<Box<ShadowQueue>>,
+    /// True once the poller hands the queue back, or the requester has it stay: the first of both decides.
+    is_decided: Arc<AtomicBool>,
+}
+
 enum Mail {
     Add(Box<ShadowQueue>),
-    Remove(u64, Departure, SyncSender<Box<ShadowQueue>>),
+    Remove(u64, Departure, Requester),
     /// A queue that is to leave is deleted: its commands begin no further step.
     CutShort(u64),
-    /// A queue that is to leave stays. Its requester finds the channel closed.
+    /// A queue that is to leave stays. Its requester says so to [`LeavingQueue`] as well, and has the queue if it left before.
     Stay(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
@@ -247,8 +284,8 @@ impl Poller {
             .into_iter()
             .partition(|(id, _)| is_its(*id));
         polled.leaving = others;
-        for (id, reply) in its {
-            poller.send(Mail::Remove(id, Departure::Drains, reply));
+        for (id, requester) in its {
+            poller.send(Mail::Remove(id, Departure::Drains, requester));
         }
         polled.apart.push(Apart {
             function: function.function,
@@ -287,19 +324,24 @@ impl Poller {
 
     /// Takes a shadow queue back. It takes no more commands from now on, and arrives when the
     /// host controller has none of its commands any more.
-    pub(crate) fn remove(&self, id: u64) -> Receiver<Box<ShadowQueue>> {
+    pub(crate) fn remove(&self, id: u64) -> LeavingQueue {
         self.let_leave(id, Departure::Drains)
     }
 
     /// As [`Self::remove`], for a queue that is to be deleted: its commands begin no further step.
-    pub(crate) fn end(&self, id: u64) -> Receiver<Box<ShadowQueue>> {
+    pub(crate) fn end(&self, id: u64) -> LeavingQueue {
         self.let_leave(id, Departure::Ends)
     }
 
-    fn let_leave(&self, id: u64, departure: Departure) -> Receiver<Box<ShadowQueue>> {
-        let (sender, receiver) = sync_channel(1);
-        self.send(Mail::Remove(id, departure, sender));
-        receiver
+    fn let_leave(&self, id: u64, departure: Departure) -> LeavingQueue {
+        let (reply, queue) = sync_channel(1);
+        let is_decided = Arc::new(AtomicBool::new(false));
+        let requester = Requester {
+            reply,
+            is_decided: is_decided.clone(),
+        };
+        self.send(Mail::Remove(id, departure, requester));
+        LeavingQueue { queue, is_decided }
     }
 
     /// Has the commands of a queue that is to leave begin no further step, as [`Self::end`] does.
@@ -307,8 +349,7 @@ impl Poller {
         self.send(Mail::CutShort(id));
     }
 
-    /// Has a queue go on that is to leave. The receiver of [`Self::remove`] has the queue if it left before, and is closed
-    /// otherwise.
+    /// Has a queue go on that is to leave. [`LeavingQueue::stay`] follows, which has the queue if it left before.
     pub(crate) fn stay(&self, id: u64) {
         self.send(Mail::Stay(id));
     }
@@ -422,7 +463,7 @@ struct Apart {
 pub(super) struct PolledFunctions {
     functions: Vec<Function>,
     /// Queues to hand back once nothing of theirs is in flight.
-    leaving: Vec<(u64, SyncSender<Box<ShadowQueue>>)>,
+    leaving: Vec<(u64, Requester)>,
     apart: Vec<Apart>,
 }
 
@@ -973,7 +1014,7 @@ impl Worker {
                     }
                     None => self.take_in(queue),
                 },
-                Mail::Remove(id, departure, reply) => match self.polled.queue(id) {
+                Mail::Remove(id, departure, requester) => match self.polled.queue(id) {
                     Some(queue) => {
                         queue.stop();
                         if departure == Departure::Ends {
@@ -981,11 +1022,11 @@ impl Worker {
                         }
                         // An earlier requester has given up waiting.
                         self.polled.leaving.retain(|(other, _)| *other != id);
-                        self.polled.leaving.push((id, reply));
+                        self.polled.leaving.push((id, requester));
                     }
                     None => {
                         for Apart { poller, .. } in &self.polled.apart {
-                            poller.send(Mail::Remove(id, departure, reply.clone()));
+                            poller.send(Mail::Remove(id, departure, requester.clone()));
                         }
                     }
                 },
@@ -1056,7 +1097,7 @@ impl Worker {
             shared,
             ..
         } = self;
-        leaving.retain(|(id, reply)| {
+        leaving.retain(|(id, requester)| {
             let found = functions.iter_mut().find_map(|function| {
                 let queues = &function.members.queues;
                 let index = queues.iter().position(|queue| queue.id() == *id)?;
@@ -1068,6 +1109,11 @@ impl Worker {
             if !function.members.queues[index].is_drained() {
                 return true;
             }
+            if requester.is_decided.swap(true, Ordering::AcqRel) {
+                // It stays, as the mail will say.
+                function.members.queues[index].resume();
+                return false;
+            }
             let queue = function.members.queues.swap_remove(index);
             function.ids.retain(|(other, _)| other != id);
             shared.queues.fetch_sub(1, Ordering::Relaxed);
@@ -1075,7 +1121,7 @@ impl Worker {
                 sleeper.unwatch(fd);
             }
             // A requester that is gone needs the queue no more, which then ends here.
-            let _ = reply.send(queue);
+            let _ = requester.reply.send(queue);
             false
         });
         self.follow_change();

@@ -133,6 +133,10 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
     await_completion(&pollers, &slow, 0);
     slow.submit_read([0x8000, 0]);
     began.recv().expect("its turn");
+    // It is to leave, and to stay after all. Nothing waits for its thread, which is in the queue's turn.
+    let leaves = poller.remove(id);
+    poller.stay(id);
+    assert!(leaves.stay().is_none());
     let leaves = poller.remove(id);
     end.send(()).expect("it waits");
     let queue = leaves.recv().expect("it is drained");

@@ -33,8 +33,12 @@ use crate::poller::start_thread;
 /// Time of a signal from which on it is slow. One to a vCPU in a virtual machine takes some microseconds.
 const SLOW: Duration = Duration::from_micros(50);
 
-/// Signals whose processor time is measured after one that may have been slow.
+/// Signals whose processor time is measured after the first one that may have been slow. The number doubles each time, as a
+/// client can have one signal be slow as soon as its signals are measured no more.
 const SUSPECTED: u32 = 16;
+
+/// Most times that [`SUSPECTED`] doubles.
+const DOUBLINGS_MAX: u32 = 16;
 
 /// Quick signals after which a client leaves its thread for the first time.
 const QUICK: u32 = 64;
@@ -71,6 +75,8 @@ struct Manner {
     way: AtomicU8,
     /// Signals that are still measured by processor time.
     suspected: AtomicU32,
+    /// Signals that may have been slow while none was measured.
+    suspicions: AtomicU32,
     /// Writes are made, as the client is trusted and none had to wait.
     writes: AtomicBool,
     notifier: OnceLock<Arc<Notifier>>,
@@ -97,6 +103,7 @@ impl ClientSignals {
                 name: name.to_owned(),
                 way: AtomicU8::new(DIRECT),
                 suspected: AtomicU32::new(0),
+                suspicions: AtomicU32::new(0),
                 writes: AtomicBool::new(true),
                 notifier: OnceLock::new(),
                 returns: AtomicU32::new(0),
@@ -240,11 +247,15 @@ impl Manner {
                 );
                 self.way.store(THREAD, Ordering::Relaxed);
             }
-            _ if ticks > self.slow_ticks => {
-                self.suspected.store(SUSPECTED, Ordering::Relaxed);
+            None => {
+                let doublings = self.suspicions.fetch_add(1, Ordering::Relaxed);
+                let signals = SUSPECTED << doublings.min(DOUBLINGS_MAX);
+                self.suspected.store(signals, Ordering::Relaxed);
                 self.change_way(DIRECT, SUSPECT);
             }
-            _ => {
+            // The thread lost its processor.
+            Some(_) if ticks > self.slow_ticks => {}
+            Some(_) => {
                 let left = self.suspected.load(Ordering::Relaxed).saturating_sub(1);
                 self.suspected.store(left, Ordering::Relaxed);
                 if left == 0 {
@@ -468,6 +479,13 @@ mod tests {
             signal: |manner| match manner.way.load(Ordering::Relaxed) {
                 THREAD => (WRITE, false),
                 _ => (10_000_000, false),
+            },
+        },
+        Attacker {
+            name: "one of its eventfds is watched, and signalled whenever signals are not measured",
+            signal: |manner| match manner.way.load(Ordering::Relaxed) {
+                DIRECT => (10_000_000, false),
+                _ => (WRITE, false),
             },
         },
     ];

@@ -24,7 +24,7 @@ use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
-use crate::memory::processors::{ThreadId, are_virtual};
+use crate::memory::processors::{ThreadId, are_virtual, own_processors, run_on};
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -671,6 +671,8 @@ impl Worker {
         let (spin, learning) = (self.shared.spin, self.shared.learning);
         self.seat.sit_down(ThreadId::of_this_thread());
         let processor = self.shared.cpu;
+        // Where it runs if it loses its place.
+        let anywhere = processor.and_then(|_| own_processors().ok());
         let mut pinning = processor.map(|cpu| Pinning::begin(cpu, &self.shared.name));
         let rate = Rate::of_this_machine();
         let early = spin.spins_before_due();
@@ -705,9 +707,14 @@ impl Worker {
                     beside.follow(now, &self.shared.name);
                 }
                 // A function that has the thread for itself has no claim to the processor of the others.
-                if let Some(pinning) = &mut pinning
-                    && !self.is_apart
+                if self.is_apart
+                    && pinning.take().is_some()
+                    && let Some(all) = &anywhere
                 {
+                    // It stays where it is, else.
+                    let _ = run_on(all);
+                }
+                if let Some(pinning) = &mut pinning {
                     pinning.follow(now, &self.shared.name);
                 }
                 settles_at = Ticks(now.0.saturating_add(period));
@@ -744,6 +751,11 @@ impl Worker {
             // One that follows a vCPU has to look where that is.
             let has_nothing =
                 self.has_no_queues() && self.has_no_watches() && self.beside.is_none();
+            // Nor does it take a processor for good.
+            let spin = match self.is_apart {
+                true if spin == Spin::Busy => Spin::Adaptive,
+                _ => spin,
+            };
             let parks = has_nothing
                 || spin
                     .patience(patience)

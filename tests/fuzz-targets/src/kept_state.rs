@@ -415,6 +415,7 @@ fn change(input: &mut Input<'_>, state: &mut Value, files: &Files) {
 fn still(function: &NvmeFunction) -> Value {
     let mut state = serde_json::to_value(function.control_state()).expect("JSON");
     state["admin"]["features"]["timestamp"].take();
+    state["stored_at"].take();
     state
 }
 

@@ -17,8 +17,10 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
+use nvme_mpt::memory::clock;
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::shadow::ShadowQueue;
 use nvme_mpt::spec::ids::QueueId;
@@ -110,6 +112,10 @@ enum Kind {
 
 /// Most times that a command is looked after: one that resets all zones takes a turn for each.
 const TURNS: usize = 64;
+
+/// Most pauses after these: a mark of unreadable blocks waits until a thread has stored it.
+const PAUSES: usize = 10_000;
+const PAUSE: Duration = Duration::from_millis(1);
 
 thread_local! {
     static FIXTURES: RefCell<BTreeMap<(u32, Kind), Fixture>> =
@@ -211,8 +217,11 @@ impl Lane {
             .ring_doorbell(Doorbell::SqTail(QUEUE), self.tail);
         let shadow = self.shadow.as_mut().expect("between begin and end");
         assert!(shadow.poll(), "the command was not taken: {command:x?}");
-        for _ in 0..TURNS {
+        for turn in 0..TURNS + PAUSES {
             if completed(&self.attachment) == before {
+                if turn >= TURNS {
+                    clock::sleep(PAUSE);
+                }
                 shadow.poll();
             }
         }

@@ -508,11 +508,12 @@ impl NvmeFunction {
         Deadline::after(&self.clock, ACCESS_DEADLINE)
     }
 
-    /// Resets the function as power-on does. Commands in flight that do not end within a second use the guest's memory
-    /// until they have ended, and `CSTS.RDY` is set until then. The VMM's connections and mappings stay.
+    /// Resets the function as power-on does. No processor of the guest waits for it, so it waits for commands in flight for up to
+    /// 30 s: a guest that boots uses memory without a look at the controller. Commands that have not ended by then use the
+    /// guest's memory until they have, and `CSTS.RDY` is set until then. The VMM's connections and mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
-        let moves = self.reset_by(&self.access_deadline());
+        let moves = self.reset_by(&self.deadline());
         self.resets.vmm += 1;
         moves
     }

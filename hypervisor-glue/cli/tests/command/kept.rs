@@ -1193,9 +1193,8 @@ fn a_function_that_the_next_server_does_not_take_up_is_offered_anew() {
 #[test]
 fn a_server_that_was_brought_down_once_goes_on_with_all() {
     let bench = Bench::new();
-    // The next server counts commands anew, and the third one is its first.
-    let plan =
-        "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\nafter = 2\n";
+    // The next server knows that it has struck.
+    let plan = "[[fault]]\nkind = \"crash\"\noperations = [\"read\"]\nrange = \"32M+4K\"\nafter = 2\ncount = 1\n";
     fs::write(bench.path("crash.toml"), plan).unwrap();
     let function = "path=drive.img,range=32M+16M,socket=b.sock,id=b,faults=crash.toml";
     let kept = Kept::start_as(&bench, &["--delay", "0"], &[function]);

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::address::Gpa;
-use crate::interrupt::{ClientEventFd, ClientSignals};
+use crate::interrupt::{ClientEventFd, ClientSignals, EventReader};
 use crate::memory::eventfd;
 use crate::memory::sync::Mutex;
 use crate::spec::ids::{CommandId, Nsid, QueueId};
@@ -116,15 +116,6 @@ pub struct ErrorEntry {
     pub nsid: Nsid,
     /// Parameter Error Location: byte (bits 7:0) and bit (bits 10:8) of the command, or FFFFh.
     pub parameter_location: u16,
-}
-
-/// Process other than this one that reads the eventfd of an [`EventQueue`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EventReader {
-    /// It can do to this process what it likes, as [`is_trusted`](crate::memory::system::is_trusted) has it.
-    Trusted,
-    /// It is another user's.
-    Untrusted,
 }
 
 /// Events on their way to the guest controller's control thread.

@@ -81,11 +81,9 @@ pub use dma::{
 };
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};
 pub use drive::{Drive, DriveError};
-pub use event::{
-    DriveEvent, ErrorEntry, Event, EventQueue, EventReader, HostSideEvent, QueueFailure,
-};
+pub use event::{DriveEvent, ErrorEntry, Event, EventQueue, HostSideEvent, QueueFailure};
 pub use host::Limits;
-pub use interrupt::InterruptVector;
+pub use interrupt::{EventReader, InterruptVector};
 pub use learn::Learning;
 pub use poller::{PollPolicy, Pollers};
 pub use seam::{

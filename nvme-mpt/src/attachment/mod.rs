@@ -576,6 +576,9 @@ impl Drop for Attachment {
     fn drop(&mut self) {
         self.unwatch(&mut self.queues());
         let overdue = self.end_queues();
+        if overdue.is_empty() {
+            self.steward.store_no_more();
+        }
         // A share that is not the attachment's is that of a queue, or of a flush.
         if Arc::strong_count(&self.holding) > 1 {
             let id = self.lease().id();

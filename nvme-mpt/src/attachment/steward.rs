@@ -2,9 +2,10 @@
 //! that commands wait for, and queues whose commands do not end.
 
 use std::io;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 use super::holding::Holding;
+use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use crate::poller::{LeavingQueue, Poller, Threads};
 
@@ -24,45 +25,63 @@ enum Task {
 
 /// A handle to the steward, which ends when this is dropped and its tasks are done.
 #[derive(Debug)]
-pub(super) struct Steward(Sender<Task>);
+pub(super) struct Steward {
+    tasks: Sender<Task>,
+    /// Whether marks are stored. Its lock is held while they are.
+    stores_marks: Arc<Mutex<bool>>,
+}
 
 impl Steward {
     pub(super) fn start(threads: &Threads) -> io::Result<Self> {
         let (sender, tasks) = channel();
+        let stores_marks = Arc::new(Mutex::new(true));
+        let may_store = stores_marks.clone();
         let work = move || {
             while let Ok(task) = tasks.recv() {
-                carry_out(task);
+                carry_out(task, &may_store);
             }
         };
         // Nobody waits for its end: a drive that never answers would keep it for ever.
         drop(threads.spawn("nvme-steward", Box::new(work))?);
-        Ok(Self(sender))
+        Ok(Self {
+            tasks: sender,
+            stores_marks,
+        })
     }
 
     /// Has the drive flushed. The result arrives when the drive is done.
     pub(super) fn flush(&self, holding: Arc<Holding>) -> Receiver<io::Result<()>> {
         let (reply, result) = sync_channel(1);
         // Without a steward the reply is dropped, which the receiver tells.
-        let _ = self.0.send(Task::Flush(holding, reply));
+        let _ = self.tasks.send(Task::Flush(holding, reply));
         result
     }
 
     /// Returns a request to store the unreadable blocks of a lease, which waits for nothing.
     pub(super) fn storing_marks(&self, holding: &Arc<Holding>) -> Box<dyn Fn() + Send + Sync> {
         // The drive has the request, and is among what is held.
-        let (sender, holding) = (self.0.clone(), Arc::downgrade(holding));
+        let (sender, holding) = (self.tasks.clone(), Arc::downgrade(holding));
         // Without a steward, commands wait until their queue ends.
         Box::new(move || drop(sender.send(Task::StoreMarks(holding.clone()))))
+    }
+
+    /// Ends the storing of marks, once no command waits for it. The steward then has no share of the lease for it, so that
+    /// the lease ends with its attachment.
+    pub(super) fn store_no_more(&self) {
+        *self
+            .stores_marks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = false;
     }
 
     /// Keeps queues until the last of their commands has ended. Pollers do not end them, because a lease
     /// is given back in a file.
     pub(super) fn outlive(&self, queues: Vec<Leaving>) {
-        let _ = self.0.send(Task::Outlive(queues));
+        let _ = self.tasks.send(Task::Outlive(queues));
     }
 }
 
-fn carry_out(task: Task) {
+fn carry_out(task: Task, stores_marks: &Mutex<bool>) {
     match task {
         Task::Flush(holding, reply) => {
             let result = holding.flush();
@@ -72,7 +91,10 @@ fn carry_out(task: Task) {
             let _ = reply.send(result);
         }
         Task::StoreMarks(holding) => {
-            if let Some(holding) = holding.upgrade() {
+            let stores_marks = stores_marks.lock();
+            if *stores_marks.unwrap_or_else(PoisonError::into_inner)
+                && let Some(holding) = holding.upgrade()
+            {
                 holding.store_marks();
             }
         }

@@ -22,7 +22,6 @@ use std::time::Duration;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::clock::{self, Ticks, ticks_in};
-use crate::event::EventReader;
 use crate::memory::notifier::Notifier;
 use crate::memory::processors::{ThreadId, own_processors, run_on};
 use crate::memory::sync::Mutex;
@@ -62,6 +61,15 @@ static BLOCKED: AtomicU32 = AtomicU32::new(0);
 const DIRECT: u8 = 0;
 const SUSPECT: u8 = 1;
 const THREAD: u8 = 2;
+
+/// Process other than this one that reads an eventfd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventReader {
+    /// It can do to this process what it likes, as [`is_trusted`](crate::memory::system::is_trusted) has it.
+    Trusted,
+    /// It is another user's.
+    Untrusted,
+}
 
 /// Signals to the eventfds of one client.
 #[derive(Debug)]

@@ -29,7 +29,7 @@ pub const fn vectors_of(queue_pairs: u16) -> u16 {
     }
 }
 
-pub use client::{ClientEventFd, ClientSignals};
+pub use client::{ClientEventFd, ClientSignals, EventReader};
 pub(crate) use gate::{InterruptGate, Standing};
 
 /// The same vector in the process that raises it for I/O queues, if that is another one.

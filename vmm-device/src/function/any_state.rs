@@ -384,7 +384,7 @@ impl Machine {
             before.registers = after.registers;
         }
         // Time goes on meanwhile, and the guest's clock with it.
-        before.stored_at = after.stored_at;
+        before.admin.powered_seconds = after.admin.powered_seconds;
         before.admin.features.timestamp = after.admin.features.timestamp;
         // Each vector is raised.
         before.msix.pending = Vec::new();
@@ -413,6 +413,7 @@ impl Machine {
         if before.registers.is_being_disabled() {
             before.registers = after.registers;
         }
+        before.admin.powered_seconds = after.admin.powered_seconds;
         before.admin.features.timestamp = after.admin.features.timestamp;
         // What was not consumed is told of once more.
         before.msix.pending = Vec::new();

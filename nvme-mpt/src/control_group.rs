@@ -1,4 +1,4 @@
-//! Limits of the control groups in which this process is: its own and those above it, of either version.
+//! Limits of this process's control group and its parents, in version 1 and 2.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ pub struct GroupLimit {
 }
 
 impl GroupLimit {
-    /// Returns the rest of the limit.
+    /// Returns how much of the limit is left.
     #[must_use]
     pub fn left(&self) -> u64 {
         self.most.saturating_sub(self.used)
@@ -45,7 +45,7 @@ const TASKS: Controller = Controller {
     files: [("pids.max", "pids.current"), ("pids.max", "pids.current")],
 };
 
-/// Returns the limit of memory that has the least left; `None` without one.
+/// Returns the memory limit with the least left; `None` without one.
 #[must_use]
 pub fn memory_limit() -> Option<GroupLimit> {
     tightest(&MEMORY, Path::new(GROUPS), &own_groups())

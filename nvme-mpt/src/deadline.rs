@@ -11,8 +11,8 @@ use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError};
 /// Longest wait in all for commands in flight and flushes, when a function ends, is paused, or loses memory.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
 
-/// Longest wait in all of one access to a function, and of the admin commands of one call. Work that needs longer
-/// continues afterwards, without a bound: the storage decides how long, and the guest how long it waits for it.
+/// Longest wait in all of one access to a function, and of the admin commands of one call. Longer work continues afterwards,
+/// without a bound. The storage decides how long it takes, and the guest how long it waits.
 pub const ACCESS_DEADLINE: Duration = Duration::from_secs(1);
 
 /// Clock of the control path's waits. A test brings one that moves by itself.

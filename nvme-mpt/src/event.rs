@@ -139,7 +139,7 @@ impl EventQueue {
         Ok(Self::with(eventfd))
     }
 
-    /// An empty queue whose eventfd another process reads: one that it has kept, or a new one.
+    /// An empty queue whose eventfd another process reads: an eventfd that it kept, or a new one.
     ///
     /// # Errors
     /// Returns the kernel's error when there are no file descriptors left.

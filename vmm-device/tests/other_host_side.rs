@@ -626,7 +626,7 @@ fn commands_that_are_carried_out_at_once_share_a_deadline() {
     assert_eq!(guest.csts(), 0b1);
 }
 
-/// A driver that deletes a queue whose storage stands still waits for that alone: an Abort completes, and so does all else.
+/// If the storage of a deleted queue does not answer, only the deletion waits: an Abort and all other commands complete.
 #[test]
 fn a_queue_with_commands_in_flight_is_deleted_once_they_have_ended() {
     let mut guest = Guest::new();
@@ -686,7 +686,7 @@ fn a_reset_waits_for_commands_in_flight_and_completes_once_they_have_ended() {
     assert_eq!(guest.csts(), 0b1);
 }
 
-/// A driver that does not wait for the end of a reset finds none that it could take for one.
+/// A driver that does not wait for the end of a reset cannot mistake another state for it.
 #[test]
 fn a_controller_that_is_enabled_before_a_reset_is_complete_waits_as_well() {
     let mut guest = Guest::new();

@@ -53,7 +53,7 @@ pub(crate) enum ResumeError {
 }
 
 impl ResumeError {
-    /// Returns whether the cause may pass: what this process, or its host, has too little of.
+    /// Returns true if this process or its host lacks a resource now: a later attempt may succeed.
     pub(crate) fn may_pass(&self) -> bool {
         system::is_exhaustion(self)
     }
@@ -88,7 +88,7 @@ pub(crate) trait Served: Device {
 pub struct NvmeDevice {
     function: NvmeFunction,
     registers: Region,
-    /// Signals to the eventfds of its clients.
+    /// Signals the eventfds of its clients.
     signals: Arc<ClientSignals>,
     /// Type of the interrupts that the client has connected.
     interrupts: Interrupts,
@@ -99,7 +99,7 @@ pub struct NvmeDevice {
     memory: MemoryKinds,
     /// Stall in which it was taken up.
     stall: Option<Stall>,
-    /// Admin commands up to the client that is connected.
+    /// Admin commands before the present client connected.
     admin_before: u64,
 }
 
@@ -581,7 +581,7 @@ impl Device for NvmeDevice {
     }
 }
 
-/// Returns whose page faults a client's memory may depend on.
+/// Returns the process that may resolve page faults in a client's memory.
 fn holder(process: Option<ClientProcess>) -> MemoryHolder {
     // A client that the kernel names nothing of cannot be looked at.
     process.map_or(MemoryHolder::Trusted, |process| MemoryHolder::Client {
@@ -619,7 +619,7 @@ fn invalid() -> io::Error {
     io::Error::from_raw_os_error(libc::EINVAL)
 }
 
-/// Returns advice for a client that left, if it may have wanted what the function does not have.
+/// Returns advice for a client that left, if it may have needed a BAR0 that it can map.
 fn advice(registers: &Region, sent_nothing: bool) -> Option<&'static str> {
     (sent_nothing && registers.mappable.is_none()).then_some(
         "The client left without an admin command. SPDK's driver leaves so where it cannot map BAR0: it needs \

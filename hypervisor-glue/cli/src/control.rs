@@ -214,8 +214,8 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// Replies with the result, or with the reason why there is none. It does not wait: what the client has no room for is
-    /// written by the control thread.
+    /// Replies with the result, or with the reason why there is none. It does not wait: if the client's socket is full, the
+    /// control thread writes the rest.
     pub fn send(self, result: Result<Changed, String>) {
         let answer = match result {
             Ok(changed) => Answer::Changed(changed),
@@ -233,7 +233,7 @@ impl Reply {
     }
 }
 
-/// Clients that have not taken the answer to a change, on their way to the control thread.
+/// Clients whose answer to a change is not fully written, for the control thread.
 #[derive(Debug)]
 struct LateAnswers {
     clients: Mutex<Vec<Client>>,
@@ -368,7 +368,7 @@ impl Exchange {
         Ok(Self::Answered { answer, taken: 0 })
     }
 
-    /// Writes what the client has room for. Returns whether it has all of its answer.
+    /// Writes as much as the client's socket takes. Returns whether the client has its whole answer.
     fn write(&mut self, mut stream: &UnixStream) -> io::Result<bool> {
         let Self::Answered { answer, taken } = self else {
             return Ok(false);
@@ -437,7 +437,7 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
 }
 
 impl<S: Service> Clients<S> {
-    /// Waits for a client beside all others.
+    /// Adds a client to those whose requests this thread waits for.
     fn wait_for(&mut self, client: Client, events: EventSet, ops: &mut EventOps) {
         if self.clients.len() >= CLIENTS_MAX && self.take(0, ops).is_some() {
             log::warn!(
@@ -549,8 +549,8 @@ pub fn listening_process(path: &Path) -> Option<u32> {
     u32::try_from(peer.pid()).ok().filter(|number| *number != 0)
 }
 
-/// Waits until a process answers on the control socket at `path`, in place of `before`. Its number is one of the server's PID
-/// namespace, which may be another one than this process's.
+/// Waits until another process than `before` answers on the control socket at `path`. Returned numbers are of the server's PID
+/// namespace, which may differ from this process's.
 ///
 /// # Errors
 /// [`ControlError::NotTakenOver`] if another process answers, or none, for 30 seconds.

@@ -56,10 +56,10 @@ pub enum FunctionThreadError {
 /// Time that a function has to answer whether it ends: longer than any of its own waits.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
 
-/// Longest time for which a function rests for the next server while others do not yet.
+/// Longest time for which a function rests while it waits for other functions to rest.
 const REST: Duration = Duration::from_millis(100);
 
-/// Time in which a function rests whose drive is slow, while all others go on.
+/// Time that a function with a slow drive has to come to rest, while all others run.
 const SLOW_REST: Duration = Duration::from_secs(10);
 
 /// Request to a function.
@@ -72,7 +72,7 @@ enum Request {
         force: bool,
         answer: SyncSender<Leave>,
     },
-    /// To rest for the next server by a moment: where the result goes.
+    /// Rest for the next server, by a deadline. The result goes to the sender.
     Rest(Deadline, SyncSender<Result<Resting, String>>),
 }
 
@@ -120,7 +120,7 @@ impl FunctionHandle {
 
     /// Has all these functions rest, at the same time.
     ///
-    /// Returns the moment at which the last of them were asked to, by the clock of the host, as well.
+    /// Also returns the moment of the last request to rest, by the host's clock.
     ///
     /// # Errors
     /// The place of one that does not rest, and why. Then all go on.
@@ -133,7 +133,7 @@ impl FunctionHandle {
         Ok((resting, asked))
     }
 
-    /// Has functions rest within a time. Those that do not go on.
+    /// Asks functions to rest within a time. A function that does not rest in time continues.
     fn ask_to_rest(
         handles: &[Self],
         places: &[usize],
@@ -186,11 +186,11 @@ impl FunctionHandle {
     }
 }
 
-/// Has functions rest, at the same time. `ask` has those at some places rest within a time, each until its value is
-/// dropped.
+/// Makes all functions rest at the same time. `ask` makes the functions at some places rest within a time, each until its
+/// returned value is dropped.
 ///
-/// Some drive may be slow, or stand still. No function stands still for another one's drive longer than [`REST`], unless
-/// all rest in the end. So those that do not rest in time are tried one by one, while all others go on.
+/// A drive may be slow, or not answer at all. No function rests longer than [`REST`] for another function's drive, unless all
+/// rest in the end. So functions that do not rest in time are tried one by one, while all others run.
 ///
 /// # Errors
 /// The place of one that does not rest, and why.
@@ -224,7 +224,7 @@ fn rest_all<R>(
     Ok(resting)
 }
 
-/// Has the functions at some places rest, or none of them.
+/// Makes the functions at some places rest, or none of them.
 fn rest_at<R>(
     places: &[usize],
     time: Duration,
@@ -408,7 +408,7 @@ impl<D: Served> Function<D> {
         }
     }
 
-    /// Has the function rest by a moment, until the thread that asked lets it go on, or the process ends.
+    /// Makes the function rest by a deadline. It rests until the thread that asked resumes it, or the process ends.
     fn rest(&mut self, deadline: &Deadline, answer: &SyncSender<Result<Resting, String>>) {
         let function = self.server.device_mut().function_mut();
         if let Err(error) = function.pause_within(deadline.left()) {
@@ -513,11 +513,11 @@ mod tests {
 
     use super::*;
 
-    /// Functions on a clock of their own. Each needs a time to rest; `None` stands for a drive that stands still.
+    /// Functions on a simulated clock. Each needs a time to rest; `None` for a drive that never answers.
     struct World {
         now: Cell<Duration>,
         needs: Vec<Option<Duration>>,
-        /// Moment since which each rests or is about to, and the longest such time of each.
+        /// For each function: the moment since which it rests or tries to, and the longest such time.
         since: RefCell<Vec<Option<Duration>>>,
         stood: RefCell<Vec<Duration>>,
     }
@@ -550,7 +550,7 @@ mod tests {
             places.iter().map(rest).collect()
         }
 
-        /// Has all rest. Returns the result, and the longest time that each stood still, in milliseconds.
+        /// Makes all rest. Returns the result, and the longest pause of each function, in milliseconds.
         fn rest(self: &Rc<Self>) -> (Result<Vec<usize>, usize>, Vec<u128>) {
             let result = rest_all(self.needs.len(), |places, time| self.ask(places, time));
             let result = result

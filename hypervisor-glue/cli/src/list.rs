@@ -1,6 +1,6 @@
 //! Table of `nvme-mpt list`.
 //!
-//! A reason why a function cannot be offered has a line below the table: it may be long, and would make each line as long.
+//! The reason why a function cannot be offered has a line below the table. In a column, a long reason would widen every line.
 
 use std::fmt;
 
@@ -66,7 +66,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
     })
 }
 
-/// Returns a reason, whose causes have lines of their own, as one line.
+/// Joins a reason and its causes, which are on separate lines, into one line.
 pub(crate) fn one_line(reason: &str) -> String {
     reason.replace("\n  ", "; ").replace(char::is_control, " ")
 }

@@ -43,8 +43,8 @@ fn number(
     })
 }
 
-/// Returns the user to whose account another one goes: the users of a range in `/etc/subuid` are those of the range's owner,
-/// who can start processes as each of them.
+/// Returns the user whose account a user's connections count against. A user in a range of `/etc/subuid` counts as the range's
+/// owner, who can start processes as that user.
 pub(crate) fn account_of(user: u32) -> u32 {
     // Files that are not there have no ranges. Neither is asked of a service that may take long to answer.
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();

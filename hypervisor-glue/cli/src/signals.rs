@@ -1,5 +1,5 @@
-//! The signals that a server heeds, as something that can be waited for: SIGTERM and SIGINT end it, SIGHUP has it reload its
-//! file. It ignores the others whose default would end or stop it in vain.
+//! A descriptor for the signals that a server handles: SIGTERM and SIGINT end it, SIGHUP reloads its file. It ignores other
+//! signals whose default action would end or stop it.
 #![expect(unsafe_code, reason = "signalfd has no safe interface")]
 
 use std::fs::File;
@@ -31,9 +31,9 @@ const IGNORED: [libc::c_int; 12] = [
 /// A signal that has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// Its name. It asks for a clean end.
+    /// A request for an orderly end, by the signal's name.
     End(&'static str),
-    /// It asks for a reload of the file.
+    /// A request to reload the file.
     Reload,
 }
 
@@ -49,8 +49,8 @@ pub struct EndSignals {
 }
 
 impl EndSignals {
-    /// Holds the signals back, and ignores others for good. To be called before any thread is started, since a signal goes to
-    /// any thread that lets it through.
+    /// Blocks these signals, and ignores the meaningless ones for good. To be called before any thread is started, since a
+    /// signal goes to any thread that lets it through.
     ///
     /// # Errors
     /// Returns the kernel's error.

@@ -1,4 +1,4 @@
-//! A vfio-user client that restores its guest's memory on demand: the server has the file alone, and refuses it.
+//! A vfio-user client that restores its guest's memory on demand: the server has only the file, and refuses it.
 #![expect(
     unsafe_code,
     reason = "userfaultfd is reached through system calls alone"

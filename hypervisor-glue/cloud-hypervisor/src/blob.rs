@@ -1,4 +1,4 @@
-//! Names of file contents, as git has them.
+//! Git's blob ids of file contents.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,7 +16,7 @@ impl BlobId {
         Self(sha1(blob))
     }
 
-    /// Returns whether it stands for no file.
+    /// Returns whether it is the id of no file (all zeros).
     pub(crate) fn is_none(self) -> bool {
         self.0 == [0; 20]
     }

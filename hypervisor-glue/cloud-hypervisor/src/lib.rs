@@ -1,8 +1,8 @@
 //! Gives a checkout of Cloud Hypervisor NVMe functions in its own process.
 //!
-//! The patch holds none of Cloud Hypervisor's lines, so it has no context by which a tool could find its places in
-//! another version: it would put them somewhere. So each file is compared with the one that the patch was made for, by the
-//! id that git gives its content, and so is the result. All files fit and are patched, or none is touched.
+//! The patch contains no lines of Cloud Hypervisor, so it has no context lines that would locate a change in another version. A
+//! tool would insert its lines in wrong places. So the git blob id of each file is compared with the id that the patch was made
+//! for, and the id of the result with the expected id. All files are patched, or none is touched.
 
 mod blob;
 mod patch;
@@ -25,10 +25,10 @@ pub const CLOUD_HYPERVISOR: &str = include_str!("../v53.0.patch");
 /// A patch was not applied.
 #[derive(Debug, Error)]
 pub enum ApplyError {
-    /// Files are others than those that the patch was made for. Nothing was changed.
+    /// Files differ from those that the patch was made for. Nothing was changed.
     #[error("Nothing was changed, as the patch is for Cloud Hypervisor {VERSION} as it was released:{}", list(.0))]
     Differ(Vec<String>),
-    /// A file could not be read or written. What had been changed was changed back.
+    /// A file could not be read or written. Earlier changes were undone.
     #[error("Nothing was changed, as {} cannot be patched: {source}", path.display())]
     Io {
         /// The file.
@@ -36,7 +36,7 @@ pub enum ApplyError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// A file could not be written, and files before it could not be changed back.
+    /// A file could not be written, and earlier changes could not be undone.
     #[error(
         "{} cannot be patched: {source}. These could not be changed back, use git restore:{}",
         path.display(),
@@ -47,7 +47,7 @@ pub enum ApplyError {
         path: PathBuf,
         /// Kernel's error.
         source: io::Error,
-        /// Files that are changed.
+        /// Files that stay changed.
         changed: Vec<String>,
     },
 }
@@ -67,8 +67,8 @@ struct Change<'a> {
 }
 
 impl Patch {
-    /// Applies the patch to the files in a folder. Returns how many were changed: files that have it already stay as they
-    /// are, so one that was interrupted can be applied again.
+    /// Applies the patch to the files in a directory. Returns the number of changed files. Patched files stay as they are, so an
+    /// interrupted run can be repeated.
     ///
     /// # Errors
     /// All of [`ApplyError`].
@@ -137,7 +137,7 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Writes the new contents beside their files. `staged` has the names of those that may be there.
+/// Writes the new contents beside their files. `staged` gets the names of new files that may exist.
 fn stage(changes: &[Change<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyError> {
     for change in changes {
         let mut write = || -> io::Result<()> {
@@ -169,7 +169,7 @@ fn stage(changes: &[Change<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyE
     Ok(())
 }
 
-/// Puts each new content in the place of the old one, and all of them back if one cannot be.
+/// Replaces each file by its new content. If one cannot be replaced, restores all.
 fn put_in_place(changes: &[Change<'_>], staged: &[PathBuf]) -> Result<(), ApplyError> {
     for (done, (change, path)) in changes.iter().zip(staged).enumerate() {
         let Err(source) = fs::rename(path, &change.path) else {

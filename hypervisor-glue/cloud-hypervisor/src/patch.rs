@@ -1,4 +1,4 @@
-//! A patch that adds lines to files of given contents, and holds none of their lines.
+//! A patch that only adds lines, to files with known contents.
 
 use std::fmt;
 
@@ -23,14 +23,14 @@ pub(crate) struct FilePatch {
     pub(crate) path: String,
     /// Content that the patch was made for; `None` if the file is new.
     pub(crate) before: Option<BlobId>,
-    /// Content that comes of it.
+    /// Content of the patched file.
     pub(crate) after: BlobId,
     hunks: Vec<Hunk>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 struct Hunk {
-    /// Lines of the file before those that are added.
+    /// Number of lines of the file before the added lines.
     at: usize,
     lines: Vec<String>,
 }
@@ -42,10 +42,10 @@ pub struct Patch {
 }
 
 impl Patch {
-    /// Reads a patch as git writes it with `--unified=0 --full-index`, without the line that git quotes behind each `@@`.
+    /// Reads a patch as git writes it with `--unified=0 --full-index`, without the text that git quotes behind the second `@@`.
     ///
     /// # Errors
-    /// The text is something else: it takes lines away, quotes lines, or abbreviates ids.
+    /// The text is no such patch: it removes lines, quotes lines, or abbreviates ids.
     pub fn parse(text: &str) -> Result<Self, ParseError> {
         let mut files: Vec<FilePatch> = Vec::new();
         let mut lines = (1..).zip(text.lines()).peekable();
@@ -137,7 +137,7 @@ impl Patch {
     }
 }
 
-/// Returns the number of lines before the added ones, and the number of these, by a hunk's header.
+/// Reads a hunk's header. Returns the number of lines before the added lines, and the number of added lines.
 fn added(header: &str) -> Option<(usize, usize)> {
     let ranges = header.strip_prefix("@@ -")?.strip_suffix(" @@")?;
     let (old, new) = ranges.split_once(" +")?;
@@ -149,7 +149,7 @@ fn added(header: &str) -> Option<(usize, usize)> {
 }
 
 impl FilePatch {
-    /// Returns the content with the added lines; `None` if that is not what the patch says that comes of it.
+    /// Returns the content with the added lines; `None` if its id is not the id that the patch names.
     pub(crate) fn added_to(&self, content: &[u8]) -> Option<Vec<u8>> {
         let mut old = content.split_inclusive(|byte| *byte == b'\n');
         let mut new = Vec::with_capacity(content.len());

@@ -45,7 +45,7 @@ const USAGE: i32 = 2;
 /// Signals that the keeper passes on.
 const PASSED_ON: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
-/// Signals that end neither the keeper nor a process that it starts, which inherits that: they have no meaning for either.
+/// Signals that the keeper ignores, as they have no meaning for it. The processes that it starts inherit that.
 const IGNORED: [Signal; 12] = [
     Signal::SIGALRM,
     Signal::SIGIO,

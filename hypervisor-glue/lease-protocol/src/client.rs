@@ -398,8 +398,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl RemoteHostSide {
-    /// Maps memory on the server and here. A region is mapped on both sides, or on neither. A server that comes back
-    /// meanwhile is told of it then.
+    /// Maps memory on the server and here. A region is mapped on both sides, or on neither. A server that
+    /// reconnects meanwhile gets the region then.
     fn map_on_both(&self, memory: MemoryRegion, own: Option<VmmMapping>) -> Result<(), DmaError> {
         let mut state = self.link.state();
         let request = Request::map(&memory);

@@ -174,7 +174,7 @@ pub(crate) enum Request {
         number: u16,
         change: VectorChange,
     },
-    /// As `Pause`, but queues whose commands are in flight after that time stay stopped. Servers of the first builds do not
+    /// As `Pause`, but queues that still have commands in flight after that time stay stopped. Servers of early builds do not
     /// know it.
     PauseWithin(Duration),
 }

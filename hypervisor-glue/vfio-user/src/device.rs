@@ -71,8 +71,8 @@ pub trait Device {
     /// device as soon as they have connected, some without looking whether that is offered.
     fn reset(&mut self);
 
-    /// A client is here: nothing was asked yet. `process` made the connection, if the kernel tells. It may have given it
-    /// to another one since.
+    /// A client has connected and not yet sent a request. `process` made the connection, if the kernel tells. Another process
+    /// may hold the socket by now.
     fn connected(&mut self, _process: Option<ClientProcess>) {}
 
     /// Keeps the socket of a client where it outlives the process. Called by a server with a

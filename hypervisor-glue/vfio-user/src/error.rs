@@ -41,7 +41,7 @@ pub enum Error {
         /// Why it failed.
         source: io::Error,
     },
-    /// The path leads where another user decides.
+    /// Another user could change where the path leads.
     #[error("Cannot make socket {path}")]
     SocketPath {
         /// The socket file.

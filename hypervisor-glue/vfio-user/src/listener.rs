@@ -195,7 +195,7 @@ fn reserve() -> io::Result<File> {
     File::open("/dev/null")
 }
 
-/// Returns what turns an error of a path into one of the socket there.
+/// Returns a conversion from an error of this path to an error of the socket there.
 fn failure(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
     move |error| match error {
         PathError::InUse { .. } => Error::SocketInUse { path: path.into() },

@@ -33,7 +33,7 @@ const ACCEPTS_PER_TURN: usize = 16;
 /// Calls of a session whose client is gone, to answer what it left. More than a socket buffers.
 const LAST_TURNS: usize = 1024;
 
-/// Time that a client has for its version. Until then it keeps others from the device.
+/// Time that a client has to send its version. Until then it blocks other clients of the device.
 const NEGOTIATION: Duration = Duration::from_secs(10);
 
 /// Time that a new client waits for the end of a connection whose process has ended. Clients wait five seconds for an answer.
@@ -45,12 +45,12 @@ const SUCCESSION: Duration = Duration::from_secs(3);
 /// no thread and no timer: the loop's thread answers a request as soon as it sees it. A second client is refused at once, by closing
 /// its connection; when the first one goes, the next one finds the device as it was left.
 ///
-/// A connection lives as long as its socket: a process that made it may leave it to another one. Requests of an io_uring
-/// can hold the socket of a process that was killed a little longer. So a client that comes after the process has ended
-/// waits for a moment until the socket is closed, and is refused then.
+/// A connection lives as long as its socket: the process that made it may pass the socket to another process. Requests of an
+/// io_uring can hold the socket of a killed process a little longer. So if the process has ended, a new client waits for a
+/// moment. If the socket is not closed by then, the new client is refused.
 ///
-/// A loop that calls [`Self::look`] when [`Self::due_in`] is over has such waits end, and clients that do not say their
-/// version.
+/// The caller's loop calls [`Self::look`] when [`Self::due_in`] is over. That ends such waits, and disconnects clients that do
+/// not send their version.
 ///
 /// # A connection that outlives the process
 ///
@@ -65,7 +65,7 @@ pub struct Server<D: Device> {
     device: D,
     regions: Arc<Regions>,
     client: Option<Client>,
-    /// Client that waits for the end of the one whose process has ended, and the time of the first look at it.
+    /// Client that waits for the end of a connection whose process has ended, and the time at which the wait was first seen.
     newcomer: Option<(UnixStream, Option<Duration>)>,
     /// Notes of what was done, for the process after this one.
     journal: Option<Journal>,
@@ -82,17 +82,17 @@ struct Client {
     waits_for: EventSet,
     /// Others that were refused meanwhile.
     refused: u64,
-    /// Time of the first look at it, until it has said its version.
+    /// Time of the first look at the client while it has not sent its version; `None` before that look.
     seen: Option<Duration>,
 }
 
 impl Client {
-    /// Returns whether the process that connected has ended. Another one may have the socket.
+    /// Returns whether the process that connected has ended. Another process may hold the socket.
     fn has_lost_its_process(&self) -> bool {
         self.peer.as_ref().is_some_and(Peer::is_dead)
     }
 
-    /// Returns whether it has said its version.
+    /// Returns whether it has sent its version.
     fn has_negotiated(&self) -> bool {
         self.session.dispatch.agreed().is_some()
     }
@@ -310,7 +310,7 @@ impl<D: Device> Server<D> {
         &mut self.device
     }
 
-    /// Returns whether there is a client, whichever process has its socket by now.
+    /// Returns whether there is a client, even if another process holds its socket by now.
     pub fn is_connected(&self) -> bool {
         let client = self.client.as_ref();
         client.is_some_and(|client| !client.session.hung_up())

@@ -159,7 +159,7 @@ fn client_of_a_process(path: &Path) {
     io::stdin().read_to_end(&mut Vec::new()).unwrap();
 }
 
-/// A server in a loop of its own, whose time a test has pass.
+/// A server in its own loop, with a clock that the test advances.
 struct Loop {
     server: Server<Nothing>,
     epoll: Epoll,
@@ -177,7 +177,7 @@ impl Loop {
         }
     }
 
-    /// Handles what there is.
+    /// Handles all pending events.
     fn turn(&mut self) {
         let mut events = [EpollEvent::default(); 4];
         loop {
@@ -198,7 +198,7 @@ impl Loop {
         self.turn();
     }
 
-    /// Has a client say its version. Returns whether the server answers.
+    /// Sends a client's version. Returns whether the server answers.
     fn negotiates(&mut self, mut client: &UnixStream) -> bool {
         client.write_all(&VERSION).unwrap();
         self.answers(client)

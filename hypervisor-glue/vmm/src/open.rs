@@ -62,7 +62,7 @@ pub enum OpenError {
         /// Name of its label.
         name: DriveName,
     },
-    /// The bytes are those of a disk image, or encrypted.
+    /// The bytes begin with the header of a disk image or of an encrypted disk.
     #[error(
         "{drive} begins with the header of {kind}, which a guest would see as it is: {remedy}; or say format=raw if that is \
          what the guest is to have"
@@ -150,7 +150,7 @@ impl Ledgers {
         Self { private, ..self }
     }
 
-    /// Returns the id of a lease that ends with commands in flight, if there is one.
+    /// Returns the id of a lease that is ending and still has commands in flight, if there is one.
     ///
     /// # Errors
     /// A ledger cannot be read.
@@ -194,7 +194,7 @@ impl Ledgers {
         Ok((unit, room))
     }
 
-    /// Has the ledger know a drive by its present name alone, if an earlier version gave it another one in this boot.
+    /// Renames a drive in the ledger if an earlier version gave it another name in this boot.
     fn carry_over(&self, drive: &Drive) -> Result<(), LeaseError> {
         if let Some(before) = drive.formerly()
             && self.ledger_of(drive).carry_over(before, drive.identity())?

@@ -3,14 +3,14 @@
 use std::error::Error;
 use std::io;
 
-/// Cause of an error of the kernel that does not name it, and the remedy.
+/// Likely cause of a kernel's error, and the remedy.
 const READ_ONLY: &str = "it is mounted so, or the unit of this service does not let it write there: name the folder in \
                          ReadWritePaths= of the unit, and in --landlock-rules where --landlock is given";
 
 /// Returns the error and its causes, outermost first, one a line.
 ///
-/// A cause that says what was said already (an error that passes its source's text on) is left out. A file system that
-/// cannot be written may be the sandbox of a service, which the kernel does not say.
+/// Leaves out a cause that repeats the text before it (an error that passes on its source's text). Adds a hint to "Read-only
+/// file system": the cause may be the sandbox of a service.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();

@@ -1,5 +1,5 @@
-//! Functions in a VMM that restores its guest's memory on demand, by userfaultfd on its own mapping: what they read and
-//! write is right, or they are refused.
+//! Functions in a VMM that restores its guest's memory on demand, by userfaultfd on its own mapping: they read and write the
+//! right data, or are refused.
 #![expect(
     clippy::disallowed_methods,
     reason = "tests have threads and real time of their own"
@@ -148,7 +148,7 @@ impl Ram {
         }
     }
 
-    /// Registers what is not restored yet. Returns `None`, and says so, where there is no userfaultfd.
+    /// Registers the memory that is not restored yet. Returns `None`, and prints that, if there is no userfaultfd.
     fn restore_on_demand(self: &Arc<Self>, test: &str) -> Option<Restore> {
         let created = || -> io::Result<File> {
             // SAFETY: the descriptor is new and owned once.

@@ -35,8 +35,8 @@ static PREVIOUS: [OnceLock<libc::sigaction>; SIGNALS.len()] =
 /// Condition that a crash waits for, and its longest wait.
 static LAST: OnceLock<(fn() -> bool, Duration)> = OnceLock::new();
 
-/// Has a crash wait until `is_done` returns `true`, but no longer than `time`: another thread writes what was logged before
-/// it. `is_done` runs in a signal handler, so it looks at atomics alone.
+/// Makes a crash wait until `is_done` returns `true`, but no longer than `time`, so that another thread can write earlier log
+/// messages. `is_done` runs in a signal handler, so it may only read atomics.
 pub fn await_before_the_end(is_done: fn() -> bool, time: Duration) {
     // The first caller's remains.
     let _ = LAST.set((is_done, time));

@@ -14,8 +14,8 @@ use std::path::Path;
 /// `HUGETLBFS_MAGIC` of linux/magic.h: files in huge pages, those of memfd_create included.
 const HUGETLBFS: u32 = 0x9584_58f6;
 
-/// Magic numbers of linux/magic.h. The numbers that statfs gives for these file systems are made of their UUIDs alone, on
-/// every kernel. XFS and F2FS report the number of their device there.
+/// Magic numbers of linux/magic.h. For these file systems, `f_fsid` of statfs depends only on the UUID, on every kernel. XFS and
+/// F2FS report their device number there.
 const EXT: u32 = 0xEF53;
 const BTRFS: u32 = 0x9123_683E;
 const BCACHEFS: u32 = 0xCA45_1A4E;
@@ -31,8 +31,8 @@ fn status(fd: BorrowedFd<'_>) -> io::Result<libc::statfs> {
     }
 }
 
-/// Returns a name of the file system that a path lies in, made of the UUID in its superblock. `None` for kinds that do not
-/// tell every process, and for those without a UUID.
+/// Returns a name of the file system that holds a path, made of the UUID in its superblock. `None` for a file system that
+/// does not report its UUID to every process, or has none.
 #[must_use]
 pub fn uuid_name(path: &Path) -> Option<String> {
     // Such a descriptor neither reads nor waits, and a sandbox lets it be opened.

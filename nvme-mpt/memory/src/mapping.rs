@@ -54,7 +54,7 @@ pub struct Mapping {
     access: Access,
     place: Option<FilePlace>,
     guard: Option<sigbus::Guard>,
-    /// Of memory that was mapped by somebody else, who unmaps it.
+    /// Memory that another owner has mapped and will unmap.
     owner: Option<MemoryOwner>,
 }
 
@@ -119,18 +119,19 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Takes memory that somebody else has mapped, such as a VMM its guest's, without another mapping of it. `fd` is its
-    /// file, and `offset` the place of the first byte there.
+    /// Takes memory that another owner has mapped, such as a VMM's guest memory. Makes no second mapping. `fd` is the
+    /// memory's file, and `offset` the place of the first byte in it.
     ///
-    /// Page faults are those of the other's mapping: they go to its userfaultfd, if it has one. So does SIGBUS: nothing
-    /// takes the place of a page that is lost ([`is_lost`](Self::is_lost) is false), as the guest would see that too.
+    /// Page faults happen in the owner's mapping, so they go to its userfaultfd, if it has one. A SIGBUS is the owner's as
+    /// well: a lost page is not replaced ([`is_lost`](Self::is_lost) is false), because the guest would see the replacement
+    /// too.
     ///
     /// # Errors
     /// Returns the error of `fstat`.
     ///
     /// # Safety
     /// The `len` bytes from `start` on are a shared mapping of the file, which allows `access` and stays as it is for as
-    /// long as `owner` is held. Nobody has a Rust reference to them.
+    /// long as `owner` is held. There is no Rust reference to them.
     pub unsafe fn borrowed(
         start: NonNull<u8>,
         len: usize,
@@ -155,13 +156,13 @@ impl Mapping {
         })
     }
 
-    /// Returns whether somebody else has mapped it: see [`Self::borrowed`].
+    /// Returns whether another owner has mapped it: see [`Self::borrowed`].
     #[must_use]
     pub fn is_borrowed(&self) -> bool {
         self.owner.is_some()
     }
 
-    /// Returns whether both begin at the same address and are equally long: mappings of the same memory by the same owner.
+    /// Returns whether both have the same address and length, so are the same mapping of the same owner.
     #[must_use]
     pub fn is_same_range(&self, other: &Self) -> bool {
         self.start == other.start && self.len == other.len

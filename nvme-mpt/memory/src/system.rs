@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
 
-/// Returns whether the cause of an error is that the process, its user or the host has too little of something now:
-/// memory, descriptors, threads, or contexts of the kernel. The same may succeed later.
+/// Returns whether an error means that the process, its user or the host lacks a resource now: memory, descriptors, threads, or
+/// contexts of the kernel. The same call may succeed later.
 #[must_use]
 pub fn is_exhaustion(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);

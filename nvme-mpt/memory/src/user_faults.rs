@@ -1,14 +1,14 @@
 //! Memory whose page faults a process resolves itself (userfaultfd).
 //!
 //! A VMM that restores its guest on demand, or receives it by post-copy, registers its *own* mapping of the guest's
-//! memory. A page that is not there yet is a hole of the file: another mapping of the file reads zeros there, and by that
-//! fills the hole for everybody. So whoever has the file alone has to know whether it is complete.
+//! memory. A page that is not restored yet is a hole in the file. Another mapping of the file reads zeros there, and that
+//! read fills the hole for every mapping. So a process that maps the file has to know whether the file is complete.
 //!
-//! The kernel shows registrations in `/proc/PID/smaps`, by the flags `um` (missing pages) and `ui` (minor faults, where a
-//! page may be there with content that is not the guest's yet). A registration for missing pages whose file has no hole left
-//! delays nothing any more. Write protection (`uw`) hides no content, and is not looked at.
+//! The kernel shows registrations in `/proc/PID/smaps`, by the flags `um` (missing pages) and `ui` (minor faults: a page may
+//! exist without the guest's content yet). A registration for missing pages has no effect once the file has no hole left.
+//! Write protection (`uw`) hides no content, and is ignored.
 //!
-//! What this cannot see: processes whose memory this one may not inspect (ptrace(2)), and registrations that are made later.
+//! This cannot see processes whose memory this process may not inspect (ptrace(2)), nor registrations that are made later.
 #![expect(unsafe_code, reason = "lseek for holes has no safe interface")]
 
 use std::fmt;
@@ -23,7 +23,7 @@ use super::file_system::{host_page_size, page_size};
 /// A process that may have registered its mappings of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MemoryHolder {
-    /// This process, as of a function in a VMM.
+    /// This process, for a function in a VMM.
     #[default]
     ThisProcess,
     /// A client, by its process number and its user.
@@ -33,7 +33,7 @@ pub enum MemoryHolder {
         /// Its user. Another process of that user may have got the connection.
         uid: u32,
     },
-    /// A process that looks for itself.
+    /// A process that checks its own memory.
     Trusted,
 }
 
@@ -47,8 +47,7 @@ impl fmt::Display for MemoryHolder {
     }
 }
 
-/// Returns whether the holder of a memory file resolves page faults there itself, and some of its content may be missing in
-/// the file still.
+/// Returns whether a memory file may still be incomplete because its holder resolves page faults there itself.
 ///
 /// # Errors
 /// Returns the kernel's error if that cannot be found out: `PermissionDenied` for a process that may not be inspected.
@@ -76,7 +75,7 @@ pub fn is_incomplete(holder: MemoryHolder, fd: BorrowedFd<'_>) -> io::Result<boo
     }
 }
 
-/// Returns the numbers of a user's processes. That asks none of them anything.
+/// Returns the numbers of a user's processes, without access to any of them.
 fn processes_of(uid: u32) -> io::Result<Vec<String>> {
     let mut processes = Vec::new();
     for entry in fs::read_dir("/proc")?.flatten() {
@@ -89,7 +88,7 @@ fn processes_of(uid: u32) -> io::Result<Vec<String>> {
     Ok(processes)
 }
 
-/// Returns whether content may be missing in a file for what a process has registered; `None` if it has not mapped the file.
+/// Returns whether a process's registrations mean that content of a file may be missing; `None` if it has not mapped the file.
 fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     // A file of its own, whose position nobody else uses.
     let file = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
@@ -113,7 +112,7 @@ fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     Ok(Some(missing))
 }
 
-/// The faults of a mapping that its process resolves itself.
+/// Kinds of faults that the process of a mapping resolves itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Faults {
     OfKernel,
@@ -121,7 +120,7 @@ enum Faults {
     Minor,
 }
 
-/// Returns the ranges of a file that are mapped, by the text of `/proc/PID/smaps`.
+/// Returns the mapped ranges of a file, from the text of `/proc/PID/smaps`.
 fn registered(maps: &str, (device, inode): (u64, u64)) -> Vec<(Range<u64>, Faults)> {
     let mut found = Vec::new();
     let mut current = None;
@@ -143,14 +142,14 @@ fn registered(maps: &str, (device, inode): (u64, u64)) -> Vec<(Range<u64>, Fault
     found
 }
 
-/// Returns whether a line begins the entry of a mapping: figures of one have a colon behind their name.
+/// Returns whether a line begins the entry of a mapping. Other lines have a colon behind their first word.
 fn is_mapping(line: &str) -> bool {
     line.split(' ')
         .next()
         .is_some_and(|word| word.contains('-'))
 }
 
-/// Returns the part of the file that a mapping has, if the line begins its entry.
+/// Returns the part of the file that a mapping covers, if the line begins the mapping's entry.
 fn mapped_part(line: &str, device: u64, inode: u64) -> Option<Range<u64>> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
@@ -166,7 +165,7 @@ fn mapped_part(line: &str, device: u64, inode: u64) -> Option<Range<u64>> {
     same.then(|| offset..offset.saturating_add(len))
 }
 
-/// Returns whether a range of a file has a hole. `file` is nobody else's: its position changes.
+/// Returns whether a range of a file has a hole. `file` is not shared, because its position changes.
 fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
     let status = file.metadata()?;
     // hugetlbfs calls the whole file data. It counts its pages.

@@ -1,12 +1,13 @@
 //! Writes to eventfds of other processes, which a thread of this process watches.
 //!
-//! A process that has an eventfd can fill its counter and clear `O_NONBLOCK`, at any moment: both are of the description that
-//! all share. A write then waits until that process reads. No flag of a write changes that: eventfds know no `RWF_NOWAIT` for
-//! writes (Linux 6.18, `fs/eventfd.c`). A [`Notifier`](super::notifier::Notifier) never waits, and takes three times as long.
+//! A process that has an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one open
+//! file description. A write then waits until that process reads. No flag of the write prevents that: eventfds do not support
+//! `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). A [`Notifier`](super::notifier::Notifier) never waits, but takes three
+//! times as long.
 //!
-//! So a thread notes that it writes, and a watcher interrupts a write that has not returned after some milliseconds: by a
-//! signal whose handler does nothing, so that the write fails with `EINTR`. A thread that only lost its processor in the
-//! middle of a write is not affected. The watcher sleeps while there are no writes.
+//! So a thread records that it writes, and a watcher thread interrupts a write that has not returned after some milliseconds. It
+//! sends a signal whose handler does nothing, so the write fails with `EINTR`. A thread that only lost its processor during a
+//! write is not affected. The watcher sleeps while there are no writes.
 #![expect(unsafe_code, reason = "signal handlers")]
 
 use std::io;
@@ -22,7 +23,7 @@ use super::clock::{Ticks, sleep, ticks_in};
 use super::eventfd;
 use super::processors::ThreadId;
 
-/// Interrupts a write. By default, it is ignored.
+/// Signal that interrupts a write. Its default action is to be ignored.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
 /// Time between two looks of the watcher.
@@ -31,16 +32,16 @@ const PERIOD: Duration = Duration::from_millis(5);
 /// Time after which a write is interrupted.
 const LONGEST: Duration = Duration::from_millis(10);
 
-/// Looks without a write after which the watcher sleeps.
+/// Number of looks without a write after which the watcher sleeps.
 const IDLE_LOOKS: u32 = 200;
 
 /// Threads that have written.
 static WRITERS: Mutex<Vec<Arc<Writer>>> = Mutex::new(Vec::new());
 
-/// Wakes the watcher, once there is one. No other process has it.
+/// Eventfd that wakes the watcher, once there is one. No other process has it.
 static WATCHER: OnceLock<EventFd> = OnceLock::new();
 
-/// The watcher looks at writes from time to time.
+/// True while the watcher is awake.
 static IS_WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// A thread, as the watcher sees it.
@@ -111,7 +112,7 @@ pub fn prepare() -> io::Result<()> {
     Ok(())
 }
 
-/// Watches writes, for good. The first thread that calls this is the watcher, others return.
+/// Watches writes. The first thread that calls this becomes the watcher and does not return. Later callers return.
 ///
 /// # Errors
 /// Returns the kernel's error when there are no descriptors left.
@@ -167,8 +168,8 @@ fn interrupt(thread: ThreadId) {
 /// Adds one to an eventfd's counter, watched.
 ///
 /// # Errors
-/// `Interrupted` for a counter that was full and made the write wait for some milliseconds; `WouldBlock` for one that is full
-/// and makes no write wait; the kernel's error.
+/// `Interrupted` if the counter was full and the write waited for some milliseconds; `WouldBlock` if the counter is full and the
+/// eventfd does not block; otherwise the kernel's error.
 #[inline]
 pub fn signal(eventfd: &EventFd) -> io::Result<()> {
     let written = ENTRY.try_with(|entry| {
@@ -187,7 +188,7 @@ pub fn signal(eventfd: &EventFd) -> io::Result<()> {
     written.unwrap_or_else(|_| eventfd::signal(eventfd))
 }
 
-/// Adds one to a counter. A write that is interrupted is not repeated, as the standard library would.
+/// Adds one to a counter. Unlike the standard library, this does not repeat an interrupted write.
 fn write_once(eventfd: &EventFd) -> io::Result<()> {
     let one = 1_u64.to_ne_bytes();
     // SAFETY: the descriptor is open, and the bytes are there for the call.

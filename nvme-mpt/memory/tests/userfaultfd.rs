@@ -1,5 +1,5 @@
-//! Memory whose page faults its process resolves itself (userfaultfd): what a mapping of the file sees of it, and what the
-//! process's own mapping does.
+//! Memory whose page faults its process resolves itself (userfaultfd), seen by a mapping of the file and by the process's own
+//! mapping.
 #![expect(
     clippy::disallowed_methods,
     reason = "tests have threads and real time of their own"

@@ -13,8 +13,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use crate::PathError;
 use crate::walk::{self, Entry, Exposure, FileId, Status, is_safe, is_trusted, others_write, walk};
 
-/// An open directory. Its entries are named by this descriptor, so that they stay in this directory whatever is done to
-/// its own names.
+/// An open directory. Its entries are accessed through the descriptor, so a rename of the directory itself does not redirect
+/// them.
 #[derive(Debug)]
 pub struct Directory(Entry);
 
@@ -69,7 +69,7 @@ impl Directory {
         self.0.descriptor.as_fd()
     }
 
-    /// Returns a path of an entry through the open directory. It is short, as addresses of sockets have to be.
+    /// Returns a path of an entry through the open directory. It is short enough for the address of a socket.
     #[must_use]
     pub fn entry_path(&self, name: &OsStr) -> PathBuf {
         self.0.by_descriptor().join(name)
@@ -83,12 +83,12 @@ impl Directory {
         self.0.set_mode(mode)
     }
 
-    /// Returns whether trusted users alone can put an entry in the place of one with this owner.
+    /// Returns whether only trusted users can replace an entry with this owner.
     pub(crate) fn protects(&self, owner: u32) -> bool {
         self.0.exposure.is_none() && is_safe(self.fd(), &self.0.stat, owner)
     }
 
-    /// Makes sure that trusted users alone can replace what this process makes in the directory.
+    /// Checks that only trusted users can replace an entry that this process makes in the directory.
     ///
     /// # Errors
     /// Names the directory that another user may write.
@@ -105,7 +105,7 @@ impl Directory {
         }
     }
 
-    /// Looks at an entry itself, also if it is a link; `None` if there is none.
+    /// Returns the status of an entry, without following a link; `None` if there is no entry.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -160,7 +160,7 @@ impl Directory {
         opened.map(File::from).map_err(PathError::io("open", &path))
     }
 
-    /// Makes a file under a name that nothing else has, and returns it with the name. The umask takes permissions from `mode`.
+    /// Makes a file under an unused name, and returns it with the name. The umask takes permissions from `mode`.
     fn make_temporary(&self, name: &OsStr, mode: u32) -> Result<(OsString, File), PathError> {
         let temporary = temporary_name(name);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
@@ -175,8 +175,9 @@ impl Directory {
         Ok((temporary, made.into()))
     }
 
-    /// Replaces a file as a whole: readers find what was there, or all that `write` writes. A link at the name is replaced
-    /// itself. Another user who may write the directory can have another file there than this one, as ever. The new file is not durable yet, unless `write` syncs it and the caller [syncs](Self::sync) the names.
+    /// Replaces a file as a whole: readers find the old content, or all that `write` writes. A link at the name is replaced,
+    /// not followed. Another user who may write the directory can replace the file again. The new file is durable once
+    /// `write` has synced it and the caller has [synced](Self::sync) the names.
     ///
     /// # Errors
     /// See [`PathError`]. A file of another user in a directory with the sticky bit is left alone.
@@ -221,7 +222,7 @@ impl Directory {
         replaced
     }
 
-    /// Makes a file as a whole, unless there is one. Returns whether it was made.
+    /// Makes a file with its whole content, unless there is one. Returns whether it was made.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -272,7 +273,7 @@ impl Directory {
         stat.is_ok_and(|stat| FileId::of(&stat) == id)
     }
 
-    /// Removes a name if it has this file. Whatever another user put in its place between the two looks was theirs to remove.
+    /// Removes a name if it has this file. A user who replaces the file between check and removal could have removed it as well.
     pub fn remove(&self, name: &OsStr, id: FileId) {
         if self.holds(name, id) {
             let _ = fs::unlinkat(self.fd(), name, AtFlags::empty());
@@ -280,7 +281,7 @@ impl Directory {
     }
 }
 
-/// Returns a name beside `name` that nothing else has.
+/// Returns an unused name beside `name`.
 pub(crate) fn temporary_name(name: &OsStr) -> OsString {
     let mut random = [0; 8];
     // With fewer bytes than were asked for, or none, the name may be taken, and the call that uses it fails.
@@ -295,7 +296,7 @@ pub(crate) fn temporary_name(name: &OsStr) -> OsString {
     temporary
 }
 
-/// A place between two system calls, at which a test acts as another user would.
+/// Hook between two system calls, at which a test acts as another user.
 pub(crate) fn step(_name: &'static str, _directory: &Directory, _entry: &OsStr) {
     #[cfg(test)]
     crate::tests::at_step(_name, _directory, _entry);

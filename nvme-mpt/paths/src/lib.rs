@@ -29,7 +29,7 @@ pub use self::directory::Directory;
 pub use self::socket::{Occupant, SocketPermissions};
 pub use self::walk::{Entry, FileId, open};
 
-/// A path cannot be used, or leads where another user decides.
+/// A path cannot be used, or another user could change where it leads.
 #[derive(Debug, Error)]
 pub enum PathError {
     /// A system call failed.
@@ -83,7 +83,7 @@ pub enum PathError {
         /// Its mode.
         mode: u32,
     },
-    /// Something else than a regular file.
+    /// Not a regular file.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
         /// The file or directory there.
@@ -101,13 +101,13 @@ pub enum PathError {
         /// The socket.
         path: PathBuf,
     },
-    /// Something else than a socket lies where one is to be made.
+    /// The name of a new socket is taken by another kind of file.
     #[error("{} exists and is not a socket", path.display())]
     NotASocket {
         /// The file or directory there.
         path: PathBuf,
     },
-    /// Another user removed or replaced what was just made.
+    /// Another user removed or replaced the new socket.
     #[error("Another user replaced {} while it was made", path.display())]
     Replaced {
         /// The socket.
@@ -135,7 +135,7 @@ impl PathError {
 }
 
 impl From<PathError> for io::Error {
-    /// Keeps the kernel's error, and words of our own for all else.
+    /// Keeps the kernel's error. Other errors become text.
     fn from(error: PathError) -> Self {
         match error {
             PathError::Io { source, .. } => source,

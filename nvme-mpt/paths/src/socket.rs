@@ -28,22 +28,22 @@ pub struct SocketPermissions {
     pub group: Option<u32>,
 }
 
-/// Occupant of a name where a socket is looked for.
+/// Kind of entry at the name of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Occupant {
     /// Nothing.
     Nothing,
     /// A socket that no process has open.
     Stale,
-    /// A socket that a process has open, or that cannot be asked.
+    /// A socket that a process has open, or may have open.
     Live,
     /// Something else.
     NotASocket,
 }
 
 impl Entry {
-    /// Says what this is, without a connection to what may be a server: a datagram socket cannot be connected with a
-    /// listening one, and is told so only when that one is alive.
+    /// Determines the kind without connecting to a possible server: a datagram socket cannot connect to a listening socket,
+    /// and the kernel's error differs if that socket is dead.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -65,7 +65,7 @@ impl Entry {
 }
 
 impl Directory {
-    /// Says what lies at a name.
+    /// Determines the kind of the entry at a name.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -76,12 +76,12 @@ impl Directory {
         }
     }
 
-    /// Listens on a socket with a name in this directory. The socket of a process that has ended is replaced, and nothing else.
+    /// Listens on a socket with a name in this directory. Replaces only the socket of a process that has ended.
     /// Returns the socket, which does not block, and the identity of its file.
     ///
-    /// The file is made under another name, for our user alone. It is then opened, and a connection through that
-    /// descriptor shows that it is this very socket. Owner and mode are set through the same descriptor, and then the file gets its
-    /// name. So neither a link nor another file that is put in its place gets that owner or mode.
+    /// The file is made under another name, for this process's user only. It is then opened, and a connection through that
+    /// descriptor proves that it is the new socket. Owner and mode are set through the same descriptor, and then the file
+    /// gets its name. So a link or another file that takes its place never gets that owner or mode.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -158,8 +158,8 @@ impl Directory {
         Ok(file.id())
     }
 
-    /// Removes a stale socket. It is moved aside first and looked at again, because between two looks another server may
-    /// have replaced it with its own.
+    /// Removes a stale socket. It is first renamed and checked again, because another server may have replaced it after the
+    /// first check.
     fn make_way(&self, name: &OsStr, path: &Path, user: Option<u32>) -> Result<(), PathError> {
         let failed = |action| PathError::io(action, path);
         let refuse = |occupant| match occupant {

@@ -41,7 +41,7 @@ impl FileId {
     }
 }
 
-/// Facts of a file that decide whom it obeys.
+/// Status of a file: its owner, mode and identity.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Status {
     pub(crate) id: FileId,
@@ -107,17 +107,17 @@ pub struct Entry {
     pub(crate) stat: Status,
     /// Path without links.
     pub(crate) path: PathBuf,
-    /// The first exposed directory on the way in which a next step was not safe.
+    /// The first exposed directory on the way whose next entry another user could replace.
     pub(crate) exposure: Option<Exposure>,
 }
 
-/// Returns whether a user is one to whom this process owes its files.
+/// Returns whether a user is trusted.
 pub(crate) fn is_trusted(user: u32) -> bool {
     user == 0 || user == process_user() || fs::stat("/").is_ok_and(|root| root.st_uid == user)
 }
 
-/// Returns whether another user than the owner may write what is open. Nobody writes by a mount that is read-only, as
-/// volumes of Kubernetes are.
+/// Returns whether another user than the owner may write the open file or directory. On a read-only mount, such as volumes of
+/// Kubernetes, no user may.
 pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &Status) -> bool {
     others_may_write(stat)
         && !fs::fstatvfs(file).is_ok_and(|mount| mount.f_flag.contains(StatVfsMountFlags::RDONLY))
@@ -131,13 +131,13 @@ fn others_may_write(stat: &Status) -> bool {
     stat.mode & (0o002 | group) != 0
 }
 
-/// Returns whether trusted users alone can put something in the place of an entry.
+/// Returns whether only trusted users can replace an entry.
 pub(crate) fn is_safe(directory: BorrowedFd<'_>, stat: &Status, owner: u32) -> bool {
     let is_sticky = stat.is_sticky();
     is_trusted(stat.owner) && (is_sticky && is_trusted(owner) || !others_write(directory, stat))
 }
 
-/// Opens an entry itself, also if it is a link. A directory is mounted if it is one that is mounted on demand.
+/// Opens an entry without following a link. An automount directory is mounted.
 pub(crate) fn open_entry(directory: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     match fs::openat(directory, name, flags | OFlags::DIRECTORY, Mode::empty()) {
@@ -155,7 +155,7 @@ fn steps(path: &Path) -> impl Iterator<Item = OsString> + use<'_> {
     })
 }
 
-/// Walks a path. With `make`, directories that are not there are made with that mode.
+/// Walks a path. With `make`, missing directories are made with that mode.
 pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> {
     let path = match path.as_os_str().is_empty() {
         true => Path::new("."),
@@ -244,7 +244,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> 
 }
 
 impl Entry {
-    /// Walks to what a path leads to.
+    /// Walks a path to its end.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -252,7 +252,7 @@ impl Entry {
         walk(path, None)
     }
 
-    /// Returns the path without links. It names the same thing for as long as nobody replaces it.
+    /// Returns the path without links. It names this file until an entry on it is replaced.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -274,7 +274,7 @@ impl Entry {
         FileType::from_raw_mode(self.stat.mode)
     }
 
-    /// Returns a path that leads to this very file, whatever its names are.
+    /// Returns a path that leads to this very file, even after a rename.
     pub(crate) fn by_descriptor(&self) -> PathBuf {
         by_descriptor(self.descriptor.as_fd())
     }
@@ -309,7 +309,7 @@ impl Entry {
         changed.map_err(PathError::io("set the owner of", &self.path))
     }
 
-    /// Makes sure that this is a regular file which trusted users alone can write or replace.
+    /// Checks that this is a regular file that only trusted users can write or replace.
     ///
     /// # Errors
     /// Says what another user may do.
@@ -354,7 +354,7 @@ impl Entry {
     }
 }
 
-/// Opens a file by a path whose links trusted users alone can change. Nothing is made.
+/// Opens an existing file by a path whose links only trusted users can change.
 ///
 /// # Errors
 /// See [`PathError`].
@@ -367,7 +367,7 @@ pub fn open(path: &Path, flags: OFlags) -> Result<File, PathError> {
     })
 }
 
-/// Returns the path of what a descriptor is open on.
+/// Returns the path of an open descriptor.
 pub(crate) fn by_descriptor(descriptor: BorrowedFd<'_>) -> PathBuf {
     Path::new("/proc/self/fd").join(descriptor.as_raw_fd().to_string())
 }

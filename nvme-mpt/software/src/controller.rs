@@ -150,7 +150,7 @@ impl SoftwareController {
         Ok(Self::over(store, lba_shift))
     }
 
-    /// The same drive, whose queues fail if their storage keeps a request for longer. Without a timeout it is waited for.
+    /// Sets the time after which a request of the storage fails its queue. Without a timeout, queues wait as long as it takes.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         self.medium.set_timeout(timeout);
@@ -221,8 +221,8 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// The same, whose faults another process may have after this one, by a memory file that has no bytes at first. If the
-    /// process before has left some there, the drive goes on with those, whatever the plan has.
+    /// The same, with faults that outlive this process in a memory file, which is empty at first. If the file has faults of
+    /// an earlier process, the drive continues with those and ignores the plan.
     ///
     /// # Errors
     /// See [`Faults::inject`].

@@ -13,7 +13,7 @@ pub(crate) const LOOK: Duration = Duration::from_millis(250);
 /// Looks after which a request is overdue: 10 s, far more than a drive that is well needs.
 pub(crate) const OVERDUE: u32 = 40;
 
-/// Returns the number of looks in a time.
+/// Returns the number of looks within a time.
 pub(crate) fn looks_in(time: Duration) -> u32 {
     u32::try_from(time.as_millis() / LOOK.as_millis()).unwrap_or(u32::MAX)
 }

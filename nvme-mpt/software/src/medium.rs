@@ -58,7 +58,7 @@ pub trait Medium: fmt::Debug + Send + Sync {
         let _ = timeout;
     }
 
-    /// Returns whether a transfer may have the thread that asks for it wait for another process or host.
+    /// Returns whether a transfer may make the submitting thread wait for another process or host.
     fn may_block(&self) -> bool {
         false
     }

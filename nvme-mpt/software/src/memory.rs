@@ -71,8 +71,8 @@ impl fmt::Display for Allocation {
     }
 }
 
-/// Refuses to take more memory than the host or a control group of this process has left, as the kernel would end processes
-/// to give it. A host that does not tell is not asked.
+/// Refuses to take more memory than the host or a control group of this process has left, because the kernel would kill
+/// processes. If the host does not report its memory, this checks nothing.
 fn expect_available(bytes: u64) -> io::Result<()> {
     expect_within(bytes, memory_limit())?;
     let available = fs::read_to_string(MEMINFO)
@@ -220,7 +220,7 @@ pub(crate) struct MemoryStore {
     uncorrectable: Arc<UncorrectableBlocks>,
     /// Last change of marks by the command that is carried out.
     change: Option<MarkChange>,
-    /// Change that a long command waits for, all of which is done but that.
+    /// Change that a long command waits for after all its other work.
     awaited: Option<MarkChange>,
 }
 
@@ -542,7 +542,7 @@ impl MemoryStore {
         self.uncorrectable.touches(slba.0, u64::from(nlb_z) + 1)
     }
 
-    /// Ends the command if its marks are stored. The turn is over else.
+    /// Ends the command if its marks are stored. Otherwise the turn is over.
     fn await_change(&mut self, change: MarkChange) -> StoreStep {
         let end = self.uncorrectable.end_of(change);
         if end.is_some() {

@@ -33,7 +33,7 @@ pub trait Store: fmt::Debug + Send {
         false
     }
 
-    /// Returns whether a command that is not long has to wait for something, and is carried out in steps all the same.
+    /// Returns whether a short command has to wait for something, and so is carried out in steps.
     #[inline]
     fn waits(&self, _sqe: &Sqe) -> bool {
         false
@@ -150,7 +150,7 @@ fn execute<S: Store>(
     sq.clear();
 }
 
-/// Puts a command off, if it is long or waits. Returns whether it does.
+/// Defers a command that is long or has to wait. Returns whether it did.
 #[inline]
 fn put_off<S: Store>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
     let is_long = S::HAS_LONG && (S::is_long(sqe) || store.waits(sqe));

@@ -1,12 +1,13 @@
 //! Blocks that Write Uncorrectable made unreadable until they are written again
 //! (NVM 1.0, section 3.2.7).
 //!
-//! A mark is part of the drive's content, and lasts as long: the ledger has it. A command that makes a mark, or writes
-//! blocks that have one, completes when the ledger has the change, durably. A mark that outlived the completion of a write
-//! would lose its data. So what is written over a mark is durable before the mark goes.
+//! A mark is part of the drive's content and lasts as long as the content, so it is in the ledger. A command that makes a
+//! mark, or writes marked blocks, completes when the change is durable in the ledger. If a mark outlived the completion of a
+//! write, the written data would be lost. If a mark ended before the data is durable, old data could be read. So the data
+//! becomes durable first, and then the mark is removed.
 //!
-//! Pollers change what is here and wait for nothing: another thread stores the marks of a lease ([`MarkRoom::store`]), all at
-//! once, for all commands that wait then. If that fails, its marks are what the ledger has, and these commands fail.
+//! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease at once ([`MarkRoom::store`]),
+//! for all commands that wait then. If that fails, these commands fail, and the marks become those of the ledger again.
 //!
 //! Each lease has room for marks of its own, so a guest takes no room from others.
 
@@ -20,17 +21,17 @@ use nvme_mpt::memory::sync::{AtomicBool, Mutex, MutexGuard};
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::spec::ids::Lba;
 
-/// Ranges of a lease at most, which bounds its part of the ledger. A guest that makes more is told that it cannot.
+/// Most marked ranges of a lease, which bounds its part of the ledger. A command that would exceed it fails.
 const MAX_RANGES: usize = 1024;
 
-/// Stores that failed, of which commands are still told.
+/// Most failed stores that are remembered for their commands.
 const FAILURES_MAX: usize = 64;
 
 /// The unreadable blocks of one namespace.
 #[derive(Debug, Default)]
 pub(crate) struct UncorrectableBlocks {
     state: Mutex<State>,
-    /// True if a lease has some, or the ledger has some of it.
+    /// True if any lease has marks, here or in the ledger.
     any: AtomicBool,
 }
 
@@ -50,7 +51,7 @@ struct Part {
     lease: u64,
 }
 
-/// Has another thread store the marks of a lease.
+/// Requests that another thread stores the marks of a lease.
 struct Ask(Box<dyn Fn() + Send + Sync>);
 
 impl fmt::Debug for Ask {
@@ -71,9 +72,9 @@ struct LeaseMarks {
     stored_change: u64,
     /// First and last change of each store that failed.
     failures: Vec<(u64, u64)>,
-    /// `None` for a lease whose marks end with it.
+    /// `None` for a lease whose marks end with the lease.
     ask: Option<Ask>,
-    /// A store was asked for that has not begun.
+    /// True if a store was requested and has not begun.
     is_asked: bool,
 }
 
@@ -109,7 +110,7 @@ impl MarkRoom {
         state.parts.insert(start, Part { end, lease });
     }
 
-    /// Takes up the marks that the ledger has. From now on `ask` has another thread [store](Self::store) them.
+    /// Loads the marks of the ledger. From now on `ask` requests that another thread [stores](Self::store) them.
     pub(crate) fn keep(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
         let mut state = self.blocks.lock();
         if let Some(lease) = state.leases.get_mut(&self.lease) {
@@ -123,7 +124,7 @@ impl MarkRoom {
         self.blocks.note(&state);
     }
 
-    /// Has `store` make the present marks durable.
+    /// Makes the present marks durable by `store`.
     pub(crate) fn store(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
         let (marks, change) = {
             let mut state = self.blocks.lock();
@@ -241,7 +242,7 @@ impl UncorrectableBlocks {
         Some(change)
     }
 
-    /// Returns the end of a change; `None` while it is being stored.
+    /// Returns the result of a change; `None` while it is being stored.
     ///
     /// # Errors
     /// It could not be stored, and was taken back.
@@ -286,7 +287,7 @@ impl LeaseMarks {
         self.end_of(self.change).is_some()
     }
 
-    /// Numbers a change, and has it stored.
+    /// Numbers a change, and requests its store.
     fn begin_change(&mut self, lease: u64) -> MarkChange {
         self.change += 1;
         let number = self.change;
@@ -416,7 +417,7 @@ mod tests {
         }
     }
 
-    /// A lease of 80 blocks with marks of the ledger, and the number of stores that were asked for.
+    /// A lease of 80 blocks with marks of the ledger, and the number of requested stores.
     fn kept(marks: &[LbaRange]) -> (Arc<UncorrectableBlocks>, MarkRoom, Arc<AtomicUsize>) {
         let blocks = Arc::new(UncorrectableBlocks::default());
         let room = blocks.make_room(&[range(0, 80)]);

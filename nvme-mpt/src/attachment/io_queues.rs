@@ -44,9 +44,9 @@ pub(super) struct QueueEntry {
     pub(super) sqs: Vec<QueueId>,
     /// The shadow queue itself, while it rests.
     pub(super) parked: Option<Box<ShadowQueue>>,
-    /// The shadow queue on its way here. It takes no commands, and arrives once the last one in flight has ended.
+    /// The shadow queue on its way here. It takes no commands, and arrives once its last command in flight has ended.
     leaving: Option<LeavingQueue>,
-    /// It is deleted once it arrives: its commands begin no further step.
+    /// True if it is deleted once it arrives. Its commands begin no further step then.
     ends: bool,
     /// A deadline passed while its commands in flight were waited for.
     overdue: bool,
@@ -79,7 +79,7 @@ impl QueueEntry {
         Ok(())
     }
 
-    /// Has the shadow queue take no more commands, and come here once nothing of it is in flight.
+    /// Stops the shadow queue. It comes here once none of its commands is in flight.
     pub(super) fn begin_to_leave(&mut self) {
         if self.leaving.is_none() && self.parked.is_none() {
             self.leaving = Some(self.poller.remove(self.id));
@@ -96,7 +96,8 @@ impl QueueEntry {
         self.ends = true;
     }
 
-    /// Has the shadow queue rest here, if it is on its way and is not deleted, or stay with its poller.
+    /// Stops the removal of a queue that is not deleted: the shadow queue rests here if it has left, else it stays with its
+    /// poller.
     pub(super) fn stay(&mut self) {
         if self.ends {
             return;
@@ -118,7 +119,7 @@ impl QueueEntry {
     /// Takes the shadow queue from its poller, once nothing of it is in flight.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`]; then the queue takes no more commands, and is on its way. [`Self::stay`] has it go on.
+    /// [`QueueError::Timeout`]. The queue then takes no more commands and is on its way. [`Self::stay`] undoes that.
     pub(super) fn take_from_poller(
         &mut self,
         deadline: &Deadline,
@@ -153,7 +154,7 @@ pub(super) struct Queues {
     pub(super) revoked: bool,
     /// No queue is polled: each rests here.
     pub(super) paused: bool,
-    /// Figures of the lease from before it was restored here, or from the process before.
+    /// Counts of the lease from before it was restored here, or from an earlier process.
     pub(super) counted_before: Counters,
     /// Poller that watches the admin queue's mapped doorbells, and the name of the watch.
     pub(super) watch: Option<(u64, Arc<Poller>)>,
@@ -595,7 +596,7 @@ impl Attachment {
         }
     }
 
-    /// Returns a name of the drive, if it may have its pollers wait.
+    /// Returns a name of the drive, if the drive may make its pollers wait.
     pub(super) fn blocking_drive(&self) -> Option<usize> {
         let drive = self.drive();
         drive

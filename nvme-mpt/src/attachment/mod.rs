@@ -92,7 +92,7 @@ pub struct Attachment {
     queues: Mutex<Queues>,
     clock: Arc<dyn WaitClock>,
     steward: Steward,
-    /// A flush that was waited for in vain.
+    /// A flush whose wait has timed out.
     flush: Mutex<Option<LateFlush>>,
     growth: Mutex<Growth>,
     /// Dropped last, and owned by each queue as well: see [`Holding`].
@@ -466,7 +466,7 @@ impl Attachment {
         self.flush_by(&self.deadline())
     }
 
-    /// As [`Self::flush`], until `deadline`. One that was waited for in vain is waited for again, if it still covers all.
+    /// As [`Self::flush`], until `deadline`. Waits again for a flush that timed out earlier, if it still covers all commands.
     fn flush_by(&self, deadline: &Deadline) -> io::Result<()> {
         // A command counts a moment after its guest sees it completed, and none is on its way without queues.
         let has_queues = !self.queues().cqs.is_empty();
@@ -489,7 +489,7 @@ impl Attachment {
         }
     }
 
-    /// Returns whether a flush that was waited for in vain is under way still.
+    /// Returns whether a flush that timed out is still under way.
     fn is_flushing(&self) -> bool {
         let late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
         let is_there =

@@ -13,13 +13,13 @@ use crate::seam::QueueError;
 use crate::spec::ids::QueueId;
 
 impl Attachment {
-    /// Has the pollers take no more commands, and waits for those in flight until `deadline`. When this returns,
+    /// Makes the pollers take no more commands, and waits for commands in flight until `deadline`. When this returns,
     /// neither the pollers nor the host controller touch the VM's memory. Every command that was
     /// taken has its completion in the guest's queue, and the guest was told by an interrupt.
     /// Commands that were not taken stay where they are.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands are in flight still. No queue takes commands: the caller asks again, or
+    /// [`QueueError::Timeout`] if commands are still in flight. No queue takes commands then: the caller repeats the call, or
     /// [resumes](Self::resume).
     pub(super) fn pause_by(&self, deadline: &Deadline) -> Result<(), QueueError> {
         let mut queues = self.queues();
@@ -35,10 +35,11 @@ impl Attachment {
         Ok(())
     }
 
-    /// Has the queues rest, and go on at once: their commands in flight end within `time`. Queues that rest do so afterwards.
+    /// Checks that commands in flight end within `time`: makes the queues rest, and resumes them at once. Queues that rested
+    /// before still rest afterwards.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if they do not, or if something waits for them already.
+    /// [`QueueError::Timeout`] if they do not, or if another call waits for them already.
     pub fn rest_once(&self, time: Duration) -> Result<(), QueueError> {
         let mut queues = self.queues();
         if queues.paused {
@@ -74,7 +75,7 @@ impl Attachment {
     }
 }
 
-/// Has the queues rest that pollers have, once their commands in flight have completed. Waits until `deadline`.
+/// Takes the queues from their pollers, once their commands in flight have completed. Waits until `deadline`.
 ///
 /// # Errors
 /// As [`Attachment::pause_by`].

@@ -1,5 +1,5 @@
-//! The steward: an attachment's thread for what may take longer than anybody waits for it: flushes, changes of the ledger
-//! that commands wait for, and queues whose commands do not end.
+//! The steward: an attachment's thread for work without a bound on its time: flushes, changes of the ledger that commands wait
+//! for, and queues whose commands do not end.
 
 use std::io;
 use std::sync::{Arc, PoisonError, Weak};

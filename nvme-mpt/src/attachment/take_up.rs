@@ -15,7 +15,7 @@ use crate::spec::ids::QueueId;
 impl Attachment {
     /// Takes up queues by their live state. Commands that were in flight are carried out again, or end with Command
     /// Interrupted. The guest's memory is mapped as the process before had it, and there are no queues. A queue whose rings
-    /// the VMM had unmapped waits for their memory, as it did in that process.
+    /// the VMM had unmapped still waits for their memory.
     ///
     /// # Errors
     /// [`StateError::Invalid`], [`StateError::NotEmpty`] and [`StateError::Queue`]. Then there are no queues, and the

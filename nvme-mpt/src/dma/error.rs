@@ -115,7 +115,7 @@ pub enum DmaError {
         #[serde(with = "crossing::io_error")]
         source: io::Error,
     },
-    /// The memory's content is not all there, and a page that is not would read as zeros.
+    /// The memory is incomplete, and a missing page would read as zeros.
     #[error(
         "The memory of region {gpa}+{len:#x} is restored on demand (userfaultfd), and pages that are not there yet would \
          read as zeros: map it once it is complete, restore with all memory copied first, or give a function in the \

@@ -8,11 +8,10 @@
 //! Of such files, these were considered:
 //!
 //! * **userfaultfd** holds up faults in the address space that registered it. Ours is registered
-//!   nowhere, so a fault here takes a page at once, of zeros, which is then everybody's
-//!   (`nvme-mpt/memory/tests/userfaultfd.rs`). So nothing waits, and for memory that a VMM restores on demand that is
-//!   wrong: such memory is taken through the VMM's own mapping alone ([`VmmMapping`](super::VmmMapping)), or once it is
-//!   complete. Until then it is refused, where it can be seen (`memory/user_faults.rs`). Write protection is kept per address
-//!   space as well, and hides no content.
+//!   nowhere. So a fault here takes a page of zeros at once, and every mapping then sees that page
+//!   (`nvme-mpt/memory/tests/userfaultfd.rs`). That is wrong for memory that a VMM restores on demand. Such memory is taken
+//!   only through the VMM's own mapping ([`VmmMapping`](super::VmmMapping)), or once it is complete. Until then it is refused,
+//!   if registrations can be seen (`memory/user_faults.rs`). Write protection is also per address space, and hides no content.
 //! * **Holes.** fallocate holds up faults in a range while it punches a hole there. That is bounded by
 //!   the hole's pages, and a guest's balloon does the same; seals that forbid it would forbid
 //!   virtio-mem.

@@ -116,15 +116,15 @@ impl MemoryRegion {
 
 /// The VMM's own mapping of memory that it hands over to a function in its process.
 ///
-/// The function reads and writes there, so its page faults are the VMM's, and go to the VMM's userfaultfd. A thread that
-/// faults waits for the VMM: its own, as the function is in its process.
+/// The function reads and writes through that mapping, so its page faults go to the VMM's userfaultfd. A thread that faults
+/// waits for the VMM, in whose process the function runs.
 #[derive(Debug)]
 pub struct VmmMapping {
-    /// Memory [borrowed](Mapping::borrowed) from the VMM. It has at least the region, and may have more of the file: regions
-    /// of one mapping are best given with the same one.
+    /// Memory [borrowed](Mapping::borrowed) from the VMM. It contains the region, and may contain more of the file. Use one
+    /// mapping for all regions in it.
     pub memory: Mapping,
-    /// True if every page has its content: no restore on demand and no post-copy is under way. A drive's server gets the
-    /// file alone, and so takes complete memory alone.
+    /// True if every page has its content: no restore on demand and no post-copy is under way. A drive's server maps the
+    /// file, so it takes only complete memory.
     pub is_complete: bool,
 }
 
@@ -255,7 +255,7 @@ impl DmaWindow {
         }
     }
 
-    /// Names the process that the memory comes from, as of now. At first, that is this one.
+    /// Sets the process that the memory comes from. At first, it is this process.
     pub fn set_holder(&self, holder: MemoryHolder) {
         *lock(&self.holder) = holder;
     }
@@ -294,8 +294,8 @@ impl DmaWindow {
         self.tables.current()
     }
 
-    /// Maps a region; commands that arrive from now on may use it. Its content is complete: memory of a holder whose
-    /// userfaultfd fills it still is refused.
+    /// Maps a region; commands that arrive from now on may use it. It has to be complete: memory that its holder's
+    /// userfaultfd still fills is refused.
     ///
     /// # Errors
     /// All of [`DmaError`] but the ones of unmapping.
@@ -308,13 +308,13 @@ impl DmaWindow {
     /// As [`Self::map`], for memory that was [checked](Self::check_region), now or when it was mapped before.
     ///
     /// # Errors
-    /// All of [`DmaError`] but the ones of unmapping, and of memory that is not complete.
+    /// All of [`DmaError`] except errors of unmapping and of incomplete memory.
     pub fn map_checked(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.map_by(memory, None)
     }
 
-    /// Checks that memory can be used by its file: its content is there, as far as that can be known. A file of which
-    /// something is mapped was checked before.
+    /// Checks that memory can be used by its file: it is complete, as far as this process can see. A file of which a region
+    /// is mapped was checked before.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`], [`DmaError::MayWait`], [`DmaError::Map`].
@@ -338,7 +338,7 @@ impl DmaWindow {
         }
     }
 
-    /// Checks the kind of the file, which is the first thing that is asked about it: other questions may wait.
+    /// Checks the kind of the file. This is the first check, because other calls on the file may wait.
     fn check_kind(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
         let fd = memory.fd.as_fd();
         if self.kinds.admits(fd) {
@@ -355,7 +355,7 @@ impl DmaWindow {
     /// As [`Self::map`], with the mapping of a VMM in this process, through which the memory may be incomplete.
     ///
     /// # Errors
-    /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping has not all of the region.
+    /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping does not contain the whole region.
     pub fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
         self.map_by(memory, Some(own.memory))
     }
@@ -419,7 +419,7 @@ impl DmaWindow {
         self.insert(&mut changes, place)
     }
 
-    /// Checks that no content of a file is missing that a process of its holder would put there at a page fault of its own.
+    /// Checks that no page of a file is missing that a process of its holder would fill at a page fault.
     fn check_file(&self, file: BorrowedFd<'_>, gpa: Gpa, len: u64) -> Result<(), DmaError> {
         let holder = *lock(&self.holder);
         match is_incomplete(holder, file) {
@@ -437,8 +437,8 @@ impl DmaWindow {
         }
     }
 
-    /// Looks again whether content of the memory is missing, for a guest that begins anew: its VMM may have registered the
-    /// memory since it was mapped.
+    /// Checks again that the memory is complete, when a guest enables its controller: its VMM may have registered the memory
+    /// since it was mapped.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`].

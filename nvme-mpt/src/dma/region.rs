@@ -80,8 +80,8 @@ impl GuestFile {
         })))
     }
 
-    /// Finds the file of memory that its VMM has mapped in this process among those that are known, or takes it with the
-    /// VMM's mapping. Regions of one mapping of the VMM's share it here.
+    /// Finds the known file of memory that the VMM has mapped in this process, or adds the file with the VMM's mapping.
+    /// Regions of one mapping share it here.
     pub(super) fn find_or_borrow(
         known: &[Arc<Self>],
         fd: OwnedFd,

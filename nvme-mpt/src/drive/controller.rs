@@ -91,8 +91,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Reads bytes of a drive that a file or block device of the host is, for a look at what was there before its first lease.
-    /// Returns how many; `None` for other drives, and for bytes that cannot be read.
+    /// Reads bytes of a file or block device of the host, to check its content before the first lease. Returns their number;
+    /// `None` for other drives, and for bytes that cannot be read.
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
         let _ = (offset, into);
         None
@@ -118,8 +118,8 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Returns whether the kernel may have whoever submits commands wait for other processes or hosts. Such a drive shares no
-    /// poller with others.
+    /// Returns whether the kernel may make a thread that submits commands wait for other processes or hosts. Such a drive
+    /// shares no poller with others.
     fn may_block(&self) -> bool {
         false
     }

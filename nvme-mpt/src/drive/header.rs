@@ -1,7 +1,7 @@
-//! Headers of disk images and of encrypted disks, which tell that bytes are not what a guest is to see.
+//! Headers of disk images and of encrypted disks: a guest should get the content of such an image, not its raw bytes.
 //!
-//! A guest may write such a header itself. So they are looked for before a lease is given out of bytes that no id had yet,
-//! and never again: what a guest wrote does not take its drive away.
+//! A guest may write such a header itself. So headers are checked only before the first lease of bytes that no id had yet. A
+//! header that a guest wrote does not make it lose its drive.
 
 use crate::drive::Drive;
 
@@ -19,7 +19,7 @@ const CONVERT: &str = "convert it first (`qemu-img convert -O raw`)";
 /// Way to what an encrypted disk holds.
 const OPEN: &str = "open it first (`cryptsetup open`), and make the device of that the drive";
 
-/// The headers: where their mark lies, the mark, the kind and the remedy.
+/// For each header: offset of its magic, the magic, the kind and the remedy.
 const HEADERS: &[(usize, &[u8], &str, &str)] = &[
     (0, b"QFI\xFB", "a qcow2 image", CONVERT),
     (0, b"QED\0", "a QED image", CONVERT),

@@ -1,7 +1,8 @@
-//! Labels: the name that an operator gives a drive which has none of its own, written on the drive.
+//! Labels: names that an operator writes on drives without a lasting name.
 //!
-//! A label lies in the last MiB of the drive, which no lease has once the drive is used by its label. Its UUID, which no guest
-//! sees, is part of the name that the ledger knows: a label that a guest writes to a drive of its own names no other drive.
+//! A label lies in the last MiB of the drive, which no lease contains once the drive is used by its label. The label's UUID,
+//! which no guest sees, is part of the drive's name in the ledger. So a label that a guest writes on its own drive names no
+//! other drive.
 
 use std::fmt;
 use std::str::FromStr;
@@ -53,7 +54,7 @@ impl fmt::Display for DriveName {
 pub struct DriveLabel {
     /// Name that the operator gave.
     pub name: DriveName,
-    /// Tells it from labels of the same name.
+    /// UUID that distinguishes it from labels of the same name.
     uuid: Uuid,
 }
 
@@ -68,7 +69,7 @@ impl DriveLabel {
         }
     }
 
-    /// Returns where the label of a drive of `bytes` lies, and ends what leases may have; `None` for one without room.
+    /// Returns the start of the label on a drive of `bytes`, which is the end of the bytes for leases; `None` without room.
     #[must_use]
     pub fn place(bytes: u64) -> Option<u64> {
         let place = bytes.checked_sub(ROOM)?;

@@ -150,13 +150,13 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = record;
     }
 
-    /// Takes up the unreadable blocks of the lease's id. From now on `ask` has another thread call
-    /// [`Self::store_marks`] after each change of them. A drive that keeps its own marks has nothing to do.
+    /// Loads the unreadable blocks of the lease's id. From now on `ask` makes another thread call [`Self::store_marks`] after
+    /// each change of them. A drive that keeps its own marks has nothing to do.
     fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }
 
-    /// Has `store` make the present unreadable blocks durable, for which commands wait. It takes as long as a disk does.
+    /// Makes the present unreadable blocks durable by `store`. Commands wait for that, and it takes as long as a disk write.
     fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
         let _ = store;
     }

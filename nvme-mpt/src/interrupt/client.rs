@@ -1,17 +1,18 @@
-//! Signals to eventfds that a client gave: their time is the client's, and no shared poller's.
+//! Signals to eventfds of clients, without unbounded time on a shared poller.
 //!
-//! A client decides how long a signal to its eventfd takes. It can have the signal wait, and it can watch the eventfd by a
-//! hundred thousand epolls, all of which a signal has to wake, with interrupts off. So the time of each signal is measured:
+//! A client decides how long a signal to its eventfd takes. It can make the signal wait. It can watch the eventfd by a hundred
+//! thousand epolls, and a signal wakes them all with interrupts off. So the time of each signal is measured:
 //!
 //! | client | signal |
 //! |---|---|
-//! | trusted | a [watched write](crate::memory::watched_write), until one had to wait |
+//! | trusted | a [watched write](crate::memory::watched_write), until a write had to wait |
 //! | not trusted, or its eventfd made a write wait | the kernel's [asynchronous I/O](crate::memory::notifier) |
-//! | one whose signals are slow, by whichever way; or where there is no asynchronous I/O | by a thread of its own |
+//! | its signals are slow, or there is no asynchronous I/O | a thread of its own |
 //!
-//! Two looks at the time stamp counter find a signal that may have been slow, or whose thread lost its processor. The processor time
-//! of the next ones decides: three slow ones of them, as a virtual machine's processor time has the time that its host took. The thread of a slow client sleeps so that it has no more than a hundredth of a processor. After
-//! enough quick signals the client leaves it; the number doubles each time.
+//! Two reads of the time stamp counter find a signal that may have been slow. Its thread may also have lost its processor, so
+//! the processor time of the next signals is measured. In a virtual machine, that time includes time which the host took, so
+//! three slow signals decide. The thread of a slow client sleeps so that it uses at most a hundredth of a processor. After
+//! enough quick signals the client leaves the thread. That number doubles each time.
 
 use std::io;
 use std::sync::OnceLock;
@@ -29,14 +30,14 @@ use crate::memory::sync::mpsc::{Receiver, Sender, channel};
 use crate::memory::system::thread_time;
 use crate::poller::start_thread;
 
-/// Time of a signal from which on it is slow. One to a vCPU in a virtual machine takes some microseconds.
+/// Time from which a signal counts as slow. A signal to a vCPU takes some microseconds in a virtual machine.
 const SLOW: Duration = Duration::from_micros(50);
 
 /// Signals whose processor time is measured after the first one that may have been slow. The number doubles each time, as a
-/// client can have one signal be slow as soon as its signals are measured no more.
+/// client can slow a signal down as soon as its signals are no longer measured.
 const SUSPECTED: u32 = 16;
 
-/// Slow ones among these after which a thread signals.
+/// Number of slow signals among these after which a thread signals the client.
 const SLOW_MAX: u32 = 3;
 
 /// Most times that [`SUSPECTED`] doubles.
@@ -45,19 +46,19 @@ const DOUBLINGS_MAX: u32 = 16;
 /// Quick signals after which a client leaves its thread for the first time.
 const QUICK: u32 = 64;
 
-/// The thread of a slow client rests for so many times the time that its signals took, but no longer than [`REST_MAX`].
+/// Factor between a signal's time and the rest of the slow client's thread after it, which is [`REST_MAX`] at most.
 const REST: u32 = 99;
 
-/// Longest rest: a guest that waits for its interrupt has its own time-outs.
+/// Longest rest. It is bounded because a guest's driver has timeouts for its interrupt.
 const REST_MAX: Duration = Duration::from_secs(1);
 
-/// Clients of trusted users that made a write wait, from which on no new client is written to directly.
+/// Number of trusted clients with waiting writes from which on new clients get no direct writes.
 const BLOCKED_MAX: u32 = 3;
 
 /// Clients of trusted users that made a write wait.
 static BLOCKED: AtomicU32 = AtomicU32::new(0);
 
-/// Ways of a client's signals.
+/// Ways to signal a client.
 const DIRECT: u8 = 0;
 const SUSPECT: u8 = 1;
 const THREAD: u8 = 2;
@@ -67,7 +68,7 @@ const THREAD: u8 = 2;
 pub enum EventReader {
     /// It can do to this process what it likes, as [`is_trusted`](crate::memory::system::is_trusted) has it.
     Trusted,
-    /// It is another user's.
+    /// It belongs to another user.
     Untrusted,
 }
 
@@ -79,21 +80,21 @@ pub struct ClientSignals {
     thread: Mutex<Option<Sender<Arc<ClientEventFd>>>>,
 }
 
-/// What is known of a client's signals.
+/// State of a client's signals.
 #[derive(Debug)]
 struct Manner {
     name: String,
     way: AtomicU8,
-    /// Signals that are still measured by processor time.
+    /// Number of signals that are still measured by processor time.
     suspected: AtomicU32,
-    /// Slow ones among these.
+    /// Number of slow signals among these.
     slow: AtomicU32,
-    /// Signals that may have been slow while none was measured.
+    /// Number of signals that may have been slow while none was measured.
     suspicions: AtomicU32,
-    /// Writes are made, as the client is trusted and none had to wait.
+    /// True if the client is trusted and no write had to wait, so writes signal it.
     writes: AtomicBool,
     notifier: OnceLock<Arc<Notifier>>,
-    /// Times that it left its thread after slow signals.
+    /// Number of times that it left its thread after slow signals.
     returns: AtomicU32,
     slow_ticks: u64,
 }
@@ -103,7 +104,7 @@ struct Manner {
 pub struct ClientEventFd {
     eventfd: Arc<EventFd>,
     signals: Arc<ClientSignals>,
-    /// The client's thread is to signal it.
+    /// True if the client's thread has to signal it.
     is_due: AtomicBool,
 }
 
@@ -129,7 +130,7 @@ impl ClientSignals {
         Arc::new(signals)
     }
 
-    /// Another client has come, to the same function. What was found out about those before stays.
+    /// Begins with another client of the same function. The measurements of earlier clients stay.
     pub fn meet(&self, client: EventReader) {
         let is_trusted = client == EventReader::Trusted
             && BLOCKED.load(Ordering::Relaxed) < BLOCKED_MAX
@@ -150,7 +151,7 @@ impl ClientSignals {
         })
     }
 
-    /// Has the client's thread signal an eventfd. Waits for nothing.
+    /// Makes the client's thread signal an eventfd. Does not wait.
     #[cold]
     fn hand_over(&self, eventfd: &Arc<ClientEventFd>) -> bool {
         if eventfd.is_due.swap(true, Ordering::AcqRel) {
@@ -177,7 +178,8 @@ impl ClientSignals {
 }
 
 impl ClientEventFd {
-    /// Signals it. Returns `false` if that failed, or the counter was full: the next signal tells of this one then.
+    /// Signals the eventfd. Returns `false` if that failed or the counter was full. The next signal then stands for this one
+    /// too.
     #[inline]
     pub(crate) fn signal(self: &Arc<Self>) -> bool {
         let manner = &self.signals.manner;
@@ -217,7 +219,7 @@ impl Manner {
         }
     }
 
-    /// Has asynchronous I/O signal from now on, or the client's thread where there is none.
+    /// Switches to asynchronous I/O, or to the client's thread if there is no asynchronous I/O.
     fn stop_writing(&self) {
         if self.notifier.get().is_none() {
             match Notifier::shared() {
@@ -236,7 +238,7 @@ impl Manner {
         self.writes.store(false, Ordering::Relaxed);
     }
 
-    /// A write had to wait for the client.
+    /// Records that a write had to wait for the client.
     #[cold]
     fn was_blocked(&self) {
         if self.writes.load(Ordering::Relaxed) {
@@ -249,7 +251,7 @@ impl Manner {
         }
     }
 
-    /// A signal took this long, and so much processor time if that was measured.
+    /// Records the time of a signal, and its processor time if that was measured.
     #[cold]
     fn may_be_slow(&self, ticks: u64, processor: Option<Duration>) {
         match processor {
@@ -283,7 +285,7 @@ impl Manner {
         }
     }
 
-    /// Changes the way, unless another poller of the client's queues has changed it meanwhile.
+    /// Changes the way to signal, unless another poller of the client's queues has changed it meanwhile.
     fn change_way(&self, from: u8, to: u8) {
         let (success, failure) = (Ordering::Relaxed, Ordering::Relaxed);
         let _ = self.way.compare_exchange(from, to, success, failure);
@@ -297,7 +299,7 @@ impl Manner {
         Ok(sender)
     }
 
-    /// Signals what it is given, until the client has gone.
+    /// Signals the eventfds that it receives, until the client has gone.
     fn signal_all(&self, eventfds: &Receiver<Arc<ClientEventFd>>) {
         leave_processor_of_poller();
         let mut quick = 0;
@@ -317,7 +319,7 @@ impl Manner {
         }
     }
 
-    /// The client's thread needed so much processor time for a signal. Returns the time for which it rests now.
+    /// Records the processor time of a signal by the client's thread. Returns the time for which the thread rests now.
     fn signalled_by_thread(&self, time: Duration, quick: &mut u32) -> Duration {
         if time > SLOW {
             *quick = 0;
@@ -366,7 +368,7 @@ fn start_watch() -> bool {
     }
 }
 
-/// Leaves the processor that the calling thread has from the poller that started it.
+/// Moves the calling thread off the processor that it inherited from its poller.
 fn leave_processor_of_poller() {
     if cfg!(simulation) {
         return;
@@ -480,7 +482,7 @@ mod tests {
     const NOTIFY: u64 = 1000;
     const HAND_OVER: u64 = 100;
 
-    /// All that a client can have its signals do. Another one is another entry.
+    /// All effects that a client can give its signals. A new kind of effect is a new entry.
     const ATTACKERS: &[Attacker] = &[
         Attacker {
             name: "100,000 watches",

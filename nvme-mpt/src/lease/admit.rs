@@ -80,8 +80,8 @@ fn admit_range(
     })
 }
 
-/// Returns whether a lease had the same range of a drive that had its name from an earlier boot of the host. The operator has
-/// said what becomes of its data, else the request was refused.
+/// Returns whether a lease had the same range of a drive that was named in an earlier boot of the host. Without the operator's
+/// decision about its data, the request would have been refused before.
 fn was_at_range(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let boots = [&record.drive, request.drive].map(extent::boot_of);
     matches!(boots, [Some(theirs), Some(ours)] if theirs != ours)

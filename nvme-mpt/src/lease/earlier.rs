@@ -1,10 +1,10 @@
 //! Drives that had other names: until a boot of the host, or with an earlier version.
 //!
-//! A disk without a WWID and without a serial number is named by the kernel, anew at each boot. So the ledger cannot tell
-//! which of the present disks one of an earlier boot is. Nothing of such a disk is given out as if it were new, and nothing of
-//! it is handed to an id of the same name, until the operator says what the disk is.
+//! The kernel names a disk with neither a WWID nor a serial number anew at each boot. So the ledger cannot tell which present
+//! disk is a disk of an earlier boot. Until the operator says so, the ledger gives out no bytes of such a disk as new, and
+//! none to an id that had them under that name.
 //!
-//! The names that guests see were made of the name that the drive had then, and stay. So the ledger remembers it.
+//! The names that guests see are derived from the drive's name at that time, and have to stay. So the ledger stores that name.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::drive::DriveLabel;
 use crate::origin::extent;
 use crate::range::ByteRange;
 
-/// For each base, the name that the names of guests are made of.
+/// For each base, the name from which its guests' names are derived.
 pub(super) type Namings = BTreeMap<String, String>;
 
 /// Drive of an earlier boot, and ids that have data there.
@@ -42,7 +42,7 @@ impl Records {
         (known(from), known(to))
     }
 
-    /// Returns the bases of labels with a name.
+    /// Returns the labels of all drives with leases or data.
     pub(super) fn labels(&self) -> Vec<DriveLabel> {
         let tenants = self.tenants.iter().map(|tenant| tenant.drive().to_owned());
         let leases = self.leases.iter();
@@ -69,8 +69,8 @@ impl Records {
         }
     }
 
-    /// Gives the bases of the drive `from` the names that those of `to` have; `false` if there is nothing of it. What has both
-    /// names already stays.
+    /// Renames the bases of the drive `from` to those of `to`; `false` if the ledger has nothing of `from`. Bases with both
+    /// names stay.
     pub(super) fn carry_over(&mut self, from: &str, to: &str) -> bool {
         if let [base] = &extent::bases(to)[..]
             && DriveLabel::of_base(base).is_some()
@@ -102,8 +102,8 @@ impl Records {
         changed
     }
 
-    /// Returns a drive of an earlier boot that can be the one of `request`, and has bytes that it asks for. It is not asked
-    /// for again what the operator decided, nor what the id has on the drive in this boot.
+    /// Returns a drive of an earlier boot that can be the requested one and has requested bytes. Skips bytes that the
+    /// operator has decided about, and bytes that the id has on the drive in this boot.
     pub(super) fn find_earlier(
         &self,
         request: &LeaseRequest<'_>,
@@ -151,7 +151,7 @@ impl Records {
         bases
     }
 
-    /// Returns the ids with data on `base` that nobody gave up, as far as the request may get it.
+    /// Returns the ids with data on `base` that was not given up and that the request may get.
     fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
         let is_asked_for =
             |range: &ByteRange| match (request.wanted, extent::boot_of(request.drive)) {

@@ -85,7 +85,7 @@ pub enum LeaseError {
         /// A lease of it.
         other: Box<LeaseEntry>,
     },
-    /// Two drives with leases or data cannot become one.
+    /// Two drives that both have leases or data cannot be merged.
     #[error(
         "Leases or data are on both {from} and {to}, so that they are two drives, or two records of one: `nvme-mpt leases` \
          shows the leases; nothing was changed"

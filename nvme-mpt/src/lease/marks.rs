@@ -1,7 +1,7 @@
 //! Blocks that Write Uncorrectable made unreadable, as the ledger has them.
 //!
 //! A mark belongs to the data of an id: it lasts until the blocks are written, wiped, or leased by another id. Entries name
-//! bytes by what holds them, as [`super::tenants`] do.
+//! bytes by their base, as those of [`super::tenants`] do.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
@@ -43,7 +43,7 @@ impl MarkedBytes {
         &self.id
     }
 
-    /// Has its base renamed.
+    /// Renames its base.
     pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
         if let Some(name) = rename(&self.drive) {
             self.drive = name;
@@ -81,7 +81,7 @@ pub(super) fn find(marks: &[MarkedBytes], place: &Place<'_>) -> Vec<ByteRange> {
     parts(place).iter().flat_map(of_part).collect()
 }
 
-/// Makes `ranges`, as the drive of `place` numbers its bytes, all marks of its id in it.
+/// Replaces all marks of the place's id in it by `ranges`, as the drive of `place` numbers its bytes.
 pub(super) fn replace(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, ranges: &[ByteRange]) {
     let mut at = place.range.start();
     for part in parts(place) {

@@ -1,8 +1,8 @@
-//! Counts of a lease's commands, for the SMART log page of the process after this one.
+//! Counts of a lease's commands, for the SMART log page in the next process.
 //!
-//! Each queue pair has a record beside its positions, and the function has one of what was counted before it was restored
-//! from a snapshot. A record goes on where the process before left it. It is read once: whoever owns the file can write any
-//! number there, which makes the counts of its own lease wrong.
+//! Each queue pair has a record beside its positions. The function has a record of the counts from before it was restored from a
+//! snapshot. A record continues the counts of the previous process. It is read once. The owner of the file can write any number
+//! there, which only makes the counts of its own lease wrong.
 
 use std::sync::Arc;
 
@@ -103,7 +103,7 @@ impl CountsBefore {
         pairs.fold(self.of_function, |sum, pair| sum + pair)
     }
 
-    /// Makes the sum another one for the process after this one.
+    /// Sets the sum that the next process reads.
     pub(super) fn set_sum(&self, mapping: &Arc<Mapping>, sum: Counters) {
         let pairs = self.of_pairs.iter().copied();
         let pairs = pairs.fold(Counters::default(), |sum, pair| sum + pair);
@@ -127,12 +127,12 @@ impl CountsBefore {
 pub(crate) struct LiveCounts {
     record: Record,
     before: Counters,
-    /// Commands of this process that are in it.
+    /// Counts of this process that the record includes.
     commands: u64,
 }
 
 impl LiveCounts {
-    /// Records the present counts, if there are others.
+    /// Records the present counts if they have changed.
     #[inline]
     pub(crate) fn follow(&mut self, counters: &QueueCounters) {
         let commands = counters.commands.get();

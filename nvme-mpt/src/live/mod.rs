@@ -26,7 +26,7 @@
 //!
 //! # Counts
 //!
-//! What SMART counts is recorded once per batch of completions. An end of the process in between loses one batch of it.
+//! SMART's counts are recorded once per batch of completions. If the process ends before that, the counts of one batch are lost.
 //!
 //! # Crashes
 //!
@@ -209,7 +209,7 @@ impl LiveState {
         self.counts.sum()
     }
 
-    /// Records that the counts from before this process has the live state were others: those of a snapshot.
+    /// Replaces the counts from before this process has the live state by those of a snapshot.
     pub(crate) fn set_counted_before(&self, counters: Counters) {
         self.counts.set_sum(&self.mapping, counters);
     }

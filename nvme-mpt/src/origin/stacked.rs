@@ -1,11 +1,11 @@
 //! File systems that show files of others under names and inode numbers of their own.
 //!
-//! A lock on such a file is none on the file below it, and the same bytes have another inode number there. So one file
-//! could be leased twice. A file on overlay is found in its upper directory, and is that file for leases and locks. All
-//! others are refused.
+//! A lock on such a file does not lock the file below it, and the same bytes have another inode number there. So one file
+//! could be leased twice. A file on overlay is found in the upper directory, and leases and locks use that file. Files on
+//! other stacked file systems are refused.
 //!
-//! Network file systems have the inode numbers of their server. They do where locks are the server's as well: two clients,
-//! and the server itself, find each other's. Those are refused that lock on the client alone, or number files themselves.
+//! A network file system is allowed if its inode numbers and locks are the server's: two clients, and the server itself, then
+//! see each other's locks. It is refused if it locks only on the client, or numbers files itself.
 
 use std::fs;
 use std::io;
@@ -37,7 +37,7 @@ const STACKED: &[&str] = &[
     "wrapfs",
 ];
 
-/// File systems of another machine, or of this one's host, whose inode numbers or locks are the client's own.
+/// File systems of another machine, or of this machine's host, whose inode numbers or locks are the client's own.
 const OF_CLIENTS: &[&str] = &[
     "9p",
     "afs",
@@ -54,10 +54,10 @@ const OF_CLIENTS: &[&str] = &[
 /// The kind of overlay.
 const OVERLAY: &str = "overlay";
 
-/// Returns the file that holds the bytes of a file on overlay; `None` for a file that is one by itself.
+/// Returns the file that holds the bytes of a file on overlay; `None` for a file that holds its own bytes.
 ///
 /// # Errors
-/// `Unsupported` for a file that others can reach by another name, and that could be leased twice so.
+/// `Unsupported` for a file that has another name and so could be leased twice.
 pub(super) fn file_below(system: &System, path: &Path) -> io::Result<Option<PathBuf>> {
     let mounts = system.mounts();
     let Some(mount) = Mount::holding(&mounts, path) else {

@@ -121,7 +121,7 @@ pub(crate) struct System {
     pub(super) is_former: bool,
 }
 
-/// Boot of a host that does not tell: what is known until then is known for no longer.
+/// Boot id of a host that reports none.
 const UNKNOWN_BOOT: &str = "00000000-0000-0000-0000-000000000000";
 
 impl System {

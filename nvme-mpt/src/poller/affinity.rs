@@ -46,14 +46,14 @@ fn check_among(cpus: &[usize], online: &str) -> Result<(), NoSuchProcessor> {
 
 /// Processor that a poller's thread is pinned to. It belongs to that thread.
 ///
-/// A host that changes CPU sets, or takes a processor away, has the kernel move the thread to other processors, without a
-/// word. Linux before 6.2 leaves it there when the processor is back.
+/// If a host changes CPU sets or takes a processor offline, the kernel silently moves the thread to other processors. Linux
+/// before 6.2 leaves it there when the processor is back.
 #[derive(Debug)]
 pub(super) struct Pinning {
     processor: usize,
     next: Ticks,
     period: u64,
-    /// The thread may run elsewhere, which was reported.
+    /// True if the thread may run elsewhere, which was reported.
     is_lost: bool,
 }
 
@@ -82,7 +82,7 @@ impl Pinning {
         }
     }
 
-    /// Pins the thread again if it may run elsewhere, if it is time to look.
+    /// Pins the thread again if it may run elsewhere. Checks that once per interval.
     #[cold]
     pub(super) fn follow(&mut self, now: Ticks, name: &str) {
         // Threads of a simulation are one.

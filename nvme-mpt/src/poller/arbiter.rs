@@ -1,10 +1,10 @@
 //! Turns of a poller's queues: by function first, then by queue (deficit round robin).
 //!
-//! In each round, a function has a [`QUANTUM`] of the poller's time. Its queues are polled one after the other until that is
-//! used up, and the next round begins with the queue behind. So a function has no more turns for having more queues. A poll
-//! that takes longer than what is left makes a debt, which the next rounds pay. A function without work saves nothing up.
+//! In each round, a function has a [`QUANTUM`] of the poller's time. Its queues are polled one after the other until the
+//! quantum is used up. The next round begins with the next queue. So more queues give a function no more turns. A poll that
+//! takes longer than the rest of the quantum makes a debt, which the next rounds pay. A function without work saves nothing.
 //!
-//! The cost is the poller's own time, whatever it was spent for: copies, system calls, page faults. The poller reads the
+//! The cost is the poller's own time, including copies, system calls and page faults. The poller reads the
 //! clock after each poll anyway, to charge it. A poller of one function has no arbiter.
 
 use std::time::Duration;
@@ -46,8 +46,8 @@ pub(super) struct FunctionTurns {
 }
 
 impl FunctionTurns {
-    /// Gives the function its turn, with so many queues. `poll` polls a queue by its index, and returns the ticks that it
-    /// took. Returns whether queues were left out, as the time was used up.
+    /// Gives the function its turn, with this number of queues. `poll` polls a queue by its index, and returns the ticks that
+    /// it took. Returns whether queues were left out because the time was used up.
     #[inline]
     pub(super) fn turn(
         &mut self,

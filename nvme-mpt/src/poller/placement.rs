@@ -127,8 +127,8 @@ impl Pollers {
         &self.threads
     }
 
-    /// Has a thread watch over shared pollers: a function that holds one up gets a poller of its own. It reads the states of
-    /// threads in /proc.
+    /// Starts a thread that watches shared pollers: a function that holds up a poller gets its own poller. The thread reads
+    /// the states of threads in /proc.
     ///
     /// # Errors
     /// Returns the error of the starter of threads.
@@ -191,8 +191,8 @@ impl Pollers {
         }
     }
 
-    /// The poller for one more shadow queue, which has these neighbours, and a drive that may make its poller wait by this
-    /// name: that one shares no poller with others.
+    /// Returns the poller for one more shadow queue with these neighbours. If its drive may make a poller wait, `blocks`
+    /// identifies the drive, which then shares no poller with others.
     pub(crate) fn place(
         &self,
         policy: &PollPolicy,

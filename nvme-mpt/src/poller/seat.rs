@@ -1,11 +1,10 @@
 //! The seat of a poller's thread, which another thread may take while a function has its turn.
 //!
-//! A turn may wait for what others decide: a page of guest memory whose hole is being punched, a write to a client's
-//! descriptor, io_uring on a file system that has no asynchronous I/O, a log. While a function has its turn, all other
-//! functions of the poller lie in its seat, with what the poller knows of them. A thread that watches over pollers
-//! ([`watch`](super::watch)) takes them from there if the turn does not end, and has another thread run them. When the turn
-//! ends at last, the thread finds a ticket instead: it goes on with that function alone. The thread that runs the others has
-//! a seat of its own by then.
+//! A turn may wait for another process: for a page of guest memory in which a hole is being punched, for a write to a client's
+//! descriptor, for io_uring on a file system without asynchronous I/O, or for a log. While a function has its turn, all other
+//! functions of the poller lie in its seat, with their state. If the turn does not end, the watching thread
+//! ([`watch`](super::watch)) takes them from the seat and starts another thread that runs them, with a seat of its own. When the
+//! turn ends at last, the first thread finds a ticket in its seat. From then on, it runs only that function.
 
 use std::fs;
 use std::sync::Arc;
@@ -33,7 +32,7 @@ pub(super) struct Seat {
 
 #[derive(Default)]
 struct Turn {
-    /// What lies in the seat: all functions, the one that has its turn without its queues.
+    /// Content of the seat: all functions. The function that has its turn is here without its queues.
     polled: Option<PolledFunctions>,
     /// Index of the function that has its turn.
     index: usize,
@@ -84,8 +83,8 @@ impl Seat {
         Some((turn.began, ThreadId(self.thread.load(Ordering::Relaxed))))
     }
 
-    /// Takes all functions if the turn is still that which began at this moment, and leaves a ticket. Returns them with the
-    /// index of the one that has its turn.
+    /// Takes all functions if the present turn began at this moment, and leaves a ticket. Returns them with the index of the
+    /// function that has its turn.
     pub(super) fn take_over(
         &self,
         began: Ticks,
@@ -105,7 +104,7 @@ impl Seat {
     }
 }
 
-/// Returns whether a thread of this process waits in the kernel. One that has lost its processor does not.
+/// Returns whether a thread of this process waits in the kernel. A thread that has lost its processor does not count.
 pub(super) fn is_blocked(ThreadId(thread): ThreadId) -> bool {
     let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
     // The state follows the name, which may have any character.

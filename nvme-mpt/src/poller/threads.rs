@@ -62,8 +62,8 @@ pub fn start_thread<T: Send + 'static>(
     thread.spawn(work).inspect_err(|error| report(name, error))
 }
 
-/// Says that a thread cannot be started, and the limit that may be the cause. A guest may ask for its queue again and again, so
-/// it is said every ten seconds at most.
+/// Logs that a thread cannot be started, with the limit that may be the cause. A guest may repeat its request at will, so
+/// this logs at most every ten seconds.
 fn report(name: &str, error: &io::Error) {
     static SAID: AtomicU64 = AtomicU64::new(0);
     // Not 0, which stands for never.

@@ -1,4 +1,4 @@
-//! The thread that watches over pollers which functions share: no function holds up others for longer than it looks away.
+//! The thread that watches shared pollers, so that no function holds up others for long.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -8,14 +8,14 @@ use log::warn;
 use super::placement::Pollers;
 use crate::clock::{self, ticks_in};
 
-/// Longest wait in a function's turn that others bear.
+/// Longest wait in a function's turn before other functions move to another thread.
 const LIMIT: Duration = Duration::from_millis(4);
 
 /// Time between two looks while a poller is awake, and while all sleep.
 const AWAKE: Duration = Duration::from_millis(4);
 const ASLEEP: Duration = Duration::from_millis(40);
 
-/// Looks after pollers until they end.
+/// Watches pollers until they end.
 pub(super) fn watch(pollers: &Weak<Pollers>) {
     let limit = ticks_in(LIMIT);
     let mut number = 0;

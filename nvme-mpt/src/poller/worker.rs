@@ -92,7 +92,7 @@ pub(crate) struct LeavingQueue {
 }
 
 impl LeavingQueue {
-    /// Decides that it stays with its poller, which has been [told](Poller::stay). Returns the queue if it has left already.
+    /// Keeps the queue with its poller, after [`Poller::stay`]. Returns the queue if it has left already.
     ///
     /// Does not wait for the poller's next pass, which may take as long as a function keeps the thread in the kernel.
     pub(crate) fn stay(self) -> Option<Box<ShadowQueue>> {
@@ -112,11 +112,11 @@ impl Deref for LeavingQueue {
     }
 }
 
-/// Whoever asked for a queue.
+/// Requester of a leaving queue.
 #[derive(Clone)]
 struct Requester {
     reply: SyncSender<Box<ShadowQueue>>,
-    /// True once the poller hands the queue back, or the requester has it stay: the first of both decides.
+    /// Set by the poller when it hands the queue back, or by the requester when the queue is to stay. The first to set it decides.
     is_decided: Arc<AtomicBool>,
 }
 
@@ -125,7 +125,7 @@ enum Mail {
     Remove(u64, Departure, Requester),
     /// A queue that is to leave is deleted: its commands begin no further step.
     CutShort(u64),
-    /// A queue that is to leave stays. Its requester says so to [`LeavingQueue`] as well, and has the queue if it left before.
+    /// A leaving queue stays. Its requester also calls [`LeavingQueue::stay`], which returns the queue if it has left already.
     Stay(u64),
     Watch(DoorbellWatch),
     Unwatch(u64),
@@ -153,7 +153,7 @@ pub(super) struct Shared {
     started: Ticks,
     spin: Spin,
     learning: Learning,
-    /// That of the thread which runs it now.
+    /// Seat of the thread that runs it now.
     seat: Mutex<Arc<Seat>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -216,11 +216,11 @@ impl Poller {
         self.shared.asleep_since.load(Ordering::Relaxed) == 0
     }
 
-    /// Gives all functions another thread but the one whose turn the thread has been waiting in for so many ticks. That
-    /// one has the thread for itself from now on, as the poller that this returns.
+    /// If the thread has waited in a function's turn for this number of ticks, moves all other functions to a new thread. The
+    /// waiting function keeps the old thread, as the returned poller.
     ///
     /// # Errors
-    /// The kernel's error; then all is as it was.
+    /// The kernel's error. Nothing has changed then.
     pub(super) fn relieve(
         &self,
         limit: u64,
@@ -344,12 +344,12 @@ impl Poller {
         LeavingQueue { queue, is_decided }
     }
 
-    /// Has the commands of a queue that is to leave begin no further step, as [`Self::end`] does.
+    /// Stops the commands of a leaving queue before their next step, as [`Self::end`] does.
     pub(crate) fn cut_short(&self, id: u64) {
         self.send(Mail::CutShort(id));
     }
 
-    /// Has a queue go on that is to leave. [`LeavingQueue::stay`] follows, which has the queue if it left before.
+    /// Keeps a queue that was to leave. Call [`LeavingQueue::stay`] next: it returns the queue if it has left already.
     pub(crate) fn stay(&self, id: u64) {
         self.send(Mail::Stay(id));
     }
@@ -446,7 +446,7 @@ struct Members {
 struct Function {
     function: Arc<ProcessorTime>,
     turns: FunctionTurns,
-    /// None while it has its turn.
+    /// Empty while the function has its turn.
     members: Members,
     /// Names of its queues, and descriptors that end a sleep for them.
     ids: Vec<(u64, Option<RawFd>)>,
@@ -488,7 +488,7 @@ impl PolledFunctions {
             .flat_map(|function| function.members.watches.iter())
     }
 
-    /// Returns the function that a bill is of.
+    /// Returns the function of a bill.
     fn function(&mut self, bill: &Bill) -> &mut Function {
         let own = bill.function();
         let at = self
@@ -507,7 +507,7 @@ impl PolledFunctions {
         &mut self.functions[at]
     }
 
-    /// Returns the function that a bill is of, if it has a poller of its own.
+    /// Returns the function of a bill, if it has a poller of its own.
     fn apart(&mut self, bill: &Bill) -> Option<&mut Apart> {
         let own = bill.function();
         self.apart
@@ -590,7 +590,7 @@ impl Worker {
         })
     }
 
-    /// Takes over what another thread has polled so far, which is stuck.
+    /// Takes over the functions of a thread that is stuck.
     fn take_over(&mut self, polled: PolledFunctions) {
         self.beside_nanoseconds = self.shared.processor_nanoseconds.load(Ordering::Relaxed);
         self.polled = polled;
@@ -598,8 +598,8 @@ impl Worker {
         self.follow_change();
     }
 
-    /// Gives a function its turn, which began at this moment. If that took so long that another thread runs the others
-    /// meanwhile, the function has this one for itself from now on.
+    /// Gives a function its turn, which began at this moment. If another thread has taken over the other functions meanwhile,
+    /// this thread runs only this function from now on.
     #[inline]
     fn turn<R>(&mut self, index: usize, began: Ticks, work: impl FnOnce(&mut Members) -> R) -> R {
         let mut members = std::mem::take(&mut self.polled.functions[index].members);
@@ -621,7 +621,7 @@ impl Worker {
         result
     }
 
-    /// Goes on with one function alone: another thread has taken over the rest.
+    /// Continues with one function, after another thread has taken over the others.
     #[cold]
     fn go_apart(&mut self, ticket: Option<Ticket>, members: Members, began: Ticks) {
         let Some(Ticket { shared, sleeper }) = ticket else {
@@ -792,7 +792,7 @@ impl Worker {
         self.polled.watches().next().is_none()
     }
 
-    /// Runs every queue once, or those whose turn it is. Returns whether any had work, or was left out.
+    /// Runs every queue once, or the queues whose turn it is. Returns whether any had work or was left out.
     #[inline]
     fn pass(&mut self) -> bool {
         if !self.is_plain {
@@ -863,7 +863,8 @@ impl Worker {
         worked
     }
 
-    /// Has each function do something with its queues and watches, in a turn of its own. Returns whether any answered so.
+    /// Calls a closure on the queues and watches of each function, in the function's own turn. Returns whether any call returned
+    /// `true`.
     fn each(&mut self, mut work: impl FnMut(&mut Members) -> bool) -> bool {
         let (mut index, mut any) = (0, false);
         while index < self.polled.functions.len() {

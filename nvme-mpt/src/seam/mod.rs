@@ -175,17 +175,16 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// All of [`DmaError`] but those of unmapping and of the dirty log.
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError>;
 
-    /// Maps a region of a VMM in this process, which is reached through the VMM's own mapping of it. A host side that is
-    /// another process reaches the file alone.
+    /// Maps a region of a VMM in this process, through the VMM's own mapping. A host side in another process maps the file.
     ///
     /// # Errors
-    /// As [`Self::map`]; [`DmaError::Incomplete`] of another process for memory that is not complete.
+    /// As [`Self::map`]; a host side in another process returns [`DmaError::Incomplete`] for incomplete memory.
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError>;
 
-    /// Names the process that the memory comes from: it may resolve page faults in it by itself.
+    /// Sets the process that the memory comes from and that may resolve page faults in it.
     fn set_memory_holder(&self, _holder: MemoryHolder) {}
 
-    /// Looks whether content of the mapped memory is missing that its holder would put there at a page fault of its own.
+    /// Checks that no page of the mapped memory is missing that its holder would fill at a page fault.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`].
@@ -325,7 +324,7 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// Begins anew for a VMM that connected: writes that were lost concern the VMM before it.
     fn begin_anew(&self);
 
-    /// Has the pollers take no more commands, and waits for those in flight, `time` at most. After it returns, nothing
+    /// Makes the pollers take no more commands, and waits for commands in flight, `time` at most. After it returns, nothing
     /// touches the VM's memory until [`Self::resume`]. A host side that is paused already stays paused.
     ///
     /// # Errors

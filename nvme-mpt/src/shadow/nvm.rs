@@ -13,8 +13,8 @@ use crate::spec::identify::{Csi, IdentifyControllerNvm};
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 
-/// Bytes of a range to deallocate that guests are advised, whatever the drive takes at once: longer ones are carried out
-/// in parts. Linux heeds it from 5.13 on, and would else send ranges that take longer than it waits.
+/// Longest deallocated range that guests are advised, for every drive. Longer ranges are carried out in parts. Linux follows
+/// it from 5.13 on. Without it, Linux would send ranges that take longer than its timeout.
 const RANGE_ADVISED: u64 = 1 << 30;
 
 /// The NVM Command Set.

@@ -1,12 +1,12 @@
-//! Commands whose blocks lie in several places of the host's namespace, or are more than it takes at once: their parts.
+//! Parts of commands whose blocks lie in several places of the host's namespace, or exceed its limits for one command.
 //!
 //! Such a command is translated as a whole, with the LBAs of the lease, and keeps its slot. Its parts go to the host
-//! controller one after the other, under the slot's number. A part's blocks follow each other there. The command ends
-//! with the last part, or with the first that fails. A guest that heeds what it is told (NOIOB, and the limits of
-//! version 2.0 for ranges and for commands without data) sends few such commands. One that does not is not refused:
-//! drivers from before version 2.0 know no such limit.
+//! controller one after the other, under the slot's number. A part's blocks follow each other there. The command ends with
+//! the last part, or with the first that fails. A guest that follows the limits which it reads (NOIOB, and the limits of NVMe
+//! 2.0 for ranges and for commands without data) sends few such commands. Other guests are not refused, because drivers from
+//! before NVMe 2.0 do not know these limits.
 //!
-//! Deallocation is advice. What of it is not done [in time](DEALLOCATE) keeps its data.
+//! Deallocation is advice. Blocks that it has not reached [in time](DEALLOCATE) keep their data.
 //!
 //! Each part with data has a list of its own, which names its share of the command's data; no data is copied. There are
 //! few such lists. A part waits for one.
@@ -34,7 +34,7 @@ use crate::spec::status::Status;
 /// Lists of parts of a shadow queue, and so the parts with data that are in flight at most.
 pub(crate) const PART_LISTS: u16 = 8;
 
-/// Time after which a Deallocate in parts begins no further one: a third of the time that drivers wait for a command.
+/// Time after which a Deallocate in parts begins no further part: a third of the time that drivers wait for a command.
 const DEALLOCATE: Duration = Duration::from_secs(10);
 
 /// Words of the ranges of a Dataset Management or Copy command.

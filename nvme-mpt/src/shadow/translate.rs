@@ -42,7 +42,7 @@ pub struct Translator {
     /// Blocks that leave LBAs as they are, for [wholes](Self::translate_whole).
     of_lease: LeasedBlocks,
     limits: Limits,
-    /// Limits of wholes.
+    /// Limits of [wholes](Self::translate_whole), which are carried out in parts.
     of_wholes: Limits,
     max_transfer: u64,
     prp_hints: PrpHints,

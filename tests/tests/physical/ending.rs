@@ -31,7 +31,7 @@ const FOR_EVER: Duration = Duration::from_secs(24 * 3600);
 /// Longest wait of an end, in all.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Longest wait of an access, in all. What is not done by then waits as long as the drive takes.
+/// Longest wait of an access, in all. Unfinished work then waits as long as the drive takes.
 const ACCESS: Duration = Duration::from_secs(1);
 
 /// Time in which a wait of 50 ms ends, also on a machine that stands still for a while.
@@ -206,7 +206,7 @@ fn all_queues_of_a_reset_share_one_deadline() {
     host.finish();
 }
 
-/// A guest that waits for ever has its completion, and goes on as if nothing had been.
+/// A guest that waits for ever gets its completion, and continues to work.
 #[test]
 fn a_completion_that_comes_late_is_delivered() {
     let host = host();

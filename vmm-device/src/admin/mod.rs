@@ -114,7 +114,7 @@ pub(crate) struct Admin {
     put_off: Vec<Event>,
 }
 
-/// Commands that wait for I/O commands in flight, before the next one waits with all that follow it.
+/// Most commands that wait for I/O commands in flight. A further one blocks all commands behind it.
 const HELD_MAX: usize = 64;
 
 /// Continuation of a command that was carried out.

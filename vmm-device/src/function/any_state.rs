@@ -1,4 +1,4 @@
-//! Whatever a guest and its VMM have done to a function, the next process takes its state up as it is.
+//! The next process restores every state that a guest and its VMM can bring a function into.
 
 use std::{fs::File, os::unix::fs::FileExt, time::Duration};
 
@@ -427,7 +427,7 @@ impl Machine {
         Ok(())
     }
 
-    /// A driver that begins anew finds a controller that works.
+    /// Checks that a driver which starts again finds a working controller.
     fn check_usable(&mut self) -> Result<(), TestCaseError> {
         drop(self.function.reset());
         for part in 0..PARTS {

@@ -128,7 +128,7 @@ pub struct NvmeFunction {
     paused: bool,
     /// The host side is paused, which it is without Bus Master Enable, too.
     rests: bool,
-    /// The VMM or the guest wants the host side paused, and commands are in flight still.
+    /// The VMM or the guest has requested a pause of the host side, and commands are still in flight.
     rest_waits: bool,
     /// The process of the host side is gone, and another one is waited for.
     away: bool,
@@ -497,13 +497,12 @@ impl NvmeFunction {
         self.host.flush_within(deadline.left())
     }
 
-    /// Returns the moment at which the waits of an end that begins now are over.
+    /// Returns the deadline of an end that begins now.
     fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
-    /// Returns the moment at which an access that is made now waits no longer, and the admin commands that are carried out
-    /// now.
+    /// Returns the deadline of an access that begins now, and of the admin commands that are carried out now.
     fn access_deadline(&self) -> Deadline {
         Deadline::after(&self.clock, ACCESS_DEADLINE)
     }
@@ -754,8 +753,8 @@ impl NvmeFunction {
         self.waiting = Some(transition);
     }
 
-    /// Puts a request of the guest off: the storage has not ended what it was asked for. The guest waits as long as it
-    /// likes, and another request takes the place of this one.
+    /// Defers a request of the guest, because the storage has not finished. The guest waits as long as it likes. A later request
+    /// replaces this one.
     fn hold(&mut self, transition: Transition, why: &dyn std::error::Error) {
         if matches!(transition, Transition::Disable) {
             self.registers.hold_reset();
@@ -779,7 +778,7 @@ impl NvmeFunction {
         self.rests || self.rest_waits
     }
 
-    /// Goes on with what waits for commands in flight, if they have ended.
+    /// Continues the work that waits for commands in flight, if they have ended.
     fn look_after_held(&mut self) {
         let at_once = self.access_deadline().at_once();
         if let Some(transition) = self.waiting.take() {
@@ -900,7 +899,7 @@ impl NvmeFunction {
         stopped
     }
 
-    /// Ends all that the controller does. Unless it fails, nothing touches the guest's memory any more.
+    /// Stops all work of the controller. If this succeeds, nothing touches the guest's memory any more.
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands are in flight at the deadline. Another call completes the stop.

@@ -16,7 +16,7 @@ impl NvmeFunction {
     /// as ever; commands that they announce wait.
     ///
     /// # Errors
-    /// [`QueueError::Timeout`] if commands are in flight after 30 seconds. Then it goes on as if nothing had been.
+    /// [`QueueError::Timeout`] if commands are in flight after 30 seconds. The function then continues as before.
     pub fn pause(&mut self) -> Result<(), QueueError> {
         self.pause_within(DRAIN_DEADLINE)
     }

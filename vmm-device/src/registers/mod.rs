@@ -302,7 +302,7 @@ fn is_supported(cc: Cc) -> bool {
         && matches!(cc.iocqes(), 0 | IOCQES)
 }
 
-/// Returns whether the fields are supported that stay as they are while the controller is enabled.
+/// Returns whether the fields are supported that must not change while the controller is enabled.
 fn has_supported_constants(cc: Cc) -> bool {
     matches!(cc.css(), CommandSetSelected::NVM | CommandSetSelected::ALL)
         && cc.mps() == 0

@@ -139,7 +139,7 @@ pub(super) struct Reload {
 /// Replace a running server by a new process, without its VMs noticing more than a pause
 ///
 /// The server needs a keeper: `nvme-mpt keep`, or systemd with resources/nvme-mpt.service. The new process has the same
-/// arguments, and serves what is served now, whatever the file says: differences are reported, and `nvme-mpt reload`
+/// arguments, and serves the same functions even if the file was edited: differences are reported, and `nvme-mpt reload`
 /// applies them. If it cannot take over the state of a function, the server goes on.
 #[derive(Args, Debug)]
 pub(super) struct Upgrade {

@@ -382,7 +382,7 @@ struct JsonError(&'static str);
 /// An argument that is made of options, with the files that these name.
 #[derive(Clone, Debug)]
 struct Argument<T> {
-    /// The complaint about an argument that is none.
+    /// The argument, or the message about an invalid one.
     given: Result<Given<T>, String>,
     described: Vec<PathBuf>,
 }
@@ -411,7 +411,7 @@ impl<T: FromStr<Err = OptionError>> Argument<T> {
     }
 }
 
-/// Returns the arguments, with paths as seen from this folder. Complaints about those that are none go into `mistakes`.
+/// Returns the valid arguments, with paths relative to `folder`. Messages about invalid ones go into `mistakes`.
 fn given<T: FromStr<Err = OptionError>>(
     arguments: Vec<Argument<T>>,
     folder: &Path,
@@ -483,7 +483,7 @@ pub fn run() -> ExitCode {
     status
 }
 
-/// Ends the process, whose arguments are wrong. A server that it was to replace hears of that.
+/// Ends the process because its arguments are wrong. Tells the server that it was to replace.
 fn refuse(error: &clap::Error) -> ! {
     if error.use_stderr()
         && let Ok(inherited) = Inherited::from_env()

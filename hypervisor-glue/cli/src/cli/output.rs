@@ -1,4 +1,4 @@
-//! Standard output of a server, whose reader may stand still.
+//! Standard output of a server, with a bounded wait for its reader.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -11,8 +11,8 @@ use crate::signals::without_signals;
 /// Longest wait for the reader.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// An output that a thread writes: [`flush`](Write::flush) waits for the reader for a second at most. What was printed until
-/// then is written once there is room.
+/// An output that a thread writes. [`flush`](Write::flush) waits for the reader for a second at most. The thread writes the
+/// rest once there is room.
 #[derive(Debug)]
 pub(crate) struct PatientOutput<W> {
     out: Option<W>,
@@ -24,7 +24,7 @@ pub(crate) struct PatientOutput<W> {
 struct OutputThread {
     texts: Sender<Vec<u8>>,
     results: Receiver<io::Result<()>>,
-    /// The reader was waited for in vain.
+    /// A wait for the reader has timed out.
     is_late: bool,
 }
 

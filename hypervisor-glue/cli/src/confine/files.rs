@@ -153,7 +153,7 @@ impl FileRule {
         Self { path, access }
     }
 
-    /// Returns the rule's options, unless its path is no text.
+    /// Returns the rule's options; `None` if its path is not valid UTF-8.
     pub(crate) fn options(&self) -> Option<String> {
         let Self { path, access } = self;
         let pairs = [

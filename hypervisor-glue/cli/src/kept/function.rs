@@ -304,12 +304,12 @@ pub(crate) struct SetAside {
 pub(super) struct FunctionNeeds {
     /// Descriptors that its state names.
     pub(super) descriptors: usize,
-    /// Its client is not trusted, and has connected vectors.
+    /// True if its client is not trusted and has connected vectors.
     pub(super) notifies_untrusted: bool,
 }
 
-/// Checks whether this program can read the state in a journal that another process has, and may change meanwhile. Returns
-/// what the function needs.
+/// Checks whether this program can read the state in a journal that another process still owns and may change meanwhile.
+/// Returns the resources that the function needs.
 pub(super) fn check_state(journal: OwnedFd) -> Result<FunctionNeeds, SurvivorError> {
     let record = Record::of_running(journal)?;
     let DeviceState { client, .. } = read_state(record.device())?;

@@ -7,7 +7,7 @@
 //! | `faults-HASH` | the faults of the drive with this hash of its path |
 //! | `drive-PCI` | both ends of a bag, see `drive` |
 //! | `leases` | the ledger of drives that no other process reaches |
-//! | `configuration` | what the server serves, which the next one begins with, in a journal |
+//! | `configuration` | functions and drives that the next server starts with, in a journal |
 //!
 //! A descriptor is kept before anything names it, and forgotten after nothing names it any more. So a server that ends in
 //! between leaves a descriptor that nothing names, which the next one closes.
@@ -58,7 +58,7 @@ const KEEPER_PATIENCE: Duration = Duration::from_secs(5);
 /// Name of the ledger of private drives.
 const LEASES: &str = "leases";
 
-/// Name of the configuration of what is served.
+/// Name of the stored configuration of functions and drives.
 const CONFIGURATION: &str = "configuration";
 
 /// Error using the keeper.
@@ -81,7 +81,7 @@ pub enum KeepingError {
     Configuration(#[from] JournalError),
 }
 
-/// Returns the configuration that a server before has kept; `None` if it has kept none.
+/// Returns the configuration that the previous server kept; `None` if it kept none.
 ///
 /// # Errors
 /// It cannot be read.
@@ -99,7 +99,7 @@ pub(crate) fn kept_configuration(inherited: &Inherited) -> Result<Option<Vec<u8>
     }
 }
 
-/// Returns whether a server before has kept its configuration for this process, which has not looked at it yet.
+/// Returns whether the previous server kept a configuration for this process. Does not read it.
 pub(crate) fn has_kept_configuration() -> bool {
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     names.split(':').any(|name| name == CONFIGURATION)
@@ -164,7 +164,7 @@ impl StallBegin {
 
 #[derive(Debug)]
 struct State {
-    /// Configuration of what is served; `None` until it is kept first.
+    /// Stored configuration of functions and drives; `None` until it is first kept.
     configuration: Option<Journal>,
     /// Functions of the process before that are not taken up yet, by their sockets.
     surviving: BTreeMap<PathBuf, SurvivingFunction>,
@@ -401,7 +401,7 @@ impl Keeping {
         &self.registry
     }
 
-    /// Keeps the configuration of what is served.
+    /// Keeps the configuration of all functions and drives.
     pub(crate) fn keep_configuration(&self, bytes: &[u8]) {
         if let Err(error) = self.try_to_keep_configuration(bytes) {
             log::error!(
@@ -434,8 +434,8 @@ impl Keeping {
         }
     }
 
-    /// Takes back a function that could not be taken up, and whose parts are closed by now. This process, or the next one,
-    /// may take it up later.
+    /// Takes back a function that could not be restored and whose parts are closed. This process, or its successor, may restore
+    /// it later.
     pub(crate) fn take_back(&self, shelf: &Shelf) {
         let descriptors = self.registry.descriptors(&shelf.name);
         let read = descriptors.map_err(SurvivorError::from);
@@ -515,8 +515,8 @@ impl Keeping {
         Ok(file)
     }
 
-    /// Returns the memory file with the faults of a drive, which this process opens. It is that of the process before once,
-    /// and a new one afterwards: a drive that was closed begins anew.
+    /// Returns the memory file with the faults of a drive that this process opens. The first call for a drive returns its
+    /// predecessor's file. Later calls return a new file: a drive that was closed starts without recorded faults.
     ///
     /// # Errors
     /// [`KeepingError::Memory`], [`KeepingError::Keeper`].
@@ -573,7 +573,7 @@ fn memory_name(bytes: u64) -> String {
     format!("{MEMORY}{bytes}")
 }
 
-/// Returns the name of a drive's faults: names have no colons, and a length that paths may exceed.
+/// Returns the name of a drive's faults. It is a hash, as names may not contain colons and are shorter than paths.
 fn faults_name(path: &DrivePath) -> String {
     // FNV-1a, which stays the same in all releases.
     let hash = path

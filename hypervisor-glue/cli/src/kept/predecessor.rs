@@ -68,7 +68,7 @@ const LET_GO: u8 = b'l';
 /// Word of a successor that serves all functions which it can take up.
 const SERVES: u8 = b's';
 
-/// Word of a successor that cannot take over. Its reason follows. One of an earlier release ends without it.
+/// Word of a successor that cannot take over. Its reason follows. Earlier releases end without this word.
 const FAILED: u8 = b'f';
 
 /// Longest reason, in bytes.
@@ -98,7 +98,7 @@ pub enum PredecessorError {
         /// Version that the VMMs speak.
         version: String,
     },
-    /// The next server would be without something that it needs.
+    /// The next server would lack a resource.
     #[error("There is not enough for another server beside this one: {what}")]
     Scarce {
         /// The thing, and what to do.
@@ -126,7 +126,7 @@ impl FailureReport {
         Some(Self(socket.into()))
     }
 
-    /// Tells the reason, if that server waits for this process. Otherwise the log alone has it.
+    /// Sends the reason, if that server waits for this process. Otherwise only the log has it.
     pub(crate) fn tell(mut self, reason: &str) {
         let mut message = vec![FAILED];
         message.extend(reason.as_bytes());
@@ -205,8 +205,8 @@ const DESCRIPTORS_EACH: usize = 24;
 /// Threads and descriptors of a server beside its functions.
 const SPARE: usize = 16;
 
-/// Takes all that this process will need for functions of the server before, while that server has them: what cannot be had
-/// is found before it lets go of them.
+/// Reserves all resources that this process will need for its predecessor's functions, while the predecessor still serves them.
+/// So a missing resource is found before the predecessor releases them.
 fn try_resources(needs: &[FunctionNeeds]) -> Result<(), PredecessorError> {
     let scarce = |what| move |source| PredecessorError::Scarce { what, source };
     if needs.iter().any(|needs| needs.notifies_untrusted) {
@@ -365,7 +365,7 @@ pub(crate) enum UpgradeError {
         /// Why.
         reason: String,
     },
-    /// This process could not end, as the kernel has requests of a lease.
+    /// This process could not end, because the kernel has requests of a lease.
     #[error(
         "The drive of lease {0} has commands in flight, and no server can take over before they have ended. Nothing has \
          changed; upgrade again once the drive answers"
@@ -454,7 +454,7 @@ impl Successor {
         }
     }
 
-    /// Reads the reason for which it cannot take over, after the first bytes of that.
+    /// Reads the rest of the reason why the successor cannot take over.
     fn failed(&mut self, first: &[u8]) -> UpgradeError {
         let mut reason = first.to_vec();
         // It ends after it has told all, or takes too long.

@@ -1,4 +1,4 @@
-//! Bounds of the log: so few messages, and bytes of them, that no guest or client can flood it.
+//! Limits on messages and bytes per thread, so that no guest or client can flood the log.
 //!
 //! Every function has a control thread of its own, so that a limit per thread is a limit per
 //! function: a noisy guest silences itself and no other guest, whichever module logs about it.
@@ -77,7 +77,7 @@ struct Bucket {
     tokens: u32,
     /// Negative after a message that took more than were left.
     bytes: i64,
-    /// Time at which `tokens` and `bytes` were right.
+    /// Time for which `tokens` and `bytes` were computed.
     at: Duration,
     left_out: u64,
 }

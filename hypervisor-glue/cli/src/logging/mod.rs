@@ -1,6 +1,6 @@
 //! The log: to standard error, or to systemd's journal with fields. Its filter can be changed at run time.
 //!
-//! A process that serves guests writes it on a thread of its own (`wait_for_a_thread`), as its reader may stand still.
+//! A process that serves guests writes it on a separate thread (`wait_for_a_thread`), as the log's reader may take nothing.
 
 mod budget;
 mod fields;
@@ -80,13 +80,13 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     }
 }
 
-/// Has messages wait for a thread of the log, which [`write_on_a_thread`] starts. No other thread waits for the log's reader
-/// from now on.
+/// Queues messages for the log's thread, which [`write_on_a_thread`] starts. From now on, no other thread waits for the log's
+/// reader.
 pub(crate) fn wait_for_a_thread() {
     QUEUE.get_or_init(MessageQueue::default);
 }
 
-/// Starts the thread that writes the log. It has the confinement and the place of the thread that calls this.
+/// Starts the thread that writes the log. It inherits the caller's sandbox and processors.
 ///
 /// A crash or a panic gives the thread [a moment](CRASH_PATIENCE) to write what was logged before it.
 ///
@@ -129,7 +129,7 @@ fn has_unwritten() -> bool {
     QUEUE.get().is_some_and(MessageQueue::has_unwritten)
 }
 
-/// Returns the number of messages that were dropped, as the log's reader took none.
+/// Returns the number of messages that were dropped because the log's reader did not keep up.
 pub(crate) fn dropped_messages() -> u64 {
     QUEUE.get().map_or(0, MessageQueue::dropped)
 }
@@ -236,7 +236,7 @@ impl Place {
     }
 }
 
-/// Writes to standard error, without the lock that other threads may want. If it is closed, the text has no reader.
+/// Writes to standard error, without the lock of the standard library. If it is closed, the text is lost.
 fn write_to_error(mut bytes: &[u8]) {
     while !bytes.is_empty() {
         match rustix::io::write(rustix::stdio::stderr(), bytes) {

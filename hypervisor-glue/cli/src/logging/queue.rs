@@ -18,7 +18,7 @@ const MESSAGES_MAX: usize = 1024;
 /// Most bytes of all messages in the queue.
 const BYTES_MAX: usize = 512 << 10;
 
-/// A message with all that it says, by itself.
+/// A message that borrows nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Message {
     pub(super) time: Timestamp,
@@ -28,7 +28,7 @@ pub(super) struct Message {
     pub(super) place: (Option<&'static str>, Option<u32>),
     pub(super) thread: String,
     pub(super) text: String,
-    /// It is written without time, level and thread.
+    /// True if it is written without time, level and thread.
     pub(super) is_plain: bool,
     /// Fields for the journal.
     pub(super) fields: Vec<(String, String)>,
@@ -61,12 +61,12 @@ struct Waiting {
     bytes: usize,
     /// Messages without room since the last one that had room.
     dropped: u64,
-    /// Messages that were put in, and those that were written of them.
+    /// Number of messages put in, and number of messages written.
     put: u64,
     written: u64,
 }
 
-/// A bounded queue. No lock of it is held for longer than it takes to move a message.
+/// A bounded queue. Its lock is held only while a message is moved.
 #[derive(Debug, Default)]
 pub(super) struct MessageQueue {
     waiting: Mutex<Waiting>,
@@ -83,7 +83,7 @@ impl MessageQueue {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a message in, or counts it if there is no room. Waits for no reader.
+    /// Adds a message, or counts it if there is no room. Does not wait for the reader.
     pub(super) fn put(&self, message: Message) {
         let mut waiting = self.waiting();
         let bytes = message.bytes();
@@ -101,7 +101,7 @@ impl MessageQueue {
         self.came.notify_one();
     }
 
-    /// Writes messages as they come, for good.
+    /// Writes messages as they come. Does not return.
     pub(super) fn write_all(&self, mut write: impl FnMut(&Message)) -> ! {
         loop {
             self.write_next(&mut write);
@@ -135,7 +135,7 @@ impl MessageQueue {
         self.went.notify_all();
     }
 
-    /// Waits until all messages that are in it now are written, but no longer than `time`. Returns whether they are.
+    /// Waits until all present messages are written, but no longer than `time`. Returns whether they are.
     pub(super) fn flush(&self, time: Duration) -> bool {
         let waiting = self.waiting();
         let put = waiting.put;
@@ -164,7 +164,7 @@ impl Waiting {
         self.messages.push_back(message);
     }
 
-    /// Puts a message about those that had no room in their place.
+    /// Adds a message that says how many messages had no room.
     fn tell_of_dropped(&mut self) {
         match std::mem::take(&mut self.dropped) {
             0 => {}

@@ -8,7 +8,7 @@ pub(super) const MESSAGE_MAX: usize = 4096;
 /// Most bytes of a field's value in the journal.
 pub(super) const FIELD_MAX: usize = 512;
 
-/// Follows what was left of a text that was cut.
+/// Marks the end of a text that was cut.
 const CUT: &str = "… (cut)";
 
 /// Returns a text in one line, without characters that move a terminal's cursor or change the order of what it shows, and cut
@@ -27,7 +27,7 @@ pub(super) fn line_of(text: fmt::Arguments<'_>, most: usize) -> String {
     line.text
 }
 
-/// A line that takes so many bytes.
+/// Returns a line of this length in bytes.
 struct BoundedLine {
     text: String,
     most: usize,
@@ -53,7 +53,7 @@ impl Write for BoundedLine {
     }
 }
 
-/// Returns whether a character is shown in its place, or as nothing at all at worst.
+/// Returns whether a terminal shows the character in its place, or does not show it at all.
 fn is_harmless(char: char) -> bool {
     !matches!(
         char,

@@ -65,7 +65,7 @@ pub struct Snapshot {
 pub struct ProcessFigures {
     /// Its wipes.
     pub wiped: Wiped,
-    /// Messages of its log that were dropped, as the log's reader took none.
+    /// Messages that were dropped because the log's reader did not keep up.
     pub dropped_messages: u64,
 }
 

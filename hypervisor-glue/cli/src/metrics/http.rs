@@ -133,7 +133,7 @@ impl Request {
     }
 }
 
-/// Refuses what only a page in a browser sends, and names that others may own.
+/// Refuses headers that only a browser sends, and names that a stranger may own.
 fn refusal(headers: &[httparse::Header<'_>], hosts: &Hosts) -> Option<Request> {
     let of = |name: &'static str| {
         let named = headers.iter();
@@ -180,7 +180,7 @@ pub(super) enum Progress {
 pub(super) struct Client {
     stream: Box<dyn Stream>,
     deadline: Deadline,
-    /// Names by which it may ask; `None` over a Unix socket, which no browser reaches.
+    /// Names that a `Host:` header may have; `None` over a Unix socket, which no browser reaches.
     hosts: Option<Arc<Hosts>>,
     state: State,
 }

@@ -22,8 +22,8 @@ use super::health::HealthWatch;
 use super::http::{Client, Hosts, Progress, Stream};
 use super::{MetricsAddress, MetricsError, MetricsOptions, Source};
 
-/// Most clients at a time. The next one ends the connection of the first: one that asks at once has its answer before that
-/// many others come.
+/// Most clients at a time. A further client ends the oldest connection. A client that asks at once has its answer long before
+/// it is the oldest.
 const CLIENTS_MAX: usize = 64;
 
 /// Age up to which a text is given to further clients.
@@ -113,8 +113,8 @@ impl MetricsFile {
         }
     }
 
-    /// Replaces the file as a whole. Its directory may be that of the node exporter's user, who decides at each write anew what
-    /// lies there.
+    /// Replaces the file as a whole. Its directory may belong to the node exporter's user, who may have changed its entries
+    /// since the last write.
     fn write(&mut self, text: &str) -> Result<(), MetricsError> {
         let written = Directory::holding(&self.path).and_then(|(directory, name)| {
             // The node exporter, which is another user, reads each file whose name ends in `.prom`.

@@ -24,7 +24,7 @@ const QUEUE: usize = 64;
 /// Time between two attempts to offer functions whose VMs wait.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A change, and the reply to whoever asked for it; `None` for a signal.
+/// A change, and its reply; `None` for a signal.
 type Request = (Change, Option<Reply>);
 
 /// Place to hand changes in.
@@ -73,7 +73,7 @@ impl ChangeThread {
         Ok((Self { thread, queue }, changes))
     }
 
-    /// Has it reload the file, for a signal. The log has the result.
+    /// Requests a reload of the file after a signal. The log has the result.
     pub(super) fn reload(&self) {
         log::info!("SIGHUP: the file is reloaded");
         if let Err(error) = self

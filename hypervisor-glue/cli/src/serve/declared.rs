@@ -108,7 +108,7 @@ fn read(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Returns a file of this process with a content.
+/// Returns a memory file of this process with this content.
 fn file_of(content: &str) -> io::Result<OwnedFd> {
     let file = memfd(c"nvme-mpt-options", content.len() as u64)?;
     let file = fs::File::from(file);
@@ -116,7 +116,7 @@ fn file_of(content: &str) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Place and name of the lease of a function whose options leave them to the drive's size.
+/// Id and range of a lease, for a function whose options name neither a range nor a size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ServedLease {
     pub(super) id: String,
@@ -131,7 +131,7 @@ pub(super) struct DeclaredFunction {
     pub(super) text: OptionText,
     pub(super) files: FileContents,
     pub(super) function: ServedFunction,
-    /// Lease that it has, if its options name neither range nor size: the drive may be larger by now.
+    /// Its lease, if its options name neither a range nor a size: the drive may have grown.
     pub(super) lease: Option<ServedLease>,
 }
 
@@ -177,8 +177,8 @@ impl DeclaredFunction {
             .with("path", Some(&function.path.to_string()))
     }
 
-    /// Returns whether a function that is served is this one, but for limits and for the size of its lease, which change
-    /// while it is served.
+    /// Returns whether a served function equals this one, except for limits and the lease's size, which can change while it is
+    /// served.
     pub(super) fn is_same_as(&self, served: &ServedFunction) -> bool {
         let rates = served.function.rates;
         self.with_rates(rates).with_size_of(served).function == *served
@@ -450,7 +450,7 @@ impl Unreadable {
     }
 }
 
-/// All that a server begins with.
+/// Functions, drives and rules that a server starts with.
 #[derive(Debug, Default)]
 pub(super) struct Declared {
     /// Functions in the order in which they are offered.
@@ -458,11 +458,11 @@ pub(super) struct Declared {
     pub(super) drives: Vec<DeclaredDrive>,
     /// Functions that were added in an earlier run, without a look at their options.
     pub(super) added: Vec<OptionText>,
-    /// Functions that a server before had, and that this program cannot read.
+    /// Functions of the previous server that this program cannot read.
     pub(super) unreadable: Vec<Unreadable>,
     /// Rules for Landlock.
     pub(super) rules: Vec<FileRule>,
-    /// It is what a server before served, whatever the command line and the file say.
+    /// True if it is the previous server's configuration. Command line and file are then not used.
     pub(super) was_served: bool,
 }
 

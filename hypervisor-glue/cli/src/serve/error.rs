@@ -50,7 +50,7 @@ pub enum OfferError {
     /// It cannot be kept for the next process.
     #[error("The keeper cannot keep the function")]
     Keeper(#[source] Box<KeepError>),
-    /// The function of the server before cannot go on now.
+    /// A function of the previous server cannot continue now.
     #[error("The function of the server before cannot go on now")]
     Resume(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Error serving a function.

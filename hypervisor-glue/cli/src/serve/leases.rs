@@ -66,10 +66,10 @@ const CONNECTIONS_MAX: usize = 1024;
 /// Most connections without a lease that a user may have who is neither root nor the server's own.
 const OTHERS_WAITING_MAX: usize = 64;
 
-/// Most connections without a lease that all such users may have.
+/// Most connections without a lease that all users may have except root and the server's own.
 const ALL_WAITING_MAX: usize = 256;
 
-/// Most connections that all such users may have: the last eighth is for root and the server's user.
+/// Most connections that all users may have except root and the server's own. The last eighth is for these two.
 const OTHERS_MAX: usize = CONNECTIONS_MAX / 8 * 7;
 
 /// Keys that a VMM may give whose user is neither root nor the server's own. The others name files that the server
@@ -151,9 +151,9 @@ fn as_change(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError> {
 struct Connection {
     stream: UnixStream,
     peer: Peer,
-    /// The user to whose account it goes.
+    /// The user whose account it counts against.
     account: u32,
-    /// It was ended to make room.
+    /// True if it was ended to make room.
     is_sent_away: bool,
     thread: Option<JoinHandle<()>>,
     lease: Option<Lease>,
@@ -235,8 +235,8 @@ impl LeaseTable {
         are_made || self.connections().values().any(|one| one.lease.is_some())
     }
 
-    /// Returns a lease whose commands in flight do not end within `time`, as its drive stands still. This process could not
-    /// end before they do. Each lease rests for its own commands alone.
+    /// Returns a lease whose commands in flight do not end within `time`, because its drive does not answer. This process
+    /// could not end before those commands. Each lease rests only until its own commands have ended.
     pub(super) fn find_busy(&self, time: Duration) -> Option<String> {
         let leases: Vec<_> = {
             let connections = self.connections();
@@ -808,7 +808,7 @@ fn let_others_in(folder: &Path, sockets: &Directory) -> io::Result<()> {
     Ok(sockets.set_mode(0o755)?)
 }
 
-/// Returns the name of this server among all of the host. Its process number is unique in its PID namespace alone.
+/// Returns a name of this server that is unique on the host. Its process number is unique only in its PID namespace.
 fn server_name() -> String {
     let number = process::id();
     match fs::metadata("/proc/self/ns/pid") {
@@ -817,8 +817,8 @@ fn server_name() -> String {
     }
 }
 
-/// Removes the sockets that servers left behind which did not end by themselves. A process that listens is known by its
-/// socket alone: its number may be that of another one in another PID namespace.
+/// Removes the sockets of servers that were killed or crashed. Only the socket tells whether its server is alive: in another
+/// PID namespace, another process may have the server's process number.
 fn remove_stale(sockets: &Directory) {
     for name in sockets.names().unwrap_or_default() {
         let path = Path::new(&name);
@@ -864,8 +864,8 @@ fn take_in(mut listener: Listener, stopped: &PipeReader, table: &Arc<LeaseTable>
     }
 }
 
-/// Makes room for a connection, or refuses it. Root and the server's user always have the last part of the room. No
-/// other user keeps the rest from others by connections without a lease: one with the most of them loses its first one.
+/// Makes room for a connection, or refuses it. The last part of the room is reserved for root and the server's user. If
+/// connections without a lease fill the rest, the user with the most of them loses its oldest one.
 fn make_room(
     connections: &mut BTreeMap<u64, Connection>,
     peer: &Peer,

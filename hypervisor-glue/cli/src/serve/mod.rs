@@ -86,8 +86,8 @@ pub struct ServeOptions {
     pub functions: Vec<Given<ServedFunction>>,
     /// Drives that it keeps open.
     pub drives: Vec<Given<ServedDrive>>,
-    /// Complaints about functions and drives of the command line that are none. A server that goes on with what was served
-    /// before has no need of them.
+    /// Messages about invalid functions and drives of the command line. A server that starts with its predecessor's
+    /// configuration ignores them.
     pub mistakes: Vec<String>,
     /// File with more functions and drives.
     pub file: Option<PathBuf>,
@@ -144,13 +144,13 @@ pub enum ServeError {
     /// The owner of the socket for VMMs is not known.
     #[error(transparent)]
     Owner(#[from] UnknownOwner),
-    /// A function or drive of the command line is none.
+    /// A function or drive of the command line is invalid.
     #[error("{0}")]
     Argument(String),
     /// The entries of the server before cannot be had.
     #[error(transparent)]
     Keeping(#[from] KeepingError),
-    /// The configuration of the server before cannot be taken over.
+    /// The configuration of the previous server cannot be read.
     #[error(transparent)]
     Served(#[from] ServedError),
     /// The thread of changes cannot be started.
@@ -216,7 +216,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     served
 }
 
-/// As [`serve`], with what a keeper has passed on, or a server that is to be replaced.
+/// As [`serve`], with the state from a keeper or from a server that is to be replaced.
 fn serve_inherited(
     options: ServeOptions,
     inherited: Inherited,
@@ -305,7 +305,7 @@ fn serve_inherited(
     server.end()
 }
 
-/// Returns what the server begins with: what a server before served, or what the command line and the file declare.
+/// Returns the configuration to start with: the previous server's, else that of the command line and the file.
 fn declared(
     options: &ServeOptions,
     inherited: &Inherited,
@@ -570,7 +570,7 @@ fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<Ledgers, ServeError> 
     }
 }
 
-/// Has files surveyed that are opened from now on.
+/// Starts surveys for files that are opened from now on.
 fn survey_files() {
     if let Err(error) = nvme_software::survey_files(&nvme_mpt::poller::Threads::default()) {
         log::warn!(

@@ -259,7 +259,7 @@ impl Offer {
         ))
     }
 
-    /// Has the queues rest for a moment. Returns whether their commands in flight end within `time`.
+    /// Makes the queues rest for a moment. Returns whether their commands in flight end within `time`.
     pub(super) fn rests_within(&self, time: Duration) -> bool {
         // A function that has ended by itself has no commands.
         let attachment = self.attachment.upgrade();

@@ -1,6 +1,6 @@
 //! Differences of the server's file to what is served, which wait for `nvme-mpt reload`.
 //!
-//! A thread of its own reads the file: it may lie where a read takes as long as another host likes.
+//! A separate thread reads the file, because a read of a network file system has no bounded time.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -27,7 +27,7 @@ const READ_TIMEOUT: Duration = Duration::from_millis(500);
 pub(super) struct Comparable {
     /// The file, by an absolute path; `None` without one.
     pub(super) file: Option<PathBuf>,
-    /// Fate of data that another id left, for functions that leave it open.
+    /// The server's choice for data of a former id, for functions without `data=`.
     pub(super) data: FormerData,
     pub(super) functions: Vec<DeclaredFunction>,
     pub(super) drives: Vec<ServedDrive>,
@@ -42,7 +42,7 @@ enum Difference {
     Removed { socket: PathBuf },
     /// The function is not served.
     Added { id: String },
-    /// Drives that are kept open are others.
+    /// The file lists other drives to keep open.
     Drives,
 }
 
@@ -231,7 +231,7 @@ impl Comparer {
         Ok(Self { orders, last })
     }
 
-    /// Returns the differences that there are now; those of the last time if the file cannot be read soon.
+    /// Returns the present differences, or the last known ones if the file cannot be read soon.
     pub(super) fn differences(&self) -> Differences {
         let (order, answer) = mpsc::sync_channel(1);
         let sent = self.orders.send(order).ok();

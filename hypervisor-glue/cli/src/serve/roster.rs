@@ -54,7 +54,7 @@ pub(super) struct Failed {
 #[derive(Debug)]
 enum FailedFunction {
     Declared(Box<DeclaredFunction>),
-    /// Its options are none to this program.
+    /// This program cannot read its options.
     Unreadable(Box<Unreadable>),
 }
 
@@ -115,7 +115,7 @@ pub(super) struct Roster {
     pub(super) offers: Vec<Offer>,
     failed: Vec<Failed>,
     pub(super) held: Vec<HeldDrive>,
-    /// Drives that were kept open before this server, and cannot be opened.
+    /// Drives that the previous server kept open and this one cannot open.
     missing: Vec<DeclaredDrive>,
     pub(super) drives: OpenDrives,
     view: Arc<Mutex<Arc<View>>>,
@@ -134,8 +134,8 @@ impl Roster {
         }
     }
 
-    /// Offers what a server before served; or the functions of the command line, of the file, and those that were added in
-    /// an earlier run.
+    /// Offers the previous server's functions; without one, the functions of the command line, of the file, and functions
+    /// that were added in an earlier run.
     ///
     /// # Errors
     /// A function of the command line or of the file cannot be offered. One of an earlier run is listed as failed, and each
@@ -770,7 +770,7 @@ impl Roster {
         })
     }
 
-    /// Offers functions that failed and whose VMs wait: what was missing may be there again.
+    /// Tries again to offer failed functions whose VMs wait: a missing resource may be available now.
     pub(super) fn offer_waiting(&mut self) {
         let Some(keeping) = self.terms.keeping.clone() else {
             return;
@@ -915,7 +915,7 @@ impl Roster {
         Ok(self.terms.added.write(added.chain(failed).chain(other))?)
     }
 
-    /// Keeps what is served, for the next server.
+    /// Stores the present configuration for the next server.
     fn keep_configuration(&self) {
         let Some(keeping) = &self.terms.keeping else {
             return;
@@ -943,7 +943,7 @@ impl Roster {
         }
     }
 
-    /// Forgets what the next server would begin with: this one ends in order.
+    /// Deletes the stored configuration at an orderly end.
     pub(super) fn forget_configuration(&self) {
         if let Some(keeping) = &self.terms.keeping {
             keeping.forget_configuration();
@@ -985,7 +985,7 @@ impl Roster {
         keeping.forget_drives_but(&drives.controllers());
     }
 
-    /// Returns functions and drives of the file, to be compared with it.
+    /// Returns served functions and drives for the comparison with the file.
     fn comparable(&self) -> Comparable {
         let of_file = |declared: &&DeclaredFunction| declared.origin == Origin::File;
         let offered = self.offers.iter().map(|offer| &offer.declared);

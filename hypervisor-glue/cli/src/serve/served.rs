@@ -1,8 +1,8 @@
-//! Configuration of what a server serves, for the process after it.
+//! Configuration of the served functions and drives, stored for the next server.
 //!
-//! The next server begins with it, whatever the command line and the file say by then, and whether they can be read or
-//! not: an upgrade, or a restart after a death, changes the program and nothing else. It lies with the keeper, is stored
-//! after each change, and is forgotten when the server ends in order. `nvme-mpt reload` applies differences to the file.
+//! The next server starts with it and uses neither the functions of the command line nor the file. So an upgrade, or a
+//! restart after a crash, replaces only the program. The keeper has it. It is stored after each change, and deleted when the
+//! server ends in order. `nvme-mpt reload` applies differences to the file.
 
 use nvme_mpt::range::ByteRange;
 use nvme_mpt_vmm::options::{OptionError, OptionText};
@@ -21,7 +21,7 @@ const VERSION: u32 = 1;
 /// A stored configuration cannot be read.
 #[derive(Debug, Error)]
 pub enum ServedError {
-    /// It is damaged, or of another program.
+    /// It is damaged, or another program wrote it.
     #[error("The configuration that the server before has kept cannot be read")]
     Syntax(#[from] serde_json::Error),
     /// Another release stored it.
@@ -29,7 +29,7 @@ pub enum ServedError {
         "The configuration that the server before has kept has version {0}, and this program reads version {VERSION}"
     )]
     Version(u32),
-    /// A drive or a rule is none to this program.
+    /// This program cannot read a drive or a rule.
     #[error("The configuration that the server before has kept is none to this program")]
     Option(#[from] OptionError),
 }
@@ -109,7 +109,7 @@ pub(super) fn encode<'a>(
     Ok(serde_json::to_vec(&state)?)
 }
 
-/// Reads a stored configuration. A function that this program cannot read takes no other one with it.
+/// Reads a stored configuration. Functions that this program cannot read are returned apart from the others.
 pub(super) fn decode(bytes: &[u8]) -> Result<Declared, ServedError> {
     #[derive(Deserialize)]
     struct OnlyVersion {

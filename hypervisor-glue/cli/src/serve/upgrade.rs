@@ -19,7 +19,7 @@ use crate::function_thread::FunctionHandle;
 use crate::kept::predecessor::{Successor, UpgradeError, lease_protocol};
 use crate::kept::{FIRST_STAGE, Keeping};
 
-/// Time in which the commands of functions end, each by itself, and those of VMMs' leases.
+/// Time that commands of functions and of VMMs' leases have to end in the check before an upgrade.
 const CHECK: Duration = Duration::from_secs(5);
 
 /// End of the path of a program that was replaced or removed, as the kernel reports it.
@@ -99,7 +99,8 @@ impl Roster {
         Ok(number)
     }
 
-    /// Refuses while a drive stands still. Each function and lease rests for its own commands alone, for a moment.
+    /// Refuses the upgrade while a drive does not answer. Each function and lease rests briefly, only until its own commands
+    /// end.
     fn check_drives(&self) -> Result<(), UpgradeError> {
         let deadline = Deadline::after(&SystemClock::shared(), CHECK);
         let mut offers = self.offers.iter();
@@ -113,7 +114,7 @@ impl Roster {
         }
     }
 
-    /// Refuses while the drive of a VMM's lease stands still.
+    /// Refuses the upgrade while the drive of a VMM's lease does not answer.
     fn check_leases(&self) -> Result<(), UpgradeError> {
         match self.terms.leases.find_busy(CHECK) {
             None => Ok(()),

@@ -13,7 +13,7 @@ use crate::function_thread::FunctionHandle;
 pub(super) struct View {
     pub(super) functions: Vec<(FunctionHandle, FunctionEntry)>,
     pub(super) failed: Vec<FunctionEntry>,
-    /// Those of the file.
+    /// Functions and drives to compare with the file.
     pub(super) declared: Comparable,
     /// One drive of each host controller.
     pub(super) drives: Vec<Arc<Drive>>,

@@ -19,7 +19,7 @@ use nvme_mpt::stats::{
 pub struct ServerStats {
     /// The functions, in the order in which they were given.
     pub functions: Vec<FunctionStats>,
-    /// Functions that cannot be offered, or are set aside.
+    /// Functions that cannot be offered, or are quarantined (set aside).
     #[serde(default)]
     pub failed: Vec<FunctionFailure>,
     /// The pollers that run.

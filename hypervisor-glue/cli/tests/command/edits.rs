@@ -1,4 +1,4 @@
-//! Servers that are replaced, or die, after their file was edited: what was served is served by the next one.
+//! Servers that are replaced, or die, after their file was edited: the next server serves the same functions.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 use crate::kept::Kept;
 use crate::support::Bench;
 
-/// A guest whose drive must not go.
+/// A guest that must keep its drive.
 struct Guest {
     disk: Disk,
     _controller: Controller,
@@ -186,7 +186,7 @@ impl Edited<'_> {
     }
 }
 
-/// Has clients of three functions of a file, and of one that was added, beside so many random steps.
+/// Runs clients of three functions of a file and of one added function beside a number of random steps.
 fn no_client_loses_its_drive(seed: u64, steps: usize) {
     let bench = Bench::new();
     let profile = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../resources/drives/nvm.toml");

@@ -898,7 +898,7 @@ fn forget_owner(server: &str) {
     assert!(count > 0, "an owner");
 }
 
-/// A function that the next server could not offer, as the owner of its socket is gone. Its VM waits.
+/// A function whose VM waits, because the owner of its socket is gone and the next server cannot offer it.
 struct Waiting {
     kept: Kept,
     disk: Disk,
@@ -1218,7 +1218,7 @@ fn attach(bench: &Bench, socket: &str) -> (Disk, Controller) {
     (Disk::open(&mut controller, 1).unwrap(), controller)
 }
 
-/// Reads all log pages and features that a guest is told of, but for the time.
+/// Reads all log pages and features that the controller reports, except the time.
 fn seen_by_guest(controller: &mut Controller) -> BTreeMap<String, Vec<u8>> {
     const ERRORS: u8 = 0x01;
     const SMART: u8 = 0x02;

@@ -114,7 +114,7 @@ fn a_server_without_functions_logs_how_to_add_one() {
     }
 }
 
-/// Fills a pipe, as a reader does that stands still.
+/// Fills a pipe, as if its reader took nothing.
 fn fill(mut writer: &PipeWriter) {
     fcntl_setfl(writer, OFlags::NONBLOCK).unwrap();
     // The last bytes as well.

@@ -222,7 +222,7 @@ const ERASING: &[&str] = &[
     "move it away",
 ];
 
-/// Words of remedies that keep it, one of which comes before.
+/// Words of remedies that keep data. One of them has to come first.
 const KEEPING: &[&str] = &[
     "data=keep",
     "choose ",

@@ -238,11 +238,11 @@ impl FunctionDevice {
         self.change(NvmeFunction::reset).unwrap_or_default()
     }
 
-    /// Tells of guest memory by its file: all that there is when the function is started, and all that is added.
+    /// Adds guest memory by its file: all memory at the start of the function, and memory that is added later.
     ///
-    /// The memory has its content: the function maps the file, where a page that the VMM restores on demand would read as
-    /// zeros. Memory that this process has registered with userfaultfd for faults that are still to come is refused.
-    /// [`Self::map_vmm_memory`] takes it.
+    /// The memory has to be complete: the function maps the file, and a page that the VMM has not restored yet would read as
+    /// zeros. Memory that this process has registered with userfaultfd, and that may still have faults, is refused. Use
+    /// [`Self::map_vmm_memory`] for it.
     ///
     /// # Errors
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
@@ -250,11 +250,11 @@ impl FunctionDevice {
         self.map_by(|host| host.map(memory))
     }
 
-    /// Tells of guest memory, as [`Self::map_memory`] does, with the VMM's own mapping of it. The function has no other one.
-    /// So it takes part in a restore on demand, in post-copy, and in whatever else the VMM does by its mapping.
+    /// Adds guest memory, as [`Self::map_memory`] does, by the VMM's own mapping. The function makes no other mapping. So
+    /// restore on demand, post-copy and other uses of the VMM's mapping work.
     ///
-    /// A function whose drive is on a server refuses memory that is not [complete](VmmMapping::is_complete), as the server
-    /// has the file alone.
+    /// A function whose drive is on a server refuses memory that is not [complete](VmmMapping::is_complete), because the
+    /// server maps the file.
     ///
     /// # Errors
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].

@@ -188,8 +188,8 @@ pub struct DriveOptions {
     pub lba_size: u32,
     /// Which namespace; `None` for the first that is active.
     pub namespace: Option<Nsid>,
-    /// Time that a drive may take for a command. Then a physical one aborts it or is reset, and a queue of a software one
-    /// fails. `None` for [`DEFAULT_DEADLINE`] of a physical drive, and for no bound of a software one.
+    /// Time that a drive may take for a command. After it, a physical drive aborts the command or is reset, and a software
+    /// drive's queue fails. `None` means [`DEFAULT_DEADLINE`] for a physical drive, and no bound for a software drive.
     pub deadline: Option<Duration>,
     /// Choices for what learns about the drive.
     pub learning: Learning,
@@ -199,7 +199,7 @@ pub struct DriveOptions {
     pub faults: Option<Arc<FaultPlan>>,
     /// Moment at which a `memory:` drive takes its memory.
     pub allocation: Allocation,
-    /// Name of the label by which the drive is used; `None` for a drive without one, and for one whose own name does.
+    /// Name of the label by which the drive is used; `None` for a drive without a label or with a sufficient name of its own.
     pub name: Option<DriveName>,
     /// Memory file with the content of a `memory:` drive; `None` for memory that ends with the process.
     pub memory: Option<MemoryFile>,
@@ -536,11 +536,11 @@ pub enum LabelError {
     },
 }
 
-/// Gives a drive a label by which its leases are found again. What is leased of it goes on by that name. With `again`, it gets
-/// the label that the ledger knows.
+/// Gives a drive a label by which its leases are found again. Existing leases of the drive move to that name. With `again`,
+/// writes the label that the ledger knows.
 ///
 /// # Errors
-/// See [`LabelError`]. The drive has no label then, or the whole one.
+/// See [`LabelError`]. After an error, the drive has no label or a complete one.
 pub fn label(
     path: &Path,
     name: &DriveName,

@@ -430,7 +430,7 @@ fn a_label_takes_nothing_that_is_in_use() {
     host.reserve("a", "id=all").expect("its own");
 }
 
-/// Three disks come by other names after each of 20 boots. Each function names its disk by a path and a label.
+/// Three disks have other names after each of 20 boots. Each function names its disk by a path and a label.
 #[test]
 fn labelled_disks_in_changed_order_are_right_or_refused() {
     let host = Host::new();

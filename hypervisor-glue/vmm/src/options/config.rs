@@ -22,8 +22,8 @@ pub const STATE_DIR: &str = "/var/lib/nvme-mpt";
 
 /// Choices about a function of a VM: those of a [`FunctionOptions`], as they are written.
 ///
-/// A key that is none is an error: `rang` for `range` would lease the whole drive. A type that holds this one flattened
-/// (`serde(flatten)`) has to refuse such keys itself.
+/// An unknown key is an error: `rang` for `range` would lease the whole drive. A type that flattens this one (`serde(flatten)`)
+/// has to refuse unknown keys itself.
 ///
 /// It has no `id`, since names that a VMM gives its devices are unique within a VM only: `lease` names the lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,7 +88,7 @@ pub struct FunctionConfig {
     /// Name of the drive's label.
     #[serde(default, rename = "drive-id", skip_serializing_if = "Option::is_none")]
     pub drive_id: Option<String>,
-    /// `raw` for bytes that begin with the header of a disk image, which the guest is to see.
+    /// `raw` serves bytes that begin with the header of a disk image to the guest as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
     /// Timing of a software drive.
@@ -103,7 +103,7 @@ pub struct FunctionConfig {
     /// Namespace of a physical drive.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub namespace: Option<u32>,
-    /// Seconds that a drive may take for a command; as its kind has it if not given.
+    /// Seconds that a drive may take for a command; by default that of its kind.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout: Option<u64>,
     /// Seconds that the function waits for a drive server to come back.

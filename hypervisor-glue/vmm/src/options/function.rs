@@ -100,7 +100,7 @@ pub struct FunctionOptions {
     pub lba: Option<LbaSize>,
     /// Name of the drive's label.
     pub drive_id: Option<DriveName>,
-    /// A header of a disk image is what the guest is to see.
+    /// True if the guest gets the raw bytes even if they begin with the header of a disk image.
     pub is_raw: bool,
     /// Timing of a software drive, or its zones, or its keys and values.
     pub profile: Option<Arc<Profile>>,

@@ -59,7 +59,7 @@ impl<T> SyncSender<T> {
     /// Sends a value if there is room for it.
     ///
     /// # Errors
-    /// There is none, or nobody receives any more.
+    /// There is no room, or the receiver is gone.
     pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
         turn(Step::Send, [0; 2]);
         stores::drain_own();

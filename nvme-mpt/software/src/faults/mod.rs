@@ -139,7 +139,7 @@ pub struct Faults {
     gone: AtomicBool,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     timebase: Timebase,
-    /// Copy of all that for the process after this one, if there may be one.
+    /// Copy of the faults and their state for the next process, if one may follow.
     record: Option<FaultRecord>,
 }
 
@@ -156,7 +156,7 @@ impl Faults {
         Self::with_timebase(plan, namespace, unit, Timebase::Host)
     }
 
-    /// The same, recorded in a memory file. If the process before has recorded faults there, the drive goes on with those.
+    /// The same, recorded in a memory file. If the file has faults of an earlier process, the drive continues with those.
     ///
     /// # Errors
     /// As [`Self::inject`]; [`FaultError::Kept`].
@@ -183,7 +183,7 @@ impl Faults {
         Ok(faults)
     }
 
-    /// Goes on with faults of the process before.
+    /// Continues with the faults of an earlier process.
     fn resume(&self, recorded: Recorded) -> Result<(), FaultError> {
         let Recorded {
             faults,
@@ -246,7 +246,7 @@ impl Faults {
     ///
     /// # Errors
     /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`] and
-    /// [`FaultError::TooMany`], [`FaultError::Kept`]; then none is added.
+    /// [`FaultError::TooMany`], [`FaultError::Kept`]. No fault is added then.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);
         let armed = armed.map(|(fault, number)| self.arm(fault, number, plan.seed));

@@ -23,7 +23,7 @@ impl Occasions {
         }
     }
 
-    /// Occasions of which some came in another process.
+    /// Occasions that continue the counts of an earlier process.
     pub(super) const fn resumed(after: u64, count: Option<u64>, seen: u64, struck: u64) -> Self {
         Self {
             after,

@@ -1,8 +1,8 @@
-//! Record of a drive's faults in a memory file, for the process after this one.
+//! Record of a drive's faults in a memory file, for the next process.
 //!
-//! The first word has the offset of the list of faults that counts: a change writes the list elsewhere, and then that word.
-//! Beside the lists, words have what becomes of each fault and of the drive. A fault's words are stored before it strikes:
-//! one that ends the process does not strike once more than it may.
+//! The first word has the offset of the valid list of faults. A change writes the list to another place, and then the first
+//! word. Other words have the state of each fault and of the drive. A fault's words are stored before it strikes, so a fault
+//! that ends the process does not strike too often.
 
 use std::fs::File;
 use std::io;
@@ -28,7 +28,7 @@ const PLACES: [u64; 2] = [4096, 4096 + LIST_BYTES as u64];
 /// Most bytes of a list: some hundred for each fault.
 const LIST_BYTES: usize = 64 << 10;
 
-/// Offsets of the words of the drive: 1 if it is gone, and its blocks.
+/// Offsets of the drive's words: 1 if the drive is gone; its number of blocks.
 const GONE: usize = 8;
 const BLOCKS: usize = 16;
 
@@ -115,7 +115,7 @@ impl From<RecordedFault> for Fault {
     }
 }
 
-/// What the process before has recorded.
+/// Faults and state that an earlier process has recorded.
 pub(super) struct Recorded {
     /// Faults, each with the state of its random numbers and its occasions.
     pub(super) faults: Vec<(Fault, u64, Occasions)>,
@@ -134,7 +134,7 @@ pub(super) struct FaultRecord {
 }
 
 impl FaultRecord {
-    /// Takes a file, which has no bytes at first. Returns what the process before has recorded; `None` for a new file.
+    /// Takes a file, which is empty at first. Returns the record of an earlier process; `None` for a new file.
     pub(super) fn open(file: &OwnedFd) -> io::Result<(Self, Option<Recorded>)> {
         let file = File::from(file.try_clone()?);
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "no record of faults");
@@ -191,7 +191,7 @@ impl FaultRecord {
         })
     }
 
-    /// Records which faults there are, and what has become of each.
+    /// Records all faults with their states.
     pub(super) fn store_list(&self, armed: &[Armed]) -> io::Result<()> {
         let list: Vec<_> = armed
             .iter()
@@ -217,7 +217,7 @@ impl FaultRecord {
         Ok(())
     }
 
-    /// Records what has become of a fault.
+    /// Records the state of a fault.
     pub(super) fn store(&self, index: usize, armed: &Armed) {
         let Some([random, seen, struck]) = self.faults.get(index) else {
             return;
@@ -227,7 +227,7 @@ impl FaultRecord {
         struck.store(armed.occasions.struck());
     }
 
-    /// Records what has become of the drive.
+    /// Records the state of the drive.
     pub(super) fn store_drive(&self, gone: bool, blocks: u64) {
         self.blocks.store(blocks);
         self.gone.store(gone.into());

@@ -1,6 +1,7 @@
-//! Requests that the kernel keeps for too long: each is reported, cancelled, and repeated in another way. It is waited for
-//! as long as the storage takes; the queue fails only if the operator has set a timeout, and only after that. A request that the kernel gives back undone, interrupted or for want of resources, is
-//! made again until it is as old. Then its command fails.
+//! Requests that the kernel does not complete in time: each is reported, cancelled, and repeated in another way. The queue
+//! then waits as long as the storage takes. It fails only if the operator has set a timeout, and only after that time. A
+//! request that the kernel gives back undone, interrupted or for want of resources, is made again until it is as old. Then
+//! its command fails.
 
 use log::{error, warn};
 
@@ -38,7 +39,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
     }
 
-    /// Cancels a request that is overdue. One that was cancelled before is not, as that did not help.
+    /// Cancels an overdue request, but not twice, as the first attempt did not help.
     fn cancel(&mut self, slot: usize) {
         self.operations[slot].overdue = true;
         if self.operations[slot].repeats > 0 {

@@ -14,8 +14,8 @@
 //! are zeroed by hand (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.
 //!
 //! A queue looks four times a second at its requests (`deadline`). A request that the kernel keeps for 10 s is logged,
-//! cancelled, and repeated by another thread of the kernel. It is waited for as long as the storage takes. Only where the
-//! drive has a timeout, its queue fails after that, and its guest sees CSTS.CFS.
+//! cancelled, and repeated by another thread of the kernel. The queue then waits as long as the storage takes. If the drive
+//! has a timeout, its queue fails after that time, and its guest sees CSTS.CFS.
 
 mod bounces;
 mod claims;
@@ -97,7 +97,7 @@ pub(super) struct SharedFile {
     in_memory: bool,
     /// Its pages, if it has nothing but them.
     pages: Option<Pages>,
-    /// True if the kernel waits for another process or host, as it does for files of FUSE and NFS.
+    /// True if the kernel may wait for another process or host, as for files on FUSE and NFS.
     may_block: bool,
     /// True if it can deallocate, after which a range reads as zeroes.
     punches_holes: AtomicBool,
@@ -174,7 +174,7 @@ impl FileStore {
         })
     }
 
-    /// Looks for the label of the drive. One that is asked for by name names the drive, and is no lease's.
+    /// Looks for the label of the drive. If the caller names the label, the drive is known by it, and no lease contains it.
     ///
     /// # Errors
     /// `InvalidData` if there is none with the name.

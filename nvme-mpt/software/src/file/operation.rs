@@ -90,9 +90,9 @@ pub(super) struct Zeroing {
     pub(super) then: Next,
     /// Bytes of the slice that is under way.
     pub(super) slice: u64,
-    /// What it weighs, see [`survey`](super::survey); its bytes if that is not known.
+    /// Weight of the slice, see [`survey`](super::survey). Without a survey, its number of bytes.
     pub(super) weight: u64,
-    /// True if it is surveyed no more.
+    /// True if no further survey is asked for.
     pub(super) is_blind: bool,
     /// True if this command has the file's turn.
     pub(super) has_turn: bool,
@@ -293,7 +293,7 @@ impl Operation {
         Ok(equal)
     }
 
-    /// Returns the first block and the number of blocks that it has written, of a command that writes.
+    /// Returns the first block and the number of blocks that a writing command has written.
     fn written(&self, file: &SharedFile) -> Option<(Lba, u64)> {
         match NvmOpcode(self.sqe.opcode()) {
             NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => {
@@ -308,15 +308,15 @@ impl Operation {
         }
     }
 
-    /// Has the marks of written blocks cleared before it completes. Returns whether there are any.
+    /// Clears the marks of written blocks before the command completes. Returns whether there are any.
     #[cold]
     pub(super) fn clear_marks_of_written(&mut self, file: &SharedFile) -> bool {
         self.written(file)
             .is_some_and(|(Lba(start), count)| self.clear_marks(file, (start, count), Next::Done))
     }
 
-    /// Has the marks of some blocks cleared, and makes `then` the step after that. Returns whether there are any. What was
-    /// written over them is durable first: after a power failure, a block that can be read has no data from before the mark.
+    /// Clears the marks of some blocks, and makes `then` the step after that. Returns whether there are any. The data written
+    /// over them becomes durable first. So after a power failure, a readable block has no data from before the mark.
     pub(super) fn clear_marks(
         &mut self,
         file: &SharedFile,
@@ -338,7 +338,7 @@ impl Operation {
         NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
     }
 
-    /// Returns whether the next bytes of its range have to be surveyed, as far as that is done.
+    /// Returns whether the next bytes of its range have to be surveyed.
     pub(super) fn wants_survey(&mut self) -> bool {
         let Zeroing {
             at,

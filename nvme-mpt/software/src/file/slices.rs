@@ -104,8 +104,8 @@ impl Turns {
         self.state().leave(queue);
     }
 
-    /// Gives the turn back after a slice of so much weight ([`survey`](super::survey)). `transfers` is true if there were transfers of the file
-    /// since the last slice.
+    /// Gives the turn back after a slice of this weight ([`survey`](super::survey)). `transfers` is true if there were
+    /// transfers of the file since the last slice.
     pub(super) fn done(&self, bytes: u64, began: Ticks, now: Ticks, transfers: bool) {
         let took = now.since(began);
         let mut state = self.state();

@@ -24,7 +24,7 @@ use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, 
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
-/// The longest slice over holes, in bytes. The kernel drops the pages of holes that were read.
+/// The longest slice over holes, in bytes. It is bounded because the kernel drops cached pages of holes.
 const HOLE_MAX: u64 = 1 << 30;
 
 impl<R: Ring, C: Clock> FileQueue<R, C> {

@@ -1,13 +1,12 @@
-//! Surveys of files: the bytes of a range that have room in the file system.
+//! Surveys of files: the extents that are allocated in a range.
 //!
-//! The time of a deallocation follows from the extents in it, and holes take next to none, whatever their length. So a
-//! slice ([`slices`](super::slices)) goes over holes for free, and has as much *weight* as slices may have bytes: an extent
-//! weighs a block and a 256th of its bytes. Of a file in memory, whose pages are given back one by one, it weighs all of
-//! its bytes.
+//! The time of a deallocation depends on the extents in it. Holes of any length take almost none. So a slice
+//! ([`slices`](super::slices)) skips holes at no cost, and its *weight* is bounded instead of its bytes. An extent weighs a
+//! block plus a 256th of its bytes. In a file in memory, whose pages are freed one by one, an extent weighs all of its bytes.
 //!
-//! The questions to the file system (FIEMAP, SEEK_DATA) wait for its locks and its disk, so no poller asks them. One thread
-//! of the process does, where the process has [started](start) it. Without an answer in time, a slice is as short as if the
-//! range had no hole.
+//! The calls to the file system (FIEMAP, SEEK_DATA) wait for its locks and its disk, so no poller makes them. One thread of the
+//! process does, if the process has [started](start) it. Without an answer in time, a slice is as short as if the range had no
+//! hole.
 
 use std::io;
 use std::sync::{Arc, OnceLock, Weak};
@@ -21,7 +20,7 @@ use super::way::UNIT;
 use nvme_mpt::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use nvme_mpt::poller::Threads;
 
-/// Questions that wait. Others are not asked.
+/// Most questions that wait. Further ones are not asked.
 const QUESTIONS: usize = 256;
 
 /// Time that a command waits for an answer.
@@ -30,13 +29,13 @@ pub(super) const PATIENCE: Duration = Duration::from_millis(2);
 /// Extents of one answer.
 const EXTENTS: usize = 64;
 
-/// Bytes that weigh as much as one, of an extent of a file system.
+/// Bytes of an extent on a disk that weigh as much as one byte of memory.
 const LIGHT: u64 = 256;
 
 static THREAD: OnceLock<SyncSender<Question>> = OnceLock::new();
 
-/// Starts the thread that surveys the files of this process, unless it runs. It asks file systems for extents (the ioctl
-/// FIEMAP), which a filter of system calls has to allow.
+/// Starts the thread that surveys the files of this process, unless it runs. It calls the ioctl FIEMAP, which a seccomp
+/// filter has to allow.
 ///
 /// # Errors
 /// Returns the error of the starter of threads.
@@ -78,8 +77,8 @@ pub(super) struct Question {
 }
 
 impl Question {
-    /// Answers with the first extents of the range, as start and end, in order: all of them, unless there are
-    /// [`EXTENTS`] or more. So many of their bytes weigh one.
+    /// Answers with the first extents of the range, as start and end, in order. They are all extents of the range if there
+    /// are fewer than [`EXTENTS`]. `light` bytes of them weigh one.
     pub(super) fn answer(self, extents: Vec<(u64, u64)>, light: u64) {
         let known = match extents.last() {
             Some((_, end)) if extents.len() >= EXTENTS => *end,
@@ -108,7 +107,7 @@ impl Surveyor {
         surveyor
     }
 
-    /// Asks there from now on, unless it asks elsewhere. Returns whether it does.
+    /// Sends questions to this channel from now on, unless it has another. Returns whether it does.
     pub(super) fn begin(&self, questions: SyncSender<Question>) -> bool {
         self.0.set(questions).is_ok()
     }
@@ -137,14 +136,14 @@ impl Surveyor {
     }
 }
 
-/// A survey of a range, once it is there.
+/// A survey of a range, which may not be answered yet.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     answer: OnceLock<Extents>,
 }
 
 impl Survey {
-    /// Returns the extents, if they are there.
+    /// Returns the extents, if the survey is answered.
     pub(super) fn extents(&self) -> Option<&Extents> {
         self.answer.get()
     }
@@ -153,7 +152,7 @@ impl Survey {
 /// The extents of the start of a range.
 #[derive(Debug)]
 pub(super) struct Extents {
-    /// End of the bytes of which the extents are known.
+    /// End of the range whose extents are known.
     known: u64,
     /// Start and end of each.
     extents: Vec<(u64, u64)>,
@@ -166,8 +165,8 @@ impl Extents {
         at < self.known
     }
 
-    /// Returns the end of a slice that begins at `at`, ends at `end` at the latest, and weighs `most` at most; and its
-    /// weight. It has a block at least.
+    /// Returns the end and the weight of a slice that begins at `at`, ends at `end` at the latest, and weighs `most` at most.
+    /// It has a block at least.
     pub(super) fn slice(&self, at: u64, end: u64, most: u64) -> (u64, u64) {
         let end = end.min(self.known);
         let head = if self.light > 1 { UNIT } else { 0 };

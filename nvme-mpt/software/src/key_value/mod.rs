@@ -234,7 +234,7 @@ impl KeyValueController {
         })
     }
 
-    /// The same drive, whose queues fail if a transaction on its file takes longer. Without a timeout it is waited for.
+    /// Sets the time after which a transaction on the file fails the queues. Without a timeout, they wait as long as it takes.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         if let Home::File(pairs) = &self.home {

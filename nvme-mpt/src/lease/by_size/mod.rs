@@ -130,8 +130,8 @@ fn former(found: &[Found<'_>], id: &str, demand: Demand) -> Result<Option<Former
     Ok(None)
 }
 
-/// Returns the whole lease by size that the id left, and how it is asked for, if a lease of `range` by name would tear it: it
-/// could not be found again by its size. A range that begins as its one extent does, and has all of it, would not.
+/// Returns the lease by size that the id left, with the options that request it, if a lease of `range` would split it so that
+/// its size would not find it again. A range that begins with its only extent and contains it does not split it.
 pub(super) fn torn_by(records: &Records, area: &Area<'_>, range: ByteRange) -> Option<Whole> {
     let found = area.found(&records.tenants);
     let own = found

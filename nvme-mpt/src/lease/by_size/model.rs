@@ -195,7 +195,7 @@ impl Model {
         Some((Vec::new(), false))
     }
 
-    /// Returns the units of the whole lease by size that the id left and nobody gave up.
+    /// Returns the units of the whole lease by size that the id left and that was not given up.
     fn former_by_size(&self, id: &str) -> Option<Vec<usize>> {
         let placed =
             |unit: &usize| self.units[*unit].filter(|unit| unit.id == id && unit.at.is_some());

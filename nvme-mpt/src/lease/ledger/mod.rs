@@ -308,7 +308,7 @@ impl Ledger {
         }
     }
 
-    /// Returns a drive as the names of its guests know it: by the name that it had when these were made.
+    /// Returns the drive name from which the names of its guests are derived.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -319,8 +319,8 @@ impl Ledger {
         }
     }
 
-    /// Gives all that is on the drive `from` to the drive `to`, which is the same one by another name. The names that its
-    /// guests see stay. Returns whether there was anything. What is held goes on.
+    /// Moves all leases and data of the drive `from` to `to`, another name of the same drive. The names that its guests see
+    /// stay. Returns whether there was anything to move. Leases that processes hold continue.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -357,7 +357,7 @@ impl Ledger {
         }
     }
 
-    /// As [`Self::carry_over`], by the word of an operator alone.
+    /// As [`Self::carry_over`], on request of an operator.
     ///
     /// # Errors
     /// A process holds a lease of the drive `from`, leases or data are on both, or the ledger's file cannot be used.

@@ -43,7 +43,7 @@ pub(crate) struct SubmissionQueue {
     pub(super) counters: Arc<QueueCounters>,
     /// Record of the queue's head, if it may outlive this process.
     pub(super) live: Option<LiveHead>,
-    /// Record of what was counted, likewise.
+    /// Record of its counts, if they may outlive this process.
     pub(super) live_counts: Option<LiveCounts>,
 }
 

@@ -39,8 +39,8 @@ const NSIDS_PER_LIST: usize = 1024;
 /// blocks of 512 bytes.
 const NO_DATA_BYTES_MAX: u64 = 1 << 25;
 
-/// The most bytes of a command that deallocates, of a drive without a limit. One for all blocks may take it longer than its
-/// supervisor waits, and a reset is one for all guests.
+/// Most bytes of one deallocating command to a drive without a limit. A command for all blocks may exceed its deadline. The
+/// following reset would hit all guests.
 const DSM_BYTES_MAX: u64 = 256 << 20;
 
 /// Everything that is learned by Identify.

@@ -38,6 +38,6 @@ pub(super) struct Opened {
     pub(super) direct: Option<DirectAlignment>,
     /// True if it can deallocate, after which a range reads as zeroes.
     pub(super) punches_holes: bool,
-    /// True if the kernel waits for another process or host.
+    /// True if the kernel may wait for another process or host.
     pub(super) may_block: bool,
 }

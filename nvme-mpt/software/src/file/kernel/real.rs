@@ -328,11 +328,11 @@ pub(in crate::file) fn next_data(file: &File, offset: u64) -> io::Result<Option<
     }
 }
 
-/// Returns the first extents of a range of the file, `most` of them, as start and end: all that has room in the file
-/// system, with what was never written. It may wait for the file system.
+/// Returns the first extents of a range of the file, `most` at most, as start and end. They include allocated extents that were
+/// never written. The call may wait for the file system.
 ///
 /// # Errors
-/// Returns the kernel's error. Only a local file system names its extents.
+/// Returns the kernel's error. Only local file systems report extents.
 pub(in crate::file) fn extents(
     file: &File,
     start: u64,
@@ -453,9 +453,9 @@ fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
     Ok(limit.unwrap_or(0_u64) > 0)
 }
 
-/// Returns whether a file lies behind another process or host, or a loop device's file does. The kernel's io_uring has the
-/// thread that submits wait for those: FUSE and NFS have no transfers that return at once, and a loop device tries them
-/// in the submitter's context (Linux 6.18).
+/// Returns whether a file, or the file of a loop device, depends on another process or host. io_uring makes the submitting
+/// thread wait for such files: FUSE and NFS have no transfers that return at once, and a loop device submits them in the
+/// caller's context (Linux 6.18).
 fn may_block(file: &File, kind: FileType) -> bool {
     if kind.is_file() {
         return type_of(file.as_fd()).is_some_and(|name| waits_for_others(&name));
@@ -481,7 +481,7 @@ fn may_block(file: &File, kind: FileType) -> bool {
     name.is_none_or(|name| waits_for_others(&name))
 }
 
-/// Returns whether a file system, as mount(8) names it, lies behind another process or host.
+/// Returns whether a file system, as mount(8) names it, depends on another process or host.
 fn waits_for_others(file_system: &str) -> bool {
     let name = file_system.split('.').next().unwrap_or_default();
     matches!(

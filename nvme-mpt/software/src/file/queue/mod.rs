@@ -92,7 +92,7 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     turns_ticks: u64,
     /// Moment to look after commands that are blocked and requests that the kernel did not take.
     retry_at: Ticks,
-    /// Looks after which a request fails the queue, if there is a timeout.
+    /// Number of looks after which a request fails the queue, if there is a timeout.
     pub(super) timeout: Option<u32>,
     /// True if the kernel has kept a request for longer than the timeout.
     pub(super) failed: bool,

@@ -268,7 +268,7 @@ fn the_holes_of_a_file_are_zeroes_unless_faults_follow_each_command() {
     assert_eq!(zeroes(faulty), 0);
 }
 
-/// Has a test answer the surveys of a drive.
+/// Makes the test answer the surveys of a drive.
 fn surveyed(drive: &mut Drive<FakeRing, TestClock>) -> mpsc::Receiver<Question> {
     let (sender, questions) = mpsc::sync_channel(4);
     // The drive's queue and its lease have the file, too.

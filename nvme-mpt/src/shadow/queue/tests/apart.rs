@@ -1,4 +1,4 @@
-//! Functions of one poller, of which one waits for what others decide.
+//! Functions of one poller, one of which waits for another process.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ struct WaitingHost {
     commands: Vec<Sqe>,
     /// Ends each wait.
     waits: Option<mpsc::Receiver<()>>,
-    /// Told of the beginning of each.
+    /// Receives a message when a wait begins.
     begins: Option<mpsc::Sender<()>>,
 }
 

@@ -94,7 +94,8 @@ impl Records {
             || self.tenants.iter().any(|tenant| tenant.id == id)
     }
 
-    /// Forgets terms that say nothing, and those of ids without a lease and without data.
+    /// Forgets terms that say nothing, those of ids without a lease and without data, and what is known of drives without
+    /// either.
     pub(super) fn forget_unknown(&mut self) {
         let mut terms = std::mem::take(&mut self.terms);
         terms.retain(|id, terms| *terms != LeaseTerms::default() && self.knows(id));
@@ -102,6 +103,12 @@ impl Records {
         let mut marks = std::mem::take(&mut self.uncorrectable);
         marks.retain(|marks| self.knows(marks.id()));
         self.uncorrectable = marks;
+        let mut namings = std::mem::take(&mut self.namings);
+        namings.retain(|base, _| self.knows_base(base));
+        self.namings = namings;
+        let mut partly_known = std::mem::take(&mut self.partly_known);
+        partly_known.retain(|base| self.knows_base(base));
+        self.partly_known = partly_known;
     }
 }
 

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use super::request::{LeaseRequest, Wanted};
 use super::store::{Record, Records};
-use super::tenants::{self, FormerData};
+use super::tenants::{self, FormerData, Tenant};
 use crate::drive::DriveLabel;
 use crate::origin::extent;
 use crate::range::ByteRange;
@@ -27,7 +27,7 @@ pub(super) struct EarlierDrive {
 
 impl Records {
     /// Returns whether a lease or data of an id is on a base.
-    fn knows_base(&self, base: &str) -> bool {
+    pub(super) fn knows_base(&self, base: &str) -> bool {
         let has = |record: &Record| extent::bases(&record.drive).iter().any(|of| of == base);
         self.tenants.iter().any(|tenant| tenant.drive() == base) || self.leases.iter().any(has)
     }
@@ -95,6 +95,9 @@ impl Records {
             for marks in &mut self.uncorrectable {
                 marks.rename_drive(rename);
             }
+            if self.partly_known.remove(&from) {
+                self.partly_known.insert(to.clone());
+            }
             let naming = self.namings.remove(&from).unwrap_or(from);
             self.namings.insert(to, naming);
             changed = true;
@@ -119,14 +122,15 @@ impl Records {
         let own = ours.iter().find_map(|base| extent::boot_of(base));
         let boot = own.map_or_else(boot, str::to_owned);
         let is_known = ours.iter().all(|base| match extent::boot_of(base) {
-            Some(_) => self.has_all(request),
+            Some(boot) => boot != extent::UNKNOWN_BOOT && self.has_all(request),
+            None if self.partly_known.contains(base) => self.has_all(request),
             None => self.knows_base(base),
         });
         if is_known {
             return None;
         }
         let can_be = |base: &&String| {
-            extent::boot_of(base).is_some_and(|of| of != boot)
+            extent::boot_of(base).is_some_and(|of| extent::is_earlier(of, &boot))
                 && ours.iter().any(|ours| extent::can_be(base, ours))
         };
         let mut earlier = of_boots.iter().filter(can_be);
@@ -151,7 +155,8 @@ impl Records {
         bases
     }
 
-    /// Returns the ids with data on `base` that was not given up and that the request may get.
+    /// Returns the ids with data on `base` that was not given up and that the request may get. Released data counts: it is
+    /// not wiped yet, and a lease under another name of the drive would not wipe it.
     fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
         let is_asked_for =
             |range: &ByteRange| match (request.wanted, extent::boot_of(request.drive)) {
@@ -165,7 +170,7 @@ impl Records {
                 _ => true,
             };
         let left = self.tenants.iter().filter(|tenant| {
-            tenant.drive() == base && !tenant.is_free() && is_asked_for(&tenant.range)
+            tenant.drive() == base && !tenant.is_given_up() && is_asked_for(&tenant.range)
         });
         let mut ids: Vec<String> = left.map(|tenant| tenant.id.clone()).collect();
         ids.sort();
@@ -201,23 +206,40 @@ impl Records {
             && !self.has_all(request)
     }
 
-    /// Forgets what the id left at the range in earlier boots, which the operator has handed to it.
-    pub(super) fn forget_earlier(&mut self, request: &LeaseRequest<'_>, range: ByteRange) {
-        let Some(boot) = extent::boot_of(request.drive) else {
-            return;
+    /// Stores the operator's decision to give a range to the id, if a drive of an earlier boot may be the requested one. The
+    /// ledger forgets what the id left at the range of that drive. The rest of the drive stays undecided.
+    pub(super) fn note_decision(
+        &mut self,
+        request: &LeaseRequest<'_>,
+        range: ByteRange,
+        boot: impl Fn() -> String,
+    ) {
+        let without = LeaseRequest {
+            former_data: FormerData::Refused,
+            ..*request
         };
+        if self.find_earlier(&without, &boot).is_none() {
+            return;
+        }
+        let bases = extent::bases(request.drive).into_iter();
+        self.partly_known
+            .extend(bases.filter(|base| extent::boot_of(base).is_none()));
+        let boot = extent::boot_of(request.drive).map_or_else(boot, str::to_owned);
         let places = extent::places(request.drive, range);
         let [place] = &places[..] else {
             return;
         };
-        self.tenants.retain(|tenant| {
+        let is_it = |tenant: &Tenant| {
             let of = extent::boot_of(tenant.drive());
-            let is_it = tenant.id == request.id
+            tenant.id == request.id
                 && (tenant.range.start(), tenant.range.length()) == (place.start, place.length)
                 && of.is_some_and(|of| of != boot)
-                && extent::can_be(tenant.drive(), &place.base);
-            !is_it
-        });
+                && extent::can_be(tenant.drive(), &place.base)
+        };
+        // If two drives have such a range, the ledger cannot tell which of them this is.
+        if self.tenants.iter().filter(|tenant| is_it(tenant)).count() == 1 {
+            self.tenants.retain(|tenant| !is_it(tenant));
+        }
     }
 }
 
@@ -389,12 +411,10 @@ mod tests {
         let error = is_earlier(ledger.acquire(&request("b", new, SIZE)));
         assert!(error.contains("leases carry-over"), "{error}");
         is_earlier(ledger.acquire(&request("b", new, at("0+1M"))));
-        // Other files, and disks that are known, cannot be it.
-        for other in [
-            "file:13@fs:ext-0123456789abcdef",
-            "file:12@disk:serial",
-            "disk:serial",
-        ] {
+        // The disk below it may have a serial number now.
+        is_earlier(ledger.acquire(&request("z", "file:12@disk:serial", SIZE)));
+        // Other files cannot be it, nor can a disk.
+        for other in ["file:13@fs:ext-0123456789abcdef", "disk:serial"] {
             drop(ledger.acquire(&request("z", other, SIZE)).unwrap());
         }
         assert!(ledger.carry_over_by_hand(&old, new).unwrap());
@@ -407,6 +427,113 @@ mod tests {
         assert!(matches!(error, LeaseError::BothKnown { .. }), "{error}");
     }
 
+    #[test]
+    fn a_disk_that_got_a_serial_number_is_refused_until_it_is_carried_over() {
+        for base in ["disk:", "file:12@disk:"] {
+            let dir = tempfile::tempdir().unwrap();
+            let ledger = Ledger::open(&dir.path().join("state"));
+            drop(ledger.acquire(&request("y", "disk:other", SIZE)).unwrap());
+            let old = format!("{base}{OLD}/5");
+            drop(ledger.acquire(&request("a", &old, at("0+1M"))).unwrap());
+            let new = format!("{base}serial");
+            for drive in [new.clone(), format!("1048576+1048576 of {new}")] {
+                is_earlier(ledger.acquire(&request("b", &drive, SIZE)));
+                for id in ["a", "b"] {
+                    is_earlier(ledger.acquire(&request(id, &drive, at("0+1M"))));
+                }
+            }
+            // A disk that the ledger knows is another one.
+            drop(ledger.acquire(&request("z", "disk:other", SIZE)).unwrap());
+            assert!(ledger.carry_over_by_hand(&old, &new).unwrap());
+            drop(ledger.acquire(&request("a", &new, at("0+1M"))).unwrap());
+            let lease = ledger.acquire(&request("b", &new, SIZE)).unwrap();
+            assert!(lease.extents().parts()[0].start() >= 1 << 20);
+        }
+    }
+
+    #[test]
+    fn the_word_for_a_range_gives_out_no_other_of_the_drive() {
+        for [old, new] in [
+            ["file:12@disk:OLD/5", "file:12@disk:serial"],
+            ["file:12@disk:OLD/5", "file:12@fs:ext-0123456789abcdef"],
+            ["disk:OLD/5", "disk:serial"],
+            ["disk:OLD/5", "drive-id:name"],
+        ] {
+            let old = old.replace("OLD", OLD);
+            let (_dir, ledger) = of_old_version(&old, &["a", "b", "c"]);
+            let is_refused = |id, wanted| {
+                is_earlier(ledger.acquire(&request(id, new, wanted)));
+            };
+            let first = request("a", new, at("0+64M"));
+            drop(ledger.acquire(&kept(first)).unwrap());
+            is_refused("d", SIZE);
+            is_refused("d", at("64M+1M"));
+            is_refused("b", SIZE);
+            is_refused("b", at("64M+64M"));
+            // What the word was for, and what another word is for, goes on.
+            drop(ledger.acquire(&first).unwrap());
+            let second = request("b", new, at("64M+64M"));
+            drop(ledger.acquire(&kept(second)).unwrap());
+            is_refused("d", SIZE);
+            // With the last one, all is known.
+            let third = request("c", new, at("128M+64M"));
+            drop(ledger.acquire(&kept(third)).unwrap());
+            let lease = ledger.acquire(&request("d", new, SIZE)).unwrap();
+            assert_eq!(lease.extents().parts()[0].start(), 192 << 20);
+        }
+    }
+
+    #[test]
+    fn data_of_an_earlier_boot_is_in_the_way_until_it_is_given_up() {
+        let (_dir, ledger) = of_old_version(&format!("disk:{OLD}/5"), &["a", "b"]);
+        let other = request("z", "disk:serial", at("256M+1M"));
+        is_earlier(ledger.acquire(&other));
+        drop(ledger.acquire(&kept(other)).unwrap());
+        is_earlier(ledger.acquire(&request("y", "disk:serial", SIZE)));
+        for (fate, is_refused) in [(FormerData::Wiped, true), (FormerData::Kept, false)] {
+            for id in ["a", "b"] {
+                ledger.decide_data(id, fate).unwrap();
+            }
+            let result = ledger.acquire(&request("y", "disk:serial", SIZE));
+            match is_refused {
+                true => drop(is_earlier(result)),
+                false => drop(result.unwrap()),
+            }
+        }
+    }
+
+    #[test]
+    fn a_host_that_does_not_tell_its_boot_finds_nothing_again_without_a_word() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(&dir.path().join("state"));
+        let drive = "disk:00000000-0000-0000-0000-000000000000/5";
+        let wanted = request("a", drive, at("0+1M"));
+        drop(ledger.acquire(&wanted).unwrap());
+        is_earlier(ledger.acquire(&wanted));
+        is_earlier(ledger.acquire(&request("b", drive, at("0+1M"))));
+        is_earlier(ledger.acquire(&request("b", "disk:serial", SIZE)));
+        drop(ledger.acquire(&kept(wanted)).unwrap());
+        is_earlier(ledger.acquire(&wanted));
+        // A part that nobody had is given out.
+        drop(ledger.acquire(&request("d", drive, at("8M+1M"))).unwrap());
+    }
+
+    #[test]
+    fn the_former_name_of_a_drive_ends_with_what_is_on_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(&dir.path().join("state"));
+        let [first, second] = [5, 6].map(|number| format!("disk:{OLD}/{number}"));
+        drop(ledger.acquire(&request("a", &first, at("0+1M"))).unwrap());
+        assert!(ledger.carry_over_by_hand(&first, &second).unwrap());
+        let text = || std::fs::read_to_string(dir.path().join("state/leases.json")).unwrap();
+        assert!(text().contains("namings"));
+        assert_eq!(ledger.naming(&second).unwrap(), first);
+        let drive = format!("disk:{}/3", origin::boot());
+        let wanted = request("a", &drive, at("0+1M"));
+        drop(ledger.acquire(&kept(wanted)).unwrap());
+        assert!(!text().contains("namings"), "{}", text());
+    }
+
     /// Three disks, of which two have no name that outlives a boot, come in another order at each of 20 boots. Every id
     /// asks for its lease on the disk that has the number which its own had at first.
     #[test]
@@ -415,6 +542,9 @@ mod tests {
             let mut random = Random(seed);
             let dir = tempfile::tempdir().unwrap();
             let ledger = Ledger::open(&dir.path().join("state"));
+            // The ledger knows the disk with a name from before.
+            let before = request("z", "disk:serial", at("384M+1M"));
+            drop(ledger.acquire(&before).unwrap());
             // Which id wrote to each MiB of each disk.
             let mut content: HashMap<(usize, u64), &str> = HashMap::new();
             let mut right = 0;

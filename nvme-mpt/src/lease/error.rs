@@ -99,8 +99,8 @@ pub enum LeaseError {
     /// No lease by size outlives the boot.
     #[error(
         "Drive {drive} has neither a WWID nor a serial number, so that its leases by size could not be found after the \
-         next start of the host: give it a label with `nvme-mpt leases label PATH NAME`, and say drive-id=NAME; or lease it \
-         with range="
+         next start of the host: give it a label with `nvme-mpt leases label PATH NAME`, and say drive-id=NAME; or give it a \
+         serial number, and go on with what it has leases of with `nvme-mpt leases carry-over OLD PATH`; or lease it with range="
     )]
     Unlasting {
         /// The drive.

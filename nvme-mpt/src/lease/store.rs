@@ -20,6 +20,7 @@
 //!
 //! Readers take no lock: the rename shows them one whole state or the other.
 
+use std::collections::BTreeSet;
 use std::fs::TryLockError;
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
@@ -250,6 +251,7 @@ impl From<RangeRecords> for Records {
             tenants: records.tenants,
             terms: TermsOfIds::new(),
             namings: Namings::new(),
+            partly_known: BTreeSet::new(),
             uncorrectable: Vec::new(),
         }
     }
@@ -273,6 +275,9 @@ pub(super) struct Records {
     /// Names that drives had when the names of their guests were made.
     #[serde(default, skip_serializing_if = "Namings::is_empty")]
     pub(super) namings: Namings,
+    /// Bases that may be drives of an earlier boot, and of which the operator decided about some ranges only.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub(super) partly_known: BTreeSet<String>,
     /// Blocks that guests made unreadable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) uncorrectable: Vec<MarkedBytes>,
@@ -287,6 +292,7 @@ impl Default for Records {
             tenants: Vec::new(),
             terms: TermsOfIds::new(),
             namings: Namings::new(),
+            partly_known: BTreeSet::new(),
             uncorrectable: Vec::new(),
         }
     }
@@ -320,6 +326,7 @@ impl Records {
             && tenants::are_same(&self.tenants, &other.tenants)
             && (self.version, self.next_slot) == (other.version, other.next_slot)
             && (&self.terms, &self.namings) == (&other.terms, &other.namings)
+            && self.partly_known == other.partly_known
             && self.uncorrectable == other.uncorrectable
     }
 

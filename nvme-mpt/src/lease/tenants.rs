@@ -237,6 +237,11 @@ impl Tenant {
         self.released || self.given_up || (self.wiping && self.at.is_none())
     }
 
+    /// Returns whether the operator has given the data up.
+    pub(super) const fn is_given_up(&self) -> bool {
+        self.given_up
+    }
+
     /// Returns its id, and whether it is a part of the id's lease by size.
     fn lease(&self) -> (String, bool) {
         (self.id.clone(), self.at.is_some())

@@ -313,7 +313,7 @@ pub(super) fn name(system: &System, device: DeviceNumber) -> String {
         (extent::DISK, "device/cid"),
         ("dm", "dm/uuid"),
         ("dm", "dm/name"),
-        ("md", "md/uuid"),
+        (extent::ARRAY, "md/uuid"),
     ];
     let named = NAMES.iter().find_map(|(kind, attribute)| {
         let name = system.attribute(device, attribute)?;

@@ -104,11 +104,17 @@ pub(crate) fn base(kind: &str, name: &str) -> String {
 /// Kind of the bases that are disks.
 pub(super) const DISK: &str = "disk";
 
+/// Kind of the bases that are RAID devices.
+pub(super) const ARRAY: &str = "md";
+
 /// Kind of the bases that an operator named.
 pub(crate) const NAMED: &str = "drive-id";
 
 /// Begins the name of a file system that is made of its UUID.
 pub(super) const LABELLED: &str = "fs:";
+
+/// Boot id of a host that reports none. Two names with it may be of different boots.
+pub(crate) const UNKNOWN_BOOT: &str = "00000000-0000-0000-0000-000000000000";
 
 /// Returns the boot of the host with which a base loses its name: that of a disk which the kernel numbered, or of a file
 /// on it. Its bytes outlive the boot.
@@ -122,8 +128,13 @@ pub(crate) fn boot_of(base: &str) -> Option<&str> {
     after.find_map(|name| name.split_once('/').map(|(boot, _)| boot).filter(is_boot))
 }
 
+/// Returns whether a name from `boot` may be older than the boot `present`.
+pub(crate) fn is_earlier(boot: &str, present: &str) -> bool {
+    boot != present || boot == UNKNOWN_BOOT
+}
+
 /// Returns whether a base that has its name from one boot can be the one that `other` names in another boot, or by a name that
-/// outlives boots.
+/// outlives boots. The base may have got such a name since.
 pub(crate) fn can_be(base: &str, other: &str) -> bool {
     let inode = |base: &str| {
         let (inode, _) = base.strip_prefix("file:")?.split_once('@')?;
@@ -132,7 +143,9 @@ pub(crate) fn can_be(base: &str, other: &str) -> bool {
     if other.split_once(':').is_some_and(|(kind, _)| kind == NAMED) {
         return true;
     }
-    let is_named_anew = boot_of(other).is_some() || other.contains(&format!("@{LABELLED}"));
+    let is_named_anew = [DISK, ARRAY].map(|kind| format!("{kind}:"));
+    let is_named_anew = is_named_anew.iter().any(|kind| other.contains(kind))
+        || other.contains(&format!("@{LABELLED}"));
     is_named_anew && inode(base) == inode(other)
 }
 

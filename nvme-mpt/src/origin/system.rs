@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 
 use nvme_mpt_memory::device_mapper::{self, Target};
 
+use super::extent::UNKNOWN_BOOT;
+
 /// Number of a device, as `stat` reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DeviceNumber(pub(super) u64);
@@ -120,9 +122,6 @@ pub(crate) struct System {
     /// Names are those of versions that knew no others for what has neither a WWID nor a serial number.
     pub(super) is_former: bool,
 }
-
-/// Boot id of a host that reports none.
-const UNKNOWN_BOOT: &str = "00000000-0000-0000-0000-000000000000";
 
 impl System {
     /// Those of this machine.
@@ -237,6 +236,7 @@ impl System {
     pub(super) fn boot(&self) -> String {
         let id = self.text("proc/sys/kernel/random/boot_id");
         let id = id.map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
+        let id = id.filter(|id| !id.is_empty());
         id.unwrap_or_else(|| UNKNOWN_BOOT.to_owned())
     }
 
@@ -366,6 +366,10 @@ mod tests {
         let swaps: [PathBuf; 2] = ["/swap file".into(), "/dev/sda2".into()];
         assert_eq!(system.swaps(), swaps);
         let nothing = System::below(&dir.path().join("none"));
+        assert_eq!(nothing.boot(), UNKNOWN_BOOT);
+        fs::create_dir_all(proc.join("sys/kernel/random")).unwrap();
+        fs::write(proc.join("sys/kernel/random/boot_id"), "\n").unwrap();
+        assert_eq!(system.boot(), UNKNOWN_BOOT);
         assert!(nothing.mounts().is_empty() && nothing.swaps().is_empty());
     }
 }

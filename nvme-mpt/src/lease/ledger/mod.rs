@@ -26,7 +26,7 @@ use super::terms::LeaseTerms;
 use crate::drive::DriveLabel;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::system::{process_id, random};
-use crate::origin::extent;
+use crate::origin::{self, extent};
 use crate::range::{ByteRange, Bytes, LbaRange};
 use crate::spec::ids::{Lba, Nsid};
 
@@ -614,7 +614,7 @@ fn enter(
     let (unit, unwiped) = match request.wanted {
         Wanted::At(range) => {
             let place = area.place(range, None);
-            records.forget_earlier(request, range);
+            records.note_decision(request, range, origin::boot);
             tenants::enter(&mut records.tenants, &place, request.former_data);
             (None, tenants::marked(&records.tenants, &place))
         }

@@ -4,7 +4,7 @@
 //! locks and the names that guests see follow the bytes. So a path is resolved to *extents*: parts of *bases*, which
 //! have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or
 //! serial number. A namespace is named by its drive's name, a file by its file system and inode. A disk that has neither has
-//! a name until the next boot alone ([`extent::boot_of`]). A file on such a disk is named by the UUID of its file
+//! a name until the next boot alone (`extent::boot_of`). A file on such a disk is named by the UUID of its file
 //! system, which lies outside of all files.
 //!
 //! A device-mapper device is its table: `linear` targets are the bytes of the devices below. Other targets, such as

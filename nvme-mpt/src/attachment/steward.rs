@@ -27,7 +27,7 @@ enum Task {
 #[derive(Debug)]
 pub(super) struct Steward {
     tasks: Sender<Task>,
-    /// Whether marks are stored. Its lock is held while they are.
+    /// True while marks may be stored. Its lock is held while they are.
     stores_marks: Arc<Mutex<bool>>,
 }
 

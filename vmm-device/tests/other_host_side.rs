@@ -480,6 +480,7 @@ impl Guest {
         guest.write(0x14, 0x0046_0001);
         assert_eq!(guest.csts(), 0b1);
         guest.calls();
+        guest.takes_signal();
         guest
     }
 
@@ -540,6 +541,11 @@ impl Guest {
     /// Calls since the last time.
     fn calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.host.calls.lock().unwrap())
+    }
+
+    /// Takes what made the function's events readable. Returns whether they were.
+    fn takes_signal(&self) -> bool {
+        self.function.events_fd().read().is_ok()
     }
 
     fn trouble(&self, trouble: Trouble) {
@@ -670,10 +676,12 @@ fn a_reset_waits_for_commands_in_flight_and_completes_once_they_have_ended() {
     guest.write(0x14, 0x0046_0000);
     assert_eq!(guest.csts(), 0b1, "not ready to be enabled, and not failed");
     assert_eq!(guest.calls(), [Call::Reset(ACCESS_DEADLINE)]);
+    assert!(guest.takes_signal(), "the thread has to look at the clock");
     for _ in 0..1000 {
         assert!(guest.function.events_interval().is_some());
         guest.function.process_events();
         assert_eq!(guest.csts(), 0b1);
+        assert!(!guest.takes_signal(), "no look calls for the next one");
     }
     let looks = guest.calls();
     assert_eq!(looks, [Call::Reset(Duration::ZERO); 1000], "none waits");
@@ -721,8 +729,10 @@ fn function_level_resets_and_those_of_a_vmm_show_that_they_are_not_complete() {
         guest.trouble(Trouble::Busy);
         reset(&mut guest, device_control);
         assert_eq!(guest.csts(), 0b1, "CC.EN is clear, and CSTS.RDY is not");
+        assert!(guest.takes_signal());
         guest.function.process_events();
         assert_eq!(guest.csts(), 0b1);
+        assert!(!guest.takes_signal());
         guest.trouble(Trouble::None);
         guest.function.process_events();
         assert_eq!(guest.csts(), 0);
@@ -735,11 +745,13 @@ fn a_shutdown_occurs_until_commands_and_the_flush_have_ended() {
     guest.trouble(Trouble::Busy);
     guest.write(0x14, 0x0046_4001);
     assert_eq!(guest.csts(), 0b0101, "shutdown occurring");
+    assert!(guest.takes_signal());
     guest.function.process_events();
     assert_eq!(guest.csts(), 0b0101);
     guest.trouble(Trouble::Late);
     guest.function.process_events();
     assert_eq!(guest.csts(), 0b0101, "its flush is under way");
+    assert!(!guest.takes_signal());
     guest.trouble(Trouble::None);
     guest.function.process_events();
     assert_eq!(guest.csts(), 0b1001, "shutdown complete");
@@ -752,8 +764,10 @@ fn a_function_that_may_not_master_the_bus_rests_once_its_commands_have_ended() {
     drop(guest.function.write_config(4, &[0b010, 0]));
     assert_eq!(guest.csts(), 0b1);
     guest.calls();
+    assert!(guest.takes_signal());
     guest.function.process_events();
     assert_eq!(guest.calls(), [Call::Pause], "it asks again");
+    assert!(!guest.takes_signal());
     guest.trouble(Trouble::None);
     guest.function.process_events();
     guest.function.process_events();

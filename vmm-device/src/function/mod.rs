@@ -306,6 +306,7 @@ impl NvmeFunction {
                     self.before_access = Some(before);
                     self.carry_out(transition, &self.access_deadline());
                     self.before_access = None;
+                    self.begin_looks();
                     if matches!(transition, Transition::Disable) {
                         self.resets.controller += 1;
                     }
@@ -673,6 +674,7 @@ impl NvmeFunction {
         }
         if let Some(transition) = self.waiting.take() {
             self.carry_out(transition, &self.access_deadline());
+            self.begin_looks();
         } else if event == HostSideEvent::BackWithoutQueues && self.registers.is_running() {
             // A driver notices `CSTS.CFS` by time-outs alone.
             self.admin.report_lost_queues();
@@ -764,8 +766,15 @@ impl NvmeFunction {
             self.held_since = Some(self.clock.now());
         }
         self.waiting = Some(transition);
-        // The thread that calls `process_events` looks at the clock from now on. A counter that is full wakes as well.
-        let _ = eventfd::signal(self.events_fd());
+    }
+
+    /// Wakes the thread that calls `process_events`, if the function waits since now: the thread looks at the clock from
+    /// now on. Its looks do not come here. If each of them called for the next one, they would have no interval.
+    fn begin_looks(&self) {
+        if self.is_held() {
+            // A counter that is full wakes as well.
+            let _ = eventfd::signal(self.events_fd());
+        }
     }
 
     /// Returns whether the function waits for the end of commands in flight, or for a flush.
@@ -850,6 +859,7 @@ impl NvmeFunction {
             None => self.access_deadline(),
         };
         self.follow_bus_master_by(&deadline);
+        self.begin_looks();
     }
 
     /// As [`Self::follow_bus_master`]. Commands that are in flight at the deadline are waited for later.
@@ -878,10 +888,6 @@ impl NvmeFunction {
         } else {
             self.rests = self.host.pause_within(deadline.left()).is_ok();
             self.rest_waits = !self.rests;
-            if self.rest_waits {
-                // As in `hold`.
-                let _ = eventfd::signal(self.events_fd());
-            }
         }
     }
 
@@ -895,6 +901,7 @@ impl NvmeFunction {
         self.owed.clear();
         if let Err(error) = &stopped {
             self.hold(Transition::Disable, error);
+            self.begin_looks();
         }
         stopped
     }

@@ -189,7 +189,7 @@ pub struct DriveOptions {
     /// Which namespace; `None` for the first that is active.
     pub namespace: Option<Nsid>,
     /// Time that a drive may take for a command. After it, a physical drive aborts the command or is reset, and a software
-    /// drive's queue fails. `None` means [`DEFAULT_DEADLINE`] for a physical drive, and no bound for a software drive.
+    /// drive's queue fails. `None` means 10 s for a physical drive, and no bound for a software drive.
     pub deadline: Option<Duration>,
     /// Choices for what learns about the drive.
     pub learning: Learning,

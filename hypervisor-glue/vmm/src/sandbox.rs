@@ -10,6 +10,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use nvme_mpt::memory::user_faults::open_own_mappings;
 use nvme_mpt_lease_protocol::is_served;
 
 use crate::drives::DrivePath;
@@ -33,6 +34,10 @@ fn left() -> MutexGuard<'static, Vec<DrivePath>> {
 /// All of [`OptionError`] that values can cause.
 pub fn settle(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
     let asked = config.asked()?;
+    // A function that is given memory as a file looks there for pages that the VMM restores on demand.
+    if let Err(error) = open_own_mappings() {
+        log::warn!("Functions will take no memory that the VMM gives as a file: {error}");
+    }
     let path = drive_of(&asked);
     if has_server(&config.state_dir, &asked) {
         log::info!("A drive server has {path}: this process leaves the drive to servers");

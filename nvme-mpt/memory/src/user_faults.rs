@@ -16,7 +16,8 @@ use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::OnceLock;
 
 use super::file_system::{host_page_size, page_size};
 
@@ -88,6 +89,40 @@ fn processes_of(uid: u32) -> io::Result<Vec<String>> {
     Ok(processes)
 }
 
+/// This process's lists of mappings, opened before it confined itself.
+static OWN_MAPPINGS: OnceLock<[(&str, File); 2]> = OnceLock::new();
+
+/// Opens this process's lists of mappings for good. Call it before a sandbox takes the right to open files: Landlock can keep
+/// no rule for files of `/proc`.
+///
+/// # Errors
+/// Returns the kernel's error if they cannot be opened.
+pub fn open_own_mappings() -> io::Result<()> {
+    let open = |name| File::open(format!("/proc/self/{name}")).map(|file| (name, file));
+    let files = [open("maps")?, open("smaps")?];
+    // The first ones stay.
+    let _ = OWN_MAPPINGS.set(files);
+    Ok(())
+}
+
+/// Returns a list of a process's mappings: its file of this name in `/proc`.
+fn mappings(process: &str, name: &str) -> io::Result<String> {
+    let own = OWN_MAPPINGS.get().filter(|_| process == "self");
+    let own = own.and_then(|files| files.iter().find(|(of, _)| *of == name));
+    let Some((_, file)) = own else {
+        return fs::read_to_string(format!("/proc/{process}/{name}"));
+    };
+    let mut text = Vec::new();
+    let mut part = [0; 8192];
+    loop {
+        match file.read_at(&mut part, text.len() as u64)? {
+            0 => break,
+            read => text.extend_from_slice(&part[..read]),
+        }
+    }
+    Ok(String::from_utf8_lossy(&text).into_owned())
+}
+
 /// Returns whether a process's registrations mean that content of a file may be missing; `None` if it has not mapped the file.
 fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     // A file of its own, whose position nobody else uses.
@@ -95,12 +130,12 @@ fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     let status = file.metadata()?;
     let (device, inode) = (status.dev(), status.ino());
     // Flags are in a longer list, for which the kernel walks all pages of the process.
-    let maps = fs::read_to_string(format!("/proc/{process}/maps"))?;
+    let maps = mappings(process, "maps")?;
     let has_it = |line: &str| mapped_part(line, device, inode).is_some();
     if !maps.lines().any(has_it) {
         return Ok(None);
     }
-    let maps = fs::read_to_string(format!("/proc/{process}/smaps"))?;
+    let maps = mappings(process, "smaps")?;
     let mut missing = false;
     for (range, faults) in registered(&maps, (device, inode)) {
         missing |= match faults {

@@ -5,10 +5,10 @@
 )]
 
 use std::ffi::CStr;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 /// `HUGETLBFS_MAGIC` of linux/magic.h: files in huge pages, those of memfd_create included.
@@ -168,6 +168,35 @@ pub fn host_page_size() -> usize {
     // SAFETY: sysconf has no preconditions.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     usize::try_from(size).unwrap_or(4096)
+}
+
+/// Most bytes of [`read_past_cache`], and its unit.
+pub const PAST_CACHE_BYTES: usize = 4096;
+
+/// Reads up to [`PAST_CACHE_BYTES`] at a multiple of them, and leaves nothing of the file in the page cache where its file system
+/// can do that: a page there could be written back over what commands have written directly. Returns the number of
+/// bytes.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub fn read_past_cache(file: &File, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+    #[repr(align(4096))]
+    struct Block([u8; PAST_CACHE_BYTES]);
+    let again = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let direct = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(again);
+    let mut block = Block([0; PAST_CACHE_BYTES]);
+    let direct = direct.and_then(|direct| direct.read_at(&mut block.0, offset));
+    match direct {
+        Ok(read) => {
+            let len = read.min(into.len());
+            into[..len].copy_from_slice(&block.0[..len]);
+            Ok(len)
+        }
+        Err(_) => file.read_at(into, offset),
+    }
 }
 
 #[cfg(test)]

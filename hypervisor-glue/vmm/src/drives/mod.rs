@@ -490,7 +490,10 @@ fn read_label(path: &Path) -> Option<(DriveLabel, u64)> {
     let mut file = fs::File::open(path).ok()?;
     let place = DriveLabel::place(file.seek(SeekFrom::End(0)).ok()?)?;
     let mut block = [0; LABEL_BYTES];
-    file.read_exact_at(&mut block, place).ok()?;
+    let read = nvme_mpt::memory::file_system::read_past_cache(&file, place, &mut block).ok()?;
+    if read < LABEL_BYTES {
+        return None;
+    }
     Some((DriveLabel::read(&block)?, place))
 }
 

@@ -300,8 +300,7 @@ impl Medium for FileStore {
 
     #[cfg(not(simulation))]
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
-        use std::os::unix::fs::FileExt;
-        self.shared.opened.read_at(into, offset).ok()
+        nvme_mpt::memory::file_system::read_past_cache(&self.shared.opened, offset, into).ok()
     }
 
     #[cfg(not(simulation))]

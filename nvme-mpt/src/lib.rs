@@ -63,6 +63,7 @@ pub mod seam;
 pub mod shadow;
 pub mod stats;
 mod sync;
+pub mod threads;
 pub mod wipe;
 
 #[doc(inline)]

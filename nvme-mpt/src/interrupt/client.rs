@@ -28,7 +28,7 @@ use crate::memory::processors::{ThreadId, own_processors, run_on};
 use crate::memory::sync::Mutex;
 use crate::memory::sync::mpsc::{Receiver, Sender, channel};
 use crate::memory::system::thread_time;
-use crate::poller::start_thread;
+use crate::threads::start_thread;
 
 /// Time from which a signal counts as slow. A signal to a vCPU takes some microseconds in a virtual machine.
 const SLOW: Duration = Duration::from_micros(50);

@@ -13,13 +13,12 @@ mod beside;
 mod placement;
 mod policy;
 mod seat;
-mod threads;
 mod watch;
 mod worker;
 
+pub use crate::threads::{Threads, Work, run_beside, start_thread};
 pub use affinity::NoSuchProcessor;
 pub(crate) use beside::Neighbours;
 pub use placement::Pollers;
 pub use policy::{Placement, PollPolicy, Processors, Spin};
-pub use threads::{Threads, Work, run_beside, start_thread};
 pub(crate) use worker::{DoorbellWatch, LeavingQueue, Poller};

@@ -9,13 +9,13 @@ use log::warn;
 
 use super::beside::Neighbours;
 use super::policy::{Placement, PollPolicy, Processors, Spin};
-use super::threads::Threads;
 use super::watch;
 use super::worker::{Home, Poller};
 use crate::clock;
 use crate::learn::Learning;
 use crate::memory::sync::Mutex;
 use crate::stats::PollerStats;
+use crate::threads::Threads;
 
 /// Threads that `poll=shared` starts unless processors are named: one per four processors, as the
 /// others run guests.

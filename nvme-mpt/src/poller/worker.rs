@@ -20,7 +20,6 @@ use super::arbiter::{FunctionTurns, Quantum};
 use super::beside::{Beside, Neighbours};
 use super::policy::Spin;
 use super::seat::{Seat, Ticket, is_blocked};
-use super::threads::Threads;
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
@@ -34,6 +33,7 @@ use crate::park::Waker;
 use crate::processor_time::{self, Bill, ProcessorTime, Settlement};
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
+use crate::threads::Threads;
 
 /// Passes without work that follow one another without a pause: a guest with one command in flight
 /// answers within them, and a pause would be part of its latency.

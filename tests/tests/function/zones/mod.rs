@@ -283,7 +283,7 @@ fn wrong_writes_get_the_status_that_says_why() {
     // Reads have no such rules.
     disk.read(190, 16).unwrap();
     disk.compare(5 * SIZE, &one).unwrap();
-    disk.verify(0, 600).unwrap_err();
+    disk.verify(0, 600).unwrap();
     disk.verify(SIZE - 1, 2).unwrap();
 }
 

@@ -6,17 +6,12 @@
 //!
 //! The names that guests see are derived from the drive's name at that time, and have to stay. So the ledger stores that name.
 
-use std::collections::BTreeMap;
-
 use super::request::{LeaseRequest, Wanted};
 use super::store::{Record, Records};
 use super::tenants::{self, FormerData, Tenant};
 use crate::drive::DriveLabel;
 use crate::origin::extent;
 use crate::range::ByteRange;
-
-/// For each base, the name from which its guests' names are derived.
-pub(super) type Namings = BTreeMap<String, String>;
 
 /// Drive of an earlier boot, and ids that have data there.
 #[derive(Clone, Debug, PartialEq, Eq)]

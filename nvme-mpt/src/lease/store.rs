@@ -20,7 +20,7 @@
 //!
 //! Readers take no lock: the rename shows them one whole state or the other.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::TryLockError;
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
@@ -31,7 +31,6 @@ use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::earlier::Namings;
 use super::extents::Extents;
 use super::holder::{Holder, Holders, Slot, users};
 use super::marks::MarkedBytes;
@@ -42,6 +41,9 @@ use crate::deadline::{Deadline, SystemClock};
 use crate::memory::files::{self, File, OpenOptions};
 use crate::range::ByteRange;
 use crate::range_lock::{Holders as LockHolders, Kind, describe};
+
+/// For each base, the name from which its guests' names are derived.
+pub(super) type Namings = BTreeMap<String, String>;
 
 const LEDGER: &str = "leases.json";
 const LOCK: &str = "leases.lock";

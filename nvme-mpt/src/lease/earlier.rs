@@ -6,19 +6,13 @@
 //!
 //! The names that guests see are derived from the drive's name at that time, and have to stay. So the ledger stores that name.
 
+use super::outcome::EarlierDrive;
 use super::request::{LeaseRequest, Wanted};
 use super::store::{Record, Records};
 use super::tenants::{self, FormerData, Tenant};
 use crate::drive::DriveLabel;
 use crate::origin::extent;
 use crate::range::ByteRange;
-
-/// Drive of an earlier boot, and ids that have data there.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct EarlierDrive {
-    pub(super) name: String,
-    pub(super) ids: Vec<String>,
-}
 
 impl Records {
     /// Returns whether a lease or data of an id is on a base.

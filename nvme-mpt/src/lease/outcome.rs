@@ -5,8 +5,6 @@ use std::path::Path;
 
 use super::allocate::Need;
 use super::area::Area;
-use super::by_size::Whole;
-use super::earlier::EarlierDrive;
 use super::entry::{LeaseEntry, LeaseState};
 use super::error::{EarlierBootError, LeaseError};
 use super::extents::{Extents, list};
@@ -15,6 +13,21 @@ use super::store::StoreError;
 use super::tenants::Left;
 use crate::memory::system::process_id;
 use crate::range::{ByteRange, Bytes};
+
+/// Drive of an earlier boot, and ids that have data there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct EarlierDrive {
+    pub(super) name: String,
+    pub(super) ids: Vec<String>,
+}
+
+/// A lease by size that an id left.
+#[derive(Clone, Debug)]
+pub(super) struct FormerLeaseBySize {
+    pub(super) extents: Extents,
+    /// The largest unit that its extents are multiples of.
+    pub(super) unit: Bytes,
+}
 
 /// A lease that is given out.
 pub(super) struct Admitted {
@@ -39,7 +52,7 @@ pub(super) enum Refusal {
     IdTaken(Box<LeaseEntry>),
     OthersData(ByteRange, Left),
     /// The range is a part of the id's lease by size.
-    Torn(ByteRange, Whole),
+    Torn(ByteRange, FormerLeaseBySize),
     /// Ids have data on a drive of an earlier boot of the host, which this one may be.
     Earlier(EarlierDrive),
     /// The drive's name ends with the boot of the host.
@@ -124,7 +137,7 @@ impl Refusal {
                     carry_over,
                 }))
             }
-            Self::Torn(range, Whole { extents, unit }) => LeaseError::Torn {
+            Self::Torn(range, FormerLeaseBySize { extents, unit }) => LeaseError::Torn {
                 id,
                 range,
                 left: format!("{} on {drive}", list(extents.parts())),

@@ -14,7 +14,7 @@ use super::entry::LeaseEntry;
 use super::error::LeaseError;
 use super::extents::{Extents, joined};
 use super::holder::Slot;
-use super::outcome::{Admitted, Former, Refusal, Unfit};
+use super::outcome::{Admitted, Former, FormerLeaseBySize, Refusal, Unfit};
 use super::store::{Records, StoreError};
 use super::tenants::{self, FormerData, Found, Tenant};
 use crate::range::{ByteRange, Bytes};
@@ -132,7 +132,11 @@ fn former(found: &[Found<'_>], id: &str, demand: Demand) -> Result<Option<Former
 
 /// Returns the lease by size that the id left, with the options that request it, if a lease of `range` would split it so that
 /// its size would not find it again. A range that begins with its only extent and contains it does not split it.
-pub(super) fn torn_by(records: &Records, area: &Area<'_>, range: ByteRange) -> Option<Whole> {
+pub(super) fn torn_by(
+    records: &Records,
+    area: &Area<'_>,
+    range: ByteRange,
+) -> Option<FormerLeaseBySize> {
     let found = area.found(&records.tenants);
     let own = found
         .iter()
@@ -146,18 +150,10 @@ pub(super) fn torn_by(records: &Records, area: &Area<'_>, range: ByteRange) -> O
         && extents
             .only()
             .is_none_or(|only| only.start() != range.start() || only.length() > range.length());
-    is_torn.then(|| Whole {
+    is_torn.then(|| FormerLeaseBySize {
         unit: Bytes(1 << bits(&extents).trailing_zeros()),
         extents,
     })
-}
-
-/// A lease by size that an id left.
-#[derive(Clone, Debug)]
-pub(super) struct Whole {
-    pub(super) extents: Extents,
-    /// The largest unit that its extents are multiples of.
-    pub(super) unit: Bytes,
 }
 
 /// Returns the bits that the starts and lengths of extents have.

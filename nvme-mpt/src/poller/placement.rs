@@ -9,7 +9,6 @@ use log::warn;
 
 use super::beside::Neighbours;
 use super::policy::{Placement, PollPolicy, Processors, Spin};
-use super::watch;
 use super::worker::{Home, Poller};
 use crate::clock;
 use crate::learn::Learning;
@@ -127,18 +126,10 @@ impl Pollers {
         &self.threads
     }
 
-    /// Starts a thread that watches shared pollers: a function that holds up a poller gets its own poller. The thread reads
-    /// the states of threads in /proc.
-    ///
-    /// # Errors
-    /// Returns the error of the starter of threads.
-    pub fn watch(self: &Arc<Self>) -> io::Result<()> {
+    /// Has all shared pollers, also later ones, tell the thread that watches them of their turns.
+    pub(super) fn begin_watch(&self) {
         self.are_watched.store(true, Ordering::Relaxed);
         self.shared().iter().for_each(|poller| poller.begin_watch());
-        // It ends with the pollers.
-        self.threads
-            .spawn("poll-watch", watch::work(self))
-            .map(drop)
     }
 
     /// Returns the pollers that functions share.

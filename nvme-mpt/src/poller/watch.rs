@@ -1,5 +1,6 @@
 //! The thread that watches shared pollers, so that no function holds up others for long.
 
+use std::io;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -48,4 +49,17 @@ pub(super) fn watch(pollers: &Weak<Pollers>) {
 pub(super) fn work(pollers: &Arc<Pollers>) -> super::Work {
     let pollers = Arc::downgrade(pollers);
     Box::new(move || watch(&pollers))
+}
+
+impl Pollers {
+    /// Starts a thread that watches shared pollers: a function that holds up a poller gets its own poller. The thread reads
+    /// the states of threads in /proc.
+    ///
+    /// # Errors
+    /// Returns the error of the starter of threads.
+    pub fn watch(self: &Arc<Self>) -> io::Result<()> {
+        self.begin_watch();
+        // It ends with the pollers.
+        self.threads().spawn("poll-watch", work(self)).map(drop)
+    }
 }

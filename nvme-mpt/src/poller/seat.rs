@@ -7,40 +7,45 @@
 //! turn ends at last, the first thread finds a ticket in its seat. From then on, it runs only that function.
 
 use std::fs;
-use std::sync::Arc;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
-use super::worker::{PolledFunctions, Shared, Sleeper};
 use crate::clock::Ticks;
 use crate::memory::processors::ThreadId;
 use crate::memory::sync::{Mutex, MutexGuard};
 
-/// Place of a thread that lost its seat.
-pub(super) struct Ticket {
-    pub(super) shared: Arc<Shared>,
-    pub(super) sleeper: Sleeper,
-}
-
-/// A seat.
-#[derive(Default)]
-pub(super) struct Seat {
+/// A seat for functions of type `P`, and tickets of type `T`.
+pub(super) struct Seat<P, T> {
     is_watched: AtomicBool,
     thread: AtomicI32,
-    turn: Mutex<Turn>,
+    turn: Mutex<Turn<P, T>>,
 }
 
-#[derive(Default)]
-struct Turn {
+struct Turn<P, T> {
     /// Content of the seat: all functions. The function that has its turn is here without its queues.
-    polled: Option<PolledFunctions>,
+    polled: Option<P>,
     /// Index of the function that has its turn.
     index: usize,
     began: Ticks,
-    ticket: Option<Ticket>,
+    ticket: Option<T>,
 }
 
-impl Seat {
+impl<P, T> Default for Seat<P, T> {
+    fn default() -> Self {
+        Self {
+            is_watched: AtomicBool::new(false),
+            thread: AtomicI32::new(0),
+            turn: Mutex::new(Turn {
+                polled: None,
+                index: 0,
+                began: Ticks::default(),
+                ticket: None,
+            }),
+        }
+    }
+}
+
+impl<P, T> Seat<P, T> {
     pub(super) fn begin_watch(&self) {
         self.is_watched.store(true, Ordering::Relaxed);
     }
@@ -57,7 +62,7 @@ impl Seat {
 
     /// Leaves all functions here for the turn of one of them.
     #[inline]
-    pub(super) fn leave(&self, polled: PolledFunctions, index: usize, began: Ticks) {
+    pub(super) fn leave(&self, polled: P, index: usize, began: Ticks) {
         let mut turn = self.lock();
         turn.polled = Some(polled);
         (turn.index, turn.began) = (index, began);
@@ -68,7 +73,7 @@ impl Seat {
     /// # Errors
     /// The ticket, if another thread has them.
     #[inline]
-    pub(super) fn come_back(&self) -> Result<PolledFunctions, Option<Ticket>> {
+    pub(super) fn come_back(&self) -> Result<P, Option<T>> {
         let mut turn = self.lock();
         match turn.polled.take() {
             Some(polled) => Ok(polled),
@@ -85,11 +90,7 @@ impl Seat {
 
     /// Takes all functions if the present turn began at this moment, and leaves a ticket. Returns them with the index of the
     /// function that has its turn.
-    pub(super) fn take_over(
-        &self,
-        began: Ticks,
-        ticket: Ticket,
-    ) -> Option<(PolledFunctions, usize)> {
+    pub(super) fn take_over(&self, began: Ticks, ticket: T) -> Option<(P, usize)> {
         let mut turn = self.lock();
         if turn.began != began {
             return None;
@@ -99,7 +100,7 @@ impl Seat {
         Some((polled, turn.index))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Turn> {
+    fn lock(&self) -> MutexGuard<'_, Turn<P, T>> {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

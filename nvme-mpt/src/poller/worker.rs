@@ -19,7 +19,7 @@ use super::affinity::Pinning;
 use super::arbiter::{FunctionTurns, Quantum};
 use super::beside::{Beside, Neighbours};
 use super::policy::Spin;
-use super::seat::{Seat, Ticket, is_blocked};
+use super::seat::{Seat as SeatOf, is_blocked};
 use crate::clock::{Rate, Ticks};
 use crate::event::EventQueue;
 use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
@@ -34,6 +34,15 @@ use crate::processor_time::{self, Bill, ProcessorTime, Settlement};
 use crate::shadow::ShadowQueue;
 use crate::stats::PollerStats;
 use crate::threads::Threads;
+
+/// Place of a thread that lost its seat.
+pub(super) struct Ticket {
+    pub(super) shared: Arc<Shared>,
+    pub(super) sleeper: Sleeper,
+}
+
+/// Seat of a poller's thread.
+type Seat = SeatOf<PolledFunctions, Ticket>;
 
 /// Passes without work that follow one another without a pause: a guest with one command in flight
 /// answers within them, and a pause would be part of its latency.

@@ -1,8 +1,8 @@
 //! The NVMe PCI function: what a VMM holds of a guest controller.
 
-#[cfg(test)]
-mod any_state;
 mod kept;
+#[cfg(test)]
+mod model;
 mod pin;
 mod state;
 #[cfg(test)]

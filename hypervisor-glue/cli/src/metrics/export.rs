@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
 use nvme_mpt::stats::{LatencyBucket, LeasePairStats, PollerStats};
-use nvme_mpt::wipe::Wiped;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, prometheus_text, text};
 use prometheus_client::metrics::MetricType;
@@ -15,7 +14,7 @@ use prometheus_client::registry::{Registry, Unit};
 use super::families::{
     DRIVE, FUNCTION, Family, HEALTH, LEASE, LEASE_USE, Labelled, POLLER, PROCESS, QUEUE,
 };
-use super::health::DriveHealth;
+use super::health::{DriveHealth, ProcessFigures};
 use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
 
@@ -58,15 +57,6 @@ pub struct Snapshot {
     pub health: BTreeMap<String, DriveHealth>,
     /// Figures of the process itself.
     pub process: ProcessFigures,
-}
-
-/// Figures of a server's process.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct ProcessFigures {
-    /// Its wipes.
-    pub wiped: Wiped,
-    /// Messages that were dropped because the log's reader did not keep up.
-    pub dropped_messages: u64,
 }
 
 impl Snapshot {
@@ -544,7 +534,7 @@ pub(super) mod tests {
             ],
             health: [("0000:01:00.0".to_owned(), health)].into(),
             process: ProcessFigures {
-                wiped: Wiped {
+                wiped: nvme_mpt::wipe::Wiped {
                     bytes: 1 << 30,
                     parts: 1,
                 },

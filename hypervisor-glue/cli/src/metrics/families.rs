@@ -11,8 +11,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Unit;
 
-use super::export::ProcessFigures;
-use super::health::DriveHealth;
+use super::health::{DriveHealth, ProcessFigures};
 use crate::change::FunctionEntry;
 use crate::stats::{DriveStats, FunctionStats};
 

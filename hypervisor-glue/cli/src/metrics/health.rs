@@ -13,6 +13,7 @@ use jiff::Timestamp;
 use nvme_mpt::Drive;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::spec::log::SmartHealth;
+use nvme_mpt::wipe::Wiped;
 
 use crate::stats::DriveStats;
 
@@ -134,6 +135,15 @@ fn ask(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
     }
     *answers.lock() = present;
     INTERVAL
+}
+
+/// Figures of a server's process.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ProcessFigures {
+    /// Its wipes.
+    pub wiped: Wiped,
+    /// Messages that were dropped because the log's reader did not keep up.
+    pub dropped_messages: u64,
 }
 
 #[cfg(test)]

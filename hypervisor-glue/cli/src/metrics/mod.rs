@@ -22,8 +22,8 @@ use nvme_mpt::Drive;
 use nvme_mpt_paths::PathError;
 use thiserror::Error;
 
-pub use self::export::{Format, ProcessFigures, Snapshot};
-pub use self::health::HealthAnswers;
+pub use self::export::{Format, Snapshot};
+pub use self::health::{HealthAnswers, ProcessFigures};
 pub use self::server::{MetricsListener, MetricsServer};
 
 /// Place where metrics are offered over HTTP.

@@ -15,6 +15,7 @@ use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::memfd;
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt_paths::{Directory, PathError, read_obeyed};
+use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::options::{
     FunctionOptions, OptionError, OptionText, ServedDrive, ServedFunction,
 };
@@ -553,6 +554,31 @@ impl AddedFile {
             file.sync_all()
         })?;
         directory.sync()
+    }
+}
+
+/// Returns a function with paths that name the same file the same way, and with a server's defaults.
+pub(super) fn resolved_function(declared: DeclaredFunction, data: FormerData) -> DeclaredFunction {
+    let mut declared = declared.with_data(data);
+    let ServedFunction {
+        socket, function, ..
+    } = &mut declared.function;
+    // Fails for an empty path alone, which no option has.
+    if let Ok(absolute) = std::path::absolute(&*socket) {
+        *socket = absolute;
+    }
+    function.path = resolved(&function.path);
+    declared
+}
+
+/// Returns the path with which a file is named the same way by all. A file that does not exist is reported when it is
+/// opened.
+pub(super) fn resolved(path: &DrivePath) -> DrivePath {
+    match path {
+        DrivePath::File(file) => {
+            DrivePath::File(std::fs::canonicalize(file).unwrap_or_else(|_| file.clone()))
+        }
+        other => other.clone(),
     }
 }
 

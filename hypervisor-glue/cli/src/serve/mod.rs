@@ -26,6 +26,7 @@ use std::io::{self, Write};
 use std::num::NonZeroU64;
 use std::path::{self, Path, PathBuf};
 use std::sync::Arc;
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
@@ -586,7 +587,7 @@ fn prepare(options: &ServeOptions, declared: &Declared) -> Result<Prepared, Serv
     survey_files();
     // As the roster opens them.
     let resolved = |function: &FunctionOptions| FunctionOptions {
-        path: roster::resolved(&function.path),
+        path: declared::resolved(&function.path),
         ..function.clone()
     };
     let held = declared.drives.iter();
@@ -680,7 +681,14 @@ impl Server {
         let lease_server =
             LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
         let metrics = MetricsServer::start(metrics, figures.clone())?;
-        let comparer = Comparer::start(roster.view()).map_err(ServeError::Thread)?;
+        let comparer = Comparer::start({
+            let view = roster.view();
+            move || {
+                let view = view.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                view.declared.compare()
+            }
+        })
+        .map_err(ServeError::Thread)?;
         let (changes, queue) =
             ChangeThread::start(roster, comparer.clone()).map_err(ServeError::Thread)?;
         let control = ControlServer::start(

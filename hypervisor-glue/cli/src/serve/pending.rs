@@ -15,8 +15,7 @@ use nvme_mpt_vmm::options::{OptionText, ServedDrive, ServedFunction};
 use nvme_mpt_vmm::report;
 
 use super::declared::{Declarations, DeclaredFunction};
-use super::roster::{resolved, resolved_function};
-use super::view::View;
+use super::declared::{resolved, resolved_function};
 use crate::change::{FunctionEntry, Origin};
 
 /// Longest wait for the file.
@@ -109,7 +108,7 @@ impl Differences {
 
 impl Comparable {
     /// Reads the file, and compares.
-    fn compare(&self) -> Differences {
+    pub(super) fn compare(&self) -> Differences {
         let ids = self.functions.iter();
         let ids = ids.map(|served| (served.function.socket.clone(), id_of(&served.function)));
         let mut differences = Differences {
@@ -205,14 +204,13 @@ pub(super) struct Comparer {
 
 impl Comparer {
     /// Starts the thread, which logs the differences that there are.
-    pub(super) fn start(view: Arc<Mutex<Arc<View>>>) -> io::Result<Self> {
+    pub(super) fn start(present: impl Fn() -> Differences + Send + 'static) -> io::Result<Self> {
         let (orders, inbox): (_, Receiver<SyncSender<Differences>>) = mpsc::channel();
         let last = Arc::new(Mutex::new(Differences::default()));
         let known = last.clone();
         let compare = move || {
             let compare = || {
-                let view = view.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                let differences = view.declared.compare();
+                let differences = present();
                 known
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)

@@ -7,10 +7,11 @@ use nvme_mpt::Drive;
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_mpt_vmm::report;
 
+use super::declared::resolved;
 use super::declared::{Declarations, DeclaredDrive, DeclaredFunction};
 use super::error::ChangeError;
 use super::offer::Offer;
-use super::roster::{HeldDrive, Roster, cannot_offer, resolved, taken};
+use super::roster::{HeldDrive, Roster, cannot_offer, taken};
 use crate::change::{Origin, Reloaded};
 use crate::function_thread::FunctionHandle;
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::attachment::GrowError;
-use nvme_mpt::lease::{Claim, Extents, FormerData, LeaseError};
+use nvme_mpt::lease::{Claim, Extents, LeaseError};
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{Drive, Pollers, clock};
 use nvme_mpt_vmm::drives::DrivePath;
@@ -20,6 +20,7 @@ use nvme_mpt_vmm::options::{FunctionOptions, OptionText, RateChange, Reservation
 use nvme_mpt_vmm::report;
 
 use super::declared::{Declared, DeclaredDrive, DeclaredFunction, Unreadable, descriptions};
+use super::declared::{resolved, resolved_function};
 use super::drives::{DriveError, OpenDrives};
 use super::error::{ChangeError, OfferError};
 use super::leases::LeaseTable;
@@ -1054,31 +1055,6 @@ pub(super) fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> C
     }
 }
 
-/// Returns a function with paths that name the same file the same way, and with a server's defaults.
-pub(super) fn resolved_function(declared: DeclaredFunction, data: FormerData) -> DeclaredFunction {
-    let mut declared = declared.with_data(data);
-    let ServedFunction {
-        socket, function, ..
-    } = &mut declared.function;
-    // Fails for an empty path alone, which no option has.
-    if let Ok(absolute) = std::path::absolute(&*socket) {
-        *socket = absolute;
-    }
-    function.path = resolved(&function.path);
-    declared
-}
-
-/// Returns the path with which a file is named the same way by all. A file that does not exist is reported when it is
-/// opened.
-pub(super) fn resolved(path: &DrivePath) -> DrivePath {
-    match path {
-        DrivePath::File(file) => {
-            DrivePath::File(std::fs::canonicalize(file).unwrap_or_else(|_| file.clone()))
-        }
-        other => other.clone(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs::File;
@@ -1111,7 +1087,7 @@ mod tests {
             ledgers,
             leases,
             pollers,
-            data: FormerData::Refused,
+            data: nvme_mpt::lease::FormerData::Refused,
             rules: Vec::new(),
             state_dir,
             file: None,

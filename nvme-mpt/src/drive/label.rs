@@ -80,15 +80,12 @@ impl DriveLabel {
     /// Reads a label.
     #[must_use]
     pub fn read(block: &[u8]) -> Option<Self> {
-        let text = std::str::from_utf8(block).ok()?;
-        let (text, rest) = text.split_once('\0')?;
-        let mut lines = text.lines();
-        let is_head = lines.next()? == HEAD;
+        let mut lines = std::str::from_utf8(block).ok()?.lines().skip(1);
         let name = lines.next()?.strip_prefix("name ")?.parse().ok()?;
         let uuid = lines.next()?.strip_prefix("uuid ")?.parse().ok()?;
-        let is_end = lines.next()? == END && lines.next().is_none();
-        let is_all = is_head && is_end && rest.bytes().all(|byte| byte == 0);
-        is_all.then_some(Self { name, uuid })
+        let label = Self { name, uuid };
+        // A UUID has more than one spelling: only the block that is written is a label.
+        (label.block() == block).then_some(label)
     }
 
     /// Returns the block that it is written as.

@@ -571,9 +571,7 @@ impl Shared {
             thread: Mutex::default(),
         }))
     }
-}
 
-impl Shared {
     fn seat(&self) -> Arc<Seat> {
         self.seat
             .lock()

@@ -3,6 +3,8 @@
 //! A child process has copies of all file descriptors of its parent until it executes its program. Tests that look
 //! for a socket or a descriptor to be closed are not in this file for that reason.
 
+mod common;
+
 use std::env;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -19,6 +21,8 @@ use vfio_user_server::{
 };
 use vmm_sys_util::epoll::{Epoll, EpollEvent, EventSet};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use common::{Nothing, RESET, VERSION, hear};
 
 const ALONE: &str = "VFIO_USER_FD_LIMIT_ALONE";
 
@@ -51,46 +55,6 @@ fn exhaust() -> Vec<File> {
             }
         }
     }
-}
-
-/// Has nothing.
-struct Nothing;
-
-impl Device for Nothing {
-    fn region(&self, _: RegionIndex) -> Region {
-        Region::default()
-    }
-    fn read(&mut self, _: RegionIndex, _: u64, _: &mut [u8]) {}
-    fn write(&mut self, _: RegionIndex, _: u64, _: &[u8]) {}
-    fn dma_map(&mut self, _: DmaRegion) -> io::Result<()> {
-        Ok(())
-    }
-    fn dma_unmap(&mut self, _: Option<(u64, u64)>) -> io::Result<u64> {
-        Ok(0)
-    }
-    fn irq(&self, _: IrqIndex) -> IrqInfo {
-        IrqInfo::default()
-    }
-    fn set_irqs(&mut self, _: IrqCommand) -> io::Result<()> {
-        Ok(())
-    }
-    fn reset(&mut self) {}
-    fn disconnected(&mut self) {}
-}
-
-/// `VERSION` 0.1 without version data.
-const VERSION: [u8; 20] = [1, 0, 1, 0, 20, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
-
-/// `DEVICE_RESET`.
-const RESET: [u8; 16] = [2, 0, 13, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-
-/// The errno of the next reply.
-fn hear(mut stream: &UnixStream) -> u32 {
-    let mut header = [0; 16];
-    stream.read_exact(&mut header).unwrap();
-    let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().unwrap());
-    io::copy(&mut stream.take(u64::from(word(4)) - 16), &mut io::sink()).unwrap();
-    word(12)
 }
 
 #[test]
@@ -144,166 +108,6 @@ fn client_without_an_fd_is_turned_away_and_does_not_keep_the_thread_busy() {
         manager.run().unwrap();
         assert_eq!(hear(&client), 0);
     });
-}
-
-/// Path of the server's socket for a client in a process of its own. The socket that it passes its connection to lies
-/// beside it.
-const CLIENT: &str = "VFIO_USER_CLIENT_OF_A_PROCESS";
-
-/// The life of a client in a process of its own: it connects, passes its connection on, and ends with its input.
-fn client_of_a_process(path: &Path) {
-    let connection = UnixStream::connect(path).unwrap();
-    let pass = UnixStream::connect(path.with_extension("pass")).unwrap();
-    pass.send_with_fd(&b"x"[..], connection.as_raw_fd())
-        .unwrap();
-    io::stdin().read_to_end(&mut Vec::new()).unwrap();
-}
-
-/// A server in its own loop, with a clock that the test advances.
-struct Loop {
-    server: Server<Nothing>,
-    epoll: Epoll,
-    now: Duration,
-}
-
-impl Loop {
-    fn new(path: &Path) -> Self {
-        let (server, epoll) = (Server::bind(path, Nothing).unwrap(), Epoll::new().unwrap());
-        server.watch(&mut &epoll).unwrap();
-        Self {
-            server,
-            epoll,
-            now: Duration::from_secs(1000),
-        }
-    }
-
-    /// Handles all pending events.
-    fn turn(&mut self) {
-        let mut events = [EpollEvent::default(); 4];
-        loop {
-            let count = self.epoll.wait(0, &mut events).unwrap();
-            for event in &events[..count] {
-                let token = u32::try_from(event.data()).unwrap();
-                self.server.handle(token, &mut &self.epoll);
-            }
-            self.server.look(self.now, &mut &self.epoll);
-            if count == 0 {
-                return;
-            }
-        }
-    }
-
-    fn pass(&mut self, time: Duration) {
-        self.now += time;
-        self.turn();
-    }
-
-    /// Sends a client's version. Returns whether the server answers.
-    fn negotiates(&mut self, mut client: &UnixStream) -> bool {
-        client.write_all(&VERSION).unwrap();
-        self.answers(client)
-    }
-
-    fn answers(&mut self, mut client: &UnixStream) -> bool {
-        self.turn();
-        client.set_nonblocking(true).unwrap();
-        let mut byte = [0];
-        let answers = client.read(&mut byte).is_ok_and(|count| count == 1);
-        client.set_nonblocking(false).unwrap();
-        if answers {
-            io::copy(&mut client.take(15), &mut io::sink()).unwrap();
-        }
-        answers
-    }
-
-    fn closes(&mut self, mut client: &UnixStream) -> bool {
-        self.turn();
-        client.set_nonblocking(true).unwrap();
-        match client.read(&mut [0]) {
-            Ok(count) => count == 0,
-            // What it has said may not have been read.
-            Err(error) => error.kind() == io::ErrorKind::ConnectionReset,
-        }
-    }
-}
-
-/// As launchers and programs that go to the background do.
-#[test]
-fn client_whose_connecting_process_has_ended_stays() {
-    let name = "client_whose_connecting_process_has_ended_stays";
-    if let Some(path) = env::var_os(CLIENT) {
-        return client_of_a_process(Path::new(&path));
-    }
-    let directory = tempfile::TempDir::new().unwrap();
-    let path = directory.path().join("one.sock");
-    let listener = UnixListener::bind(path.with_extension("pass")).unwrap();
-    let mut events = Loop::new(&path);
-    let mut process = Command::new(env::current_exe().unwrap())
-        .args(["--exact", name])
-        .env(CLIENT, &path)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    let (pass, _) = listener.accept().unwrap();
-    let (_, connection) = pass.recv_with_fd(&mut [0]).unwrap();
-    let first = UnixStream::from(OwnedFd::from(connection.expect("the process's connection")));
-    (&first).write_all(&VERSION).unwrap();
-    events.turn();
-    assert_eq!(hear(&first), 0);
-
-    let second = UnixStream::connect(&path).unwrap();
-    assert!(events.closes(&second), "the process lives");
-
-    drop(process.stdin.take());
-    assert!(process.wait().unwrap().success());
-    assert!(events.server.is_connected());
-    let third = UnixStream::connect(&path).unwrap();
-    (&third).write_all(&VERSION).unwrap();
-    events.turn();
-    (&first).write_all(&RESET).unwrap();
-    events.turn();
-    assert_eq!(hear(&first), 0, "the socket lives");
-    let due = events.server.due_in(events.now).unwrap();
-    events.pass(due - Duration::from_millis(1));
-    assert!(!events.closes(&third), "it waits for the end of the socket");
-    events.pass(Duration::from_millis(1));
-    assert!(events.closes(&third));
-    assert_eq!(events.server.due_in(events.now), None);
-
-    let fourth = UnixStream::connect(&path).unwrap();
-    (&fourth).write_all(&VERSION).unwrap();
-    events.turn();
-    // As the kernel does a moment after the process was killed.
-    drop(first);
-    events.turn();
-    assert_eq!(hear(&fourth), 0);
-}
-
-#[test]
-fn client_that_says_nothing_leaves_the_device_to_others() {
-    let directory = tempfile::TempDir::new().unwrap();
-    let path = directory.path().join("one.sock");
-    let mut events = Loop::new(&path);
-    for said in [&VERSION[..0], &VERSION[..7]] {
-        let mut silent = UnixStream::connect(&path).unwrap();
-        silent.write_all(said).unwrap();
-        events.turn();
-        let second = UnixStream::connect(&path).unwrap();
-        assert!(events.closes(&second), "it may be slow");
-        let due = events.server.due_in(events.now).unwrap();
-        assert!(due >= Duration::from_secs(5), "{due:?}");
-        events.pass(due - Duration::from_millis(1));
-        assert!(!events.closes(&silent));
-        events.pass(Duration::from_millis(1));
-        assert!(events.closes(&silent));
-        let third = UnixStream::connect(&path).unwrap();
-        assert!(events.negotiates(&third));
-        // One that has said its version may be silent.
-        assert_eq!(events.server.due_in(events.now), None);
-        events.pass(Duration::from_secs(24 * 3600));
-        assert!(events.server.is_connected());
-    }
 }
 
 /// Path of the socket on which a server in a process of its own gets its descriptors. The path that it serves lies beside it.

@@ -1,0 +1,202 @@
+//! Clients of a server: one whose connecting process ends, and one that says nothing.
+
+mod common;
+
+use std::env;
+use std::io::{self, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use vfio_user_server::Server;
+use vmm_sys_util::epoll::{Epoll, EpollEvent};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use common::{Nothing, RESET, VERSION, hear};
+
+/// Tests take turns: a child process has copies of all descriptors until it executes its program, so that a socket that
+/// another test closes would stay open.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Path of the server's socket for a client in a process of its own. The socket that it passes its connection to lies
+/// beside it.
+const CLIENT: &str = "VFIO_USER_CLIENT_OF_A_PROCESS";
+
+/// The life of a client in a process of its own: it connects, passes its connection on, and ends with its input.
+fn client_of_a_process(path: &Path) {
+    let connection = UnixStream::connect(path).unwrap();
+    let pass = UnixStream::connect(path.with_extension("pass")).unwrap();
+    pass.send_with_fd(&b"x"[..], connection.as_raw_fd())
+        .unwrap();
+    io::stdin().read_to_end(&mut Vec::new()).unwrap();
+}
+
+/// The connection that a process passes on. No child process inherits it.
+fn received_connection(pass: &UnixStream) -> UnixStream {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let part = &mut [IoSliceMut::new(&mut byte)];
+    recvmsg(pass, part, &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+    let descriptor = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    UnixStream::from(descriptor.expect("the process's connection"))
+}
+
+/// A server in its own loop, with a clock that the test advances.
+struct Loop {
+    server: Server<Nothing>,
+    epoll: Epoll,
+    now: Duration,
+}
+
+impl Loop {
+    fn new(path: &Path) -> Self {
+        let (server, epoll) = (Server::bind(path, Nothing).unwrap(), Epoll::new().unwrap());
+        server.watch(&mut &epoll).unwrap();
+        Self {
+            server,
+            epoll,
+            now: Duration::from_secs(1000),
+        }
+    }
+
+    /// Handles all pending events.
+    fn turn(&mut self) {
+        let mut events = [EpollEvent::default(); 4];
+        loop {
+            let count = self.epoll.wait(0, &mut events).unwrap();
+            for event in &events[..count] {
+                let token = u32::try_from(event.data()).unwrap();
+                self.server.handle(token, &mut &self.epoll);
+            }
+            self.server.look(self.now, &mut &self.epoll);
+            if count == 0 {
+                return;
+            }
+        }
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        self.turn();
+    }
+
+    /// Sends a client's version. Returns whether the server answers.
+    fn negotiates(&mut self, mut client: &UnixStream) -> bool {
+        client.write_all(&VERSION).unwrap();
+        self.answers(client)
+    }
+
+    fn answers(&mut self, mut client: &UnixStream) -> bool {
+        self.turn();
+        client.set_nonblocking(true).unwrap();
+        let mut byte = [0];
+        let answers = client.read(&mut byte).is_ok_and(|count| count == 1);
+        client.set_nonblocking(false).unwrap();
+        if answers {
+            io::copy(&mut client.take(15), &mut io::sink()).unwrap();
+        }
+        answers
+    }
+
+    fn closes(&mut self, mut client: &UnixStream) -> bool {
+        self.turn();
+        client.set_nonblocking(true).unwrap();
+        match client.read(&mut [0]) {
+            Ok(count) => count == 0,
+            // What it has said may not have been read.
+            Err(error) => error.kind() == io::ErrorKind::ConnectionReset,
+        }
+    }
+}
+
+/// As launchers and programs that go to the background do.
+#[test]
+fn client_whose_connecting_process_has_ended_stays() {
+    let name = "client_whose_connecting_process_has_ended_stays";
+    if let Some(path) = env::var_os(CLIENT) {
+        return client_of_a_process(Path::new(&path));
+    }
+    let _turn = turn();
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("one.sock");
+    let listener = UnixListener::bind(path.with_extension("pass")).unwrap();
+    let mut events = Loop::new(&path);
+    let mut process = Command::new(env::current_exe().unwrap())
+        .args(["--exact", name])
+        .env(CLIENT, &path)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let (pass, _) = listener.accept().unwrap();
+    let first = received_connection(&pass);
+    (&first).write_all(&VERSION).unwrap();
+    events.turn();
+    assert_eq!(hear(&first), 0);
+
+    let second = UnixStream::connect(&path).unwrap();
+    assert!(events.closes(&second), "the process lives");
+
+    drop(process.stdin.take());
+    assert!(process.wait().unwrap().success());
+    assert!(events.server.is_connected());
+    let third = UnixStream::connect(&path).unwrap();
+    (&third).write_all(&VERSION).unwrap();
+    events.turn();
+    (&first).write_all(&RESET).unwrap();
+    events.turn();
+    assert_eq!(hear(&first), 0, "the socket lives");
+    let due = events.server.due_in(events.now).unwrap();
+    events.pass(due - Duration::from_millis(1));
+    assert!(!events.closes(&third), "it waits for the end of the socket");
+    events.pass(Duration::from_millis(1));
+    assert!(events.closes(&third));
+    assert_eq!(events.server.due_in(events.now), None);
+
+    let fourth = UnixStream::connect(&path).unwrap();
+    (&fourth).write_all(&VERSION).unwrap();
+    events.turn();
+    // As the kernel does a moment after the process was killed.
+    drop(first);
+    events.turn();
+    assert_eq!(hear(&fourth), 0);
+}
+
+#[test]
+fn client_that_says_nothing_leaves_the_device_to_others() {
+    let _turn = turn();
+    let directory = tempfile::TempDir::new().unwrap();
+    let path = directory.path().join("one.sock");
+    let mut events = Loop::new(&path);
+    for said in [&VERSION[..0], &VERSION[..7]] {
+        let mut silent = UnixStream::connect(&path).unwrap();
+        silent.write_all(said).unwrap();
+        events.turn();
+        let second = UnixStream::connect(&path).unwrap();
+        assert!(events.closes(&second), "it may be slow");
+        let due = events.server.due_in(events.now).unwrap();
+        assert!(due >= Duration::from_secs(5), "{due:?}");
+        events.pass(due - Duration::from_millis(1));
+        assert!(!events.closes(&silent));
+        events.pass(Duration::from_millis(1));
+        assert!(events.closes(&silent));
+        let third = UnixStream::connect(&path).unwrap();
+        assert!(events.negotiates(&third));
+        // One that has said its version may be silent.
+        assert_eq!(events.server.due_in(events.now), None);
+        events.pass(Duration::from_secs(24 * 3600));
+        assert!(events.server.is_connected());
+    }
+}

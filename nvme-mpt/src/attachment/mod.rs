@@ -74,6 +74,22 @@ struct LateFlush {
     /// Commands that were completed before it.
     commands: u64,
     result: Receiver<io::Result<()>>,
+    /// The result, once it has been received.
+    ended: Option<io::Result<()>>,
+}
+
+impl LateFlush {
+    /// Returns whether the drive still flushes. A result that arrives meanwhile is for the next [`Attachment::flush_by`].
+    fn is_under_way(&mut self) -> bool {
+        if self.ended.is_none() {
+            match self.result.try_recv() {
+                Ok(result) => self.ended = Some(result),
+                Err(TryRecvError::Empty) => return true,
+                Err(TryRecvError::Disconnected) => {}
+            }
+        }
+        false
+    }
 }
 
 /// All that one guest controller holds of a drive: a lease, a DMA window, doorbells, queues.
@@ -475,13 +491,21 @@ impl Attachment {
         let commands = HostSide::commands(self);
         let covers_all = |flush: &LateFlush| !has_queues && flush.commands == commands;
         let result = match late.take().filter(covers_all) {
+            Some(LateFlush {
+                ended: Some(flushed),
+                ..
+            }) => return flushed,
             Some(flush) => flush.result,
             None => self.steward.flush(self.holding.clone()),
         };
         match deadline.receive(&result) {
             Ok(flushed) => flushed,
             Err(RecvTimeoutError::Timeout) => {
-                *late = Some(LateFlush { commands, result });
+                *late = Some(LateFlush {
+                    commands,
+                    result,
+                    ended: None,
+                });
                 let text = "The drive has not flushed yet";
                 Err(io::Error::new(io::ErrorKind::TimedOut, text))
             }
@@ -491,10 +515,8 @@ impl Attachment {
 
     /// Returns whether a flush that timed out is still under way.
     fn is_flushing(&self) -> bool {
-        let late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_there =
-            |flush: &LateFlush| !matches!(flush.result.try_recv(), Err(TryRecvError::Empty));
-        late.as_ref().is_some_and(|flush| !is_there(flush))
+        let mut late = self.flush.lock().unwrap_or_else(PoisonError::into_inner);
+        late.as_mut().is_some_and(LateFlush::is_under_way)
     }
 
     /// Returns the counts made here.

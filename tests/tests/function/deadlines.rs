@@ -47,7 +47,36 @@ fn a_shutdown_is_complete_once_the_drive_has_flushed() {
     }
     drive.hold_flushes(false);
     host.clock.skip_waits(false);
-    wait_for("the shutdown", || shutdown(CSTS_SHST_COMPLETE));
+    wait_for("the shutdown", || {
+        // The calls above may have taken the event that the function's own thread was to wake for.
+        machine.function().process_events();
+        shutdown(CSTS_SHST_COMPLETE)
+    });
+}
+
+#[test]
+fn a_pause_leaves_the_result_of_a_flush_to_the_shutdown_that_waits_for_it() {
+    let drive = ScriptedController::new(|_| ());
+    let host = drive.host(1);
+    let machine = host.machine(&Setup::nth(0));
+    let controller = machine.attach();
+    drive.hold_flushes(true);
+    host.clock.skip_waits(true);
+    let bar = machine.bar();
+    bar.write32(CC, bar.read32(CC) | SHN_NORMAL);
+    // While this is locked, the function's own thread does not ask for the result.
+    let mut function = machine.function();
+    drive.hold_flushes(false);
+    host.clock.skip_waits(false);
+    wait_for("the pause", || function.pause().is_ok());
+    function.resume();
+    drop(function);
+    wait_for("the shutdown", || {
+        let csts = controller.status().unwrap();
+        assert_eq!(csts & CSTS_FATAL, 0, "{csts:#x}");
+        machine.function().process_events();
+        csts & CSTS_SHST_MASK == CSTS_SHST_COMPLETE
+    });
 }
 
 #[test]

@@ -289,6 +289,9 @@ fn serve_inherited(
     // A process that reads the line may end this one at once, and a keeper starts none again that was never ready. Nothing
     // waits for the reader of the output before this.
     kept::notify(keeping.as_deref(), "READY=1");
+    // Functions may have been restored after a crash: their log lines are written before the process can be killed by its
+    // reader.
+    logging::flush(logging::CRASH_PATIENCE);
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;

@@ -148,7 +148,7 @@ impl Records {
     /// not wiped yet, and a lease under another name of the drive would not wipe it.
     fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
         let is_asked_for =
-            |range: &ByteRange| match (request.wanted, extent::boot_of(request.drive)) {
+            |range: &ByteRange| match (request.wanted, extent::boot_of_drive(request.drive)) {
                 (Wanted::At(wanted), Some(_)) => {
                     let places = extent::places(request.drive, wanted);
                     let ranges = places.iter();
@@ -191,7 +191,7 @@ impl Records {
     /// there yet.
     pub(super) fn is_unlasting(&self, request: &LeaseRequest<'_>) -> bool {
         matches!(request.wanted, Wanted::Size { .. })
-            && extent::boot_of(request.drive).is_some()
+            && extent::boot_of_drive(request.drive).is_some()
             && !self.has_all(request)
     }
 
@@ -213,7 +213,7 @@ impl Records {
         let bases = extent::bases(request.drive).into_iter();
         self.partly_known
             .extend(bases.filter(|base| extent::boot_of(base).is_none()));
-        let boot = extent::boot_of(request.drive).map_or_else(boot, str::to_owned);
+        let boot = extent::boot_of_drive(request.drive).unwrap_or_else(boot);
         let places = extent::places(request.drive, range);
         let [place] = &places[..] else {
             return;
@@ -319,6 +319,27 @@ mod tests {
         for base in [format!("ram:{OLD}/5"), format!("file:12@{OLD}/0:40")] {
             drop(ledger.acquire(&request("b", &base, SIZE)).unwrap());
         }
+    }
+
+    #[test]
+    fn a_labelled_disk_has_leases_by_size_over_boots() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(&dir.path().join("state"));
+        let label = DriveLabel::new("pool".parse().unwrap());
+        // A disk that the kernel numbers is below the label.
+        let drive =
+            |boot: &str, number| label.identity(&format!("disk:{boot}/{number}"), 256 << 20);
+        let starts = |drive: &str, ids: [&str; 2]| {
+            ids.map(|id| {
+                let lease = ledger.acquire(&request(id, drive, SIZE)).unwrap();
+                (id.to_owned(), lease.extents().parts()[0].start())
+            })
+        };
+        let first = starts(&drive(OLD, 5), ["a", "b"]);
+        let mut next = starts(&drive(&origin::boot(), 6), ["b", "a"]);
+        next.reverse();
+        assert_eq!(first, next);
+        assert_ne!(first[0].1, first[1].1);
     }
 
     #[test]

@@ -128,6 +128,16 @@ pub(crate) fn boot_of(base: &str) -> Option<&str> {
     after.find_map(|name| name.split_once('/').map(|(boot, _)| boot).filter(is_boot))
 }
 
+/// Returns the boot of the host with which a drive loses its name, by its identity. A base with a lasting name keeps that name
+/// wherever it lies: what is below it does not count.
+pub(crate) fn boot_of_drive(identity: &str) -> Option<String> {
+    let bases = bases(identity);
+    bases
+        .iter()
+        .find_map(|base| boot_of(base))
+        .map(str::to_owned)
+}
+
 /// Returns whether a name from `boot` may be older than the boot `present`.
 pub(crate) fn is_earlier(boot: &str, present: &str) -> bool {
     boot != present || boot == UNKNOWN_BOOT

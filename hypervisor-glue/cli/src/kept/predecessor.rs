@@ -371,6 +371,12 @@ pub(crate) enum UpgradeError {
          changed; upgrade again once the drive answers"
     )]
     Lease(String),
+    /// The next server opens drives by their paths.
+    #[error(
+        "{0}. The next server would not find it. Nothing has changed; move the drive back to its path, or remove its functions, \
+         and upgrade again"
+    )]
+    Moved(String),
     /// The ledger cannot be read.
     #[error("The leases that end cannot be found")]
     Ledger(#[source] nvme_mpt::lease::LeaseError),

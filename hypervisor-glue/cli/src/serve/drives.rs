@@ -3,6 +3,7 @@
 use std::slice;
 use std::sync::Arc;
 
+use nvme_mpt::origin::Origin;
 use nvme_mpt::{Drive, Learning};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::options::FunctionOptions;
@@ -42,11 +43,45 @@ impl From<KeepingError> for DriveError {
     }
 }
 
+/// The path of an open drive does not lead to its bytes any more.
+#[derive(Debug, Error)]
+#[error("Drive {path} is open, but its path leads elsewhere by now: {reason}")]
+pub(super) struct MovedDrive {
+    path: DrivePath,
+    reason: String,
+}
+
 #[derive(Debug)]
 struct OpenDrive {
     drive: Arc<Drive>,
     path: DrivePath,
+    /// Name of the bytes that the path led to when it was opened; `None` for what is no file, or was not found then.
+    identity: Option<String>,
     options: DriveOptions,
+}
+
+impl OpenDrive {
+    /// Returns why the next process would not find the drive by its path.
+    fn moved(&self) -> Option<MovedDrive> {
+        let (DrivePath::File(file), Some(identity)) = (&self.path, &self.identity) else {
+            return None;
+        };
+        let reason = match Origin::of(file) {
+            Ok(origin) if origin.identity() == *identity => return None,
+            Ok(origin) => format!("it was {identity} and is {}", origin.identity()),
+            Err(error) => error.to_string(),
+        };
+        let path = self.path.clone();
+        Some(MovedDrive { path, reason })
+    }
+}
+
+/// Returns the name of the bytes of a file or block device.
+fn identity_of(path: &DrivePath) -> Option<String> {
+    match path {
+        DrivePath::File(file) => Origin::of(file).ok().map(|origin| origin.identity()),
+        _ => None,
+    }
 }
 
 /// The drives that are open.
@@ -137,9 +172,16 @@ impl OpenDrives {
         self.0.push(OpenDrive {
             drive: drive.clone(),
             path: path.clone(),
+            identity: identity_of(path),
             options,
         });
         Ok(drive)
+    }
+
+    /// Closes unused drives whose paths lead elsewhere by now. A function that waits for its drive then finds it once it is back.
+    pub(super) fn close_moved(&mut self, is_used: impl Fn(&Arc<Drive>) -> bool) {
+        self.0
+            .retain(|open| is_used(&open.drive) || open.moved().is_none());
     }
 
     /// Closes all drives but those that `used` reports. Returns the paths of those that are open no more.
@@ -154,6 +196,12 @@ impl OpenDrives {
         let mut paths: Vec<_> = closed.into_iter().map(|closed| closed.path).collect();
         paths.retain(|path| self.0.iter().all(|open| open.path != *path));
         paths
+    }
+
+    /// Returns a drive that the next process would not find by its path: a file that was renamed, removed or replaced, or a
+    /// device with another number.
+    pub(super) fn find_moved(&self) -> Option<MovedDrive> {
+        self.0.iter().find_map(OpenDrive::moved)
     }
 
     /// Returns all of them, each with the path by which it was opened.

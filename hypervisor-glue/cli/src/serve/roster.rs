@@ -776,6 +776,13 @@ impl Roster {
         let Some(keeping) = self.terms.keeping.clone() else {
             return;
         };
+        let Self {
+            offers,
+            held,
+            drives,
+            ..
+        } = self;
+        drives.close_moved(|drive| is_used(drive, offers, held));
         let all = std::mem::take(&mut self.failed);
         let (waiting, others) = all.into_iter().partition(|failed| {
             let is_declared = matches!(failed.declaration, FailedFunction::Declared(_));
@@ -969,11 +976,8 @@ impl Roster {
         let waiting = failed.iter().filter(waits);
         let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
         let waiting: Vec<DrivePath> = waiting.collect();
-        let closed = drives.close_unused(|path, drive| {
-            let is_used = offers.iter().any(|offer| Arc::ptr_eq(&offer.drive, drive));
-            let is_held = held.iter().any(|held| Arc::ptr_eq(&held.drive, drive));
-            is_used || is_held || waiting.contains(path)
-        });
+        let closed = drives
+            .close_unused(|path, drive| is_used(drive, offers, held) || waiting.contains(path));
         let Some(keeping) = &terms.keeping else {
             return;
         };
@@ -1053,6 +1057,13 @@ pub(super) fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> C
         socket: declared.function.socket.clone(),
         source,
     }
+}
+
+/// Returns whether a function has the drive, or the server keeps it open.
+fn is_used(drive: &Arc<Drive>, offers: &[Offer], held: &[HeldDrive]) -> bool {
+    let mut drives = offers.iter().map(|offer| &offer.drive);
+    let mut held = held.iter().map(|held| &held.drive);
+    drives.any(|other| Arc::ptr_eq(other, drive)) || held.any(|other| Arc::ptr_eq(other, drive))
 }
 
 #[cfg(test)]

@@ -38,6 +38,10 @@ impl Roster {
         let ends = || self.terms.stop.load(Ordering::Relaxed);
         // The next server could not even open the file of a drive that stands still.
         self.check_drives()?;
+        // It would take them from their VMs.
+        if let Some(moved) = self.drives.find_moved() {
+            return Err(UpgradeError::Moved(moved.to_string()));
+        }
         // A keeper that does not answer could not start the next server again.
         keeping.await_keeper()?;
         let mut successor = Successor::start(

@@ -357,6 +357,40 @@ fn a_function_of_a_whole_drive_that_grew_keeps_its_range() {
 }
 
 #[test]
+fn an_upgrade_is_refused_while_the_path_of_a_drive_leads_elsewhere() {
+    let bench = Bench::new();
+    let kept = Kept::start(&bench, &["path=drive.img,socket=a.sock,id=a"]);
+    let mut guest = Guest::connect(&bench, "a");
+    let mut rng = Rng::new(4);
+    let (path, aside) = (bench.path("drive.img"), bench.path("aside.img"));
+    fs::rename(&path, &aside).unwrap();
+    for (what, told) in [
+        ("a rename", "No such file"),
+        ("another file at its path", "it was file:"),
+    ] {
+        let refused = bench.ask("upgrade", &[]).unwrap_err();
+        assert!(
+            refused.contains(told) && refused.contains("drive.img is open"),
+            "{refused}"
+        );
+        guest.check(&mut rng, what);
+        fs::write(&path, vec![0x5a; 64 << 20]).unwrap();
+    }
+    // A server that dies cannot be asked. Its successor waits for the drive, and gives the guest no other one.
+    kept.kill_server();
+    let listed = bench.ask("list", &[]).unwrap();
+    assert!(listed.contains("failed"), "{listed}");
+    fs::rename(&aside, &path).unwrap();
+    let listed = bench.ask_until("list", &[], |listed| listed.contains("connected"));
+    assert!(listed.as_ref().unwrap().contains("connected"), "{listed:?}");
+    guest.check(&mut rng, "the death of its server without the drive's path");
+    kept.upgrade(&bench);
+    guest.check(&mut rng, "an upgrade with the drive's path");
+    drop(guest);
+    kept.stop();
+}
+
+#[test]
 fn a_function_that_cannot_be_stored_is_not_removed() {
     let bench = Bench::new();
     let kept = Kept::start(&bench, &[]);

@@ -2,7 +2,7 @@
 //!
 //! A turn may wait for another process: for a page of guest memory in which a hole is being punched, for a write to a client's
 //! descriptor, for io_uring on a file system without asynchronous I/O, or for a log. While a function has its turn, all other
-//! functions of the poller lie in its seat, with their state. If the turn does not end, the watching thread
+//! functions of the poller lie in its seat, with their state. So does a poller's only function, beside which another one may be added. If the turn does not end, the watching thread
 //! ([`watch`](super::watch)) takes them from the seat and starts another thread that runs them, with a seat of its own. When the
 //! turn ends at last, the first thread finds a ticket in its seat. From then on, it runs only that function.
 
@@ -81,10 +81,16 @@ impl<P, T> Seat<P, T> {
         }
     }
 
-    /// Returns the moment at which the present turn began, and the thread; `None` without a turn.
-    pub(super) fn turn(&self) -> Option<(Ticks, ThreadId)> {
+    /// Returns the moment at which the present turn began, and the thread; `None` without a turn. `matters` decides whether
+    /// there is one, from all functions and the index of the one that has its turn.
+    pub(super) fn turn(
+        &self,
+        matters: impl FnOnce(&P, usize) -> bool,
+    ) -> Option<(Ticks, ThreadId)> {
         let turn = self.lock();
-        turn.polled.as_ref()?;
+        if !matters(turn.polled.as_ref()?, turn.index) {
+            return None;
+        }
         Some((turn.began, ThreadId(self.thread.load(Ordering::Relaxed))))
     }
 

@@ -225,8 +225,8 @@ impl Poller {
         self.shared.asleep_since.load(Ordering::Relaxed) == 0
     }
 
-    /// If the thread has waited in a function's turn for this number of ticks, moves all other functions to a new thread. The
-    /// waiting function keeps the old thread, as the returned poller.
+    /// If the thread has waited in a function's turn for this number of ticks, moves all other functions to a new thread, with
+    /// those that are to come. The waiting function keeps the old thread, as the returned poller.
     ///
     /// # Errors
     /// The kernel's error. Nothing has changed then.
@@ -238,7 +238,8 @@ impl Poller {
     ) -> io::Result<Option<Arc<Self>>> {
         let shared = &self.shared;
         let seat = shared.seat();
-        let Some((began, thread)) = seat.turn() else {
+        let Some((began, thread)) = seat.turn(|polled, index| shared.has_others(polled, index))
+        else {
             return Ok(None);
         };
         if Ticks::now().since(began) < limit {
@@ -578,6 +579,26 @@ impl Shared {
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
     }
+
+    /// Returns whether the poller has functions beside the one at this index, or is about to have one.
+    fn has_others(&self, polled: &PolledFunctions, index: usize) -> bool {
+        let function = polled.functions.get(index);
+        let is_other = |bill: &Bill| {
+            function.is_none_or(|function| !Arc::ptr_eq(&function.function, bill.function()))
+        };
+        polled.functions.len() > 1
+            || self.has_mail.load(Ordering::Acquire)
+                && self
+                    .mail
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .iter()
+                    .any(|mail| match mail {
+                        Mail::Add(queue) => is_other(queue.bill()),
+                        Mail::Watch(watch) => is_other(&watch.bill),
+                        _ => false,
+                    })
+    }
 }
 
 impl Worker {
@@ -610,7 +631,7 @@ impl Worker {
     #[inline]
     fn turn<R>(&mut self, index: usize, began: Ticks, work: impl FnOnce(&mut Members) -> R) -> R {
         let mut members = std::mem::take(&mut self.polled.functions[index].members);
-        if self.is_plain || !self.seat.is_watched() {
+        if !self.seat.is_watched() {
             let result = work(&mut members);
             self.polled.functions[index].members = members;
             return result;
@@ -706,7 +727,7 @@ impl Worker {
             if self.stop {
                 return;
             }
-            let worked = self.pass();
+            let worked = self.pass(pass_began);
             let now = Ticks::now();
             if now >= settles_at {
                 self.settle();
@@ -799,22 +820,26 @@ impl Worker {
         self.polled.watches().next().is_none()
     }
 
-    /// Runs every queue once, or the queues whose turn it is. Returns whether any had work or was left out.
+    /// Runs every queue once, or the queues whose turn it is. Returns whether any had work or was left out. `began` is this
+    /// moment.
     #[inline]
-    fn pass(&mut self) -> bool {
+    fn pass(&mut self, began: Ticks) -> bool {
         if !self.is_plain {
             return self.measured_pass(false);
         }
-        let mut worked = false;
-        for function in &mut self.polled.functions {
-            for queue in &mut function.members.queues {
+        if self.polled.functions.is_empty() {
+            return false;
+        }
+        self.turn(0, began, |Members { queues, watches }| {
+            let mut worked = false;
+            for queue in queues {
                 worked |= queue.poll();
             }
-            for watch in &mut function.members.watches {
+            for watch in watches {
                 worked |= watch.look();
             }
-        }
-        worked
+            worked
+        })
     }
 
     /// Runs the queues whose turn it is, or `all` once, adds the ticks of each to its bill, and hands back those that leave.
@@ -980,7 +1005,7 @@ impl Worker {
         self.shared.asleep_since.store(0, Ordering::Relaxed);
         add(&self.shared.parked_ticks, slept);
         if !found {
-            found = self.pass() || self.shared.has_mail.load(Ordering::Acquire);
+            found = self.pass(Ticks::now()) || self.shared.has_mail.load(Ordering::Acquire);
             if !found && timeout.is_none() {
                 self.shared.spurious_wakes.fetch_add(1, Ordering::Relaxed);
             }

@@ -156,3 +156,38 @@ fn a_function_that_waits_holds_up_no_other_and_goes_on_alone() {
         drop(poller.remove(id).recv().expect("it is drained"));
     }
 }
+
+#[test]
+fn a_function_that_comes_while_the_only_other_one_waits_is_served() {
+    let pollers = Pollers::new();
+    let (end, waits) = mpsc::channel();
+    let (begins, began) = mpsc::channel();
+    let mut slow = guest(WaitingHost {
+        waits: Some(waits),
+        begins: Some(begins),
+        ..WaitingHost::default()
+    });
+    let mut other = guest(WaitingHost::default());
+    pollers.watch().expect("a thread");
+    let policy = "shared:busy".parse().expect("valid");
+    let poller = pollers
+        .place(&policy, Learning::default(), Neighbours::default(), None)
+        .expect("a thread");
+    let id = slow.queue.id();
+    poller.add(queue_of(&mut slow));
+    slow.submit_read([0x8000, 0]);
+    began.recv().expect("its turn");
+    // Nobody waits for it yet.
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(pollers.stats().len(), 1);
+    let other_id = other.queue.id();
+    poller.add(queue_of(&mut other));
+    other.submit_read([0x8000, 0]);
+    await_completion(&pollers, &other, 0);
+    assert_eq!(pollers.stats().len(), 2);
+    end.send(()).expect("it waits");
+    await_completion(&pollers, &slow, 0);
+    for id in [id, other_id] {
+        drop(poller.remove(id).recv().expect("it is drained"));
+    }
+}

@@ -12,6 +12,7 @@
 //! * `allocate`: the choice among free extents.
 //! * `store`: the file that holds the ledger, changed so that a crash at any point leaves
 //!   either the old or the new state.
+//! * `returns`: leases that are given back at the same time.
 //! * `kept`: the ledger of private drives in a memory file, for the process after this one.
 //! * `holder`: how one process sees whether the holder of a lease, another process, lives.
 //! * `tenants`: which id last held a range, and what becomes of its data.
@@ -38,6 +39,7 @@ mod marks;
 mod outcome;
 mod private;
 mod request;
+mod returns;
 mod room;
 mod store;
 mod tenants;

@@ -25,6 +25,7 @@ use std::fs::TryLockError;
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::de::Error as _;
@@ -125,6 +126,9 @@ pub enum StoreError {
         /// The version that it says it has.
         found: u64,
     },
+    /// A change for several leases failed.
+    #[error(transparent)]
+    Together(Arc<StoreError>),
     /// A lease lives that the ledger does not name.
     #[error(
         "The ledger {} was removed or replaced while leases were held, according to locks on {} by {users}: stop these \

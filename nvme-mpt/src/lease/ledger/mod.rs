@@ -19,6 +19,7 @@ use super::kept::KeptRecords;
 use super::marks;
 use super::outcome::Admitted;
 use super::request::{LeaseRequest, Wanted};
+use super::returns::Returns;
 use super::room::{Room, room};
 use super::store::{Folder, Record, Records, StoreError};
 use super::tenants::{self, FormerData};
@@ -42,6 +43,7 @@ enum Book {
         folder: Folder,
         /// Slots of leases that this process took over, and that the ledger names another process for.
         unnamed: Mutex<BTreeSet<Slot>>,
+        returns: Returns,
     },
     /// In this process, for drives that no other process can reach.
     Process {
@@ -61,6 +63,7 @@ impl Ledger {
         Self(Arc::new(Book::Folder {
             folder: Folder::new(dir),
             unnamed: Mutex::default(),
+            returns: Returns::default(),
         }))
     }
 
@@ -136,7 +139,9 @@ impl Ledger {
     ) -> Result<Lease, LeaseError> {
         request.check()?;
         let (slot, holder, entered) = match &*self.0 {
-            Book::Folder { folder, unnamed } => {
+            Book::Folder {
+                folder, unnamed, ..
+            } => {
                 let exclusive = folder.lock()?;
                 let before = folder.read()?;
                 let mut records = before.clone();
@@ -552,9 +557,17 @@ impl Ledger {
         }
     }
 
-    /// Takes the lease in `slot`, whose holder gives it back, out of the ledger.
+    /// Takes the lease in `slot`, whose holder gives it back, out of the ledger, with others that are given back meanwhile.
     fn give_back(&self, slot: Slot) -> Result<(), StoreError> {
-        self.change(|records| records.remove(slot))
+        match &*self.0 {
+            Book::Folder { returns, .. } => returns.give_back(slot, |slots| {
+                self.change(|records| {
+                    let removed = slots.iter().filter(|slot| records.remove(**slot));
+                    removed.count() > 0
+                })
+            }),
+            Book::Process { .. } => self.change(|records| records.remove(slot)),
+        }
     }
 
     /// Changes the record of a holder's lease. `change` returns whether it changed something: there is no record if an

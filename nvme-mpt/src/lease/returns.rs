@@ -1,0 +1,123 @@
+//! Leases that several threads give back at the same time, in one change of the ledger.
+//!
+//! A change writes the whole ledger and syncs it, and the ledger's file is locked meanwhile. Functions of a server that ends
+//! give back their leases all at once.
+
+use std::sync::{Arc, OnceLock, PoisonError};
+
+use super::holder::Slot;
+use super::store::StoreError;
+use crate::memory::sync::{Mutex, MutexGuard};
+
+/// Result of the change that gave back a lease.
+type Outcome = Arc<OnceLock<Result<(), Arc<StoreError>>>>;
+
+/// Leases that are being given back.
+#[derive(Debug, Default)]
+pub(super) struct Returns {
+    waiting: Mutex<Vec<(Slot, Outcome)>>,
+    /// Held by the thread that changes the ledger for all that wait.
+    turn: Mutex<()>,
+}
+
+impl Returns {
+    /// Gives back a lease, with all others that wait. `change` removes several from the ledger. Waits while another thread is
+    /// in its call.
+    ///
+    /// # Errors
+    /// That of the change, for each lease in it.
+    pub(super) fn give_back(
+        &self,
+        slot: Slot,
+        change: impl FnOnce(&[Slot]) -> Result<(), StoreError>,
+    ) -> Result<(), StoreError> {
+        let outcome = Outcome::default();
+        lock(&self.waiting).push((slot, outcome.clone()));
+        let _turn = lock(&self.turn);
+        if let Some(outcome) = outcome.get() {
+            return outcome.clone().map_err(StoreError::Together);
+        }
+        let mut waiting = std::mem::take(&mut *lock(&self.waiting));
+        if !waiting
+            .iter()
+            .any(|(_, other)| Arc::ptr_eq(other, &outcome))
+        {
+            // The thread that took it has panicked.
+            waiting.push((slot, outcome));
+        }
+        let slots: Vec<_> = waiting.iter().map(|(slot, _)| *slot).collect();
+        let result = change(&slots).map_err(Arc::new);
+        for (_, outcome) in waiting {
+            // Only this thread has it to set.
+            let _ = outcome.set(result.clone());
+        }
+        result.map_err(StoreError::Together)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::path::PathBuf;
+    use std::sync::mpsc::channel;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn leases_that_are_given_back_at_the_same_time_are_one_change() {
+        let returns = Returns::default();
+        let changes = Mutex::new(Vec::new());
+        let (begins, began) = channel();
+        let (end, ends) = channel::<()>();
+        let give_back = |slot| {
+            returns.give_back(Slot(slot), |slots| {
+                let mut changes = changes.lock().unwrap();
+                changes.push(slots.to_vec());
+                Err(StoreError::Io {
+                    action: "write the ledger to",
+                    path: PathBuf::from("/run/ledger"),
+                    source: io::ErrorKind::StorageFull.into(),
+                })
+            })
+        };
+        thread::scope(|scope| {
+            let returns = &returns;
+            let first = scope.spawn(move || {
+                returns.give_back(Slot(0), |slots| {
+                    assert_eq!(slots, [Slot(0)]);
+                    begins.send(()).unwrap();
+                    ends.recv().unwrap();
+                    Ok(())
+                })
+            });
+            began.recv().unwrap();
+            let give_back = &give_back;
+            let others: Vec<_> = (1..9)
+                .map(|slot| scope.spawn(move || give_back(slot)))
+                .collect();
+            while returns.waiting.lock().unwrap().len() < others.len() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            end.send(()).unwrap();
+            first.join().unwrap().unwrap();
+            for other in others {
+                let error = other.join().unwrap().unwrap_err();
+                assert!(
+                    error
+                        .to_string()
+                        .starts_with("Cannot write the ledger to /run/ledger")
+                );
+            }
+        });
+        let mut changes = changes.into_inner().unwrap();
+        assert_eq!(changes.len(), 1);
+        changes[0].sort_unstable_by_key(|slot| slot.0);
+        assert_eq!(changes[0], (1..9).map(Slot).collect::<Vec<_>>());
+    }
+}

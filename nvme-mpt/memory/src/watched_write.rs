@@ -148,8 +148,19 @@ pub fn watch() -> io::Result<()> {
             if !is_any_under_way()
                 && let Some(waker) = WATCHER.get()
             {
-                waker.read()?;
+                await_wake(waker)?;
             }
+        }
+    }
+}
+
+/// Waits until a write wakes the watcher. A signal to its thread ends no wait.
+fn await_wake(waker: &EventFd) -> io::Result<()> {
+    loop {
+        match waker.read() {
+            Ok(_) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
 }
@@ -208,6 +219,7 @@ fn wake_watcher() {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc;
     use std::thread;
 
     use super::*;
@@ -215,7 +227,12 @@ mod tests {
     #[test]
     fn a_write_that_waits_for_another_process_ends() {
         prepare().unwrap();
-        thread::spawn(|| watch().unwrap());
+        let (name, named) = mpsc::channel();
+        thread::spawn(move || {
+            name.send(ThreadId::of_this_thread()).unwrap();
+            watch().unwrap();
+        });
+        let watcher = named.recv().unwrap();
         let full = || {
             let eventfd = EventFd::new(0).unwrap();
             eventfd.write(u64::MAX - 1).unwrap();
@@ -233,6 +250,10 @@ mod tests {
         while IS_WATCHED.load(Ordering::SeqCst) {
             thread::sleep(Duration::from_millis(1));
         }
+        // It sleeps on after a signal.
+        thread::sleep(Duration::from_millis(50));
+        interrupt(watcher);
+        thread::sleep(Duration::from_millis(50));
         let wait = || thread::spawn(move || signal(&full()).unwrap_err().kind());
         let threads: Vec<_> = (0..4).map(|_| wait()).collect();
         for thread in threads {

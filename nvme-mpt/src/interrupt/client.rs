@@ -52,6 +52,9 @@ const REST: u32 = 99;
 /// Longest rest. It is bounded because a guest's driver has timeouts for its interrupt.
 const REST_MAX: Duration = Duration::from_secs(1);
 
+/// Time between two attempts to start a client's thread.
+const RETRY: Duration = Duration::from_secs(1);
+
 /// Number of trusted clients with waiting writes from which on new clients get no direct writes.
 const BLOCKED_MAX: u32 = 3;
 
@@ -76,8 +79,15 @@ pub enum EventReader {
 #[derive(Debug)]
 pub struct ClientSignals {
     manner: Arc<Manner>,
-    /// To the client's thread, once it has one.
-    thread: Mutex<Option<Sender<Arc<ClientEventFd>>>>,
+    thread: Mutex<SignalThread>,
+}
+
+/// The client's thread, if it has one.
+#[derive(Debug, Default)]
+struct SignalThread {
+    sender: Option<Sender<Arc<ClientEventFd>>>,
+    /// Moment at which it could not be started.
+    refused: Option<Ticks>,
 }
 
 /// State of a client's signals.
@@ -124,7 +134,7 @@ impl ClientSignals {
                 returns: AtomicU32::new(0),
                 slow_ticks: ticks_in(SLOW),
             }),
-            thread: Mutex::new(None),
+            thread: Mutex::default(),
         };
         signals.meet(client);
         Arc::new(signals)
@@ -151,26 +161,48 @@ impl ClientSignals {
         })
     }
 
-    /// Makes the client's thread signal an eventfd. Does not wait.
+    /// Makes the client's thread signal an eventfd. Does not wait. Starts the thread if there is none, but tries that once in
+    /// [`RETRY`] only.
     #[cold]
     fn hand_over(&self, eventfd: &Arc<ClientEventFd>) -> bool {
+        self.hand_over_to(eventfd, || self.manner.clone().start())
+    }
+
+    /// As [`Self::hand_over`], to a thread that `start` starts.
+    fn hand_over_to(
+        &self,
+        eventfd: &Arc<ClientEventFd>,
+        start: impl FnOnce() -> io::Result<Sender<Arc<ClientEventFd>>>,
+    ) -> bool {
         if eventfd.is_due.swap(true, Ordering::AcqRel) {
             return true;
         }
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        let sender = match &*thread {
-            Some(sender) => sender,
-            None => match self.manner.clone().start() {
-                Ok(sender) => thread.insert(sender),
-                Err(error) => {
-                    log::error!(
-                        "{}: there is no thread for slow interrupts: {error}",
-                        self.manner.name
-                    );
-                    eventfd.is_due.store(false, Ordering::Release);
-                    return false;
+        if thread.sender.is_none() {
+            let now = Ticks::now();
+            let retry = ticks_in(RETRY);
+            if thread.refused.is_none_or(|at| now.since(at) >= retry) {
+                match start() {
+                    Ok(sender) => {
+                        *thread = SignalThread {
+                            sender: Some(sender),
+                            refused: None,
+                        }
+                    }
+                    Err(error) => {
+                        if thread.refused.replace(now).is_none() {
+                            log::error!(
+                                "{}: there is no thread for slow interrupts: {error}",
+                                self.manner.name
+                            );
+                        }
+                    }
                 }
-            },
+            }
+        }
+        let Some(sender) = &thread.sender else {
+            eventfd.is_due.store(false, Ordering::Release);
+            return false;
         };
         // The thread lasts as long as this.
         sender.send(eventfd.clone()).is_ok()
@@ -390,6 +422,27 @@ mod tests {
 
     fn signals(client: EventReader) -> Arc<ClientSignals> {
         ClientSignals::new("vm", client)
+    }
+
+    #[test]
+    fn a_thread_that_cannot_be_started_is_tried_once_a_second() {
+        let signals = signals(EventReader::Trusted);
+        let eventfd = signals.eventfd(EventFd::new(libc::EFD_NONBLOCK).expect("free"));
+        let tries = AtomicU32::new(0);
+        let refuse = || {
+            tries.fetch_add(1, Ordering::Relaxed);
+            Err(io::ErrorKind::WouldBlock.into())
+        };
+        for _ in 0..100 {
+            assert!(!signals.hand_over_to(&eventfd, refuse));
+        }
+        // Ten seconds on a machine that stands still between two of them.
+        assert!(tries.load(Ordering::Relaxed) <= 10);
+        let (sender, handed) = channel();
+        signals.thread.lock().expect("no panic").refused = Some(Ticks(0));
+        assert!(signals.hand_over_to(&eventfd, || Ok(sender)));
+        assert!(handed.try_recv().is_ok());
+        assert_eq!(signals.thread.lock().expect("no panic").refused, None);
     }
 
     fn way(signals: &ClientSignals) -> u8 {

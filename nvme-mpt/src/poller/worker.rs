@@ -8,7 +8,7 @@ use std::io;
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use log::{error, warn};
@@ -26,7 +26,7 @@ use crate::learn::{Courtesy, Learning, Looks, OnProcessor, SpinTime};
 use crate::memory::processors::{ThreadId, are_virtual, own_processors, run_on};
 use crate::memory::sync::JoinHandle;
 use crate::memory::sync::Mutex;
-use crate::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use crate::memory::sync::mpsc::{Receiver, SendError, SyncSender, sync_channel};
 use crate::memory::system::{thread_preemptions, thread_time};
 use crate::memory::{Cell32, eventfd};
 use crate::park::Waker;
@@ -162,6 +162,7 @@ pub(super) struct Shared {
     started: Ticks,
     spin: Spin,
     learning: Learning,
+    threads: Threads,
     /// Seat of the thread that runs it now.
     seat: Mutex<Arc<Seat>>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -202,7 +203,7 @@ impl Poller {
             Home::Processor(cpu) => Some(cpu),
             Home::Anywhere | Home::Beside(_) => None,
         };
-        let shared = Shared::new(name, cpu, spin, learning)?;
+        let shared = Shared::new(name, cpu, spin, learning, threads)?;
         let mut worker = Worker::new(&shared)?;
         let work = Box::new(move || {
             if let Home::Beside(neighbours) = home {
@@ -267,6 +268,7 @@ impl Poller {
             None,
             shared.spin,
             shared.learning,
+            threads,
         )?;
         let ticket = Ticket {
             sleeper: Sleeper::new(&apart.waker)?,
@@ -298,7 +300,7 @@ impl Poller {
             poller.send(Mail::Remove(id, Departure::Drains, requester));
         }
         polled.apart.push(Apart {
-            function: function.function,
+            function: Arc::downgrade(&function.function),
             poller: poller.clone(),
         });
         // The thread waits for it.
@@ -464,7 +466,8 @@ struct Function {
 
 /// A function that once held up all others, and has a poller of its own.
 struct Apart {
-    function: Arc<ProcessorTime>,
+    /// Not a share of it: several pollers may know the function, and none of them would see that it is gone.
+    function: Weak<ProcessorTime>,
     poller: Arc<Poller>,
 }
 
@@ -522,7 +525,7 @@ impl PolledFunctions {
         let own = bill.function();
         self.apart
             .iter_mut()
-            .find(|apart| Arc::ptr_eq(&apart.function, own))
+            .find(|apart| apart.function.as_ptr() == Arc::as_ptr(own))
     }
 }
 
@@ -551,6 +554,7 @@ impl Shared {
         cpu: Option<usize>,
         spin: Spin,
         learning: Learning,
+        threads: &Threads,
     ) -> io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
             name: name.to_owned(),
@@ -568,6 +572,7 @@ impl Shared {
             started: Ticks::now(),
             spin,
             learning,
+            threads: threads.clone(),
             seat: Mutex::default(),
             thread: Mutex::default(),
         }))
@@ -943,10 +948,9 @@ impl Worker {
         for queue in self.polled.queues_mut() {
             queue.share_poller(!is_of_one);
         }
-        // The record has the last handle of a function that is gone.
         self.polled
             .apart
-            .retain(|apart| Arc::strong_count(&apart.function) > 1);
+            .retain(|apart| apart.function.strong_count() > 0);
     }
 
     /// Sleeps until there is something to do, or until so long before a command is due. Returns whether work was there after
@@ -1142,6 +1146,7 @@ impl Worker {
             shared,
             ..
         } = self;
+        let mut abandoned = Vec::new();
         leaving.retain(|(id, requester)| {
             let found = functions.iter_mut().find_map(|function| {
                 let queues = &function.members.queues;
@@ -1165,12 +1170,24 @@ impl Worker {
             if let Some(fd) = queue.wait_fd() {
                 sleeper.unwatch(fd);
             }
-            // A requester that is gone needs the queue no more, which then ends here.
-            let _ = requester.reply.send(queue);
+            if let Err(SendError(queue)) = requester.reply.send(queue) {
+                abandoned.push(queue);
+            }
             false
         });
+        end_apart(&shared.threads, abandoned);
         self.follow_change();
     }
+}
+
+/// Ends queues whose requesters are gone, on a thread of their own: the end may wait for the drive and for the ledger.
+#[expect(clippy::vec_box, reason = "queues move between threads and are large")]
+fn end_apart(threads: &Threads, queues: Vec<Box<ShadowQueue>>) {
+    if queues.is_empty() {
+        return;
+    }
+    // Without a thread they end here, and the log says so.
+    let _ = threads.spawn("queue-end", Box::new(move || drop(queues)));
 }
 
 /// Adds to a counter that only this thread writes.

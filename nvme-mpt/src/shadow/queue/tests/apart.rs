@@ -15,6 +15,18 @@ struct WaitingHost {
     waits: Option<mpsc::Receiver<()>>,
     /// Receives a message when a wait begins.
     begins: Option<mpsc::Sender<()>>,
+    /// Ends the queue's end.
+    _end: Option<SlowEnd>,
+}
+
+/// Waits for the test when it is dropped.
+#[derive(Debug)]
+struct SlowEnd(mpsc::Receiver<()>);
+
+impl Drop for SlowEnd {
+    fn drop(&mut self) {
+        let _ = self.0.recv();
+    }
 }
 
 impl HostQueue for WaitingHost {
@@ -190,4 +202,35 @@ fn a_function_that_comes_while_the_only_other_one_waits_is_served() {
     for id in [id, other_id] {
         drop(poller.remove(id).recv().expect("it is drained"));
     }
+}
+
+#[test]
+fn a_queue_that_nobody_waits_for_ends_without_its_poller() {
+    let pollers = Pollers::new();
+    let (end_wait, waits) = mpsc::channel();
+    let (begins, began) = mpsc::channel();
+    let (end, ends) = mpsc::channel();
+    let mut gone = guest(WaitingHost {
+        waits: Some(waits),
+        begins: Some(begins),
+        _end: Some(SlowEnd(ends)),
+        ..WaitingHost::default()
+    });
+    let mut other = guest(WaitingHost::default());
+    let policy = "shared:busy".parse().expect("valid");
+    let poller = pollers
+        .place(&policy, Learning::default(), Neighbours::default(), None)
+        .expect("a thread");
+    let [id, other_id] = [gone.queue.id(), other.queue.id()];
+    poller.add(queue_of(&mut gone));
+    poller.add(queue_of(&mut other));
+    gone.submit_read([0x8000, 0]);
+    began.recv().expect("its turn");
+    drop(poller.remove(id));
+    end_wait.send(()).expect("it waits");
+    await_completion(&pollers, &gone, 0);
+    other.submit_read([0x8000, 0]);
+    await_completion(&pollers, &other, 0);
+    drop(poller.remove(other_id).recv().expect("it is drained"));
+    drop(end);
 }

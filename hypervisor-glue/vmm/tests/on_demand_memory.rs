@@ -121,11 +121,15 @@ impl Ram {
     }
 
     fn own(self: &Arc<Self>, is_complete: bool) -> VmmMapping {
+        self.own_part(LEN, is_complete)
+    }
+
+    fn own_part(self: &Arc<Self>, len: usize, is_complete: bool) -> VmmMapping {
         let start = NonNull::new(self.start as *mut u8).unwrap();
         let fd = std::os::fd::AsFd::as_fd(&self.file);
         // SAFETY: this unmaps it when it is dropped, and makes no references to it.
         let memory =
-            unsafe { Mapping::borrowed(start, LEN, Access::ReadWrite, fd, 0, self.clone()) };
+            unsafe { Mapping::borrowed(start, len, Access::ReadWrite, fd, 0, self.clone()) };
         VmmMapping {
             memory: memory.unwrap(),
             is_complete,
@@ -445,6 +449,28 @@ fn memory_by_its_file_is_refused_until_it_is_complete() {
     assert!(!is_incomplete(map()));
     assert_eq!(machine.enable(), 1, "ready");
     drop(restore);
+}
+
+#[test]
+fn memory_by_its_file_is_checked_beside_a_part_in_the_vmms_own_mapping() {
+    let machine = Machine::new(false);
+    let name = "memory_by_its_file_is_checked_beside_a_part_in_the_vmms_own_mapping";
+    let Some(_restore) = machine.ram.restore_on_demand(name) else {
+        return;
+    };
+    let part = |start: usize, end: usize| MemoryRegion {
+        gpa: Gpa(start as u64),
+        len: (end - start) as u64,
+        offset: start as u64,
+        ..machine.ram.region()
+    };
+    let own = machine.ram.own_part(SNAPSHOT, false);
+    machine
+        .function
+        .map_vmm_memory(part(0, SNAPSHOT), own)
+        .unwrap();
+    let map = || machine.function.map_memory(part(SNAPSHOT, LEN));
+    assert!(is_incomplete(map()));
 }
 
 #[test]

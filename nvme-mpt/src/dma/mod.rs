@@ -112,6 +112,14 @@ impl MemoryRegion {
         }
         Ok(())
     }
+
+    /// Returns the access of its mapping.
+    fn access(&self) -> Access {
+        match self.writable {
+            true => Access::ReadWrite,
+            false => Access::Read,
+        }
+    }
 }
 
 /// The VMM's own mapping of memory that it hands over to a function in its process.
@@ -301,7 +309,7 @@ impl DmaWindow {
     /// All of [`DmaError`] but the ones of unmapping.
     pub fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         memory.check_shape()?;
-        self.check_region(&memory)?;
+        self.check_use(&memory, |file| file.serves(&memory))?;
         self.map_checked(memory)
     }
 
@@ -314,11 +322,20 @@ impl DmaWindow {
     }
 
     /// Checks that memory can be used by its file: it is complete, as far as this process can see. A file of which a region
-    /// is mapped was checked before.
+    /// is mapped here was checked before. One that is used through a VMM's own mapping may be incomplete.
     ///
     /// # Errors
     /// [`DmaError::Incomplete`], [`DmaError::UnknownFaults`], [`DmaError::MayWait`], [`DmaError::Map`].
     pub fn check_region(&self, memory: &MemoryRegion) -> Result<(), DmaError> {
+        self.check_use(memory, |_| false)
+    }
+
+    /// As [`Self::check_region`]. `is_through` returns whether the region is used through a VMM's own mapping.
+    fn check_use(
+        &self,
+        memory: &MemoryRegion,
+        is_through: impl Fn(&GuestFile) -> bool,
+    ) -> Result<(), DmaError> {
         let MemoryRegion { gpa, len, fd, .. } = memory;
         self.check_kind(memory)?;
         let is_known = {
@@ -330,7 +347,8 @@ impl DmaWindow {
                 len: *len,
                 source,
             })?;
-            known.any(|file| file.has_id(id))
+            known
+                .any(|file| file.has_id(id) && (!file.mapping().is_borrowed() || is_through(&file)))
         };
         match is_known {
             true => Ok(()),
@@ -363,6 +381,7 @@ impl DmaWindow {
     fn map_by(&self, memory: MemoryRegion, own: Option<Mapping>) -> Result<(), DmaError> {
         memory.check_shape()?;
         self.check_kind(&memory)?;
+        let access = memory.access();
         let MemoryRegion {
             gpa,
             len,
@@ -371,11 +390,6 @@ impl DmaWindow {
             readable,
             writable,
         } = memory;
-        let access = if writable {
-            Access::ReadWrite
-        } else {
-            Access::Read
-        };
         let bytes = usize::try_from(len).map_err(|_| DmaError::InvalidRegion { gpa, len })?;
         let failed = |source| DmaError::Map { gpa, len, source };
         let _change = self.tables.under_way.begin();

@@ -48,13 +48,7 @@ impl GuestFile {
         let file = File::from(fd);
         let status = file.metadata()?;
         let id = (status.dev(), status.ino());
-        let has_it = |file: &&Arc<Self>| {
-            // A file that was cut short and grew again has other pages than what took their place.
-            file.id == id
-                && file.mapping.access() == access
-                && !file.mapping.is_lost()
-                && file.offset_of(offset, len).is_some()
-        };
+        let has_it = |file: &&Arc<Self>| file.id == id && file.has(offset, len, access);
         if let Some(file) = known.iter().find(has_it) {
             return Ok(Some(file.clone()));
         }
@@ -110,6 +104,19 @@ impl GuestFile {
                 file,
             }),
         })
+    }
+
+    /// Returns whether the mapping has a part of the file, with this access.
+    fn has(&self, offset: u64, len: usize, access: Access) -> bool {
+        // A file that was cut short and grew again has other pages than what took their place.
+        self.mapping.access() == access
+            && !self.mapping.is_lost()
+            && self.offset_of(offset, len).is_some()
+    }
+
+    /// Returns whether a region of this file would be used through this mapping.
+    pub(super) fn serves(&self, memory: &MemoryRegion) -> bool {
+        usize::try_from(memory.len).is_ok_and(|len| self.has(memory.offset, len, memory.access()))
     }
 
     /// Returns device and inode of a file.

@@ -1,6 +1,7 @@
 //! The NVMe PCI function: what a VMM holds of a guest controller.
 
 mod kept;
+mod memory_checks;
 #[cfg(test)]
 mod model;
 mod pin;
@@ -39,6 +40,7 @@ use crate::{
 
 use kept::ControlParts;
 pub use kept::{ControlKeeper, ControlState, TakeUpError};
+use memory_checks::MemoryChecks;
 use pin::{PIN_INTERVAL, PinWatch};
 
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
@@ -133,7 +135,7 @@ pub struct NvmeFunction {
     /// The process of the host side is gone, and another one is waited for.
     away: bool,
     /// Transition that is not complete, as `CSTS` shows: it waits for another process of the host side, for commands in
-    /// flight, or for a flush.
+    /// flight, for a flush, or for a check of the memory.
     waiting: Option<Transition>,
     /// Moment since which it waits for the storage.
     held_since: Option<Duration>,
@@ -146,6 +148,7 @@ pub struct NvmeFunction {
     is_set_aside: bool,
     /// Looks at the level of the pin.
     pin_watch: PinWatch,
+    memory_checks: MemoryChecks,
 }
 
 /// Returns whether a function with these vectors may have a pin.
@@ -193,6 +196,7 @@ impl NvmeFunction {
             is_touched: true,
             is_set_aside: false,
             pin_watch: PinWatch::default(),
+            memory_checks: MemoryChecks::default(),
         }
     }
 
@@ -708,9 +712,16 @@ impl NvmeFunction {
         }
         match transition {
             Transition::Enable(_) if self.away => self.waiting = Some(transition),
+            // The guest has done that often. It is ready a little later.
+            Transition::Enable(_) if !self.memory_checks.may_begin(self.clock.now()) => {
+                self.waiting = Some(transition);
+            }
             Transition::Enable(queues) => {
                 // Nothing of the guest's memory was used since it was reset.
-                if let Err(error) = self.host.check_memory() {
+                let began = self.clock.now();
+                let checked = self.host.check_memory();
+                self.memory_checks.ended(began, self.clock.now());
+                if let Err(error) = checked {
                     return self.fail(&format!("its memory cannot be used: {error}"));
                 }
                 // No store to mapped doorbells ends up here.

@@ -371,6 +371,33 @@ fn waits_for_memory(command: Sqe) -> (bool, Guest) {
 }
 
 #[test]
+fn a_guest_that_enables_its_controller_often_waits_for_the_check_of_its_memory() {
+    let mut guest = Guest::new(DoorbellMode::Shadow);
+    let clock = Arc::new(fixtures::StillClock::default());
+    guest.function.clock = clock.clone();
+    guest.enable();
+    guest.write_register(0x14, 0);
+    let second = Duration::from_secs(1);
+    guest.function.memory_checks.ended(Duration::ZERO, second);
+    guest.write_register(0x14, 0x0046_0001);
+    assert_eq!(guest.csts(), 0);
+    assert_eq!(guest.function.events_interval(), Some(HOLD_INTERVAL));
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 0);
+    clock.sleep(3 * second);
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 1);
+    // One that gives up waits for nothing.
+    guest.write_register(0x14, 0);
+    guest.function.memory_checks.ended(3 * second, 4 * second);
+    guest.write_register(0x14, 0x0046_0001);
+    guest.write_register(0x14, 0);
+    clock.sleep(3 * second);
+    guest.function.process_events();
+    assert_eq!(guest.csts(), 0);
+}
+
+#[test]
 fn the_data_of_an_admin_command_waits_to_be_mapped_again() {
     let identify = Sqe {
         dptr: [NOWHERE, 0],

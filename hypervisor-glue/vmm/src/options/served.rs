@@ -89,6 +89,7 @@ impl ServedDrive {
         "drive-id",
         "profile",
         "faults",
+        "populate",
         "namespace",
         "timeout",
     ];
@@ -302,6 +303,19 @@ pub(super) fn parse_mode(text: &str) -> Result<u32, &'static str> {
 mod tests {
     use super::*;
     use crate::report;
+
+    #[test]
+    fn a_drive_without_functions_has_the_options_of_its_drive() {
+        let served: ServedDrive = "path=memory:1G,populate=on,timeout=none,lba=4096"
+            .parse()
+            .unwrap();
+        assert!(served.drive.populate.is_some());
+        let error = "path=memory:1G,queues=2"
+            .parse::<ServedDrive>()
+            .unwrap_err();
+        let told = report::chain(&error);
+        assert!(told.contains("faults, populate, namespace"), "{told}");
+    }
 
     #[test]
     fn a_socket_has_a_mode_and_an_owner() {

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use super::apt::{self, Suites};
 use super::cache::Cache;
+use super::debian::Release;
 use super::host::{self, Tool};
 use super::kernel::{Kernel, KernelChoice};
 use super::{ProvisionError, at, debian};
@@ -52,7 +53,7 @@ fn loader_configuration() -> String {
 /// If packages can't be fetched or installed.
 pub fn provide() -> Result<PathBuf, ProvisionError> {
     // The cache has one user at a time.
-    let root = debian::provide()?;
+    let root = debian::provide(Release::Debian12)?;
     let cache = Cache::open()?;
     let kernel = Kernel::provide(&cache, &KernelChoice::V6_1)?;
     let configuration = loader_configuration();

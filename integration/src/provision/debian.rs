@@ -1,4 +1,4 @@
-//! A Debian 12 as it is installed, with systemd as its first process and an agent that the host talks to.
+//! A Debian as it is installed, with systemd as its first process and an agent that the host talks to.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -7,14 +7,14 @@ use std::process::Command;
 
 use super::cache::Cache;
 use super::host::{self, Tool};
+use super::kernel::KernelChoice;
 use super::{ProvisionError, apt, at, image};
 use crate::process;
 use crate::progress::Step;
 
-const SUITE: &str = "bookworm";
 /// Bytes for what is installed in it: two versions of a package lie there at once during an upgrade.
 const ROOM: u64 = 512 << 20;
-const PACKAGES: &str = "systemd,systemd-sysv,udev";
+const PACKAGES: &str = "systemd,systemd-sysv,udev,e2fsprogs";
 const TOOLS: [Tool; 1] = [Tool {
     program: "mmdebstrap",
     package: "mmdebstrap",
@@ -33,19 +33,51 @@ ExecStart=/bin/sh /usr/local/sbin/agent
 /// Target that a guest boots into by default.
 const TARGET: &str = "multi-user.target.wants";
 
+/// A release of Debian.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Release {
+    /// Bullseye.
+    Debian11,
+    /// Bookworm.
+    Debian12,
+    /// Trixie.
+    Debian13,
+}
+
+impl Release {
+    /// The name of its suite.
+    pub fn suite(self) -> &'static str {
+        match self {
+            Self::Debian11 => "bullseye",
+            Self::Debian12 => "bookworm",
+            Self::Debian13 => "trixie",
+        }
+    }
+
+    /// Its kernel.
+    pub fn kernel(self) -> KernelChoice {
+        match self {
+            Self::Debian11 => KernelChoice::V5_10,
+            Self::Debian12 => KernelChoice::V6_1,
+            Self::Debian13 => KernelChoice::V6_12,
+        }
+    }
+}
+
 /// Returns the image of its file system, made now if the cache has none of this recipe.
 ///
 /// Its packages are configured, and `dpkg` knows them. Only root can make it.
 ///
 /// # Errors
 /// If packages can't be fetched or installed.
-pub fn provide() -> Result<PathBuf, ProvisionError> {
+pub fn provide(release: Release) -> Result<PathBuf, ProvisionError> {
     let cache = Cache::open()?;
-    let recipe = format!("{PACKAGES} of {SUITE}, {ROOM} free: {AGENT} {AGENT_UNIT}");
+    let suite = release.suite();
+    let recipe = format!("{PACKAGES} of {suite}, {ROOM} free: {AGENT} {AGENT_UNIT}");
     let folder = cache.entry("debian", &recipe, |folder| {
         host::ensure(&TOOLS)?;
         let root = folder.join("root");
-        install(&root)?;
+        install(suite, &root)?;
         add_agent(&root)?;
         image::make(&root, &folder.join("disk"), ROOM)?;
         fs::remove_dir_all(&root).map_err(at(&root))
@@ -61,12 +93,12 @@ pub fn disk(folder: &Path, disk: &Path) -> Result<(), ProvisionError> {
     image::make(folder, disk, 0)
 }
 
-fn install(root: &Path) -> Result<(), ProvisionError> {
-    let step = Step::start(format!("Installing Debian {SUITE} into a folder"));
+fn install(suite: &str, root: &Path) -> Result<(), ProvisionError> {
+    let step = Step::start(format!("Installing Debian {suite} into a folder"));
     let mut command = Command::new("mmdebstrap");
     command
         .args(["--mode=root", "--variant=minbase", "--include", PACKAGES])
-        .arg(SUITE)
+        .arg(suite)
         .arg(root)
         .arg(apt::mirror()?);
     process::run(&mut command)?;

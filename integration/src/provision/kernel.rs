@@ -17,6 +17,8 @@ pub(super) const PACKAGE: &str = "linux-image-cloud-amd64";
 /// Kernel of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum KernelChoice {
+    /// Debian 11's, for guests alone.
+    V5_10,
     /// Debian 12's.
     V6_1,
     /// Debian 13's.
@@ -44,6 +46,7 @@ impl FromStr for KernelChoice {
 impl fmt::Display for KernelChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::V5_10 => f.write_str("5.10"),
             Self::V6_1 => f.write_str("6.1"),
             Self::V6_12 => f.write_str("6.12"),
             Self::Image(path) => path.display().fmt(f),
@@ -107,6 +110,13 @@ impl Kernel {
 /// The suites that package a kernel and the name that the cache has for it, or else the kernel itself.
 pub(super) fn packaged(choice: &KernelChoice) -> Result<(Suites, &'static str), Kernel> {
     match choice {
+        KernelChoice::V5_10 => Ok((
+            Suites {
+                known: &["bullseye"],
+                preferred: "bullseye",
+            },
+            "kernel-5.10",
+        )),
         KernelChoice::V6_1 => Ok((
             Suites {
                 known: &["bookworm"],

@@ -33,6 +33,7 @@ mod reset;
 mod roster;
 mod sharing;
 mod tenants;
+mod trim;
 mod viommu;
 mod zones;
 
@@ -83,9 +84,14 @@ const GROUPS: &[Group] = &[
     linux::GROUP,
 ];
 
-/// Groups that need more than Debian's packages, or that a busy machine may fail ([`ON_A_QUIET_MACHINE`]): with `--full`
-/// alone.
-const FULL_GROUPS: &[Group] = &[interrupts::GROUP, package::GROUP, firmware::FULL_GROUP];
+/// Groups that need more than Debian's packages, take minutes, or that a busy machine may fail
+/// ([`ON_A_QUIET_MACHINE`]): with `--full` alone.
+const FULL_GROUPS: &[Group] = &[
+    trim::GROUP,
+    interrupts::GROUP,
+    package::GROUP,
+    firmware::FULL_GROUP,
+];
 
 /// Groups beside which nothing runs: see their modules.
 const ON_A_QUIET_MACHINE: &[&str] = &["interrupts"];

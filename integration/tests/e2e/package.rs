@@ -8,7 +8,8 @@ use std::process::Command;
 use integration::guest::{Guest, GuestConfig};
 use integration::process;
 use integration::progress::say;
-use integration::provision::{debian, host};
+use integration::provision::debian::{self, Release};
+use integration::provision::host;
 use integration::{package, programs};
 
 use crate::Group;
@@ -92,7 +93,7 @@ fn has_its_files(bench: &Bench) -> Result<(), Failure> {
 fn boot(bench: &Bench, packages: &Path) -> Result<Guest, Failure> {
     let disk = bench.folder().join("packages");
     debian::disk(packages, &disk)?;
-    let root = debian::provide()?;
+    let root = debian::provide(Release::Debian12)?;
     let namespace = |number: u32, image: &Path| {
         let image = image.display();
         [

@@ -1,0 +1,139 @@
+//! Guests give blocks back: a file on the host takes less room after `fstrim` and `blkdiscard` in a Debian as it is
+//! installed, with its own kernel and its own tools.
+//!
+//! Linux 5.10, of Debian 11, knows no limit of the ranges of a Deallocate (DMRSL, NVMe 2.0): it deallocates the whole
+//! drive by one command.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use integration::error_chain;
+use integration::guest::{Drive, Guest, GuestConfig, HOTPLUG_BUS};
+use integration::progress::say;
+use integration::provision::debian::{self, Release};
+use integration::provision::{ProvisionError, host};
+use integration::server::FunctionOptions;
+
+use crate::Group;
+use crate::fixture::{
+    Bench, FUNCTION, Failure, PATIENCE, at, await_path, expect, expect_no_complaints,
+};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "trim",
+    checks: &[
+        ("debian_11", |bench| frees_blocks(bench, Release::Debian11)),
+        ("debian_12", |bench| frees_blocks(bench, Release::Debian12)),
+        ("debian_13", |bench| frees_blocks(bench, Release::Debian13)),
+    ],
+};
+
+/// The drive, longer than the range that guests are advised to deallocate at once, 1 GiB.
+const DRIVE_MIB: u64 = 4096;
+/// The file that a guest writes and removes.
+const FILE_MIB: u64 = 64;
+/// The same on the drive, if a file system or a guest keeps some of it.
+const LEAST_MIB: u64 = 60;
+/// Room that an empty ext4 of this size and its journal take at most.
+const EMPTY_MIB: u64 = 160;
+
+/// What an apt says of a mirror that has no packages of a suite any more.
+const NO_SUITE: [&str; 2] = ["does not have a Release file", "404"];
+
+/// Returns the MiB that a file takes on the host, as `du` does.
+fn du(path: &Path) -> Result<u64, Failure> {
+    let metadata = fs::metadata(path).map_err(at(path))?;
+    Ok((metadata.blocks() * 512) >> 20)
+}
+
+/// Boots a Debian, and plugs the function when its root is there: so its root is the first drive.
+fn boot(bench: &Bench, release: Release, socket: &Path) -> Result<Guest, Failure> {
+    let image = debian::provide(release)?;
+    let assets = bench.v6_12().with_kernel(&release.kernel())?;
+    let image = format!(
+        "if=none,id=root,format=raw,snapshot=on,file={}",
+        image.display()
+    );
+    let config = GuestConfig::new("debian")
+        .vcpus(2)
+        .memory_mib(1024)
+        .hotplug()
+        .root_on_drive()
+        .kernel_arguments("init=/lib/systemd/systemd systemd.show_status=0")
+        .qemu_arguments(["-drive", &image, "-device", "nvme,drive=root,serial=root"]);
+    let mut guest = Guest::start_booting(&assets, &config, bench.folder())?;
+    guest.await_ready(PATIENCE)?;
+    guest.plug(&Drive::vfio_user(socket).id("plugged").bus(HOTPLUG_BUS))?;
+    await_path(&guest, "/dev/nvme1n1", true)?;
+    Ok(guest)
+}
+
+/// Returns whether a mirror has a suite no more. Debian moves old ones to an archive.
+fn is_gone(failure: &Failure) -> bool {
+    let text = error_chain(&**failure);
+    failure.is::<ProvisionError>() && NO_SUITE.iter().any(|said| text.contains(said))
+}
+
+fn frees_blocks(bench: &Bench, release: Release) -> Result<(), Failure> {
+    let suite = release.suite();
+    if !host::is_root() {
+        say(&format!(
+            "        NOT CHECKED: trim: {suite}: only root can install a Debian into a folder"
+        ));
+        return Ok(());
+    }
+    let drive = bench.drive("drive.img", DRIVE_MIB)?;
+    let range = format!("0+{DRIVE_MIB}M");
+    let path = drive.display().to_string();
+    let mut server = bench.serve(&[FunctionOptions::new(FUNCTION, path, range)])?;
+    let guest = match boot(bench, release, &server.socket(FUNCTION)) {
+        Err(failure) if release == Release::Debian11 && is_gone(&failure) => {
+            say(&format!(
+                "        NOT CHECKED: trim: {suite}: the mirror has it no more"
+            ));
+            return Ok(());
+        }
+        booted => booted?,
+    };
+    let check = |script: &str| guest.check(script, PATIENCE);
+
+    // mkfs.ext4 deallocates the drive first. The kernel writes no tables of inodes later.
+    check(
+        "dmesg -C; mkfs.ext4 -q -F /dev/nvme1n1 && mount -o noinit_itable /dev/nvme1n1 /mnt && sync",
+    )?;
+    let empty = du(&drive)?;
+    expect(empty <= EMPTY_MIB, || {
+        format!("An empty file system takes {empty} MiB")
+    })?;
+    let script = format!("head -c {FILE_MIB}M /dev/urandom > /mnt/file && sync");
+    check(&script)?;
+    let full = du(&drive)?;
+    expect(full >= empty + LEAST_MIB, || {
+        format!("{FILE_MIB} MiB were written, and the file went from {empty} to {full} MiB")
+    })?;
+    check("rm /mnt/file && sync")?;
+    let told = check("fstrim --verbose /mnt && sync")?;
+    let trimmed = du(&drive)?;
+    expect(trimmed + LEAST_MIB <= full, || {
+        format!("fstrim left {trimmed} of {full} MiB: {told}")
+    })?;
+    // What is there is whole.
+    check("umount /mnt && e2fsck -f -n /dev/nvme1n1")?;
+    check("blkdiscard --force /dev/nvme1n1")?;
+    let discarded = du(&drive)?;
+    expect(discarded == 0, || {
+        format!("blkdiscard left {discarded} MiB")
+    })?;
+    expect_no_complaints(&guest)?;
+    let kernel = check("uname --kernel-release")?;
+    let largest = check("cat /sys/block/nvme1n1/queue/discard_max_bytes")?;
+    say(&format!(
+        "        {suite}, Linux {}, discards of at most {} bytes: the file takes {empty} MiB with an empty ext4, \
+         {full} MiB with {FILE_MIB} MiB written, {trimmed} MiB after fstrim, {discarded} MiB after blkdiscard",
+        kernel.trim(),
+        largest.trim()
+    ));
+    server.expect_alive()?;
+    Ok(())
+}

@@ -130,6 +130,7 @@ pub struct LabReport {
 #[derive(Debug, Clone)]
 pub struct LabConfig {
     drives: Vec<LabDrive>,
+    disks: Vec<PathBuf>,
     vcpus: u32,
     memory_mib: u32,
     brought: Vec<PathBuf>,
@@ -146,6 +147,7 @@ impl LabConfig {
     pub fn new() -> Self {
         Self {
             drives: Vec::new(),
+            disks: Vec::new(),
             vcpus: 2,
             memory_mib: MEMORY_MIB,
             brought: Vec::new(),
@@ -156,6 +158,13 @@ impl LabConfig {
     #[must_use]
     pub fn drive(mut self, drive: LabDrive) -> Self {
         self.drives.push(drive);
+        self
+    }
+
+    /// Adds an image as a disk by virtio, without a serial number. The first is `/dev/vdc`, the next ones follow.
+    #[must_use]
+    pub fn disk(mut self, image: impl Into<PathBuf>) -> Self {
+        self.disks.push(image.into());
         self
     }
 
@@ -260,6 +269,12 @@ impl Lab {
             let path = disk.display();
             let node = format!("driver=file,node-name={name},filename={path},read-only=on");
             let device = format!("virtio-blk-pci,drive={name}");
+            guest = guest.qemu_arguments(["-blockdev", &node, "-device", &device]);
+        }
+        for (number, disk) in config.disks.iter().enumerate() {
+            let path = disk.display();
+            let node = format!("driver=file,node-name=disk{number},filename={path}");
+            let device = format!("virtio-blk-pci,drive=disk{number}");
             guest = guest.qemu_arguments(["-blockdev", &node, "-device", &device]);
         }
         // Without an ioeventfd, what a program has written is in the file when its write returns.

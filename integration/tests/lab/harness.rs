@@ -57,13 +57,14 @@ impl Suite {
         })
     }
 
-    fn boot(&self, drives: Vec<LabDrive>, folder: &Path) -> Result<Lab, Failure> {
-        let config = self
-            .programs
-            .iter()
-            .fold(LabConfig::new(), LabConfig::bring);
-        let config = drives.into_iter().fold(config, LabConfig::drive);
+    fn boot(&self, config: LabConfig, folder: &Path) -> Result<Lab, Failure> {
+        let config = self.programs.iter().fold(config, LabConfig::bring);
         Ok(Lab::boot(&self.assets, &config, folder)?)
+    }
+
+    /// The path of this program inside a lab.
+    pub(crate) fn itself(&self) -> &str {
+        &self.itself
     }
 
     /// Boots a lab for `work`. Its logs are kept if it fails.
@@ -72,13 +73,26 @@ impl Suite {
         drives: Vec<LabDrive>,
         work: impl FnOnce(Lab) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
+        self.with_lab_of(with_drives(drives), work)
+    }
+
+    /// The same with a lab that is configured otherwise.
+    pub(crate) fn with_lab_of<T>(
+        &self,
+        config: LabConfig,
+        work: impl FnOnce(Lab) -> Result<T, Failure>,
+    ) -> Result<T, Failure> {
         let folder = temporary("nvme-mpt-lab-")?;
-        let result = self.boot(drives, folder.path()).and_then(work);
+        let result = self.boot(config, folder.path()).and_then(work);
         if result.is_err() {
             keep(folder);
         }
         result
     }
+}
+
+fn with_drives(drives: Vec<LabDrive>) -> LabConfig {
+    drives.into_iter().fold(LabConfig::new(), LabConfig::drive)
 }
 
 fn temporary(prefix: &str) -> Result<TempDir, Failure> {
@@ -199,7 +213,7 @@ impl State {
         drives: fn() -> Vec<LabDrive>,
     ) -> Result<(Lab, TempDir), Failure> {
         let folder = temporary("nvme-mpt-lab-")?;
-        match suite.boot(drives(), folder.path()) {
+        match suite.boot(with_drives(drives()), folder.path()) {
             Ok(lab) => Ok((lab, folder)),
             Err(failure) => {
                 keep(folder);

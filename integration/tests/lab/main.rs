@@ -38,6 +38,7 @@ mod isolation;
 mod linux;
 mod native;
 mod nested;
+mod order;
 mod scarcity;
 mod shared;
 mod sharing;
@@ -92,6 +93,7 @@ const GROUPS: &[Group] = &[
     linux::GROUP,
     native::GROUP,
     nested::GROUP,
+    order::GROUP,
     scarcity::GROUP,
     shared::GROUP,
     sharing::GROUP,
@@ -104,6 +106,7 @@ fn main() -> ExitCode {
         let arguments: Vec<String> = std::env::args().skip(1).collect();
         return match &arguments[..] {
             [first, rest @ ..] if first == elsewhere::ARGUMENT => elsewhere::main(rest),
+            [first, rest @ ..] if first == order::ARGUMENT => order::main(rest),
             _ => run_inside(arguments.first().map_or("", String::as_str)),
         };
     }

@@ -1,0 +1,415 @@
+//! Disks without serial numbers that come in another order at each boot of a host, whose ledger stays.
+//!
+//! Each check boots a lab again and again, with three disks by virtio that have no `serial=`, and one more that keeps the
+//! ledger. This program, inside the lab, asks for every lease on every path that its disk may have by now. A lease is given
+//! to the tenant whose data is there, or refused with a reason.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use integration::lab::{LabConfig, LabDrive, Said, inside};
+use integration::process::{self, Supervised};
+use integration::progress::say;
+use nvme_mpt_tests::bar::Bar;
+use nvme_mpt_tests::controller::{Config, Controller};
+use nvme_mpt_tests::disk::Disk;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+
+use crate::Group;
+use crate::fixture::{Failure, PATIENCE, at, expect, sh};
+use crate::harness::Suite;
+
+pub(crate) const GROUP: Group = Group::Around {
+    name: "order",
+    checks: &[
+        ("of_disks_without_names", |suite| {
+            over_boots(suite, NAMELESS, 6)
+        }),
+        ("of_a_label_and_a_file_system", |suite| {
+            over_boots(suite, NAMED, 14)
+        }),
+    ],
+};
+
+/// First argument of this program inside the lab.
+pub(crate) const ARGUMENT: &str = "order";
+/// Three disks with a lease by `range=` each.
+const NAMELESS: &str = "nameless";
+/// One such disk, one with a label, and one with a file system, whose file has leases.
+const NAMED: &str = "named";
+
+/// Numbers of the disks in the order in which they are plugged.
+const ORDERS: [[usize; 3]; 6] = [
+    [0, 1, 2],
+    [1, 2, 0],
+    [2, 1, 0],
+    [0, 2, 1],
+    [2, 0, 1],
+    [1, 0, 2],
+];
+/// The paths of the first, second and third disk.
+const PATHS: [&str; 3] = ["/dev/vdc", "/dev/vdd", "/dev/vde"];
+const DISK: u64 = 64 << 20;
+/// The drive with the ledger, where it is mounted, and the folder of the ledger.
+const STATE: &str = "state";
+const STATE_FOLDER: &str = "/state";
+const LEDGER: &str = "/state/leases";
+/// Mount point of the disk with a file system.
+const FILES_FOLDER: &str = "/files";
+const IMAGE: &str = "/files/drive.img";
+const IMAGE_BYTES: u64 = 32 << 20;
+/// Bytes of each lease.
+const LEASE: u64 = 4 << 20;
+const BY_SIZE: &str = "size=4M,unit=1M";
+const BY_RANGE: &str = "range=8M+4M";
+/// The label.
+const LABEL: &str = "pool";
+
+/// Longer than one boot's leases take on a busy machine.
+const PATIENCE_OF_A_BOOT: Duration = Duration::from_secs(900);
+const MEMORY: (u64, u64) = (1 << 32, 4 << 20);
+const SECTOR: u64 = 512;
+const PIECE: u64 = 64 << 10;
+
+/// Boots a lab so many times.
+fn over_boots(suite: &Suite, kind: &str, boots: usize) -> Result<(), Failure> {
+    let folder = tempfile::tempdir().map_err(at(std::env::temp_dir()))?;
+    let disks = [0, 1, 2].map(|disk| folder.path().join(format!("disk{disk}.img")));
+    for disk in &disks {
+        fs::File::create(disk)
+            .and_then(|file| file.set_len(DISK))
+            .map_err(at(disk))?;
+    }
+    for boot in 0..boots {
+        let order = ORDERS[boot % ORDERS.len()];
+        let state = LabDrive::new(STATE, DISK).image(folder.path().join("state.img"));
+        let config = order
+            .iter()
+            .fold(LabConfig::new().drive(state), |config, disk| {
+                config.disk(&disks[*disk])
+            });
+        suite.with_lab_of(config, |lab| {
+            let order = order.map(|disk| disk.to_string()).join(" ");
+            let command = format!("{} {ARGUMENT} {kind} {boot} {order}", suite.itself());
+            let mut said = Said::default();
+            let status = lab.stream(&command, PATIENCE_OF_A_BOOT, &mut said)?;
+            expect(status == 0, || {
+                format!("Boot {boot}, disks {order}: {}", said.tail())
+            })?;
+            lab.finish(0, &[], folder.path())?;
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// Runs inside the lab, with the arguments that follow [`ARGUMENT`].
+pub(crate) fn main(arguments: &[String]) -> ExitCode {
+    match run(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            println!("{}", integration::error_chain(&*failure));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &[String]) -> Result<(), Failure> {
+    let [kind, numbers @ ..] = arguments else {
+        return Err("It takes a kind, the boot, and the order of the disks".into());
+    };
+    let numbers: Vec<usize> = numbers
+        .iter()
+        .map(|number| number.parse())
+        .collect::<Result<_, _>>()?;
+    let &[boot, first, second, third] = &numbers[..] else {
+        return Err(format!("Not a boot and three disks: {numbers:?}").into());
+    };
+    inside::bind(STATE, "nvme")?;
+    let state = inside::block_device(STATE, 1)?;
+    if boot == 0 {
+        sh(&format!("mkfs.ext4 -q -F {}", state.display()))?;
+    }
+    sh(&format!(
+        "mkdir {STATE_FOLDER} {FILES_FOLDER} && mount -t ext4 {} {STATE_FOLDER}",
+        state.display()
+    ))?;
+    for path in PATHS {
+        let name = path.trim_start_matches("/dev/");
+        let serial = sh(&format!("cat /sys/block/{name}/serial"))?;
+        expect(serial.trim().is_empty(), || {
+            format!("{path} has a serial number: {serial}")
+        })?;
+    }
+    let mut host = Host {
+        boot,
+        order: [first, second, third],
+        right: 0,
+        refused: 0,
+    };
+    match kind.as_str() {
+        NAMELESS => host.nameless()?,
+        _ => host.named()?,
+    }
+    sh(&format!(
+        "grep -q {FILES_FOLDER} /proc/mounts && umount {FILES_FOLDER}; umount {STATE_FOLDER}; sync"
+    ))?;
+    say(&format!(
+        "        boot {boot}, disks in order {:?}: {} leases right, {} refused",
+        host.order, host.right, host.refused
+    ));
+    Ok(())
+}
+
+/// The host in one of its boots.
+struct Host {
+    boot: usize,
+    order: [usize; 3],
+    right: u32,
+    refused: u32,
+}
+
+impl Host {
+    /// Path of a disk in this boot.
+    fn path(&self, disk: usize) -> Result<&'static str, Failure> {
+        let place = self.order.iter().position(|number| *number == disk);
+        let place = place.ok_or_else(|| Failure::from(format!("There is no disk {disk}")))?;
+        Ok(PATHS[place])
+    }
+
+    /// Tenants with a range on a disk each. None has it again after a boot before the operator has said which disk is which.
+    fn nameless(&mut self) -> Result<(), Failure> {
+        let tenants = ["tenant0", "tenant1", "tenant2"];
+        for (tenant, path) in tenants.into_iter().zip(PATHS) {
+            if self.boot == 0 {
+                self.expect_refused("sized", path, BY_SIZE, &["leases label", "range="])?;
+                self.expect_right(tenant, path, BY_RANGE)?;
+                continue;
+            }
+            let why = ["until the host was started anew", "leases carry-over"];
+            self.expect_refused("sized", path, BY_SIZE, &why)?;
+            // Whoever asks: the tenant that had the path at first, another one, and one that was never there.
+            for id in [tenant, "tenant1", "stranger"] {
+                self.expect_refused(id, path, BY_RANGE, &why)?;
+            }
+        }
+        // The operator says it, at every other boot: a refusal names a drive of an earlier boot, and who has data there.
+        if self.boot % 2 == 1 {
+            let mut unsaid = vec![0, 1, 2];
+            while let Some(disk) = unsaid.last() {
+                let refusal = refusal("stranger", self.path(*disk)?, BY_RANGE)?;
+                let (former, id) = former_name(&refusal)?;
+                let named = tenants.iter().position(|tenant| *tenant == id);
+                let named = named.filter(|disk| unsaid.contains(disk));
+                let named = named.ok_or_else(|| Failure::from(refusal.clone()))?;
+                nvme_mpt(&["leases", "carry-over", &former, self.path(named)?])?;
+                unsaid.retain(|disk| *disk != named);
+            }
+            for (disk, tenant) in tenants.into_iter().enumerate() {
+                let path = self.path(disk)?;
+                // Nobody else: another one's lease is elsewhere, or the range has this one's data.
+                let others = tenants.into_iter().filter(|other| *other != tenant);
+                for other in others.chain(["stranger"]) {
+                    self.expect_refused(other, path, BY_RANGE, &["lease"])?;
+                }
+                self.expect_right(tenant, path, BY_RANGE)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A disk without anything, one with a label, and one with a file system, whose leases are right at each boot.
+    fn named(&mut self) -> Result<(), Failure> {
+        let (bare, labelled, with_files) = (0, 1, 2);
+        let pool = format!("{BY_SIZE},drive-id={LABEL}");
+        if self.boot == 0 {
+            nvme_mpt(&["leases", "label", self.path(labelled)?, LABEL])?;
+            sh(&format!("mkfs.ext4 -q -F {}", self.path(with_files)?))?;
+            self.expect_right("bare", self.path(bare)?, BY_RANGE)?;
+        }
+        self.mount_files()?;
+        // In an order of their own each time: whoever comes first gets what is free.
+        let mut ids = [0, 1];
+        ids.rotate_left(self.boot % 2);
+        for path in PATHS {
+            for number in ids {
+                let id = format!("pool{number}");
+                if path == self.path(labelled)? {
+                    self.expect_right(&id, path, &pool)?;
+                } else {
+                    self.expect_refused(&id, path, &pool, &[path])?;
+                }
+            }
+            // Without the label's name, no disk has a lease by size.
+            self.expect_refused("pool0", path, BY_SIZE, &[])?;
+            if self.boot > 0 {
+                self.expect_refused("bare", path, BY_RANGE, &[])?;
+            }
+        }
+        for number in ids {
+            self.expect_right(&format!("file{number}"), IMAGE, BY_SIZE)?;
+        }
+        Ok(())
+    }
+
+    /// Mounts the one disk with a file system.
+    fn mount_files(&self) -> Result<(), Failure> {
+        let mount = |path: &&str| sh(&format!("mount -t ext4 {path} {FILES_FOLDER}")).is_ok();
+        PATHS
+            .iter()
+            .find(|path| mount(path))
+            .ok_or("No file system")?;
+        if self.boot == 0 {
+            let image = Path::new(IMAGE);
+            fs::File::create(image)
+                .and_then(|file| file.set_len(IMAGE_BYTES))
+                .map_err(at(image))?;
+        }
+        Ok(())
+    }
+
+    /// A tenant gets its lease, and finds what it wrote.
+    fn expect_right(&mut self, id: &str, path: &str, which: &str) -> Result<(), Failure> {
+        let server = match Served::start(id, path, which)? {
+            Asked::Served(server) => server,
+            Asked::Refused(text) => {
+                return Err(format!("{id} is refused {which} on {path}:\n{text}").into());
+            }
+        };
+        server.find_and_write(id, self.boot == 0)?;
+        // At each other boot, the server dies with the host.
+        if self.boot.is_multiple_of(2) {
+            server.stop()?;
+        }
+        self.right += 1;
+        Ok(())
+    }
+
+    /// A tenant is refused a lease for a reason with these words.
+    fn expect_refused(
+        &mut self,
+        id: &str,
+        path: &str,
+        which: &str,
+        words: &[&str],
+    ) -> Result<(), Failure> {
+        let text = refusal(id, path, which)?;
+        for word in words {
+            expect(text.contains(word), || {
+                format!("{id} is refused {which} on {path}, without \"{word}\":\n{text}")
+            })?;
+        }
+        self.refused += 1;
+        Ok(())
+    }
+}
+
+/// Returns the words with which a lease is refused.
+fn refusal(id: &str, path: &str, which: &str) -> Result<String, Failure> {
+    match Served::start(id, path, which)? {
+        Asked::Refused(text) => Ok(text),
+        Asked::Served(_) => Err(format!("{id} was given {which} on {path}").into()),
+    }
+}
+
+/// Returns the drive of an earlier boot that a refusal names, and an id with data there.
+fn former_name(refusal: &str) -> Result<(String, String), Failure> {
+    let between = |start: &str, end: &str| {
+        let (_, rest) = refusal.split_once(start)?;
+        Some(rest.split_once(end)?.0.to_owned())
+    };
+    let names = between("leases carry-over '", "'").zip(between("with data of \"", "\""));
+    names.ok_or_else(|| format!("It names no drive of an earlier boot:\n{refusal}").into())
+}
+
+fn nvme_mpt(arguments: &[&str]) -> Result<String, Failure> {
+    let mut command = Command::new(inside::brought("nvme-mpt"));
+    command.args(arguments).args(["--state-dir", LEDGER]);
+    Ok(process::run(&mut command)?)
+}
+
+/// A server with one function.
+struct Served {
+    process: Supervised,
+    socket: PathBuf,
+}
+
+/// Answer to a request for a lease.
+enum Asked {
+    Served(Served),
+    Refused(String),
+}
+
+impl Served {
+    /// Starts a server. It ends if its function's lease is refused.
+    fn start(id: &str, path: &str, which: &str) -> Result<Asked, Failure> {
+        let socket = PathBuf::from("/run/x.sock");
+        let log = PathBuf::from("/tmp/serve.log");
+        // Of the server before.
+        let _ = fs::remove_file(&log);
+        let mut command = Command::new(inside::brought("nvme-mpt"));
+        command
+            .args(["serve", "--control", "/run/control.sock"])
+            .args(["--state-dir", LEDGER, "--function"])
+            .arg(format!(
+                "socket={},id={id},path={path},{which}",
+                socket.display()
+            ));
+        let mut process = Supervised::spawn("nvme-mpt serve", &command, &log)?;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let said = fs::read_to_string(&log).map_err(at(&log))?;
+            if said.lines().any(|line| line == "ready") {
+                return Ok(Asked::Served(Self { process, socket }));
+            }
+            if process.ended()?.is_some() {
+                return Ok(Asked::Refused(process::file_tail(&log)));
+            }
+            expect(Instant::now() < deadline, || {
+                format!("The server does not say that it is ready:\n{said}")
+            })?;
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Reads the whole lease, which has what the tenant wrote, or no data at first, and writes it.
+    fn find_and_write(&self, id: &str, is_first: bool) -> Result<(), Failure> {
+        let memory = GuestMemory::new(&[MEMORY])?;
+        let bar: Arc<dyn Bar> = Arc::new(VfioUserBar::attach(&self.socket, &memory)?);
+        let mut controller = Controller::attach(bar, memory, Config::default(), 1)?;
+        let mut disk = Disk::open(&mut controller, 1)?;
+        let mut own = format!("data of {id};").into_bytes();
+        own.resize(SECTOR as usize, b'.');
+        let own = own.repeat((PIECE / SECTOR) as usize);
+        for start in (0..LEASE).step_by(PIECE as usize) {
+            let slba = start / SECTOR;
+            let found = disk.read(slba, (PIECE / SECTOR) as u32)?;
+            let is_right = match is_first {
+                true => !found.windows(7).any(|bytes| bytes == b"data of"),
+                false => found == own,
+            };
+            expect(is_right, || {
+                let found = String::from_utf8_lossy(&found[..32]).into_owned();
+                format!("{id} finds {found:?} at byte {start}")
+            })?;
+            disk.write(slba, &own)?;
+        }
+        disk.flush()?;
+        Ok(())
+    }
+
+    fn stop(mut self) -> Result<(), Failure> {
+        let status = self.process.terminate(PATIENCE)?;
+        expect(status.success(), || {
+            format!(
+                "It ended with {status}:\n{}",
+                process::file_tail(self.process.log())
+            )
+        })
+    }
+}

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use nvme_mpt::drive::{DriveName, Header, ReserveError};
+use nvme_mpt::drive::{DriveName, Header, ReserveError, SpareKeeper};
 use nvme_mpt::lease::identity::default_id;
 use nvme_mpt::lease::{
     Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, LeaseState, Ledger, MIN_UNIT,
@@ -118,6 +118,8 @@ pub struct Ledgers {
     claim: Claim,
     /// Names this process in the shared ledger. Without it, the thread that asks for a lease does.
     clerk: Option<Arc<Clerk>>,
+    /// Has spare descriptions of the files of leases, if this process has a keeper.
+    spares: Option<Arc<dyn SpareKeeper>>,
 }
 
 impl Ledgers {
@@ -130,6 +132,7 @@ impl Ledgers {
             state_dir: state_dir.to_owned(),
             claim: Claim::Operator,
             clerk: None,
+            spares: None,
         }
     }
 
@@ -148,6 +151,13 @@ impl Ledgers {
     #[must_use]
     pub fn with_private(self, private: Ledger) -> Self {
         Self { private, ..self }
+    }
+
+    /// The same, of a process whose keeper has spare descriptions of the files of leases.
+    #[must_use]
+    pub fn with_spares(self, spares: Arc<dyn SpareKeeper>) -> Self {
+        let spares = Some(spares);
+        Self { spares, ..self }
     }
 
     /// Returns the id of a lease that is ending and still has commands in flight, if there is one.
@@ -177,6 +187,7 @@ impl Ledgers {
             state_dir: self.state_dir.clone(),
             claim,
             clerk: self.clerk.clone(),
+            spares: self.spares.clone(),
         }
     }
 
@@ -442,7 +453,8 @@ pub fn attach_with(
         rates: options.rates,
         serial: options.serial.clone(),
     };
-    Ok(Attachment::with_parts(config, parts)?)
+    let spares = ledgers.spares.clone();
+    Ok(Attachment::with_spares(config, parts, spares)?)
 }
 
 /// Opens the drive of `options` for a function alone, and attaches to it, as [`attach`] does.

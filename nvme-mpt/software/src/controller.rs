@@ -455,6 +455,14 @@ impl HostLease for SoftwareLease {
         self.medium.record_losses(record);
     }
 
+    fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
+        self.medium.open_spare()
+    }
+
+    fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+        self.medium.take_spare(spare)
+    }
+
     fn take_up_losses(&self) {
         self.medium.take_up_losses();
     }

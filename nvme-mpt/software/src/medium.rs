@@ -3,6 +3,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -148,7 +149,25 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
         let _ = record;
     }
 
-    /// Notes losses of which other leases were told before this one was opened here. It goes on after another process.
+    /// Opens spare descriptions, as [`HostLease::open_spare`](nvme_mpt::drive::HostLease::open_spare) does.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
+        Ok(Vec::new())
+    }
+
+    /// Takes up spare descriptions, as [`HostLease::take_spare`](nvme_mpt::drive::HostLease::take_spare) does.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+        let _ = spare;
+        Ok(false)
+    }
+
+    /// Notes losses that the spare descriptions tell of, or of which other leases were told before this one was opened
+    /// here. It goes on after another process.
     fn take_up_losses(&self) {}
 
     /// Takes up the unreadable blocks of the lease's id, as [`HostLease::keep_marks`](nvme_mpt::drive::HostLease::keep_marks)

@@ -9,6 +9,8 @@ use crate::drive::Drive;
 use crate::drive::{HostLease, Reservation};
 use crate::lease::Lease;
 
+use super::spare::Spare;
+
 /// A lease with its range lock and its drive.
 ///
 /// The attachment, each of its shadow queues and each flush own a share of it. So the lease lives until
@@ -17,6 +19,9 @@ use crate::lease::Lease;
 pub(crate) struct Holding {
     /// Dropped before the lease: the lease's next holder finds the range unlocked.
     host: Box<dyn HostLease>,
+    /// Dropped after the host's share, and while the drive is open: its keeper is not the last to close a block device, which
+    /// would have it wait for writes.
+    pub(super) spare: Option<Spare>,
     /// Dropped after all queues of the lease.
     pub(super) reservation: Option<Reservation>,
     pub(super) lease: Lease,
@@ -27,11 +32,13 @@ impl Holding {
     pub(super) fn new(
         lease: Lease,
         host: Box<dyn HostLease>,
+        spare: Option<Spare>,
         reservation: Option<Reservation>,
         drive: Arc<Drive>,
     ) -> Self {
         Self {
             host,
+            spare,
             reservation,
             lease,
             drive,

@@ -22,6 +22,7 @@ mod io_queues;
 mod kept_queue;
 mod pause;
 mod queue_limits;
+mod spare;
 mod state;
 mod steward;
 mod take_up;
@@ -43,7 +44,7 @@ use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use crate::dma::{DmaWindow, MemoryKinds};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
-use crate::drive::{HostLeaseError, HostNamespace, Reservation};
+use crate::drive::{HostLeaseError, HostNamespace, Reservation, SpareKeeper};
 use crate::event::EventQueue;
 use crate::host::{ChangeLog, CommandSets, Limits, Mdts};
 use crate::interrupt::{Coalescing, InterruptVector, vectors_of};
@@ -66,6 +67,7 @@ use crate::stats::{
 };
 use growth::{Growth, unit_blocks};
 use io_queues::{QueueEntry, Queues};
+use spare::Spare;
 use steward::Steward;
 
 /// A flush that the drive has not completed.
@@ -129,6 +131,18 @@ impl Attachment {
     /// # Errors
     /// As [`Self::new`]; [`AttachError::Io`] for kept parts that are no good.
     pub fn with_parts(config: AttachmentConfig, parts: FunctionParts) -> Result<Self, AttachError> {
+        Self::with_spares(config, parts, None)
+    }
+
+    /// The same, for a process whose keeper has spare descriptions of the files of leases.
+    ///
+    /// # Errors
+    /// As [`Self::with_parts`].
+    pub fn with_spares(
+        config: AttachmentConfig,
+        parts: FunctionParts,
+        spares: Option<Arc<dyn SpareKeeper>>,
+    ) -> Result<Self, AttachError> {
         let AttachmentConfig {
             drive,
             lease,
@@ -266,6 +280,9 @@ impl Attachment {
         let events = Arc::new(events);
         drive.controller().subscribe(&events);
         host.subscribe(&events);
+        // A function without live state ends with the process.
+        let spares = spares.filter(|_| live.is_some());
+        let spare = spares.and_then(|keeper| Spare::begin(keeper, &drive, &lease, &*host, goes_on));
         if let Some(record) = live.as_ref().and_then(LiveState::losses) {
             if record.is_set() {
                 host.lose_earlier_writes();
@@ -305,11 +322,14 @@ impl Attachment {
             unit_blocks,
             learning,
         };
-        let holding = Arc::new(Holding::new(lease, host, reservation, drive));
+        let holding = Arc::new(Holding::new(lease, host, spare, reservation, drive));
         let marks = holding.lease.uncorrectable();
         holding
             .host()
             .keep_marks(&marks, steward.storing_marks(&holding));
+        if let Some(spare) = &holding.spare {
+            spare.settle();
+        }
         Ok(Self {
             facts,
             poll,
@@ -430,6 +450,14 @@ impl Attachment {
         self.unwatch(&mut self.queues());
         self.holding.host().let_go();
         self.lease().let_go();
+    }
+
+    /// Leaves the [spare descriptions](SpareKeeper) of the lease with their keeper when this attachment ends: the function
+    /// goes on later, in this process or the next one.
+    pub fn leave_spare(&self) {
+        if let Some(spare) = &self.holding.spare {
+            spare.stay();
+        }
     }
 
     /// The VM's memory.

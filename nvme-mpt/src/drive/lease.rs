@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fmt;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::namespace::HostNamespace;
@@ -140,8 +141,28 @@ pub trait HostLease: fmt::Debug + Send + Sync {
         let _ = record;
     }
 
-    /// Notes losses of which other leases of the drive were told before this one was opened here. The lease goes on
-    /// after another process: some of its completed writes are older, and may be lost.
+    /// Opens a spare description of each file that the lease writes, for a [keeper](super::SpareKeeper). The lease keeps
+    /// copies, and asks them when a VMM connects. Empty for a lease whose writes are in no file, or in one that may hold
+    /// up the process that closes it.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
+        Ok(Vec::new())
+    }
+
+    /// Takes up spare descriptions that [`Self::open_spare`] opened in the process before. Returns whether they are of the
+    /// files that the lease writes now.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+        let _ = spare;
+        Ok(false)
+    }
+
+    /// Notes losses that the spare descriptions tell of, or of which other leases of the drive were told before this one was
+    /// opened here. The lease goes on after another process: some of its completed writes are older, and may be lost.
     fn take_up_losses(&self) {}
 
     /// Records from now on whether there are [changes](Self::changes) of which the guest was not told, for the process

@@ -10,6 +10,7 @@ mod label;
 mod lease;
 mod namespace;
 mod reservation;
+mod spare;
 
 use std::sync::Arc;
 
@@ -19,6 +20,7 @@ pub use label::{DriveLabel, DriveName, LABEL_BYTES};
 pub use lease::{HostLease, HostLeaseError, HostLeaseRequest};
 pub use namespace::HostNamespace;
 pub use reservation::{Reservation, ReserveError, ReservedPairs};
+pub use spare::SpareKeeper;
 
 use crate::host::Limits;
 use crate::range::LbaRange;

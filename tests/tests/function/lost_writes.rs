@@ -1,11 +1,14 @@
 //! Writes that completed, and that the file system below could not write back: no Flush may promise them.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use nvme_mpt::drive::SpareKeeper;
 use nvme_mpt::{Attachment, EventReader, FunctionParts, HostSide, KeptParts};
 use nvme_mpt_tests::admin::{LogPage, log};
 use nvme_mpt_tests::command::{DataPointer, FUA, Sqe};
@@ -238,6 +241,97 @@ fn the_next_server_knows_what_was_lost_under_the_one_before() {
     attachment
         .flush_within(MINUTE)
         .expect_err("the error was reported to the neighbour alone");
+}
+
+/// A keeper's spare descriptions, by drive and lease.
+#[derive(Debug, Default)]
+struct Shelf(Mutex<BTreeMap<(String, String), Vec<OwnedFd>>>);
+
+impl SpareKeeper for Shelf {
+    fn kept(&self, drive: &str, lease: &str) -> Vec<OwnedFd> {
+        let kept = self.0.lock().unwrap();
+        let kept = kept.get(&(drive.to_owned(), lease.to_owned()));
+        let kept = kept.into_iter().flatten();
+        kept.map(|spare| spare.try_clone().unwrap()).collect()
+    }
+
+    fn keep(&self, drive: &str, lease: &str, spare: &[OwnedFd]) {
+        let spare = spare.iter().map(|spare| spare.try_clone().unwrap());
+        let place = (drive.to_owned(), lease.to_owned());
+        self.0.lock().unwrap().insert(place, spare.collect());
+    }
+
+    fn forget(&self, drive: &str, lease: &str) {
+        let place = (drive.to_owned(), lease.to_owned());
+        self.0.lock().unwrap().remove(&place);
+    }
+}
+
+/// A server can be killed between the kernel's report and its note of it.
+#[test]
+fn a_spare_description_tells_the_next_server_what_the_one_before_had_no_time_to_note() {
+    const MINUTE: Duration = Duration::from_secs(60);
+    let Some(device) = LoopDevice::cached(2 * LEASE, ROOM) else {
+        return;
+    };
+    let host = || Host::of_file(device.device(), 4096);
+    let setup = Setup::nth(0);
+    let new = || FunctionParts::Outliving(EventReader::Trusted);
+    let lose = || {
+        let told = File::open(device.device()).unwrap();
+        let file = File::options().write(true).open(device.device()).unwrap();
+        file.write_all_at(&vec![0x41; 4 * ROOM as usize], 0)
+            .unwrap();
+        // The kernel tells no later description of it.
+        told.sync_all().unwrap_err();
+    };
+    let shelf = Arc::new(Shelf::default());
+    for spares in [None, Some(shelf.clone() as Arc<dyn SpareKeeper>)] {
+        let server = host();
+        let attachment = server.attachment_of("a", &setup, new(), spares.clone());
+        lose();
+        let parts = kept(&attachment);
+        // It is killed.
+        attachment.leave_spare();
+        drop((attachment, server));
+        let server = host();
+        let attachment = server.attachment_of("a", &setup, parts, spares.clone());
+        let flushed = attachment.flush_within(MINUTE);
+        assert_eq!(flushed.is_err(), spares.is_some(), "only a keeper knows");
+        assert_eq!(attachment.damage().lost_writes, spares.is_some());
+    }
+    assert!(shelf.0.lock().unwrap().is_empty(), "the lease has ended");
+
+    let spares = Some(shelf.clone() as Arc<dyn SpareKeeper>);
+    let server = host();
+    let attachment = server.attachment_of("a", &setup, new(), spares.clone());
+    lose();
+    // Its VMM goes, and the next one begins anew.
+    attachment.begin_anew();
+    let parts = kept(&attachment);
+    attachment.leave_spare();
+    drop((attachment, server));
+    let server = host();
+    let attachment = server.attachment_of("a", &setup, parts, spares.clone());
+    attachment
+        .flush_within(MINUTE)
+        .expect("another VMM lost that");
+    lose();
+    attachment.leave_spare();
+    drop((attachment, server));
+    // A VMM that comes after a death of the server and of the VMM before it.
+    let server = host();
+    let attachment = server.attachment_of("a", &setup, new(), spares.clone());
+    let parts = kept(&attachment);
+    attachment.leave_spare();
+    drop((attachment, server));
+    let server = host();
+    let attachment = server.attachment_of("a", &setup, parts, spares.clone());
+    attachment
+        .flush_within(MINUTE)
+        .expect("a function that is new lost nothing");
+    drop(attachment);
+    assert!(shelf.0.lock().unwrap().is_empty(), "the lease has ended");
 }
 
 /// A server takes functions up one after the other.

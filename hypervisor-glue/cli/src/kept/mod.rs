@@ -6,6 +6,7 @@
 //! | `memory-BYTES` | the content of the drive `memory:BYTES` |
 //! | `faults-HASH` | the faults of the drive with this hash of its path |
 //! | `drive-PCI` | both ends of a bag, see `drive` |
+//! | `spare-DRIVE-LEASE` | spare descriptions of a lease's files, see `spares` |
 //! | `leases` | the ledger of drives that no other process reaches |
 //! | `configuration` | functions and drives that the next server starts with, in a journal |
 //!
@@ -17,6 +18,7 @@ mod drive;
 pub(crate) mod function;
 pub(crate) mod predecessor;
 mod registry;
+mod spares;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -36,7 +38,8 @@ use vfio_user_server::{Journal, JournalError, Record};
 use drive::{DRIVE, DriveBags};
 use function::{Shelf, SurvivingFunction, SurvivorError};
 use predecessor::{Leaving, Predecessor, PredecessorError};
-use registry::Registry;
+use registry::{Registry, SPARE};
+use spares::Spares;
 
 use crate::stats::{Stall, StallCause};
 
@@ -127,6 +130,7 @@ pub(crate) fn notify(keeping: Option<&Keeping>, assignments: &str) {
 pub(crate) struct Keeping {
     registry: Arc<Registry>,
     state: Mutex<State>,
+    spares: Arc<Spares>,
     /// Begin of the stall of functions that this process takes up.
     stall_begin: StallBegin,
     /// The server that this process replaces.
@@ -286,12 +290,15 @@ impl Keeping {
                     log::error!("{name} of the process before is reset: {error}");
                     registry.forget(&name)?;
                 }
+            } else if name.starts_with(SPARE) {
+                // Its lease takes it up, or it is forgotten with its drive.
             } else {
                 log::warn!("The keeper has \"{name}\", which this server does not know");
             }
         }
         let state = Mutex::new(state);
         Ok(Self {
+            spares: Arc::new(Spares::new(registry.clone())),
             registry,
             state,
             stall_begin,
@@ -320,6 +327,7 @@ impl Keeping {
         let (Shelf { registry, .. }, keeper) = Shelf::of_silent_keeper(folder);
         let (leaving, server) = Leaving::of(before);
         let keeping = Self {
+            spares: Arc::new(Spares::new(registry.clone())),
             registry,
             state: Mutex::new(State {
                 configuration: None,
@@ -492,6 +500,11 @@ impl Keeping {
         }
     }
 
+    /// Returns the spare descriptions of leases.
+    pub(crate) fn spares(&self) -> &Arc<Spares> {
+        &self.spares
+    }
+
     /// Returns the ledger of private drives.
     pub(crate) fn private_ledger(&self) -> Ledger {
         self.state().private.clone()
@@ -575,14 +588,14 @@ fn memory_name(bytes: u64) -> String {
 
 /// Returns the name of a drive's faults. It is a hash, as names may not contain colons and are shorter than paths.
 fn faults_name(path: &DrivePath) -> String {
-    // FNV-1a, which stays the same in all releases.
-    let hash = path
-        .to_string()
-        .bytes()
-        .fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
-        });
-    format!("{FAULTS}{hash:016x}")
+    format!("{FAULTS}{:016x}", hash(&path.to_string()))
+}
+
+/// Returns a hash that stays the same in all releases, FNV-1a.
+fn hash(text: &str) -> u64 {
+    text.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+    })
 }
 
 /// Opens the ledger of private drives, or makes it.

@@ -200,7 +200,7 @@ impl Predecessor {
 const THREADS_EACH: usize = 2;
 
 /// Descriptors of a function beside those of its client: doorbells, live state, epoll, eventfds and what its drive needs.
-const DESCRIPTORS_EACH: usize = 24;
+const DESCRIPTORS_EACH: usize = 28;
 
 /// Threads and descriptors of a server beside its functions.
 const SPARE: usize = 16;

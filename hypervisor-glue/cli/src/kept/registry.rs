@@ -6,6 +6,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt_keep::{KeepError, Store};
 
+/// Prefix of names whose descriptors give way to others if the keeper has no room for all.
+pub(super) const SPARE: &str = "spare-";
+
+/// Consequence of a lease whose spare descriptions the keeper has no room for.
+pub(super) const LEFT_OUT: &str =
+    "if this server is killed, a write of the lease may be lost without a word";
+
 /// The keeper, with copies of the descriptors that it has.
 #[derive(Debug)]
 pub(crate) struct Registry {
@@ -103,7 +110,10 @@ impl Registry {
         let kept = clones.collect::<Result<Vec<_>, _>>()?;
         let mut entries = self.entries();
         let before = entries.remove(name).unwrap_or_default();
-        let has_room = self.has_room(&entries, kept.len());
+        let mut has_room = self.has_room(&entries, kept.len());
+        if !has_room && !name.starts_with(SPARE) {
+            has_room = self.make_room(&mut entries, kept.len())?;
+        }
         let entry = Entry {
             kept,
             is_left_out: !has_room,
@@ -118,6 +128,33 @@ impl Registry {
         let stored = entries.values().filter(|entry| !entry.is_left_out);
         let stored: usize = stored.map(|entry| entry.kept.len()).sum();
         (stored + more) as u64 <= self.store.max()
+    }
+
+    /// Has the keeper let go of spare descriptions, which are passed on still, until it has room for so many descriptors. Returns
+    /// whether it has.
+    fn make_room(
+        &self,
+        entries: &mut BTreeMap<String, Entry>,
+        more: usize,
+    ) -> Result<bool, KeepError> {
+        while !self.has_room(entries, more) {
+            let mut stored = entries.iter_mut().rev();
+            let spare = stored.find(|(name, entry)| name.starts_with(SPARE) && !entry.is_left_out);
+            let Some((name, entry)) = spare else {
+                return Ok(false);
+            };
+            self.store.forget(name)?;
+            entry.is_left_out = true;
+            log::warn!("The keeper has no room for {name} any more: {}", LEFT_OUT);
+        }
+        Ok(true)
+    }
+
+    /// Returns the names that begin so.
+    pub(super) fn names(&self, prefix: &str) -> Vec<String> {
+        let entries = self.entries();
+        let names = entries.keys().filter(|name| name.starts_with(prefix));
+        names.cloned().collect()
     }
 
     /// Keeps what the keeper had no room for, as far as it has room now.
@@ -246,6 +283,35 @@ mod tests {
         let removed = "FDSTOREREMOVE=1\nFDNAME=function-0";
         assert_eq!(message().as_deref(), Some(removed));
         assert_eq!(message(), Some(format!("{stored}1")));
+        assert_eq!(message(), None);
+    }
+
+    #[test]
+    fn spare_descriptions_give_way_to_functions() {
+        let keeper = Keeper::new();
+        let message = || keeper.message();
+        let registry = keeper.registry(3);
+        let file = tempfile::tempfile().unwrap();
+        let keep = |name: &str, count| registry.keep(name, &[file.as_fd(); 2][..count]).unwrap();
+        let stored = |name| Some(format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"));
+        let removed = |name| Some(format!("FDSTOREREMOVE=1\nFDNAME={name}"));
+        assert!(keep("spare-1", 1) && keep("spare-2", 2));
+        assert_eq!(
+            [message(), message()],
+            [stored("spare-1"), stored("spare-2")]
+        );
+        assert!(!keep("spare-3", 1), "it takes no place from another");
+        assert!(keep("function-0", 2));
+        assert_eq!(
+            [message(), message()],
+            [removed("spare-2"), stored("function-0")]
+        );
+        assert_eq!(registry.names(SPARE), ["spare-1", "spare-2", "spare-3"]);
+        registry.forget("function-0").unwrap();
+        assert_eq!(
+            [message(), message()],
+            [removed("function-0"), stored("spare-2")]
+        );
         assert_eq!(message(), None);
     }
 

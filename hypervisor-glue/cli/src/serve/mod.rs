@@ -438,7 +438,9 @@ fn start(
         );
     }
     let ledgers = Arc::new(match &keeping {
-        Some(keeping) => ledgers.with_private(keeping.private_ledger()),
+        Some(keeping) => ledgers
+            .with_private(keeping.private_ledger())
+            .with_spares(keeping.spares().clone()),
         None => ledgers,
     });
     let stall_begin = StallBegin::of_vmms(keeping.as_deref());
@@ -726,9 +728,15 @@ impl Server {
         roster.forget_configuration();
         roster.begin_end();
         drop(leases);
-        roster
-            .end()
-            .map_err(|(socket, source)| ServeError::End { socket, source })
+        let keeping = roster.terms.keeping.clone();
+        // The keeper is not to be the last to close a block device, which would have it wait for writes.
+        let _open = keeping.as_ref().map(|_| roster.drives.controllers());
+        let ended = roster.end();
+        if let Some(keeping) = keeping {
+            // Those of leases to which no VMM came back. No file stays open for them.
+            keeping.spares().forget_drives_but(&[]);
+        }
+        ended.map_err(|(socket, source)| ServeError::End { socket, source })
     }
 }
 

@@ -126,10 +126,12 @@ impl Offer {
                     }
                     // Its thread cannot be made now.
                     Ok(Err(error)) => {
+                        attachment.leave_spare();
                         keeping.take_back(&shelf);
                         return Err(error);
                     }
                     Err(error) if error.may_pass() => {
+                        attachment.leave_spare();
                         keeping.take_back(&shelf);
                         return Err(OfferError::Resume(Box::new(error)));
                     }

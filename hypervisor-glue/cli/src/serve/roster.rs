@@ -193,6 +193,10 @@ impl Roster {
         }
         if let Some(keeping) = &self.terms.keeping {
             keeping.forget_drives_but(&controllers);
+            // A drive that cannot be opened now may have leases whose VMs wait.
+            if !self.is_waited_for() && self.missing.is_empty() {
+                keeping.spares().forget_drives_but(&controllers);
+            }
         }
         self.publish();
         Ok(())
@@ -965,6 +969,7 @@ impl Roster {
             offers,
             failed,
             held,
+            missing,
             drives,
             ..
         } = self;
@@ -976,6 +981,8 @@ impl Roster {
         let waiting = failed.iter().filter(waits);
         let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
         let waiting: Vec<DrivePath> = waiting.collect();
+        // The keeper is not to be the last to close a block device, which would have it wait for writes.
+        let _open = terms.keeping.as_ref().map(|_| drives.controllers());
         let closed = drives
             .close_unused(|path, drive| is_used(drive, offers, held) || waiting.contains(path));
         let Some(keeping) = &terms.keeping else {
@@ -988,6 +995,9 @@ impl Roster {
             keeping.forget_faults(&path);
         }
         keeping.forget_drives_but(&drives.controllers());
+        if waiting.is_empty() && missing.is_empty() {
+            keeping.spares().forget_drives_but(&drives.controllers());
+        }
     }
 
     /// Returns served functions and drives for the comparison with the file.

@@ -80,7 +80,11 @@ impl Roster {
         if ends() {
             return Err(UpgradeError::Ending);
         }
-        successor.hand_over(keeping, rested)?;
+        keeping.spares().leave(true);
+        if let Err(error) = successor.hand_over(keeping, rested) {
+            keeping.spares().leave(false);
+            return Err(error);
+        }
         // They rest until the process has ended.
         std::mem::forget((resting, drives));
         for offer in &self.offers {

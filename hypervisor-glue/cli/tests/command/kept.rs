@@ -130,6 +130,11 @@ impl Kept {
         self.log().matches("SIGABRT").count()
     }
 
+    /// Returns the keeper's process.
+    pub(crate) fn keeper(&self) -> u32 {
+        self.keeper.id()
+    }
+
     /// Returns the server's process: the keeper's last child that has not ended. One that was replaced may still wait for
     /// the keeper.
     pub(crate) fn server(&self) -> Option<String> {
@@ -460,7 +465,7 @@ enum End {
 
 /// Waits until no client is connected. A program that was just started has copies of all descriptors, also of a client's
 /// socket that was closed.
-fn await_waiting(bench: &Bench) {
+pub(crate) fn await_waiting(bench: &Bench) {
     let waits = |printed: &str| !printed.contains("connected");
     let listed = bench.ask_until("list", &[], waits).unwrap();
     assert!(waits(&listed), "{listed}");

@@ -23,5 +23,6 @@ mod owners;
 mod serve;
 mod service;
 mod sizes;
+mod spares;
 mod support;
 mod vmms;

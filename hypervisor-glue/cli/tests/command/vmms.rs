@@ -135,6 +135,13 @@ impl TestVmm {
         assert_eq!(self.report(), "fatal");
     }
 
+    /// Stops its process, which does nothing until it is killed.
+    pub(crate) fn stand_still(&self) {
+        let process = self.process.id().to_string();
+        let stopped = Command::new("kill").args(["-s", "STOP", &process]).status();
+        assert!(stopped.unwrap().success());
+    }
+
     pub(crate) fn kill(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();

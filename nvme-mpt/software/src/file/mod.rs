@@ -41,6 +41,8 @@ mod way;
 mod zeroes;
 
 use std::io;
+#[cfg(not(simulation))]
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -383,6 +385,16 @@ impl LeasedMedium for FileLease {
 
     fn record_losses(&self, record: LossRecord) {
         self.file.record_losses(record);
+    }
+
+    #[cfg(not(simulation))]
+    fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
+        self.file.open_spare()
+    }
+
+    #[cfg(not(simulation))]
+    fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+        self.file.take_spare(spare)
     }
 
     fn take_up_losses(&self) {

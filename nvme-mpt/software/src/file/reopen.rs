@@ -11,6 +11,15 @@ use std::path::{Path, PathBuf};
 pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(flags);
+    open(file, path, &options)
+}
+
+/// The same, for a description that cannot write.
+pub(super) fn reopen_to_read(file: &File, path: Option<&Path>) -> io::Result<File> {
+    open(file, path, OpenOptions::new().read(true))
+}
+
+fn open(file: &File, path: Option<&Path>, options: &OpenOptions) -> io::Result<File> {
     let wanted = place(file)?;
     if let Some(path) = path
         && let Ok(opened) = options.open(path)

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
+use nvme_mpt::drive::SpareKeeper;
 use nvme_mpt::lease::{FormerData, Lease, LeaseError, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::range::ByteRange;
@@ -243,6 +244,17 @@ impl Host {
         setup: &Setup,
         parts: FunctionParts,
     ) -> Arc<Attachment> {
+        self.attachment_of(id, setup, parts, None)
+    }
+
+    /// The same, of a server with a place for spare descriptions.
+    pub(crate) fn attachment_of(
+        &self,
+        id: &str,
+        setup: &Setup,
+        parts: FunctionParts,
+        spares: Option<Arc<dyn SpareKeeper>>,
+    ) -> Arc<Attachment> {
         // What a machine before held of a file, a child may still have.
         children::let_go();
         // Tests look at what machines before left.
@@ -268,7 +280,7 @@ impl Host {
             rates: setup.rates,
             serial: None,
         };
-        let attachment = Attachment::with_parts(config, parts).unwrap();
+        let attachment = Attachment::with_spares(config, parts, spares).unwrap();
         let attachment = Arc::new(attachment.with_clock(self.clock.clone()));
         *self.attached.lock().unwrap() = Arc::downgrade(&attachment);
         attachment

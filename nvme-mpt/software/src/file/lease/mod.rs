@@ -7,8 +7,13 @@
 //! Queues of one lease share its descriptions for I/O. Two Flushes at once could therefore end out of order: one
 //! that succeeded before the one that has the error. So each queue has a [`Witness`] too, which it asks at the end
 //! of each Flush and of each write with FUA.
+//!
+//! A process that is killed takes with it what the kernel reported to it alone. So a keeper may have a *spare* witness of
+//! the lease, which no flush asks. It is asked when the lease goes on after another process, and when a VMM connects.
 
 use std::io;
+#[cfg(not(simulation))]
+use std::os::fd::OwnedFd;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
@@ -21,11 +26,13 @@ use super::SharedFile;
 use super::claims::Claims;
 use super::kernel::{File, next_data, reopen, write_back_error};
 use super::locks::Locks;
+#[cfg(not(simulation))]
+use super::reopen::{place, reopen_to_read};
 use super::way::{UNIT, Way};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
 use nvme_mpt::live::LossRecord;
-use nvme_mpt::memory::sync::Mutex;
+use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
@@ -44,6 +51,48 @@ impl Witness {
             file: reopen(&shared.opened, Some(&shared.path), 0)?,
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
         })
+    }
+
+    /// Opens one that a process without any other use of the files may have.
+    #[cfg(not(simulation))]
+    fn open_spare(shared: &SharedFile) -> io::Result<Self> {
+        let companion = shared.companion.get();
+        Ok(Self {
+            file: reopen_to_read(&shared.opened, Some(&shared.path))?,
+            companion: companion
+                .map(|file| reopen_to_read(file, None))
+                .transpose()?,
+        })
+    }
+
+    /// Makes one of descriptions in any order; `None` if they are not of the drive's files.
+    #[cfg(not(simulation))]
+    fn of(mut descriptions: Vec<File>, shared: &SharedFile) -> io::Result<Option<Self>> {
+        let mut take = |wanted: &File| {
+            let wanted = place(wanted)?;
+            for at in 0..descriptions.len() {
+                if place(&descriptions[at])? == wanted {
+                    return Ok(Some(descriptions.swap_remove(at)));
+                }
+            }
+            io::Result::Ok(None)
+        };
+        let file = take(&shared.opened)?;
+        let companion = shared.companion.get();
+        let wanted = companion.is_some();
+        let companion = companion.map(|file| take(file)).transpose()?.flatten();
+        let is_whole = descriptions.is_empty() && companion.is_some() == wanted;
+        Ok(file
+            .filter(|_| is_whole)
+            .map(|file| Self { file, companion }))
+    }
+
+    /// Returns copies of its descriptions.
+    #[cfg(not(simulation))]
+    fn copies(&self) -> io::Result<Vec<OwnedFd>> {
+        let files = [Some(&self.file), self.companion.as_ref()];
+        let copies = files.into_iter().flatten().map(File::try_clone);
+        copies.map(|copy| Ok(copy?.into())).collect()
     }
 
     /// Returns the error of a write-back that failed since it was asked last. It waits for nothing.
@@ -71,11 +120,15 @@ pub(crate) struct LeasedFile {
     companion: Option<File>,
     /// Knows of errors from before a queue's own witness. What it reports is noted under the lock.
     witness: Mutex<Witness>,
+    /// Descriptions that the keeper has as well, if it has some.
+    spare: Mutex<Option<Witness>>,
     lost: AtomicBool,
     /// True if the lease goes on after another process. Its VMM wrote before it was opened here.
     goes_on: AtomicBool,
     /// Copy of `lost` for the process after this one.
     record: OnceLock<LossRecord>,
+    /// Held while `record` takes the value of `lost`, so that the last one stays.
+    recording: Mutex<()>,
     events: Mutex<Weak<EventQueue>>,
     /// Keeps others from the lease's bytes until the last queue has ended.
     locks: Option<Locks>,
@@ -105,9 +158,11 @@ impl LeasedFile {
             data: open_data(&shared)?,
             companion: companion.map(|file| reopen(file, None, 0)).transpose()?,
             witness: Mutex::new(Witness::open(&shared)?),
+            spare: Mutex::new(None),
             lost: AtomicBool::new(false),
             goes_on: AtomicBool::new(false),
             record: OnceLock::new(),
+            recording: Mutex::new(()),
             events: Mutex::default(),
             locks,
             shared,
@@ -200,6 +255,56 @@ impl LeasedFile {
         }
     }
 
+    /// Records whether writes are lost now.
+    fn record_present(&self) {
+        let _recording = self
+            .recording
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.record(self.has_lost_writes());
+    }
+
+    /// Opens a spare witness, and returns copies of its descriptions. A keeper is not to wait for another process or host
+    /// when it closes them. A file in memory is never written back.
+    #[cfg(not(simulation))]
+    pub(crate) fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
+        if self.shared.in_memory || self.shared.may_block {
+            return Ok(Vec::new());
+        }
+        let opened = Witness::open_spare(&self.shared)?;
+        let copies = opened.copies()?;
+        *self.spare() = Some(opened);
+        Ok(copies)
+    }
+
+    /// Takes up the spare witness of the process before. Returns whether it is one of the drive's files.
+    #[cfg(not(simulation))]
+    pub(crate) fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
+        let spare = spare.into_iter().map(File::from).collect();
+        let found = Witness::of(spare, &self.shared)?;
+        let is_found = found.is_some();
+        *self.spare() = found;
+        Ok(is_found)
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Option<Witness>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes what the spare witness alone may know: a process that was killed had no time to note its own report.
+    fn ask_spare(&self) {
+        let spare = self.spare();
+        let Some(spare) = &*spare else {
+            return;
+        };
+        // It tells nothing twice. A process that is killed in between leaves a loss rather than none.
+        self.record(true);
+        match spare.ask() {
+            Err(error) => self.note_loss(&error),
+            Ok(()) => self.record_present(),
+        }
+    }
+
     /// Notes that writes were lost before the lease was opened here. The kernel reports no such error again.
     pub(crate) fn lose_earlier_writes(&self) {
         self.lost.store(true, Ordering::Relaxed);
@@ -208,14 +313,15 @@ impl LeasedFile {
              connects again",
             self.name
         );
-        self.record(true);
+        self.record_present();
         self.report();
     }
 
-    /// Notes the losses of which other leases of the file were told before this one was opened here. The lease goes on
-    /// after another process, so some of its writes are older.
+    /// Notes the losses that its spare witness knows, and those of which other leases of the file were told before this one
+    /// was opened here. The lease goes on after another process, so some of its writes are older.
     pub(crate) fn take_up_losses(&self) {
         self.goes_on.store(true, Ordering::Relaxed);
+        self.ask_spare();
         if self.shared.losses.are_new_to(&self.name) {
             self.lose_what_others_lost();
         }
@@ -233,6 +339,9 @@ impl LeasedFile {
         // The next errors that these files report are from before.
         for file in files.into_iter().chain([self.data.as_ref()]).flatten() {
             let _ = write_back_error(file);
+        }
+        if let Some(spare) = &*self.spare() {
+            let _ = spare.ask();
         }
         self.ask_own();
         self.goes_on.store(false, Ordering::Relaxed);
@@ -257,7 +366,7 @@ impl LeasedFile {
     /// Notes that completed writes were lost.
     fn note_loss(&self, cause: &io::Error) {
         if !self.lost.swap(true, Ordering::Relaxed) {
-            self.record(true);
+            self.record_present();
             error!(
                 "Lease {} lost completed writes, as {} could not be written: {cause}. All its writes and flushes \
                  fail until its VMM connects again",

@@ -1,6 +1,7 @@
 //! A lease whose file system failed to write back once.
 
 use std::cell::RefCell;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
@@ -240,6 +241,58 @@ fn a_lease_that_goes_on_knows_of_losses_before_it_was_opened_here() {
     later.take_up_losses();
     assert!(later.has_lost_writes(), "the second loss");
     assert!(!new.has_lost_writes());
+}
+
+/// Opens the file as a keeper has it.
+fn opened(file: &tempfile::NamedTempFile) -> OwnedFd {
+    std::fs::File::open(file.path()).unwrap().into()
+}
+
+#[test]
+fn a_lease_that_goes_on_asks_the_spare_witness_until_a_vmm_connects() {
+    let scene = Scene::new();
+    let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+    assert!(lease.take_spare(vec![opened(&scene.file)]).unwrap());
+    lease.sync().unwrap();
+    NEXT_WITNESS_HEARS.set(Some(libc::EIO));
+    lease.take_up_losses();
+    assert!(lease.has_lost_writes());
+    lease.sync().unwrap_err();
+    // The one of the spare is the first that is asked, and nobody hears of it.
+    NEXT_WITNESS_HEARS.set(Some(libc::EIO));
+    lease.forget_lost_writes();
+    assert!(!lease.has_lost_writes());
+    assert_eq!(NEXT_WITNESS_HEARS.take(), None);
+    lease.take_up_losses();
+    lease.sync().unwrap();
+}
+
+#[test]
+fn a_spare_witness_is_of_the_same_files_in_any_order() {
+    let scene = Scene::new();
+    let (companion, other) = (
+        tempfile::NamedTempFile::new().unwrap(),
+        tempfile::NamedTempFile::new().unwrap(),
+    );
+    let take = |files: &[&tempfile::NamedTempFile]| {
+        let lease = scene.store.lease("a", 1 << 20, None).unwrap();
+        let spare = files.iter().map(|file| opened(file)).collect();
+        let taken = lease.take_spare(spare).unwrap();
+        assert_eq!(taken, lease.spare().is_some());
+        taken
+    };
+    let file = &scene.file;
+    assert!(take(&[file]));
+    for wrong in [&[&other][..], &[], &[file, &other], &[file, file]] {
+        assert!(!take(wrong));
+    }
+    let shared = &scene.store.shared;
+    let kept = companion.reopen().unwrap();
+    shared.companion.set(Arc::new(kept)).unwrap();
+    assert!(take(&[file, &companion]) && take(&[&companion, file]));
+    for wrong in [&[file][..], &[file, &other], &[file, &companion, &other]] {
+        assert!(!take(wrong));
+    }
 }
 
 #[test]

@@ -1,0 +1,91 @@
+//! The spare descriptions of an attachment's lease, as long as the lease is held.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use log::{error, warn};
+
+use crate::drive::{Drive, HostLease, SpareKeeper};
+use crate::lease::Lease;
+
+/// An entry of a keeper, which is forgotten at the end of the lease.
+#[derive(Debug)]
+pub(super) struct Spare {
+    keeper: Arc<dyn SpareKeeper>,
+    drive: Arc<Drive>,
+    lease: String,
+    /// The function goes on without this attachment.
+    stays: AtomicBool,
+}
+
+impl Spare {
+    /// Takes up what the keeper has for a lease, if its function goes on after another process, or keeps new descriptions.
+    /// Returns `None` for a lease that has none.
+    ///
+    /// Until it is [settled](Self::settle), a function that goes on may do so without this attachment.
+    pub(super) fn begin(
+        keeper: Arc<dyn SpareKeeper>,
+        drive: &Arc<Drive>,
+        lease: &Lease,
+        host: &dyn HostLease,
+        goes_on: bool,
+    ) -> Option<Self> {
+        let (identity, id) = (drive.identity(), lease.id());
+        let spare = Self {
+            keeper: keeper.clone(),
+            drive: drive.clone(),
+            lease: id.to_owned(),
+            stays: AtomicBool::new(goes_on),
+        };
+        let kept = match goes_on {
+            true => keeper.kept(identity, id),
+            false => Vec::new(),
+        };
+        if !kept.is_empty() {
+            match host.take_spare(kept) {
+                Ok(true) => return Some(spare),
+                Ok(false) => warn!(
+                    lease = id;
+                    "Lease {id} lies in another file than under the server before: whether the former one lost writes is not known"
+                ),
+                Err(error) => warn!(
+                    lease = id;
+                    "Lease {id} may have lost writes of the server before, which cannot be asked for: {error}"
+                ),
+            }
+        }
+        match host.open_spare() {
+            Ok(opened) if !opened.is_empty() => {
+                keeper.keep(identity, id, &opened);
+                return Some(spare);
+            }
+            Ok(_) => {}
+            Err(error) => error!(
+                lease = id;
+                "If this server is killed, a write of lease {id} may be lost without a word: its file cannot be opened for \
+                 the next server: {error}"
+            ),
+        }
+        // One that is not asked is not news for the next server.
+        spare.settle();
+        None
+    }
+
+    /// From now on, the function ends with this attachment.
+    pub(super) fn settle(&self) {
+        self.stays.store(false, Ordering::Relaxed);
+    }
+
+    /// The function goes on without this attachment, in this process or the next one.
+    pub(super) fn stay(&self) {
+        self.stays.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Spare {
+    fn drop(&mut self) {
+        if !self.stays.load(Ordering::Relaxed) {
+            self.keeper.forget(self.drive.identity(), &self.lease);
+        }
+    }
+}

@@ -38,7 +38,7 @@ const LEAST_MIB: u64 = 60;
 /// Room that an empty ext4 of this size and its journal take at most.
 const EMPTY_MIB: u64 = 160;
 
-/// What an apt says of a mirror that has no packages of a suite any more.
+/// Texts in the errors of an apt whose mirror has no packages of a suite any more.
 const NO_SUITE: [&str; 2] = ["does not have a Release file", "404"];
 
 /// Returns the MiB that a file takes on the host, as `du` does.

@@ -18,6 +18,7 @@ mod fabrics;
 mod faults;
 mod firmware;
 mod fixture;
+mod frozen;
 mod hotplug;
 mod interrupts;
 mod kept;
@@ -25,6 +26,7 @@ mod key_value;
 mod lifecycle;
 mod linux;
 mod modes;
+mod mounts;
 mod nvme_cli;
 mod package;
 mod pauses;
@@ -87,6 +89,7 @@ const GROUPS: &[Group] = &[
 /// Groups that need more than Debian's packages, take minutes, or that a busy machine may fail
 /// ([`ON_A_QUIET_MACHINE`]): with `--full` alone.
 const FULL_GROUPS: &[Group] = &[
+    frozen::GROUP,
     trim::GROUP,
     interrupts::GROUP,
     package::GROUP,

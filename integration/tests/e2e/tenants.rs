@@ -6,14 +6,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use clap::Parser;
 use integration::guest::fio::Report;
 use integration::guest::{Drive, GuestConfig};
-use integration::process;
 use integration::progress::say;
 use integration::provision::host::{self, Tool};
 use integration::server::{FunctionOptions, Server};
@@ -26,6 +24,7 @@ use nvme_mpt_tests::vfio_user::VfioUserBar;
 
 use crate::Group;
 use crate::fixture::{Bench, Failure, PATIENCE, at, expect, expect_no_complaints, verified_load};
+use crate::mounts::{self, LoopDevice, Mounted};
 
 pub(crate) const GROUP: Group = Group::Alone {
     name: "tenants",
@@ -93,7 +92,7 @@ fn on_xfs(bench: &Bench, scene: Scene) -> Result<(), Failure> {
 /// Makes a file system on a loop device, and runs `scene` on an image in it.
 fn on_a_file_system(bench: &Bench, mkfs: &str, scene: Scene) -> Result<(), Failure> {
     let disk = LoopDevice::of(&bench.drive("disk.img", 2 * SHARED_MIB)?)?;
-    run(mkfs, &[Path::new("-q"), &disk.path])?;
+    mounts::run(mkfs, &[Path::new("-q"), &disk.path])?;
     let mounted = Mounted::at(&disk.path, bench.folder().join("mounted"))?;
     scene(bench, &image(&mounted.folder)?)
 }
@@ -109,51 +108,6 @@ fn image(folder: &Path) -> Result<PathBuf, Failure> {
         .and_then(|file| file.set_len(SHARED_MIB << 20))
         .map_err(at(&path))?;
     Ok(path)
-}
-
-fn run(program: &str, arguments: &[&Path]) -> Result<String, Failure> {
-    Ok(process::run(Command::new(program).args(arguments))?)
-}
-
-/// A loop device, detached when it is dropped.
-struct LoopDevice {
-    path: PathBuf,
-}
-
-impl LoopDevice {
-    fn of(file: &Path) -> Result<Self, Failure> {
-        let found = run("losetup", &[Path::new("--find"), Path::new("--show"), file])?;
-        Ok(Self {
-            path: found.trim().into(),
-        })
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        // The check that made it has ended, well or not.
-        let _ = run("losetup", &[Path::new("--detach"), &self.path]);
-    }
-}
-
-/// A mounted file system, unmounted when it is dropped.
-struct Mounted {
-    folder: PathBuf,
-}
-
-impl Mounted {
-    fn at(device: &Path, folder: PathBuf) -> Result<Self, Failure> {
-        fs::create_dir_all(&folder).map_err(at(&folder))?;
-        run("mount", &[device, &folder])?;
-        Ok(Self { folder })
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        // The kernel may hold files of the server that has just ended for a moment: so the mount goes when they do.
-        let _ = run("umount", &[Path::new("--lazy"), &self.folder]);
-    }
 }
 
 #[derive(Parser)]

@@ -1,0 +1,212 @@
+//! Storage that stands still, beside QEMU's own NVMe drive on the same storage.
+//!
+//! Guests wait for their I/O for as long as their kernels were told. Each has a function, or a drive of QEMU's own: a reset of
+//! the latter stops a whole machine while its storage stands still. A file system with all images is frozen. After that, the
+//! loads go on and verify what they read; a table shows what each driver did meanwhile.
+
+use std::fmt::Write;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use integration::guest::fio::Fio;
+use integration::guest::{BOOT_PATIENCE, Drive, Guest, GuestConfig, Job};
+use integration::progress::say;
+use integration::provision::host;
+use integration::server::{FunctionOptions, Server};
+
+use crate::Group;
+use crate::fixture::{Bench, ENDLESS, Failure, PATIENCE, at, end_load, expect};
+use crate::mounts::{self, Frozen, LoopDevice, Mounted};
+
+pub(crate) const GROUP: Group = Group::Alone {
+    name: "frozen",
+    checks: &[
+        ("for_45_s", |bench| stand_still(bench, 45)),
+        ("for_150_s", |bench| stand_still(bench, 150)),
+    ],
+};
+
+/// Seconds for which a guest's kernel waits for an I/O: few, the default, and without end.
+const TIMEOUTS: [&str; 3] = ["5", "30", "4294967295"];
+/// The one that never gives up.
+const ENDLESS_TIMEOUT: &str = TIMEOUTS[2];
+/// The driver's default for admin commands, which the harness prolongs.
+const ADMIN_TIMEOUT: &str = "nvme_core.admin_timeout=60";
+const IMAGE_MIB: u64 = 64;
+const STORE_MIB: u64 = 1024;
+/// Commands after which a load goes on.
+const COMMANDS: u64 = 200;
+
+/// Drive of a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    Ours,
+    Qemus,
+}
+
+/// A guest with one drive.
+struct Scene {
+    whose: Whose,
+    timeout: &'static str,
+    guest: Guest,
+}
+
+impl Scene {
+    fn start(
+        bench: &Bench,
+        server: &Server,
+        store: &Path,
+        (whose, timeout): (Whose, &'static str),
+    ) -> Result<Self, Failure> {
+        let config = GuestConfig::new(format!("{whose:?}-{timeout}"))
+            .kernel_arguments(&format!("nvme_core.io_timeout={timeout} {ADMIN_TIMEOUT}"));
+        let config = match whose {
+            Whose::Ours => config.drive(Drive::vfio_user(server.socket(&id(timeout)))),
+            Whose::Qemus => {
+                let image = image(store, whose, timeout)?;
+                let image = format!("if=none,id=image,format=raw,file={}", image.display());
+                let device = "nvme,drive=image,serial=theirs";
+                config.qemu_arguments(["-drive", &image, "-device", device])
+            }
+        };
+        let guest = Guest::start_booting(bench.v6_12(), &config, bench.folder())?;
+        Ok(Self {
+            whose,
+            timeout,
+            guest,
+        })
+    }
+
+    /// Starts the load, and waits until it runs.
+    fn load(&self) -> Result<(Fio, Job), Failure> {
+        self.guest.await_ready(BOOT_PATIENCE)?;
+        self.guest.check("dmesg -c > /dev/null", PATIENCE)?;
+        let load = Fio::new("load", "randwrite", "4k", 4)
+            .option("size", "16m")
+            .option("rate_iops", "100")
+            .option("verify", "crc32c")
+            .option("verify_backlog", "256")
+            .option("verify_fatal", "1")
+            .runtime(ENDLESS);
+        let job = self.guest.start(&load.script())?;
+        self.await_ios()?;
+        Ok((load, job))
+    }
+
+    /// Waits until the drive has done so many I/Os more.
+    fn await_ios(&self) -> Result<(), Failure> {
+        let done = "awk '{ print $1 + $5 }' /sys/block/nvme0n1/stat";
+        let script = format!(
+            "before=$({done}); until [ $({done}) -gt $((before + {COMMANDS})) ]; do sleep 0.2; done"
+        );
+        self.guest.check(&script, PATIENCE)?;
+        Ok(())
+    }
+
+    /// Ends the load, and returns a line of the table. The load on a function has found no error.
+    fn tell(&self, load: &Fio, job: Job) -> Result<String, Failure> {
+        end_load(&self.guest)?;
+        let end = match self.guest.finish(job, PATIENCE) {
+            Ok(output) => load.report(&output.text).map_err(Failure::from),
+            Err(failure) => Err(failure.into()),
+        };
+        let kernel = self.guest.check("dmesg", PATIENCE)?;
+        let count = |said: &str| kernel.lines().filter(|line| line.contains(said)).count();
+        let aborts = count("timeout, aborting");
+        let resets = count("timeout, reset controller") + count("timeout, disable controller");
+        let errors = count("I/O error, dev nvme");
+        let end = match end {
+            Ok(report) => {
+                let slowest = report.read.max_us.max(report.write.max_us) / 1e6;
+                format!("verified, the slowest I/O took {slowest:.1} s")
+            }
+            Err(failure) if self.whose == Whose::Qemus => {
+                let text = failure.to_string();
+                text.lines().next().unwrap_or_default().to_owned()
+            }
+            Err(failure) => return Err(format!("{failure}\nThe guest's kernel:\n{kernel}").into()),
+        };
+        let patient = self.timeout == ENDLESS_TIMEOUT;
+        let is_right = errors == 0 && !(patient && aborts + resets > 0);
+        expect(is_right || self.whose == Whose::Qemus, || {
+            format!(
+                "The kernel of the guest that waits {} s:\n{kernel}",
+                self.timeout
+            )
+        })?;
+        let name = match self.whose {
+            Whose::Ours => "nvme-mpt",
+            Whose::Qemus => "QEMU's nvme",
+        };
+        let timeout = self.timeout;
+        Ok(format!(
+            "        {timeout:>10} | {name:<11} | {aborts:>6} | {resets:>6} | {errors:>6} | {end}\n"
+        ))
+    }
+}
+
+/// Id of a guest's function.
+fn id(timeout: &str) -> String {
+    format!("guest{timeout}")
+}
+
+/// An image on the storage that will stand still.
+fn image(store: &Path, whose: Whose, timeout: &str) -> Result<PathBuf, Failure> {
+    let path = store.join(format!("{whose:?}-{timeout}.img"));
+    File::create(&path)
+        .and_then(|file| file.set_len(IMAGE_MIB << 20))
+        .map_err(at(&path))?;
+    Ok(path)
+}
+
+fn stand_still(bench: &Bench, seconds: u64) -> Result<(), Failure> {
+    if !host::is_root() {
+        say("        NOT CHECKED: frozen: only root can freeze a file system");
+        return Ok(());
+    }
+    let disk = LoopDevice::of(&bench.drive("store.img", STORE_MIB)?)?;
+    mounts::run("mkfs.ext4", &[Path::new("-q"), &disk.path])?;
+    let store = Mounted::at(&disk.path, bench.folder().join("store"))?;
+    let function = |timeout: &&str| {
+        let path = image(&store.folder, Whose::Ours, timeout)?;
+        let path = path.display().to_string();
+        let range = format!("0+{IMAGE_MIB}M");
+        Ok(FunctionOptions::new(&id(timeout), path, range))
+    };
+    let functions: Result<Vec<_>, Failure> = TIMEOUTS.iter().map(function).collect();
+    let mut server = bench.serve(&functions?)?;
+    let mut scenes = Vec::new();
+    for timeout in TIMEOUTS {
+        for whose in [Whose::Ours, Whose::Qemus] {
+            scenes.push(Scene::start(
+                bench,
+                &server,
+                &store.folder,
+                (whose, timeout),
+            )?);
+        }
+    }
+    let mut loads = Vec::new();
+    for scene in &scenes {
+        loads.push(scene.load()?);
+    }
+
+    let frozen = Frozen::new(&store)?;
+    std::thread::sleep(Duration::from_secs(seconds));
+    drop(frozen);
+
+    let mut table = format!(
+        "        The storage stood still for {seconds} s\n        \
+         io_timeout | drive       | aborts | resets | errors | fio\n"
+    );
+    for (scene, (load, job)) in scenes.iter().zip(loads) {
+        if scene.whose == Whose::Ours {
+            scene.await_ios()?;
+        }
+        let _ = write!(table, "{}", scene.tell(&load, job)?);
+    }
+    say(table.trim_end());
+    server.expect_alive()?;
+    Ok(())
+}

@@ -90,7 +90,7 @@ pub fn spawn<S: AsRef<OsStr>>(
     Ok(Supervised::spawn(NAME, &command, &folder.join("vmm.log"))?)
 }
 
-/// Asks the one of that folder for something (Cloud Hypervisor, docs/api.md).
+/// Asks the one of that folder for something (Cloud Hypervisor, docs/api.md). A request without a body has `null`.
 ///
 /// # Errors
 /// If it does not answer, or refuses.
@@ -99,7 +99,10 @@ pub fn ask(folder: &Path, asked: &str, body: &Value) -> Result<(), VmmsError> {
     let file = || VmmsError::file(&path);
     let mut stream = UnixStream::connect(&path).map_err(file())?;
     stream.set_read_timeout(Some(PATIENCE)).map_err(file())?;
-    let body = body.to_string();
+    let body = match body {
+        Value::Null => String::new(),
+        body => body.to_string(),
+    };
     write!(
         stream,
         "PUT /api/v1/{asked} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\

@@ -35,6 +35,7 @@ mod hostile;
 mod init;
 mod iommu;
 mod isolation;
+mod late_memory;
 mod linux;
 mod native;
 mod nested;

@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::fixture::{Bench, Failure, PATIENCE, at, await_that, expect, sh};
 use crate::vmms::is_patched_cloud_hypervisor_named;
-use crate::{Group, Refused, exits, init};
+use crate::{Group, Refused, exits, init, late_memory};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "vmm",
@@ -48,6 +48,14 @@ pub(crate) const GROUP: Group = Group::Inside {
         (
             "cloud_hypervisor_pollers_stay_beside_their_vcpus",
             cloud_hypervisor_pollers_stay_beside_their_vcpus,
+        ),
+        (
+            "cloud_hypervisor_restores_on_demand",
+            late_memory::restores_on_demand,
+        ),
+        (
+            "cloud_hypervisor_restores_by_a_server",
+            late_memory::restores_by_a_server,
         ),
     ],
 };
@@ -146,7 +154,7 @@ fn cloud_hypervisor_root_with_the_pin(bench: &Bench) -> Result<(), Failure> {
 
 /// Starts a Cloud Hypervisor with the patch and two vCPUs, with its guest's root on a function. `parameters` are more of
 /// the kernel's, `options` are some of the function's. Returns the guest's console as well.
-fn spawn_cloud_hypervisor(
+pub(crate) fn spawn_cloud_hypervisor(
     bench: &Bench,
     assets: &Assets,
     image: &Path,
@@ -485,7 +493,7 @@ fn expect_in_order(image: &Path) -> Result<(), Failure> {
 }
 
 /// All that a guest has said on its console.
-fn said(console: &Path) -> Result<String, Failure> {
+pub(crate) fn said(console: &Path) -> Result<String, Failure> {
     let said = fs::read(console).map_err(at(console))?;
     Ok(String::from_utf8_lossy(&said).into_owned())
 }

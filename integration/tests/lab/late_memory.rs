@@ -1,0 +1,167 @@
+//! Guests whose memory comes after them, in a Cloud Hypervisor with the patch: restored on demand, while fio writes and
+//! verifies. All data is right, or the function is refused with the reason.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use integration::process::{Supervised, file_tail};
+use integration::provision::{Assets, KernelChoice};
+use integration::server::Server;
+use integration::vmms::cloud_hypervisor::{self, ask};
+use serde_json::{Value, json};
+
+use crate::fixture::{Bench, Failure, at, await_that, expect, sh};
+use crate::init;
+use crate::vmm::{root, said, spawn_cloud_hypervisor};
+use crate::vmms::is_patched_cloud_hypervisor_named;
+
+/// Passes of the guest's load before its memory goes, and after that.
+const PASSES: usize = 2;
+/// Part of the sentence with which a function refuses memory that is not there yet.
+const REFUSAL: &str = "restored on demand";
+
+/// A load without end, each pass of which says whether it verified what it wrote, and the kernel's errors until then.
+fn load() -> String {
+    init::script(
+        "pass=0
+while :; do
+    pass=$((pass + 1))
+    if fio --name=verify --filename=/data --size=8m --rw=randwrite --bs=4k --iodepth=8 --ioengine=libaio \
+           --direct=1 --verify=crc32c --verify_fatal=1 --eta=never --output=/tmp/fio; then
+        echo guest: verified $pass, errors $(dmesg | grep -cE 'nvme.*(timeout|reset)|I/O error|EXT4-fs (error|warning)')
+    else
+        echo guest: wrong $pass
+        cat /tmp/fio
+    fi
+done
+",
+    )
+}
+
+/// A guest under load. It goes before a server that has its drive does.
+struct Loaded {
+    vmm: Supervised,
+    console: PathBuf,
+    image: PathBuf,
+    server: Option<Server>,
+}
+
+impl Loaded {
+    /// Boots a guest. Its drive is the VMM's, or a server's.
+    fn start(bench: &Bench, is_served: bool) -> Result<Self, Failure> {
+        let assets = Assets::provide(&KernelChoice::V6_12)?;
+        let image = root(bench, &assets, &load())?;
+        let server = match is_served {
+            true => Some(bench.hold(&[format!("path={}", image.display())])?),
+            false => None,
+        };
+        let (vmm, console) = spawn_cloud_hypervisor(bench, &assets, &image, "", "doorbells=auto")?;
+        Ok(Self {
+            vmm,
+            console,
+            image,
+            server,
+        })
+    }
+
+    /// Saves the guest into a folder, and ends its VMM.
+    fn save(&mut self, bench: &Bench) -> Result<String, Failure> {
+        await_passes(&self.console, &mut self.vmm)?;
+        let snapshot = bench.folder().join("snapshot");
+        fs::create_dir(&snapshot).map_err(at(&snapshot))?;
+        let url = format!("file://{}", snapshot.display());
+        ask(bench.folder(), "vm.pause", &Value::Null)?;
+        ask(
+            bench.folder(),
+            "vm.snapshot",
+            &json!({"destination_url": url}),
+        )?;
+        self.vmm.kill();
+        self.forget()?;
+        Ok(url)
+    }
+
+    /// Forgets what the guest has said.
+    fn forget(&self) -> Result<(), Failure> {
+        fs::write(&self.console, "").map_err(at(&self.console))
+    }
+
+    /// Restores the guest, and lets it run.
+    fn restore(&mut self, bench: &Bench, url: &str, mode: &str) -> Result<(), Failure> {
+        let restore = format!("source_url={url},memory_restore_mode={mode},resume=true");
+        self.vmm = cloud_hypervisor::spawn(bench.folder(), ["--restore", &restore])?;
+        Ok(())
+    }
+
+    /// Removes what lies in memory.
+    fn end(mut self, bench: &Bench) -> Result<(), Failure> {
+        self.vmm.kill();
+        if let Some(server) = &mut self.server {
+            server.stop()?;
+        }
+        sh(&format!(
+            "rm -rf {} {}",
+            self.image.display(),
+            bench.folder().join("snapshot").display()
+        ))?;
+        Ok(())
+    }
+}
+
+/// Waits for passes of the load in a VMM, none of which found an error.
+fn await_passes(console: &Path, vmm: &mut Supervised) -> Result<(), Failure> {
+    let pid = vmm.pid();
+    await_that(&format!("passes of fio in process {pid}"), || {
+        let told = said(console).unwrap_or_default();
+        if let Some(status) = vmm.ended()? {
+            let log = file_tail(vmm.log());
+            return Err(format!("The VMM ended with {status}:\n{log}\n{told}").into());
+        }
+        // The last line may not be whole yet.
+        let errors = told.lines().filter_map(|line| {
+            let (_, pass) = line.split_once("guest: verified ")?;
+            let (_, errors) = pass.split_once(", errors ")?;
+            // The kernel may say something behind it.
+            let errors = errors.split(|c: char| !c.is_ascii_digit()).next();
+            errors.filter(|errors| !errors.is_empty())
+        });
+        let errors: Vec<&str> = errors.collect();
+        let is_right = !told.contains("guest: wrong") && errors.iter().all(|count| *count == "0");
+        expect(is_right, || told.clone())?;
+        Ok(errors.len() >= PASSES)
+    })
+}
+
+/// The VMM has the drive: its function fills pages as it touches them.
+pub(crate) fn restores_on_demand(bench: &Bench) -> Result<(), Failure> {
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    let mut guest = Loaded::start(bench, false)?;
+    let url = guest.save(bench)?;
+    guest.restore(bench, &url, "ondemand")?;
+    await_passes(&guest.console, &mut guest.vmm)?;
+    guest.end(bench)
+}
+
+/// A server has the drive, which maps the memory's file: a restore on demand is refused, and one by copy goes on.
+pub(crate) fn restores_by_a_server(bench: &Bench) -> Result<(), Failure> {
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    let mut guest = Loaded::start(bench, true)?;
+    let url = guest.save(bench)?;
+    guest.restore(bench, &url, "ondemand")?;
+    await_that("the end of a restore that is refused", || {
+        let log = file_tail(guest.vmm.log());
+        Ok(log.contains(REFUSAL) || guest.vmm.ended()?.is_some())
+    })?;
+    let log = file_tail(guest.vmm.log());
+    expect(log.contains(REFUSAL), || {
+        format!("It is refused for another reason, or not at all:\n{log}")
+    })?;
+    guest.vmm.kill();
+    guest.restore(bench, &url, "copy")?;
+    await_passes(&guest.console, &mut guest.vmm)?;
+    guest.end(bench)
+}

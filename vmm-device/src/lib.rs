@@ -29,6 +29,7 @@ mod fixtures;
 mod function;
 mod pci;
 mod registers;
+pub mod rest;
 pub mod state;
 
 pub use crate::{

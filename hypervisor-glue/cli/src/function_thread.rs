@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 use vmm_device::EndError;
+use vmm_device::rest::rest_all;
 use vmm_sys_util::epoll::{ControlOperation, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -55,12 +56,6 @@ pub enum FunctionThreadError {
 
 /// Time that a function has to answer whether it ends: longer than any of its own waits.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
-
-/// Longest time for which a function rests while it waits for other functions to rest.
-const REST: Duration = Duration::from_millis(100);
-
-/// Time that a function with a slow drive has to come to rest, while all others run.
-const SLOW_REST: Duration = Duration::from_secs(10);
 
 /// Request to a function.
 #[derive(Debug)]
@@ -184,56 +179,6 @@ impl FunctionHandle {
             Err(RecvTimeoutError::Disconnected) => Leave::Leaves,
         }
     }
-}
-
-/// Makes all functions rest at the same time. `ask` makes the functions at some places rest within a time, each until its
-/// returned value is dropped.
-///
-/// A drive may be slow, or not answer at all. No function rests longer than [`REST`] for another function's drive, unless all
-/// rest in the end. So functions that do not rest in time are tried one by one, while all others run.
-///
-/// # Errors
-/// The place of one that does not rest, and why.
-fn rest_all<R>(
-    count: usize,
-    mut ask: impl FnMut(&[usize], Duration) -> Vec<Result<R, String>>,
-) -> Result<Vec<R>, (usize, String)> {
-    let places: Vec<usize> = (0..count).collect();
-    let mut slow = Vec::new();
-    let mut others = Vec::new();
-    let mut resting = Vec::new();
-    for (place, result) in places.iter().zip(ask(&places, REST)) {
-        match result {
-            Ok(one) => {
-                others.push(*place);
-                resting.push(one);
-            }
-            Err(_) => slow.push(*place),
-        }
-    }
-    if slow.is_empty() {
-        return Ok(resting);
-    }
-    // All go on. One that does not rest alone ends the attempt.
-    drop(resting);
-    for place in &slow {
-        drop(rest_at(&[*place], SLOW_REST, &mut ask)?);
-    }
-    let mut resting = rest_at(&slow, SLOW_REST, &mut ask)?;
-    resting.extend(rest_at(&others, REST, &mut ask)?);
-    Ok(resting)
-}
-
-/// Makes the functions at some places rest, or none of them.
-fn rest_at<R>(
-    places: &[usize],
-    time: Duration,
-    ask: &mut impl FnMut(&[usize], Duration) -> Vec<Result<R, String>>,
-) -> Result<Vec<R>, (usize, String)> {
-    let results = places.iter().zip(ask(places, time));
-    results
-        .map(|(place, result)| result.map_err(|reason| (*place, reason)))
-        .collect()
 }
 
 /// A function that is served until this is dropped.
@@ -503,100 +448,5 @@ impl<D: Served> Controlled for Function<D> {
             log::error!("{}: {}", self.id, report::chain(&error));
         }
         self.answer_requests();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::cell::{Cell, RefCell};
-    use std::rc::Rc;
-
-    use super::*;
-
-    /// Functions on a simulated clock. Each needs a time to rest; `None` for a drive that never answers.
-    struct World {
-        now: Cell<Duration>,
-        needs: Vec<Option<Duration>>,
-        /// For each function: the moment since which it rests or tries to, and the longest such time.
-        since: RefCell<Vec<Option<Duration>>>,
-        stood: RefCell<Vec<Duration>>,
-    }
-
-    impl World {
-        fn new(needs: &[Option<u64>]) -> Rc<Self> {
-            Rc::new(Self {
-                now: Cell::default(),
-                needs: needs
-                    .iter()
-                    .map(|need| need.map(Duration::from_millis))
-                    .collect(),
-                since: RefCell::new(vec![None; needs.len()]),
-                stood: RefCell::new(vec![Duration::ZERO; needs.len()]),
-            })
-        }
-
-        fn ask(self: &Rc<Self>, places: &[usize], time: Duration) -> Vec<Result<Rests, String>> {
-            let begun = self.now.get();
-            let longest = places
-                .iter()
-                .map(|place| self.needs[*place].unwrap_or(time).min(time));
-            self.now.set(begun + longest.max().unwrap_or_default());
-            let rest = |place: &usize| {
-                self.since.borrow_mut()[*place] = Some(begun);
-                let rests = Rests(self.clone(), *place);
-                let is_in_time = self.needs[*place].is_some_and(|need| need <= time);
-                is_in_time.then_some(rests).ok_or_else(|| "late".to_owned())
-            };
-            places.iter().map(rest).collect()
-        }
-
-        /// Makes all rest. Returns the result, and the longest pause of each function, in milliseconds.
-        fn rest(self: &Rc<Self>) -> (Result<Vec<usize>, usize>, Vec<u128>) {
-            let result = rest_all(self.needs.len(), |places, time| self.ask(places, time));
-            let result = result
-                .map(|resting| resting.iter().map(|rests| rests.1).collect())
-                .map_err(|(place, _)| place);
-            let stood = self.stood.borrow();
-            (result, stood.iter().map(Duration::as_millis).collect())
-        }
-    }
-
-    struct Rests(Rc<World>, usize);
-
-    impl Drop for Rests {
-        fn drop(&mut self) {
-            let Self(world, place) = self;
-            if let Some(since) = world.since.borrow_mut()[*place].take() {
-                let stood = &mut world.stood.borrow_mut()[*place];
-                *stood = (*stood).max(world.now.get() - since);
-            }
-        }
-    }
-
-    #[test]
-    fn a_drive_that_stands_still_refuses_an_upgrade_without_harm_to_others() {
-        let (result, stood) = World::new(&[Some(1), None, Some(40), Some(0)]).rest();
-        assert_eq!(result, Err(1));
-        assert!(
-            [0, 2, 3].iter().all(|place| stood[*place] <= 100),
-            "{stood:?}"
-        );
-        // A slow drive stands for itself alone, as long as another one stands still.
-        let (result, stood) = World::new(&[Some(2500), None, Some(0)]).rest();
-        assert_eq!(result, Err(1));
-        assert_eq!(stood[0], 2500);
-        assert!(stood[2] <= 100, "{stood:?}");
-    }
-
-    #[test]
-    fn slow_drives_rest_before_others_do() {
-        let (result, stood) = World::new(&[Some(3), Some(2500), Some(1), Some(700)]).rest();
-        let mut rested = result.unwrap();
-        rested.sort_unstable();
-        assert_eq!(rested, [0, 1, 2, 3]);
-        assert!([0, 2].iter().all(|place| stood[*place] <= 100), "{stood:?}");
-        let (result, stood) = World::new(&[Some(3), Some(2)]).rest();
-        assert_eq!(result, Ok(vec![0, 1]));
-        assert!(stood.iter().all(|stood| *stood <= 3), "{stood:?}");
     }
 }

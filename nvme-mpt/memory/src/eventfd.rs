@@ -61,6 +61,8 @@ pub fn share(eventfd: &EventFd) -> io::Result<OwnedFd> {
 pub fn signal(eventfd: &EventFd) -> io::Result<()> {
     // The kernel takes a lock for it.
     #[cfg(simulation)]
+    crate::simulation::costs::signals(eventfd.as_raw_fd());
+    #[cfg(simulation)]
     crate::simulation::fence_and_act();
     eventfd.write(1)
 }

@@ -351,6 +351,16 @@ impl Mapping {
         if offset > self.len || len > self.len - offset {
             return None;
         }
+        #[cfg(simulation)]
+        if let Some(FilePlace {
+            inode,
+            offset: start,
+            ..
+        }) = self.place
+        {
+            let start = start + offset as u64;
+            crate::simulation::costs::accesses(inode, &(start..start + len as u64));
+        }
         // SAFETY: `offset` is at most the mapping's length, so the pointer stays in the mapping
         // (or one past it). The `len` bytes from there were just checked. The lifetime is ours.
         Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })

@@ -117,6 +117,9 @@ impl ThreadId {
     /// Returns that of the calling thread.
     #[must_use]
     pub fn of_this_thread() -> Self {
+        #[cfg(simulation)]
+        return Self(crate::simulation::actor() as i32);
+        #[cfg(not(simulation))]
         // SAFETY: the call has no preconditions.
         Self(unsafe { libc::gettid() })
     }

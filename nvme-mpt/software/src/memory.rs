@@ -410,6 +410,8 @@ impl MemoryStore {
     fn deallocate(&self, slba: Lba, count: u64) -> Result<(), Status> {
         const PAGE: u64 = 64 << 10;
         let bytes = self.bytes(slba, count)?;
+        #[cfg(simulation)]
+        memory::simulation::costs::deallocates(bytes.len() as u64);
         let start = slba.0 << self.lba_shift;
         let end = start + bytes.len() as u64;
         let (first, last) = (start.next_multiple_of(PAGE), end / PAGE * PAGE);

@@ -50,9 +50,9 @@ struct Group {
 /// Returns the number of processors that threads may run on.
 fn processors() -> usize {
     // A simulation is the same everywhere.
-    if cfg!(simulation) {
-        return 2 * PROCESSORS_PER_SHARED_POLLER;
-    }
+    #[cfg(simulation)]
+    return crate::memory::simulation::costs::shared_pollers() * PROCESSORS_PER_SHARED_POLLER;
+    #[cfg(not(simulation))]
     std::thread::available_parallelism().map_or(1, |number| number.get())
 }
 

@@ -6,7 +6,6 @@
 //! ([`watch`](super::watch)) takes them from the seat and starts another thread that runs them, with a seat of its own. When the
 //! turn ends at last, the first thread finds a ticket in its seat. From then on, it runs only that function.
 
-use std::fs;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
@@ -113,13 +112,18 @@ impl<P, T> Seat<P, T> {
 
 /// Returns whether a thread of this process waits in the kernel. A thread that has lost its processor does not count.
 pub(super) fn is_blocked(ThreadId(thread): ThreadId) -> bool {
-    let stat = fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
-    // The state follows the name, which may have any character.
-    stat.is_ok_and(|stat| {
-        let state = stat
-            .rsplit(')')
-            .next()
-            .and_then(|rest| rest.trim_start().chars().next());
-        matches!(state, Some('S' | 'D'))
-    })
+    #[cfg(simulation)]
+    return crate::memory::simulation::costs::is_blocked(thread);
+    #[cfg(not(simulation))]
+    {
+        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat"));
+        // The state follows the name, which may have any character.
+        stat.is_ok_and(|stat| {
+            let state = stat
+                .rsplit(')')
+                .next()
+                .and_then(|rest| rest.trim_start().chars().next());
+            matches!(state, Some('S' | 'D'))
+        })
+    }
 }

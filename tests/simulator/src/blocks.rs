@@ -3,10 +3,12 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::memory::RawBytes;
+use nvme_mpt::memory::simulation::costs;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
@@ -23,6 +25,8 @@ use crate::history::BLOCK;
 pub(crate) struct Blocks {
     bytes: Arc<Mutex<Vec<u8>>>,
     path: Option<PathBuf>,
+    /// Processor time of a command.
+    time: Duration,
 }
 
 impl Blocks {
@@ -31,7 +35,13 @@ impl Blocks {
         Self {
             bytes: Arc::new(Mutex::new(vec![0; blocks * BLOCK])),
             path: None,
+            time: Duration::ZERO,
         }
+    }
+
+    /// Has each command take processor time.
+    pub(crate) fn with_time(self, time: Duration) -> Self {
+        Self { time, ..self }
     }
 
     /// The same blocks, with a file beside which the drive's other files lie.
@@ -98,21 +108,30 @@ impl Store for Leased {
                 self.range
             );
         }
+        costs::work(self.blocks.time);
         let (start, len) = (slba.0 as usize * BLOCK, blocks as usize * BLOCK);
-        let mut bytes = self.blocks.bytes();
         let data = DataPointer::of(sqe);
-        let mut at = start;
+        let mut at = 0;
+        // The lock is not held while the guest's memory is used, which others may be waited for.
         let moved = match opcode {
-            NvmOpcode::READ => data.for_each(memory, len as u64, |part: RawBytes<'_>| {
-                part.copy_from(&bytes[at..at + part.len()]);
-                at += part.len();
-            }),
-            NvmOpcode::WRITE => data.for_each(memory, len as u64, |part: RawBytes<'_>| {
-                part.copy_to(&mut bytes[at..at + part.len()]);
-                at += part.len();
-            }),
+            NvmOpcode::READ => {
+                let read = self.blocks.bytes()[start..start + len].to_vec();
+                data.for_each(memory, len as u64, |part: RawBytes<'_>| {
+                    part.copy_from(&read[at..at + part.len()]);
+                    at += part.len();
+                })
+            }
+            NvmOpcode::WRITE => {
+                let mut written = vec![0; len];
+                let moved = data.for_each(memory, len as u64, |part: RawBytes<'_>| {
+                    part.copy_to(&mut written[at..at + part.len()]);
+                    at += part.len();
+                });
+                self.blocks.bytes()[start..start + at].copy_from_slice(&written[..at]);
+                moved
+            }
             NvmOpcode::WRITE_ZEROES => {
-                bytes[start..start + len].fill(0);
+                self.blocks.bytes()[start..start + len].fill(0);
                 Ok(())
             }
             _ => Ok(()),

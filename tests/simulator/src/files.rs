@@ -16,6 +16,7 @@ use nvme_mpt::Drive;
 use nvme_mpt::drive::HostController;
 use nvme_mpt::lease::Ledger;
 use nvme_mpt::memory::clock;
+use nvme_mpt::memory::files::simulated as ledger_disk;
 use nvme_mpt::memory::simulation::acted;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::ByteRange;
@@ -40,7 +41,7 @@ use crate::scenario::{HIGH, HIGH_LEN, LOW, LOW_LEN, buffers};
 const SHARE_BLOCKS: usize = 4 * BLOCKS;
 
 /// Bytes of a tenant.
-const SHARE: u64 = (SHARE_BLOCKS * BLOCK) as u64;
+pub(crate) const SHARE: u64 = (SHARE_BLOCKS * BLOCK) as u64;
 
 /// Force Unit Access, in dword 12 of commands that write.
 const FUA: u32 = 1 << 30;
@@ -50,6 +51,13 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Requests that the kernel keeps, of all tenants.
 const KEPT_MAX: u64 = 2;
+
+/// Folder of the ledger, on a disk of its own.
+const STATE: &str = "/state";
+
+/// Values of a block among a tenant's marks.
+const READABLE: u64 = 0;
+const MARKED: u64 = 1;
 
 /// A tenant's blocks, by all that it knows of them.
 #[derive(Debug)]
@@ -65,6 +73,10 @@ struct Known {
     failures: u64,
     /// Commands of a storm of Deallocates that are left.
     storm: u64,
+    /// Blocks that can be read, and those that Write Uncorrectable marked: this outlives crashes.
+    marks: History,
+    /// True for work without commands for which others wait long.
+    is_plain: bool,
 }
 
 impl Known {
@@ -77,6 +89,22 @@ impl Known {
             flushed: Duration::ZERO,
             failures: 0,
             storm: 0,
+            marks: history(),
+            is_plain: false,
+        }
+    }
+
+    /// Returns whether a read that began at a moment may find some block unreadable.
+    fn may_be_marked(&self, mut blocks: std::ops::Range<u64>, began: Duration) -> bool {
+        blocks.any(|block| self.marks.may_be(block, began, |value| value == MARKED))
+    }
+
+    /// Checks that a read which began at a moment may find all blocks readable.
+    fn judge_readable(&self, blocks: std::ops::Range<u64>, began: Duration) {
+        for block in blocks {
+            if let Err(error) = self.marks.judge(block, READABLE, began) {
+                panic!("a block was read that is marked as unreadable: {error}");
+            }
         }
     }
 
@@ -92,6 +120,19 @@ impl Known {
             let value = self.stable_value(block);
             if let Err(error) = self.stable.judge(block, value, promised) {
                 panic!("{what} of {promised:?}: stable {error}");
+            }
+        }
+    }
+
+    /// Checks that blocks which a write made readable again are stable: a mark ends with the old data alone.
+    fn judge_cleared(&self, blocks: std::ops::Range<u64>, began: Duration) {
+        for block in blocks {
+            if self.marks.judge(block, READABLE, began).is_ok() {
+                continue;
+            }
+            let value = self.stable_value(block);
+            if let Err(error) = self.stable.judge_since(block, value, began) {
+                panic!("a write over a mark: stable {error}");
             }
         }
     }
@@ -118,6 +159,7 @@ impl Known {
     fn connect(&mut self, failures: u64, now: Duration) {
         self.seen.end_all(now);
         self.stable.end_all(now);
+        self.marks.end_all(now);
         if disk::failures() > self.failures {
             self.stable.doubt(now);
         }
@@ -127,11 +169,11 @@ impl Known {
 
 /// Work of a tenant's guest.
 #[derive(Debug)]
-struct Tenant(Arc<Mutex<Known>>);
+pub(crate) struct Tenant(Arc<Mutex<Known>>);
 
 /// A command on blocks.
 #[derive(Debug)]
-struct Command {
+pub(crate) struct Command {
     opcode: u8,
     slba: u64,
     blocks: u64,
@@ -143,6 +185,14 @@ struct Command {
 }
 
 impl Tenant {
+    /// One with blocks of zeroes, which reads, writes and flushes alone.
+    pub(crate) fn plain(number: u64) -> Self {
+        Self(Arc::new(Mutex::new(Known {
+            is_plain: true,
+            ..Known::new(number)
+        })))
+    }
+
     fn known(&self) -> MutexGuard<'_, Known> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -159,6 +209,10 @@ impl Work for Tenant {
             known.storm = 4 + rng.below(20);
         }
         let opcode = match rng.below(16) {
+            _ if known.is_plain => {
+                [io::READ, io::WRITE, io::FLUSH][rng.below(8).min(5) as usize / 2]
+            }
+            _ if rng.below(10) == 0 => io::WRITE_UNCORRECTABLE,
             _ if known.storm > 0 && rng.below(4) > 0 => {
                 known.storm -= 1;
                 io::DATASET_MANAGEMENT
@@ -218,6 +272,7 @@ impl Work for Tenant {
                 (Sqe::read(1, slba, count), data)
             }
             io::VERIFY => (Sqe::verify(1, slba, count), Data::None),
+            io::WRITE_UNCORRECTABLE => (Sqe::write_uncorrectable(1, slba, count), Data::None),
             io::WRITE => {
                 let data = values.iter().flat_map(|value| bytes_of(*value)).collect();
                 (fua(Sqe::write(1, slba, count)), Data::Out(data))
@@ -239,6 +294,12 @@ impl Work for Tenant {
         for (block, value) in (command.slba..).zip(&command.values) {
             known.seen.begin(block, *value, now);
             known.stable.begin(block, *value, now);
+            known.marks.begin(block, READABLE, now);
+        }
+        if command.opcode == io::WRITE_UNCORRECTABLE {
+            for block in command.slba..command.slba + command.blocks {
+                known.marks.begin(block, MARKED, now);
+            }
         }
     }
 
@@ -261,8 +322,11 @@ impl Work for Tenant {
             let is_lost = [status::WRITE_FAULT, status::READ_ONLY_RANGE].contains(&code)
                 && ![io::READ, io::VERIFY].contains(&opcode)
                 && disk::failures() > known.failures;
+            let is_marked = code == status::UNRECOVERED_READ_ERROR
+                && [io::READ, io::VERIFY].contains(&opcode)
+                && known.may_be_marked(slba..slba + blocks, end.began);
             assert!(
-                is_lost,
+                is_lost || is_marked || end.is_excused,
                 "opcode {opcode:#x} failed, and the disk did not: {cqe:?}"
             );
         }
@@ -273,11 +337,23 @@ impl Work for Tenant {
                 }
             }
         }
+        if [io::READ, io::VERIFY].contains(&opcode) && has_succeeded {
+            known.judge_readable(slba..slba + blocks, end.began);
+        }
+        if [io::WRITE, io::WRITE_ZEROES].contains(&opcode) && has_succeeded {
+            known.judge_cleared(slba..slba + blocks, end.began);
+        }
+        if opcode == io::WRITE_UNCORRECTABLE {
+            for block in slba..slba + blocks {
+                known.marks.end(block, end.began, end.now, has_succeeded);
+            }
+        }
         // Deallocate is advice.
         let sure = has_succeeded && opcode != io::DATASET_MANAGEMENT;
         for (block, _) in (slba..).zip(&values) {
             known.seen.end(block, end.began, end.now, sure);
             known.stable.end(block, end.began, end.now, sure);
+            known.marks.end(block, end.began, end.now, sure);
         }
         if opcode == io::FLUSH && has_succeeded {
             let all = 0..known.seen.blocks();
@@ -311,7 +387,7 @@ impl Work for Tenant {
 }
 
 /// Habits of a disk.
-fn habits(less: Less, rng: &mut Rng) -> disk::Habits {
+pub(crate) fn habits(less: Less, rng: &mut Rng) -> disk::Habits {
     let fails = !less.no_trouble;
     let write_backs = [8, 40][rng.below(2) as usize];
     let mut one_in = |of: u64, worlds: u64| match fails && rng.below(worlds) == 0 {
@@ -398,7 +474,7 @@ fn serve(kept: &[Arc<Kept>], life: u64) {
     let controller = controller.unwrap_or_else(|error| panic!("the file does not open: {error}"));
     let controller: Arc<dyn HostController> = Arc::new(controller);
     let drive = Drive::new("simulated", controller, None).expect("a namespace");
-    let ledger = Ledger::in_process();
+    let ledger = Ledger::open(STATE.as_ref());
     let mut attachments = Vec::new();
     for (number, kept) in kept.iter().enumerate() {
         let range = ByteRange::new(number as u64 * SHARE, SHARE).expect("a range");
@@ -415,6 +491,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
     let engine = Engine::of_thread().expect("a scheduler");
     let tenants = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
     disk::format(tenants * SHARE, habits(less, rng), KEPT_MAX);
+    ledger_disk::format(0);
     let is_over = Arc::new(AtomicBool::new(false));
     let flag = is_over.clone();
     let kernel = start_thread("kernel", move || disk::run(&flag)).expect("an actor");
@@ -461,6 +538,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
         // Else it is all processes alone that end.
         if machine == machines || rng.below(3) > 0 {
             disk::crash();
+            ledger_disk::crash();
             for known in &known {
                 let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
                 known.crash(clock::monotonic());

@@ -1,8 +1,8 @@
 //! Guests that behave like the drivers of operating systems, with work that knows what it may see.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use nvme_mpt::memory::clock;
@@ -12,11 +12,12 @@ use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::completion::Cqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::function::InProcess;
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{DmaBuffer, GuestMemory};
 use nvme_mpt_tests::prp::{self, Prepared};
 use nvme_mpt_tests::queue::QueuePair;
-use nvme_mpt_tests::registers::{CSTS_FATAL, CSTS_READY};
+use nvme_mpt_tests::registers::{CC, CC_ENABLE, CSTS_FATAL, CSTS_READY};
 use nvme_mpt_tests::rng::Rng;
 
 /// Bytes of a buffer of a command.
@@ -36,6 +37,9 @@ const EVENT_REQUESTS: usize = 4;
 
 /// Pause between two looks at a queue without interrupts.
 const LOOK: Duration = Duration::from_micros(20);
+
+/// Longest pause of a guest that seldom has commands.
+const SELDOM: Duration = Duration::from_millis(150);
 
 /// Byte of memory that no command may write.
 const CANARY: u8 = 0xCA;
@@ -92,6 +96,8 @@ pub(crate) enum Load {
     Quiet,
     /// As many as it has memory for.
     Loud,
+    /// One at a time, with pauses.
+    Seldom,
 }
 
 /// Limits of what a guest does and has to bear.
@@ -205,6 +211,8 @@ pub(crate) struct Shared {
     pub(crate) gone: AtomicBool,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
+    /// The guest's function, once there is one.
+    pub(crate) function: Mutex<Weak<InProcess>>,
 }
 
 /// Memory of a guest's commands: some that stays, and some that comes and goes.
@@ -276,6 +284,24 @@ pub(crate) struct Guest<W: Work> {
     reset_function: Option<Box<dyn Fn() + Send>>,
     /// True once it has given up a drive that is gone.
     has_given_up: bool,
+    /// Limits of its driver for the drive's time, if it has any.
+    timeouts: Option<Timeouts>,
+    /// True if commands have taken longer than these.
+    is_late: bool,
+    /// Longest time of an I/O command from its submission to its completion, if there is a bound.
+    longest: Option<Duration>,
+}
+
+/// Limits of a driver for the time of a drive.
+pub(crate) struct Timeouts {
+    /// Longest time of a command. After it, the driver aborts the commands, and after it once more, it resets the controller.
+    pub(crate) command: Duration,
+    /// Longest time of an Abort, which waits for no other command.
+    pub(crate) abort: Duration,
+    /// Longest time that storage stands still.
+    pub(crate) storage: Duration,
+    /// Returns the number of transfers that the host's kernel has for this guest's memory.
+    pub(crate) transfers: fn() -> usize,
 }
 
 impl<W: Work> Guest<W> {
@@ -309,6 +335,25 @@ impl<W: Work> Guest<W> {
             company: Vec::new(),
             reset_function: None,
             has_given_up: false,
+            timeouts: None,
+            is_late: false,
+            longest: None,
+        }
+    }
+
+    /// Has its driver abort commands that take too long, and reset the controller.
+    pub(crate) fn with_timeouts(self, timeouts: Timeouts) -> Self {
+        Self {
+            timeouts: Some(timeouts),
+            ..self
+        }
+    }
+
+    /// Bounds the time of each of its I/O commands, from its submission on.
+    pub(crate) fn with_longest(self, longest: Duration) -> Self {
+        Self {
+            longest: Some(longest),
+            ..self
         }
     }
 
@@ -389,12 +434,17 @@ impl<W: Work> Guest<W> {
         let mut rounds = 0;
         while !self.has_given_up && (rounds < self.conditions.rounds || self.has_company()) {
             self.round(&mut controller, count);
+            self.recover(&mut controller, count);
             rounds += 1;
         }
         self.drain();
+        self.recover(&mut controller, count);
         end();
-        if !self.has_given_up {
+        while !self.has_given_up {
             self.read_all();
+            if !self.recover(&mut controller, count) {
+                break;
+            }
         }
         if let Err(error) = controller.shutdown(false) {
             self.give_up("the controller does not shut down", &error);
@@ -480,10 +530,13 @@ impl<W: Work> Guest<W> {
         }
         self.shared.stands_still.store(false, Ordering::Relaxed);
         let depth = match (self.persona, self.load) {
-            (Persona::Edk2, _) | (_, Load::Quiet) => 1,
+            (Persona::Edk2, _) | (_, Load::Quiet | Load::Seldom) => 1,
             (_, Load::Usual) => 1 + self.rng.below(16),
             (_, Load::Loud) => 16,
         };
+        if self.load == Load::Seldom {
+            clock::sleep(SELDOM.mul_f64(self.rng.below(1000) as f64 / 1000.0));
+        }
         let index = self.rng.below(self.queues.len() as u64) as usize;
         for _ in 0..depth {
             if !self.submit(index) {
@@ -494,14 +547,14 @@ impl<W: Work> Guest<W> {
             }
         }
         self.queues[index].pair.ring();
-        if self.one_in(6) {
+        if self.load != Load::Seldom && self.one_in(6) {
             // Long enough for pollers to fall asleep, or not.
             let bits = self.rng.below(24);
             clock::sleep(Duration::from_nanos(self.rng.below(2 << bits)));
         }
         let drains = match self.load {
             Load::Usual => self.one_in(3),
-            Load::Quiet => true,
+            Load::Quiet | Load::Seldom => true,
             Load::Loud => false,
         };
         if drains {
@@ -680,6 +733,14 @@ impl<W: Work> Guest<W> {
                 return;
             }
             let waited = clock::monotonic() - last;
+            if self
+                .timeouts
+                .as_ref()
+                .is_some_and(|limits| waited >= limits.command)
+            {
+                self.is_late = true;
+                return;
+            }
             assert!(
                 waited < self.conditions.patience,
                 "{:?}: {} commands of queue {} did not complete within {:?}",
@@ -690,7 +751,9 @@ impl<W: Work> Guest<W> {
             );
             match &queue.interrupt {
                 Some(interrupt) => {
-                    let signals = interrupt.wait(self.conditions.patience);
+                    let time = self.timeouts.as_ref().map(|limits| limits.command);
+                    let time = time.unwrap_or(self.conditions.patience);
+                    let signals = interrupt.wait(time);
                     let signals = signals.unwrap_or_else(|error| panic!("{error}"));
                     assert!(
                         signals > 0 || !queue.pair.cq.ready(),
@@ -715,6 +778,70 @@ impl<W: Work> Guest<W> {
         }
     }
 
+    /// Aborts commands that took too long, and resets the controller if they do not end after that, either. Returns whether
+    /// there were any.
+    ///
+    /// # Panics
+    /// If an Abort waits for other commands, if the controller fails, or if its reset ends before the host's requests have.
+    fn recover(&mut self, controller: &mut Controller, count: u16) -> bool {
+        if !std::mem::take(&mut self.is_late) {
+            return false;
+        }
+        let Some(Timeouts {
+            abort,
+            storage,
+            transfers,
+            ..
+        }) = self.timeouts
+        else {
+            return false;
+        };
+        for index in 0..self.queues.len() {
+            let began = clock::monotonic();
+            self.abort(controller, index);
+            let took = clock::monotonic() - began;
+            assert!(took < abort, "{:?}: an Abort took {took:?}", self.persona);
+        }
+        self.drain();
+        if !std::mem::take(&mut self.is_late) {
+            return true;
+        }
+        let began = clock::monotonic();
+        loop {
+            // Some drivers enable a controller again whose reset is not complete.
+            if self.one_in(3) {
+                let cc = controller.bar().read32(CC);
+                controller.bar().write32(CC, cc & !CC_ENABLE);
+                controller.bar().write32(CC, cc | CC_ENABLE);
+            }
+            let is_reset = controller.disable();
+            let csts = controller.status();
+            let csts = csts.unwrap_or_else(|error| panic!("the controller is gone: {error}"));
+            assert_eq!(csts & CSTS_FATAL, 0, "{:?}: CSTS.CFS", self.persona);
+            let waited = clock::monotonic() - began;
+            match is_reset {
+                Ok(()) => break,
+                Err(error) => assert!(
+                    waited < storage,
+                    "{:?}: the controller is not reset after {waited:?}: {error}",
+                    self.persona
+                ),
+            }
+        }
+        let left = transfers();
+        assert_eq!(
+            left, 0,
+            "{:?}: the reset is complete, and the host has transfers of the guest's memory",
+            self.persona
+        );
+        let queues = std::mem::take(&mut self.queues);
+        self.lose(queues);
+        let enabled = controller.enable();
+        enabled.unwrap_or_else(|error| panic!("the controller is not enabled: {error}"));
+        self.set_up(controller, count);
+        true
+    }
+
     /// Judges a completion.
     fn complete(&mut self, index: usize, cqe: Cqe) {
         let queue = &mut self.queues[index];
@@ -731,6 +858,15 @@ impl<W: Work> Guest<W> {
     /// A command has ended, or its queue has.
     fn land(&mut self, flight: Flight<W::Command>, cqe: Option<Cqe>, is_excused: bool) {
         let now = clock::monotonic();
+        if let Some(longest) = self.longest {
+            let took = now - flight.began;
+            assert!(
+                took <= longest,
+                "{:?}: opcode {:#x} took {took:?}, which is longer than {longest:?}",
+                self.persona,
+                flight.opcode
+            );
+        }
         let (buffer, start) = self.buffer(flight.slot);
         let bytes = buffer.to_vec(start, BUFFER);
         let transfer = flight.offset..flight.offset + flight.len;
@@ -817,13 +953,17 @@ impl<W: Work> Guest<W> {
             .unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
         let queues = std::mem::take(&mut self.queues);
         self.lose(queues);
-        let enabled = controller
-            .enable()
-            .and_then(|()| match self.persona.doorbells() {
-                DoorbellMode::Shadow => controller.configure_doorbell_buffer(&mut []).map(|_| ()),
-                _ => Ok(()),
-            });
-        if let Err(error) = enabled {
+        if let Err(error) = controller.enable() {
+            return self.give_up("the controller is not enabled", &error);
+        }
+        self.set_up(controller, count);
+    }
+
+    /// Sets a controller up that was just enabled.
+    fn set_up(&mut self, controller: &mut Controller, count: u16) {
+        if self.persona.doorbells() == DoorbellMode::Shadow
+            && let Err(error) = controller.configure_doorbell_buffer(&mut [])
+        {
             return self.give_up("the controller is not enabled", &error);
         }
         self.request_events(controller);

@@ -9,11 +9,15 @@
 #[cfg(simulation)]
 mod blocks;
 #[cfg(simulation)]
+mod contention;
+#[cfg(simulation)]
 mod endings;
 #[cfg(simulation)]
 mod engine;
 #[cfg(simulation)]
 mod files;
+#[cfg(simulation)]
+mod frozen;
 #[cfg(simulation)]
 mod governor;
 #[cfg(simulation)]

@@ -1,7 +1,7 @@
 //! Worlds: a drive, guests with functions on it, and what happens to them.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::drive::HostController;
@@ -27,9 +27,11 @@ use nvme_vfio::{ControllerOptions, VfioController};
 use vmm_device::{MsixMasking, NvmeFunction};
 
 use crate::blocks::Blocks;
+use crate::contention;
 use crate::endings;
 use crate::engine::Engine;
 use crate::files;
+use crate::frozen;
 use crate::governor;
 use crate::guest::{Buffers, Conditions, Guest, Load, Machine, Persona, Shared, Work};
 use crate::history::BLOCK;
@@ -132,11 +134,17 @@ pub(crate) enum Scenario {
     Governor,
     /// Tenants of a physical drive that go while it keeps their commands, and those that get their ranges.
     Endings,
+    /// A file whose disk stands still, beside drives that work, and upgrades meanwhile.
+    Frozen,
+    /// A guest that shares a poller with a function of many busy queues.
+    Shares,
+    /// Guests that share a poller with one that has it wait as far as it can.
+    Attackers,
 }
 
 impl Scenario {
     /// All of them, by their names.
-    pub(crate) const ALL: [(&str, Self); 21] = [
+    pub(crate) const ALL: [(&str, Self); 24] = [
         ("memory", Self::Memory),
         ("timed", Self::Timed),
         ("physical", Self::Physical),
@@ -158,6 +166,9 @@ impl Scenario {
         ("removal", Self::Removal),
         ("governor", Self::Governor),
         ("endings", Self::Endings),
+        ("frozen", Self::Frozen),
+        ("shares", Self::Shares),
+        ("attackers", Self::Attackers),
     ];
 
     /// The scenario of a seed.
@@ -487,6 +498,9 @@ pub(crate) fn run(scenario: Scenario, seed: u64, less: Less) {
         Scenario::Removal => return removal::run(less, &mut rng),
         Scenario::Governor => return governor::run(less, &mut rng),
         Scenario::Endings => return endings::run(less, &mut rng),
+        Scenario::Frozen => return frozen::run(less, &mut rng),
+        Scenario::Shares => return contention::run_shares(less, &mut rng),
+        Scenario::Attackers => return contention::run_attackers(less, &mut rng),
         _ => {}
     }
     let count = (1 + rng.below(3)).min(less.guests.unwrap_or(u64::MAX));
@@ -634,6 +648,8 @@ pub(crate) struct Tenant {
     pub(crate) admin_patience: Option<Duration>,
     /// True if its commands may fail in any scenario.
     pub(crate) errors: bool,
+    /// Longest time of each of its I/O commands, from its submission on, if there is a bound.
+    pub(crate) longest: Option<Duration>,
 }
 
 impl Tenant {
@@ -648,6 +664,7 @@ impl Tenant {
             patience: None,
             admin_patience: None,
             errors: false,
+            longest: None,
         }
     }
 }
@@ -669,12 +686,17 @@ pub(crate) fn start_guest(
         patience,
         admin_patience,
         errors,
+        longest,
     } = tenant;
     let function = host.function(scenario, number, persona.doorbells(), rng);
     let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
     let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
     let (bar, interrupts) = plug(function, &memory);
     shared.plugged.store(true, Ordering::Relaxed);
+    *shared
+        .function
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&bar);
     let buffers = buffers(&memory);
     let mut conditions = scenario.conditions(less, rng);
     conditions.patience = patience.unwrap_or(conditions.patience);
@@ -696,6 +718,9 @@ pub(crate) fn start_guest(
         machine,
     );
     let mut guest = guest.with_load(load, company);
+    if let Some(longest) = longest {
+        guest = guest.with_longest(longest);
+    }
     if scenario.has_function_resets() {
         let bar = bar.clone();
         guest = guest.with_function_resets(move || reset_function(&bar));

@@ -9,6 +9,7 @@
 
 pub mod atomics;
 pub mod channel;
+pub mod costs;
 pub mod locks;
 pub mod stores;
 pub mod threads;

@@ -28,7 +28,7 @@ use super::super::way::DirectAlignment;
 use super::Opened;
 use super::disk::{Disk, PAGE, SECTOR, happens};
 use nvme_mpt::memory::simulation::{
-    Step, acted, actor, now, process, random, turn, wait, wait_for,
+    Step, acted, actor, costs::block, now, process, random, turn, wait, wait_for,
 };
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::memory::{Mapping, eventfd};
@@ -66,6 +66,10 @@ struct Kernel {
     /// Actors that were told of an error and may not have noted it yet, with their processes.
     noting: BTreeMap<usize, u64>,
     missed: Option<Duration>,
+    /// Until this moment, the disk does nothing.
+    stands_until: Duration,
+    /// Time for which a call that hands requests over waits in the kernel.
+    submission: Duration,
 }
 
 /// A ring, as the kernel has it.
@@ -164,6 +168,29 @@ pub fn end_process(process: u64) {
     });
 }
 
+/// Has the disk stand still for some time: no request takes effect or completes, and none can be cancelled.
+pub fn stand_still(time: Duration) {
+    with(|kernel| kernel.stands_until = now() + time);
+    acted();
+}
+
+/// Returns the number of transfers from and to memory that have not taken effect.
+#[must_use]
+pub fn transfers() -> usize {
+    with(|kernel| {
+        let requests = kernel.requests.iter();
+        requests
+            .filter(|asked| matches!(asked.what, What::Read(_) | What::Write { .. }))
+            .filter(|asked| asked.result.is_none())
+            .count()
+    })
+}
+
+/// Sets the time for which each call that hands requests over waits in the kernel, as for a file without asynchronous I/O.
+pub fn slow_submissions(time: Duration) {
+    with(|kernel| kernel.submission = time);
+}
+
 /// Returns the stable content of a range of the file.
 #[must_use]
 pub fn stable(offset: u64, len: usize) -> Vec<u8> {
@@ -195,12 +222,23 @@ fn told(result: Result<(), i32>) -> io::Result<()> {
     result.map_err(io::Error::from_raw_os_error)
 }
 
+/// Waits for a disk that stands still.
+fn await_disk() {
+    let until = with(|kernel| kernel.stands_until);
+    block(until.saturating_sub(now()));
+}
+
 /// Carries requests out, and writes pages back, until the simulation is over.
 pub fn run(is_over: &AtomicBool) {
     let mut write_back = now();
     while !is_over.load(Ordering::Relaxed) {
-        let (due, is_dirty) = with(|kernel| (kernel.next(), kernel.disk.is_dirty()));
+        let (due, is_dirty, stands_until) =
+            with(|kernel| (kernel.next(), kernel.disk.is_dirty(), kernel.stands_until));
         match due {
+            _ if now() < stands_until => {
+                with(Kernel::refuse_cancellations);
+                wait(Some(stands_until));
+            }
             Some(due) if due <= now() => carry_out(),
             _ if is_dirty && write_back <= now() => {
                 with(|kernel| kernel.disk.write_some_back());
@@ -362,6 +400,31 @@ impl Kernel {
         }
     }
 
+    /// Answers requests to cancel others, of a disk that stands still.
+    fn refuse_cancellations(&mut self) {
+        let (refused, others) = std::mem::take(&mut self.requests)
+            .into_iter()
+            .partition(|asked| matches!(asked.what, What::Cancel(_)));
+        self.requests = others;
+        for Asked {
+            ring, tag, open, ..
+        } in refused
+        {
+            self.disk.let_go(open);
+            if let Some(state) = self.rings.get_mut(&ring) {
+                let ended = Ended {
+                    tag,
+                    result: Err(libc::EALREADY),
+                };
+                state.completions.push_back(Completion {
+                    ended,
+                    tells: false,
+                });
+                let _full = state.event.write(1);
+            }
+        }
+    }
+
     /// Returns the number of bytes that a transfer moves, of which a part has whole units alone.
     fn moved(&self, parts: &[(usize, usize)], unit: usize) -> usize {
         let len: usize = parts.iter().map(|(_, len)| len).sum();
@@ -431,6 +494,7 @@ impl File {
     /// As [`std::fs::File::sync_data`].
     pub(in crate::file) fn sync_data(&self) -> io::Result<()> {
         turn(Step::SyncFile, [self.open, 0]);
+        await_disk();
         let synced = with(|kernel| {
             let all = kernel.disk.bytes() as usize;
             kernel.disk.sync(self.open, 0, all)
@@ -748,6 +812,7 @@ impl Ring for Uring {
             return;
         }
         turn(Step::Submit, [self.ring, self.prepared.len() as u64]);
+        block(with(|kernel| kernel.submission));
         self.is_behind = with(|kernel| {
             if happens(kernel.disk.habits.refused_calls) {
                 return true;

@@ -1,0 +1,130 @@
+//! Time that calls take on the simulated clock where a guest, a client or a file decides it.
+//!
+//! Without this, a call takes the time of its steps. A scenario gives times to signals of some eventfds, to accesses to
+//! memory of a file, and to deallocations. An actor that spends such a time lets all others go on, as its thread would on a
+//! machine with enough processors.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::os::fd::RawFd;
+use std::time::Duration;
+
+use super::{actor, wait_for};
+
+thread_local! {
+    static COSTS: RefCell<Costs> = const { RefCell::new(Costs::NONE) };
+}
+
+#[derive(Debug)]
+struct Costs {
+    /// Processor time of a signal, by the descriptor that is written to.
+    signals: BTreeMap<RawFd, Duration>,
+    memory: Vec<SlowMemory>,
+    /// Processor time to deallocate a MiB.
+    deallocated_mib: Duration,
+    /// Actors that wait in the kernel.
+    blocked: BTreeSet<usize>,
+    /// True if all queues share one poller.
+    shares_one_poller: bool,
+}
+
+/// A range of a memory file, each access to which waits in the kernel.
+#[derive(Debug)]
+struct SlowMemory {
+    inode: u64,
+    range: Range<u64>,
+    time: Duration,
+}
+
+impl Costs {
+    const NONE: Self = Self {
+        signals: BTreeMap::new(),
+        memory: Vec::new(),
+        deallocated_mib: Duration::ZERO,
+        blocked: BTreeSet::new(),
+        shares_one_poller: false,
+    };
+}
+
+fn with<T>(call: impl FnOnce(&mut Costs) -> T) -> T {
+    COSTS.with_borrow_mut(call)
+}
+
+/// Calls take the time of their steps again.
+pub fn clear() {
+    with(|costs| *costs = Costs::NONE);
+}
+
+/// Sets the processor time of each signal to an eventfd by this descriptor.
+pub fn slow_signals(fd: RawFd, time: Duration) {
+    with(|costs| costs.signals.insert(fd, time));
+}
+
+/// Has each access to a range of a memory file wait in the kernel for so long, as beside a hole that is being punched.
+pub fn slow_memory(inode: u64, range: Range<u64>, time: Duration) {
+    with(|costs| costs.memory.push(SlowMemory { inode, range, time }));
+}
+
+/// Sets the processor time to deallocate a MiB of memory.
+pub fn slow_deallocation(mib: Duration) {
+    with(|costs| costs.deallocated_mib = mib);
+}
+
+/// Has all queues that share pollers share one.
+pub fn share_one_poller() {
+    with(|costs| costs.shares_one_poller = true);
+}
+
+/// Returns the number of pollers that queues share.
+#[must_use]
+pub fn shared_pollers() -> usize {
+    with(|costs| if costs.shares_one_poller { 1 } else { 2 })
+}
+
+/// Spends processor time.
+pub fn work(time: Duration) {
+    if !time.is_zero() {
+        let _spent = wait_for(Some(time), || None::<()>);
+    }
+}
+
+/// Waits in the kernel.
+pub fn block(time: Duration) {
+    if time.is_zero() {
+        return;
+    }
+    with(|costs| costs.blocked.insert(actor()));
+    work(time);
+    with(|costs| costs.blocked.remove(&actor()));
+}
+
+/// Returns whether an actor waits in the kernel.
+#[must_use]
+pub fn is_blocked(actor: i32) -> bool {
+    usize::try_from(actor).is_ok_and(|actor| with(|costs| costs.blocked.contains(&actor)))
+}
+
+/// Deallocates so many bytes.
+pub fn deallocates(bytes: u64) {
+    let mib = with(|costs| costs.deallocated_mib);
+    work(mib.mul_f64(bytes as f64 / f64::from(1 << 20)));
+}
+
+/// Signals an eventfd.
+pub(crate) fn signals(fd: RawFd) {
+    let time = with(|costs| costs.signals.get(&fd).copied());
+    work(time.unwrap_or_default());
+}
+
+/// Accesses a range of a memory file.
+pub(crate) fn accesses(inode: u64, range: &Range<u64>) {
+    let time = with(|costs| {
+        let mut slow = costs.memory.iter();
+        let met = slow.find(|slow| {
+            slow.inode == inode && slow.range.start < range.end && range.start < slow.range.end
+        });
+        met.map(|slow| slow.time)
+    });
+    block(time.unwrap_or_default());
+}

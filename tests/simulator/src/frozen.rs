@@ -1,0 +1,305 @@
+//! Storage that stands still for many seconds, beside drives that work.
+//!
+//! A guest of a file waits for the disk, or its driver has timeouts: it aborts commands after 5 s, then resets its controller,
+//! or enables it before the reset is complete. Guests of other drives share its pollers. An upgrade is tried meanwhile.
+//!
+//! The guest gets its late completions, or its reset lasts until the host's kernel has no transfer of its memory any more. Its
+//! controller never fails. An upgrade is refused for that guest's function, and no other guest waits for it.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::Duration;
+
+use nvme_mpt::drive::HostController;
+use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
+use nvme_mpt::memory::clock;
+use nvme_mpt::memory::simulation::acted;
+use nvme_mpt::memory::sync::mpsc::{Receiver, Sender, channel, sync_channel};
+use nvme_mpt::poller::start_thread;
+use nvme_mpt::range::ByteRange;
+use nvme_mpt::{Attachment, Drive, FunctionParts, Pollers};
+use nvme_mpt_tests::function::InProcess;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::rng::Rng;
+use nvme_software::SoftwareController;
+use nvme_software::simulated as disk;
+use vmm_device::rest::rest_all;
+use vmm_device::{MsixMasking, NvmeFunction};
+
+use crate::engine::Engine;
+use crate::files;
+use crate::guest::{Conditions, Guest, Load, Machine, Persona, Shared, Timeouts};
+use crate::runs::Less;
+use crate::scenario::{
+    ABSENCES, HIGH, HIGH_LEN, Host, LOW, LOW_LEN, Scenario, Started, Tenant, any_persona, buffers,
+    config, plug, policy, rest, start_guest,
+};
+
+/// Shortest and longest time for which the disk stands still, in seconds.
+const STANDS: std::ops::Range<u64> = 30..151;
+
+/// Time after which a driver with timeouts aborts a command, and resets its controller.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest time of an Abort.
+const ABORT: Duration = Duration::from_secs(2);
+
+/// Longest time for which an upgrade keeps the control thread of a function whose drive stands still.
+const UPGRADE: Duration = Duration::from_secs(40);
+
+/// Longest time of a command of the guest whose disk stands still.
+const PATIENCE: Duration = Duration::from_secs(400);
+
+/// Longest time of a command of another guest: no function rests for more than 100 ms for another one's drive.
+const NEIGHBOUR: Duration = Duration::from_millis(130);
+
+/// Time that commands in flight have in the check before an upgrade.
+const CHECK: Duration = Duration::from_secs(5);
+
+/// Time that an upgrade has until it is refused.
+const REFUSED: Duration = Duration::from_secs(20);
+
+/// The guest whose disk stands still.
+struct Frozen {
+    guest: Guest<files::Tenant>,
+    bar: Arc<InProcess>,
+    attachment: Weak<Attachment>,
+    shared: Arc<Shared>,
+    /// Before its end, the guest does not end.
+    trouble: Arc<Shared>,
+}
+
+impl Frozen {
+    fn new(pollers: &Arc<Pollers>, less: Less, timeouts: Option<Timeouts>, rng: &mut Rng) -> Self {
+        let controller = SoftwareController::file("/drive".as_ref(), 9);
+        let controller =
+            controller.unwrap_or_else(|error| panic!("the file does not open: {error}"));
+        let controller: Arc<dyn HostController> = Arc::new(controller);
+        let drive = Drive::new("simulated", controller, None).expect("a namespace");
+        let range = ByteRange::new(0, files::SHARE).expect("a range");
+        let lease = Ledger::in_process().acquire(&LeaseRequest {
+            id: "frozen",
+            drive: drive.identity(),
+            nsid: drive.namespace().nsid,
+            wanted: Wanted::At(range),
+            lba_shift: drive.lba_shift(),
+            blocks: drive.blocks(),
+            former_data: FormerData::Kept,
+        });
+        let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+        let persona = patient_persona(rng);
+        let doorbells = persona.doorbells();
+        let config = config(&drive, lease, doorbells, policy(doorbells, rng), pollers);
+        let attachment = Attachment::with_parts(config, FunctionParts::Own);
+        let attachment =
+            Arc::new(attachment.unwrap_or_else(|error| panic!("no attachment: {error}")));
+        let weak = Arc::downgrade(&attachment);
+        let regions = [(LOW, LOW_LEN), (HIGH, HIGH_LEN)];
+        let memory = GuestMemory::new(&regions).unwrap_or_else(|error| panic!("{error}"));
+        let (bar, interrupts) = plug(NvmeFunction::new(attachment, MsixMasking::Client), &memory);
+        let shared = Arc::new(Shared::default());
+        shared.plugged.store(true, Ordering::Relaxed);
+        let conditions = Conditions {
+            rounds: (6 + rng.below(10)).min(less.rounds.unwrap_or(u64::MAX)),
+            patience: PATIENCE,
+            admin_patience: PATIENCE,
+            errors: false,
+            is_kept_waiting: true,
+            resets: 0,
+            deletions: 0,
+            aborts: 0,
+        };
+        let machine = Machine {
+            memory: memory.clone(),
+            interrupts,
+            shared: shared.clone(),
+            buffers: buffers(&memory),
+        };
+        let seed = Rng::new(rng.next_u64());
+        let mut guest = Guest::new(files::Tenant::plain(0), persona, conditions, seed, machine);
+        // It has commands for as long as the disk may stand still.
+        let trouble = Arc::new(Shared::default());
+        guest = guest.with_load(Load::Usual, vec![trouble.clone()]);
+        if let Some(timeouts) = timeouts {
+            guest = guest.with_timeouts(timeouts);
+        }
+        Self {
+            guest,
+            bar,
+            attachment: weak,
+            shared,
+            trouble,
+        }
+    }
+}
+
+/// Returns a driver whose doorbells are registers, which wake pollers: others are looked at a million times in the time of a world.
+fn patient_persona(rng: &mut Rng) -> Persona {
+    match any_persona(rng) {
+        Persona::Linux | Persona::Spdk | Persona::Libvfn => Persona::FreeBsd,
+        other => other,
+    }
+}
+
+/// A function that rests until this is dropped.
+struct Resting {
+    _goes_on: Sender<()>,
+}
+
+/// Asks functions to rest within a time, each by a thread of its own, as a server does.
+fn ask_to_rest(
+    functions: &[Weak<InProcess>],
+    places: &[usize],
+    time: Duration,
+) -> Vec<Result<Resting, String>> {
+    let deadline = clock::monotonic() + time;
+    let left = move || deadline.saturating_sub(clock::monotonic());
+    let ask = |place: &usize| {
+        let (answer, result) = sync_channel(1);
+        let function = functions[*place].clone();
+        let rest = move || {
+            let Some(bar) = function.upgrade() else {
+                return;
+            };
+            let mut function = bar.function();
+            let answered = match function.pause_within(left()) {
+                Err(error) => answer.send(Err(error.to_string())),
+                Ok(()) => {
+                    let (goes_on, end) = channel();
+                    let answered = answer.send(Ok(Resting { _goes_on: goes_on }));
+                    let _: Result<(), _> = end.recv();
+                    function.resume();
+                    answered
+                }
+            };
+            // Whoever asked may have stopped waiting.
+            drop(answered);
+        };
+        start_thread("rest", rest).expect("an actor");
+        result
+    };
+    let asked: Vec<Receiver<Result<Resting, String>>> = places.iter().map(ask).collect();
+    let wait = |result: Receiver<Result<Resting, String>>| match result.recv_timeout(left()) {
+        Ok(result) => result,
+        Err(error) => Err(format!("{error:?}")),
+    };
+    asked.into_iter().map(wait).collect()
+}
+
+/// An upgrade up to the moment at which the next process would take over, and its refusal.
+///
+/// # Panics
+/// If it is refused for a function whose drive works, or not refused while the disk has requests that it does not answer.
+fn upgrade(functions: &[Weak<InProcess>], frozen: &Weak<Attachment>, until: Duration) {
+    let is_refused = || {
+        let is_still = disk::transfers() > 0 && clock::monotonic() + REFUSED < until;
+        move |refused: bool| assert!(refused || !is_still, "the disk stands still")
+    };
+    let judge = is_refused();
+    if let Some(frozen) = frozen.upgrade() {
+        let rests = frozen.rest_once(CHECK);
+        judge(rests.is_err());
+    }
+    // Found by that in a server. The disk may stand still from here on.
+    let judge = is_refused();
+    match rest_all(functions.len(), |places, time| {
+        ask_to_rest(functions, places, time)
+    }) {
+        Ok(resting) => {
+            judge(false);
+            drop(resting);
+        }
+        Err((place, reason)) => {
+            assert_eq!(place, 0, "a function whose drive works: {reason}");
+            judge(true);
+        }
+    }
+}
+
+/// Has the disk stand still some times.
+fn freeze(
+    functions: &[Weak<InProcess>],
+    attachment: &Weak<Attachment>,
+    upgrades: bool,
+    mut rng: Rng,
+) {
+    for _ in 0..1 + rng.below(2) {
+        rest(&mut rng);
+        let time = Duration::from_secs(STANDS.start + rng.below(STANDS.end - STANDS.start));
+        let until = clock::monotonic() + time;
+        disk::stand_still(time);
+        while clock::monotonic() < until {
+            if upgrades {
+                rest(&mut rng);
+                upgrade(functions, attachment, until);
+            }
+            let left = until.saturating_sub(clock::monotonic());
+            clock::sleep(left.min(Duration::from_secs(1 + rng.below(20))));
+        }
+    }
+}
+
+/// Has a disk stand still under a guest, beside guests of other drives.
+pub(crate) fn run(less: Less, rng: &mut Rng) {
+    let absence = Engine::of_thread().map_or(Duration::ZERO, Engine::longest_absence);
+    let pollers = Pollers::new();
+    if rng.below(2) == 0 {
+        pollers.watch().expect("an actor");
+    }
+    let calm = Less {
+        no_trouble: true,
+        ..less
+    };
+    disk::format(files::SHARE, files::habits(calm, rng), 0);
+    let is_over = Arc::new(AtomicBool::new(false));
+    let flag = is_over.clone();
+    let kernel = start_thread("kernel", move || disk::run(&flag)).expect("an actor");
+    let upgrades = rng.below(2) == 0;
+    let timeouts = (rng.below(2) == 0).then(|| Timeouts {
+        command: COMMAND_TIMEOUT,
+        abort: if upgrades { UPGRADE } else { ABORT } + absence * ABSENCES,
+        storage: PATIENCE,
+        transfers: disk::transfers,
+    });
+    let frozen = Frozen::new(&pollers, less, timeouts, rng);
+    let count = (1 + rng.below(2)).min(less.guests.unwrap_or(u64::MAX));
+    let host = Host::new(Scenario::Memory, count, pollers, rng);
+    let mut functions = vec![Arc::downgrade(&frozen.bar)];
+    let mut actors: Vec<Started> = Vec::new();
+    for number in 0..count {
+        let tenant = Tenant {
+            load: Load::Seldom,
+            company: vec![frozen.shared.clone()],
+            longest: Some(NEIGHBOUR + absence * ABSENCES),
+            ..Tenant::new(number, patient_persona(rng))
+        };
+        let shared = tenant.shared.clone();
+        actors.push(start_guest(&host, Scenario::Memory, less, tenant, rng));
+        let function = shared.function.lock();
+        functions.push(function.unwrap_or_else(PoisonError::into_inner).clone());
+    }
+    let Frozen {
+        guest,
+        bar,
+        attachment,
+        shared: _,
+        trouble,
+    } = frozen;
+    let freeze_rng = Rng::new(rng.next_u64());
+    let work = move || {
+        if !less.no_trouble {
+            freeze(&functions, &attachment, upgrades, freeze_rng);
+        }
+        trouble.ended.store(true, Ordering::Relaxed);
+    };
+    actors.push(start_thread("trouble", work).expect("an actor"));
+    let guest = move || guest.run(bar);
+    actors.push(start_thread("frozen", guest).expect("an actor"));
+    for actor in actors {
+        let _ended = actor.join();
+    }
+    host.close(true);
+    is_over.store(true, Ordering::Relaxed);
+    acted();
+    let _ended = kernel.join();
+}

@@ -13,6 +13,7 @@ use nvme_mpt::lease::{
     Claim, Extents, FormerData, Lease, LeaseError, LeaseRequest, LeaseState, Ledger, MIN_UNIT,
     Room, Wanted,
 };
+use nvme_mpt::origin::IdentityRef;
 use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::wipe::{WipeError, wipe};
 use nvme_mpt::{
@@ -201,19 +202,17 @@ impl Ledgers {
         let bytes = namespace.blocks << namespace.lba_shift;
         self.carry_over(drive)?;
         let ledger = self.ledger_of(drive);
-        let room = ledger.room(drive.identity(), namespace.nsid, bytes, unit)?;
+        let room = ledger.room(drive.identity().name, namespace.nsid, bytes, unit)?;
         Ok((unit, room))
     }
 
     /// Renames a drive in the ledger if an earlier version gave it another name in this boot.
     fn carry_over(&self, drive: &Drive) -> Result<(), LeaseError> {
-        if let Some(before) = drive.formerly()
-            && self.ledger_of(drive).carry_over(before, drive.identity())?
-        {
-            log::info!(
-                "What was leased of {before} is leased of {} now",
-                drive.identity()
-            );
+        let IdentityRef { name, formerly, .. } = drive.identity();
+        for before in formerly {
+            if self.ledger_of(drive).carry_over(before, name)? {
+                log::info!("What was leased of {before} is leased of {name} now");
+            }
         }
         Ok(())
     }
@@ -238,7 +237,7 @@ impl Ledgers {
             if let Some(header) = Header::at(drive, offset)
                 && self
                     .ledger_of(drive)
-                    .is_unused(drive.identity(), nsid, block)?
+                    .is_unused(drive.identity().name, nsid, block)?
             {
                 let path = drive.path();
                 return Err(OpenError::Header {
@@ -346,7 +345,7 @@ fn lease_of(
     let id = match &options.id {
         Some(id) => id.clone(),
         None => {
-            let drive = ledgers.ledger_of(drive).naming(drive.identity())?;
+            let drive = ledgers.ledger_of(drive).naming(drive.identity().name)?;
             default_id(&drive, namespace.nsid, range)
         }
     };

@@ -16,6 +16,7 @@ use nvme_mpt::host::{ChangeLog, CommandSetDescription, Damage, Limits, Mdts};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::Choice;
 use nvme_mpt::live::{ChangeRecord, LossRecord};
+use nvme_mpt::origin::{Identity, IdentityRef};
 use nvme_mpt::range::{ByteRange, LbaRange};
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::shadow::MAX_SGL_DESCRIPTORS;
@@ -33,8 +34,7 @@ use crate::zones::{LeasedZones, ZoneError, ZonedQueue, Zones};
 /// An NVMe controller in this process, with one namespace.
 #[derive(Debug)]
 pub struct SoftwareController {
-    identity: String,
-    formerly: Option<String>,
+    identity: Identity,
     namespace: HostNamespace,
     limits: Limits,
     medium: Box<dyn Medium>,
@@ -86,7 +86,6 @@ impl SoftwareController {
         };
         Self {
             identity: medium.identity(),
-            formerly: medium.formerly(),
             namespace,
             limits: medium.limits(LIMITS),
             medium: Box::new(medium),
@@ -270,12 +269,8 @@ impl Drop for SoftwareController {
 }
 
 impl HostController for SoftwareController {
-    fn identity(&self) -> &str {
-        &self.identity
-    }
-
-    fn formerly(&self) -> Option<&str> {
-        self.formerly.as_deref()
+    fn identity(&self) -> IdentityRef<'_> {
+        (&self.identity).into()
     }
 
     fn model(&self) -> &str {

@@ -17,6 +17,7 @@
 //! use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 //! use nvme_mpt::host::{DataPointer, HostMemory};
 //! use nvme_mpt::shadow::HostQueuePair;
+//! use nvme_mpt::origin::Identity;
 //! use nvme_mpt::spec::nvm::ReadWrite;
 //! use nvme_mpt::spec::opcode::NvmOpcode;
 //! use nvme_mpt::spec::sqe::Sqe;
@@ -47,8 +48,8 @@
 //! }
 //!
 //! impl Medium for Letter {
-//!     fn identity(&self) -> String {
-//!         "letter:A".to_owned()
+//!     fn identity(&self) -> Identity {
+//!         "letter:A".to_owned().into()
 //!     }
 //!
 //!     fn model(&self) -> &'static str {

@@ -12,6 +12,7 @@ use nvme_mpt::drive::{DriveLabel, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::live::LossRecord;
+use nvme_mpt::origin::Identity;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::status::Status;
@@ -24,13 +25,8 @@ pub(crate) const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
 
 /// A place in which a software drive keeps its blocks: a new kind of store implements it.
 pub trait Medium: fmt::Debug + Send + Sync {
-    /// Returns a name that stays the same for the same bytes, whatever path leads to them.
-    fn identity(&self) -> String;
-
-    /// Returns the identity that earlier versions gave the bytes in this boot of the host, if it is another one.
-    fn formerly(&self) -> Option<String> {
-        None
-    }
+    /// Returns the name that stays the same for the same bytes, whatever path leads to them, and their other names.
+    fn identity(&self) -> Identity;
 
     /// Model Number, up to 40 characters.
     fn model(&self) -> &'static str;

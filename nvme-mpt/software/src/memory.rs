@@ -13,6 +13,7 @@ use nvme_mpt::control_group::{GroupLimit, memory_limit};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory, Limits};
 use nvme_mpt::memory::{self, Access, Mapping, RawBytes};
+use nvme_mpt::origin::Identity;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
@@ -155,8 +156,8 @@ impl MemoryMedium {
 }
 
 impl Medium for MemoryMedium {
-    fn identity(&self) -> String {
-        format!("memory:{}", self.bytes)
+    fn identity(&self) -> Identity {
+        format!("memory:{}", self.bytes).into()
     }
 
     fn model(&self) -> &'static str {

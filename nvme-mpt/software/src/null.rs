@@ -8,6 +8,7 @@ use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{
     Completes, CompletionTaker, HostBatch, HostCompletion, HostMemory, HostQueue,
 };
+use nvme_mpt::origin::Identity;
 use nvme_mpt::shadow::{HostQueuePair, NvmCommands};
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
@@ -28,8 +29,8 @@ impl NullMedium {
 }
 
 impl Medium for NullMedium {
-    fn identity(&self) -> String {
-        format!("null:{}", self.bytes)
+    fn identity(&self) -> Identity {
+        format!("null:{}", self.bytes).into()
     }
 
     fn model(&self) -> &'static str {

@@ -30,7 +30,7 @@ impl Spare {
         host: &dyn HostLease,
         goes_on: bool,
     ) -> Option<Self> {
-        let (identity, id) = (drive.identity(), lease.id());
+        let (identity, id) = (drive.identity().name, lease.id());
         let spare = Self {
             keeper: keeper.clone(),
             drive: drive.clone(),
@@ -85,7 +85,7 @@ impl Spare {
 impl Drop for Spare {
     fn drop(&mut self) {
         if !self.stays.load(Ordering::Relaxed) {
-            self.keeper.forget(self.drive.identity(), &self.lease);
+            self.keeper.forget(self.drive.identity().name, &self.lease);
         }
     }
 }

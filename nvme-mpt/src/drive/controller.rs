@@ -13,6 +13,7 @@ use super::reservation::{Reservation, ReserveError};
 use crate::event::EventQueue;
 use crate::host::{Limits, Mdts, TemperatureThresholds};
 use crate::iova::IovaSpace;
+use crate::origin::IdentityRef;
 use crate::spec::log::{ErrorInformation, SmartHealth};
 
 /// I/O queue pairs of a host controller that has a number of them.
@@ -51,13 +52,8 @@ pub struct Incidents {
 
 /// The control path of a host controller.
 pub trait HostController: Any + Send + Sync + fmt::Debug {
-    /// A name that stays the same for the same drive, whatever path leads to it.
-    fn identity(&self) -> &str;
-
-    /// Returns the identity that earlier versions gave the drive in this boot of the host, if it is another one.
-    fn formerly(&self) -> Option<&str> {
-        None
-    }
+    /// Returns the name that stays the same for the same drive, whatever path leads to it, and its other names.
+    fn identity(&self) -> IdentityRef<'_>;
 
     /// Model Number, up to 40 characters.
     fn model(&self) -> &str;

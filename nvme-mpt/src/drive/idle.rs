@@ -9,6 +9,7 @@ use super::{Drive, HostController, HostLease, HostLeaseError, HostLeaseRequest, 
 use crate::clock::Ticks;
 use crate::host::{CompletionTaker, HostBatch, HostMemory, HostQueue, Limits};
 use crate::iova::IovaSpace;
+use crate::origin::IdentityRef;
 use crate::shadow::{HostQueuePair, NvmCommands};
 use crate::spec::identify::Oncs;
 use crate::spec::ids::Nsid;
@@ -75,8 +76,8 @@ impl IdleController {
 }
 
 impl HostController for IdleController {
-    fn identity(&self) -> &str {
-        "idle"
+    fn identity(&self) -> IdentityRef<'_> {
+        "idle".into()
     }
 
     fn model(&self) -> &str {

@@ -10,7 +10,7 @@ use std::str::FromStr;
 use uuid::{Builder, Uuid};
 
 use crate::memory::system::random;
-use crate::origin::extent;
+use crate::origin::{Identity, IdentityRef, extent};
 
 /// Bytes at the end of a drive that belong to its label.
 const ROOM: u64 = 1 << 20;
@@ -116,9 +116,15 @@ impl DriveLabel {
     }
 
     /// Returns the identity of the drive: the label over the bytes that the identity `of` names, as far as leases may have them.
+    /// The drive was given its label while it had the names of `of`.
     #[must_use]
-    pub fn identity(&self, of: &str, bytes: u64) -> String {
-        extent::over(&self.base(), of, bytes)
+    pub fn identity(&self, of: IdentityRef<'_>, bytes: u64) -> Identity {
+        let formerly = of.formerly.iter().map(String::as_str).chain([of.name]);
+        Identity {
+            name: extent::over(&self.base(), of.name, bytes),
+            formerly: formerly.map(str::to_owned).collect(),
+            others: of.others.to_vec(),
+        }
     }
 }
 
@@ -157,7 +163,8 @@ mod tests {
     #[test]
     fn a_labelled_drive_overlaps_what_it_lies_on() {
         let label = DriveLabel::new("a".parse().unwrap());
-        let identity = label.identity("1048576+4194304 of disk:d", 1 << 20);
+        let identity = label.identity("1048576+4194304 of disk:d".into(), 1 << 20);
+        let identity = identity.name;
         let range = "0+4K".parse().unwrap();
         let on = |drive, range: &str| extent::Stretch {
             drive,

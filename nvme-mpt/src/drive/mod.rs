@@ -23,6 +23,7 @@ pub use reservation::{Reservation, ReserveError, ReservedPairs};
 pub use spare::SpareKeeper;
 
 use crate::host::Limits;
+use crate::origin::IdentityRef;
 use crate::range::LbaRange;
 use crate::spec::ids::Nsid;
 
@@ -111,16 +112,10 @@ impl Drive {
         &self.path
     }
 
-    /// A name that stays the same for the same drive, whatever path leads to it.
+    /// Returns the name that stays the same for the same drive, whatever path leads to it, and its other names.
     #[must_use]
-    pub fn identity(&self) -> &str {
+    pub fn identity(&self) -> IdentityRef<'_> {
         self.controller.identity()
-    }
-
-    /// Returns the identity that earlier versions gave the drive in this boot of the host, if it is another one.
-    #[must_use]
-    pub fn formerly(&self) -> Option<&str> {
-        self.controller.formerly()
     }
 
     /// Returns the label that lies on the drive, and whether the drive is used by it.

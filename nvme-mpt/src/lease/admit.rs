@@ -7,7 +7,7 @@ use super::outcome::{Admitted, Refusal};
 use super::request::{LeaseRequest, Wanted};
 use super::store::{Record, Records, StoreError};
 use super::tenants::{self, FormerData};
-use crate::origin;
+use crate::origin::Host;
 use crate::origin::extent::{self, Stretch};
 use crate::origin::nvme;
 use crate::range::ByteRange;
@@ -22,7 +22,7 @@ pub(super) fn admit(
     request: &LeaseRequest<'_>,
     is_held: impl Fn(Slot) -> Result<bool, StoreError>,
 ) -> Result<Admitted, Refusal> {
-    if let Some(earlier) = records.find_earlier(request, origin::boot) {
+    if let Some(earlier) = records.find_earlier(request, Host::now) {
         return Err(Refusal::Earlier(earlier));
     }
     if records.is_unlasting(request) {
@@ -83,7 +83,7 @@ fn admit_range(
 /// Returns whether a lease had the same range of a drive that was named in an earlier boot of the host. Without the operator's
 /// decision about its data, the request would have been refused before.
 fn was_at_range(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
-    let boots = [&record.drive, request.drive].map(extent::boot_of);
+    let boots = [record.drive.as_str(), request.drive.name].map(extent::boot_of_drive);
     matches!(boots, [Some(theirs), Some(ours)] if theirs != ours)
         && record.extents.only() == Some(range)
 }
@@ -92,7 +92,7 @@ fn was_at_range(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -
 /// overlap.
 fn overlaps(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
-    let (ours, our_nsid) = nvme::as_block_device(request.drive, request.nsid.0);
+    let (ours, our_nsid) = nvme::as_block_device(request.drive.name, request.nsid.0);
     let mut parts = record.extents.parts().iter();
     their_nsid == our_nsid
         && parts.any(|part| extent::overlap(stretch(&theirs, *part), stretch(&ours, range)))
@@ -105,7 +105,7 @@ const fn stretch(drive: &str, range: ByteRange) -> Stretch<'_> {
 /// Returns whether a lease that overlaps the range has just its bytes.
 fn has_same_bytes(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, _) = nvme::as_block_device(&record.drive, record.nsid);
-    let (ours, _) = nvme::as_block_device(request.drive, request.nsid.0);
+    let (ours, _) = nvme::as_block_device(request.drive.name, request.nsid.0);
     let only = record.extents.only();
     only.is_some_and(|only| extent::same_bytes(stretch(&theirs, only), stretch(&ours, range)))
 }

@@ -109,6 +109,9 @@ impl Records {
         let mut partly_known = std::mem::take(&mut self.partly_known);
         partly_known.retain(|base| self.knows_base(base));
         self.partly_known = partly_known;
+        let mut other_names = std::mem::take(&mut self.other_names);
+        other_names.retain(|base, _| self.knows_base(base));
+        self.other_names = other_names;
     }
 }
 
@@ -129,7 +132,7 @@ mod tests {
     fn range<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
         LeaseRequest {
             id,
-            drive: "file:/drive",
+            drive: "file:/drive".into(),
             nsid: Nsid(1),
             wanted: Wanted::At(range.parse().unwrap()),
             lba_shift: 9,

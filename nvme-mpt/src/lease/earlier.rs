@@ -1,17 +1,27 @@
-//! Drives that had other names: until a boot of the host, or with an earlier version.
+//! Drives that had other names: until a boot of the host, with an earlier version, or before the host reported more or less
+//! of them.
 //!
 //! The kernel names a disk with neither a WWID nor a serial number anew at each boot. So the ledger cannot tell which present
 //! disk is a disk of an earlier boot. Until the operator says so, the ledger gives out no bytes of such a disk as new, and
 //! none to an id that had them under that name.
 //!
+//! A name can also change in other ways: a disk gets a serial number or loses it, and a label is overwritten. So the ledger
+//! stores all names that a drive had when it was last leased, and looks for data under all names that the requested drive has
+//! now. Whatever is found refuses the lease. Only the operator's word accepts one.
+//!
 //! The names that guests see are derived from the drive's name at that time, and have to stay. So the ledger stores that name.
 
+use std::cell::LazyCell;
+use std::collections::BTreeSet;
+
+use super::error::Likeness;
 use super::outcome::EarlierDrive;
 use super::request::{LeaseRequest, Wanted};
 use super::store::{Record, Records};
 use super::tenants::{self, FormerData, Tenant};
 use crate::drive::DriveLabel;
-use crate::origin::extent;
+use crate::origin::extent::{self, Stretch};
+use crate::origin::{Host, IdentityRef};
 use crate::range::ByteRange;
 
 impl Records {
@@ -68,6 +78,12 @@ impl Records {
             // Its bytes have other places there.
             return false;
         }
+        if let [base] = &extent::bases(from)[..]
+            && DriveLabel::of_base(base).is_some()
+            && extent::bases(to) != [to]
+        {
+            return false;
+        }
         let pairs = extent::bases(from).into_iter().zip(extent::bases(to));
         let mut changed = false;
         for (from, to) in pairs {
@@ -84,6 +100,7 @@ impl Records {
             for marks in &mut self.uncorrectable {
                 marks.rename_drive(rename);
             }
+            self.other_names.remove(&from);
             if self.partly_known.remove(&from) {
                 self.partly_known.insert(to.clone());
             }
@@ -94,70 +111,79 @@ impl Records {
         changed
     }
 
-    /// Returns a drive of an earlier boot that can be the requested one and has requested bytes. Skips bytes that the
-    /// operator has decided about, and bytes that the id has on the drive in this boot.
+    /// Returns a drive that can be the requested one under another name and has requested bytes. Skips bytes that the
+    /// operator has decided about, and bytes that the id has on the drive by its present name.
     pub(super) fn find_earlier(
         &self,
         request: &LeaseRequest<'_>,
-        boot: impl FnOnce() -> String,
+        host: impl FnOnce() -> Host,
     ) -> Option<EarlierDrive> {
-        let of_boots = self.bases_of_boots();
         let is_decided =
             matches!(request.wanted, Wanted::At(_)) && request.former_data == FormerData::Kept;
-        if of_boots.is_empty() || is_decided {
+        if is_decided {
             return None;
         }
-        let ours = extent::bases(request.drive);
-        let own = ours.iter().find_map(|base| extent::boot_of(base));
-        let boot = own.map_or_else(boot, str::to_owned);
-        let is_known = ours.iter().all(|base| match extent::boot_of(base) {
-            Some(boot) => boot != extent::UNKNOWN_BOOT && self.has_all(request),
-            None if self.partly_known.contains(base) => self.has_all(request),
-            None => self.knows_base(base),
-        });
-        if is_known {
-            return None;
-        }
-        let can_be = |base: &&String| {
-            extent::boot_of(base).is_some_and(|of| extent::is_earlier(of, &boot))
-                && ours.iter().any(|ours| extent::can_be(base, ours))
-        };
-        let mut earlier = of_boots.iter().filter(can_be);
-        earlier.find_map(|base| {
-            let ids = self.ids_on(base, request);
-            (!ids.is_empty()).then(|| EarlierDrive {
-                name: base.clone(),
-                ids,
-            })
-        })
+        Search::new(self, request, host).find_undecided()
     }
 
-    /// Returns all bases that had their names from a boot.
-    fn bases_of_boots(&self) -> Vec<String> {
+    /// As [`Self::find_earlier`], without drives of earlier boots.
+    pub(super) fn find_lost(
+        &self,
+        request: &LeaseRequest<'_>,
+        host: impl FnOnce() -> Host,
+    ) -> Option<EarlierDrive> {
+        let search = Search::new(self, request, host);
+        let lost = search.find_of(|base| extent::boot_of(base).is_none());
+        lost.or_else(|| search.find_below_label())
+    }
+
+    /// Returns all bases with leases or data.
+    fn bases(&self) -> BTreeSet<String> {
         let tenants = self.tenants.iter().map(|tenant| tenant.drive().to_owned());
         let leases = self.leases.iter();
         let leases = leases.flat_map(|record| extent::bases(&record.drive));
-        let of_boot = |base: &String| extent::boot_of(base).is_some();
-        let mut bases: Vec<String> = tenants.chain(leases).filter(of_boot).collect();
-        bases.sort();
-        bases.dedup();
-        bases
+        tenants.chain(leases).collect()
+    }
+
+    /// Notes the other names of a drive, for a time when it has lost the present one.
+    pub(super) fn note_names(&mut self, drive: IdentityRef<'_>) {
+        let ours = extent::bases(drive.name);
+        let all = || drive.formerly.iter().chain(drive.others);
+        if let [base] = &ours[..]
+            && DriveLabel::of_base(base).is_some()
+        {
+            let below = all().cloned().collect();
+            self.other_names.insert(base.clone(), below);
+            return;
+        }
+        for (at, base) in ours.into_iter().enumerate() {
+            let names = all().map(|name| extent::bases(name));
+            let names =
+                names.filter_map(|mut names| (at < names.len()).then(|| names.swap_remove(at)));
+            let lasting = names.filter(|name| *name != base && extent::boot_of(name).is_none());
+            let lasting: BTreeSet<String> = lasting.collect();
+            match lasting.is_empty() {
+                true => self.other_names.remove(&base),
+                false => self.other_names.insert(base, lasting),
+            };
+        }
     }
 
     /// Returns the ids with data on `base` that was not given up and that the request may get. Released data counts: it is
     /// not wiped yet, and a lease under another name of the drive would not wipe it.
     fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
-        let is_asked_for =
-            |range: &ByteRange| match (request.wanted, extent::boot_of_drive(request.drive)) {
-                (Wanted::At(wanted), Some(_)) => {
-                    let places = extent::places(request.drive, wanted);
-                    let ranges = places.iter();
-                    let mut ranges = ranges.flat_map(|at| ByteRange::new(at.start, at.length));
-                    ranges.any(|wanted| wanted.overlaps(range))
-                }
-                // A drive that is known from now on is carried over as a whole, or not at all.
-                _ => true,
-            };
+        let is_label = DriveLabel::of_base(base).is_some();
+        let boot = extent::boot_of_drive(request.drive.name);
+        let is_asked_for = |range: &ByteRange| match (request.wanted, &boot) {
+            (Wanted::At(wanted), Some(_)) if !is_label => {
+                let places = extent::places(request.drive.name, wanted);
+                let ranges = places.iter();
+                let mut ranges = ranges.flat_map(|at| ByteRange::new(at.start, at.length));
+                ranges.any(|wanted| wanted.overlaps(range))
+            }
+            // A drive that is known from now on is carried over as a whole, or not at all.
+            _ => true,
+        };
         let left = self.tenants.iter().filter(|tenant| {
             tenant.drive() == base && !tenant.is_given_up() && is_asked_for(&tenant.range)
         });
@@ -191,7 +217,7 @@ impl Records {
     /// there yet.
     pub(super) fn is_unlasting(&self, request: &LeaseRequest<'_>) -> bool {
         matches!(request.wanted, Wanted::Size { .. })
-            && extent::boot_of_drive(request.drive).is_some()
+            && extent::boot_of_drive(request.drive.name).is_some()
             && !self.has_all(request)
     }
 
@@ -201,29 +227,32 @@ impl Records {
         &mut self,
         request: &LeaseRequest<'_>,
         range: ByteRange,
-        boot: impl Fn() -> String,
+        host: impl FnOnce() -> Host,
     ) {
         let without = LeaseRequest {
             former_data: FormerData::Refused,
             ..*request
         };
-        if self.find_earlier(&without, &boot).is_none() {
+        let search = Search::new(self, &without, host);
+        if search.find_undecided().is_none() {
             return;
         }
-        let bases = extent::bases(request.drive).into_iter();
+        let alike = self.bases().into_iter();
+        let alike: BTreeSet<String> = alike
+            .filter(|base| search.likeness(base).is_some())
+            .collect();
+        drop(search);
+        let bases = extent::bases(request.drive.name).into_iter();
         self.partly_known
             .extend(bases.filter(|base| extent::boot_of(base).is_none()));
-        let boot = extent::boot_of_drive(request.drive).unwrap_or_else(boot);
-        let places = extent::places(request.drive, range);
+        let places = extent::places(request.drive.name, range);
         let [place] = &places[..] else {
             return;
         };
         let is_it = |tenant: &Tenant| {
-            let of = extent::boot_of(tenant.drive());
             tenant.id == request.id
                 && (tenant.range.start(), tenant.range.length()) == (place.start, place.length)
-                && of.is_some_and(|of| of != boot)
-                && extent::can_be(tenant.drive(), &place.base)
+                && alike.contains(tenant.drive())
         };
         // If two drives have such a range, the ledger cannot tell which of them this is.
         if self.tenants.iter().filter(|tenant| is_it(tenant)).count() == 1 {
@@ -232,12 +261,164 @@ impl Records {
     }
 }
 
+/// Search for the requested drive among those that the ledger knows by other names.
+struct Search<'a, F> {
+    records: &'a Records,
+    request: &'a LeaseRequest<'a>,
+    /// Bases of the requested drive.
+    ours: Vec<String>,
+    host: LazyCell<Host, F>,
+}
+
+impl<'a, F: FnOnce() -> Host> Search<'a, F> {
+    fn new(records: &'a Records, request: &'a LeaseRequest<'a>, host: F) -> Self {
+        Self {
+            records,
+            request,
+            ours: extent::bases(request.drive.name),
+            host: LazyCell::new(host),
+        }
+    }
+
+    /// Returns a drive that is refused unless the operator has decided.
+    fn find_undecided(&self) -> Option<EarlierDrive> {
+        let records = self.records;
+        let has_all = || records.has_all(self.request);
+        let is_known = self.ours.iter().all(|base| match extent::boot_of(base) {
+            Some(boot) => boot != extent::UNKNOWN_BOOT && has_all(),
+            None if records.partly_known.contains(base) => has_all(),
+            None => records.knows_base(base),
+        });
+        let unknown = (!is_known).then(|| self.find_of(|_| true)).flatten();
+        unknown.or_else(|| match has_all() {
+            true => None,
+            false => self.find_below_label(),
+        })
+    }
+
+    /// Returns a drive without a label, of those that `is_asked_for` holds for.
+    fn find_of(&self, is_asked_for: impl Fn(&str) -> bool) -> Option<EarlierDrive> {
+        let bases = self.records.bases().into_iter();
+        let mut bases = bases.filter(|base| is_asked_for(base));
+        bases.find_map(|name| self.with_ids(self.likeness(&name)?, name))
+    }
+
+    /// Returns a drive with a label that lies on the requested bytes, or did before the host gave their disk another name.
+    fn find_below_label(&self) -> Option<EarlierDrive> {
+        let labels = self.records.bases().into_iter();
+        let mut labels =
+            labels.filter(|base| DriveLabel::of_base(base).is_some() && !self.ours.contains(base));
+        labels.find_map(|name| {
+            let likeness = self.likeness_of_label(&name)?;
+            self.with_ids(likeness, name)
+        })
+    }
+
+    fn with_ids(&self, likeness: Likeness, name: String) -> Option<EarlierDrive> {
+        let ids = self.records.ids_on(&name, self.request);
+        (!ids.is_empty()).then_some(EarlierDrive {
+            name,
+            ids,
+            likeness,
+        })
+    }
+
+    /// Returns why a base without a label may be one of the requested drive; `None` for another one.
+    fn likeness(&self, base: &str) -> Option<Likeness> {
+        // A host that does not tell its boot may have given the same name before.
+        let is_ours = extent::boot_of(base) != Some(extent::UNKNOWN_BOOT)
+            && self.ours.iter().any(|ours| ours == base);
+        if is_ours || DriveLabel::of_base(base).is_some() {
+            return None;
+        }
+        if self.shares_name(base) {
+            return Some(Likeness::OtherName);
+        }
+        let mut ours = self.ours.iter();
+        let can_be = match extent::boot_of(base) {
+            Some(_) => ours.any(|ours| extent::can_be(base, ours)),
+            // Two names that outlive boots are two drives.
+            None => ours.any(|ours| extent::boot_of(ours).is_some() && extent::can_be(ours, base)),
+        };
+        can_be.then(|| self.is_gone(base)).flatten()
+    }
+
+    /// Returns whether a base has one of the requested drive's names.
+    fn shares_name(&self, base: &str) -> bool {
+        let is_label = matches!(&self.ours[..], [ours] if DriveLabel::of_base(ours).is_some());
+        let others = self.request.drive.others.iter();
+        // What is below a part of a disk has other places there.
+        let others = others.filter(|other| !is_label || extent::bases(other) == [other.as_str()]);
+        let others: Vec<String> = others.flat_map(|other| extent::bases(other)).collect();
+        let is_shared = |name: &String| {
+            self.ours.contains(name) || (extent::boot_of(name).is_none() && others.contains(name))
+        };
+        let names = self.records.other_names.get(base);
+        others.iter().any(|other| other == base)
+            || names.is_some_and(|names| names.iter().any(is_shared))
+    }
+
+    /// Returns why no present disk can be the one that a base is, or is on; `None` if there is that disk.
+    fn is_gone(&self, base: &str) -> Option<Likeness> {
+        let own = self.ours.iter().find_map(|base| extent::boot_of(base));
+        match extent::boot_of(base) {
+            Some(boot) if extent::is_earlier(boot, own.unwrap_or(&self.host.boot)) => {
+                Some(Likeness::EarlierBoot)
+            }
+            // The disks of another boot cannot be seen.
+            Some(boot) if boot != self.host.boot => None,
+            None if own.is_some_and(|own| own != self.host.boot) => None,
+            _ => (!self.host.has(base)).then_some(Likeness::Absent),
+        }
+    }
+
+    fn likeness_of_label(&self, label: &str) -> Option<Likeness> {
+        let all = ByteRange::new(0, u64::MAX).ok()?;
+        let wanted = match self.request.wanted {
+            Wanted::At(range) => range,
+            Wanted::Size { .. } => all,
+        };
+        let is_on = |below: &str, drive: &str| {
+            let range = wanted;
+            let below = Stretch {
+                drive: below,
+                range: all,
+            };
+            extent::overlap(Stretch { drive, range }, below)
+        };
+        let drive = self.request.drive;
+        let names = || drive.others.iter().map(String::as_str).chain([drive.name]);
+        let below = self.records.other_names.get(label)?;
+        if below
+            .iter()
+            .any(|below| names().any(|name| is_on(below, name)))
+        {
+            return Some(Likeness::OtherName);
+        }
+        let mut of_boot = self
+            .ours
+            .iter()
+            .filter(|ours| extent::boot_of(ours).is_some());
+        let is_renamed = of_boot.any(|ours| {
+            let rename = |base: &str| {
+                let was = extent::boot_of(base).is_some() && extent::can_be(base, ours);
+                let was = was && self.is_gone(base).is_some();
+                was.then(|| ours.clone())
+            };
+            below
+                .iter()
+                .any(|below| is_on(&extent::renamed(below, rename), drive.name))
+        });
+        is_renamed.then_some(Likeness::Absent)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::error::LeaseError;
     use super::super::ledger::Ledger;
     use super::*;
-    use crate::origin;
+    use crate::origin::{self, Identity};
     use crate::spec::ids::Nsid;
     use std::collections::HashMap;
 
@@ -258,7 +439,7 @@ mod tests {
     fn request<'a>(id: &'a str, drive: &'a str, wanted: Wanted) -> LeaseRequest<'a> {
         LeaseRequest {
             id,
-            drive,
+            drive: drive.into(),
             nsid: Nsid(1),
             wanted,
             lba_shift: 9,
@@ -301,8 +482,190 @@ mod tests {
 
     fn is_earlier(result: Result<super::super::Lease, LeaseError>) -> String {
         let error = result.unwrap_err();
-        assert!(matches!(error, LeaseError::EarlierBoot(_)), "{error}");
+        assert!(matches!(error, LeaseError::EarlierName(_)), "{error}");
         error.to_string()
+    }
+
+    /// An identity with these other names.
+    fn named(name: &str, others: &[&str]) -> Identity {
+        Identity {
+            name: name.to_owned(),
+            formerly: Vec::new(),
+            others: others.iter().map(|&other| other.to_owned()).collect(),
+        }
+    }
+
+    /// The identity of a labelled drive on the base `below`.
+    fn labelled(name: &str, below: &Identity) -> Identity {
+        DriveLabel::new(name.parse().unwrap()).identity(below.into(), 1 << 29)
+    }
+
+    fn of<'a>(id: &'a str, drive: &'a Identity, wanted: Wanted) -> LeaseRequest<'a> {
+        LeaseRequest {
+            drive: drive.into(),
+            ..request(id, "", wanted)
+        }
+    }
+
+    /// All ways in which a drive gets another name, or loses one.
+    #[test]
+    fn a_drive_whose_name_changed_gives_no_data_of_others() {
+        let boot = origin::boot();
+        // Numbers that no disk of this host has.
+        let now = |number: u32| format!("disk:{boot}/{}", 4_000_000_000 + number);
+        let (old, ext, xfs) = (
+            format!("disk:{OLD}/5"),
+            "file:12@fs:ext-1",
+            "file:12@fs:xfs-1",
+        );
+        let whole = named("disk:wwid", &["disk:serial"]);
+        let part = named("1048576+536870912 of disk:s", &[]);
+        let cases = [
+            // A file whose disk has a serial number, lost it, or has another one.
+            (named(ext, &[]), named("file:12@disk:s", &[ext])),
+            (named("file:12@disk:s", &[ext]), named(ext, &[&now(1)])),
+            (
+                named("file:12@disk:s", &[ext]),
+                named("file:12@disk:t", &[ext]),
+            ),
+            // A file whose file system reports its UUID no more.
+            (named(xfs, &[]), named(&format!("file:12@{}", now(1)), &[])),
+            (
+                named("file:12@disk:s", &[]),
+                named(&format!("file:12@{}", now(1)), &[]),
+            ),
+            (
+                named(&format!("file:12@{}", now(1)), &[]),
+                named("file:12@disk:s", &[]),
+            ),
+            (
+                named(&format!("file:12@{}", now(1)), &[]),
+                named(xfs, &[&format!("file:12@{}", now(2))]),
+            ),
+            // A disk that has a serial number, lost it, or was connected again.
+            (named(&old, &[]), named("disk:s", &[])),
+            (named("disk:s", &[]), named(&now(1), &[])),
+            (named(&now(1), &[]), named(&now(2), &[])),
+            (named(&now(1), &[]), named("disk:s", &[&now(2)])),
+            (named(&now(1), &[]), named("disk:s", &[&now(1)])),
+            // One of two lasting names.
+            (named("disk:serial", &[]), whole.clone()),
+            (whole.clone(), named("disk:serial", &[])),
+            (named("disk:serial", &[]), labelled("pool", &whole)),
+            // A label that was given, lost, or overwritten.
+            (named(&old, &[]), labelled("pool", &named(&now(1), &[]))),
+            (labelled("pool", &whole), named("disk:wwid", &[])),
+            (labelled("pool", &whole), named("disk:serial", &[])),
+            (labelled("pool", &whole), labelled("other", &whole)),
+            (labelled("pool", &part), part.clone()),
+            (labelled("pool", &named(&old, &[])), named(&now(1), &[])),
+            (labelled("pool", &named(&now(1), &[])), named(&now(2), &[])),
+        ];
+        for (before, after) in &cases {
+            let dir = tempfile::tempdir().unwrap();
+            let ledger = Ledger::open(&dir.path().join("state"));
+            drop(ledger.acquire(&of("a", before, at("0+64M"))).unwrap());
+            let lasts = extent::boot_of_drive(&after.name).is_none();
+            let size = lasts.then_some(SIZE);
+            for wanted in size.into_iter().chain([at("1M+1M"), at("0+64M")]) {
+                for id in ["a", "b"] {
+                    let found = ledger.acquire(&of(id, after, wanted));
+                    let error = found.expect_err(&format!("{before:?} {after:?} {wanted:?}"));
+                    assert!(matches!(error, LeaseError::EarlierName(_)), "{error}");
+                }
+            }
+            let error = ledger.acquire(&of("b", after, at("1M+1M"))).unwrap_err();
+            let LeaseError::EarlierName(error) = error else {
+                panic!("{error}");
+            };
+            if DriveLabel::of_base(&error.earlier).is_some() {
+                assert!(error.remedy.contains("--again"), "{error}");
+                continue;
+            }
+            let command = format!("leases carry-over '{}' PATH", error.earlier);
+            assert!(error.remedy.contains(&command), "{error}");
+            // The word for a range gives out no other.
+            let accepted = of("b", after, at("128M+1M"));
+            drop(ledger.acquire(&kept(accepted)).unwrap());
+            if lasts {
+                is_earlier(ledger.acquire(&of("c", after, SIZE)));
+            }
+            is_earlier(ledger.acquire(&of("c", after, at("1M+1M"))));
+            ledger.decide_data("b", FormerData::Kept).unwrap();
+        }
+        for (before, after) in &cases {
+            let dir = tempfile::tempdir().unwrap();
+            let ledger = Ledger::open(&dir.path().join("state"));
+            let lease = ledger.acquire(&of("a", before, at("0+64M"))).unwrap();
+            let names = lease.identity();
+            drop(lease);
+            let LeaseError::EarlierName(error) =
+                ledger.acquire(&of("b", after, at("1M+1M"))).unwrap_err()
+            else {
+                panic!("refused");
+            };
+            if DriveLabel::of_base(&error.earlier).is_some() {
+                continue;
+            }
+            // What the refusal says is enough.
+            assert!(
+                ledger
+                    .carry_over_by_hand(&error.earlier, &after.name)
+                    .unwrap()
+            );
+            let lease = ledger.acquire(&of("a", after, at("0+64M"))).unwrap();
+            assert_eq!(lease.identity(), names);
+            if extent::boot_of_drive(&after.name).is_none() {
+                let sized = ledger.acquire(&of("c", after, SIZE)).unwrap();
+                assert_eq!(sized.extents().parts()[0].start(), 64 << 20);
+            }
+            let error = ledger.acquire(&of("b", after, at("1M+1M"))).unwrap_err();
+            assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn drives_with_other_names_are_others() {
+        let ext = ["file:12@fs:ext-1", "file:12@fs:ext-2"];
+        let part = |start: u64| named(&format!("{start}+536870912 of disk:s"), &[]);
+        for (before, after) in [
+            (named("disk:s", &[]), named("disk:t", &[])),
+            (named("disk:s", &["disk:a"]), named("disk:t", &["disk:b"])),
+            (named(ext[0], &[]), named(ext[1], &[])),
+            (named("file:12@disk:s", &[ext[0]]), named(ext[1], &[])),
+            (named(ext[0], &[]), named("file:12@disk:s", &[ext[1]])),
+            (named(ext[0], &[]), named("disk:s", &[])),
+            (named("file:13@disk:s", &[]), named(ext[0], &[])),
+            (labelled("pool", &part(1 << 20)), part(1 << 30)),
+            (part(1 << 30), labelled("pool", &part(1 << 20))),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let ledger = Ledger::open(&dir.path().join("state"));
+            drop(ledger.acquire(&of("a", &before, SIZE)).unwrap());
+            drop(ledger.acquire(&of("b", &after, SIZE)).expect(&after.name));
+        }
+    }
+
+    #[test]
+    fn a_disk_that_may_be_a_lost_one_is_found_before_it_is_labelled() {
+        let dir = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(&dir.path().join("state"));
+        let disk = format!("disk:{}/4000000000", origin::boot());
+        let lost = |drive: &str| {
+            let found = ledger.find_lost(drive.into(), Nsid(1), 1 << 20, 9);
+            found.unwrap().map(|(name, _)| name)
+        };
+        let before = format!("disk:{OLD}/5");
+        drop(
+            ledger
+                .acquire(&request("a", &before, at("256M+1M")))
+                .unwrap(),
+        );
+        assert_eq!(lost(&disk), None, "its lease is refused instead");
+        let other = request("b", "disk:s", at("0+1M"));
+        drop(ledger.acquire(&kept(other)).unwrap());
+        assert_eq!(lost(&disk).as_deref(), Some("disk:s"));
+        assert_eq!(lost("disk:t"), None);
     }
 
     #[test]
@@ -327,8 +690,10 @@ mod tests {
         let ledger = Ledger::open(&dir.path().join("state"));
         let label = DriveLabel::new("pool".parse().unwrap());
         // A disk that the kernel numbers is below the label.
-        let drive =
-            |boot: &str, number| label.identity(&format!("disk:{boot}/{number}"), 256 << 20);
+        let drive = |boot: &str, number| {
+            let disk = format!("disk:{boot}/{number}");
+            label.identity((&disk).into(), 256 << 20).name
+        };
         let starts = |drive: &str, ids: [&str; 2]| {
             ids.map(|id| {
                 let lease = ledger.acquire(&request(id, drive, SIZE)).unwrap();

@@ -1,5 +1,7 @@
 //! Why a lease is not given out, or not released.
 
+use std::fmt;
+
 use thiserror::Error;
 
 use super::entry::LeaseEntry;
@@ -10,23 +12,49 @@ use crate::range::{ByteRange, Bytes, RangeError};
 /// Longest id of a lease, in bytes.
 pub(super) const ID_MAX: usize = 64;
 
-/// Ids have data on a drive that had its name until a boot of the host, and this drive may be that one.
+/// Reason to think that a drive is one that the ledger knows by another name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Likeness {
+    /// That drive had its name until a boot of the host, and this one may be any of those.
+    EarlierBoot,
+    /// The host does not have that drive now, and this one may have lost the name.
+    Absent,
+    /// That is another name of this drive, or of its copy.
+    OtherName,
+}
+
+impl fmt::Display for Likeness {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::EarlierBoot => "may be the one that was known until the host was started anew as",
+            Self::Absent => "may be one that this host does not have now,",
+            Self::OtherName => "has another name by which the ledger knows it or its copy,",
+        })
+    }
+}
+
+/// Ids have data on a drive that this one may be, under another name.
 #[derive(Debug, Error)]
 #[error(
-    "Drive {drive} may be the one that was {earlier} until the host was started anew, with data of \"{}\": if it is, go on \
-     with {carry_over}, where PATH leads to this drive; if not, say range= and data=keep (or --keep-data) to take the range \
-     as it is",
-    ids.join("\", \"")
+    "Drive {drive} {likeness} {earlier}, with data of \"{}\": if it is that drive, {remedy}, where PATH leads to this drive; \
+     if not, say range= and data=keep (or --keep-data) to take the range as it is{}",
+    ids.join("\", \""),
+    match likeness {
+        Likeness::OtherName => ", or give a copied file system another UUID",
+        Likeness::EarlierBoot | Likeness::Absent => "",
+    }
 )]
-pub struct EarlierBootError {
+pub struct EarlierNameError {
     /// The drive that was asked for.
     pub drive: String,
-    /// The drive of the earlier boot.
+    /// The other name.
     pub earlier: String,
     /// Ids that have data there.
     pub ids: Vec<String>,
-    /// Command that says that both are one drive.
-    pub carry_over: String,
+    /// Reason to think that both are one drive.
+    pub likeness: Likeness,
+    /// Steps by which the leases go on if both are one drive.
+    pub remedy: String,
 }
 
 /// A lease was not given out, or not released.
@@ -59,9 +87,9 @@ pub enum LeaseError {
         /// The data.
         left: Box<Left>,
     },
-    /// Ids have data on a drive that had its name until a boot of the host, and this drive may be that one.
+    /// Ids have data on a drive that this one may be, under another name.
     #[error(transparent)]
-    EarlierBoot(Box<EarlierBootError>),
+    EarlierName(Box<EarlierNameError>),
     /// The range is a part of the id's lease by size, which could not be found again without it.
     #[error(
         "Range {range} is a part of lease \"{id}\" by size, which has {left} and would be torn: say size={size},unit={unit} \

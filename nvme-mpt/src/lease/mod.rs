@@ -48,7 +48,7 @@ mod terms;
 pub use by_size::MIN_UNIT;
 pub use claim::Claim;
 pub use entry::{LeaseEntry, LeaseState};
-pub use error::{EarlierBootError, LeaseError};
+pub use error::{EarlierNameError, LeaseError, Likeness};
 pub use extents::Extents;
 pub use identity::LeaseIdentity;
 pub use ledger::{Lease, LeaseMarks, Ledger};

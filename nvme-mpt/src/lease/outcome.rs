@@ -6,19 +6,21 @@ use std::path::Path;
 use super::allocate::Need;
 use super::area::Area;
 use super::entry::{LeaseEntry, LeaseState};
-use super::error::{EarlierBootError, LeaseError};
+use super::error::{EarlierNameError, LeaseError, Likeness};
 use super::extents::{Extents, list};
 use super::holder::Slot;
 use super::store::StoreError;
 use super::tenants::Left;
+use crate::drive::DriveLabel;
 use crate::memory::system::process_id;
 use crate::range::{ByteRange, Bytes};
 
-/// Drive of an earlier boot, and ids that have data there.
+/// Drive that the requested one may be, and ids that have data there.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct EarlierDrive {
     pub(super) name: String,
     pub(super) ids: Vec<String>,
+    pub(super) likeness: Likeness,
 }
 
 /// A lease by size that an id left.
@@ -53,7 +55,7 @@ pub(super) enum Refusal {
     OthersData(ByteRange, Left),
     /// The range is a part of the id's lease by size.
     Torn(ByteRange, FormerLeaseBySize),
-    /// Ids have data on a drive of an earlier boot of the host, which this one may be.
+    /// Ids have data on a drive that this one may be.
     Earlier(EarlierDrive),
     /// The drive's name ends with the boot of the host.
     Unlasting,
@@ -128,13 +130,28 @@ impl Refusal {
                 id,
                 left: Box::new(left),
             },
-            Self::Earlier(EarlierDrive { name, ids }) => {
-                let carry_over = command(&format!("leases carry-over '{name}' PATH"), folder);
-                LeaseError::EarlierBoot(Box::new(EarlierBootError {
+            Self::Earlier(EarlierDrive {
+                name,
+                ids,
+                likeness,
+            }) => {
+                let remedy = match DriveLabel::of_base(&name) {
+                    Some(label) => format!(
+                        "say drive-id={0}, after {1} if it has lost its label",
+                        label.name,
+                        command(&format!("leases label PATH {} --again", label.name), folder)
+                    ),
+                    None => format!(
+                        "go on with {}",
+                        command(&format!("leases carry-over '{name}' PATH"), folder)
+                    ),
+                };
+                LeaseError::EarlierName(Box::new(EarlierNameError {
                     drive,
                     earlier: name,
                     ids,
-                    carry_over,
+                    likeness,
+                    remedy,
                 }))
             }
             Self::Torn(range, FormerLeaseBySize { extents, unit }) => LeaseError::Torn {

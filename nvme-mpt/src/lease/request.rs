@@ -4,6 +4,7 @@ use super::area::Area;
 use super::by_size;
 use super::error::{ID_MAX, LeaseError};
 use super::tenants::FormerData;
+use crate::origin::IdentityRef;
 use crate::range::ByteRange;
 use crate::spec::ids::Nsid;
 
@@ -28,8 +29,8 @@ pub enum Wanted {
 pub struct LeaseRequest<'a> {
     /// Id of the lease, unique in the ledger.
     pub id: &'a str,
-    /// The drive's stable name.
-    pub drive: &'a str,
+    /// The drive's stable name, and its other names.
+    pub drive: IdentityRef<'a>,
     /// Namespace of the drive.
     pub nsid: Nsid,
     /// Bytes of the namespace.
@@ -47,7 +48,7 @@ impl<'a> LeaseRequest<'a> {
     pub(super) fn area(&self) -> Area<'a> {
         Area {
             id: self.id,
-            drive: self.drive,
+            drive: self.drive.name,
             nsid: self.nsid,
             // Saturates only where the drive is larger than any range.
             capacity: self.blocks.saturating_mul(1 << self.lba_shift),

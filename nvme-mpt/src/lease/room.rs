@@ -61,7 +61,7 @@ mod tests {
     fn request(id: &str, wanted: Wanted) -> LeaseRequest<'_> {
         LeaseRequest {
             id,
-            drive: "file:/drive",
+            drive: "file:/drive".into(),
             nsid: Nsid(1),
             wanted,
             lba_shift: 9,

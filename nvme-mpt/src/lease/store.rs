@@ -46,6 +46,9 @@ use crate::range_lock::{Holders as LockHolders, Kind, describe};
 /// For each base, the name from which its guests' names are derived.
 pub(super) type Namings = BTreeMap<String, String>;
 
+/// For each base, the identities that its bytes had besides when they were last leased.
+pub(super) type OtherNames = BTreeMap<String, BTreeSet<String>>;
+
 const LEDGER: &str = "leases.json";
 const LOCK: &str = "leases.lock";
 const HOLDERS: &str = "holders.lock";
@@ -258,6 +261,7 @@ impl From<RangeRecords> for Records {
             terms: TermsOfIds::new(),
             namings: Namings::new(),
             partly_known: BTreeSet::new(),
+            other_names: OtherNames::new(),
             uncorrectable: Vec::new(),
         }
     }
@@ -284,6 +288,9 @@ pub(super) struct Records {
     /// Bases that may be drives of an earlier boot, and of which the operator decided about some ranges only.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(super) partly_known: BTreeSet<String>,
+    /// Other names that outlive boots of drives with data, and what lies below labels.
+    #[serde(default, skip_serializing_if = "OtherNames::is_empty")]
+    pub(super) other_names: OtherNames,
     /// Blocks that guests made unreadable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) uncorrectable: Vec<MarkedBytes>,
@@ -299,6 +306,7 @@ impl Default for Records {
             terms: TermsOfIds::new(),
             namings: Namings::new(),
             partly_known: BTreeSet::new(),
+            other_names: OtherNames::new(),
             uncorrectable: Vec::new(),
         }
     }
@@ -333,6 +341,7 @@ impl Records {
             && (self.version, self.next_slot) == (other.version, other.next_slot)
             && (&self.terms, &self.namings) == (&other.terms, &other.namings)
             && self.partly_known == other.partly_known
+            && self.other_names == other.other_names
             && self.uncorrectable == other.uncorrectable
     }
 

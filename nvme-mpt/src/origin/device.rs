@@ -8,7 +8,7 @@ use nvme_mpt_memory::device_mapper::Target;
 
 use super::extent::{self, Extent};
 use super::nvme::{self, Controller};
-use super::system::{DeviceNumber, System};
+use super::system::{DeviceNumber, Naming, System};
 use super::{BackingFile, file_extent, stacked};
 
 /// Devices on top of each other that are looked through: more than anybody stacks.
@@ -42,7 +42,7 @@ impl Device {
 
     /// A file. One on overlay is the file below, and is locked there as well.
     pub(super) fn of_file(system: &System, path: &Path, metadata: &Metadata) -> Self {
-        if system.is_former {
+        if system.naming == Naming::Former {
             return Self::of(file_extent(system, path, metadata));
         }
         match stacked::file_below(system, path) {
@@ -304,6 +304,25 @@ pub(super) fn name(system: &System, device: DeviceNumber) -> String {
     if let Some(name) = nvme_name(system, device) {
         return name;
     }
+    let mut names = lasting_names(system, device);
+    match system.naming {
+        Naming::Nth(nth) if nth < names.len() => names.swap_remove(nth),
+        Naming::ByBoot => name_of_boot(system, device),
+        _ if names.is_empty() => name_of_boot(system, device),
+        _ => names.swap_remove(0),
+    }
+}
+
+/// Returns all names of a device that is no part of anything.
+pub(super) fn names(system: &System, device: DeviceNumber) -> Vec<String> {
+    let mut names = lasting_names(system, device);
+    names.extend(nvme_name(system, device));
+    names.push(name_of_boot(system, device));
+    names
+}
+
+/// Returns the names that outlive a boot, the best first.
+fn lasting_names(system: &System, device: DeviceNumber) -> Vec<String> {
     // NVMe, SCSI, virtio, MMC; device mapper and RAID. An NVMe namespace's `wwid` is there always; the serial number
     // of its controller would be that of other namespaces, too.
     const NAMES: [(&str, &str); 7] = [
@@ -315,18 +334,25 @@ pub(super) fn name(system: &System, device: DeviceNumber) -> String {
         ("dm", "dm/name"),
         (extent::ARRAY, "md/uuid"),
     ];
-    let named = NAMES.iter().find_map(|(kind, attribute)| {
-        let name = system.attribute(device, attribute)?;
-        Some(extent::base(kind, &name))
-    });
-    named.unwrap_or_else(|| {
-        // The kernel gives each disk that it finds another sequence number, until the next boot.
-        let sequence = system.attribute(device, "diskseq");
-        let sequence = sequence.unwrap_or_else(|| device.to_string());
-        let kind = match system.is_in_memory(device) && !system.is_former {
-            true => "ram",
-            false => extent::DISK,
-        };
-        extent::base(kind, &format!("{}/{sequence}", system.boot()))
-    })
+    let mut names: Vec<String> = Vec::new();
+    for (kind, attribute) in NAMES {
+        if let Some(name) = system.attribute(device, attribute) {
+            let name = extent::base(kind, &name);
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+    }
+    names
+}
+
+/// Returns the name that a device has until the next boot: the kernel gives each disk that it finds another sequence number.
+fn name_of_boot(system: &System, device: DeviceNumber) -> String {
+    let sequence = system.attribute(device, "diskseq");
+    let sequence = sequence.unwrap_or_else(|| device.to_string());
+    let kind = match system.is_in_memory(device) && system.naming != Naming::Former {
+        true => "ram",
+        false => extent::DISK,
+    };
+    extent::base(kind, &format!("{}/{sequence}", system.boot()))
 }

@@ -14,10 +14,12 @@
 //! * `stacked`: file systems that show files of others.
 //! * `system`: the kernel's view of block devices and file systems, below a folder that tests replace.
 //! * [`nvme`]: names of NVMe drives.
+//! * `identity`: all names of a drive.
 //! * `extent`: extents, and the identity that they are written as.
 
 mod device;
 pub(crate) mod extent;
+mod identity;
 pub mod nvme;
 mod stacked;
 mod system;
@@ -31,8 +33,9 @@ use std::path::{Path, PathBuf};
 
 use device::Device;
 pub(crate) use extent::Extent;
+pub use identity::{Identity, IdentityRef};
 pub(crate) use system::System;
-use system::{DeviceNumber, Mount};
+use system::{DeviceNumber, Mount, Naming};
 
 use crate::memory;
 
@@ -43,8 +46,7 @@ pub struct Origin {
     extents: Vec<Extent>,
     /// The files among them that the path does not lead to by itself.
     files: Vec<BackingFile>,
-    /// Its identity as versions wrote it that knew only names which end with the boot, if it is another one.
-    formerly: Option<String>,
+    identity: Identity,
 }
 
 /// A file that a loop device makes a block device of, or one that overlay shows.
@@ -108,22 +110,33 @@ impl Origin {
         if let Some(refusal) = refusal {
             return Err(io::Error::new(io::ErrorKind::Unsupported, refusal));
         }
-        let formerly = extent::join(&resolve(&system.former()).extents);
+        let name = extent::join(&extents);
+        let by = |naming| extent::join(&resolve(&system.by(naming)).extents);
+        let formerly: Vec<String> = Some(by(Naming::Former))
+            .filter(|former| *former != name)
+            .into_iter()
+            .collect();
+        let mut others = Vec::new();
+        for naming in Naming::OTHERS {
+            let other = by(naming);
+            if other != name && !formerly.contains(&other) && !others.contains(&other) {
+                others.push(other);
+            }
+        }
         Ok(Self {
-            formerly: Some(formerly).filter(|former| *former != extent::join(&extents)),
+            identity: Identity {
+                name,
+                formerly,
+                others,
+            },
             extents,
             files,
         })
     }
 
-    /// Returns the name that leases, locks and guests know the bytes by.
-    pub fn identity(&self) -> String {
-        extent::join(&self.extents)
-    }
-
-    /// Returns the [identity](Self::identity) that earlier versions gave the bytes in this boot, if it is another one.
-    pub fn formerly(&self) -> Option<&str> {
-        self.formerly.as_deref()
+    /// Returns the names of the bytes.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
     }
 
     /// Returns the files that lie below a loop device, or below overlay.
@@ -162,7 +175,46 @@ impl Origin {
     }
 }
 
+/// The boot of the host, and the disks that it has.
+#[derive(Clone, Debug)]
+pub(crate) struct Host {
+    /// Tells this boot from others.
+    pub(crate) boot: String,
+    /// All names of all disks.
+    disks: Vec<String>,
+}
+
+impl Host {
+    /// Looks at this host.
+    pub(crate) fn now() -> Self {
+        Self::of(&System::real())
+    }
+
+    fn of(system: &System) -> Self {
+        let disks = system.block_devices().into_iter();
+        Self {
+            boot: system.boot(),
+            disks: disks.flat_map(|disk| device::names(system, disk)).collect(),
+        }
+    }
+
+    /// Returns whether the host has the disk that a base is, or that its file system is on. `false` for a disk that cannot be
+    /// seen.
+    pub(crate) fn has(&self, base: &str) -> bool {
+        let is_of = |disk: &String| {
+            let mut places = base.match_indices(disk.as_str());
+            places.any(|(at, _)| {
+                let (before, after) = (&base[..at], &base[at + disk.len()..]);
+                (before.is_empty() || before.ends_with(['@', '_', ':']))
+                    && (after.is_empty() || after.starts_with([':', '_']))
+            })
+        };
+        self.disks.iter().any(is_of)
+    }
+}
+
 /// Returns what tells this boot of the host from others.
+#[cfg(test)]
 pub(crate) fn boot() -> String {
     System::real().boot()
 }
@@ -185,13 +237,18 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
     } else {
         file_system(system, path, device)
     };
-    let file_system = match extent::boot_of(&file_system) {
+    let is_labelled = match system.naming {
+        Naming::Former | Naming::ByBoot => false,
+        Naming::ByFileSystem => true,
+        Naming::Present | Naming::Nth(_) => extent::boot_of(&file_system).is_some(),
+    };
+    let file_system = match is_labelled {
         // The label of a file system lies outside of all files, so that no lease can cover it.
-        Some(_) if !system.is_former => {
+        true => {
             let label = memory::file_system::uuid_name(path);
             label.map_or(file_system, |label| format!("{}{label}", extent::LABELLED))
         }
-        _ => file_system,
+        false => file_system,
     };
     Extent {
         base: extent::base("file", &format!("{}@{file_system}", metadata.ino())),

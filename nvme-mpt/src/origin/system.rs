@@ -115,12 +115,32 @@ impl Mount {
     }
 }
 
+/// Choice among the names of a device or file system that has several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Naming {
+    /// The best one.
+    Present,
+    /// That of versions that named no file system by its UUID.
+    Former,
+    /// The UUID of a file's file system, also on a disk with a lasting name.
+    ByFileSystem,
+    /// The lasting name of a disk after so many better ones.
+    Nth(usize),
+    /// The name that a disk has if it reports none.
+    ByBoot,
+}
+
+impl Naming {
+    /// Names by which a ledger may know what has a better one now.
+    pub(super) const OTHERS: [Self; 4] =
+        [Self::ByFileSystem, Self::Nth(1), Self::Nth(2), Self::ByBoot];
+}
+
 /// sysfs and proc.
 #[derive(Clone, Debug)]
 pub(crate) struct System {
     root: PathBuf,
-    /// Names are those of versions that knew no others for what has neither a WWID nor a serial number.
-    pub(super) is_former: bool,
+    pub(super) naming: Naming,
 }
 
 impl System {
@@ -128,7 +148,7 @@ impl System {
     pub(crate) fn real() -> Self {
         Self {
             root: "/".into(),
-            is_former: false,
+            naming: Naming::Present,
         }
     }
 
@@ -137,16 +157,25 @@ impl System {
     pub(super) fn below(root: &Path) -> Self {
         Self {
             root: root.to_owned(),
-            is_former: false,
+            naming: Naming::Present,
         }
     }
 
-    /// The same, with the names that versions gave which knew no others for what has neither a WWID nor a serial number.
-    pub(super) fn former(&self) -> Self {
+    /// The same, with other names.
+    pub(super) fn by(&self, naming: Naming) -> Self {
         Self {
-            is_former: true,
+            naming,
             ..self.clone()
         }
+    }
+
+    /// Returns all block devices that are no partitions.
+    pub(super) fn block_devices(&self) -> Vec<DeviceNumber> {
+        let devices = entries(&self.root.join("sys/dev/block")).into_iter();
+        let devices = devices.filter(|path| !path.join("partition").exists());
+        devices
+            .filter_map(|path| DeviceNumber::parse(path.file_name()?.to_str()?))
+            .collect()
     }
 
     fn text(&self, path: &str) -> Option<Vec<u8>> {

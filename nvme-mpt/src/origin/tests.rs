@@ -71,9 +71,9 @@ impl Tree {
     fn origin(&self, device: DeviceNumber) -> Origin {
         let Device { extents, files, .. } = Device::resolve(&self.system, device);
         Origin {
+            identity: extent::join(&extents).into(),
             extents,
             files,
-            formerly: None,
         }
     }
 
@@ -104,7 +104,7 @@ impl Tree {
     }
 
     fn identity(&self, device: DeviceNumber) -> String {
-        self.origin(device).identity()
+        self.origin(device).identity.name
     }
 
     fn of_file(&self, path: &Path) -> Origin {
@@ -202,11 +202,15 @@ fn a_loop_device_is_its_file() {
     let file = image();
     let of_file = tree.of_file(file.path());
     let whole = tree.loop_device(0, file.path(), (0, 1 << 21));
-    assert_eq!(tree.identity(whole), of_file.identity());
+    assert_eq!(tree.identity(whole), of_file.identity().name);
     let again = tree.loop_device(1, file.path(), (0, 1 << 20));
-    assert_eq!(tree.identity(again), of_file.identity(), "a shorter one");
+    assert_eq!(
+        tree.identity(again),
+        of_file.identity().name,
+        "a shorter one"
+    );
     let part = tree.loop_device(2, file.path(), (4096, 8));
-    let base = of_file.identity();
+    let base = of_file.identity().name.clone();
     assert_eq!(tree.identity(part), format!("4096+4096 of {base}"));
     let long = tree.loop_device(3, file.path(), (4096, 1 << 20));
     let on_long = [("size", "8"), ("start", "2048"), ("partition", "1")];
@@ -223,11 +227,11 @@ fn a_loop_device_is_its_file() {
     assert_eq!(tree.origin(long).files.len(), 1);
 
     let other = image();
-    assert_ne!(tree.of_file(other.path()).identity(), base);
+    assert_ne!(tree.of_file(other.path()).identity().name, base);
     let link = tree.dir.path().join("link");
     fs::hard_link(file.path(), &link).unwrap();
     assert_eq!(
-        tree.of_file(&link).identity(),
+        tree.of_file(&link).identity().name,
         base,
         "another path of one inode"
     );
@@ -246,7 +250,7 @@ fn a_file_is_of_the_disk_that_its_file_system_is_on() {
     if !number.starts_with("0:") {
         tree.device("disk", &number, &[("serial", "abc")]);
         assert_eq!(
-            tree.of_file(file.path()).identity(),
+            tree.of_file(file.path()).identity().name,
             format!("file:{inode}@disk:abc")
         );
     }
@@ -262,7 +266,7 @@ fn a_file_is_of_the_disk_that_its_file_system_is_on() {
         tree.write(&format!("tables/{number}"), table);
         tree.write("sys/devices/virtual/dm-0/slaves/sda/dev", "8:0");
         assert_eq!(
-            tree.of_file(file.path()).identity(),
+            tree.of_file(file.path()).identity().name,
             format!("file:{inode}@dm:LVM-a")
         );
     }
@@ -273,7 +277,7 @@ fn a_file_is_of_the_disk_that_its_file_system_is_on() {
             "1 0 0:9 / / rw - overlay overlay rw\n2 1 0:99 /sub {folder} rw - {kind} {source} rw\n"
         );
         tree.write("proc/self/mountinfo", &lines);
-        tree.of_file(file.path()).identity()
+        tree.of_file(file.path()).identity().name.clone()
     };
     assert_eq!(
         mount("nfs4", "host:/export"),
@@ -293,7 +297,7 @@ fn a_bind_mount_gives_a_file_no_other_name() {
     let identity = |root: &str, kind: &str, source: &str, options: &str| {
         let line = format!("2 1 0:99 {root} {folder} rw - {kind} {source} {options}\n");
         tree.write("proc/self/mountinfo", &line);
-        tree.of_file(file.path()).identity()
+        tree.of_file(file.path()).identity().name.clone()
     };
     let zfs = |root| identity(root, "zfs", "pool/data", "rw,xattr");
     assert_eq!(zfs("/srv"), zfs("/"));
@@ -572,19 +576,68 @@ fn a_file_on_a_disk_without_a_name_is_named_by_its_file_system() {
     let origin = tree.of_file(file.path());
     match label {
         Some(label) => {
-            assert_eq!(origin.identity(), format!("{name}{label}"));
-            assert_eq!(origin.formerly(), Some(&*formerly));
+            assert_eq!(origin.identity().name, format!("{name}{label}"));
+            assert_eq!(origin.identity().formerly, [formerly]);
         }
         None => {
-            assert_eq!(origin.identity(), formerly);
-            assert_eq!(origin.formerly(), None);
+            assert_eq!(origin.identity().name, formerly);
+            assert_eq!(origin.identity().formerly, [""; 0]);
         }
     }
     // One on a disk with a name keeps the name that it had.
     tree.write("sys/devices/vda/serial", "abc");
     let origin = tree.of_file(file.path());
-    assert!(origin.identity().contains("disk:abc"), "{origin:?}");
-    assert_eq!(origin.formerly(), None);
+    assert!(origin.identity().name.contains("disk:abc"), "{origin:?}");
+    assert_eq!(origin.identity().formerly, [""; 0]);
+}
+
+#[test]
+fn a_drive_has_all_names_that_it_may_be_known_by() {
+    let boot = "0b000000-0000-4000-8000-000000000001";
+    let tree = Tree::new();
+    tree.write("proc/sys/kernel/random/boot_id", boot);
+    let names = |device: DeviceNumber| {
+        let resolved =
+            |naming| extent::join(&Device::resolve(&tree.system.by(naming), device).extents);
+        let mut names = vec![resolved(Naming::Present)];
+        names.extend(Naming::OTHERS.map(resolved));
+        names.dedup();
+        names
+    };
+    let attributes = [("diskseq", "7"), ("wwid", "eui.1"), ("serial", "abc")];
+    let disk = tree.device("vda", "252:0", &attributes);
+    let by_boot = format!("disk:{boot}/7");
+    assert_eq!(
+        names(disk),
+        ["disk:eui.1", "disk:abc", "disk:eui.1", &by_boot]
+    );
+    let part = [("size", "8"), ("start", "8"), ("partition", "1")];
+    let part = tree.device("vda/vda1", "252:1", &part);
+    assert_eq!(names(part)[1], "4096+4096 of disk:abc");
+    let bare = tree.device("vdb", "252:16", &[("diskseq", "8")]);
+    assert_eq!(names(bare), [format!("disk:{boot}/8")]);
+    // What the host has, by any of its names.
+    let host = Host::of(&tree.system);
+    assert_eq!(host.boot, boot);
+    for known in [
+        "disk:eui.1",
+        "disk:abc",
+        &by_boot,
+        "file:1@disk:abc",
+        "file:1@8+8_of_disk:abc",
+        "file:1@btrfs:disk:abc:/@",
+    ] {
+        assert!(host.has(known), "{known}");
+    }
+    for unknown in [
+        "disk:ab",
+        "disk:abcd",
+        "disk:eui.1/2",
+        "disk:9",
+        "file:1@fs:ext-1",
+    ] {
+        assert!(!host.has(unknown), "{unknown}");
+    }
 }
 
 /// A folder on overlay, as the kernel tells of it. What it shows are links to files in the directory to which it writes.
@@ -611,21 +664,21 @@ fn a_file_on_overlay_is_the_one_in_the_upper_directory() {
     overlay(&tree, &shown, "/", &upper);
     let below = tree.of_file(&file);
     let origin = tree.of_file(&path);
-    assert_eq!(origin.identity(), below.identity());
+    assert_eq!(origin.identity().name, below.identity().name);
     assert!(below.files().is_empty());
     let [locked] = origin.files() else {
         panic!("one file is locked below: {origin:?}");
     };
     assert_eq!((&locked.path, locked.part(1, 2)), (&file, Some((1, 2))));
     assert!(locked.is(&fs::File::open(&file).unwrap()).unwrap());
-    assert!(origin.formerly().unwrap().ends_with("@overlay:overlay:/"));
+    assert!(origin.identity().formerly[0].ends_with("@overlay:overlay:/"));
     // By a bind mount of a folder.
     overlay(&tree, &shown.join("sub"), "/sub", &upper);
-    assert_eq!(tree.of_file(&path).identity(), below.identity());
+    assert_eq!(tree.of_file(&path).identity().name, below.identity().name);
     // A loop device on it has both files.
     overlay(&tree, &shown, "/", &upper);
     let device = tree.loop_device(0, &path, (0, 8));
-    assert_eq!(tree.identity(device), below.identity());
+    assert_eq!(tree.identity(device), below.identity().name);
     let files = tree.origin(device).files;
     let files: Vec<_> = files.iter().map(|file| &file.path).collect();
     assert_eq!(files, [&file, &path]);
@@ -693,6 +746,7 @@ fn a_file_that_others_have_under_another_name_is_refused() {
     assert!(
         tree.of_file(&path)
             .identity()
+            .name
             .ends_with("@overlay:overlay:/")
     );
 }

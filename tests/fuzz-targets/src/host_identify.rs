@@ -74,8 +74,8 @@ pub fn run(input: &[u8]) {
         }
         let pairs = controller.queue_pairs().expect("a number of them");
         assert!(pairs.total > 0 && pairs.free() == pairs.total);
-        assert!(!controller.identity().is_empty());
-        let name = [controller.identity(), controller.model()].concat();
+        assert!(!controller.identity().name.is_empty());
+        let name = [controller.identity().name, controller.model()].concat();
         assert!(
             name.chars().all(|c| c.is_ascii_graphic() || c == ' '),
             "{name:?}"

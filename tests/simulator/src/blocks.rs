@@ -9,6 +9,7 @@ use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory};
 use nvme_mpt::memory::RawBytes;
 use nvme_mpt::memory::simulation::costs;
+use nvme_mpt::origin::Identity;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Lba;
@@ -58,8 +59,8 @@ impl Blocks {
 }
 
 impl Medium for Blocks {
-    fn identity(&self) -> String {
-        "simulated:blocks".to_owned()
+    fn identity(&self) -> Identity {
+        "simulated:blocks".to_owned().into()
     }
 
     fn model(&self) -> &'static str {

@@ -65,6 +65,9 @@ enum LeasesCommand {
         /// The drive has lost the label of that name, as by growing: write it again
         #[arg(long)]
         again: bool,
+        /// The drive is none of those that the ledger knows and that this host does not have now
+        #[arg(long, conflicts_with = "again")]
+        other: bool,
     },
     /// Say that a drive which the ledger knows by an old name, as of an earlier boot of the host, is the one that a path leads
     /// to. Its leases go on there, with the names that their guests know
@@ -143,8 +146,13 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
             ledger.give(&id, user)?;
             writeln!(out, "Lease {id} belongs to {} now", user_name(user))?;
         }
-        LeasesCommand::Label { path, name, again } => {
-            drives::label(&path, &name, &ledger, again)?;
+        LeasesCommand::Label {
+            path,
+            name,
+            again,
+            other,
+        } => {
+            drives::label(&path, &name, &ledger, again, other)?;
             let path = path.display();
             writeln!(
                 out,

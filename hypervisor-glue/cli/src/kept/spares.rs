@@ -55,7 +55,7 @@ impl Spares {
         }
         let open: Vec<String> = open
             .iter()
-            .map(|drive| prefix_of(drive.identity()))
+            .map(|drive| prefix_of(drive.identity().name))
             .collect();
         let mut names = self.registry.names(SPARE);
         names.retain(|name| !open.iter().any(|prefix| name.starts_with(prefix)));

@@ -67,8 +67,8 @@ impl OpenDrive {
             return None;
         };
         let reason = match Origin::of(file) {
-            Ok(origin) if origin.identity() == *identity => return None,
-            Ok(origin) => format!("it was {identity} and is {}", origin.identity()),
+            Ok(origin) if origin.identity().name == *identity => return None,
+            Ok(origin) => format!("it was {identity} and is {}", origin.identity().name),
             Err(error) => error.to_string(),
         };
         let path = self.path.clone();
@@ -79,7 +79,9 @@ impl OpenDrive {
 /// Returns the name of the bytes of a file or block device.
 fn identity_of(path: &DrivePath) -> Option<String> {
     match path {
-        DrivePath::File(file) => Origin::of(file).ok().map(|origin| origin.identity()),
+        DrivePath::File(file) => Origin::of(file)
+            .ok()
+            .map(|origin| origin.identity().name.clone()),
         _ => None,
     }
 }

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use nvme_mpt::drive::{DriveLabel, DriveName, HostController, LABEL_BYTES};
 use nvme_mpt::lease::{LeaseError, Ledger};
-use nvme_mpt::origin::{self, Origin};
+use nvme_mpt::origin::{self, IdentityRef, Origin};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
@@ -480,8 +480,8 @@ pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
     })?;
     let identity = origin.identity();
     Ok(match read_label(path) {
-        Some((label, place)) => label.identity(&identity, place),
-        None => identity,
+        Some((label, place)) => label.identity(identity.into(), place).name,
+        None => identity.name.clone(),
     })
 }
 
@@ -523,6 +523,21 @@ pub enum LabelError {
         /// Name of its label.
         name: DriveName,
     },
+    /// It may be a drive with data of leases.
+    #[error(
+        "Drive `{path}` may be {lost}, which this host does not have now, with data of \"{}\": if it is, go on with `nvme-mpt \
+         leases carry-over '{lost}' {path}` first, or with --again and that name if it has lost its label; if not, say \
+         --other",
+        ids.join("\", \"")
+    )]
+    MayBe {
+        /// The drive.
+        path: String,
+        /// Name of the drive with the data.
+        lost: String,
+        /// Ids that have data there.
+        ids: Vec<String>,
+    },
     /// Its last MiB is in use.
     #[error(
         "The last MiB of drive `{0}` is not empty, or belongs to a lease: choose a partition or a larger drive, whose last \
@@ -540,7 +555,7 @@ pub enum LabelError {
 }
 
 /// Gives a drive a label by which its leases are found again. Existing leases of the drive move to that name. With `again`,
-/// writes the label that the ledger knows.
+/// writes the label that the ledger knows. With `is_other`, the drive is none that the ledger knows by another name.
 ///
 /// # Errors
 /// See [`LabelError`]. After an error, the drive has no label or a complete one.
@@ -549,6 +564,7 @@ pub fn label(
     name: &DriveName,
     ledger: &Ledger,
     again: bool,
+    is_other: bool,
 ) -> Result<DriveLabel, LabelError> {
     let text = || path.display().to_string();
     if let Some((label, _)) = read_label(path) {
@@ -579,15 +595,29 @@ pub fn label(
     let mut rest = vec![0; (end - place) as usize];
     file.read_exact_at(&mut rest, place).map_err(write)?;
     let range = ByteRange::new(place, bytes.saturating_sub(place)).map_err(LeaseError::from)?;
-    let is_unused = ledger.is_unused(drive.identity(), namespace.nsid, range)?;
+    if !again && !is_other {
+        let found = ledger.find_lost(
+            drive.identity(),
+            namespace.nsid,
+            namespace.blocks,
+            namespace.lba_shift,
+        )?;
+        if let Some((lost, ids)) = found {
+            return Err(LabelError::MayBe {
+                path: text(),
+                lost,
+                ids,
+            });
+        }
+    }
+    let is_unused = ledger.is_unused(drive.identity().name, namespace.nsid, range)?;
     if !is_unused || rest.iter().any(|byte| *byte != 0) {
         return Err(LabelError::InUse(text()));
     }
-    let identity = label.identity(drive.identity(), place);
-    for before in [drive.formerly(), Some(drive.identity())]
-        .into_iter()
-        .flatten()
-    {
+    let IdentityRef { name, formerly, .. } = drive.identity();
+    let identity = label.identity(drive.identity(), place).name;
+    let before = || formerly.iter().map(String::as_str).chain([name]);
+    for before in before() {
         // Nothing goes wrong if this is the last step: a drive that is used by its label has it made up for.
         if !again {
             ledger.check_idle(before)?;
@@ -595,10 +625,7 @@ pub fn label(
     }
     file.write_all_at(&label.block(), place).map_err(write)?;
     file.sync_all().map_err(write)?;
-    for before in [drive.formerly(), Some(drive.identity())]
-        .into_iter()
-        .flatten()
-    {
+    for before in before() {
         ledger.carry_over(before, &identity)?;
     }
     Ok(label)

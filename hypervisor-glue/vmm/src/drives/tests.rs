@@ -291,7 +291,7 @@ impl Host {
 
     fn label(&self, disk: &str, name: &str, again: bool) -> Result<DriveLabel, String> {
         let name = name.parse().expect("a name");
-        let labelled = label(&self.path(disk), &name, &self.ledger(), again);
+        let labelled = label(&self.path(disk), &name, &self.ledger(), again, false);
         labelled.map_err(|error| crate::report::chain(&error))
     }
 
@@ -323,7 +323,7 @@ fn a_drive_is_used_by_the_label_that_the_operator_gave_it() {
     let names = |drive: &str| {
         let lease = host.ledger().acquire(&LeaseRequest {
             id: "before",
-            drive,
+            drive: drive.into(),
             nsid: Nsid(1),
             wanted: Wanted::At("0+1M".parse().expect("a range")),
             lba_shift: 9,
@@ -428,6 +428,30 @@ fn a_label_takes_nothing_that_is_in_use() {
     file.write_all_at(&forged.block(), 15 << 20)
         .expect("written");
     host.reserve("a", "id=all").expect("its own");
+}
+
+#[test]
+fn a_drive_that_lost_its_label_is_refused_by_its_other_names() {
+    let host = Host::new();
+    let path = host.disk("a");
+    host.label("a", "pool", false).expect("labelled");
+    host.reserve("a", "id=x,size=4M,unit=1M,drive-id=pool")
+        .expect("leased");
+    let file = fs::OpenOptions::new().write(true).open(path);
+    let file = file.expect("a file");
+    file.write_all_at(&[0; LABEL_BYTES], 15 << 20)
+        .expect("overwritten");
+    for place in ["size=4M,unit=1M", "range=0+1M"] {
+        refused(host.reserve("a", &format!("id=y,{place}")), "--again");
+    }
+    host.reserve("a", "id=y,range=8M+1M,data=keep")
+        .expect("the operator's word");
+    refused(host.reserve("a", "id=z,size=4M,unit=1M"), "--again");
+    // By another label, too.
+    refused(host.label("a", "other", false), "drive-id:pool");
+    host.label("a", "pool", true).expect("labelled again");
+    let extents = host.reserve("a", "id=x,size=4M,unit=1M,drive-id=pool");
+    assert_eq!(extents.expect("its own").to_string(), "0+4M");
 }
 
 /// Three disks have other names after each of 20 boots. Each function names its disk by a path and a label.

@@ -69,6 +69,7 @@ use nvme_mpt::event::EventQueue;
 use nvme_mpt::host::{Damage, Limits};
 use nvme_mpt::learn::Choice;
 use nvme_mpt::live::LossRecord;
+use nvme_mpt::origin::Identity;
 use nvme_mpt::range::{ByteRange, LbaRange};
 use nvme_mpt::shadow::HostQueuePair;
 
@@ -243,19 +244,11 @@ impl FileStore {
 }
 
 impl Medium for FileStore {
-    fn identity(&self) -> String {
+    fn identity(&self) -> Identity {
         let below = self.shared.origin.identity();
         match &self.shared.label {
-            Some(label) if self.shared.is_named => label.identity(&below, self.shared.bytes),
-            _ => below,
-        }
-    }
-
-    fn formerly(&self) -> Option<String> {
-        match self.shared.is_named {
-            // It was given its label while it had this name.
-            true => Some(self.shared.origin.identity()),
-            false => self.shared.origin.formerly().map(str::to_owned),
+            Some(label) if self.shared.is_named => label.identity(below.into(), self.shared.bytes),
+            _ => below.clone(),
         }
     }
 

@@ -44,7 +44,7 @@ use nvme_mpt::drive::{HostController, HostLease, HostLeaseError, HostLeaseReques
 use nvme_mpt::host::{CommandSetDescription, Limits};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::memory::sync::Mutex;
-use nvme_mpt::origin::Origin;
+use nvme_mpt::origin::{Identity, IdentityRef, Origin};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::BOUNDARY;
 use nvme_mpt::range_lock::ClaimError;
@@ -141,8 +141,7 @@ pub enum KeyValueError {
 /// An NVMe controller in this process, with one namespace of keys and values.
 #[derive(Debug)]
 pub struct KeyValueController {
-    identity: String,
-    formerly: Option<String>,
+    identity: Identity,
     model: &'static str,
     namespace: HostNamespace,
     limits: Limits,
@@ -164,7 +163,7 @@ enum Home {
 
 impl KeyValueController {
     fn new(
-        identity: String,
+        identity: Identity,
         model: &'static str,
         capacity: u64,
         profile: &KvProfile,
@@ -181,7 +180,6 @@ impl KeyValueController {
         };
         Self {
             identity,
-            formerly: None,
             model,
             namespace: HostNamespace {
                 nsid: Nsid(1),
@@ -205,7 +203,7 @@ impl KeyValueController {
         let identity = format!("memory:{capacity}");
         let model = "nvme-mpt memory key value drive";
         let home = Home::Memory(Mutex::default());
-        Self::new(identity, model, capacity, profile, home)
+        Self::new(identity.into(), model, capacity, profile, home)
     }
 
     /// A drive in a file, which one of `threads` reads and writes. A file without anything in it becomes
@@ -223,15 +221,11 @@ impl KeyValueController {
             path: pairs.path().to_owned(),
             source,
         })?;
-        let identity = origin.identity();
+        let identity = origin.identity().clone();
         let model = "nvme-mpt file key value drive";
         let capacity = pairs.capacity();
         let home = Home::File(Arc::new(pairs));
-        let drive = Self::new(identity, model, capacity, profile, home);
-        Ok(Self {
-            formerly: origin.formerly().map(str::to_owned),
-            ..drive
-        })
+        Ok(Self::new(identity, model, capacity, profile, home))
     }
 
     /// Sets the time after which a transaction on the file fails the queues. Without a timeout, they wait as long as it takes.
@@ -245,12 +239,8 @@ impl KeyValueController {
 }
 
 impl HostController for KeyValueController {
-    fn identity(&self) -> &str {
-        &self.identity
-    }
-
-    fn formerly(&self) -> Option<&str> {
-        self.formerly.as_deref()
+    fn identity(&self) -> IdentityRef<'_> {
+        (&self.identity).into()
     }
 
     fn model(&self) -> &str {

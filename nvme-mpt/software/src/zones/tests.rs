@@ -15,6 +15,7 @@ use nvme_mpt::drive::{HostController, HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue, ListMemory};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::memory::{Cell64, Mapping};
+use nvme_mpt::origin::Identity;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::{CommandId, Nsid};
 use nvme_mpt::spec::nvm::WriteZeroes;
@@ -287,8 +288,8 @@ fn words_that_make_no_sense_are_not_taken_for_a_change() {
 struct Contended(PathBuf);
 
 impl Medium for Contended {
-    fn identity(&self) -> String {
-        "contended".to_owned()
+    fn identity(&self) -> Identity {
+        "contended".to_owned().into()
     }
 
     fn model(&self) -> &'static str {

@@ -109,7 +109,7 @@ fn units_of(ranges: &[ByteRange]) -> Vec<usize> {
 fn request(id: &str, wanted: Wanted, former_data: FormerData) -> LeaseRequest<'_> {
     LeaseRequest {
         id,
-        drive: "disk:d",
+        drive: "disk:d".into(),
         nsid: Nsid(1),
         wanted,
         lba_shift: 9,

@@ -12,7 +12,7 @@ const BLOCKS: u64 = (40 * M + M / 2) >> 9;
 fn request(id: &str, wanted: Wanted) -> LeaseRequest<'_> {
     LeaseRequest {
         id,
-        drive: "disk:d",
+        drive: "disk:d".into(),
         nsid: Nsid(1),
         wanted,
         lba_shift: 9,
@@ -184,7 +184,7 @@ fn the_lease_of_a_dead_holder_is_taken_over() {
     let b = take(&ledger, &size("b", 1));
     assert_eq!(parts(&b), ranges(&["2M+1M"]));
     let elsewhere = LeaseRequest {
-        drive: "disk:other",
+        drive: "disk:other".into(),
         ..size("a", 2)
     };
     let error = ledger.acquire(&elsewhere).unwrap_err();
@@ -204,7 +204,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     drop(disk);
     // Its first half is the disk's second, and the other way round.
     let turned = |request: LeaseRequest<'static>| LeaseRequest {
-        drive: "20971520+20971520 of disk:d and 0+20971520 of disk:d",
+        drive: "20971520+20971520 of disk:d and 0+20971520 of disk:d".into(),
         blocks: (40 * M) >> 9,
         ..request
     };
@@ -214,7 +214,7 @@ fn a_partition_has_the_leases_by_size_of_its_disk() {
     // The id's data lies in no partition that begins behind it.
     drop(a);
     let behind = LeaseRequest {
-        drive: "1048576+10485760 of disk:d",
+        drive: "1048576+10485760 of disk:d".into(),
         blocks: (10 * M) >> 9,
         ..size("a", 5)
     };

@@ -27,7 +27,7 @@ use super::terms::LeaseTerms;
 use crate::drive::DriveLabel;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::system::{process_id, random};
-use crate::origin::{self, extent};
+use crate::origin::{Host, IdentityRef, extent};
 use crate::range::{ByteRange, Bytes, LbaRange};
 use crate::spec::ids::{Lba, Nsid};
 
@@ -187,7 +187,7 @@ impl Ledger {
             holder,
             is_let_go: Arc::default(),
             id: request.id.to_owned(),
-            drive: request.drive.to_owned(),
+            drive: request.drive.name.to_owned(),
             named_on,
             nsid: request.nsid,
             lba_shift: request.lba_shift,
@@ -286,6 +286,34 @@ impl Ledger {
             Book::Folder { folder, .. } => Ok(folder.read()?.labels()),
             Book::Process { records, .. } => Ok(lock(records).labels()),
         }
+    }
+
+    /// Returns a drive with data that another one may be, and the ids with that data. Drives of earlier boots do not count.
+    ///
+    /// # Errors
+    /// The ledger's file cannot be used.
+    pub fn find_lost(
+        &self,
+        drive: IdentityRef<'_>,
+        nsid: Nsid,
+        blocks: u64,
+        lba_shift: u8,
+    ) -> Result<Option<(String, Vec<String>)>, LeaseError> {
+        let all = ByteRange::new(0, blocks.saturating_mul(1 << lba_shift))?;
+        let request = LeaseRequest {
+            id: "",
+            drive,
+            nsid,
+            wanted: Wanted::At(all),
+            lba_shift,
+            blocks,
+            former_data: FormerData::Refused,
+        };
+        let found = match &*self.0 {
+            Book::Folder { folder, .. } => folder.read()?.find_lost(&request, Host::now),
+            Book::Process { records, .. } => lock(records).find_lost(&request, Host::now),
+        };
+        Ok(found.map(|earlier| (earlier.name, earlier.ids)))
     }
 
     /// Returns whether no id has or had a byte of a range of a drive.
@@ -627,7 +655,7 @@ fn enter(
     let (unit, unwiped) = match request.wanted {
         Wanted::At(range) => {
             let place = area.place(range, None);
-            records.note_decision(request, range, origin::boot);
+            records.note_decision(request, range, Host::now);
             tenants::enter(&mut records.tenants, &place, request.former_data);
             (None, tenants::marked(&records.tenants, &place))
         }
@@ -639,7 +667,7 @@ fn enter(
     };
     let record = Record {
         id: request.id.to_owned(),
-        drive: request.drive.to_owned(),
+        drive: request.drive.name.to_owned(),
         nsid: request.nsid.0,
         extents: extents.clone(),
         unit,
@@ -671,12 +699,13 @@ fn enter(
     });
     let uncorrectable = uncorrectable.collect();
     claim.enter(&mut records.terms, request.id);
+    records.note_names(request.drive);
     // Ids whose last bytes this lease got.
     records.forget_unknown();
     Entered {
         parts: Parts { extents, unwiped },
         reserved_pairs,
-        named_on: records.naming(request.drive),
+        named_on: records.naming(request.drive.name),
         uncorrectable,
     }
 }

@@ -12,7 +12,7 @@ const DRIVE: &str = "file:/drive";
 fn request<'a>(id: &'a str, range: &str) -> LeaseRequest<'a> {
     LeaseRequest {
         id,
-        drive: DRIVE,
+        drive: DRIVE.into(),
         nsid: Nsid(1),
         wanted: Wanted::At(range.parse().unwrap()),
         lba_shift: 9,
@@ -58,7 +58,7 @@ fn ranges_that_overlap_are_refused() {
         other.nsid = Nsid(2);
         let other_namespace = ledger.acquire(&other).unwrap();
         let mut other = request("e", "1G+1G");
-        other.drive = "file:/other";
+        other.drive = "file:/other".into();
         let other_drive = ledger.acquire(&other).unwrap();
         drop((other_namespace, other_drive));
 
@@ -77,7 +77,7 @@ fn paths_to_the_same_bytes_overlap() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
         let partition = |id, range| LeaseRequest {
-            drive: "1073741824+4294967296 of file:/drive",
+            drive: "1073741824+4294967296 of file:/drive".into(),
             ..request(id, range)
         };
         let disk = ledger.acquire(&request("a", "1G+1G")).unwrap();
@@ -93,8 +93,8 @@ fn paths_to_the_same_bytes_overlap() {
 fn a_drive_behind_a_pci_address_overlaps_its_block_devices() {
     let (_dir, ledgers) = both();
     for ledger in ledgers {
-        let drive = |id, nsid, drive| LeaseRequest {
-            drive,
+        let drive = |id, nsid, drive: &'static str| LeaseRequest {
+            drive: drive.into(),
             nsid: Nsid(nsid),
             ..request(id, "0+1G")
         };
@@ -120,7 +120,7 @@ fn a_drive_behind_a_pci_address_overlaps_its_block_devices() {
 fn a_lease_is_taken_over_by_any_path_to_its_bytes() {
     let (_dir, [folder, _]) = both();
     let partition = |range| LeaseRequest {
-        drive: "1073741824+4294967296 of file:/drive",
+        drive: "1073741824+4294967296 of file:/drive".into(),
         ..request("a", range)
     };
     die(folder.acquire(&request("a", "1G+1G")).unwrap());
@@ -291,7 +291,7 @@ fn a_stale_lease_is_taken_over_by_its_own_id_and_range_alone() {
         ledger.acquire(&request(id, range)).unwrap_err();
     }
     let mut elsewhere = request("a", "0+1G");
-    elsewhere.drive = "file:/other";
+    elsewhere.drive = "file:/other".into();
     ledger.acquire(&elsewhere).unwrap_err();
 
     let again = ledger.acquire(&request("a", "0+1G")).unwrap();
@@ -392,7 +392,7 @@ fn a_lease_that_is_taken_over_as_it_was_waits_for_no_disk() {
 fn a_lease_that_is_taken_over_with_a_change_is_written_at_once() {
     let (dir, [ledger, _]) = both();
     let partition = LeaseRequest {
-        drive: "1073741824+4294967296 of file:/drive",
+        drive: "1073741824+4294967296 of file:/drive".into(),
         ..request("a", "0+1G")
     };
     let lease = ledger.acquire(&request("a", "1G+1G")).unwrap();

@@ -48,6 +48,7 @@ use nvme_mpt::learn::Learning;
 use nvme_mpt::limit::Weight;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
+use nvme_mpt::origin::IdentityRef;
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
@@ -418,8 +419,8 @@ impl Drop for VfioController {
 }
 
 impl HostController for VfioController {
-    fn identity(&self) -> &str {
-        &self.drive.identity.name
+    fn identity(&self) -> IdentityRef<'_> {
+        (&self.drive.identity.name).into()
     }
 
     fn model(&self) -> &str {

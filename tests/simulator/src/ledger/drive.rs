@@ -5,6 +5,7 @@ use std::io;
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{HostMemory, Limits};
 use nvme_mpt::memory::simulation::{Step, process, turn};
+use nvme_mpt::origin::Identity;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -42,8 +43,8 @@ impl Store for Cells {
 }
 
 impl Medium for Cells {
-    fn identity(&self) -> String {
-        "simulated:cells".to_owned()
+    fn identity(&self) -> Identity {
+        "simulated:cells".to_owned().into()
     }
 
     fn model(&self) -> &'static str {

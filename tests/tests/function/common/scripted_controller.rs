@@ -11,6 +11,7 @@ use nvme_mpt::drive::{
 };
 use nvme_mpt::host::{Limits, TemperatureThresholds};
 use nvme_mpt::iova::IovaSpace;
+use nvme_mpt::origin::IdentityRef;
 use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::spec::log::{CriticalWarning, SmartHealth};
@@ -129,8 +130,8 @@ impl ScriptedController {
 }
 
 impl HostController for ScriptedController {
-    fn identity(&self) -> &str {
-        "nvme:fake"
+    fn identity(&self) -> IdentityRef<'_> {
+        "nvme:fake".into()
     }
 
     fn model(&self) -> &str {

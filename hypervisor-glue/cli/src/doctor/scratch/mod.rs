@@ -508,7 +508,7 @@ impl Bench<'_> {
     fn word(&self) -> String {
         match self.way.path {
             DrivePath::Pci(_) => {
-                let name = self.drive.identity();
+                let name = self.drive.identity().name;
                 name.rsplit(':').next().unwrap_or(name).to_owned()
             }
             _ => self.way.path.to_string(),

@@ -32,7 +32,7 @@ use nvme_mpt::memory::simulation::{
 };
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::memory::{Mapping, eventfd};
-use nvme_mpt::origin::BackingFile;
+use nvme_mpt::origin::{BackingFile, Identity};
 
 pub use super::disk::Habits;
 
@@ -553,17 +553,12 @@ pub(in crate::file) fn metadata(_: &Path) -> io::Result<Metadata> {
 
 /// As [`nvme_mpt::origin::Origin`].
 #[derive(Clone, Debug)]
-pub(in crate::file) struct Origin;
+pub(in crate::file) struct Origin(Identity);
 
 impl Origin {
-    /// Returns the name of the bytes.
-    pub(in crate::file) fn identity(&self) -> String {
-        "simulated:file".to_owned()
-    }
-
-    /// Returns its name of earlier versions: none.
-    pub(in crate::file) const fn formerly(&self) -> Option<&str> {
-        None
+    /// Returns the names of the bytes.
+    pub(in crate::file) fn identity(&self) -> &Identity {
+        &self.0
     }
 
     /// Returns the files below a loop device: none.
@@ -578,7 +573,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
     let habits = with(|kernel| kernel.disk.habits);
     Ok(Opened {
         path: PathBuf::from(path),
-        origin: Origin,
+        origin: Origin("simulated:file".to_owned().into()),
         bytes: file.metadata()?.len(),
         file,
         is_regular: true,

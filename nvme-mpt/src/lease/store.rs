@@ -60,7 +60,10 @@ const REPLACING: u8 = 1;
 const DURABLE: u8 = 0;
 
 /// Version of the ledger's format.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
+
+/// Format without former and other names of drives, and without unreadable blocks.
+const VERSION_WITHOUT_NAMES: u64 = 4;
 
 /// Format without the terms of ids.
 const VERSION_WITHOUT_TERMS: u64 = 3;
@@ -372,7 +375,7 @@ impl Records {
             version if version == u64::from(VERSION) => {
                 serde_json::from_slice(text).map_err(damaged)?
             }
-            VERSION_WITHOUT_TERMS => Self {
+            VERSION_WITHOUT_TERMS | VERSION_WITHOUT_NAMES => Self {
                 version: VERSION,
                 ..serde_json::from_slice(text).map_err(damaged)?
             },
@@ -860,6 +863,7 @@ mod tests {
             r#"{"version":3,"next_slot":0,"leases":[],"tenants":[{"id":"a","drive":"d","nsid":1,"range":{"start":0,"length":2},"at":18446744073709551614}]}"#,
             r#"{"version":4,"next_slot":0,"leases":[],"terms":{"a":{"owner":-1}}}"#,
             r#"{"version":4,"next_slot":0,"leases":[],"terms":{"a":{"more":1}}}"#,
+            r#"{"version":5,"next_slot":0,"leases":[],"other_names":{"disk:a":"disk:b"}}"#,
         ] {
             fs::write(&path, bad).unwrap();
             let error = folder.read().unwrap_err();
@@ -905,7 +909,7 @@ mod tests {
         folder.lock().unwrap().write(&read).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         assert!(
-            text.contains("\"version\": 4") && !text.contains("\"unit\""),
+            text.contains("\"version\": 5") && !text.contains("\"unit\""),
             "{text}"
         );
         assert_eq!(folder.read().unwrap(), read);
@@ -929,7 +933,7 @@ mod tests {
         assert_eq!(folder.read().unwrap(), read);
         let text = fs::read_to_string(&path).unwrap();
         assert!(
-            text.contains("\"version\": 4"),
+            text.contains("\"version\": 5"),
             "older programs refuse it: {text}"
         );
     }
@@ -965,11 +969,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let folder = Folder::new(dir.path());
         let path = dir.path().join("leases.json");
-        fs::write(&path, r#"{"version":5,"unknown":[]}"#).unwrap();
+        fs::write(&path, r#"{"version":6,"unknown":[]}"#).unwrap();
         assert_eq!(
             folder.read().unwrap_err().to_string(),
             format!(
-                "The ledger {} has format 5, this program knows format 4; use the version that wrote it",
+                "The ledger {} has format 6, this program knows format 5; use the version that wrote it",
                 path.display()
             )
         );

@@ -1,10 +1,12 @@
-//! Guests whose memory comes after them, in a Cloud Hypervisor with the patch: restored on demand, while fio writes and
-//! verifies. All data is right, or the function is refused with the reason.
+//! Guests whose memory comes after them, in a Cloud Hypervisor with the patch: restored on demand, or received by
+//! post-copy, while fio writes and verifies. All data is right, or the function is refused with the reason.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::thread;
 
 use integration::process::{Supervised, file_tail};
+use integration::progress::say;
 use integration::provision::{Assets, KernelChoice};
 use integration::server::Server;
 use integration::vmms::cloud_hypervisor::{self, ask};
@@ -19,6 +21,8 @@ use crate::vmms::is_patched_cloud_hypervisor_named;
 const PASSES: usize = 2;
 /// Part of the sentence with which a function refuses memory that is not there yet.
 const REFUSAL: &str = "restored on demand";
+/// The receiver of a guest, on this host.
+const RECEIVER: &str = "127.0.0.1:7001";
 
 /// A load without end, each pass of which says whether it verified what it wrote, and the kernel's errors until then.
 fn load() -> String {
@@ -163,5 +167,46 @@ pub(crate) fn restores_by_a_server(bench: &Bench) -> Result<(), Failure> {
     guest.vmm.kill();
     guest.restore(bench, &url, "copy")?;
     await_passes(&guest.console, &mut guest.vmm)?;
+    guest.end(bench)
+}
+
+/// The guest goes to another process on this host, and its memory follows it.
+pub(crate) fn migrates_by_post_copy(bench: &Bench) -> Result<(), Failure> {
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    sh("ip link set lo up")?;
+    let mut guest = Loaded::start(bench, false)?;
+    await_passes(&guest.console, &mut guest.vmm)?;
+    let folder = bench.folder().join("receiver");
+    fs::create_dir(&folder).map_err(at(&folder))?;
+    let no_arguments: [&str; 0] = [];
+    let mut receiver = cloud_hypervisor::spawn(&folder, no_arguments)?;
+    await_that("the receiver", || Ok(folder.join("api").exists()))?;
+    let receives = {
+        let folder = folder.clone();
+        let asked = json!({"receiver_url": format!("tcp:{RECEIVER}"), "memory_mode": "Postcopy"});
+        thread::spawn(move || ask(&folder, "vm.receive-migration", &asked))
+    };
+    let sent = json!({"destination_url": format!("tcp:{RECEIVER}"), "memory_mode": "Postcopy"});
+    await_that("the receiver's socket", || {
+        Ok(sh("grep -qi ':1B59 .* 0A ' /proc/net/tcp").is_ok())
+    })?;
+    guest.forget()?;
+    let sent = ask(bench.folder(), "vm.send-migration", &sent);
+    let received = receives
+        .join()
+        .map_err(|_| "The receiver's thread failed")?;
+    if let Err(error) = sent.and(received) {
+        let log = file_tail(guest.vmm.log()) + &file_tail(receiver.log());
+        expect(log.contains(REFUSAL), || {
+            format!("It is refused for another reason: {error}\n{log}")
+        })?;
+        say("        refused: the memory is restored on demand");
+        return guest.end(bench);
+    }
+    // The sender stays, without a guest.
+    await_passes(&guest.console, &mut receiver)?;
+    receiver.kill();
     guest.end(bench)
 }

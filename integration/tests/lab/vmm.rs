@@ -57,6 +57,10 @@ pub(crate) const GROUP: Group = Group::Inside {
             "cloud_hypervisor_restores_by_a_server",
             late_memory::restores_by_a_server,
         ),
+        (
+            "cloud_hypervisor_migrates_by_post_copy",
+            late_memory::migrates_by_post_copy,
+        ),
     ],
 };
 

@@ -279,7 +279,7 @@ pub(crate) fn run_shares(less: Less, rng: &mut Rng) {
     assert!(done > 0, "the function with {QUEUES} queues has no turn");
 }
 
-/// What the fifth guest does.
+/// A way of the fifth guest to have the poller wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Attack {
     /// Its eventfd is watched many times, so that a signal takes long.

@@ -189,7 +189,8 @@ impl LiveState {
     }
 
     /// Returns the record of lost writes; `None` never, as each file has one.
-    pub(crate) fn losses(&self) -> Option<LossRecord> {
+    #[must_use]
+    pub fn losses(&self) -> Option<LossRecord> {
         Some(LossRecord(self.word(LOSSES)?))
     }
 

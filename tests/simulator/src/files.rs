@@ -4,8 +4,7 @@
 //! own, and errors. Requests of a server that died take effect later, or never. Each block is a register. What a Flush or
 //! FUA promised has to be stable at once. The disk is asked for that, so that no crash has to find it.
 //!
-//! A server that dies before it noted an error of the kernel's takes it with it: no later server is told. No write of
-//! before its death is sure to be stable then.
+//! A server may die before it noted an error of the kernel's. The next one asks spare descriptions, which outlive it.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,6 +70,8 @@ struct Known {
     flushed: Duration,
     /// Failures of the disk when its VMM connected.
     failures: u64,
+    /// A server died when its live state had a loss, which may be none: it is noted before the spare is asked.
+    may_be_wrong: bool,
     /// Commands of a storm of Deallocates that are left.
     storm: u64,
     /// Blocks that can be read, and those that Write Uncorrectable marked: this outlives crashes.
@@ -88,6 +89,7 @@ impl Known {
             stable: history(),
             flushed: Duration::ZERO,
             failures: 0,
+            may_be_wrong: false,
             storm: 0,
             marks: history(),
             is_plain: false,
@@ -137,16 +139,8 @@ impl Known {
         }
     }
 
-    /// Doubts what a server that died may have known to be lost.
-    fn doubt_missed(&mut self) {
-        if let Some(moment) = disk::missed() {
-            self.stable.doubt(moment);
-        }
-    }
-
     /// The machine has crashed.
     fn crash(&mut self, now: Duration) {
-        self.doubt_missed();
         let blocks = self.seen.blocks();
         self.judge_stable(0..blocks, self.flushed, "after a crash, the last Flush");
         let values: Vec<u64> = (0..blocks).map(|block| self.stable_value(block)).collect();
@@ -164,6 +158,7 @@ impl Known {
             self.stable.doubt(now);
         }
         self.failures = failures;
+        self.may_be_wrong = false;
     }
 }
 
@@ -313,7 +308,6 @@ impl Work for Tenant {
             ..
         } = command;
         let mut known = self.known();
-        known.doubt_missed();
         let has_succeeded = end.has_succeeded();
         if let Some(cqe) = end.cqe
             && !has_succeeded
@@ -321,7 +315,7 @@ impl Work for Tenant {
             let code = cqe.status().code();
             let is_lost = [status::WRITE_FAULT, status::READ_ONLY_RANGE].contains(&code)
                 && ![io::READ, io::VERIFY].contains(&opcode)
-                && disk::failures() > known.failures;
+                && (disk::failures() > known.failures || known.may_be_wrong);
             let is_marked = code == status::UNRECOVERED_READ_ERROR
                 && [io::READ, io::VERIFY].contains(&opcode)
                 && known.may_be_marked(slba..slba + blocks, end.began);
@@ -462,6 +456,15 @@ impl Seat {
         Some(engine.start_process("guest", move || guest.run_on(pairs)))
     }
 
+    /// Its server has died.
+    fn server_died(&self) {
+        self.kept.died();
+        // Without the lock, as others may have a turn meanwhile.
+        let has_losses = self.kept.has_losses();
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        known.may_be_wrong |= has_losses;
+    }
+
     fn has_ended(&self) -> bool {
         self.shared.ended.load(Ordering::Relaxed)
     }
@@ -482,7 +485,6 @@ fn serve(kept: &[Arc<Kept>], life: u64) {
         let attachment = attach(kept, &drive, &ledger, &id, range, life);
         attachments.push(attachment);
     }
-    disk::noted();
     live_on();
 }
 
@@ -522,7 +524,7 @@ pub(crate) fn run(less: Less, rng: &mut Rng) {
             let bits = 10 + rng.below(14);
             clock::sleep(Duration::from_nanos(rng.below(2 << bits)));
             engine.kill(server);
-            kept.iter().for_each(|kept| kept.died());
+            seats.iter().for_each(Seat::server_died);
             server = start(life);
         }
         if machine == machines {

@@ -3,12 +3,12 @@
 //! The VMM has what outlives a server: the guest's memory, the doorbell registers and the live state. The drive keeps its
 //! blocks. A server's death is that of its actors: they never go on, and what they have on their stacks stays as it is.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::drive::HostController;
+use nvme_mpt::drive::{HostController, SpareKeeper};
 use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::{clock, eventfd};
@@ -40,8 +40,26 @@ pub(crate) struct Kept {
     live: LiveState,
     queues: KeptQueues,
     wakers: Mutex<Vec<(Doorbell, DoorbellWaker)>>,
+    /// Spare descriptions of its lease's file, which a keeper has.
+    spare: Mutex<Vec<OwnedFd>>,
     /// True while a server serves.
     is_served: AtomicBool,
+}
+
+impl SpareKeeper for Kept {
+    fn kept(&self, _: &str, _: &str) -> Vec<OwnedFd> {
+        let copies = self.spare().iter().map(OwnedFd::try_clone).collect();
+        Result::expect(copies, "descriptors")
+    }
+
+    fn keep(&self, _: &str, _: &str, spare: &[OwnedFd]) {
+        let copies = spare.iter().map(OwnedFd::try_clone).collect();
+        *self.spare() = Result::expect(copies, "descriptors");
+    }
+
+    fn forget(&self, _: &str, _: &str) {
+        self.spare().clear();
+    }
 }
 
 impl Kept {
@@ -89,6 +107,7 @@ impl Kept {
             live: LiveState::new(QUEUE_PAIRS).expect("memory"),
             queues,
             wakers: Mutex::default(),
+            spare: Mutex::default(),
             is_served: AtomicBool::new(false),
         });
         let bar: Arc<dyn Bar> = Arc::new(KeptBar(kept.clone()));
@@ -116,6 +135,15 @@ impl Kept {
     pub(crate) fn died(&self) {
         self.is_served.store(false, Ordering::Relaxed);
         self.wakers().clear();
+    }
+
+    /// Returns whether its live state says that writes were lost.
+    pub(crate) fn has_losses(&self) -> bool {
+        self.live.losses().is_some_and(|losses| losses.is_set())
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wakers(&self) -> MutexGuard<'_, Vec<(Doorbell, DoorbellWaker)>> {
@@ -257,7 +285,7 @@ pub(crate) fn attach(
     );
     let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
     let config = config(drive, lease, Doorbells::Trap, "dedicated", &Pollers::new());
-    let attachment = Attachment::with_parts(config, parts)
+    let attachment = Attachment::with_spares(config, parts, Some(kept.clone()))
         .unwrap_or_else(|error| panic!("no attachment: {error}"));
     for region in kept.memory.regions() {
         for piece in region.pieces() {

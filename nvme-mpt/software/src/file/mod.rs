@@ -41,7 +41,6 @@ mod way;
 mod zeroes;
 
 use std::io;
-#[cfg(not(simulation))]
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -380,12 +379,10 @@ impl LeasedMedium for FileLease {
         self.file.record_losses(record);
     }
 
-    #[cfg(not(simulation))]
     fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
         self.file.open_spare()
     }
 
-    #[cfg(not(simulation))]
     fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
         self.file.take_spare(spare)
     }

@@ -13,12 +13,12 @@ use std::path::PathBuf;
 #[cfg(not(simulation))]
 pub(super) use real::{
     File, MetadataExt, Origin, RangeLock, Uring, extents, lock_below, map, metadata, next_data,
-    open, reopen, write_back_error,
+    of_descriptor, open, place, reopen, reopen_to_read, to_descriptor, write_back_error,
 };
 #[cfg(simulation)]
 pub(super) use simulated::{
     File, MetadataExt, Origin, RangeLock, Uring, extents, lock_below, map, metadata, next_data,
-    open, reopen, write_back_error,
+    of_descriptor, open, place, reopen, reopen_to_read, to_descriptor, write_back_error,
 };
 
 use super::way::DirectAlignment;

@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 use std::fs::{FileType, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
@@ -18,7 +18,7 @@ pub(in crate::file) use std::os::unix::fs::MetadataExt;
 pub(in crate::file) use nvme_mpt::origin::Origin;
 pub(in crate::file) use nvme_mpt::range_lock::RangeLock;
 
-pub(in crate::file) use super::super::reopen::reopen;
+pub(in crate::file) use super::super::reopen::{place, reopen, reopen_to_read};
 
 use super::super::uring::{Ended, Manner, Request, Ring, Vectors};
 use super::super::way::DirectAlignment;
@@ -84,6 +84,22 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
         punches_holes,
         may_block,
     })
+}
+
+/// Returns another descriptor of an open description, for another process.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
+    Ok(file.try_clone()?.into())
+}
+
+/// Returns the open description of a descriptor.
+///
+/// # Errors
+/// None: a simulated disk has some.
+pub(in crate::file) fn of_descriptor(descriptor: OwnedFd) -> io::Result<File> {
+    Ok(descriptor.into())
 }
 
 /// Maps all of a file in memory.

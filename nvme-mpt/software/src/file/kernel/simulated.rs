@@ -4,8 +4,7 @@
 //! any order. What a process that died has requested is cancelled, or takes effect later. Until then, its files stay
 //! open, and its locks with them.
 //!
-//! The kernel tells a description of an error once. A process that dies before it noted that takes the error with it.
-//! [`missed`] is the moment of the last such death.
+//! The kernel tells a description of an error once. A process may die before it noted that.
 #![expect(
     unsafe_code,
     reason = "copies from and to memory that requests name, as the kernel does"
@@ -15,7 +14,8 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -28,10 +28,10 @@ use super::super::way::DirectAlignment;
 use super::Opened;
 use super::disk::{Disk, PAGE, SECTOR, happens};
 use nvme_mpt::memory::simulation::{
-    Step, acted, actor, costs::block, now, process, random, turn, wait, wait_for,
+    Step, acted, costs::block, now, process, random, turn, wait, wait_for,
 };
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
-use nvme_mpt::memory::{Mapping, eventfd};
+use nvme_mpt::memory::{Mapping, eventfd, memfd};
 use nvme_mpt::origin::{BackingFile, Identity};
 
 pub use super::disk::Habits;
@@ -63,9 +63,6 @@ struct Kernel {
     requests: Vec<Asked>,
     rings: BTreeMap<u64, State>,
     made: u64,
-    /// Actors that were told of an error and may not have noted it yet, with their processes.
-    noting: BTreeMap<usize, u64>,
-    missed: Option<Duration>,
     /// Until this moment, the disk does nothing.
     stands_until: Duration,
     /// Time for which a call that hands requests over waits in the kernel.
@@ -76,18 +73,11 @@ struct Kernel {
 #[derive(Debug)]
 struct State {
     process: u64,
-    completions: VecDeque<Completion>,
+    completions: VecDeque<Ended>,
     event: Arc<EventFd>,
     /// Descriptions that it keeps open.
     kept: Vec<u64>,
     is_dead: bool,
-}
-
-/// A completion, and whether it tells of an error of write-back.
-#[derive(Debug)]
-struct Completion {
-    ended: Ended,
-    tells: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -115,8 +105,6 @@ struct Asked {
     due: Duration,
     is_kept: bool,
     result: Option<Result<usize, i32>>,
-    /// True if its description was told of an error of write-back.
-    tells: bool,
 }
 
 /// Begins with a file of so many zeroes, on a disk that keeps so many requests at most.
@@ -134,7 +122,6 @@ pub fn crash() {
     with(|kernel| {
         kernel.requests.clear();
         kernel.rings.clear();
-        kernel.noting.clear();
         kernel.disk.crash();
     });
 }
@@ -142,26 +129,18 @@ pub fn crash() {
 /// Ends all that a process has open. Requests of its rings are cancelled, or take effect later.
 pub fn end_process(process: u64) {
     with(|kernel| {
-        let noting = kernel.noting.len();
-        kernel.noting.retain(|_, of| *of != process);
-        let mut misses = kernel.noting.len() < noting;
         let rings = kernel.rings.iter_mut();
         for (ring, state) in rings.filter(|(_, state)| state.process == process) {
             state.is_dead = true;
-            misses |= state.completions.iter().any(|completion| completion.tells);
             let disk = &mut kernel.disk;
             kernel.requests.retain(|asked| {
                 let stays =
                     asked.ring != *ring || asked.result.is_none() && !asked.is_kept && happens(2);
                 if !stays {
-                    misses |= asked.tells;
                     disk.let_go(asked.open);
                 }
                 stays
             });
-        }
-        if misses {
-            kernel.missed = Some(now());
         }
         kernel.disk.end_process(process);
         kernel.bury();
@@ -203,22 +182,8 @@ pub fn failures() -> u64 {
     with(|kernel| kernel.disk.failures)
 }
 
-/// Returns the last moment at which a process died with an error that it was told of and may not have noted.
-#[must_use]
-pub fn missed() -> Option<Duration> {
-    with(|kernel| kernel.missed)
-}
-
-/// The actor has noted all errors that it was told of.
-pub fn noted() {
-    with(|kernel| kernel.noting.remove(&actor()));
-}
-
-/// Tells the actor of an error, unless there is none.
+/// Tells of an error, unless there is none.
 fn told(result: Result<(), i32>) -> io::Result<()> {
-    if result.is_err() {
-        with(|kernel| kernel.noting.insert(actor(), process()));
-    }
     result.map_err(io::Error::from_raw_os_error)
 }
 
@@ -270,10 +235,6 @@ fn carry_out() {
                 let before = kernel.disk.tellings;
                 let result = kernel.take_effect(&asked);
                 let tells = kernel.disk.tellings > before;
-                let rings = &kernel.rings;
-                if tells && rings.get(&asked.ring).is_none_or(|state| state.is_dead) {
-                    kernel.missed = Some(now());
-                }
                 let mut after = kernel.time();
                 // Others sync meanwhile, by the same description, and no error is left for them.
                 if tells {
@@ -281,7 +242,7 @@ fn carry_out() {
                 }
                 // A cancellation may have ended a request, and none is added or taken out.
                 let asked = &mut kernel.requests[index];
-                (asked.result, asked.tells) = (Some(result), tells);
+                asked.result = Some(result);
                 asked.due = now() + after;
             });
             None
@@ -289,10 +250,9 @@ fn carry_out() {
         Some(result) => with(|kernel| {
             kernel.requests.remove(index);
             kernel.disk.let_go(asked.open);
-            let (tag, tells) = (asked.tag, asked.tells);
+            let tag = asked.tag;
             let state = kernel.rings.get_mut(&asked.ring)?;
-            let ended = Ended { tag, result };
-            state.completions.push_back(Completion { ended, tells });
+            state.completions.push_back(Ended { tag, result });
             let event = (!state.is_dead).then(|| state.event.clone());
             kernel.bury();
             event
@@ -412,13 +372,9 @@ impl Kernel {
         {
             self.disk.let_go(open);
             if let Some(state) = self.rings.get_mut(&ring) {
-                let ended = Ended {
+                state.completions.push_back(Ended {
                     tag,
                     result: Err(libc::EALREADY),
-                };
-                state.completions.push_back(Completion {
-                    ended,
-                    tells: false,
                 });
                 let _full = state.event.write(1);
             }
@@ -592,6 +548,32 @@ pub(in crate::file) fn reopen(_: &File, _: Option<&Path>, _: i32) -> io::Result<
     Ok(File::open())
 }
 
+/// The same.
+pub(in crate::file) fn reopen_to_read(_: &File, _: Option<&Path>) -> io::Result<File> {
+    Ok(File::open())
+}
+
+/// Returns nothing: there is one file.
+pub(in crate::file) const fn place(_: &File) -> io::Result<()> {
+    Ok(())
+}
+
+/// Returns a descriptor of an open description for another process, in which the description stays open.
+pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
+    let descriptor = memfd(c"simulated-file", 0)?;
+    std::fs::File::from(descriptor.try_clone()?).write_all_at(&file.open.to_le_bytes(), 0)?;
+    with(|kernel| kernel.disk.keep(file.open));
+    Ok(descriptor)
+}
+
+/// Returns the open description of a descriptor.
+pub(in crate::file) fn of_descriptor(descriptor: OwnedFd) -> io::Result<File> {
+    let mut open = [0; 8];
+    std::fs::File::from(descriptor).read_exact_at(&mut open, 0)?;
+    let open = u64::from_le_bytes(open);
+    Ok(File { open })
+}
+
 /// Maps nothing: no file is in memory.
 pub(in crate::file) fn map(_: &File, _: usize) -> io::Result<Mapping> {
     Err(io::ErrorKind::Unsupported.into())
@@ -753,7 +735,6 @@ impl Uring {
             due: Duration::ZERO,
             is_kept: false,
             result: None,
-            tells: false,
         });
     }
 }
@@ -802,7 +783,6 @@ impl Ring for Uring {
     }
 
     fn submit(&mut self) {
-        noted();
         if self.prepared.is_empty() {
             return;
         }
@@ -831,15 +811,10 @@ impl Ring for Uring {
     }
 
     fn take(&mut self) -> Option<Ended> {
-        // What was told before was noted by then.
-        noted();
-        let (Completion { ended, .. }, is_last) = with(|kernel| {
+        let (ended, is_last) = with(|kernel| {
             let state = kernel.rings.get_mut(&self.ring)?;
-            let completion = state.completions.pop_front()?;
-            if completion.tells {
-                kernel.noting.insert(actor(), process());
-            }
-            Some((completion, state.completions.is_empty()))
+            let ended = state.completions.pop_front()?;
+            Some((ended, state.completions.is_empty()))
         })?;
         if is_last {
             // As the kernel's, it is readable while completions are there.

@@ -12,9 +12,7 @@
 //! the lease, which no flush asks. It is asked when the lease goes on after another process, and when a VMM connects.
 
 use std::io;
-#[cfg(not(simulation))]
-use std::os::fd::OwnedFd;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
@@ -24,10 +22,10 @@ pub(super) use crate::medium::LOST;
 
 use super::SharedFile;
 use super::claims::Claims;
-use super::kernel::{File, next_data, reopen, write_back_error};
+use super::kernel::{
+    File, next_data, of_descriptor, place, reopen, reopen_to_read, to_descriptor, write_back_error,
+};
 use super::locks::Locks;
-#[cfg(not(simulation))]
-use super::reopen::{place, reopen_to_read};
 use super::way::{UNIT, Way};
 use nvme_mpt::event::{DriveEvent, Event, EventQueue};
 use nvme_mpt::host::Damage;
@@ -54,7 +52,6 @@ impl Witness {
     }
 
     /// Opens one that a process without any other use of the files may have.
-    #[cfg(not(simulation))]
     fn open_spare(shared: &SharedFile) -> io::Result<Self> {
         let companion = shared.companion.get();
         Ok(Self {
@@ -66,7 +63,6 @@ impl Witness {
     }
 
     /// Makes one of descriptions in any order; `None` if they are not of the drive's files.
-    #[cfg(not(simulation))]
     fn of(mut descriptions: Vec<File>, shared: &SharedFile) -> io::Result<Option<Self>> {
         let mut take = |wanted: &File| {
             let wanted = place(wanted)?;
@@ -88,11 +84,9 @@ impl Witness {
     }
 
     /// Returns copies of its descriptions.
-    #[cfg(not(simulation))]
     fn copies(&self) -> io::Result<Vec<OwnedFd>> {
         let files = [Some(&self.file), self.companion.as_ref()];
-        let copies = files.into_iter().flatten().map(File::try_clone);
-        copies.map(|copy| Ok(copy?.into())).collect()
+        files.into_iter().flatten().map(to_descriptor).collect()
     }
 
     /// Returns the error of a write-back that failed since it was asked last. It waits for nothing.
@@ -266,7 +260,6 @@ impl LeasedFile {
 
     /// Opens a spare witness, and returns copies of its descriptions. A keeper is not to wait for another process or host
     /// when it closes them. A file in memory is never written back.
-    #[cfg(not(simulation))]
     pub(crate) fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
         if self.shared.in_memory || self.shared.may_block {
             return Ok(Vec::new());
@@ -278,10 +271,9 @@ impl LeasedFile {
     }
 
     /// Takes up the spare witness of the process before. Returns whether it is one of the drive's files.
-    #[cfg(not(simulation))]
     pub(crate) fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
-        let spare = spare.into_iter().map(File::from).collect();
-        let found = Witness::of(spare, &self.shared)?;
+        let spare: io::Result<_> = spare.into_iter().map(of_descriptor).collect();
+        let found = Witness::of(spare?, &self.shared)?;
         let is_found = found.is_some();
         *self.spare() = found;
         Ok(is_found)

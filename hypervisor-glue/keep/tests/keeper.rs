@@ -4,8 +4,9 @@
 //! over a socket. A test waits for messages and ends of processes, never for time.
 
 use std::ffi::{OsStr, OsString};
+use std::fmt::Display;
 use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -27,12 +28,19 @@ fn main() -> ExitCode {
     match role.to_str() {
         Some("role-keep") => run_keeper(words.collect()),
         Some("role-first-stage") => {
-            eprintln!("{}", first_stage(words));
+            say(&first_stage(words));
             ExitCode::FAILURE
         }
         Some("role-serve") => serve(&words.next().unwrap()),
         _ => run_tests(),
     }
+}
+
+/// Writes a line to the log in one call: processes share it.
+fn say(line: &dyn Display) {
+    io::stderr()
+        .write_all(format!("{line}\n").as_bytes())
+        .unwrap();
 }
 
 // The keeper's role.
@@ -45,7 +53,7 @@ impl log::Log for Lines {
     }
 
     fn log(&self, record: &log::Record<'_>) {
-        eprintln!("{}", record.args());
+        say(record.args());
     }
 
     fn flush(&self) {}
@@ -60,7 +68,7 @@ fn run_keeper(words: Vec<OsString>) -> ExitCode {
     match keep(&options, &words[2..]) {
         Ok(status) => exit_code(status),
         Err(error) => {
-            eprintln!("{error}");
+            say(&error);
             ExitCode::FAILURE
         }
     }

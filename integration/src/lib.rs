@@ -96,6 +96,7 @@ mod tests {
             super::package::Options::command(),
             super::throughput::Options::command(),
             super::verify::Options::command(),
+            nvme_load::attackers::Options::command(),
         ];
         let first = |command: &clap::Command| command.get_about().map(ToString::to_string);
         let lines: BTreeSet<_> = commands.iter().filter_map(first).collect();

@@ -5,11 +5,13 @@
 //! - `lane`: one queue pair with its slots, submitting and completing in batches;
 //! - `plan`: which command comes next, for plain load and for verified load;
 //! - `worker`: threads and their lanes; `pass`: one pass over them; `paced`: single I/Os with pauses between them;
-//! - `clock`: latencies, in time stamp counter ticks.
+//! - `clock`: latencies, in time stamp counter ticks;
+//! - [`attackers`]: what guests notice of a neighbour that attacks.
 //!
 //! The cost of a command on this side limits the measurements. So entries are prepared once, and a command changes two
 //! of their words. Once per batch, the clock is read and the doorbells are rung.
 
+pub mod attackers;
 mod clock;
 mod lane;
 pub mod options;

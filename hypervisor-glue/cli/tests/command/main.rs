@@ -5,6 +5,7 @@
     reason = "tests have threads and real time of their own"
 )]
 
+mod attackers;
 mod changes;
 mod churn;
 mod confine;

@@ -1,0 +1,28 @@
+//! `cargo attackers` measures what it says, briefly.
+
+use std::path::Path;
+
+use clap::Parser;
+use nvme_load::attackers::{self, Options};
+
+#[test]
+fn victims_of_attackers_have_no_errors() {
+    let arguments = [
+        "attackers",
+        "--rounds=1",
+        "--seconds=0.1",
+        "--cpus=any",
+        "--only=eventfd-full,log",
+    ];
+    let options = Options::try_parse_from(arguments).unwrap();
+    let program = Path::new(env!("CARGO_BIN_EXE_nvme-mpt"));
+    let mut rows = Vec::new();
+    let report = attackers::run(program, &options, |row| rows.push(row.to_string())).unwrap();
+    assert!(report.is_good(), "{rows:#?}");
+    let columns = |row: &String| row.matches(" | ").count();
+    assert_eq!(
+        rows.iter().map(columns).collect::<Vec<_>>(),
+        [4, 4],
+        "{rows:#?}"
+    );
+}

@@ -1,0 +1,407 @@
+//! Each kind of attack.
+
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvme_mpt::memory::eventfd;
+use nvme_mpt_tests::PATIENCE;
+use nvme_mpt_tests::command::{Sqe, dsm_range};
+use nvme_mpt_tests::doorbell::Side;
+use nvme_mpt_tests::interrupt::Interrupt;
+use nvme_mpt_tests::memory::{DmaBuffer, PAGE_SIZE};
+use nvme_mpt_tests::prp::{self, Prepared};
+use nvme_mpt_tests::queue::QueuePair;
+use rustix::fs::FallocateFlags;
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::client::{Client, NSID, keep_busy};
+use super::error::AttackError;
+use super::kind::Kind;
+use super::server::Server;
+
+/// Bytes of a small read.
+const SMALL: u64 = 4096;
+/// Bytes of a large read.
+const LARGE: u64 = 128 << 10;
+/// Queues of the attacker that has many.
+const QUEUES: u16 = 16;
+/// Commands in flight in each of them.
+const DEPTH: usize = 32;
+/// Memory of an attacker's guest.
+const MEMORY: u64 = 8 << 20;
+/// Memory in which holes are punched.
+const HOLES: usize = 64 << 20;
+/// Instances of epoll that watch an eventfd, and descriptors of it that each watches: 20,000 watches.
+const WATCHES: [usize; 2] = [100, 200];
+/// Bytes of a range that is deallocated.
+const RANGE: u64 = 32 << 20;
+/// Time for which a client with a full eventfd stays, before it comes anew.
+const STAY: Duration = Duration::from_millis(50);
+/// Connections with nonsense to each guest with invalid doorbells.
+const NONSENSE: u64 = 32;
+/// Longest wait for the end of a connection.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+
+/// An attacker that is connected, and does nothing unless it is told to.
+pub(super) trait Attack: Send {
+    /// Attacks until `stop`. Returns the number of its operations.
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError>;
+}
+
+/// Connects an attacker to the server.
+pub(super) fn prepare<'a>(
+    kind: Kind,
+    server: &'a Server,
+) -> Result<Box<dyn Attack + 'a>, AttackError> {
+    let socket = server.socket("attacker");
+    Ok(match kind {
+        Kind::Spin => Box::new(Spin),
+        Kind::Queues => Box::new(Reads::connect(&socket, QUEUES, LARGE, DEPTH)?),
+        Kind::EventfdWatched => Box::new(Watched::connect(&socket)?),
+        Kind::EventfdFull => Box::new(Full { socket }),
+        Kind::Holes => Box::new(Holes::connect(&socket)?),
+        Kind::Log => Box::new(Log { socket }),
+        Kind::Deallocate => Box::new(Deallocate::connect(&socket)?),
+        Kind::RefusedUpgrade => Box::new(RefusedUpgrade::connect(server)?),
+    })
+}
+
+fn interrupt() -> Result<Interrupt, AttackError> {
+    Interrupt::new().map_err(AttackError::system("Making an eventfd"))
+}
+
+/// Connects once more. The server refuses it until it has noticed the end of the connection before.
+fn again<C>(connect: impl Fn() -> Result<C, AttackError>) -> Result<C, AttackError> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match connect() {
+            Err(AttackError::Driver { .. }) if Instant::now() < end => {
+                thread::sleep(Duration::from_millis(1));
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// The control.
+struct Spin;
+
+impl Attack for Spin {
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        while !stop.load(Ordering::Relaxed) {
+            std::hint::spin_loop();
+        }
+        Ok(0)
+    }
+}
+
+/// Reads into one buffer by some queues.
+struct Reads {
+    queues: Vec<QueuePair>,
+    depth: usize,
+    bytes: u64,
+    prepared: Prepared,
+    _data: DmaBuffer,
+    client: Client,
+}
+
+impl Reads {
+    fn connect(socket: &Path, queues: u16, bytes: u64, depth: usize) -> Result<Self, AttackError> {
+        let client = Client::connect(socket, MEMORY, queues, interrupt()?)?;
+        Self::of(client, queues, bytes, depth)
+    }
+
+    fn of(mut client: Client, queues: u16, bytes: u64, depth: usize) -> Result<Self, AttackError> {
+        let data = client.memory.alloc(bytes as usize)?;
+        let queues = (1..=queues).map(|id| client.queue(id, true));
+        Ok(Self {
+            queues: queues.collect::<Result<_, _>>()?,
+            depth,
+            bytes,
+            prepared: prp::buffer(&data, 0, bytes as usize)?,
+            _data: data,
+            client,
+        })
+    }
+}
+
+impl Attack for Reads {
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        let Self {
+            queues,
+            depth,
+            bytes,
+            prepared,
+            client,
+            ..
+        } = self;
+        let read = |number| client.read(number, *bytes).with_data(prepared.pointer);
+        Ok(keep_busy(queues, *depth, read, stop))
+    }
+}
+
+/// Has each of its interrupts call as many functions of the kernel as its eventfd has watches.
+struct Watched {
+    reads: Reads,
+    _watches: Vec<Epoll>,
+    _descriptors: Vec<EventFd>,
+}
+
+impl Watched {
+    fn connect(socket: &Path) -> Result<Self, AttackError> {
+        let failed = AttackError::system("Watching an eventfd 20,000 times");
+        let event = EventFd::new(EFD_NONBLOCK).map_err(&failed)?;
+        let descriptors: Result<Vec<_>, _> = (0..WATCHES[1]).map(|_| event.try_clone()).collect();
+        let descriptors = descriptors.map_err(&failed)?;
+        let watch = |_| {
+            let epoll = Epoll::new()?;
+            for descriptor in &descriptors {
+                let event = EpollEvent::new(EventSet::IN, 0);
+                epoll.ctl(ControlOperation::Add, descriptor.as_raw_fd(), event)?;
+            }
+            Ok(epoll)
+        };
+        let watches: Result<Vec<_>, std::io::Error> = (0..WATCHES[0]).map(watch).collect();
+        let watches = watches.map_err(&failed)?;
+        let interrupt = Interrupt::from_event(event).map_err(&failed)?;
+        let client = Client::connect(socket, MEMORY, 1, interrupt)?;
+        Ok(Self {
+            reads: Reads::of(client, 1, SMALL, 1)?,
+            _watches: watches,
+            _descriptors: descriptors,
+        })
+    }
+}
+
+impl Attack for Watched {
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        self.reads.attack(stop)
+    }
+}
+
+/// Comes again and again with an eventfd whose next write waits.
+struct Full {
+    socket: PathBuf,
+}
+
+impl Attack for Full {
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        let mut count = 0;
+        while !stop.load(Ordering::Relaxed) {
+            count += self.visit(stop)?;
+        }
+        Ok(count)
+    }
+}
+
+impl Full {
+    fn visit(&self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        let mut reads = again(|| Reads::connect(&self.socket, 1, SMALL, 8))?;
+        let event = reads.client.vectors[1].event();
+        let failed = AttackError::system("Filling an eventfd");
+        // Nothing reads it.
+        event.write(u64::MAX - 1).map_err(&failed)?;
+        // The server has made it non-blocking, which any process that has it can undo.
+        let descriptor = eventfd::share(event).map_err(&failed)?;
+        rustix::io::ioctl_fionbio(descriptor, false).map_err(|error| failed(error.into()))?;
+        let end = AtomicBool::new(false);
+        let leave = Instant::now() + STAY;
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) && Instant::now() < leave {
+                    thread::sleep(Duration::from_millis(1));
+                }
+                end.store(true, Ordering::Relaxed);
+            });
+            reads.attack(&end)
+        })
+    }
+}
+
+/// Punches holes beneath its buffers.
+struct Holes {
+    client: Client,
+    queues: Vec<QueuePair>,
+    prepared: Vec<Prepared>,
+    data: DmaBuffer,
+}
+
+impl Holes {
+    fn connect(socket: &Path) -> Result<Self, AttackError> {
+        let mut client = Client::connect(socket, MEMORY + HOLES as u64, 1, interrupt()?)?;
+        let data = client.memory.alloc(HOLES)?;
+        let places = (0..HOLES).step_by(LARGE as usize);
+        let prepared = places.map(|at| prp::buffer(&data, at, LARGE as usize));
+        Ok(Self {
+            queues: vec![client.queue(1, true)?],
+            prepared: prepared.collect::<Result<_, _>>()?,
+            data,
+            client,
+        })
+    }
+
+    /// Offset of the buffers in the file of the guest's memory.
+    fn offset(&self) -> u64 {
+        let regions = self.client.memory.regions();
+        let gpa = self.data.gpa();
+        let region = regions.iter().find(|region| gpa - region.gpa < region.len);
+        region.map_or(0, |region| region.fd_offset + gpa - region.gpa)
+    }
+}
+
+impl Attack for Holes {
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        let offset = self.offset();
+        let Self {
+            client,
+            queues,
+            prepared,
+            ..
+        } = self;
+        let punch = || {
+            let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            let mut count = 0;
+            while !stop.load(Ordering::Relaxed) {
+                rustix::fs::fallocate(client.memory.fd(), how, offset, HOLES as u64)?;
+                count += 1;
+            }
+            Ok(count)
+        };
+        let punched: Result<u64, std::io::Error> = thread::scope(|scope| {
+            let puncher = scope.spawn(punch);
+            let read = |number: u64| {
+                let data = &prepared[number as usize % prepared.len()];
+                client.read(number, LARGE).with_data(data.pointer)
+            };
+            keep_busy(queues, DEPTH, read, stop);
+            puncher.join().unwrap_or(Ok(0))
+        });
+        punched.map_err(AttackError::system("Punching holes in memory"))
+    }
+}
+
+/// Has the server log: by connections with nonsense, then by a guest that writes invalid values to doorbells, and resets
+/// its controller.
+struct Log {
+    socket: PathBuf,
+}
+
+impl Log {
+    /// Connects, and sends what is no message. The server logs that, and closes the connection.
+    fn say_nonsense(&self) -> std::io::Result<()> {
+        let mut stream = UnixStream::connect(&self.socket)?;
+        stream.set_read_timeout(Some(ANSWERS_WITHIN))?;
+        // The server may have closed it before all is written, or have a client that it has not seen the end of.
+        if stream.write_all(&[0xFF; 64]).is_ok() {
+            let _ = stream.read_to_end(&mut Vec::new());
+        }
+        Ok(())
+    }
+
+    /// Is a guest that writes invalid values to doorbells of queues that exist, and of one that does not.
+    fn ring_wrongly(&self) -> Result<(), AttackError> {
+        let mut client = again(|| Client::connect(&self.socket, MEMORY, 1, interrupt()?))?;
+        let _queue = client.queue(1, true)?;
+        for value in 0x8000..0x8010 {
+            for queue in 0..3 {
+                for side in [Side::SqTail, Side::CqHead] {
+                    client.controller.write_doorbell(queue, side, value);
+                }
+            }
+        }
+        let reset = client.controller.disable();
+        reset.map_err(AttackError::driver(&client.who))
+    }
+}
+
+impl Attack for Log {
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        let failed = AttackError::system("Connecting");
+        let mut count = 0;
+        while !stop.load(Ordering::Relaxed) {
+            for _ in 0..NONSENSE {
+                self.say_nonsense().map_err(&failed)?;
+            }
+            self.ring_wrongly()?;
+            count += NONSENSE + 1;
+        }
+        Ok(count)
+    }
+}
+
+/// Deallocates blocks that are deallocated already.
+struct Deallocate {
+    queues: Vec<QueuePair>,
+    /// Ranges, each in a page of its own.
+    ranges: Vec<(DmaBuffer, Prepared)>,
+    _client: Client,
+}
+
+impl Deallocate {
+    fn connect(socket: &Path) -> Result<Self, AttackError> {
+        let mut client = Client::connect(socket, MEMORY, 1, interrupt()?)?;
+        let blocks = RANGE / client.block_size;
+        let range = |number: u64| {
+            let data = client.memory.alloc(PAGE_SIZE)?;
+            data.write(0, &dsm_range(number * blocks, blocks as u32));
+            let prepared = prp::buffer(&data, 0, size_of::<[u64; 2]>())?;
+            Ok((data, prepared))
+        };
+        let count = (client.blocks / blocks).min(DEPTH as u64 * 8);
+        let ranges: Result<_, AttackError> = (0..count).map(range).collect();
+        Ok(Self {
+            ranges: ranges?,
+            queues: vec![client.queue(1, true)?],
+            _client: client,
+        })
+    }
+}
+
+impl Attack for Deallocate {
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        let Self { queues, ranges, .. } = self;
+        let deallocate = |number: u64| {
+            let (_, range) = &ranges[number as usize % ranges.len()];
+            Sqe::deallocate(NSID, 1).with_data(range.pointer)
+        };
+        Ok(keep_busy(queues, DEPTH, deallocate, stop))
+    }
+}
+
+/// Asks for upgrades while the path of its drive leads nowhere.
+struct RefusedUpgrade<'a> {
+    server: &'a Server,
+    _client: Client,
+}
+
+impl<'a> RefusedUpgrade<'a> {
+    fn connect(server: &'a Server) -> Result<Self, AttackError> {
+        let client = Client::connect(&server.socket("attacker"), MEMORY, 1, interrupt()?)?;
+        server.move_drive()?;
+        Ok(Self {
+            server,
+            _client: client,
+        })
+    }
+}
+
+impl Attack for RefusedUpgrade<'_> {
+    fn attack(&mut self, stop: &AtomicBool) -> Result<u64, AttackError> {
+        let mut count = 0;
+        while count == 0 || !stop.load(Ordering::Relaxed) {
+            let output = self.server.upgrade()?;
+            let complaint = String::from_utf8_lossy(&output.stderr);
+            if output.status.success() || !complaint.contains("is open") {
+                return Err(AttackError::upgraded(&output));
+            }
+            count += 1;
+        }
+        Ok(count)
+    }
+}

@@ -1,0 +1,132 @@
+//! A guest's driver on one function.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
+use nvme_mpt_tests::doorbell::DoorbellMode;
+use nvme_mpt_tests::interrupt::Interrupt;
+use nvme_mpt_tests::memory::GuestMemory;
+use nvme_mpt_tests::queue::QueuePair;
+use nvme_mpt_tests::vfio_user::VfioUserBar;
+
+use super::error::AttackError;
+
+/// The namespace of each function.
+pub(super) const NSID: u32 = 1;
+/// Vector of the I/O queues that raise one.
+const VECTOR: u16 = 1;
+/// Entries of an I/O queue.
+const ENTRIES: u32 = 64;
+/// Start of a guest's memory.
+const MEMORY_BASE: u64 = 1 << 32;
+/// Time for which an attacker with nothing to do leaves the processor to others.
+const PAUSE: Duration = Duration::from_micros(50);
+/// Longest wait for commands in flight at the end of an attack.
+const ENDS_WITHIN: Duration = Duration::from_secs(60);
+
+/// A guest that is connected, with an enabled controller.
+pub(super) struct Client {
+    pub(super) who: String,
+    pub(super) controller: Controller,
+    pub(super) memory: GuestMemory,
+    pub(super) block_size: u64,
+    pub(super) blocks: u64,
+    /// Vectors of the admin queue and of I/O queues.
+    pub(super) vectors: [Arc<Interrupt>; 2],
+}
+
+impl Client {
+    /// Connects a guest that has so much memory and may have so many I/O queues. `interrupt` is its vector for them.
+    pub(super) fn connect(
+        socket: &Path,
+        memory: u64,
+        queues: u16,
+        interrupt: Interrupt,
+    ) -> Result<Self, AttackError> {
+        let who = socket.file_stem().unwrap_or_default();
+        let who = who.to_string_lossy().into_owned();
+        let failed = AttackError::driver(&who);
+        let memory = GuestMemory::new(&[(MEMORY_BASE, memory)])?;
+        let bar = VfioUserBar::attach(socket, &memory).map_err(&failed)?;
+        let admin = Interrupt::new().map_err(AttackError::system("Making an eventfd"))?;
+        let vectors = [admin, interrupt].map(Arc::new);
+        bar.enable_msix(vectors.iter().map(Arc::as_ref))
+            .map_err(&failed)?;
+        let config = Config {
+            doorbells: DoorbellMode::Shadow,
+            ..Config::default()
+        };
+        let mut controller =
+            Controller::attach(Arc::new(bar), memory.clone(), config, queues).map_err(&failed)?;
+        let namespace = controller.identify_namespace(NSID).map_err(&failed)?;
+        Ok(Self {
+            who,
+            controller,
+            memory,
+            block_size: u64::from(namespace.block_size),
+            blocks: namespace.nsze,
+            vectors,
+        })
+    }
+
+    /// Makes an I/O queue pair. It raises the vector with each completion, if so wanted.
+    pub(super) fn queue(&mut self, id: u16, interrupts: bool) -> Result<QueuePair, AttackError> {
+        let options = match interrupts {
+            true => QueueOptions::interrupting(ENTRIES, VECTOR, Arc::clone(&self.vectors[1])),
+            false => QueueOptions::polled(ENTRIES),
+        };
+        let queue = self.controller.create_queue_pair(id, &options);
+        queue.map_err(AttackError::driver(&self.who))
+    }
+
+    /// Returns the read number `number` of so many bytes: one behind the other, around the namespace. It lacks a pointer to
+    /// its data.
+    pub(super) fn read(&self, number: u64, bytes: u64) -> Sqe {
+        let blocks = bytes / self.block_size;
+        let places = (self.blocks / blocks).max(1);
+        Sqe::read(NSID, number % places * blocks, blocks as u32)
+    }
+}
+
+/// Keeps so many commands in flight in each queue until `stop`, whatever their status. Returns how many completed.
+pub(super) fn keep_busy(
+    queues: &mut [QueuePair],
+    depth: usize,
+    mut command: impl FnMut(u64) -> Sqe,
+    stop: &AtomicBool,
+) -> u64 {
+    let (mut submitted, mut completed) = (0, 0);
+    let mut in_flight = vec![0_usize; queues.len()];
+    let mut end = None;
+    // What is in flight at the end is awaited, so that the quiet half is quiet.
+    loop {
+        let mut has_moved = false;
+        if end.is_none() && stop.load(Ordering::Relaxed) {
+            end = Some(Instant::now() + ENDS_WITHIN);
+        }
+        let is_idle = in_flight.iter().all(|&count| count == 0);
+        if end.is_some_and(|end| is_idle || Instant::now() > end) {
+            return completed;
+        }
+        for (queue, in_flight) in queues.iter_mut().zip(&mut in_flight) {
+            while queue.poll().is_some() {
+                *in_flight = in_flight.saturating_sub(1);
+                completed += 1;
+                has_moved = true;
+            }
+            while end.is_none() && *in_flight < depth && queue.submit(command(submitted)).is_ok() {
+                *in_flight += 1;
+                submitted += 1;
+                has_moved = true;
+            }
+            queue.ring();
+        }
+        if !has_moved {
+            std::thread::sleep(PAUSE);
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Guests that attack their neighbours: what four guests notice of a fifth on the same poller of `nvme-mpt serve`.
+//!
+//! - `client`: a guest's driver on one function; `victims`: guests that read, and their latencies;
+//! - `kind`: names of attackers; `attacks`: what the fifth guest does; `server`: the server with its functions;
+//! - `report`: the table; `error`: what can go wrong.
+
+mod attacks;
+mod client;
+mod error;
+mod kind;
+mod report;
+mod server;
+mod victims;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use clap::Parser;
+
+pub use error::AttackError;
+pub use kind::Kind;
+pub use report::{Report, Row};
+
+use attacks::Attack;
+use report::{Figures, Round};
+use server::{Server, VICTIMS};
+use victims::Victims;
+
+/// Measures what guests notice of a neighbour that attacks, and prints a table with ratios
+#[derive(Clone, Debug, Parser)]
+#[command(name = "attackers", version)]
+pub struct Options {
+    /// Attackers to measure; by default all of them
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,…")]
+    pub only: Vec<Kind>,
+
+    /// Rounds, each with a quiet neighbour and then an attacker; the table has the medians
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub rounds: u32,
+
+    /// Duration of each half of a round
+    #[arg(long, default_value_t = 1.0, value_parser = parse_seconds)]
+    pub seconds: f64,
+
+    /// Processor of the poller that all functions share
+    #[arg(long, default_value_t = 1, value_name = "CPU")]
+    pub poller_cpu: usize,
+
+    /// Processors for the guests, in turn; `any` leaves the choice to the kernel
+    #[arg(long, default_value = "0", value_name = "CPU,…|any", value_parser = parse_cpus)]
+    pub cpus: Cpus,
+
+    /// The `nvme-mpt` program; by default it is built
+    #[arg(long, value_name = "PROGRAM")]
+    pub server: Option<PathBuf>,
+}
+
+/// Processors for the threads of guests. Without any, threads run anywhere.
+#[derive(Clone, Debug, Default)]
+pub struct Cpus(Vec<usize>);
+
+impl Cpus {
+    /// Keeps the calling thread on the processor of thread `number`.
+    fn pin(&self, number: usize) -> Result<(), AttackError> {
+        if self.0.is_empty() {
+            return Ok(());
+        }
+        let cpu = self.0[number % self.0.len()];
+        crate::clock::pin(cpu).map_err(|source| AttackError::Processor { cpu, source })
+    }
+}
+
+fn parse_cpus(text: &str) -> Result<Cpus, String> {
+    if text == "any" {
+        return Ok(Cpus::default());
+    }
+    let cpus: Result<_, _> = text.split(',').map(str::parse).collect();
+    cpus.map(Cpus)
+        .map_err(|_| format!("'{text}' is neither `any` nor a list such as 0,2"))
+}
+
+fn parse_seconds(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|seconds| (0.01..=3600.0).contains(seconds))
+        .ok_or_else(|| format!("'{text}' is not a number of seconds from 0.01 to 3600"))
+}
+
+/// Measures each attacker on a server of its own. `told` is called with each row as soon as there is one.
+///
+/// # Errors
+/// If a server does not start, or a victim cannot connect to it. What goes wrong later is in the report.
+pub fn run(
+    program: &Path,
+    options: &Options,
+    mut told: impl FnMut(&Row),
+) -> Result<Report, AttackError> {
+    let kinds = match &options.only[..] {
+        [] => Kind::ALL,
+        only => only,
+    };
+    let mut report = Report::default();
+    for &kind in kinds {
+        let row = measure(kind, program, options)?;
+        told(&row);
+        report.rows.push(row);
+    }
+    Ok(report)
+}
+
+fn measure(kind: Kind, program: &Path, options: &Options) -> Result<Row, AttackError> {
+    let server = Server::start(program, kind, options.poller_cpu)?;
+    let mut victims = Victims::connect(&server)?;
+    let mut attack = match attacks::prepare(kind, &server) {
+        Ok(attack) => attack,
+        Err(error) => return Ok(Row::not_measured(kind, &error)),
+    };
+    let mut rounds = Vec::new();
+    for _ in 0..options.rounds {
+        let (quiet, _) = half(&mut victims, None, options)?;
+        let (attacked, attempts) = half(&mut victims, Some(attack.as_mut()), options)?;
+        let round = match (quiet, attacked, attempts) {
+            (_, _, Err(error)) => return Ok(Row::not_measured(kind, &error)),
+            (Ok(quiet), Ok(attacked), Ok(attempts)) => Round {
+                quiet,
+                attacked,
+                attempts,
+            },
+            (Err(error), _, _) | (_, Err(error), _) => {
+                return Ok(Row::failed(kind, &error));
+            }
+        };
+        rounds.push(round);
+    }
+    Ok(Row::measured(kind, &rounds))
+}
+
+/// Latencies of the victims, or the failure of one.
+type Measured = Result<Figures, AttackError>;
+/// The attacker's operations per second, or why it could not attack.
+type Attempts = Result<f64, AttackError>;
+
+/// Runs the victims for some time, and the attacker beside them. They go on until the attack has ended.
+fn half(
+    victims: &mut Victims,
+    attack: Option<&mut (dyn Attack + '_)>,
+    options: &Options,
+) -> Result<(Measured, Attempts), AttackError> {
+    let (stop_victims, stop_attack) = (AtomicBool::new(false), AtomicBool::new(false));
+    let seconds = Duration::from_secs_f64(options.seconds);
+    thread::scope(|scope| {
+        let measured = scope.spawn(|| victims.read_until(&stop_victims, &options.cpus));
+        let attacker = attack.map(|attack| {
+            let stop = &stop_attack;
+            scope.spawn(move || {
+                options.cpus.pin(VICTIMS)?;
+                attack.attack(stop)
+            })
+        });
+        thread::sleep(seconds);
+        stop_attack.store(true, Ordering::Relaxed);
+        let attempts = attacker.map_or(Ok(Ok(0)), |thread| thread.join());
+        stop_victims.store(true, Ordering::Relaxed);
+        let measured = measured.join().map_err(|_| AttackError::Panicked)?;
+        let attempts = attempts.map_err(|_| AttackError::Panicked)?;
+        Ok((
+            measured,
+            attempts.map(|count| count as f64 / options.seconds),
+        ))
+    })
+}

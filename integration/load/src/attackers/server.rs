@@ -1,0 +1,190 @@
+//! A server with the functions of the victims and of the attacker, all on one poller.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, PipeReader, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc;
+use std::thread;
+
+use tempfile::TempDir;
+
+use super::error::AttackError;
+use super::kind::Kind;
+
+/// Number of victims.
+pub(super) const VICTIMS: usize = 4;
+/// The attacker's drive, if it is a sparse file, and its bytes.
+const SPARSE: &str = "sparse.img";
+const SPARSE_LEN: u64 = 64 << 30;
+/// `nvme-mpt serve`, which ends when this is dropped.
+pub(super) struct Server {
+    program: PathBuf,
+    child: Child,
+    has_keeper: bool,
+    folder: TempDir,
+    /// Its log, if nobody reads it.
+    _unread: Option<PipeReader>,
+}
+
+impl Server {
+    /// Starts a server with the functions that this kind of attack needs, and waits until it is ready.
+    pub(super) fn start(program: &Path, kind: Kind, cpu: usize) -> Result<Self, AttackError> {
+        let system = AttackError::system;
+        let folder = tempfile::tempdir().map_err(system("Making a folder"))?;
+        let at = |name: &str| folder.path().join(name);
+        let function = |id: &str, rest: &str| {
+            let socket = at(&format!("{id}.sock"));
+            format!(
+                "id={id},socket={},poll=shared@{cpu},{rest}",
+                socket.display()
+            )
+        };
+        // Whoever has number N begins at N * 64 MiB.
+        let part = |number: usize| format!("path=memory:320M,range={}M+64M", number * 64);
+        let mut functions: Vec<String> = (0..VICTIMS)
+            .map(|number| function(&format!("victim-{number}"), &part(number)))
+            .collect();
+        let attacker = match kind {
+            Kind::Deallocate | Kind::RefusedUpgrade => {
+                let sparse = at(SPARSE);
+                let file = File::create(&sparse).map_err(system("Making a file"))?;
+                file.set_len(SPARSE_LEN)
+                    .map_err(system("Making a sparse file"))?;
+                format!("path={}", sparse.display())
+            }
+            _ => format!("{},queues=16", part(VICTIMS)),
+        };
+        functions.push(function("attacker", &attacker));
+
+        let mut command = Command::new(program);
+        let has_keeper = kind == Kind::RefusedUpgrade;
+        if has_keeper {
+            command.args(["keep", "--"]).arg(program);
+        }
+        command.arg("serve").arg("--control").arg(at("control"));
+        command.arg("--state-dir").arg(at("state"));
+        for function in &functions {
+            command.arg("--function").arg(function);
+        }
+        let mut unread = None;
+        let log = at("log");
+        let stderr: Stdio = if kind == Kind::Log {
+            let (reader, writer) = io::pipe().map_err(system("Making a pipe"))?;
+            fill(&writer).map_err(system("Filling a pipe"))?;
+            unread = Some(reader);
+            writer.into()
+        } else {
+            let file = File::create(&log).map_err(system("Making a file"))?;
+            file.into()
+        };
+        let started = command
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(stderr)
+            .spawn();
+        let child = started.map_err(|source| AttackError::Start {
+            program: program.to_owned(),
+            source,
+        })?;
+        let mut server = Self {
+            program: program.to_owned(),
+            child,
+            has_keeper,
+            folder,
+            _unread: unread,
+        };
+        match server.is_ready() {
+            true => Ok(server),
+            false => Err(AttackError::NotReady {
+                program: program.to_owned(),
+                log: fs::read_to_string(log).unwrap_or_default(),
+            }),
+        }
+    }
+
+    /// Waits until it is ready, or has ended.
+    fn is_ready(&mut self) -> bool {
+        let Some(stdout) = self.child.stdout.take() else {
+            return false;
+        };
+        let (sender, ready) = mpsc::channel();
+        // It is read to its end, so that no write to it waits.
+        thread::spawn(move || {
+            let lines = BufReader::new(stdout).lines().map_while(Result::ok);
+            for _ in lines.filter(|line| line == "ready") {
+                // Only the first one is waited for.
+                let _ = sender.send(());
+            }
+        });
+        ready.recv().is_ok()
+    }
+
+    /// The socket of a function.
+    pub(super) fn socket(&self, id: &str) -> PathBuf {
+        self.folder.path().join(format!("{id}.sock"))
+    }
+
+    /// Renames the attacker's drive, which the server has open.
+    pub(super) fn move_drive(&self) -> Result<(), AttackError> {
+        let drive = self.folder.path().join(SPARSE);
+        let renamed = fs::rename(&drive, drive.with_extension("moved"));
+        renamed.map_err(AttackError::system("Renaming a drive"))
+    }
+
+    /// Asks for an upgrade.
+    pub(super) fn upgrade(&self) -> Result<Output, AttackError> {
+        let mut command = Command::new(&self.program);
+        let command = command
+            .args(["upgrade", "--control"])
+            .arg(self.folder.path().join("control"));
+        command.output().map_err(|source| AttackError::Start {
+            program: self.program.clone(),
+            source,
+        })
+    }
+
+    /// Returns the server's process under its keeper.
+    fn kept(&self) -> Option<String> {
+        let keeper = self.child.id();
+        let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).ok()?;
+        children.split_whitespace().last().map(str::to_owned)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let kept = match self.has_keeper {
+            true => self.kept(),
+            false => None,
+        };
+        // The keeper first, which would start the next server. Either fails only if it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if let Some(server) = kept {
+            let _ = Command::new("kill").args(["-s", "KILL", &server]).status();
+        }
+    }
+}
+
+/// Fills a pipe, so that the next write to it waits.
+fn fill(pipe: &impl AsRawFd) -> io::Result<()> {
+    // Opened anew, as the server's own writes are to wait.
+    let mut end = File::options()
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(format!("/proc/self/fd/{}", pipe.as_raw_fd()))?;
+    for bytes in [&[b'x'; 4096][..], b"x"] {
+        loop {
+            match end.write(bytes) {
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    Ok(())
+}

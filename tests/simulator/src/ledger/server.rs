@@ -339,14 +339,19 @@ impl Server {
 /// The ledger cannot be used, and the disk is not to blame.
 fn outcome(world: &World, error: &LeaseError) -> Outcome {
     match error {
-        LeaseError::Store(StoreError::Io { .. } | StoreError::Private(PrivateError::Io { .. }))
-            if world.fails =>
-        {
-            Outcome::Unknown
-        }
-        LeaseError::Store(StoreError::Locked { .. }) => Outcome::Unknown,
-        LeaseError::Store(error) => panic!("{error}: {error:?}"),
+        LeaseError::Store(error) => outcome_of_store(world, error),
         LeaseError::Gone { id } => panic!("lease {id} is not in the ledger any more"),
         _ => Outcome::Refused,
+    }
+}
+
+fn outcome_of_store(world: &World, error: &StoreError) -> Outcome {
+    match error {
+        StoreError::Together(error) => outcome_of_store(world, error),
+        StoreError::Io { .. } | StoreError::Private(PrivateError::Io { .. }) if world.fails => {
+            Outcome::Unknown
+        }
+        StoreError::Locked { .. } => Outcome::Unknown,
+        error => panic!("{error}: {error:?}"),
     }
 }

@@ -22,7 +22,7 @@ use crate::runs::Less;
 const STACK: usize = 64 << 10;
 
 /// Steps after which a simulation is taken for one that never ends.
-const STEPS_MAX: u64 = 20_000_000;
+const STEPS_MAX: u64 = 100_000_000;
 
 /// Moment at which an actor that is held has a processor again.
 const HELD: Duration = Duration::MAX;

@@ -162,10 +162,10 @@ impl Records {
                 names.filter_map(|mut names| (at < names.len()).then(|| names.swap_remove(at)));
             let lasting = names.filter(|name| *name != base && extent::boot_of(name).is_none());
             let lasting: BTreeSet<String> = lasting.collect();
-            match lasting.is_empty() {
-                true => self.other_names.remove(&base),
-                false => self.other_names.insert(base, lasting),
-            };
+            if !lasting.is_empty() {
+                // A name that is not reported today may be the only one tomorrow.
+                self.other_names.entry(base).or_default().extend(lasting);
+            }
         }
     }
 

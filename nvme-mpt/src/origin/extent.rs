@@ -175,6 +175,16 @@ pub(crate) fn over(base: &str, of: &str, bytes: u64) -> String {
     }])
 }
 
+/// Returns where the first byte of a drive lies, by its identity. Unlike the identity, this stays as it is when the drive
+/// grows, or when something below it changes.
+pub(crate) fn beginning(identity: &str) -> String {
+    let first = ByteRange::new(0, 1).map(|first| places(identity, first));
+    match first.unwrap_or_default().first() {
+        Some(Extent { base, start, .. }) => format!("{start}{OF}{base}"),
+        None => identity.to_owned(),
+    }
+}
+
 /// Returns the bases that hold the bytes of a drive, by its identity.
 pub(crate) fn bases(identity: &str) -> Vec<String> {
     let all = ByteRange::new(0, u64::MAX).map(|all| places(identity, all));
@@ -361,6 +371,19 @@ mod tests {
             start,
             length,
             below: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_drive_that_grows_begins_where_it_did() {
+        for (identity, first) in [
+            ("disk:A", "0 of disk:A"),
+            ("1048576+4096 of disk:A", "1048576 of disk:A"),
+            ("1048576+8192 of disk:A", "1048576 of disk:A"),
+            ("0+4096 of md:A over 0+4096/disk:B", "0 of md:A"),
+            ("0+4096 of disk:A and 8192+4096 of disk:B", "0 of disk:A"),
+        ] {
+            assert_eq!(beginning(identity), first);
         }
     }
 

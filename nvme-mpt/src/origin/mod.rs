@@ -219,6 +219,13 @@ pub(crate) fn boot() -> String {
     System::real().boot()
 }
 
+/// Returns where the first byte of a drive lies, by its [identity](Identity). Unlike the identity, this stays as it is when the
+/// drive grows, or when something below it changes, as a member of a RAID.
+#[must_use]
+pub fn beginning(identity: &str) -> String {
+    extent::beginning(identity)
+}
+
 /// Returns what keeps a block device from being opened exclusively, as far as the kernel names it.
 pub fn holder(path: &Path) -> Option<String> {
     let device = DeviceNumber(fs::metadata(path).ok()?.rdev());

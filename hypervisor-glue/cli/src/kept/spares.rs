@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nvme_mpt::Drive;
 use nvme_mpt::drive::SpareKeeper;
+use nvme_mpt::origin::beginning;
 use nvme_mpt_keep::KeepError;
 use nvme_mpt_vmm::report;
 
@@ -24,8 +25,8 @@ pub(crate) struct Spares {
 
 /// Returns the beginning of the names of a drive's leases.
 fn prefix_of(drive: &str) -> String {
-    // Half of a hash does: drives that share one have their entries longer.
-    format!("{SPARE}{:08x}-", hash(drive) >> 32)
+    // Half of a hash does: drives that share one have their entries longer. The identity may change while the drive is the same.
+    format!("{SPARE}{:08x}-", hash(&beginning(drive)) >> 32)
 }
 
 /// Returns a lease's name, which is short: the keeper passes all names on in one variable.

@@ -1,9 +1,10 @@
 //! Drives that a server has open: each host controller once, with each namespace that is used.
 
+use std::io;
 use std::slice;
 use std::sync::Arc;
 
-use nvme_mpt::origin::Origin;
+use nvme_mpt::origin::{Origin, beginning};
 use nvme_mpt::{Drive, Learning};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::options::FunctionOptions;
@@ -55,20 +56,18 @@ pub(super) struct MovedDrive {
 struct OpenDrive {
     drive: Arc<Drive>,
     path: DrivePath,
-    /// Name of the bytes that the path led to when it was opened; `None` for what is no file, or was not found then.
-    identity: Option<String>,
+    /// Where the first byte lay to which the path led when it was opened; `None` for what is no file, or was not found then.
+    beginning: Option<String>,
     options: DriveOptions,
 }
 
 impl OpenDrive {
     /// Returns why the next process would not find the drive by its path.
     fn moved(&self) -> Option<MovedDrive> {
-        let (DrivePath::File(file), Some(identity)) = (&self.path, &self.identity) else {
-            return None;
-        };
-        let reason = match Origin::of(file) {
-            Ok(origin) if origin.identity().name == *identity => return None,
-            Ok(origin) => format!("it was {identity} and is {}", origin.identity().name),
+        let known = self.beginning.as_ref()?;
+        let reason = match beginning_of(&self.path)? {
+            Ok(present) if present == *known => return None,
+            Ok(present) => format!("its first byte was {known} and is {present}"),
             Err(error) => error.to_string(),
         };
         let path = self.path.clone();
@@ -76,14 +75,12 @@ impl OpenDrive {
     }
 }
 
-/// Returns the name of the bytes of a file or block device.
-fn identity_of(path: &DrivePath) -> Option<String> {
-    match path {
-        DrivePath::File(file) => Origin::of(file)
-            .ok()
-            .map(|origin| origin.identity().name.clone()),
-        _ => None,
-    }
+/// Returns where the first byte of a file or block device lies; `None` for other drives.
+fn beginning_of(path: &DrivePath) -> Option<io::Result<String>> {
+    let DrivePath::File(file) = path else {
+        return None;
+    };
+    Some(Origin::of(file).map(|origin| beginning(&origin.identity().name)))
 }
 
 /// The drives that are open.
@@ -174,7 +171,7 @@ impl OpenDrives {
         self.0.push(OpenDrive {
             drive: drive.clone(),
             path: path.clone(),
-            identity: identity_of(path),
+            beginning: beginning_of(path).and_then(Result::ok),
             options,
         });
         Ok(drive)

@@ -366,7 +366,7 @@ fn an_upgrade_is_refused_while_the_path_of_a_drive_leads_elsewhere() {
     fs::rename(&path, &aside).unwrap();
     for (what, told) in [
         ("a rename", "No such file"),
-        ("another file at its path", "it was file:"),
+        ("another file at its path", "its first byte was 0 of file:"),
     ] {
         let refused = bench.ask("upgrade", &[]).unwrap_err();
         assert!(

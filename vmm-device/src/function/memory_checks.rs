@@ -60,8 +60,8 @@ mod tests {
         checks.ended(ms(1_000), ms(1_100));
         assert!(checks.may_begin(ms(1_100)), "several at once");
         checks.ended(ms(1_100), ms(1_102));
-        assert!(!checks.may_begin(ms(1_141)));
-        assert!(checks.may_begin(ms(1_142)));
+        assert!(!checks.may_begin(ms(1_139)));
+        assert!(checks.may_begin(ms(1_140)));
         checks.ended(ms(2_000), ms(5_000));
         assert!(!checks.may_begin(ms(6_999)));
         assert!(checks.may_begin(ms(7_000)), "two seconds at most");

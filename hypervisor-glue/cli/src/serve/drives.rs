@@ -56,7 +56,7 @@ pub(super) struct MovedDrive {
 struct OpenDrive {
     drive: Arc<Drive>,
     path: DrivePath,
-    /// Where the first byte lay to which the path led when it was opened; `None` for what is no file, or was not found then.
+    /// Place of the first byte to which the path led when it was opened; `None` for what is no file, or was not found then.
     beginning: Option<String>,
     options: DriveOptions,
 }

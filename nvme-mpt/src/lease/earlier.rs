@@ -152,8 +152,11 @@ impl Records {
         if let [base] = &ours[..]
             && DriveLabel::of_base(base).is_some()
         {
-            let below = all().cloned().collect();
-            self.other_names.insert(base.clone(), below);
+            let below = self.other_names.entry(base.clone()).or_default();
+            // Names of a boot come anew with each boot. Others are kept: one that is not reported today may be the only one
+            // tomorrow.
+            below.retain(|name| extent::boot_of_drive(name).is_none());
+            below.extend(all().cloned());
             return;
         }
         for (at, base) in ours.into_iter().enumerate() {
@@ -163,7 +166,7 @@ impl Records {
             let lasting = names.filter(|name| *name != base && extent::boot_of(name).is_none());
             let lasting: BTreeSet<String> = lasting.collect();
             if !lasting.is_empty() {
-                // A name that is not reported today may be the only one tomorrow.
+                // None is removed, for the same reason.
                 self.other_names.entry(base).or_default().extend(lasting);
             }
         }
@@ -621,6 +624,23 @@ mod tests {
             }
             let error = ledger.acquire(&of("b", after, at("1M+1M"))).unwrap_err();
             assert!(matches!(error, LeaseError::Overlap { .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_was_not_reported_for_a_while_still_refuses() {
+        let names = ["disk:wwid", "disk:serial"];
+        let both = named(names[0], &names[1..]);
+        let (one, other) = (named(names[0], &[]), named(names[1], &[]));
+        let label = DriveLabel::new("pool".parse().unwrap());
+        let over = |below: &Identity| label.identity(below.into(), 1 << 29);
+        for (first, next) in [(both.clone(), one.clone()), (over(&both), over(&one))] {
+            let dir = tempfile::tempdir().unwrap();
+            let ledger = Ledger::open(&dir.path().join("state"));
+            drop(ledger.acquire(&of("a", &first, SIZE)).unwrap());
+            drop(ledger.acquire(&of("b", &next, SIZE)).unwrap());
+            let error = ledger.acquire(&of("c", &other, SIZE)).unwrap_err();
+            assert!(matches!(error, LeaseError::EarlierName(_)), "{error}");
         }
     }
 

@@ -1,10 +1,15 @@
 //! Drives that a server has open: each host controller once, with each namespace that is used.
 
 use std::io;
+use std::path::Path;
 use std::slice;
-use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
+use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::origin::{Origin, beginning};
+use nvme_mpt::poller::start_thread;
 use nvme_mpt::{Drive, Learning};
 use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
 use nvme_mpt_vmm::options::FunctionOptions;
@@ -44,43 +49,78 @@ impl From<KeepingError> for DriveError {
     }
 }
 
-/// The path of an open drive does not lead to its bytes any more.
+/// Longest wait for the path of a drive that no function uses.
+const UNUSED_LOOK: Duration = Duration::from_millis(100);
+
+/// The next server would not find a drive by its path.
 #[derive(Debug, Error)]
-#[error("Drive {path} is open, but its path leads elsewhere by now: {reason}")]
+#[error("The path of drive {path} is not that of the open drive: {reason}")]
 pub(super) struct MovedDrive {
     path: DrivePath,
-    reason: String,
+    reason: io::Error,
 }
+
+/// Result of [`beginning_of`], which may take as long as the file system likes.
+type PathLook = Receiver<io::Result<String>>;
 
 #[derive(Debug)]
 struct OpenDrive {
     drive: Arc<Drive>,
     path: DrivePath,
-    /// Place of the first byte to which the path led when it was opened; `None` for what is no file, or was not found then.
+    /// Place of the drive's first byte when it was opened; `None` for a drive without a file.
     beginning: Option<String>,
+    /// A look at the path that has not ended.
+    look: Mutex<Option<PathLook>>,
     options: DriveOptions,
 }
 
 impl OpenDrive {
-    /// Returns why the next process would not find the drive by its path.
-    fn moved(&self) -> Option<MovedDrive> {
-        let known = self.beginning.as_ref()?;
-        let reason = match beginning_of(&self.path)? {
+    /// Returns why the next process would not find the drive by its path. A file system that does not answer in time is a
+    /// reason, too.
+    fn moved(&self, deadline: &Deadline) -> Option<MovedDrive> {
+        let (DrivePath::File(file), Some(known)) = (&self.path, &self.beginning) else {
+            return None;
+        };
+        let reason = match self.look(file, deadline) {
             Ok(present) if present == *known => return None,
-            Ok(present) => format!("its first byte was {known} and is {present}"),
-            Err(error) => error.to_string(),
+            Ok(present) => io::Error::other(format!("its first byte was {known} and is {present}")),
+            Err(error) => error,
         };
         let path = self.path.clone();
         Some(MovedDrive { path, reason })
     }
+
+    /// Finds the first byte to which the path leads, on a thread of its own. A thread that does not come back is waited for by
+    /// later calls, so there is one at most.
+    fn look(&self, file: &Path, deadline: &Deadline) -> io::Result<String> {
+        let mut look = self.look.lock().unwrap_or_else(PoisonError::into_inner);
+        // What came after its call had given up may be out of date.
+        let is_pending = |look: &PathLook| matches!(look.try_recv(), Err(TryRecvError::Empty));
+        let pending = match look.take().filter(is_pending) {
+            Some(pending) => pending,
+            None => {
+                let (sender, receiver) = sync_channel(1);
+                let file = file.to_owned();
+                // Who asked may have gone.
+                start_thread("path", move || drop(sender.send(beginning_of(&file))))?;
+                receiver
+            }
+        };
+        match pending.recv_timeout(deadline.left()) {
+            Ok(found) => found,
+            Err(RecvTimeoutError::Timeout) => {
+                *look = Some(pending);
+                let text = "its file system does not answer";
+                Err(io::Error::new(io::ErrorKind::TimedOut, text))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("the look panicked")),
+        }
+    }
 }
 
-/// Returns where the first byte of a file or block device lies; `None` for other drives.
-fn beginning_of(path: &DrivePath) -> Option<io::Result<String>> {
-    let DrivePath::File(file) = path else {
-        return None;
-    };
-    Some(Origin::of(file).map(|origin| beginning(&origin.identity().name)))
+/// Returns the place of the first byte of a file or block device.
+fn beginning_of(file: &Path) -> io::Result<String> {
+    Ok(beginning(&Origin::of(file)?.identity().name))
 }
 
 /// The drives that are open.
@@ -171,16 +211,24 @@ impl OpenDrives {
         self.0.push(OpenDrive {
             drive: drive.clone(),
             path: path.clone(),
-            beginning: beginning_of(path).and_then(Result::ok),
+            beginning: match path {
+                DrivePath::File(file) => beginning_of(file).ok(),
+                _ => None,
+            },
+            look: Mutex::default(),
             options,
         });
         Ok(drive)
     }
 
-    /// Closes unused drives whose paths lead elsewhere by now. A function that waits for its drive then finds it once it is back.
+    /// Closes drives that no function uses and that their paths do not lead to. A function that waits for such a drive opens
+    /// what is at the path now.
     pub(super) fn close_moved(&mut self, is_used: impl Fn(&Arc<Drive>) -> bool) {
-        self.0
-            .retain(|open| is_used(&open.drive) || open.moved().is_none());
+        self.0.retain(|open| {
+            let deadline = Deadline::after(&SystemClock::shared(), UNUSED_LOOK);
+            let is_elsewhere = |moved: MovedDrive| moved.reason.kind() != io::ErrorKind::TimedOut;
+            is_used(&open.drive) || !open.moved(&deadline).is_some_and(is_elsewhere)
+        });
     }
 
     /// Closes all drives but those that `used` reports. Returns the paths of those that are open no more.
@@ -199,8 +247,8 @@ impl OpenDrives {
 
     /// Returns a drive that the next process would not find by its path: a file that was renamed, removed or replaced, or a
     /// device with another number.
-    pub(super) fn find_moved(&self) -> Option<MovedDrive> {
-        self.0.iter().find_map(OpenDrive::moved)
+    pub(super) fn find_moved(&self, deadline: &Deadline) -> Option<MovedDrive> {
+        self.0.iter().find_map(|open| open.moved(deadline))
     }
 
     /// Returns all of them, each with the path by which it was opened.
@@ -335,5 +383,30 @@ mod tests {
             options(&bad, ",lba=4096"),
         ];
         assert!(paths(&OpenDrives::open_beside(&[], &functions)).is_empty());
+    }
+    #[test]
+    fn a_path_that_does_not_answer_is_waited_for_once_and_closes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let image = file(&folder, "drive");
+        let wanted = [options(&image, "")];
+        let mut drives = OpenDrives::default();
+        drop(drives.open(&wanted[0], wanted.iter(), None).unwrap());
+        let (answer, pending) = sync_channel(1);
+        *drives.0[0].look.lock().unwrap() = Some(pending);
+        let within = |time| Deadline::after(&SystemClock::shared(), time);
+        for _ in 0..2 {
+            let moved = drives.find_moved(&within(Duration::ZERO)).unwrap();
+            assert!(moved.to_string().contains("does not answer"), "{moved}");
+        }
+        drives.close_moved(|_| false);
+        assert_eq!(drives.0.len(), 1);
+        // An answer that nothing waited for is asked for again.
+        answer.send(Ok("0 of disk:other".to_owned())).unwrap();
+        let minute = Duration::from_secs(60);
+        let moved = drives.find_moved(&within(minute));
+        assert!(moved.is_none(), "{moved:?}");
+        std::fs::remove_file(&image).unwrap();
+        let moved = drives.find_moved(&within(minute)).unwrap();
+        assert!(moved.to_string().contains("No such file"), "{moved}");
     }
 }

@@ -39,7 +39,8 @@ impl Roster {
         // The next server could not even open the file of a drive that stands still.
         self.check_drives()?;
         // It would take them from their VMs.
-        if let Some(moved) = self.drives.find_moved() {
+        let deadline = Deadline::after(&SystemClock::shared(), CHECK);
+        if let Some(moved) = self.drives.find_moved(&deadline) {
             return Err(UpgradeError::Moved(moved.to_string()));
         }
         // A keeper that does not answer could not start the next server again.

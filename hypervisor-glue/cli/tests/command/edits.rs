@@ -370,7 +370,7 @@ fn an_upgrade_is_refused_while_the_path_of_a_drive_leads_elsewhere() {
     ] {
         let refused = bench.ask("upgrade", &[]).unwrap_err();
         assert!(
-            refused.contains(told) && refused.contains("drive.img is open"),
+            refused.contains(told) && refused.contains("drive.img is not that of the open drive"),
             "{refused}"
         );
         guest.check(&mut rng, what);

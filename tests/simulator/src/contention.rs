@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use nvme_mpt::drive::HostController;
 use nvme_mpt::interrupt::{ClientSignals, EventReader};
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::simulation::{acted, costs};
 use nvme_mpt::poller::start_thread;
@@ -36,7 +35,7 @@ use crate::blocks::Blocks;
 use crate::engine::Engine;
 use crate::history::BLOCK;
 use crate::runs::Less;
-use crate::scenario::{LOW, LOW_LEN, Started, config, interrupts};
+use crate::scenario::{LOW, LOW_LEN, Started, config, interrupts, lease_on};
 
 /// Blocks of a command, which are 4 KiB, and of a guest's range.
 const COMMAND_BLOCKS: u32 = 8;
@@ -97,16 +96,7 @@ impl Client {
         pollers: &Arc<Pollers>,
         rng: &mut Rng,
     ) -> Self {
-        let lease = Ledger::in_process().acquire(&LeaseRequest {
-            id: "guest",
-            drive: drive.identity(),
-            nsid: drive.namespace().nsid,
-            wanted: Wanted::At(range),
-            lba_shift: drive.lba_shift(),
-            blocks: drive.blocks(),
-            former_data: FormerData::Kept,
-        });
-        let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+        let lease = lease_on(drive, "guest", range);
         let config = AttachmentConfig {
             queue_pairs: queues,
             ..config(drive, lease, DoorbellMode::Trap, "shared:event", pollers)

@@ -11,7 +11,6 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use nvme_mpt::drive::HostController;
-use nvme_mpt::lease::{FormerData, LeaseRequest, Ledger, Wanted};
 use nvme_mpt::memory::clock;
 use nvme_mpt::memory::simulation::acted;
 use nvme_mpt::memory::sync::mpsc::{Receiver, Sender, channel, sync_channel};
@@ -32,7 +31,7 @@ use crate::guest::{Conditions, Guest, Load, Machine, Persona, Shared, Timeouts};
 use crate::runs::Less;
 use crate::scenario::{
     ABSENCES, HIGH, HIGH_LEN, Host, LOW, LOW_LEN, Scenario, Started, Tenant, any_persona, buffers,
-    config, plug, policy, rest, start_guest,
+    config, lease_on, plug, policy, rest, start_guest,
 };
 
 /// Shortest and longest time for which the disk stands still, in seconds.
@@ -77,16 +76,7 @@ impl Frozen {
         let controller: Arc<dyn HostController> = Arc::new(controller);
         let drive = Drive::new("simulated", controller, None).expect("a namespace");
         let range = ByteRange::new(0, files::SHARE).expect("a range");
-        let lease = Ledger::in_process().acquire(&LeaseRequest {
-            id: "frozen",
-            drive: drive.identity(),
-            nsid: drive.namespace().nsid,
-            wanted: Wanted::At(range),
-            lba_shift: drive.lba_shift(),
-            blocks: drive.blocks(),
-            former_data: FormerData::Kept,
-        });
-        let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+        let lease = lease_on(&drive, "frozen", range);
         let persona = patient_persona(rng);
         let doorbells = persona.doorbells();
         let config = config(&drive, lease, doorbells, policy(doorbells, rng), pollers);

@@ -543,6 +543,20 @@ pub(crate) fn any_persona(rng: &mut Rng) -> Persona {
     Persona::ALL[rng.below(Persona::ALL.len() as u64) as usize]
 }
 
+/// Returns a lease of a ledger that ends with the process.
+pub(crate) fn lease_on(drive: &Drive, id: &str, range: ByteRange) -> Lease {
+    let lease = Ledger::in_process().acquire(&LeaseRequest {
+        id,
+        drive: drive.identity(),
+        nsid: drive.namespace().nsid,
+        wanted: Wanted::At(range),
+        lba_shift: drive.lba_shift(),
+        blocks: drive.blocks(),
+        former_data: FormerData::Kept,
+    });
+    lease.unwrap_or_else(|error| panic!("no lease: {error}"))
+}
+
 /// One guest with a function on a range of a drive, which is paused at times.
 pub(crate) fn run_alone<W: Work + 'static>(
     controller: Arc<dyn HostController>,
@@ -554,16 +568,7 @@ pub(crate) fn run_alone<W: Work + 'static>(
 ) {
     let persona = any_persona(rng);
     let drive = Drive::new("simulated", controller, None).expect("a namespace");
-    let lease = Ledger::in_process().acquire(&LeaseRequest {
-        id: "guest",
-        drive: drive.identity(),
-        nsid: drive.namespace().nsid,
-        wanted: Wanted::At(range),
-        lba_shift: drive.lba_shift(),
-        blocks: drive.blocks(),
-        former_data: FormerData::Kept,
-    });
-    let lease = lease.unwrap_or_else(|error| panic!("no lease: {error}"));
+    let lease = lease_on(&drive, "guest", range);
     let doorbells = persona.doorbells();
     let policy = policy(doorbells, rng);
     let config = config(&drive, lease, doorbells, policy, &Pollers::new());

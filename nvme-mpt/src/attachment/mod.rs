@@ -134,7 +134,7 @@ impl Attachment {
         Self::with_spares(config, parts, None)
     }
 
-    /// The same, for a process whose keeper has spare descriptions of the files of leases.
+    /// As [`Self::with_parts`]; `spares` holds spare descriptions of the lease's files for the next process.
     ///
     /// # Errors
     /// As [`Self::with_parts`].

@@ -65,7 +65,7 @@ enum LeasesCommand {
         /// The drive has lost the label of that name, as by growing: write it again
         #[arg(long)]
         again: bool,
-        /// The drive is none of those that the ledger knows and that this host does not have now
+        /// The drive is new to this host: it is not one of the missing drives that the ledger knows
         #[arg(long, conflicts_with = "again")]
         other: bool,
     },

@@ -6,10 +6,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt_keep::{KeepError, Store};
 
-/// Prefix of names whose descriptors give way to others if the keeper has no room for all.
+/// Prefix of spare descriptions. A full keeper drops these first.
 pub(super) const SPARE: &str = "spare-";
 
-/// Consequence of a lease whose spare descriptions the keeper has no room for.
+/// Message about a lease without spare descriptions.
 pub(super) const LEFT_OUT: &str =
     "if this server is killed, a write of the lease may be lost without a word";
 
@@ -130,8 +130,8 @@ impl Registry {
         (stored + more) as u64 <= self.store.max()
     }
 
-    /// Has the keeper let go of spare descriptions, which are passed on still, until it has room for so many descriptors. Returns
-    /// whether it has.
+    /// Drops spare descriptions from the keeper until `more` descriptors fit. An upgrade still passes the dropped ones on. Returns
+    /// whether there is room.
     fn make_room(
         &self,
         entries: &mut BTreeMap<String, Entry>,
@@ -150,7 +150,7 @@ impl Registry {
         Ok(true)
     }
 
-    /// Returns the names that begin so.
+    /// Returns the names that begin with `prefix`.
     pub(super) fn names(&self, prefix: &str) -> Vec<String> {
         let entries = self.entries();
         let names = entries.keys().filter(|name| name.starts_with(prefix));

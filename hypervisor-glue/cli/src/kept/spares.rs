@@ -19,7 +19,7 @@ use super::{KEEPER_PATIENCE, hash};
 #[derive(Debug)]
 pub(crate) struct Spares {
     registry: Arc<Registry>,
-    /// Another server has them from now on.
+    /// The next server owns the entries.
     is_over: AtomicBool,
 }
 
@@ -40,7 +40,7 @@ impl Spares {
         Self { registry, is_over }
     }
 
-    /// Changes nothing in the keeper any more if `is_over` is set, as another server has all of it.
+    /// Stops all changes in the keeper if `is_over` is set: the next server owns its entries.
     pub(crate) fn leave(&self, is_over: bool) {
         self.is_over.store(is_over, Ordering::Release);
     }
@@ -49,7 +49,7 @@ impl Spares {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Has the keeper let go of leases of other drives than these, to which no function comes back.
+    /// Drops the entries of drives that are not open: no function will use them again.
     pub(crate) fn forget_drives_but(&self, open: &[Arc<Drive>]) {
         if self.is_over() {
             return;

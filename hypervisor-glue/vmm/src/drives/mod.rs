@@ -523,7 +523,7 @@ pub enum LabelError {
         /// Name of its label.
         name: DriveName,
     },
-    /// It may be a drive with data of leases.
+    /// The drive may be one that the host lost, with data of leases.
     #[error(
         "Drive `{path}` may be {lost}, which this host does not have now, with data of \"{}\": if it is, go on with `nvme-mpt \
          leases carry-over '{lost}' {path}` first, or with --again and that name if it has lost its label; if not, say \
@@ -555,7 +555,7 @@ pub enum LabelError {
 }
 
 /// Gives a drive a label by which its leases are found again. Existing leases of the drive move to that name. With `again`,
-/// writes the label that the ledger knows. With `is_other`, the drive is none that the ledger knows by another name.
+/// writes the label that the ledger knows. `is_other` is the operator's word that the drive is not a missing one.
 ///
 /// # Errors
 /// See [`LabelError`]. After an error, the drive has no label or a complete one.

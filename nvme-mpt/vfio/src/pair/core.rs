@@ -381,15 +381,15 @@ impl Core {
             _ => None,
         };
         if let Some(status) = refusal {
-            for sqe in staged {
-                member.done.push(failed(sqe, status));
-            }
+            member.take_uncounted(staged.iter().map(|sqe| failed(sqe, status)));
             return;
         }
         member.last_batch = now;
+        // All queues of a lease are one tenant: many shallow ones are as busy as a deep one.
+        let outstanding = outstanding.max(member.count(staged.len() as u32));
         let longest = staged
             .iter()
-            .map(|sqe| member.whole.data_len(sqe))
+            .map(|sqe| member.whole.touched(sqe, memory))
             .max()
             .unwrap_or(0);
         if !is_governed || Class::is_heavy(outstanding, longest) {
@@ -398,7 +398,7 @@ impl Core {
         }
         let is_light = now > member.heavy_until && member.waiting.is_empty();
         for sqe in staged {
-            let len = member.whole.data_len(sqe);
+            let len = member.whole.touched(sqe, memory);
             let class = if is_light {
                 Class::light(NvmOpcode(sqe.opcode()), outstanding)
             } else {
@@ -406,7 +406,7 @@ impl Core {
             };
             let interruptible = is_light_present && class == Class::HEAVY;
             let split = member.splits.as_mut().and_then(|splits| {
-                let grain = splits.grain(len, interruptible)?;
+                let grain = splits.grain(member.whole.data_len(sqe), interruptible)?;
                 Some((splits, grain))
             });
             let is_split = split.is_some();
@@ -622,33 +622,39 @@ impl Core {
             let Some(entry) = first.take().or_else(|| self.rings.next()) else {
                 return;
             };
-            if let Some((member, completion)) = self.land(&entry, &clock) {
-                deliver(&mut self.members, member, completion);
-            }
+            self.land(&entry, &clock);
         }
     }
 
     /// Hands a member its part of a completion, if it gets any. `clock` is asked for commands whose latency
     /// counts.
     #[inline]
-    fn land(
-        &mut self,
-        entry: &Cqe,
-        clock: impl Fn() -> Option<Ticks>,
-    ) -> Option<(u16, HostCompletion)> {
-        let dw0 = entry.dw0();
+    fn land(&mut self, entry: &Cqe, clock: impl Fn() -> Option<Ticks>) {
         match self.flights.land(entry.cid(), entry.status()) {
-            Some(Landing::Plain {
+            Some(landing) => self.deliver(landing, entry.dw0(), clock),
+            None => self.stats.late_completions += 1,
+        }
+    }
+
+    /// Gives a member what has landed.
+    #[inline]
+    fn deliver(&mut self, landing: Landing, dw0: u32, clock: impl Fn() -> Option<Ticks>) {
+        match landing {
+            Landing::Plain {
                 member,
                 slot,
                 status,
-            }) => Some((member, HostCompletion { slot, status, dw0 })),
-            Some(Landing::Special(flight, status)) => self
-                .settle(&flight, status, dw0, clock())
-                .map(|completion| (flight.member, completion)),
-            None => {
-                self.stats.late_completions += 1;
-                None
+            } => {
+                if let Some(member) = self.member(member) {
+                    member.take_uncounted([HostCompletion { slot, status, dw0 }]);
+                }
+            }
+            Landing::Special(flight, status) => {
+                if let Some(completion) = self.settle(&flight, status, dw0, clock())
+                    && let Some(member) = self.member(flight.member)
+                {
+                    member.done.push(completion);
+                }
             }
         }
     }
@@ -683,14 +689,14 @@ impl Core {
     /// Takes completions of a member from a pair that it left.
     pub(super) fn hand_on(&mut self, number: u16, done: &[HostCompletion]) {
         if let Some(member) = self.member(number) {
-            member.done.extend_from_slice(done);
+            member.take_uncounted(done.iter().copied());
         }
     }
 
     /// Moves a member's completions out.
     pub(super) fn swap_done(&mut self, number: u16, ready: &mut Vec<HostCompletion>) {
         if let Some(member) = self.member(number) {
-            std::mem::swap(&mut member.done, ready);
+            member.swap_done(ready);
         }
     }
 
@@ -721,26 +727,8 @@ impl Core {
     pub(super) fn fail_in_flight(&mut self, status: Status) {
         self.harvest(None, || None);
         for cid in self.flights.cids() {
-            let landed = match self.flights.land(cid, status) {
-                Some(Landing::Plain {
-                    member,
-                    slot,
-                    status,
-                }) => Some((
-                    member,
-                    HostCompletion {
-                        slot,
-                        status,
-                        dw0: 0,
-                    },
-                )),
-                Some(Landing::Special(flight, status)) => self
-                    .settle(&flight, status, 0, None)
-                    .map(|completion| (flight.member, completion)),
-                None => None,
-            };
-            if let Some((member, completion)) = landed {
-                deliver(&mut self.members, member, completion);
+            if let Some(landing) = self.flights.land(cid, status) {
+                self.deliver(landing, 0, || None);
             }
         }
     }
@@ -771,12 +759,6 @@ impl Core {
             doorbell_writes_saved: self.rings.doorbell_writes_saved(),
             ..self.stats
         }
-    }
-}
-
-fn deliver(members: &mut [Option<Box<Member>>], number: u16, completion: HostCompletion) {
-    if let Some(Some(member)) = members.get_mut(usize::from(number)) {
-        member.done.push(completion);
     }
 }
 

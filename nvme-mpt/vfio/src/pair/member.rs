@@ -18,7 +18,7 @@ const WEIGHT_MIN: u64 = 4096;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Waiting {
     pub(super) sqe: Sqe,
-    /// Bytes that it transfers; 0 for commands without data.
+    /// Bytes that it transfers, or that it touches without data; 0 for others.
     pub(super) len: u64,
     pub(super) class: Class,
     pub(super) arrived: Ticks,
@@ -51,6 +51,10 @@ pub(super) struct Member {
     pub(super) last_batch: Ticks,
     /// True if the drive gets no command of it any more.
     pub(super) revoked: bool,
+    /// Commands that it has counted at its lease.
+    counted: u32,
+    /// Completions in `done` of commands that were never counted there.
+    uncounted: u32,
 }
 
 impl Member {
@@ -74,7 +78,39 @@ impl Member {
             home: None,
             last_batch: Ticks::default(),
             revoked,
+            counted: 0,
+            uncounted: 0,
         }
+    }
+
+    /// Counts commands that take their turn. Returns how many its lease has outstanding, of all its queues.
+    #[inline]
+    pub(super) fn count(&mut self, commands: u32) -> u32 {
+        self.counted += commands;
+        self.queue.lease.submitted(commands)
+    }
+
+    /// Takes completions of commands that it has not counted.
+    pub(super) fn take_uncounted(&mut self, done: impl IntoIterator<Item = HostCompletion>) {
+        let before = self.done.len();
+        self.done.extend(done);
+        self.uncounted += (self.done.len() - before) as u32;
+    }
+
+    /// Moves its completions out.
+    #[inline]
+    pub(super) fn swap_done(&mut self, ready: &mut Vec<HostCompletion>) {
+        std::mem::swap(&mut self.done, ready);
+        if !ready.is_empty() {
+            self.uncount(ready.len() as u32);
+        }
+    }
+
+    fn uncount(&mut self, done: u32) {
+        let ended = done.saturating_sub(std::mem::take(&mut self.uncounted));
+        let ended = ended.min(self.counted);
+        self.counted -= ended;
+        self.queue.lease.ended(ended);
     }
 
     /// The class of what is dispatched next, and what it weighs; of a command that is split, no more
@@ -114,5 +150,11 @@ impl Member {
         {
             self.waiting.pop_front();
         }
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        self.queue.lease.ended(self.counted);
     }
 }

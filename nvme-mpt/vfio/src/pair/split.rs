@@ -13,7 +13,9 @@
 
 use nvme_mpt::address::PAGE_SIZE;
 use nvme_mpt::host::{HostCompletion, HostMemory};
-use nvme_mpt::spec::nvm::ReadWrite;
+use nvme_mpt::learn::WINDOW_MAX;
+use nvme_mpt::memory::RawWords;
+use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, ReadWrite};
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::{Psdt, Sqe};
 use nvme_mpt::spec::status::Status;
@@ -54,12 +56,67 @@ impl WholeLimit {
         }
     }
 
+    /// Bytes of the drive that a command reads, writes or gives back, as they count among tenants: no more than the
+    /// largest window, so that whoever gives a whole lease back waits its turn for no longer than after as many bytes of data.
+    #[inline]
+    pub(super) fn touched(&self, sqe: &Sqe, memory: HostMemory<'_>) -> u64 {
+        match self.data_len(sqe) {
+            0 => self.touched_without_data(sqe, memory).min(WINDOW_MAX),
+            len => len,
+        }
+    }
+
+    #[cold]
+    fn touched_without_data(&self, sqe: &Sqe, memory: HostMemory<'_>) -> u64 {
+        let blocks = match NvmOpcode(sqe.opcode()) {
+            NvmOpcode::WRITE_ZEROES | NvmOpcode::VERIFY | NvmOpcode::WRITE_UNCORRECTABLE => {
+                u64::from(sqe.cdw12 & 0xFFFF) + 1
+            }
+            NvmOpcode::DATASET_MANAGEMENT => {
+                let command = DatasetManagement::from(sqe);
+                let count = if command.ad {
+                    usize::from(command.nr_z) + 1
+                } else {
+                    0
+                };
+                ranges(sqe, memory, count, size_of::<DsmRange>(), |words, at| {
+                    words.read(at) >> 32
+                })
+            }
+            NvmOpcode::COPY => {
+                let count = usize::from(CopyCommand::from(sqe).nr_z) + 1;
+                ranges(sqe, memory, count, size_of::<CopyRange0>(), |words, at| {
+                    (words.read(at + 2) & 0xFFFF) + 1
+                })
+            }
+            _ => 0,
+        };
+        blocks << self.lba_shift
+    }
+
     /// Returns whether the drive takes a command at once.
     #[inline]
     pub(super) fn is_whole(&self, sqe: &Sqe) -> bool {
         // Commands whose dword 12 is something else are rarely that large there.
         sqe.cdw12 as u16 <= self.nlb_z || self.data_len(sqe) <= self.bytes
     }
+}
+
+/// Adds up the blocks of a command's ranges, which lie in its slot's own list. `blocks` reads those of the range at a word.
+fn ranges(
+    sqe: &Sqe,
+    memory: HostMemory<'_>,
+    count: usize,
+    size: usize,
+    blocks: impl Fn(&RawWords<'_>, usize) -> u64,
+) -> u64 {
+    let list = memory.lists.resolve(sqe.dptr[0], count * size);
+    let Some(words) = list.and_then(|list| list.words()) else {
+        return 0;
+    };
+    (0..count)
+        .map(|range| blocks(&words, range * size / size_of::<u64>()))
+        .sum()
 }
 
 /// The smallest grain: two pages, so that a command of more than one has a PRP list.

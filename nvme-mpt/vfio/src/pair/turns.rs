@@ -16,17 +16,19 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use nvme_mpt::limit::Weight;
 
 /// Virtual time of a byte at weight 1.
 const BYTE: u64 = 1 << 32;
 
-/// A lease as queue pairs know it: its reservation and its weight.
+/// A lease as queue pairs know it: its reservation, its weight, and the commands of all its queues.
 #[derive(Debug)]
 pub struct LeaseShare {
     reservation: Option<u64>,
+    /// Commands that its queues submitted in turn and have not got back. It is changed once per batch.
+    outstanding: AtomicU32,
     /// Virtual time of a byte.
     per_byte: AtomicU64,
     /// True while its namespace is not the one that was leased.
@@ -39,6 +41,7 @@ impl LeaseShare {
     pub fn new(reservation: Option<u64>) -> Arc<Self> {
         let share = Self {
             reservation,
+            outstanding: AtomicU32::default(),
             per_byte: AtomicU64::default(),
             revoked: AtomicBool::default(),
         };
@@ -66,6 +69,19 @@ impl LeaseShare {
 
     pub(super) fn is_revoked(&self) -> bool {
         self.revoked.load(Ordering::Relaxed)
+    }
+
+    /// A queue submitted so many commands. Returns how many the lease has outstanding with them.
+    #[inline]
+    pub(super) fn submitted(&self, commands: u32) -> u32 {
+        let before = self.outstanding.fetch_add(commands, Ordering::Relaxed);
+        before.saturating_add(commands)
+    }
+
+    /// A queue got so many commands back, or lets go of them.
+    #[inline]
+    pub(super) fn ended(&self, commands: u32) {
+        self.outstanding.fetch_sub(commands, Ordering::Relaxed);
     }
 
     fn time_of(&self, bytes: u64) -> u128 {

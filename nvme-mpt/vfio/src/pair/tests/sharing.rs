@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::super::VfioQueue;
 use super::super::governor::Governor;
+use super::super::{LeaseShare, VfioQueue};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
 use nvme_mpt::clock::{Rate, Ticks};
@@ -149,6 +149,8 @@ struct Load {
     /// When it begins, and when it ends.
     from: u64,
     until: u64,
+    /// Lease that it is a queue of; `None` for one of its own.
+    lease: Option<usize>,
 }
 
 const QUIET: Load = Load {
@@ -158,6 +160,7 @@ const QUIET: Load = Load {
     pause: 0,
     from: 0,
     until: u64::MAX,
+    lease: None,
 };
 
 const LOUD: Load = Load {
@@ -167,6 +170,7 @@ const LOUD: Load = Load {
     pause: 0,
     from: 0,
     until: u64::MAX,
+    lease: None,
 };
 
 struct Guest {
@@ -225,11 +229,17 @@ fn simulate_with(
         working: vec![None; speed.channels],
         random: 1,
     };
+    let leases: Vec<_> = loads.iter().map(|_| LeaseShare::new(None)).collect();
     let mut guests: Vec<_> = loads
         .iter()
-        .map(|load| Guest {
+        .zip(0..)
+        .map(|(load, number)| Guest {
             load: *load,
-            queue: handles[load.pair].join(load.depth, 9, Box::new(())),
+            queue: handles[load.pair].join_lease(
+                load.depth,
+                9,
+                &leases[load.lease.unwrap_or(number)],
+            ),
             lender: Lender::new(load.depth.into()),
             submitted: vec![0; load.depth.into()],
             free: (0..load.depth).map(|slot| (load.from, slot)).collect(),
@@ -394,6 +404,33 @@ fn a_quiet_guest_on_a_drive_of_a_few_channels() {
             assert!(p99 <= 200, "{p99} %");
             assert!(loud >= 49, "{loud} %");
         }
+    }
+}
+
+/// Queues of one guest, each of which is shallow, are not quiet guests: together they have their share, beside a deep
+/// queue of another guest.
+#[test]
+fn many_shallow_queues_of_a_guest_are_one_busy_guest() {
+    let shallow = Load {
+        depth: 4,
+        lease: Some(0),
+        ..QUIET
+    };
+    let deep = Load { depth: 32, ..LOUD };
+    for (speed, queues) in [(SERIAL, 64), (EMULATED, 64), (PARALLEL, 64)] {
+        let mut loads = vec![shallow; queues];
+        loads.push(deep);
+        let seen = simulate(speed, 1, &loads, SECOND);
+        let of_shallow: usize = seen[..queues].iter().map(|seen| seen.commands).sum();
+        let of_deep = seen[queues].commands;
+        println!("{of_shallow} and {of_deep} commands");
+        // The deep one has 32 at most in the drive, of about 288.
+        let due = if speed.channels == 1 {
+            of_shallow * 9 / 10
+        } else {
+            of_shallow / 10
+        };
+        assert!(of_deep >= due, "{of_deep} of {of_shallow}");
     }
 }
 

@@ -7,6 +7,7 @@ use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::host::{HostCompletion, HostQueue};
+use nvme_mpt::learn::WINDOW_MAX;
 use nvme_mpt::limit::Weight;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
@@ -34,6 +35,7 @@ struct Guest {
     queue: VfioQueue,
     lender: Lender,
     index: u64,
+    opcode: NvmOpcode,
     blocks: u32,
     free: Vec<u16>,
 }
@@ -44,6 +46,7 @@ impl Guest {
             queue: pair.join_lease(depth, 9, lease),
             lender: Lender::new(depth.into()),
             index,
+            opcode: NvmOpcode::READ,
             blocks: 8,
             free: (0..depth).collect(),
         }
@@ -56,8 +59,19 @@ impl Guest {
             || Ticks(now),
             |completion: HostCompletion| free.push(completion.slot),
         );
-        let read = |slot| command(NvmOpcode::READ, slot, self.index << QUEUE, self.blocks);
-        let commands: Vec<Sqe> = free.drain(..).map(read).collect();
+        let (opcode, lists) = (self.opcode, &mut self.lender.lists);
+        let make = |slot| {
+            let mut sqe = command(opcode, slot, self.index << QUEUE, self.blocks);
+            if opcode == NvmOpcode::DATASET_MANAGEMENT {
+                // One range, deallocated.
+                let (list, iova) = lists.of_slot(slot);
+                list[0] = u64::from(self.blocks) << 32;
+                (sqe.dptr[0], sqe.cdw11, sqe.cdw12) = (iova.bits(), 1 << 2, 0);
+                (sqe.cdw10, sqe.cdw13) = (0, self.index as u32);
+            }
+            sqe
+        };
+        let commands: Vec<Sqe> = free.drain(..).map(make).collect();
         if !commands.is_empty() {
             submit_at(&mut self.queue, &self.lender, &commands, Ticks(now));
         }
@@ -66,7 +80,10 @@ impl Guest {
 
 /// Queue of a command.
 fn queue_of(sqe: &Sqe) -> usize {
-    (sqe.cdw10_11() >> QUEUE) as usize
+    match NvmOpcode(sqe.opcode()) {
+        NvmOpcode::DATASET_MANAGEMENT => sqe.cdw13 as usize,
+        _ => (sqe.cdw10_11() >> QUEUE) as usize,
+    }
 }
 
 /// A drive that works on one command after the other, and its guests, of one queue each.
@@ -160,6 +177,31 @@ fn bytes_count_where_commands_differ() {
     world.poll();
     world.run(PLACES);
     check(&world.run(2000), &[4, 1]);
+}
+
+/// Commands without data count by what they touch, so that 64 KiB of zeroes are not as little as 4 KiB of data.
+#[test]
+fn zeroes_and_deallocations_count_what_they_touch() {
+    for opcode in [NvmOpcode::WRITE_ZEROES, NvmOpcode::DATASET_MANAGEMENT] {
+        let leases = [lease(100), lease(100)];
+        let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], DEPTH)]);
+        (world.guests[1].opcode, world.guests[1].blocks) = (opcode, 128);
+        world.poll();
+        world.run(PLACES);
+        check(&world.run(1700), &[16, 1]);
+    }
+}
+
+/// One that gives a whole lease back does not wait for as many bytes of its neighbour's.
+#[test]
+fn a_deallocation_counts_as_the_largest_window_at_most() {
+    let leases = [lease(100), lease(100)];
+    let mut world = World::new(&[(&leases[0], DEPTH), (&leases[1], DEPTH)]);
+    (world.guests[1].opcode, world.guests[1].blocks) = (NvmOpcode::DATASET_MANAGEMENT, u32::MAX);
+    world.poll();
+    world.run(PLACES);
+    let window = (WINDOW_MAX >> 12) as usize;
+    check(&world.run(4 * (window + 1)), &[window, 1]);
 }
 
 #[test]

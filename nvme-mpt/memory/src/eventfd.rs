@@ -6,11 +6,10 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
-
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::time::Duration;
 
-use vmm_sys_util::epoll::{Epoll, EpollEvent};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
 /// Takes a descriptor that a client sent as an eventfd.
@@ -91,9 +90,21 @@ pub fn wait(epoll: &Epoll, time: Option<Duration>, events: &mut [EpollEvent]) ->
     }
 }
 
+/// Returns whether a descriptor can be read now.
+///
+/// # Errors
+/// Returns the kernel's error when there are no descriptors left.
+pub fn is_ready(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    let epoll = Epoll::new()?;
+    let event = EpollEvent::new(EventSet::IN, 0);
+    epoll.ctl(ControlOperation::Add, fd.as_raw_fd(), event)?;
+    Ok(epoll.wait(0, &mut [EpollEvent::default()])? > 0)
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::os::fd::AsFd;
 
     use super::*;
 
@@ -106,6 +117,15 @@ mod tests {
             let error = ours.write(1).unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
         }
+    }
+
+    #[test]
+    fn a_descriptor_is_ready_once_it_can_be_read() {
+        let eventfd = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        let fd = share(&eventfd).unwrap();
+        assert!(!is_ready(fd.as_fd()).unwrap());
+        signal(&eventfd).unwrap();
+        assert!(is_ready(fd.as_fd()).unwrap() && is_ready(fd.as_fd()).unwrap());
     }
 
     #[test]

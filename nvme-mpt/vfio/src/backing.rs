@@ -14,7 +14,8 @@ use nvme_mpt::memory::Mapping;
 /// An NVMe function, as its driver reaches it: registers, doorbells, and DMA through an [`Iommu`].
 ///
 /// A function may disappear at any time (hot removal). Then registers read as all ones, writes go
-/// nowhere, and everything else says [`io::ErrorKind::NotConnected`]; nothing faults.
+/// nowhere, and everything else says [`io::ErrorKind::NotConnected`]; nothing faults. The same holds for a while where its
+/// link is down or the kernel resets it, and [`Self::is_gone`] tells the two apart.
 pub trait Backing: Send + Sync + fmt::Debug {
     /// Returns its name for messages: a PCI address, as in `0000:01:00.0`.
     fn name(&self) -> &str;
@@ -75,7 +76,8 @@ pub trait Backing: Send + Sync + fmt::Debug {
     /// [`Self::release`] is the answer.
     fn removal_request(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Returns whether the function is there no more: removed, or [released](Self::release).
+    /// Returns whether the function is there no more, for good: removed, or [released](Self::release). One that does not
+    /// answer may come back.
     fn is_gone(&self) -> bool;
 
     /// Returns descriptors by which another process goes on with the function, as it is. This one ends without giving it

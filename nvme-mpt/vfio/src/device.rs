@@ -26,7 +26,7 @@ use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
 use super::ioctl::{self, Region};
 use nvme_mpt::iova::Iommu;
 use nvme_mpt::memory::sync::RwLock;
-use nvme_mpt::memory::{Mapping, Registers};
+use nvme_mpt::memory::{Mapping, Registers, eventfd};
 
 /// Start of the doorbells in BAR0 (NVMe over PCIe Transport 1.0, section 3.1.2).
 const DOORBELLS: u64 = 0x1000;
@@ -212,6 +212,13 @@ impl VfioBacking {
         })
     }
 
+    /// Returns whether the kernel removes the function, or wants it back otherwise. It recovers links and resets functions
+    /// without that.
+    fn is_wanted_back(&self) -> bool {
+        let removal = self.removal.as_ref().map(AsFd::as_fd);
+        removal.is_some_and(|removal| eventfd::is_ready(removal).unwrap_or(false))
+    }
+
     fn read_unmapped(&self, offset: usize) -> u32 {
         let mut word = [0; 4];
         let read = self.with_device(|device| {
@@ -359,7 +366,7 @@ impl Backing for VfioBacking {
             .any(|window| window.registers.mapping().is_lost());
         let is_gone = is_lost
             || self
-                .with_device(|device| Ok(is_absent(device, &self.config)))
+                .with_device(|device| Ok(is_absent(device, &self.config) && self.is_wanted_back()))
                 .unwrap_or(true);
         if is_gone && !self.gone.swap(true, Ordering::AcqRel) {
             warn!("{} is there no more", self.name);
@@ -406,7 +413,7 @@ fn change_command(device: &File, config: &Region, set: u16, clear: u16) -> io::R
     Ok(())
 }
 
-/// Returns whether nothing answers in the function's place.
+/// Returns whether nothing answers in the function's place, at least for now.
 fn is_absent(device: &File, config: &Region) -> bool {
     let mut word = [0; 4];
     let read = device.read_exact_at(&mut word, config.offset + REVISION_AND_CLASS);

@@ -43,6 +43,8 @@ pub struct ModelDrive {
     removal: (PipeReader, PipeWriter),
     /// True once it is gone from the bus.
     vanished: AtomicBool,
+    /// True while it does not answer, though it is there.
+    silent: AtomicBool,
     released: AtomicBool,
     judge_on_release: bool,
     admin_timeout: Mutex<Duration>,
@@ -77,6 +79,7 @@ impl ModelDrive {
             doorbells,
             removal: io::pipe().expect("descriptors"),
             vanished: AtomicBool::new(false),
+            silent: AtomicBool::new(false),
             released: AtomicBool::new(false),
             judge_on_release,
             admin_timeout: Mutex::new(ADMIN_TIMEOUT),
@@ -97,17 +100,22 @@ impl ModelDrive {
         !self.vanished.load(Ordering::Acquire) && !self.released.load(Ordering::Acquire)
     }
 
-    /// A register, or all ones if the drive is gone.
+    /// Returns whether it is there and its link is up.
+    fn is_reached(&self) -> bool {
+        self.answers() && !self.silent.load(Ordering::Acquire)
+    }
+
+    /// A register, or all ones if the drive is gone or silent.
     pub(super) fn register(&self, offset: u64) -> u64 {
-        match self.answers() {
+        match self.is_reached() {
             true => self.controller().read_register(offset),
             false => u64::MAX,
         }
     }
 
-    /// Writes a register, if the drive is there.
+    /// Writes a register, if the drive is reached.
     pub(super) fn set_register(&self, offset: u64, value: u64) {
-        if self.answers() {
+        if self.is_reached() {
             self.controller().write_register(offset, value);
         }
     }
@@ -185,6 +193,22 @@ impl ModelDrive {
         let mut controller = self.controller();
         self.vanished.store(true, Ordering::Release);
         controller.forget();
+    }
+
+    /// From now on it neither answers nor works, as while the kernel recovers its link, or resets the function.
+    pub fn fall_silent(&self, is_reset: bool) {
+        // No register is being read or written.
+        let mut controller = self.controller();
+        self.silent.store(true, Ordering::Release);
+        if is_reset {
+            controller.reset_function();
+        }
+    }
+
+    /// Ends [`Self::fall_silent`].
+    pub fn answer_again(&self) {
+        let _controller = self.controller();
+        self.silent.store(false, Ordering::Release);
     }
 
     /// Requests removal in order: its driver is asked to release it.
@@ -294,7 +318,7 @@ fn run(drive: &Weak<ModelDrive>) {
     while let Some(drive) = drive.upgrade() {
         let mut busy = false;
         let mut next = None;
-        if drive.answers() {
+        if drive.is_reached() {
             let mut controller = drive.controller();
             busy = controller.turn(clock::monotonic());
             next = controller.next();
@@ -377,7 +401,7 @@ impl Backing for ModelDrive {
     }
 
     fn set_bus_master(&self, enabled: bool) -> io::Result<()> {
-        if !self.answers() {
+        if !self.is_reached() {
             return Err(gone());
         }
         self.controller().bus_master = enabled;
@@ -385,7 +409,7 @@ impl Backing for ModelDrive {
     }
 
     fn reset(&self) -> io::Result<()> {
-        if !self.answers() {
+        if !self.is_reached() {
             return Err(gone());
         }
         self.controller().reset_function();

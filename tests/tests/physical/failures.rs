@@ -31,7 +31,7 @@ use crate::load::{Load, Tally};
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Two queue pairs, so that three guests share them, and commands that are split.
-fn scarce() -> Options {
+pub(crate) fn scarce() -> Options {
     Options {
         queue_pairs: 2,
         mdts: 4,
@@ -41,7 +41,7 @@ fn scarce() -> Options {
 }
 
 /// A pair for every queue, and commands as they are.
-fn ample() -> Options {
+pub(crate) fn ample() -> Options {
     Options {
         mdts: 0,
         ..scarce_with(16)
@@ -56,16 +56,20 @@ fn scarce_with(queue_pairs: u16) -> Options {
 }
 
 /// Counts in the end.
-struct Outcome {
-    tally: Tally,
+pub(crate) struct Outcome {
+    pub(crate) tally: Tally,
     drive: Counters,
-    incidents: Incidents,
+    pub(crate) incidents: Incidents,
 }
 
 /// Three guests, two queues each, under load while something goes wrong that the drive or its driver
 /// gets over: afterwards they go on.
 #[track_caller]
-fn survives(options: Options, deadline: Duration, fail: impl Fn(&Host, &[Load])) -> Outcome {
+pub(crate) fn survives(
+    options: Options,
+    deadline: Duration,
+    fail: impl Fn(&Host, &[Load]),
+) -> Outcome {
     let host = Host::with(options, deadline);
     let loads: Vec<Load> = (0..3)
         .map(|nth| Load::start(&host, &Setup::nth(nth), 2, 12))
@@ -117,7 +121,7 @@ fn without_reset(host: &Host, attempt: impl Fn(&dyn Fn() -> bool)) {
 
 /// Waits for resets, as the drive's driver counts them.
 #[track_caller]
-fn resets(host: &Host, count: u64) {
+pub(crate) fn resets(host: &Host, count: u64) {
     wait_for("a reset", || host.incidents().resets >= count);
     wait_for("the drive to be ready again", || {
         host.model.counters().enables > count
@@ -341,7 +345,7 @@ fn errors_reach_the_guest_that_they_are_for() {
 /// Guests of a drive that is gone for good: every command completes, with an error that is not to be
 /// tried again, and nobody hangs.
 #[track_caller]
-fn ends(
+pub(crate) fn ends(
     options: Options,
     deadline: Duration,
     end: impl Fn(&Host),
@@ -372,7 +376,7 @@ fn ends(
 
 /// The same drive's guests after it is gone: their controllers can be reset, their commands fail.
 #[track_caller]
-fn is_buried((host, machines): (Host, Vec<crate::function::Machine>)) {
+pub(crate) fn is_buried((host, machines): (Host, Vec<crate::function::Machine>)) {
     for machine in &machines {
         let mut controller = machine.attach();
         controller.identify_namespace(1).unwrap();
@@ -480,7 +484,7 @@ fn a_drive_that_goes_while_it_is_reset_is_gone_before_it_is_given_back() {
 }
 
 #[track_caller]
-fn resets_begin(host: &Host) {
+pub(crate) fn resets_begin(host: &Host) {
     wait_for("a reset", || host.incidents().resets >= 1);
 }
 

@@ -22,4 +22,5 @@ mod prp;
 mod reservations;
 #[path = "../function/sgl.rs"]
 mod sgl;
+mod silence;
 mod weights;

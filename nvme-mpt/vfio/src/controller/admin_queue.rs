@@ -233,9 +233,7 @@ impl AdminQueue {
                     return Err(ControllerError::Gone);
                 }
                 // The lock of the pairs, for which the reset waits, may be held meanwhile.
-                if self.is_fatal() {
-                    return Err(ControllerError::Fatal);
-                }
+                self.check_status()?;
             }
             let timeout = self.backing.admin_timeout();
             if self.clock.now().saturating_sub(started) >= timeout {
@@ -249,10 +247,14 @@ impl AdminQueue {
         }
     }
 
-    /// Returns whether the controller reports CSTS.CFS. All ones come from a function that is going.
-    fn is_fatal(&self) -> bool {
-        let value = self.backing.read32(offset::CSTS as usize);
-        value != REMOVED && Csts(value).cfs()
+    /// Checks that the controller can still carry out what it was given.
+    fn check_status(&self) -> Result<(), ControllerError> {
+        match self.backing.read32(offset::CSTS as usize) {
+            REMOVED => Err(ControllerError::Lost),
+            value if Csts(value).cfs() => Err(ControllerError::Fatal),
+            value if !Csts(value).rdy() => Err(ControllerError::Lost),
+            _ => Ok(()),
+        }
     }
 
     /// Executes a command whose data, up to a page of it, comes from the controller.

@@ -8,12 +8,23 @@ use nvme_mpt::spec::opcode::AdminOpcode;
 use nvme_mpt::spec::registers::Csts;
 use nvme_mpt::spec::status::Status;
 
+/// Cause for giving up a drive that is there no more.
+pub(super) const REMOVED: &str = "it was removed, or lost its power";
+
+/// Cause for giving up a drive that the host wants.
+pub(super) const WANTED_BACK: &str = "the host asks for it back";
+
 /// Errors of a physical controller.
 #[derive(Debug, thiserror::Error)]
 pub enum ControllerError {
     /// The function does not answer: it was removed, or has lost power.
     #[error("The drive is gone: its registers read as all ones")]
     Gone,
+    /// Its link is down, or the kernel or somebody else is resetting it or has done so: it is to be waited for, and reset.
+    #[error(
+        "The drive has lost its commands: its registers read as all ones, or it was reset by somebody else; try again"
+    )]
+    Lost,
     /// It is about to be reset.
     #[error("The drive is being reset; try again")]
     Resetting,
@@ -103,7 +114,7 @@ impl From<ControllerError> for io::Error {
     fn from(error: ControllerError) -> Self {
         let kind = match &error {
             ControllerError::Gone | ControllerError::Fatal => io::ErrorKind::NotConnected,
-            ControllerError::Resetting => io::ErrorKind::ResourceBusy,
+            ControllerError::Lost | ControllerError::Resetting => io::ErrorKind::ResourceBusy,
             ControllerError::NotInTime { .. } | ControllerError::AdminTimeout { .. } => {
                 io::ErrorKind::TimedOut
             }

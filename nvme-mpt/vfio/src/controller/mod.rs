@@ -314,8 +314,8 @@ impl PhysicalDrive {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Runs admin commands, unless the drive is gone or is being reset. One that is not answered, or meets a fatal status,
-    /// has it reset.
+    /// Runs admin commands, unless the drive is gone or is being reset. One that is not answered, or meets a fatal status or
+    /// no drive, has it reset.
     fn with_admin<T>(
         &self,
         commands: impl FnOnce(&mut AdminQueue) -> Result<T, ControllerError>,
@@ -330,7 +330,10 @@ impl PhysicalDrive {
         }
         let result = commands(&mut admin);
         if let Err(
-            ControllerError::AdminTimeout { .. } | ControllerError::Fatal | ControllerError::Gone,
+            ControllerError::AdminTimeout { .. }
+            | ControllerError::Fatal
+            | ControllerError::Lost
+            | ControllerError::Gone,
         ) = result
         {
             self.want_reset();

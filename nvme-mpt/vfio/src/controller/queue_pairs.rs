@@ -343,7 +343,9 @@ impl JoinPatience {
         match error {
             // The drive got no command.
             ControllerError::Resetting => self.lasts(resets),
-            ControllerError::AdminTimeout { .. } | ControllerError::Fatal => {
+            ControllerError::AdminTimeout { .. }
+            | ControllerError::Fatal
+            | ControllerError::Lost => {
                 self.failed += 1;
                 self.failed < JOIN_ATTEMPTS
             }
@@ -578,6 +580,7 @@ impl PhysicalDrive {
                     ControllerError::QueueLeft { .. }
                         | ControllerError::AdminTimeout { .. }
                         | ControllerError::Fatal
+                        | ControllerError::Lost
                 );
                 if is_left {
                     pairs.left = Some(pair);

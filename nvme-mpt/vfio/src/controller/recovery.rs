@@ -6,27 +6,40 @@
 //! a driver retries. Commands that the drive has not been given yet wait, and are given to it
 //! afterwards.
 //!
+//! Registers that read as all ones do not say that the drive is gone: they do so while its link is down, and while the kernel
+//! resets the function. It is waited for first, for `CAP.TO` and [`LINK_TIME`] at most, and given up before that if the host
+//! asks for it back.
+//!
 //! A reset may take minutes, and does not hold the lock of the pairs meanwhile. Reservations end at once, and new ones are
 //! refused. A queue waits for its pair until the reset is over, or the drive is given up, also where the reset is still
 //! to come.
 
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use log::{error, info, warn};
 
 use super::super::backing::Backing;
 use super::super::pair::Pair;
 use super::admin_queue::AdminQueue;
-use super::error::ControllerError;
+use super::error::{ControllerError, REMOVED, WANTED_BACK};
 use super::queue_pairs;
 use super::registers::Registers;
 use super::{PhysicalDrive, lock, log_pages};
+use nvme_mpt::deadline::Deadline;
 use nvme_mpt::event::DriveEvent;
+use nvme_mpt::memory::eventfd;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::status::Status;
 
 /// Attempts at bringing a drive up again before it is given up.
 const ATTEMPTS: u32 = 3;
+
+/// Longest time in which a link comes back, and the kernel ends a reset of the function.
+const LINK_TIME: Duration = Duration::from_secs(10);
+
+/// Pause between two looks at a drive that does not answer.
+const SILENCE_PAUSE: Duration = Duration::from_millis(10);
 
 /// Status of commands that a reset took away: the driver is to send them again.
 const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
@@ -52,6 +65,16 @@ pub(super) fn kill<'a>(pairs: impl Iterator<Item = &'a Pair>) {
     for pair in pairs {
         pair.kill(FAILED);
     }
+}
+
+/// End of a wait for a drive that does not answer.
+enum Silence {
+    /// The drive answers.
+    Over,
+    /// The drive is to be given up, for this cause.
+    Endless(String),
+    /// Nobody needs the drive any more here. Another supervisor goes on with the reset, if one starts.
+    Unheard,
 }
 
 /// A reset that is under way. The drive's pairs are these until it is dropped.
@@ -98,8 +121,14 @@ impl PhysicalDrive {
             pair.stop();
         }
         for attempt in 1..=ATTEMPTS {
-            if self.backing.is_gone() {
-                break;
+            match self.await_answer() {
+                Silence::Over => {}
+                Silence::Endless(cause) => {
+                    drop(admin);
+                    self.give_up(&cause);
+                    return;
+                }
+                Silence::Unheard => return,
             }
             self.reset_wanted.store(true, Ordering::Release);
             let result = self.quiesce(attempt > 1).and_then(|()| {
@@ -116,7 +145,11 @@ impl PhysicalDrive {
                     self.tell(DriveEvent::Reset);
                     return;
                 }
-                Err(ControllerError::Gone) => break,
+                Err(ControllerError::Gone) => {
+                    drop(admin);
+                    self.give_up(REMOVED);
+                    return;
+                }
                 Err(error) => {
                     warn!(
                         "Drive {name} does not come back (attempt {attempt} of {ATTEMPTS}): {error}"
@@ -126,6 +159,54 @@ impl PhysicalDrive {
         }
         drop(admin);
         self.give_up("it does not come back after a reset; check it, and start again");
+    }
+
+    /// Waits until the drive's registers do not read as all ones any more.
+    fn await_answer(&self) -> Silence {
+        let name = self.backing.name();
+        let clock = self.backing.clock();
+        let (begun, patience) = (clock.now(), self.registers.timeout() + LINK_TIME);
+        let deadline = Deadline::after(&clock, patience);
+        let seconds = patience.as_secs();
+        let mut is_silent = false;
+        while self.registers.status().is_none() {
+            if self.backing.is_gone() {
+                return Silence::Endless(REMOVED.to_owned());
+            }
+            if self.is_wanted_back() {
+                return Silence::Endless(WANTED_BACK.to_owned());
+            }
+            if self.closing.load(Ordering::Acquire) {
+                return Silence::Unheard;
+            }
+            if deadline.has_passed() {
+                return Silence::Endless(format!(
+                    "its registers have read as all ones for {seconds} s: it was removed, lost its power, or its link is \
+                     broken; check it, and start again"
+                ));
+            }
+            if !std::mem::replace(&mut is_silent, true) {
+                warn!(
+                    "Drive {name} does not answer: its registers read as all ones, as while the kernel recovers its link; it is \
+                     waited for, {seconds} s at most"
+                );
+            }
+            deadline.sleep(SILENCE_PAUSE);
+        }
+        if is_silent {
+            let time = clock.now().saturating_sub(begun);
+            info!("Drive {name} answers again after {time:.1?}");
+        }
+        if self.backing.is_gone() {
+            return Silence::Endless(REMOVED.to_owned());
+        }
+        Silence::Over
+    }
+
+    /// Returns whether the kernel waits for the function to be given back.
+    fn is_wanted_back(&self) -> bool {
+        let request = self.backing.removal_request();
+        request.is_some_and(|request| eventfd::is_ready(request).unwrap_or(false))
     }
 
     /// Brings the controller into a state in which it touches no memory.

@@ -81,7 +81,13 @@ impl Registers {
         Version(self.backing.read32(offset::VS as usize))
     }
 
-    /// Controller Status; `None` when the function has gone from the bus.
+    /// Longest time that the controller has for becoming ready, and for being disabled.
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Controller Status; `None` when nothing answers: the function has gone from the bus, its link is down, or it is
+    /// being reset.
     pub(super) fn status(&self) -> Option<Csts> {
         let value = self.backing.read32(offset::CSTS as usize);
         (value != REMOVED).then_some(Csts(value))
@@ -89,15 +95,31 @@ impl Registers {
 
     /// Checks that the controller is enabled, and reports no failure.
     pub(super) fn check_works(&self) -> Result<(), ControllerError> {
-        match self.status().ok_or(ControllerError::Gone)? {
+        match self.answered_status()? {
             csts if csts.cfs() => Err(ControllerError::Fatal),
-            csts if csts.rdy() && self.configuration().en() => Ok(()),
+            csts if csts.rdy() && self.configuration()?.en() => Ok(()),
             _ => Err(ControllerError::HandOver("it is not enabled")),
         }
     }
 
-    fn configuration(&self) -> Cc {
-        Cc(self.backing.read32(offset::CC as usize))
+    /// Error of a register that reads as all ones.
+    fn unanswered(&self) -> ControllerError {
+        if self.backing.is_gone() {
+            ControllerError::Gone
+        } else {
+            ControllerError::Lost
+        }
+    }
+
+    fn answered_status(&self) -> Result<Csts, ControllerError> {
+        self.status().ok_or_else(|| self.unanswered())
+    }
+
+    fn configuration(&self) -> Result<Cc, ControllerError> {
+        match self.backing.read32(offset::CC as usize) {
+            REMOVED => Err(self.unanswered()),
+            value => Ok(Cc(value)),
+        }
     }
 
     fn configure(&self, cc: Cc) {
@@ -113,7 +135,7 @@ impl Registers {
     ) -> Result<(), ControllerError> {
         let deadline = Deadline::after(&self.clock, timeout);
         loop {
-            let csts = self.status().ok_or(ControllerError::Gone)?;
+            let csts = self.answered_status()?;
             if wanted(csts) {
                 return Ok(());
             }
@@ -133,16 +155,16 @@ impl Registers {
 
     /// Controller Reset (section 3.7.2). Afterwards the controller touches no memory.
     pub(super) fn disable(&self) -> Result<(), ControllerError> {
-        let cc = self.configuration();
-        let csts = self.status().ok_or(ControllerError::Gone)?;
+        let cc = self.configuration()?;
+        let csts = self.answered_status()?;
         if cc.en() && !csts.rdy() && !csts.cfs() {
             // It may not be disabled while it is still being enabled (section 3.1.3.5). One that
             // never becomes ready is disabled all the same.
             let ready = self.wait("become ready", self.timeout, |csts| {
                 csts.rdy() || csts.cfs()
             });
-            if let Err(ControllerError::Gone) = ready {
-                return Err(ControllerError::Gone);
+            if let Err(error @ (ControllerError::Gone | ControllerError::Lost)) = ready {
+                return Err(error);
             }
         }
         self.configure(cc.with_en(false).with_shn(ShutdownNotification::NONE));
@@ -166,16 +188,15 @@ impl Registers {
         self.wait("become ready", self.timeout, |csts| {
             csts.rdy() || csts.cfs()
         })?;
-        match self.status() {
-            Some(csts) if csts.cfs() => Err(ControllerError::Fatal),
-            Some(_) => Ok(()),
-            None => Err(ControllerError::Gone),
+        match self.answered_status()? {
+            csts if csts.cfs() => Err(ControllerError::Fatal),
+            _ => Ok(()),
         }
     }
 
     /// Normal shutdown (section 3.6.1): what is in a volatile cache becomes durable.
     pub(super) fn shut_down(&self, timeout: Duration) -> Result<(), ControllerError> {
-        let cc = self.configuration();
+        let cc = self.configuration()?;
         self.configure(cc.with_shn(ShutdownNotification::NORMAL));
         self.wait("shut down", timeout, |csts| {
             csts.shst() == ShutdownStatus::COMPLETE

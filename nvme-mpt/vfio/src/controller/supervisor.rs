@@ -5,7 +5,8 @@
 //!
 //! A command beyond its deadline (`timeout=`, 10 s) is aborted. No other command gets its identifier before the drive
 //! has answered the Abort. If the command is still there a second later, the controller is reset and its queues are
-//! made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands.
+//! made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands, and once it
+//! answers again after its registers have read as all ones.
 //!
 //! Namespaces that may have changed are read until that succeeds: leases go by them. A reset takes events with it that
 //! nobody has seen, so they are read after each reset, too.
@@ -21,7 +22,7 @@ use log::{debug, warn};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::admin_queue::AdminQueue;
-use super::error::ControllerError;
+use super::error::{ControllerError, REMOVED, WANTED_BACK};
 use super::identity::Identity;
 use super::{PhysicalDrive, lock, log_pages};
 use crate::pair::LateCommand;
@@ -132,16 +133,17 @@ impl Supervisor {
         }
         let is_removal = |event: &EpollEvent| Some(event.fd()) == self.removal;
         if ready[..count].iter().any(is_removal) {
-            drive.give_up("the host asks for it back");
+            drive.give_up(WANTED_BACK);
             return false;
         }
-        // A pulled drive can read as zeroes for a moment, like a controller that was reset.
         let status = drive.registers.status();
-        match status.filter(|_| !drive.backing.is_gone()) {
-            None => {
-                drive.give_up("it was removed, or lost its power");
-                return false;
-            }
+        // A pulled drive can read as zeroes for a moment, like a controller that was reset.
+        if drive.backing.is_gone() {
+            drive.give_up(REMOVED);
+            return false;
+        }
+        match status {
+            None => self.reset("its registers read as all ones"),
             Some(csts) if csts.cfs() => self.reset("it reports a fatal status (CSTS.CFS)"),
             Some(_) if drive.reset_wanted.load(Ordering::Acquire) => {
                 self.reset("it does not answer admin commands");

@@ -1,0 +1,168 @@
+//! Drives whose registers read as all ones though they are there, as while the kernel recovers a link or resets the
+//! function: they are waited for, reset, and go on.
+
+use std::thread;
+use std::time::Duration;
+
+use nvme_mpt_tests::command::{Sqe, admin};
+use nvme_mpt_tests::drive::{Effect, Fault, Meets, Options};
+use nvme_mpt_tests::status::SUCCESS;
+
+use crate::common::{Host, LONG, READY_TIMEOUT, Setup, queue_pair, status, wait_for};
+use crate::failures::{ample, ends, is_buried, resets_begin, scarce, survives};
+use crate::load::Load;
+
+/// Silence of a function that the kernel resets: more than the time between two looks at it.
+const SHORT: Duration = Duration::from_millis(110);
+
+/// Longer than CAP.TO of [`READY_TIMEOUT`].
+const LONGER: Duration = Duration::from_secs(4);
+
+/// A drive that becomes ready soon, so that one that does not answer is soon given up.
+fn quick(options: Options) -> Options {
+    Options {
+        timeout: READY_TIMEOUT,
+        ..options
+    }
+}
+
+fn silent_for(host: &Host, time: Duration, is_reset: bool) {
+    host.model.fall_silent(is_reset);
+    thread::sleep(time);
+    host.model.answer_again();
+}
+
+#[test]
+fn a_drive_that_reads_as_ones_under_load_goes_on() {
+    for options in [scarce(), ample()] {
+        for is_reset in [false, true] {
+            let outcome = survives(options.clone(), LONG, |host, loads| {
+                silent_for(host, SHORT, is_reset);
+                loads[0].goes_on();
+                // For certain at a look of its supervisor.
+                host.model.fall_silent(is_reset);
+                wait_for("a reset", || host.incidents().resets > 0);
+                thread::sleep(SHORT);
+                host.model.answer_again();
+            });
+            assert!((1..=3).contains(&outcome.incidents.resets));
+        }
+    }
+}
+
+#[test]
+fn a_drive_that_reads_as_ones_for_longer_than_it_has_to_become_ready_goes_on() {
+    for is_reset in [false, true] {
+        let outcome = survives(quick(scarce()), LONG, |host, _| {
+            silent_for(host, LONGER, is_reset);
+        });
+        assert!(outcome.incidents.resets >= 1);
+    }
+}
+
+#[test]
+fn a_drive_that_reads_as_ones_for_good_is_given_up() {
+    is_buried(ends(quick(ample()), LONG, |host| {
+        host.model.fall_silent(false);
+        resets_begin(host);
+    }));
+}
+
+#[test]
+fn an_idle_drive_that_reads_as_ones_takes_commands_afterwards() {
+    for is_reset in [false, true] {
+        let host = Host::with(ample(), LONG);
+        let machine = host.machine(&Setup::nth(0));
+        let mut controller = machine.attach();
+        let mut queue = queue_pair(&mut controller, 1, 16);
+        host.model.fall_silent(is_reset);
+        resets_begin(&host);
+        thread::sleep(SHORT);
+        host.model.answer_again();
+        assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+        assert_eq!(host.incidents().resets, 1);
+        drop((queue, controller, machine));
+        host.finish();
+    }
+}
+
+#[test]
+fn a_drive_that_reads_as_ones_while_it_is_reset_goes_on() {
+    for is_reset in [false, true] {
+        let options = Options {
+            reset_time: Duration::from_millis(300),
+            ..scarce()
+        };
+        let outcome = survives(options, LONG, |host, _| {
+            host.model.fail();
+            resets_begin(host);
+            // While it is disabled, and while it is enabled.
+            for _ in 0..2 {
+                silent_for(host, SHORT, is_reset);
+                thread::sleep(2 * SHORT);
+            }
+        });
+        assert!(outcome.incidents.resets >= 1);
+    }
+}
+
+#[test]
+fn a_queue_is_created_after_the_silence_that_came_with_it() {
+    for opcode in [admin::CREATE_CQ, admin::CREATE_SQ] {
+        let host = Host::with(ample(), LONG);
+        let load = Load::start(&host, &Setup::nth(0), 1, 4);
+        let machine = host.machine(&Setup::nth(1));
+        let mut controller = machine.attach();
+        host.model
+            .inject(Fault::once(Meets::Admin(opcode), Effect::Hold));
+        let model = host.model.clone();
+        let kernel = thread::spawn(move || {
+            wait_for("a queue", || model.counters().faults_met == 1);
+            model.fall_silent(true);
+            thread::sleep(2 * SHORT);
+            model.answer_again();
+        });
+        // The drive has minutes for an answer, and none comes.
+        let mut queue = queue_pair(&mut controller, 1, 16);
+        assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+        kernel.join().unwrap();
+        load.goes_on();
+        load.finish();
+        drop((queue, controller, machine));
+        host.finish();
+    }
+}
+
+#[test]
+fn a_silent_drive_that_the_host_wants_back_is_released_at_once() {
+    // It has two minutes to become ready, which nobody waits for.
+    is_buried(ends(scarce(), LONG, |host| {
+        host.model.fall_silent(false);
+        resets_begin(host);
+        host.model.request_removal();
+        wait_for("the release", || host.model.is_released());
+    }));
+}
+
+#[test]
+fn a_silent_drive_that_is_given_back_is_not_waited_for() {
+    let host = Host::with(scarce(), LONG);
+    host.model.fall_silent(false);
+    resets_begin(&host);
+    let model = host.model.clone();
+    drop(host);
+    wait_for("the release", || model.is_released());
+}
+
+#[test]
+fn a_drive_that_falls_silent_again_and_again_goes_on() {
+    let outcome = survives(ample(), LONG, |host, loads| {
+        for round in 1..=3 {
+            host.model.fall_silent(round % 2 == 0);
+            wait_for("a reset", || host.incidents().resets >= round);
+            host.model.answer_again();
+            loads[0].goes_on();
+        }
+    });
+    assert_eq!(outcome.incidents.resets, 3);
+}

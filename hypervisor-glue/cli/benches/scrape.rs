@@ -29,7 +29,7 @@ use nvme_mpt::range::ByteRange;
 use nvme_mpt::stats::{LatencyBucket, PollerStats, QueueStats, StatusCount};
 use nvme_mpt_cli::change::{FunctionEntry, FunctionState, Origin};
 use nvme_mpt_cli::metrics::{Format, Snapshot};
-use nvme_mpt_cli::stats::{DriveStats, FunctionStats, ServerStats};
+use nvme_mpt_cli::stats::{DriveStats, FunctionStats, KeeperState, ServerStats};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -193,6 +193,7 @@ fn snapshot() -> Snapshot {
     Snapshot {
         functions: functions.collect(),
         stats: ServerStats {
+            keeper: KeeperState::Runs,
             failed: Vec::new(),
             functions: stats.collect(),
             pollers: pollers.collect(),

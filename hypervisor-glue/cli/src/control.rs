@@ -149,6 +149,13 @@ enum Request {
         /// Bytes of a unit, a power of two; `None` for the unit of each drive.
         unit: Option<NonZeroU64>,
     },
+    /// Another keeper takes the place of the one that has ended.
+    Adopt {
+        /// Address of its socket.
+        keeper: PathBuf,
+        /// Number of descriptors that it stores at most.
+        max: u64,
+    },
     /// A change of its functions.
     Change {
         /// Request.
@@ -170,6 +177,8 @@ enum Answer {
     Log(String),
     /// To [`Request::Room`].
     Room(Vec<DriveRoom>),
+    /// To [`Request::Adopt`]: the server hands over to it what it has kept.
+    Adopted(()),
     /// To [`Request::Change`].
     Changed(Changed),
     /// To what is no request, or cannot be done.
@@ -201,6 +210,12 @@ pub trait Service: Send + 'static {
     /// # Errors
     /// Why it is not known, in words.
     fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String>;
+
+    /// Takes another keeper in the place of the one that has ended, and sends it no message before this returns.
+    ///
+    /// # Errors
+    /// Why it is not taken, in words.
+    fn adopt(&self, keeper: &Path, max: u64) -> Result<(), String>;
 
     /// Changes its functions, which may take long, and replies when it is done.
     fn change(&self, change: Change, reply: Reply);
@@ -525,6 +540,9 @@ fn answer(service: &impl Service, request: Request) -> Result<Answer, Change> {
         Request::List {} => Answer::List(service.list()),
         Request::Log { filter } => or_reason(service.log(filter.as_deref()).map(Answer::Log)),
         Request::Room { unit } => or_reason(service.room(unit).map(Answer::Room)),
+        Request::Adopt { keeper, max } => {
+            or_reason(service.adopt(&keeper, max).map(Answer::Adopted))
+        }
         Request::Change { change } => return Err(change),
     })
 }
@@ -536,6 +554,18 @@ fn answer(service: &impl Service, request: Request) -> Result<Answer, Change> {
 pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
     match ask(path, &Request::Stats {})? {
         Answer::Stats(stats) => Ok(stats),
+        other => Err(other.unexpected(path)),
+    }
+}
+
+/// Has the server on the control socket at `path` take a keeper in the place of the one that has ended.
+///
+/// # Errors
+/// There is no server, or it does not take the keeper.
+pub fn offer_keeper(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlError> {
+    let keeper = keeper.to_owned();
+    match ask(path, &Request::Adopt { keeper, max })? {
+        Answer::Adopted(()) => Ok(()),
         other => Err(other.unexpected(path)),
     }
 }
@@ -805,6 +835,10 @@ mod tests {
                     .collect()),
                 _ => Err("no such drive".to_owned()),
             }
+        }
+
+        fn adopt(&self, _: &Path, _: u64) -> Result<(), String> {
+            Err("its keeper has not ended".to_owned())
         }
 
         fn log(&self, filter: Option<&str>) -> Result<String, String> {

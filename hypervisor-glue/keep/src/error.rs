@@ -36,6 +36,14 @@ pub enum KeepError {
         /// The name.
         name: String,
     },
+    /// The keeper has ended.
+    #[error(
+        "The keeper has ended: if this server dies, VMs on vfio-user lose their drives. Start another keeper with `nvme-mpt keep --adopt`"
+    )]
+    Gone {
+        /// The kernel's error.
+        source: io::Error,
+    },
     /// A message did not reach the keeper.
     #[error("Cannot send {message:?} to the keeper")]
     Send {
@@ -96,6 +104,14 @@ pub enum KeepError {
     },
 }
 
+impl KeepError {
+    /// Returns whether the keeper has ended, so that no message reaches it any more.
+    #[must_use]
+    pub fn is_of_the_end(&self) -> bool {
+        matches!(self, Self::Gone { .. })
+    }
+}
+
 /// Error of the keeper.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -111,6 +127,9 @@ pub enum KeeperError {
         /// The kernel's error.
         source: io::Error,
     },
+    /// A server does not take this keeper.
+    #[error("The server does not take this keeper")]
+    Adopt(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The command died too often.
     #[error(
         "{command:?} ended {deaths} times within a minute, at last with {status}: \

@@ -80,7 +80,7 @@ fn pass(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<
 pub fn start_successor(
     first_stage: &[OsString],
     command: &[OsString],
-    variables: &[(&str, String)],
+    variables: &[(&str, OsString)],
     descriptors: &[(&str, BorrowedFd<'_>)],
 ) -> Result<Child, KeeperError> {
     let names: Vec<_> = descriptors.iter().map(|(name, _)| *name).collect();

@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "close_range and signal have no safe interface")]
 
 use std::collections::VecDeque;
+use std::error::Error;
 use std::ffi::OsString;
 use std::fs::Permissions;
 use std::io;
@@ -124,6 +125,36 @@ pub fn keep(options: &KeepOptions, command: &[OsString]) -> Result<ExitStatus, K
     Keeper::new(options, command)?.run()
 }
 
+/// Runs a keeper for a process of `command` that runs already, and whose keeper has ended. After its death, `command` is
+/// started.
+///
+/// `ask` has the process use the keeper at this address (`NOTIFY_SOCKET`), which stores so many descriptors (`FDSTORE`), and
+/// returns the number of the process. It returns before the process sends any message.
+///
+/// The status of this process cannot be collected. It ended in order if it announced that (`STOPPING=1`).
+///
+/// # Errors
+///
+/// As [`keep`], and the error of `ask`.
+pub fn adopt<E: Error + Send + Sync + 'static>(
+    options: &KeepOptions,
+    command: &[OsString],
+    ask: impl FnOnce(&Path, u64) -> Result<u32, E>,
+) -> Result<ExitStatus, KeeperError> {
+    let mut keeper = Keeper::new(options, command)?;
+    let max = keeper.stored.max() as u64;
+    let number =
+        ask(&address(&keeper.folder), max).map_err(|error| KeeperError::Adopt(error.into()))?;
+    let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
+    let process = pid.ok_or(Errno::SRCH).and_then(Process::open);
+    let process = process.map_err(|error| KeeperError::system("watch the server", error))?;
+    log::info!("Process {number} is the main process now");
+    keeper.main = Some(process);
+    keeper.was_ready = true;
+    keeper.start_at = None;
+    keeper.run()
+}
+
 struct Keeper<'a> {
     options: &'a KeepOptions,
     command: &'a [OsString],
@@ -142,6 +173,8 @@ struct Keeper<'a> {
     start_at: Option<Instant>,
     /// A process of the command was ready.
     was_ready: bool,
+    /// The main process announced its end (`STOPPING=1`).
+    is_stopping: bool,
     /// The keeper was asked to end.
     ends: bool,
     /// The last status of a main process.
@@ -188,6 +221,7 @@ impl<'a> Keeper<'a> {
             deaths: Deaths::new(options.deaths, options.first_delay),
             start_at: Some(now()),
             was_ready: false,
+            is_stopping: false,
             ends: false,
             status: ExitStatus::default(),
         })
@@ -277,6 +311,7 @@ impl<'a> Keeper<'a> {
             stored.len()
         );
         self.start_at = None;
+        self.is_stopping = false;
         self.main = Some(process);
         if let Err(error) = started.passed {
             // The first stage ends without all of them, which is a death.
@@ -291,7 +326,10 @@ impl<'a> Keeper<'a> {
             return Ok(None);
         };
         // Its parent has collected a process that is no child of the keeper.
-        let unknown = ExitStatus::from_raw(1 << 8);
+        let unknown = match self.is_stopping {
+            true => ExitStatus::default(),
+            false => ExitStatus::from_raw(1 << 8),
+        };
         self.status = main.status.unwrap_or(unknown);
         let (status, pid) = (self.status, main.pid.as_raw_pid());
         if self.ends || status.success() {
@@ -420,6 +458,7 @@ impl<'a> Keeper<'a> {
             log::info!("{:?} is ready", self.command[0]);
         }
         if is_set("STOPPING") {
+            self.is_stopping = true;
             log::info!("{:?} is stopping", self.command[0]);
         }
         if let Some(status) = value("STATUS") {
@@ -454,7 +493,11 @@ impl<'a> Keeper<'a> {
         }
         let process = pid.and_then(|pid| Process::open(pid).ok());
         // A successor that has ended is a main process that died: the keeper must not end with its predecessor.
-        let process = process.filter(|process| descends(process.pid));
+        let main = self.main.as_ref().map(|main| main.pid);
+        // A former one is main again if its successor does not take over.
+        let is_former = |pid| self.former.iter().any(|former| former.pid == pid);
+        let process =
+            process.filter(|process| is_former(process.pid) || descends(process.pid, main));
         let Some(process) = process else {
             log::warn!(
                 "MAINPID={value:?} names no process that descends from the keeper, and is ignored"

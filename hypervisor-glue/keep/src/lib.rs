@@ -43,6 +43,6 @@ pub use bag::Bag;
 pub use error::{KeepError, KeeperError};
 pub use first_stage::{first_stage, start_successor};
 pub use inherited::{Inherited, clear};
-pub use keeper::{KeepOptions, exit_code, keep};
+pub use keeper::{KeepOptions, adopt, exit_code, keep};
 pub use message::DESCRIPTORS_MAX;
 pub use store::Store;

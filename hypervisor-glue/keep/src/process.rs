@@ -52,13 +52,13 @@ impl AsFd for Process {
     }
 }
 
-/// Returns whether a process descends from this one.
-pub(crate) fn descends(pid: Pid) -> bool {
-    let own = getpid().as_raw_pid();
+/// Returns whether a process descends from this one, or from `other`.
+pub(crate) fn descends(pid: Pid, other: Option<Pid>) -> bool {
+    let ancestors = [Some(getpid()), other].map(|pid| pid.map(Pid::as_raw_pid));
     let mut pid = pid.as_raw_pid();
     while pid > 1 {
         match parent(pid) {
-            Some(parent) if parent == own => return true,
+            Some(parent) if ancestors.contains(&Some(parent)) => return true,
             Some(parent) => pid = parent,
             None => return false,
         }
@@ -90,7 +90,7 @@ mod tests {
         let mut command = Command::new(&link);
         let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         let mut child = child.unwrap();
-        assert!(descends(Pid::from_child(&child)));
+        assert!(descends(Pid::from_child(&child), None));
         let process = Process::open(Pid::from_child(&child)).unwrap();
         assert!(!process.has_ended());
         drop(child.stdin.take());
@@ -103,7 +103,8 @@ mod tests {
         child.wait().unwrap();
         assert!(process.has_ended());
         let parent = rustix::process::getppid().unwrap();
-        assert!(!descends(parent));
-        assert!(!descends(getpid()));
+        assert!(!descends(parent, None));
+        assert!(!descends(getpid(), None));
+        assert!(descends(getpid(), Some(parent)));
     }
 }

@@ -1,7 +1,8 @@
 //! The server's messages to its keeper.
 
 use std::env;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
@@ -9,7 +10,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::retry_on_intr;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::SendFlags;
 use rustix::pipe::{PipeFlags, pipe_with};
 
@@ -22,6 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Connection to the process's keeper.
 #[derive(Debug)]
 pub struct Store {
+    address: OsString,
     socket: UnixDatagram,
     max: u64,
 }
@@ -59,18 +61,40 @@ impl Store {
                 return Err(KeepError::Variable { name, value });
             }
         };
-        let connected = place.and_then(|place| {
-            let socket = UnixDatagram::unbound()?;
-            socket.connect_addr(&place)?;
-            socket.set_write_timeout(Some(PATIENCE))?;
-            Ok(socket)
-        });
-        match connected {
-            Ok(socket) => Ok(Self { socket, max }),
-            Err(source) => Err(KeepError::Connect {
-                address: address.to_owned(),
-                source,
+        let address = address.to_owned();
+        match place.and_then(|place| connect(&place)) {
+            Ok(socket) => Ok(Self {
+                address,
+                socket,
+                max,
             }),
+            Err(source) => Err(KeepError::Connect { address, source }),
+        }
+    }
+
+    /// Returns the variables that name this keeper to another process of the server.
+    #[must_use]
+    pub fn variables(&self) -> [(&'static str, OsString); 2] {
+        [
+            ("NOTIFY_SOCKET", self.address.clone()),
+            ("FDSTORE", self.max.to_string().into()),
+        ]
+    }
+
+    /// Returns whether the keeper has ended. A keeper that lives is not woken for that, unless its socket has lost its path.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        match Self::connect(&self.address, self.max) {
+            Err(KeepError::Connect { source, .. }) => match source.kind() {
+                io::ErrorKind::ConnectionRefused => true,
+                // What cleans temporary files up may have removed it.
+                io::ErrorKind::NotFound => {
+                    let sent = self.send_with("", &[], SendFlags::DONTWAIT);
+                    sent.is_err_and(|error| error.is_of_the_end())
+                }
+                _ => false,
+            },
+            _ => false,
         }
     }
 
@@ -150,13 +174,34 @@ impl Store {
     }
 
     fn send(&self, text: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
-        let flags = SendFlags::empty();
+        self.send_with(text, descriptors, SendFlags::empty())
+    }
+
+    fn send_with(
+        &self,
+        text: &str,
+        descriptors: &[BorrowedFd<'_>],
+        flags: SendFlags,
+    ) -> Result<(), KeepError> {
         let sent = message::send(&self.socket, text.as_bytes(), descriptors, flags);
-        sent.map_err(|error| KeepError::Send {
-            message: text.to_owned(),
-            source: error.into(),
+        sent.map_err(|error| match error {
+            // The first message after its end, and those after that.
+            Errno::CONNREFUSED | Errno::CONNRESET | Errno::NOTCONN => KeepError::Gone {
+                source: error.into(),
+            },
+            _ => KeepError::Send {
+                message: text.to_owned(),
+                source: error.into(),
+            },
         })
     }
+}
+
+fn connect(address: &SocketAddr) -> io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    socket.connect_addr(address)?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    Ok(socket)
 }
 
 /// Returns whether descriptors can be kept by a name.
@@ -235,16 +280,30 @@ mod tests {
         ));
         assert_eq!(next(&socket), ("BARRIER=1".to_owned(), 1));
         // A keeper that is gone closes what is in its queue.
-        let clone = store.socket.try_clone().unwrap();
         drop(socket);
-        let store = Store {
-            socket: clone,
-            max: 4096,
-        };
-        assert!(matches!(
-            store.barrier(Duration::MAX),
-            Err(KeepError::Send { .. })
-        ));
+        for _ in 0..3 {
+            assert!(matches!(
+                store.barrier(Duration::MAX),
+                Err(KeepError::Gone { .. })
+            ));
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_keeper_is_seen_with_and_without_the_path_of_its_socket() {
+        for loses_path in [false, true] {
+            let (folder, socket, store) = keeper();
+            assert!(!store.has_ended());
+            if loses_path {
+                std::fs::remove_file(folder.path().join("notify")).unwrap();
+                assert!(!store.has_ended());
+                assert_eq!(next(&socket), (String::new(), 0));
+            }
+            let none = message::receive(&socket, &mut [0; 8], RecvFlags::DONTWAIT);
+            assert_eq!(none.err(), Some(Errno::AGAIN), "it was woken");
+            drop(socket);
+            assert!(store.has_ended() && store.has_ended());
+        }
     }
 
     #[test]

@@ -16,6 +16,7 @@ use thiserror::Error;
 use super::{RunningServer, told};
 use crate::change::{Change, Changed, Reserved};
 use crate::serve::{introduce, user_name};
+use crate::stats::{KEEPER_ENDED, KeeperState};
 use crate::{control, list, room};
 
 /// Add a function to a running server, also for its next start
@@ -311,6 +312,12 @@ impl List {
             writeln!(out, "No functions; add one with `nvme-mpt add`")?;
         } else {
             write!(out, "{}", list::table(&functions))?;
+        }
+        drop(out);
+        let stats = control::query_stats(&self.server.control())?;
+        if stats.keeper == KeeperState::Ended {
+            // If standard error is closed, the warning has no reader.
+            let _ = writeln!(io::stderr(), "nvme-mpt: warning: {KEEPER_ENDED}");
         }
         Ok(())
     }

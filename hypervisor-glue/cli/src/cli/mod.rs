@@ -218,8 +218,16 @@ impl ChangeLog {
 /// Starts COMMAND, `nvme-mpt serve` with its options, and starts it again after it died. Connections, memory and state of
 /// the functions outlive it, so VMs notice a pause alone. SIGTERM and SIGINT are passed on; the keeper ends with the
 /// server. systemd does the same with resources/nvme-mpt.service.
+///
+/// If a keeper dies, its server goes on and says so in its log, list and stats. `nvme-mpt keep --adopt` is its next keeper.
 #[derive(Args, Debug)]
 struct Keep {
+    /// Become the keeper of a running server whose keeper has died. COMMAND is started once that server dies
+    #[arg(long)]
+    adopt: bool,
+    /// With --adopt: control socket of the server [default: control.sock in the default state folder]
+    #[arg(long, value_name = "SOCKET", value_parser = parse_socket_path, requires = "adopt")]
+    control: Option<PathBuf>,
     /// Deaths of the server within a minute after which it is not started again
     #[arg(long, value_name = "COUNT", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     deaths: u32,
@@ -500,6 +508,17 @@ fn failure(error: &dyn Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
+/// Has a server take a keeper. Returns the number of its process.
+fn adopt(control: &Path, keeper: &Path, max: u64) -> Result<u32, ControlError> {
+    // No other one takes its place meanwhile: a server whose keeper has ended refuses upgrades.
+    let process = control::listening_process(control);
+    control::offer_keeper(control, keeper, max)?;
+    process.ok_or_else(|| ControlError::NoServer {
+        path: control.to_owned(),
+        source: io::ErrorKind::NotFound.into(),
+    })
+}
+
 fn run_keep(options: &Keep) -> ExitCode {
     let mut keep = KeepOptions::new(vec![FIRST_STAGE.into()]);
     keep.deaths = options.deaths as usize;
@@ -509,7 +528,17 @@ fn run_keep(options: &Keep) -> ExitCode {
             "The reader of the log can hold up this process, as the log has no thread: {error}"
         );
     }
-    let status = match nvme_mpt_keep::keep(&keep, &options.command) {
+    let kept = match options.adopt {
+        false => nvme_mpt_keep::keep(&keep, &options.command),
+        true => {
+            let control = options.control.clone();
+            let control = control.unwrap_or_else(|| Path::new(STATE_DIR).join(CONTROL_SOCKET));
+            nvme_mpt_keep::adopt(&keep, &options.command, |socket, max| {
+                adopt(&control, socket, max)
+            })
+        }
+    };
+    let status = match kept {
         Ok(status) => nvme_mpt_keep::exit_code(status),
         Err(error) => failure(&error),
     };

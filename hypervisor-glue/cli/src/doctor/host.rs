@@ -3,11 +3,15 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use nvme_mpt::lease::CONTROL_SOCKET;
 use nvme_mpt::range::Bytes;
+use nvme_mpt_vmm::report::chain;
 use nvme_vfio::function::{HostRoot, VFIO_PCI};
 use rustix::fs::Access;
 
 use super::report::{Check, Outcome};
+use crate::control::{ControlError, query_stats};
+use crate::stats::KeeperState;
 
 /// Oldest kernel that the tests run on.
 const OLDEST_KERNEL: (u32, u32) = (6, 1);
@@ -49,6 +53,7 @@ impl Host {
             self.huge_pages(),
             self.kvm(),
             self.state_folder(),
+            self.keeper(),
         ]
     }
 
@@ -326,6 +331,28 @@ impl Host {
                 ),
             )
             .remedy(elsewhere),
+        }
+    }
+
+    /// The keeper of the server with the control socket of the state folder.
+    fn keeper(&self) -> Check {
+        const NAME: &str = "server.keeper";
+        match query_stats(&self.state_dir.join(CONTROL_SOCKET)).map(|stats| stats.keeper) {
+            Err(ControlError::NoServer { .. }) => Check::ok(NAME, "no server runs"),
+            Err(error) => Check::not_checked(NAME, chain(&error)),
+            Ok(KeeperState::Runs) => Check::ok(NAME, "VMs on vfio-user outlive the server"),
+            Ok(KeeperState::None) => Check::new(
+                NAME,
+                Outcome::Warning,
+                "the server has no keeper: VMs on vfio-user lose their drives when it ends",
+            )
+            .remedy("start it by `nvme-mpt keep`, or by systemd with resources/nvme-mpt.service"),
+            Ok(KeeperState::Ended) => Check::new(
+                NAME,
+                Outcome::Problem,
+                "the server's keeper has ended: VMs on vfio-user lose their drives if the server dies",
+            )
+            .remedy("start another keeper with `nvme-mpt keep --adopt -- nvme-mpt serve ...`"),
         }
     }
 

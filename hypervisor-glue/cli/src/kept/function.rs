@@ -35,7 +35,6 @@ use vfio_user_server::{Journal, JournalError, Record, StateStore};
 use vmm_device::{ControlKeeper, ControlState, TakeUpError};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::KEEPER_PATIENCE;
 use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, ReportError, write_report};
 use super::registry::Registry;
 
@@ -113,7 +112,7 @@ impl Shelf {
     /// Has the keeper let go of the function, and waits until it has: then its socket is closed.
     pub(crate) fn forget_now(&self) {
         self.forget();
-        if let Err(error) = self.registry.store().barrier(KEEPER_PATIENCE) {
+        if let Err(error) = self.registry.await_keeper() {
             log::error!(
                 "{} may stay with the keeper: {}",
                 self.name,

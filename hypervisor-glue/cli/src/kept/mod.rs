@@ -21,14 +21,18 @@ mod registry;
 mod spares;
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use nvme_mpt::clock;
 use nvme_mpt::lease::{LeaseError, Ledger};
 use nvme_mpt::memory::{memfd, system};
+use nvme_mpt::poller::start_thread;
 use nvme_mpt_keep::{Inherited, KeepError, Store};
 use nvme_mpt_vmm::drives::{DrivePath, MemoryFile};
 use nvme_mpt_vmm::report;
@@ -41,7 +45,7 @@ use predecessor::{Leaving, Predecessor, PredecessorError};
 use registry::{Registry, SPARE};
 use spares::Spares;
 
-use crate::stats::{Stall, StallCause};
+use crate::stats::{KeeperState, Stall, StallCause};
 
 /// First argument of the step between a keeper and its command, which people have no use for.
 pub(crate) const FIRST_STAGE: &str = "keep-first-stage";
@@ -57,6 +61,9 @@ const FAULTS: &str = "faults-";
 
 /// Longest wait for the keeper.
 const KEEPER_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Pause between two looks at the keeper.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Name of the ledger of private drives.
 const LEASES: &str = "leases";
@@ -402,6 +409,50 @@ impl Keeping {
     /// It is gone, or late.
     pub(crate) fn await_keeper(&self) -> Result<(), KeepError> {
         self.registry.store().barrier(KEEPER_PATIENCE)
+    }
+
+    /// Returns the state of the keeper.
+    pub(crate) fn state_of_keeper(&self) -> KeeperState {
+        match self.registry.has_ended() {
+            true => KeeperState::Ended,
+            false => KeeperState::Runs,
+        }
+    }
+
+    /// Looks from time to time whether the keeper has ended, on a thread of its own.
+    pub(crate) fn watch(self: &Arc<Self>) -> io::Result<()> {
+        let watched = Arc::downgrade(self);
+        let watch = move || {
+            while let Some(keeping) = watched.upgrade() {
+                keeping.registry.look();
+                drop(keeping);
+                clock::sleep(LOOK);
+            }
+        };
+        start_thread("keeper", watch).map(drop)
+    }
+
+    /// Has another keeper at this address store all, in the place of one that has ended. Messages are sent later, by a thread of
+    /// their own.
+    ///
+    /// # Errors
+    /// Why it is not taken, in words.
+    pub(crate) fn adopt(self: &Arc<Self>, address: &OsStr, max: u64) -> Result<(), String> {
+        self.registry.look();
+        if !self.registry.has_ended() {
+            return Err("its keeper has not ended".to_owned());
+        }
+        let store = Store::connect(address, max).map_err(|error| report::chain(&error))?;
+        let keeping = self.clone();
+        let adopt = move || match keeping.registry.adopt(store) {
+            Ok(()) => log::info!("Another keeper has all that the one before had"),
+            Err(error) => log::error!(
+                "The next keeper has not all that the one before had: {}",
+                report::chain(&error)
+            ),
+        };
+        let started = start_thread("adoption", adopt);
+        started.map(drop).map_err(|error| error.to_string())
     }
 
     /// Returns all that is in the keeper, for a process that takes this one's place.

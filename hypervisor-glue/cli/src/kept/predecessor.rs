@@ -408,10 +408,16 @@ impl Successor {
     ) -> Result<Self, UpgradeError> {
         let (socket, theirs) = UnixStream::pair()?;
         let registry: &Registry = keeping.registry();
+        // It may have another keeper than this process was started by.
+        let keeper = registry.store().variables();
+        let variables = variables
+            .iter()
+            .map(|(name, value)| (*name, OsString::from(value)));
+        let variables: Vec<_> = variables.chain(keeper).collect();
         let process = registry.pass_on(JOURNAL, |descriptors| {
             let mut all: Vec<(&str, BorrowedFd<'_>)> = descriptors;
             all.push((SOCKET, theirs.as_fd()));
-            start_successor(first_stage, command, variables, &all)
+            start_successor(first_stage, command, &variables, &all)
         })?;
         Ok(Self {
             socket,

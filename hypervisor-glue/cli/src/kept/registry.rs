@@ -2,9 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt_keep::{KeepError, Store};
+
+use super::KEEPER_PATIENCE;
+use crate::stats::KEEPER_ENDED;
 
 /// Prefix of spare descriptions. A full keeper drops these first.
 pub(super) const SPARE: &str = "spare-";
@@ -16,7 +20,9 @@ pub(super) const LEFT_OUT: &str =
 /// The keeper, with copies of the descriptors that it has.
 #[derive(Debug)]
 pub(crate) struct Registry {
-    store: Store,
+    store: Mutex<Arc<Store>>,
+    /// The keeper has ended. Nothing is sent to it, and nothing is lost with it but its copies.
+    has_ended: AtomicBool,
     entries: Mutex<BTreeMap<String, Entry>>,
 }
 
@@ -33,13 +39,75 @@ struct Entry {
 impl Registry {
     pub(super) fn new(store: Store) -> Self {
         Self {
-            store,
+            store: Mutex::new(Arc::new(store)),
+            has_ended: AtomicBool::new(false),
             entries: Mutex::default(),
         }
     }
 
-    pub(crate) fn store(&self) -> &Store {
-        &self.store
+    pub(crate) fn store(&self) -> Arc<Store> {
+        let store = self.store.lock();
+        store.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns whether the keeper is known to have ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.has_ended.load(Ordering::Relaxed)
+    }
+
+    /// Looks whether the keeper has ended, and logs it the first time.
+    pub(super) fn look(&self) {
+        if !self.has_ended() && self.store().has_ended() {
+            self.note_end();
+        }
+    }
+
+    fn note_end(&self) {
+        if !self.has_ended.swap(true, Ordering::Relaxed) {
+            log::error!("{KEEPER_ENDED}");
+        }
+    }
+
+    /// Sends something to the keeper. Returns `false` if it has ended.
+    fn send(&self, send: impl FnOnce(&Store) -> Result<(), KeepError>) -> Result<bool, KeepError> {
+        if self.has_ended() {
+            return Ok(false);
+        }
+        match send(&self.store()) {
+            Err(error) if error.is_of_the_end() => {
+                self.note_end();
+                Ok(false)
+            }
+            sent => sent.map(|()| true),
+        }
+    }
+
+    /// Waits until the keeper has processed all messages of this process, if there is one.
+    pub(super) fn await_keeper(&self) -> Result<(), KeepError> {
+        self.send(|store| store.barrier(KEEPER_PATIENCE)).map(drop)
+    }
+
+    /// Has another keeper store all, in the place of one that has ended. It counts as the keeper once it has all: an upgrade
+    /// passes all on as it is before or after that.
+    pub(super) fn adopt(&self, store: Store) -> Result<(), KeepError> {
+        let mut entries = self.entries();
+        let mut room = store.max();
+        for (name, entry) in entries.iter_mut() {
+            let count = entry.kept.len() as u64;
+            entry.is_left_out = count > room;
+            if entry.is_left_out {
+                continue;
+            }
+            room -= count;
+            let descriptors: Vec<_> = entry.kept.iter().map(AsFd::as_fd).collect();
+            store.keep(name, &descriptors)?;
+        }
+        store.notify("READY=1")?;
+        *self.store.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(store);
+        self.has_ended.store(false, Ordering::Relaxed);
+        let left_out = entries.iter().filter(|(_, entry)| entry.is_left_out);
+        left_out.for_each(|(name, _)| self.report_left_out(name));
+        Ok(())
     }
 
     /// Keeps descriptors under a name. Returns whether the keeper has room for them; if not, a successor gets them from this
@@ -50,8 +118,11 @@ impl Registry {
         descriptors: &[BorrowedFd<'_>],
     ) -> Result<bool, KeepError> {
         let has_room = self.note(name, descriptors)?;
-        if has_room {
-            self.store.keep(name, descriptors)?;
+        if has_room && !self.send(|store| store.keep(name, descriptors))? {
+            if let Some(entry) = self.entries().get_mut(name) {
+                entry.is_left_out = true;
+            }
+            return Ok(false);
         }
         Ok(has_room)
     }
@@ -70,7 +141,11 @@ impl Registry {
     }
 
     fn report_left_out(&self, what: &str) {
-        let max = self.store.max();
+        // It was reported for all of them.
+        if self.has_ended() {
+            return;
+        }
+        let max = self.store().max();
         log::error!(
             "The keeper stores {max} descriptors and has no room for {what}. An upgrade passes it on, but it is lost \
              if this server dies. Raise FileDescriptorStoreMax= and FDSTORE= of the systemd unit, or RLIMIT_NOFILE of \
@@ -88,13 +163,13 @@ impl Registry {
             return Ok(());
         }
         for (name, _) in left_out {
-            self.store.forget(name)?;
+            self.send(|store| store.forget(name))?;
             self.report_left_out(name);
         }
         for (name, entry) in stored {
             // The keeper stores no descriptor twice.
             let descriptors: Vec<_> = entry.kept.iter().map(AsFd::as_fd).collect();
-            self.store.keep(name, &descriptors)?;
+            self.send(|store| store.keep(name, &descriptors))?;
         }
         Ok(())
     }
@@ -125,9 +200,12 @@ impl Registry {
 
     /// Returns whether the keeper has room for so many descriptors beside these.
     fn has_room(&self, entries: &BTreeMap<String, Entry>, more: usize) -> bool {
+        if self.has_ended() {
+            return false;
+        }
         let stored = entries.values().filter(|entry| !entry.is_left_out);
         let stored: usize = stored.map(|entry| entry.kept.len()).sum();
-        (stored + more) as u64 <= self.store.max()
+        (stored + more) as u64 <= self.store().max()
     }
 
     /// Drops spare descriptions from the keeper until `more` descriptors fit. An upgrade still passes the dropped ones on. Returns
@@ -137,17 +215,17 @@ impl Registry {
         entries: &mut BTreeMap<String, Entry>,
         more: usize,
     ) -> Result<bool, KeepError> {
-        while !self.has_room(entries, more) {
+        while !self.has_ended() && !self.has_room(entries, more) {
             let mut stored = entries.iter_mut().rev();
             let spare = stored.find(|(name, entry)| name.starts_with(SPARE) && !entry.is_left_out);
             let Some((name, entry)) = spare else {
                 return Ok(false);
             };
-            self.store.forget(name)?;
+            self.send(|store| store.forget(name))?;
             entry.is_left_out = true;
             log::warn!("The keeper has no room for {name} any more: {}", LEFT_OUT);
         }
-        Ok(true)
+        Ok(!self.has_ended())
     }
 
     /// Returns the names that begin with `prefix`.
@@ -169,8 +247,7 @@ impl Registry {
             }
             if let Some(entry) = entries.get_mut(&name) {
                 let descriptors: Vec<_> = entry.kept.iter().map(AsFd::as_fd).collect();
-                self.store.keep(&name, &descriptors)?;
-                entry.is_left_out = false;
+                entry.is_left_out = !self.send(|store| store.keep(&name, &descriptors))?;
             }
         }
         Ok(())
@@ -194,7 +271,7 @@ impl Registry {
     /// Forgets a name.
     pub(super) fn forget(&self, name: &str) -> Result<(), KeepError> {
         self.entries().remove(name);
-        self.store.forget(name)?;
+        self.send(|store| store.forget(name))?;
         self.fill_up()
     }
 
@@ -284,6 +361,41 @@ mod tests {
         assert_eq!(message().as_deref(), Some(removed));
         assert_eq!(message(), Some(format!("{stored}1")));
         assert_eq!(message(), None);
+    }
+
+    #[test]
+    fn another_keeper_gets_all_that_was_kept_before_and_after_the_end_of_the_first() {
+        let first = Keeper::new();
+        let registry = first.registry(100);
+        let file = tempfile::tempfile().unwrap();
+        let keep = |name: &str| registry.keep(name, &[file.as_fd(); 2]).unwrap();
+        assert!(keep("function-0") && keep("function-1"));
+        registry.look();
+        assert!(!registry.has_ended());
+        drop(first);
+        registry.look();
+        assert!(registry.has_ended());
+        // VMs come and go as if nothing was.
+        assert!(!keep("function-2"));
+        registry.forget("function-0").unwrap();
+        let next = Keeper::new();
+        let path = next.folder.path().join("notify");
+        // The third finds no room.
+        let store = Store::connect(path.as_os_str(), 3).unwrap();
+        registry.adopt(store).unwrap();
+        assert!(!registry.has_ended());
+        let stored = |name| Some(format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}"));
+        let ready = || Some("READY=1".to_owned());
+        assert_eq!(
+            [next.message(), next.message()],
+            [stored("function-1"), ready()]
+        );
+        assert_eq!(next.message(), None);
+        // A keeper whose end nothing has noticed yet.
+        drop(next);
+        registry.forget("function-1").unwrap();
+        assert!(registry.has_ended());
+        assert_eq!(registry.descriptors("function-2").unwrap().len(), 2);
     }
 
     #[test]

@@ -12,8 +12,8 @@ use nvme_mpt::origin::beginning;
 use nvme_mpt_keep::KeepError;
 use nvme_mpt_vmm::report;
 
+use super::hash;
 use super::registry::{LEFT_OUT, Registry, SPARE};
-use super::{KEEPER_PATIENCE, hash};
 
 /// Spare descriptions in the keeper.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ impl Spares {
             names
                 .iter()
                 .try_for_each(|name| self.registry.forget(name))?;
-            self.registry.store().barrier(KEEPER_PATIENCE)
+            self.registry.await_keeper()
         };
         if let Err(error) = forget() {
             log::error!(

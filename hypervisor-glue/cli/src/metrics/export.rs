@@ -16,7 +16,7 @@ use super::families::{
 };
 use super::health::{DriveHealth, ProcessFigures};
 use crate::change::{FunctionEntry, FunctionState, Origin};
-use crate::stats::{DriveStats, FunctionStats, QueuePairStats, ServerStats};
+use crate::stats::{DriveStats, FunctionStats, KeeperState, QueuePairStats, ServerStats};
 
 /// Begins the name of each metric.
 pub(super) const PREFIX: &str = "nvme_mpt";
@@ -129,6 +129,12 @@ impl Collector for Snapshot {
             "1, with the server's version",
             [(version, 1)],
         )?;
+        let keeper = match stats.keeper {
+            KeeperState::None => None,
+            state => Some(([("", ""); 0], u64::from(state == KeeperState::Runs))),
+        };
+        let help = "0 if the server's keeper has ended, so that VMs lose their drives with the next death of the server";
+        numbers(out, "keeper_up", None, help, keeper)?;
         self.write_functions(out)?;
         write_latencies(out, &stats.functions)?;
         write_errors(out, &stats.functions)?;

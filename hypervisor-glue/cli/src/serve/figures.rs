@@ -11,10 +11,11 @@ use nvme_mpt_vmm::open::Ledgers;
 use super::leases::LeaseTable;
 use super::view::View;
 use crate::function_thread::FunctionHandle;
+use crate::kept::Keeping;
 use crate::logging::dropped_messages;
 use crate::metrics::{HealthAnswers, ProcessFigures, Snapshot, Source};
 use crate::room::DriveRoom;
-use crate::stats::{DriveStats, FunctionFailure, ServerStats};
+use crate::stats::{DriveStats, FunctionFailure, KeeperState, ServerStats};
 
 /// Places of a server's figures.
 #[derive(Clone)]
@@ -24,6 +25,7 @@ pub(super) struct Figures {
     pub(super) pollers: Arc<Pollers>,
     pub(super) ledgers: Arc<Ledgers>,
     pub(super) health: HealthAnswers,
+    pub(super) keeping: Option<Arc<Keeping>>,
 }
 
 impl Figures {
@@ -52,6 +54,10 @@ impl Figures {
             failed: failed.filter_map(FunctionFailure::of).collect(),
             drives,
             pollers: self.pollers.stats(),
+            keeper: self
+                .keeping
+                .as_ref()
+                .map_or(KeeperState::None, |keeping| keeping.state_of_keeper()),
         }
     }
 }

@@ -286,12 +286,17 @@ fn serve_inherited(
         log::info!("There is no function yet: add one with `nvme-mpt add --control {control}`");
     }
     let server = Server::run(listener, metrics, roster)?;
+    if let Some(Err(error)) = keeping.as_ref().map(Keeping::watch) {
+        log::warn!(
+            "The end of the keeper will be noticed late, as no thread can be started: {error}"
+        );
+    }
     // A process that reads the line may end this one at once, and a keeper starts none again that was never ready. Nothing
     // waits for the reader of the output before this.
     kept::notify(keeping.as_deref(), "READY=1");
     // Functions may have been restored after a crash: their log lines are written before the process can be killed by its
     // reader.
-    logging::flush(logging::CRASH_PATIENCE);
+    logging::flush(logging::END_PATIENCE);
     writeln!(out, "ready")
         .and_then(|()| out.flush())
         .map_err(ServeError::Print)?;
@@ -681,6 +686,7 @@ impl Server {
             pollers: roster.pollers(),
             ledgers: roster.terms.ledgers.clone(),
             health: HealthAnswers::default(),
+            keeping: roster.terms.keeping.clone(),
         };
         // VMMs that came before the drives are open would open them themselves.
         let lease_server =
@@ -754,6 +760,13 @@ impl Service for Controlled {
 
     fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String> {
         faults::carry_out(request, &self.figures.view().drives).map_err(|error| error.to_string())
+    }
+
+    fn adopt(&self, keeper: &Path, max: u64) -> Result<(), String> {
+        match &self.figures.keeping {
+            Some(keeping) => keeping.adopt(keeper.as_os_str(), max),
+            None => Err("it was started without a keeper, and has kept nothing for one".to_owned()),
+        }
     }
 
     fn list(&self) -> Vec<FunctionEntry> {

@@ -27,6 +27,26 @@ pub struct ServerStats {
     /// The drives that are open.
     #[serde(default)]
     pub drives: Vec<DriveStats>,
+    /// The server's keeper, with which VMs on vfio-user outlive the server.
+    #[serde(default)]
+    pub keeper: KeeperState,
+}
+
+/// Message about a keeper that has ended.
+pub(crate) const KEEPER_ENDED: &str = "The keeper of this server has ended: if the server dies, VMs on vfio-user lose their drives. Start \
+     another keeper for it with `nvme-mpt keep --adopt -- nvme-mpt serve ...`, which changes nothing for VMs";
+
+/// State of a server's keeper.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KeeperState {
+    /// The server was started without one.
+    #[default]
+    None,
+    /// It runs.
+    Runs,
+    /// It has ended, and no other one has taken its place.
+    Ended,
 }
 
 /// A function that cannot be offered, or is set aside.
@@ -312,6 +332,7 @@ impl ServerStats {
             failed: self.failed.clone(),
             pollers: self.pollers.clone(),
             drives: drives.collect(),
+            keeper: self.keeper,
         }
     }
 }
@@ -388,6 +409,7 @@ pub(crate) mod tests {
 
     pub(crate) fn sample() -> ServerStats {
         ServerStats {
+            keeper: KeeperState::Runs,
             failed: Vec::new(),
             functions: vec![FunctionStats {
                 id: "vm-1".to_owned(),

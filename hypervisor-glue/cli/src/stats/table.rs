@@ -8,7 +8,10 @@ use nvme_mpt::stats::{HostQueueUse, LeasePairStats};
 use crate::list::one_line;
 use crate::table::Table;
 
-use super::{DriveStats, FunctionStats, ResetCounts, ServerStats, Stall, StallCause};
+use super::{
+    DriveStats, FunctionStats, KEEPER_ENDED, KeeperState, ResetCounts, ServerStats, Stall,
+    StallCause,
+};
 
 /// A number of bytes with three digits, as people compare them.
 fn rounded(bytes: u64) -> String {
@@ -194,6 +197,9 @@ fn drives(drives: &[DriveStats]) -> Option<Table> {
 
 impl fmt::Display for ServerStats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.keeper == KeeperState::Ended {
+            writeln!(f, "{KEEPER_ENDED}\n")?;
+        }
         for failure in &self.failed {
             writeln!(f, "{}: failed: {}\n", failure.id, one_line(&failure.reason))?;
         }

@@ -524,6 +524,7 @@ mod tests {
             at: Duration::from_secs(second as u64),
             time: Timestamp::from_second(1_000_000_000 + second as i64).unwrap(),
             stats: ServerStats {
+                keeper: crate::stats::KeeperState::None,
                 failed: Vec::new(),
                 functions: functions.collect(),
                 pollers: vec![PollerStats {

@@ -8,6 +8,7 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Cell, Row as TableRow, Sparkline, Table};
 
 use super::{Board, Column, Count, Subject};
+use crate::stats::KeeperState;
 
 /// Height of the graph of all functions, with its frame.
 const GRAPH: u16 = 5;
@@ -58,6 +59,9 @@ impl Board {
                 now.time,
                 now.stats.functions.len()
             );
+            if now.stats.keeper == KeeperState::Ended {
+                head += ", keeper has ended";
+            }
             if !now.stats.failed.is_empty() {
                 head += &format!(", {} failed", now.stats.failed.len());
             }

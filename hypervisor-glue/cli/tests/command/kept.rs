@@ -66,7 +66,14 @@ impl Kept {
     }
 
     pub(crate) fn start_command(bench: &Bench, options: &[&str], serve: &Command) -> Self {
-        let log = bench.path("log");
+        let kept = Self::start_keeper(bench, "log", options, serve);
+        kept.await_ready();
+        kept
+    }
+
+    /// Starts a keeper, which may not start a server.
+    fn start_keeper(bench: &Bench, log: &str, options: &[&str], serve: &Command) -> Self {
+        let log = bench.path(log);
         let mut keeper = Command::new(env!("CARGO_BIN_EXE_nvme-mpt"))
             .arg("keep")
             .args(options)
@@ -89,9 +96,7 @@ impl Kept {
                 }
             }
         });
-        let kept = Self { keeper, ready, log };
-        kept.await_ready();
-        kept
+        Self { keeper, ready, log }
     }
 
     fn await_ready(&self) {
@@ -833,6 +838,127 @@ fn a_journal_of_a_later_release_is_refused_before_the_server_ends() {
     guest.administer();
     drop(guest);
     kept.stop();
+}
+
+/// Waits until a request's output has `text`. Returns both outputs.
+fn await_told(bench: &Bench, command: &str, options: &[&str], text: &str) -> (String, String) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let arguments = [&["--control", "one.control"], options].concat();
+        let output = bench.run(command, &arguments);
+        let [printed, warned] =
+            [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        if printed.contains(text) || warned.contains(text) {
+            return (printed, warned);
+        }
+        assert!(Instant::now() < deadline, "{command}: {printed}{warned}");
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+const KEEPER_ENDED: &str = "The keeper of this server has ended";
+
+#[test]
+fn the_end_of_a_keeper_is_told_and_another_one_takes_its_place() {
+    let bench = Bench::new();
+    let functions = [
+        "socket=a.sock,path=drive.img,range=0+16M,id=a",
+        "socket=b.sock,path=memory:16M,range=0+16M,id=b",
+    ];
+    let serve = bench.serve_command("one", &functions);
+    let first = Kept::start(&bench, &functions);
+    let adopt = ["--adopt", "--control", "one.control", "--delay", "0"];
+    // A server has one keeper.
+    let mut refused = Kept::start_keeper(&bench, "refused", &adopt, &serve);
+    assert_eq!(refused.keeper.wait().unwrap().code(), Some(1));
+    assert!(
+        refused.log().contains("its keeper has not ended"),
+        "{}",
+        refused.log()
+    );
+    let running = await_told(&bench, "stats", &["--json"], r#""keeper":"runs""#);
+    assert!(running.1.is_empty(), "{running:?}");
+
+    let course = Arc::new(Course::default());
+    let run = |socket: &str| {
+        let guest = Guest::connect(&bench.path(socket), DoorbellMode::Shadow, true);
+        let course = course.clone();
+        thread::spawn(move || guest.run(&course))
+    };
+    let mut guests = vec![run("a.sock")];
+    let server = first.server().expect("a server");
+    Kept::send("KILL", &first.keeper().to_string());
+    await_told(&bench, "list", &[], KEEPER_ENDED);
+    await_told(&bench, "stats", &[], KEEPER_ENDED);
+    await_told(&bench, "stats", &["--json"], r#""keeper":"ended""#);
+    assert!(first.log().contains(KEEPER_ENDED), "{}", first.log());
+    // Nothing else changes for VMs, but nothing could start the next server.
+    guests.push(run("b.sock"));
+    let added = "socket=c.sock,path=drive.img,range=16M+16M,id=c";
+    bench.ask("add", &[added]).unwrap();
+    guests.push(run("c.sock"));
+    let refused = bench.ask("upgrade", &[]).unwrap_err();
+    assert!(refused.contains("--adopt"), "{refused}");
+
+    let second = Kept::start_keeper(&bench, "second", &adopt, &serve);
+    await_told(&bench, "stats", &["--json"], r#""keeper":"runs""#);
+    let (_, warned) = await_told(&bench, "list", &[], "drive.img");
+    assert_eq!(warned, "");
+    // The server is no child of its keeper, and its successor is the server's child.
+    let ended = || course.ended.fetch_add(1, Ordering::Relaxed);
+    ended();
+    bench
+        .ask("upgrade", &[])
+        .unwrap_or_else(|error| panic!("{error}; {}", second.log()));
+    let upgraded = nvme_mpt_cli::control::listening_process(&bench.path("one.control"));
+    let upgraded = upgraded.expect("a server").to_string();
+    assert_ne!(upgraded, server);
+    ended();
+    Kept::send("KILL", &upgraded);
+    second.await_ready();
+    ended();
+    second.kill_server();
+    ended();
+    second.upgrade(&bench);
+    course.is_over.store(true, Ordering::Relaxed);
+    for guest in guests {
+        let (done, _) = guest.join().unwrap();
+        assert!(done > 4);
+    }
+    await_waiting(&bench);
+    drop(first);
+    second.stop();
+}
+
+#[test]
+fn a_server_that_has_kept_nothing_takes_no_keeper() {
+    let bench = Bench::new();
+    let function = ["socket=a.sock,path=drive.img,range=0+16M,id=a"];
+    let _server = bench.serve("one", &function).unwrap();
+    let serve = bench.serve_command("one", &function);
+    let adopt = ["--adopt", "--control", "one.control"];
+    let mut refused = Kept::start_keeper(&bench, "refused", &adopt, &serve);
+    assert_eq!(refused.keeper.wait().unwrap().code(), Some(1));
+    let log = refused.log();
+    assert!(log.contains("it was started without a keeper"), "{log}");
+}
+
+#[test]
+fn an_adopted_server_that_ends_in_order_takes_its_keeper_with_it() {
+    let bench = Bench::new();
+    let function = ["socket=a.sock,path=drive.img,range=0+16M,id=a"];
+    let serve = bench.serve_command("one", &function);
+    let first = Kept::start(&bench, &function);
+    let server = first.server().expect("a server");
+    Kept::send("KILL", &first.keeper().to_string());
+    await_told(&bench, "list", &[], KEEPER_ENDED);
+    let adopt = ["--adopt", "--control", "one.control"];
+    let mut second = Kept::start_keeper(&bench, "second", &adopt, &serve);
+    await_told(&bench, "stats", &["--json"], r#""keeper":"runs""#);
+    Kept::send("TERM", &server);
+    let status = second.keeper.wait().unwrap();
+    assert!(status.success(), "{status}: {}", second.log());
+    drop(first);
 }
 
 #[test]

@@ -8,14 +8,17 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::channel::{Channel, ChannelError};
-use crate::message::{Attached, Opened, Opening, PARTS, VERSION};
-use crate::socket::{self, Stream};
+use crate::message::{Attached, Opened, Opening, PARTS, SIGNS, VERSION};
+use crate::socket::{self, Signs, Stream};
 
 /// Time in which a server says something while a lease is made.
 pub(crate) const OPENING_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Time in which a server answers, or ends a lease. Its longest work is bounded by 30 seconds.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(45);
+
+/// Descriptors of a server that sends its signs.
+const WITH_SIGNS: usize = PARTS + SIGNS;
 
 /// A server does not give its drive's lease.
 #[derive(Debug, Error)]
@@ -61,6 +64,8 @@ pub(crate) struct Given {
     pub(crate) attached: Attached,
     /// Files of the doorbells and of the live state, and the eventfd of events.
     pub(crate) parts: [OwnedFd; PARTS],
+    /// Signs that nothing of the server is left; `None` from a server that knows none.
+    pub(crate) signs: Option<Signs>,
     pub(crate) socket: PathBuf,
 }
 
@@ -136,9 +141,10 @@ pub(crate) fn ask_for_lease(
         version: VERSION,
         options: options.to_owned(),
         only_asks: false,
+        sees_end: true,
     };
     let (channel, answer) = open(stream, socket, &opening, kept, patience)?;
-    let (attached, descriptors) = match answer {
+    let (attached, mut descriptors) = match answer {
         Answer::NotServed => return Ok(None),
         Answer::Attached(attached, descriptors) if attached.is_possible() => {
             (*attached, descriptors)
@@ -152,6 +158,11 @@ pub(crate) fn ask_for_lease(
         .set_patience(PATIENCE)
         .map_err(|source| no_set_up(socket, source))?;
     channel.expect_queue_pairs(attached.facts.queue_pairs);
+    let signs = match descriptors.len() {
+        WITH_SIGNS => <[OwnedFd; SIGNS]>::try_from(descriptors.split_off(PARTS)).ok(),
+        _ => None,
+    };
+    let signs = signs.map(|signs| Signs::new(channel.stream(), signs));
     let parts = <[OwnedFd; PARTS]>::try_from(descriptors).map_err(|descriptors| {
         let (came, said) = (descriptors.len(), PARTS);
         no_answer(socket, ChannelError::Descriptors { came, said })
@@ -160,6 +171,7 @@ pub(crate) fn ask_for_lease(
         channel,
         attached,
         parts,
+        signs,
         socket: socket.to_owned(),
     }))
 }
@@ -176,6 +188,7 @@ pub(crate) fn ask_for_drive(
         version: VERSION,
         options: options.to_owned(),
         only_asks: true,
+        sees_end: false,
     };
     let (_, answer) = open(stream, socket, &opening, &[], patience)?;
     // A server that does not know the question gives a lease, which ends with the connection.

@@ -5,7 +5,7 @@
 
 use std::io::{self, Read, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use nvme_mpt::deadline::{Deadline, SystemClock};
@@ -13,6 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
+use crate::message::Farewell;
 use crate::socket::{self, DESCRIPTORS_MAX, Stream};
 
 /// Most bytes of a message's JSON, for a lease of up to 64 queue pairs.
@@ -68,6 +69,14 @@ pub(crate) struct Channel {
     stream: Stream,
     /// Most bytes of a message's JSON.
     most: AtomicUsize,
+    last_words: LastWords,
+}
+
+/// The [`Farewell`]s of the other side that have come.
+#[derive(Debug, Default)]
+struct LastWords {
+    removed: AtomicBool,
+    ended: AtomicBool,
 }
 
 impl Channel {
@@ -75,7 +84,12 @@ impl Channel {
     pub(crate) fn new(stream: Stream) -> io::Result<Self> {
         stream.set_write_timeout(Some(TRANSFER))?;
         let most = MESSAGE_MAX.into();
-        Ok(Self { stream, most })
+        let last_words = LastWords::default();
+        Ok(Self {
+            stream,
+            most,
+            last_words,
+        })
     }
 
     /// Lets messages have the size that a lease with so many queue pairs needs.
@@ -140,18 +154,65 @@ impl Channel {
         self.stream.set_read_timeout(Some(patience))
     }
 
-    /// Receives an answer. A sandbox of the VMM need not allow any thread to change the socket.
+    /// Receives an answer. A sandbox of the VMM need not allow any thread to change the socket. A server that ends gives no
+    /// more answers, and its last words may come in place of one.
     pub(crate) fn receive_answer<M: DeserializeOwned>(
         &self,
     ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
-        self.receive(|| Ok(()))
+        let (bytes, descriptors) = self.receive_bytes(|| Ok(()))?;
+        match serde_json::from_slice(&bytes) {
+            Ok(answer) => Ok((answer, descriptors)),
+            Err(error) => match serde_json::from_slice(&bytes) {
+                Ok(word) => {
+                    self.note(&word);
+                    Err(ChannelError::Closed)
+                }
+                Err(_) => Err(error.into()),
+            },
+        }
+    }
+
+    fn note(&self, word: &Farewell) {
+        let LastWords { removed, ended } = &self.last_words;
+        match word {
+            Farewell::Removed => removed.store(true, Ordering::Relaxed),
+            Farewell::Ended => ended.store(true, Ordering::Relaxed),
+        }
+    }
+
+    /// Reads the last words of a server that has closed the connection. Answers that nobody waited for are passed over.
+    pub(crate) fn read_last_words(&self) {
+        while let Ok((bytes, _)) = self.receive_bytes(|| Ok(())) {
+            if let Ok(word) = serde_json::from_slice(&bytes) {
+                self.note(&word);
+            }
+        }
+    }
+
+    /// Returns whether the server has said that the lease was taken away.
+    pub(crate) fn was_removed(&self) -> bool {
+        self.last_words.removed.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the server has said that nothing reaches the function's memory any more.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.last_words.ended.load(Ordering::Relaxed)
     }
 
     /// Receives a message. `before_part` comes before each part but the first.
     fn receive<M: DeserializeOwned>(
         &self,
-        mut before_part: impl FnMut() -> Result<(), ChannelError>,
+        before_part: impl FnMut() -> Result<(), ChannelError>,
     ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
+        let (bytes, descriptors) = self.receive_bytes(before_part)?;
+        Ok((serde_json::from_slice(&bytes)?, descriptors))
+    }
+
+    /// As [`Self::receive`], and returns the JSON.
+    fn receive_bytes(
+        &self,
+        mut before_part: impl FnMut() -> Result<(), ChannelError>,
+    ) -> Result<(Vec<u8>, Vec<OwnedFd>), ChannelError> {
         let mut header = [0; HEADER];
         let mut descriptors = Vec::new();
         let mut came = self.receive_some(&mut header, &mut descriptors)?;
@@ -180,7 +241,7 @@ impl Channel {
                 Err(error) => return Err(failure(error)),
             }
         }
-        Ok((serde_json::from_slice(&bytes)?, descriptors))
+        Ok((bytes, descriptors))
     }
 
     fn receive_some(

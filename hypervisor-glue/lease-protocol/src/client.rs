@@ -42,7 +42,7 @@ use crate::message::{Attached, DirtyPages, Doorbells, Outcome, Request, Smart};
 use crate::places;
 use crate::socket::Stream;
 use crate::vector::RemoteVector;
-use crate::watch::Watch;
+use crate::watch::{Server, Watch};
 
 /// Attaches over a connection, for the function of an option string with absolute paths; `None` if the server does not
 /// have the function's drive. The stream is blocking, and `socket` is its name in messages. Without the server the function has failed for good.
@@ -155,8 +155,10 @@ impl RemoteHostSide {
             channel,
             attached,
             parts: [doorbells, live, events],
+            signs,
             socket,
         } = given;
+        let channel = Arc::new(channel);
         let Attached {
             ref id,
             ref facts,
@@ -165,7 +167,10 @@ impl RemoteHostSide {
         } = attached;
         let (id, facts) = (id.clone(), facts.clone());
         let doorbells = DoorbellPage::of_file(doorbells, dstrd, facts.queue_pairs)?;
-        let watched = channel.stream().try_clone()?;
+        let server = Server {
+            channel: channel.clone(),
+            signs,
+        };
         let exits = ExitCounter::of_file(live.as_fd()).ok();
         let events = Arc::new(eventfd::take(events)?);
         let link = Link::new(
@@ -206,7 +211,7 @@ impl RemoteHostSide {
             },
         };
         let work = move || {
-            watch.run(watched);
+            watch.run(server);
             drop(ending);
         };
         let watch = threads.spawn("nvme-server", Box::new(work))?;
@@ -816,12 +821,14 @@ impl HostSide for RemoteHostSide {
 
 #[cfg(all(test, not(simulation)))]
 mod tests {
-    use std::os::fd::OwnedFd;
-    use std::os::unix::net::UnixListener;
+    use std::io::{PipeReader, PipeWriter};
+    use std::os::fd::{BorrowedFd, OwnedFd};
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::process::{Child, Command, Stdio};
 
     use nvme_mpt::interrupt::vectors_of;
     use nvme_mpt::memory::memfd;
-    use nvme_mpt::poller::start_thread;
+    use nvme_mpt::poller::{run_beside, start_thread};
     use nvme_mpt::seam::LeasedNamespace;
     use nvme_mpt::shadow::{CommandSet, NvmCommands, NvmFacts};
     use nvme_mpt::spec::identify::Oncs;
@@ -831,7 +838,7 @@ mod tests {
 
     use super::*;
     use crate::channel::{Channel, ChannelError};
-    use crate::message::{Failed, Opened, Opening};
+    use crate::message::{Failed, Farewell, Opened, Opening};
 
     const QUEUE_PAIRS: u16 = 1;
     /// `EMFILE`.
@@ -881,9 +888,14 @@ mod tests {
 
     /// Gives the lease to the next function that connects.
     fn give_lease(listener: &UnixListener) -> Channel {
-        let (stream, _) = listener.accept().unwrap();
+        give_lease_over(listener.accept().unwrap().0, &[])
+    }
+
+    /// Gives the lease to a function, with the signs of a server.
+    fn give_lease_over(stream: UnixStream, signs: &[BorrowedFd<'_>]) -> Channel {
         let channel = Channel::new(stream).unwrap();
-        let _: (Opening, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
+        let (opening, _): (Opening, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
+        assert!(opening.sees_end);
         let stride = DoorbellStride::default();
         let doorbells = DoorbellPage::new(DoorbellMode::Trap, stride, QUEUE_PAIRS).unwrap();
         let live = memfd(c"live", 4096).unwrap();
@@ -895,8 +907,130 @@ mod tests {
             vectors: vectors_of(QUEUE_PAIRS),
         }));
         let parts = [doorbells.fd(), live.as_fd(), events.as_fd()];
-        channel.send(&attached, &parts).unwrap();
+        channel.send(&attached, &[&parts, signs].concat()).unwrap();
         channel
+    }
+
+    /// A server whose connections end before the server does.
+    struct Dying {
+        process: Child,
+        /// Kept open by requests that go on without the process.
+        held: Option<PipeWriter>,
+        hangs_up: PipeReader,
+        pidfd: OwnedFd,
+    }
+
+    impl Dying {
+        fn new() -> Self {
+            let mut command = Command::new("cat");
+            command.stdin(Stdio::piped()).stdout(Stdio::null());
+            let process = command.spawn().unwrap();
+            let (hangs_up, held) = io::pipe().unwrap();
+            let flags = rustix::process::PidfdFlags::empty();
+            let pidfd =
+                rustix::process::pidfd_open(rustix::process::Pid::from_child(&process), flags);
+            Self {
+                held: Some(held),
+                hangs_up,
+                pidfd: pidfd.unwrap(),
+                process,
+            }
+        }
+
+        fn signs(&self) -> [BorrowedFd<'_>; 2] {
+            [self.pidfd.as_fd(), self.hangs_up.as_fd()]
+        }
+
+        /// Attaches a function that waits for no other server.
+        fn attach(&self) -> (RemoteHostSide, Channel) {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let threads = Threads::default();
+            let mut channel = None;
+            let serve = || channel = Some(give_lease_over(theirs, &self.signs()));
+            let attach = || attach_over(ours, Path::new("pair"), "options", &threads);
+            let host = run_beside("server", serve, attach).unwrap();
+            let host = host.unwrap().expect("it has the drive");
+            (host, channel.expect("it has served"))
+        }
+
+        fn kill(&mut self) {
+            self.process.kill().unwrap();
+            self.process.wait().unwrap();
+        }
+    }
+
+    /// Short enough for a test that waits in vain, and longer than no time.
+    const IN_VAIN: Duration = Duration::from_millis(20);
+
+    /// Checks that a server may still write to the function's memory: the function says so whatever it is asked to end.
+    fn goes_on(host: &RemoteHostSide) {
+        for ended in [
+            host.reset_within(IN_VAIN),
+            host.pause_within(IN_VAIN),
+            host.ask_to_rest(&Request::Revoke, IN_VAIN),
+        ] {
+            assert!(matches!(ended, Err(QueueError::Timeout(_))), "{ended:?}");
+        }
+        let unmapped = host.unmap_within(Gpa(0), 4096, IN_VAIN);
+        assert!(
+            matches!(unmapped, Err(DmaError::Busy { .. })),
+            "{unmapped:?}"
+        );
+    }
+
+    #[test]
+    fn a_reset_waits_until_nothing_of_a_killed_server_is_left() {
+        let mut server = Dying::new();
+        let (host, channel) = server.attach();
+        let region = MemoryRegion {
+            gpa: Gpa(0),
+            len: 4096,
+            fd: memfd(c"guest", 4096).unwrap(),
+            offset: 0,
+            readable: true,
+            writable: true,
+        };
+        host.window.map(region).unwrap();
+        // As the kernel does when it closes the sockets of a killed process before the drive.
+        drop(channel);
+        goes_on(&host);
+        server.kill();
+        // The process has ended, and a request of its io_uring has not.
+        goes_on(&host);
+        drop(server.held.take());
+        host.reset_within(DRAIN_DEADLINE).unwrap();
+        assert_eq!(host.unmap_all().unwrap(), 4096);
+    }
+
+    #[test]
+    fn the_last_word_of_a_server_that_lives_on_ends_a_reset() {
+        let mut server = Dying::new();
+        let (host, channel) = server.attach();
+        let leave = || {
+            let _: (Request, Vec<OwnedFd>) = channel.receive_request(None).unwrap();
+            // These come in place of the answer.
+            channel.send(&Farewell::Removed, &[]).unwrap();
+            channel.send(&Farewell::Ended, &[]).unwrap();
+            drop(channel);
+        };
+        let reset = run_beside("server", leave, || host.reset_within(DRAIN_DEADLINE));
+        reset.unwrap().unwrap();
+        assert!(host.is_over());
+        server.kill();
+    }
+
+    #[test]
+    fn a_lease_that_is_taken_away_with_commands_in_flight_is_not_over() {
+        let mut server = Dying::new();
+        let (host, channel) = server.attach();
+        channel.send(&Farewell::Removed, &[]).unwrap();
+        drop(channel);
+        goes_on(&host);
+        let gone = |event: &Event| matches!(event, Event::Drive(nvme_mpt::DriveEvent::Gone));
+        assert!(host.take_events().iter().any(gone));
+        server.kill();
+        drop(server.held.take());
+        host.reset_within(DRAIN_DEADLINE).unwrap();
     }
 
     /// Has a server refuse the first request of a function, or leave it unanswered, and go. Returns the result of the

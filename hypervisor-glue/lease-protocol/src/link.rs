@@ -37,13 +37,16 @@ impl From<Lost> for io::Error {
 /// State of a connection.
 #[derive(Debug)]
 enum Connection {
-    Open(Channel),
+    Open(Arc<Channel>),
     /// The server reads nothing any more. It closes its side when it has ended the lease.
-    Ending(Channel),
+    Ending(Arc<Channel>),
     /// The server cannot be asked, and what it does is not known.
-    Failed(Channel),
-    /// The server has ended what it did for the function, or itself. Its last word may wait in the channel.
-    Over(Option<Channel>),
+    Failed(Arc<Channel>),
+    /// The connection has ended. The drive may still carry out commands of the function: of a server that was killed, the kernel
+    /// closes the sockets before the drive.
+    Gone,
+    /// The server has ended what it did for the function, or nothing of it is left.
+    Over,
 }
 
 /// Dirty pages of a log that goes on across servers.
@@ -109,7 +112,7 @@ pub(crate) struct LinkState {
 impl LinkState {
     /// Returns whether no server does anything for the function.
     pub(crate) fn is_over(&self) -> bool {
-        matches!(self.connection, Connection::Over(_))
+        matches!(self.connection, Connection::Over)
     }
 
     /// Returns whether the function waits for a server now.
@@ -127,23 +130,27 @@ impl LinkState {
     }
 
     /// Takes out a connection whose server ends the lease if it is asked to: the function ends.
-    pub(crate) fn part(&mut self) -> Option<Channel> {
+    pub(crate) fn part(&mut self) -> Option<Arc<Channel>> {
         self.waits = false;
-        match std::mem::replace(&mut self.connection, Connection::Over(None)) {
+        let connection = std::mem::replace(&mut self.connection, Connection::Over);
+        if let Connection::Failed(channel) = connection {
+            // The watch ends with it.
+            let _ = channel.stream().shutdown(Shutdown::Both);
+            return None;
+        }
+        if !matches!(connection, Connection::Over) {
+            self.connection = Connection::Gone;
+        }
+        match connection {
             Connection::Open(channel) | Connection::Ending(channel) => Some(channel),
-            Connection::Failed(channel) => {
-                // The watch ends with it.
-                let _ = channel.stream().shutdown(Shutdown::Both);
-                None
-            }
-            Connection::Over(_) => None,
+            _ => None,
         }
     }
 }
 
 /// The server that goes on with the function's drive.
 pub(crate) struct NextServer {
-    pub(crate) channel: Channel,
+    pub(crate) channel: Arc<Channel>,
     pub(crate) socket: PathBuf,
     /// Blocks of the lease by now.
     pub(crate) blocks: u64,
@@ -153,7 +160,7 @@ pub(crate) struct NextServer {
 #[derive(Debug)]
 pub(crate) struct Link {
     state: Mutex<LinkState>,
-    /// Notified when the server has closed the connection.
+    /// Notified when the server has closed the connection, and when nothing of it is left.
     closed: Condvar,
     /// Readable while the host side has events, and when the connection changes.
     pub(crate) events: Arc<EventFd>,
@@ -161,7 +168,7 @@ pub(crate) struct Link {
 
 impl Link {
     pub(crate) fn new(
-        channel: Channel,
+        channel: Arc<Channel>,
         socket: PathBuf,
         events: Arc<EventFd>,
         vectors: u16,
@@ -228,22 +235,24 @@ impl Link {
             });
         }
         channel.receive_answer().map_err(|error| match error {
-            ChannelError::Closed => {
-                self.lose(state, &error, |channel| Connection::Over(Some(channel)))
-            }
+            // The watch sees the end, and then whether nothing is in flight any more.
+            ChannelError::Closed => self.lose(state, &error, Connection::Ending),
             _ => self.lose(state, &error, Connection::Failed),
         })
     }
 
     /// Waits until a server that is ending has ended. Returns whether a server that was lost does nothing any more. Then
-    /// the next one may be there. A server that does not end within `time` is not waited for again.
+    /// the next one may be there. A server that does not end its lease within `time` is not waited for again. One whose
+    /// connection has ended is.
     pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
-        let is_ending = |state: &mut LinkState| matches!(state.connection, Connection::Ending(_));
+        let is_ending = |state: &mut LinkState| {
+            matches!(state.connection, Connection::Ending(_) | Connection::Gone)
+        };
         let waited = self
             .closed
             .wait_timeout_while(self.state(), time, is_ending);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let connection = std::mem::replace(&mut state.connection, Connection::Over(None));
+        let connection = std::mem::replace(&mut state.connection, Connection::Gone);
         state.connection = match connection {
             Connection::Ending(channel) => {
                 log::error!(
@@ -253,7 +262,7 @@ impl Link {
             }
             other => other,
         };
-        !matches!(state.connection, Connection::Failed(_))
+        !matches!(state.connection, Connection::Failed(_) | Connection::Gone)
     }
 
     /// Notes that the server cannot be asked any more.
@@ -261,9 +270,9 @@ impl Link {
         &self,
         state: &mut LinkState,
         error: &ChannelError,
-        then: impl FnOnce(Channel) -> Connection,
+        then: impl FnOnce(Arc<Channel>) -> Connection,
     ) -> Lost {
-        let channel = match std::mem::replace(&mut state.connection, Connection::Over(None)) {
+        let channel = match std::mem::replace(&mut state.connection, Connection::Gone) {
             Connection::Open(channel) => channel,
             other => {
                 state.connection = other;
@@ -305,19 +314,27 @@ impl Link {
         let _ = eventfd::signal(&self.events);
     }
 
-    /// Notes that the server has closed the connection. Returns the connection, for a last word of the server's.
-    pub(crate) fn close(&self) -> Option<Channel> {
+    /// Notes that the server has closed the connection, and whether it has ended all that it did for the function.
+    pub(crate) fn close(&self, has_ended: bool) {
         let mut state = self.state();
         self.lose(&mut state, &ChannelError::Closed, Connection::Ending);
-        let connection = std::mem::replace(&mut state.connection, Connection::Over(None));
+        if !state.is_over() {
+            state.connection = Connection::Gone;
+        }
+        drop(state);
+        if has_ended {
+            self.end();
+        }
+    }
+
+    /// Notes that a server whose connection has ended does nothing for the function any more.
+    pub(crate) fn end(&self) {
+        let mut state = self.state();
+        if matches!(state.connection, Connection::Gone) {
+            state.connection = Connection::Over;
+        }
         drop(state);
         self.closed.notify_all();
-        match connection {
-            Connection::Over(channel) => channel,
-            Connection::Open(channel)
-            | Connection::Ending(channel)
-            | Connection::Failed(channel) => Some(channel),
-        }
     }
 
     /// Goes on with another server, which knows all that the one before did, and the queues unless they are lost.

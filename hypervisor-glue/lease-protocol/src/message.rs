@@ -8,6 +8,7 @@ use nvme_mpt::doorbell::MAX_QUEUE_PAIRS;
 use nvme_mpt::host::Changes;
 use nvme_mpt::interrupt::vectors_of;
 use nvme_mpt::limit::RateLimits;
+use nvme_mpt::memory::presence;
 use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::spec::registers::Doorbell;
@@ -35,6 +36,10 @@ pub(crate) struct Opening {
     /// the lease, which ends with the connection.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) only_asks: bool,
+    /// True if the VMM waits for the signs that nothing of the server is left ([`SIGNS`]). A server that does not know this
+    /// field sends none.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub(crate) sees_end: bool,
 }
 
 fn is_false(value: &bool) -> bool {
@@ -56,18 +61,26 @@ pub(crate) enum Opened {
     },
     /// The range is being wiped, or the like. One comes each second.
     Waiting,
-    /// Descriptors: the doorbells' file, that of the live state, and the eventfd of events.
+    /// Descriptors: the doorbells' file, that of the live state, and the eventfd of events. With [`Opening::sees_end`], the
+    /// [signs](SIGNS) follow.
     Attached(Box<Attached>),
 }
 
 /// Descriptors of [`Opened::Attached`].
 pub(crate) const PARTS: usize = 3;
 
-/// Last message of a server, which nobody asked for: an operator has taken the lease away.
+/// Descriptors after those of [`PARTS`] that tell when nothing of the server is left: its pidfd, and a pipe.
+pub(crate) const SIGNS: usize = presence::SIGNS;
+
+/// Last messages of a server, which nobody asked for. Each comes once at most, in this order.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Farewell {
+    /// An operator has taken the lease away.
     Removed,
+    /// Nothing is in flight for the function, and nothing reaches its memory any more. Without this, the end of the connection
+    /// says nothing about the drive.
+    Ended,
 }
 
 /// Facts that stay the same as long as the function has the lease.

@@ -9,6 +9,7 @@ use nvme_mpt::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
 use nvme_mpt::interrupt::ClientSignals;
 use nvme_mpt::limit::RateLimits;
 use nvme_mpt::memory::eventfd;
+use nvme_mpt::memory::presence::Presence;
 use nvme_mpt::memory::sync::mpsc::{self, RecvTimeoutError};
 use nvme_mpt::memory::user_faults::MemoryHolder;
 use nvme_mpt::poller::run_beside;
@@ -154,6 +155,7 @@ impl Session {
             version,
             options,
             only_asks,
+            sees_end,
         } = opening;
         if version != VERSION {
             let reason = format!(
@@ -184,19 +186,22 @@ impl Session {
             Admission::Attached(host) => host,
         };
         let mut flushed = 0;
-        let result = self.serve(leases, &host, &mut flushed);
+        let result = self.serve(leases, &host, sees_end, &mut flushed);
         // The next server takes up queues whose commands are complete.
         let last = match leases.server_ends() {
             true => LastCommands::Complete,
             false => LastCommands::CutShort,
         };
         let deadline = Deadline::after(&self.clock, DRAIN_DEADLINE);
-        end(&*host, last, flushed, &deadline);
+        let is_over = end(&*host, last, flushed, &deadline);
         if leases.ended(&host) == End::Removed {
             // A VMM that has gone as well does not need it.
             let _ = self.channel.send(&Farewell::Removed, &[]);
         }
-        // Only now does the VMM see the connection closed: nothing reaches its memory any more.
+        if is_over {
+            let _ = self.channel.send(&Farewell::Ended, &[]);
+        }
+        // Without that word, the VMM waits for the next server, or until nothing of this process is left.
         result
     }
 
@@ -243,6 +248,7 @@ impl Session {
         &self,
         leases: &dyn Leases,
         host: &Arc<dyn HostSide>,
+        sees_end: bool,
         flushed: &mut u64,
     ) -> Result<(), SessionError> {
         let SharedParts {
@@ -269,8 +275,12 @@ impl Session {
         };
         let signals = ClientSignals::new(&host.stats().id, reader);
         let events = eventfd::share(&events)?;
-        self.channel
-            .send(&attached, &[doorbells.fd(), live.fd(), events.as_fd()])?;
+        let mut parts = vec![doorbells.fd(), live.fd(), events.as_fd()];
+        if sees_end {
+            // Before the lease has a queue, so that all that its commands begin is covered.
+            parts.extend(Presence::announce()?.signs());
+        }
+        self.channel.send(&attached, &parts)?;
         let mut served = Served {
             channel: &self.channel,
             leases,
@@ -292,24 +302,30 @@ impl Session {
     }
 }
 
-/// Ends all that is done for a function, until `deadline`.
-fn end(host: &dyn HostSide, last: LastCommands, flushed: u64, deadline: &Deadline) {
+/// Ends all that is done for a function, until `deadline`. Returns whether nothing reaches its memory any more.
+fn end(host: &dyn HostSide, last: LastCommands, flushed: u64, deadline: &Deadline) -> bool {
     host.end_silent_doorbells();
-    match host.leave_within(deadline.left(), last) {
+    let is_over = match host.leave_within(deadline.left(), last) {
         // Without queues this waits for nothing.
         Ok(()) => {
-            if let Err(error) = host.unmap_all() {
+            let unmapped = host.unmap_all();
+            if let Err(error) = &unmapped {
                 log::warn!("Memory of a VMM that went is still in use: {error}");
             }
+            unmapped.is_ok()
         }
         // Their memory stays mapped until they have ended.
-        Err(error) => log::warn!("A lease ends with commands of its function in flight: {error}"),
-    }
+        Err(error) => {
+            log::warn!("A lease ends with commands of its function in flight: {error}");
+            false
+        }
+    };
     if host.commands() != flushed
         && let Err(error) = host.flush_within(deadline.left())
     {
         log::error!("Cannot flush the drive of a VMM that went: {error}");
     }
+    is_over
 }
 
 /// Returns what a function kept from the server before.

@@ -40,8 +40,15 @@ fn requests() {
         version: VERSION,
         options: "path=/srv/a".to_owned(),
         only_asks: false,
+        sees_end: false,
     };
     is(&opening, r#"{"version":4,"options":"path=/srv/a"}"#);
+    let sees_end = Opening {
+        sees_end: true,
+        ..opening.clone()
+    };
+    let text = r#"{"version":4,"options":"path=/srv/a","sees_end":true}"#;
+    is(&sees_end, text);
     let asking = Opening {
         only_asks: true,
         ..opening
@@ -188,6 +195,7 @@ fn replies() {
     is(&Opened::Served, r#""served""#);
     is(&Opened::Waiting, r#""waiting""#);
     is(&Farewell::Removed, r#""removed""#);
+    is(&Farewell::Ended, r#""ended""#);
     let reason = "no".to_owned();
     is(
         &Opened::Refused { reason },

@@ -18,9 +18,9 @@ use thiserror::Error;
 use crate::ask::{AttachError, Given, OPENING_PATIENCE, Reach};
 use crate::channel::{Channel, ChannelError};
 use crate::link::{Link, LinkState, NextServer, Standing};
-use crate::message::{Attached, Farewell, Outcome, Request, VectorChange};
+use crate::message::{Attached, Outcome, Request, VectorChange};
 use crate::places;
-use crate::socket::{Stream, wait_for_end};
+use crate::socket::{Signs, Stream, wait_for_end};
 
 /// Shortest and longest time between two looks for a server.
 const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
@@ -60,6 +60,14 @@ impl ResumeError {
     }
 }
 
+/// A server that has the function's lease.
+#[derive(Debug)]
+pub(crate) struct Server {
+    pub(crate) channel: Arc<Channel>,
+    /// Signs that nothing of it is left; `None` if it sends none.
+    pub(crate) signs: Option<Signs>,
+}
+
 /// Parts of a function that the watch needs.
 pub(crate) struct Watch {
     pub(crate) link: Arc<Link>,
@@ -85,25 +93,42 @@ impl fmt::Debug for Watch {
 }
 
 impl Watch {
-    /// Watches until the function ends or its drive is lost for good.
-    pub(crate) fn run(&self, mut stream: Stream) {
+    /// Watches until the function ends or its drive is lost for good, and nothing reaches the function's memory any more.
+    pub(crate) fn run(&self, mut server: Server) {
         loop {
-            await_end(&stream);
-            if self.is_stopped() {
-                return;
+            let Server { channel, signs } = server;
+            await_end(channel.stream());
+            channel.read_last_words();
+            // A server that sends no signs is of an earlier release. It has no other word than the end of the connection.
+            self.link.close(channel.has_ended() || signs.is_none());
+            if !self.is_stopped() {
+                if channel.was_removed() {
+                    log::error!("An operator has taken the function's lease away");
+                    self.give_up();
+                } else if let Some(next) = self.next_server(signs.as_ref()) {
+                    server = next;
+                    continue;
+                }
             }
-            let removed = self.link.close().is_some_and(|channel| {
-                let last: Result<(Farewell, _), _> = channel.receive_answer();
-                matches!(last, Ok((Farewell::Removed, _)))
-            });
-            if removed {
-                log::error!("An operator has taken the function's lease away");
-                return self.give_up();
-            }
-            match self.next_server() {
-                Some(next) => stream = next,
-                None => return,
-            }
+            return self.await_nothing_left(signs.as_ref());
+        }
+    }
+
+    /// Waits until nothing of a server is left whose connection has ended.
+    fn await_nothing_left(&self, signs: Option<&Signs>) {
+        if let Some(signs) = signs
+            && !self.link.state().is_over()
+        {
+            persist("the end of a drive server's process", || signs.await_all());
+            self.link.end();
+        }
+    }
+
+    /// Looks whether nothing of the server is left whose connection has ended.
+    fn look_for_end(&self, signs: Option<&Signs>) {
+        let have_come = |signs: &Signs| signs.have_come().unwrap_or(false);
+        if signs.is_some_and(have_come) {
+            self.link.end();
         }
     }
 
@@ -111,12 +136,13 @@ impl Watch {
         self.stopped.try_recv() == Err(TryRecvError::Disconnected)
     }
 
-    /// Looks for a server until there is one, and returns the connection.
-    fn next_server(&self) -> Option<Stream> {
+    /// Looks for a server until there is one, and returns the connection. Meanwhile notes when nothing is left of the one before.
+    fn next_server(&self, before: Option<&Signs>) -> Option<Server> {
         let reach = self.reach.as_ref()?;
         let began = clock::monotonic();
         let mut reported = None;
         loop {
+            self.look_for_end(before);
             let waited = clock::monotonic().saturating_sub(began);
             if reach.patience.is_some_and(|patience| waited >= patience) {
                 log::error!("No drive server came back within {waited:?}");
@@ -124,7 +150,7 @@ impl Watch {
                 return None;
             }
             match self.resume(reach) {
-                Ok(Some(stream)) => return Some(stream),
+                Ok(Some(server)) => return Some(server),
                 Err(error) if error.is_final() => {
                     log::error!("A drive server came back, but {error}");
                     self.give_up();
@@ -153,7 +179,7 @@ impl Watch {
     }
 
     /// Asks the servers for the lease, and tells the one that has it all that the one before knew.
-    fn resume(&self, reach: &Reach) -> Result<Option<Stream>, ResumeError> {
+    fn resume(&self, reach: &Reach) -> Result<Option<Server>, ResumeError> {
         let events = eventfd::share(&self.link.events)?;
         let kept = [self.doorbells.fd(), self.live.as_fd(), events.as_fd()];
         let Some(given) = places::find(&reach.state_dir, &reach.options, &kept, OPENING_PATIENCE)?
@@ -163,6 +189,7 @@ impl Watch {
         let Given {
             channel,
             attached,
+            signs,
             socket,
             ..
         } = given;
@@ -174,7 +201,11 @@ impl Watch {
             return Err(ResumeError::Other);
         }
         (self.forget_bells)();
-        let stream = channel.stream().try_clone()?;
+        let channel = Arc::new(channel);
+        let server = Server {
+            channel: channel.clone(),
+            signs,
+        };
         // The function's calls wait meanwhile, so that none is missed.
         let mut state = self.link.state();
         if !state.waits() {
@@ -189,7 +220,7 @@ impl Watch {
             blocks,
         };
         self.link.go_on(&mut state, next, back);
-        Ok(Some(stream))
+        Ok(Some(server))
     }
 
     fn tell(&self, channel: &Channel, state: &LinkState) -> Result<HostSideEvent, ResumeError> {
@@ -282,11 +313,15 @@ fn chain(error: &dyn std::error::Error) -> String {
 
 /// Waits until the other side closes a connection.
 fn await_end(stream: &Stream) {
+    persist("the end of a drive server", || wait_for_end(stream));
+}
+
+/// Waits for something, again and again if the kernel refuses: this process lacks a descriptor, and may have one later.
+fn persist(what: &str, wait: impl Fn() -> io::Result<()>) {
     let mut reported = false;
-    while let Err(error) = wait_for_end(stream) {
-        // The server is there. This process lacks a descriptor, and may have one later.
+    while let Err(error) = wait() {
         if !std::mem::replace(&mut reported, true) {
-            log::error!("Cannot wait for the end of a drive server, and tries again: {error}");
+            log::error!("Cannot wait for {what}, and tries again: {error}");
         }
         clock::sleep(RETRY.1);
     }

@@ -13,6 +13,7 @@
 //! - [`crash`] counts crashes of the process for the work that caused them.
 //! - [`sync`] has the locks, channels, atomics and threads, and [`files`] the files of the ledger, which a simulator
 //!   replaces.
+//! - [`presence`] tells other processes that nothing of this one is left.
 //! - [`clock`] reads the time stamp counter. [`system`], [`processors`], [`file_system`], [`device_mapper`] and
 //!   [`eventfd`] make the system calls that std has no safe interface for.
 //!
@@ -70,6 +71,7 @@ mod host_ring;
 mod indices;
 mod mapping;
 pub mod notifier;
+pub mod presence;
 mod private;
 pub mod processors;
 mod records;

@@ -16,6 +16,7 @@ use rustix::net::{
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::{DESCRIPTORS_MAX, Peer, Received};
+use crate::message::SIGNS;
 
 /// Sends bytes with at most [`DESCRIPTORS_MAX`] descriptors. Returns the number of bytes that were sent.
 pub(crate) fn send(
@@ -82,13 +83,53 @@ pub(crate) fn peer(stream: &Stream) -> io::Result<Peer> {
 
 /// Waits until the other side closes a connection.
 pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
+    let end = EventSet::READ_HANG_UP | EventSet::HANG_UP;
+    wait_for(stream, end, FOREVER).map(drop)
+}
+
+/// Time-outs of [`wait_for`], in milliseconds.
+const FOREVER: i32 = -1;
+const AT_ONCE: i32 = 0;
+
+/// Waits for events of a descriptor. Returns whether one has come.
+fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Result<bool> {
+    // The system calls are those that sandboxes of VMMs allow.
     let epoll = Epoll::new()?;
-    let end = EpollEvent::new(EventSet::READ_HANG_UP | EventSet::HANG_UP, 0);
-    epoll.ctl(ControlOperation::Add, stream.as_raw_fd(), end)?;
+    let event = EpollEvent::new(events, 0);
+    epoll.ctl(ControlOperation::Add, descriptor.as_raw_fd(), event)?;
     loop {
-        match epoll.wait(-1, &mut [EpollEvent::default()]) {
+        match epoll.wait(timeout, &mut [EpollEvent::default()]) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            result => return result.map(|_| ()),
+            result => return Ok(result? > 0),
         }
+    }
+}
+
+/// Signs that nothing of a server is left: see [`presence`](nvme_mpt::memory::presence).
+#[derive(Debug)]
+pub(crate) struct Signs {
+    process: OwnedFd,
+    hangs_up: OwnedFd,
+}
+
+impl Signs {
+    /// Takes the descriptors that a server has sent over this connection.
+    pub(crate) fn new(_: &Stream, [process, hangs_up]: [OwnedFd; SIGNS]) -> Self {
+        Self { process, hangs_up }
+    }
+
+    /// Returns whether nothing of the server is left.
+    pub(crate) fn have_come(&self) -> io::Result<bool> {
+        self.wait(AT_ONCE)
+    }
+
+    /// Waits until nothing of the server is left.
+    pub(crate) fn await_all(&self) -> io::Result<()> {
+        self.wait(FOREVER).map(drop)
+    }
+
+    fn wait(&self, timeout: i32) -> io::Result<bool> {
+        Ok(wait_for(&self.process, EventSet::IN, timeout)?
+            && wait_for(&self.hangs_up, EventSet::HANG_UP, timeout)?)
     }
 }

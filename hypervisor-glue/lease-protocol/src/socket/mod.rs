@@ -9,9 +9,9 @@ pub mod simulated;
 use nvme_mpt::memory::system;
 
 #[cfg(not(simulation))]
-pub(crate) use kernel::{Stream, connect, named_in, peer, receive, send, wait_for_end};
+pub(crate) use kernel::{Signs, Stream, connect, named_in, peer, receive, send, wait_for_end};
 #[cfg(simulation)]
-pub(crate) use simulated::{Stream, connect, named_in, peer, receive, send, wait_for_end};
+pub(crate) use simulated::{Signs, Stream, connect, named_in, peer, receive, send, wait_for_end};
 
 /// Most descriptors of a message. With more new bells, a VMM asks again.
 pub const DESCRIPTORS_MAX: usize = 64;

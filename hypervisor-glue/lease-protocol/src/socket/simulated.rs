@@ -5,7 +5,7 @@
 //! sent, at any byte: [`end_process`] closes its side.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -16,6 +16,7 @@ use nvme_mpt::memory::simulation::{Step, acted, fence_and_act, process, random, 
 use nvme_mpt::memory::system::process_user;
 
 use super::{Peer, Received};
+use crate::message::SIGNS;
 
 /// Bytes that wait for a reader at most. Less than many messages have, so that a sender waits in the middle of one.
 const ROOM: usize = 300;
@@ -67,6 +68,8 @@ struct Sockets {
     sends: u64,
     /// Clients' sides that were closed in order, with bytes that their process did not read.
     unread: u64,
+    /// Processes that have died.
+    ended: BTreeSet<u64>,
 }
 
 thread_local! {
@@ -352,6 +355,42 @@ pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
     Ok(())
 }
 
+/// Signs that nothing of a server is left.
+#[derive(Debug)]
+pub(crate) struct Signs {
+    /// `None` if it had died before.
+    process: Option<u64>,
+}
+
+impl Signs {
+    /// The descriptors of a simulated process are those of the simulator, which goes on.
+    pub(crate) fn new(stream: &Stream, _: [OwnedFd; SIGNS]) -> Self {
+        let process = with(|sockets| {
+            let other = sockets.sides.get(&stream.0)?.other;
+            Some(sockets.sides.get(&other)?.process)
+        });
+        Self { process }
+    }
+
+    /// Returns whether nothing of the server is left.
+    pub(crate) fn have_come(&self) -> io::Result<bool> {
+        turn(Step::Receive, [0; 2]);
+        Ok(self.has_ended())
+    }
+
+    /// Waits until nothing of the server is left.
+    pub(crate) fn await_all(&self) -> io::Result<()> {
+        turn(Step::Receive, [0; 2]);
+        let _ended = wait_for(None, || self.has_ended().then_some(()));
+        Ok(())
+    }
+
+    fn has_ended(&self) -> bool {
+        let is_known = |process| with(|sockets| sockets.ended.contains(&process));
+        self.process.is_none_or(is_known)
+    }
+}
+
 /// A server's socket, under a name.
 #[derive(Debug)]
 pub struct Listener(PathBuf);
@@ -416,6 +455,7 @@ pub fn end_process(process: u64) {
         for side in its.map(|(number, _)| *number).collect::<Vec<_>>() {
             sockets.close(side);
         }
+        sockets.ended.insert(process);
     });
 }
 
@@ -446,6 +486,7 @@ pub fn clear() {
     with(|sockets| {
         sockets.sides.clear();
         sockets.names.clear();
+        sockets.ended.clear();
         sockets.unread = 0;
     });
 }

@@ -25,7 +25,7 @@ use super::super::way::DirectAlignment;
 use super::Opened;
 use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::memory::file_system::{is_memory, type_of};
-use nvme_mpt::memory::{Access, Mapping};
+use nvme_mpt::memory::{Access, Mapping, presence};
 use nvme_mpt::origin::BackingFile;
 use nvme_mpt_paths::{Entry, FileId};
 
@@ -149,12 +149,16 @@ impl Uring {
         })
     }
 
-    /// Keeps files open until the last request has ended, also if this process ends before.
+    /// Keeps files open until the last request has ended, also if this process ends before. VMs whose memory the requests
+    /// reach do not take the process for gone until then, either ([`presence`]).
     pub(in crate::file) fn keep_open<'a>(
         &self,
         files: impl Iterator<Item = &'a File>,
     ) -> io::Result<()> {
-        let files: Vec<RawFd> = files.map(AsRawFd::as_raw_fd).collect();
+        let files = files.map(AsRawFd::as_raw_fd);
+        let files: Vec<RawFd> = files
+            .chain(presence::held().map(|held| held.as_raw_fd()))
+            .collect();
         match files.is_empty() {
             true => Ok(()),
             false => self.ring.submitter().register_files(&files),

@@ -19,6 +19,7 @@ use nvme_mpt::host::ListMemory;
 use nvme_mpt::host::{HostBatch, HostCompletion, HostMemory, HostQueue};
 use nvme_mpt::iova::IovaSpace;
 use nvme_mpt::learn::Choice;
+use nvme_mpt::memory::presence::Presence;
 use nvme_mpt::memory::system::{LockKind, try_lock};
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::range_lock::is_locked;
@@ -395,13 +396,15 @@ fn the_lock_of_a_killed_process_lasts_as_long_as_its_io() {
 
 #[test]
 fn the_ring_of_a_queue_keeps_the_lock_of_its_lease() {
+    // The ring keeps the sign of this process's presence, too.
+    Presence::announce().unwrap();
     let scene = Scene::new();
     let lock = scene.store.claim(["0+4K".parse().unwrap()]).unwrap();
     let lease = scene.store.lease("a", 4096, Some(lock)).unwrap();
     let queue = FileQueue::new(&lease, 4).unwrap();
     let ring = queue.wait_fd().unwrap();
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{ring}")).unwrap();
-    assert!(info.contains("\nUserFiles:\t1\n"), "{info}");
+    assert!(info.contains("\nUserFiles:\t2\n"), "{info}");
 }
 
 #[test]

@@ -46,6 +46,9 @@ pub trait HostQueue {
     /// Time at which its commands complete: a poller looks for completions then.
     const COMPLETES: Completes = Completes::SoonOrLater;
 
+    /// True if a reset of the drive ends commands with Command Interrupted, which the shadow queue is to give it again.
+    const IS_INTERRUPTED: bool = false;
+
     /// The command set that its commands belong to: a [`CommandSet`](crate::shadow::CommandSet) where a shadow queue has
     /// it.
     type Commands;

@@ -16,6 +16,10 @@ impl Special {
     pub(crate) const STALE: Self = Self(1);
     /// The command is carried out in parts.
     pub(crate) const IN_PARTS: Self = Self(2);
+    /// Unit of the number of times that the host controller was given it again.
+    const AGAIN: u8 = 4;
+    /// Most times that the host controller is given a command again.
+    pub(crate) const AGAIN_MAX: u8 = 3;
 
     #[inline(always)]
     pub(crate) const fn is_some(self) -> bool {
@@ -28,6 +32,15 @@ impl Special {
 
     pub(crate) const fn add(&mut self, work: Self) {
         self.0 |= work.0;
+    }
+
+    /// Counts one more time that the host controller is given the command. Returns false after the last one.
+    const fn count_again(&mut self) -> bool {
+        let may = self.0 / Self::AGAIN < Self::AGAIN_MAX;
+        if may {
+            self.0 += Self::AGAIN;
+        }
+        may
     }
 }
 
@@ -67,6 +80,15 @@ impl Slot {
     #[inline(always)]
     pub(crate) const fn opcode(&self) -> NvmOpcode {
         NvmOpcode(self.cdw0.opcode())
+    }
+
+    /// Counts one more time that the host controller is given the command, which a reset interrupted. Returns false if it
+    /// may not be given it again.
+    #[cold]
+    pub(crate) fn begins_again(&mut self, is_repeatable: impl FnOnce(&Sqe) -> bool) -> bool {
+        !self.special.has(Special::IN_PARTS)
+            && is_repeatable(&self.host)
+            && self.special.count_again()
     }
 
     /// Returns the place of the command's data for the host controller.
@@ -150,6 +172,8 @@ struct Free {
 pub(crate) struct Slots {
     slots: Box<[Slot]>,
     free: Free,
+    /// Commands in flight that the host controller is to be given again.
+    interrupted: Vec<u16>,
 }
 
 impl Slots {
@@ -162,6 +186,7 @@ impl Slots {
         });
         Self {
             slots: slots.collect(),
+            interrupted: Vec::new(),
             free: Free {
                 first: first(0),
                 count: usize::from(count),
@@ -248,6 +273,24 @@ impl Slots {
             self.free.first = slot.next_free;
             self.free.count -= 1;
         }
+    }
+
+    /// As [`Self::retake`], for a command that the host controller is to be given again.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn retake_interrupted(&mut self, index: u16, room: Room) {
+        self.retake(index, room);
+        self.interrupted.push(index);
+    }
+
+    /// Returns whether the host controller is to be given commands again.
+    pub(crate) const fn has_interrupted(&self) -> bool {
+        !self.interrupted.is_empty()
+    }
+
+    /// Takes out the slots of the commands that the host controller is to be given again.
+    pub(crate) fn take_interrupted(&mut self) -> Vec<u16> {
+        std::mem::take(&mut self.interrupted)
     }
 
     /// Returns the moment at which a command in flight was taken.

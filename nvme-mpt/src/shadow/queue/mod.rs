@@ -444,7 +444,7 @@ impl ShadowCore {
         let tail = self.cq.indices.tail().get();
         self.rests_until = None;
         let worked = self.pass::<H, true, true>(host);
-        if !self.parts.are_some() && self.repeats.is_empty() {
+        if !self.parts.are_some() && self.repeats.is_empty() && !self.slots.has_interrupted() {
             self.note_special();
         }
         if !self.is_logged {
@@ -468,6 +468,9 @@ impl ShadowCore {
             && self.reap::<H, SPECIAL, LIVE>(host);
         let sound = !SPECIAL || self.is_sound();
         let mut rung = SPECIAL && self.submit_parts::<H>(host);
+        if SPECIAL && self.slots.has_interrupted() {
+            rung |= self.submit_interrupted::<H>(host);
+        }
         if SPECIAL && sound && !self.repeats.is_empty() {
             rung |= self.submit_repeats::<H>(host);
         }
@@ -740,6 +743,7 @@ impl ShadowCore {
             held,
             departures,
             parts,
+            passes,
             is_logged,
             is_cut_short,
             ..
@@ -763,6 +767,7 @@ impl ShadowCore {
             translator,
             departures,
             parts,
+            passes,
             is_logged: *is_logged,
             is_cut_short: *is_cut_short,
             completed: 0,
@@ -879,7 +884,7 @@ impl ShadowCore {
     }
 
     fn look_again(&mut self) -> bool {
-        if !self.context.tables.is_newest(self.generation) {
+        if !self.context.tables.is_newest(self.generation) || self.slots.has_interrupted() {
             return true;
         }
         if !self.is_sound() || self.stopped {

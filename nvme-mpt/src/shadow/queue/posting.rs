@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::departures::HeldDepartures;
 use super::dirty::note_completed;
-use super::{Arrival, CompletionQueue, Condition, QueueContext, SubmissionQueue};
+use super::{Arrival, CompletionQueue, Condition, Passes, QueueContext, SubmissionQueue};
 use crate::clock::Ticks;
 use crate::event::{ErrorEntry, Event};
 use crate::host::{CompletionTaker, HostCompletion};
@@ -33,6 +33,8 @@ pub(super) struct Posting<'a, H, const SPECIAL: bool, const LIVE: bool> {
     pub(super) translator: &'a Translator,
     pub(super) departures: &'a mut HeldDepartures,
     pub(super) parts: &'a mut Parts,
+    /// Kind of the next passes.
+    pub(super) passes: &'a mut Passes,
     /// True if what is written is noted.
     pub(super) is_logged: bool,
     /// True if the queue's commands begin no further step.
@@ -61,7 +63,14 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
         if SPECIAL && self.is_logged {
             note_completed(slot, self.translator.memory(), self.departures);
         }
+        let is_interrupted = || {
+            H::IS_INTERRUPTED
+                && completion.status == Status::COMMAND_INTERRUPTED
+                && !self.is_cut_short
+                && self.condition != Condition::Failed
+        };
         if slot.special.is_some() {
+            let may_go_on = is_interrupted() && self.sqs.get(usize::from(slot.sq)).is_some();
             let special = &mut slot.special;
             // Passes are special as long as there are commands in parts.
             if SPECIAL && special.has(Special::IN_PARTS) && self.parts.go_on(completion) {
@@ -69,10 +78,12 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
                 self.slots.retake(completion.slot, room);
                 return;
             }
-            if special.has(Special::STALE) {
-                self.departures.completed(completion.slot);
+            if !may_go_on {
+                if special.has(Special::STALE) {
+                    self.departures.completed(completion.slot);
+                }
+                *special = Special::default();
             }
-            *special = Special::default();
         }
         let Some(sq) = self.sqs.get(usize::from(slot.sq)) else {
             return;
@@ -81,6 +92,20 @@ impl<H: TranslatedQueue, const SPECIAL: bool, const LIVE: bool> CompletionTaker
             return;
         }
         if !completion.status.is_success() {
+            if is_interrupted() {
+                if slot.begins_again(H::Commands::is_repeatable) {
+                    self.slots.retake_interrupted(completion.slot, room);
+                    *self.passes = Passes::Special;
+                    if SPECIAL {
+                        self.completed -= 1;
+                    }
+                    return;
+                }
+                if slot.special.has(Special::STALE) {
+                    self.departures.completed(completion.slot);
+                }
+                slot.special = Special::default();
+            }
             let ended_here = completion.status == Status::ABORTED_SQ_DELETION;
             if LIVE && self.live.is_some() && self.is_cut_short && ended_here {
                 // It keeps its mark: the process that takes the queue up carries it out. After a reset, which cuts

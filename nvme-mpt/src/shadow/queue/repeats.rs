@@ -1,10 +1,12 @@
-//! Commands that were in flight when the process that had the queue ended: they are carried out again, in their slots.
+//! Commands that are carried out again, in their slots: those that were in flight when the process that had the queue ended,
+//! and those that a reset of the drive took away. The drive is given the latter as it was given them before. Their guest
+//! learns of them only if a reset has taken them away again and again.
 
 use super::posting::fail_command;
-use super::{Arrival, GuestQueues, Record, Reserved, ShadowCore, Way, not_one_command};
+use super::{Arrival, Condition, GuestQueues, Record, Reserved, ShadowCore, Way, not_one_command};
 use crate::clock::Ticks;
 use crate::event::QueueFailure;
-use crate::host::HostBatch;
+use crate::host::{CompletionTaker, HostBatch, HostCompletion};
 use crate::live::LiveHead;
 use crate::shadow::TranslatedQueue;
 use crate::shadow::slot::Taken;
@@ -45,6 +47,36 @@ impl ShadowCore {
         batch.ring(self.translator.memory());
         self.cq.gate.taken(taken);
         !repeats.is_empty()
+    }
+
+    /// Gives the drive again what a reset took away, also while the queue takes nothing new. Commands of a queue that is
+    /// about to be deleted or has failed end. Returns whether there was any.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn submit_interrupted<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
+        let interrupted = self.slots.take_interrupted();
+        if self.is_cut_short || self.condition == Condition::Failed {
+            let status = Status::ABORTED_SQ_DELETION;
+            self.post::<H, true, true>(|_, mut posting| {
+                for slot in interrupted {
+                    posting.take(HostCompletion {
+                        slot,
+                        status,
+                        dw0: 0,
+                    });
+                }
+            });
+            return true;
+        }
+        let mut batch = host.batch();
+        batch.announce(interrupted.len() as u32, Ticks::now());
+        for slot in interrupted {
+            if let Some(command) = self.slots.command(slot) {
+                batch.submit_again(command);
+            }
+        }
+        batch.ring(self.translator.memory());
+        true
     }
 
     /// `None` if there is no room or no slot for it.

@@ -11,6 +11,7 @@ mod error;
 mod hand_over;
 mod identity;
 mod log_pages;
+mod progress;
 mod queue_pairs;
 mod recovery;
 mod registers;

@@ -3,7 +3,7 @@
 //! It looks at everything ten times a second, and gives free queue pairs to queues that share. It deals itself with what it finds. So a drive's
 //! failure costs no poller and no other drive more than the lock of a queue pair.
 //!
-//! A command beyond its deadline (`timeout=`, 10 s) is aborted. No other command gets its identifier before the drive
+//! A command that the drive is late with (`timeout=`, 10 s; `progress.rs`) is aborted. No other command gets its identifier before the drive
 //! has answered the Abort. If the command is still there a second later, the controller is reset and its queues are
 //! made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands, and once it
 //! answers again after its registers have read as all ones.
@@ -24,8 +24,9 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use super::admin_queue::AdminQueue;
 use super::error::{ControllerError, REMOVED, WANTED_BACK};
 use super::identity::Identity;
+use super::progress::Progress;
 use super::{PhysicalDrive, lock, log_pages};
-use crate::pair::LateCommand;
+use crate::pair::{LateCommand, Pair};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::deadline::{Deadline, WaitClock};
 use nvme_mpt::drive::{HostNamespace, Incidents};
@@ -87,6 +88,7 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
         epoll,
         removal,
         overdue: Vec::new(),
+        progress: Progress::default(),
         namespaces: Namespaces::Known,
     };
     let work = move || while supervisor.watch() {};
@@ -117,6 +119,7 @@ struct Supervisor {
     epoll: Epoll,
     removal: Option<RawFd>,
     overdue: Vec<Overdue>,
+    progress: Progress,
     namespaces: Namespaces,
 }
 
@@ -161,22 +164,7 @@ impl Supervisor {
 
     /// Aborts what takes too long; resets the drive if that does not help.
     fn check_deadlines(&mut self) {
-        let now = Ticks::now();
-        let deadline = ticks_in(self.drive.options.deadline);
-        let mut late = Vec::new();
-        {
-            let pairs = lock(&self.drive.pairs);
-            for (qid, pair) in pairs.iter() {
-                for command in pair.overdue(now, deadline) {
-                    // Before the drive can be done with it.
-                    pair.begin_abort(&command);
-                    late.push((qid, pair.clone(), command));
-                }
-            }
-            self.overdue.retain(|Overdue { qid, late, .. }| {
-                pairs.get(*qid).is_some_and(|pair| pair.has(late))
-            });
-        }
+        let late = self.find_late();
         if let Some(Overdue { qid, late, .. }) = self
             .overdue
             .iter()
@@ -210,8 +198,39 @@ impl Supervisor {
         }
     }
 
+    /// Reports the commands that the drive is late with, each once. Forgets those that were to be aborted and have ended.
+    fn find_late(&mut self) -> Vec<(QueueId, Pair, LateCommand)> {
+        let pairs = lock(&self.drive.pairs);
+        let looks: Vec<_> = pairs.iter().map(|(qid, pair)| (qid, pair.look())).collect();
+        let now = Ticks::now();
+        let deadline = ticks_in(self.drive.options.deadline);
+        let mut late = Vec::new();
+        for watched in self.progress.look(&looks, now, deadline) {
+            let Some(pair) = pairs.get(watched.qid) else {
+                continue;
+            };
+            let mut commands = Vec::new();
+            if pair.report(&watched.command) {
+                commands.push(watched.command);
+            }
+            if pair.since(watched.latest) == watched.in_flight {
+                // All that were submitted by then.
+                commands.extend(pair.overdue(now, now.since(watched.latest).saturating_sub(1)));
+            }
+            for command in commands {
+                // Before the drive can be done with it.
+                pair.begin_abort(&command);
+                late.push((watched.qid, pair.clone(), command));
+            }
+        }
+        self.overdue
+            .retain(|Overdue { qid, late, .. }| pairs.get(*qid).is_some_and(|pair| pair.has(late)));
+        late
+    }
+
     fn reset(&mut self, cause: &str) {
         self.overdue.clear();
+        self.progress.forget();
         self.drive.reset(cause);
         self.distrust_namespaces();
     }

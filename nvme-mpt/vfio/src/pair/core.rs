@@ -14,7 +14,7 @@
 use std::sync::{Arc, Weak};
 
 use super::Shared;
-use super::flight::{Flight, Flights, Landing, LateCommand, PLAIN};
+use super::flight::{Flight, Flights, Landing, LateCommand, Look, PLAIN};
 use super::governor::{Governor, Window};
 use super::member::{Member, Waiting};
 use super::rings::{PairDoorbells, Rings};
@@ -702,6 +702,18 @@ impl Core {
 
     pub(super) fn overdue(&mut self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         self.flights.overdue(now, deadline)
+    }
+
+    pub(super) fn look(&mut self) -> Look {
+        self.flights.look()
+    }
+
+    pub(super) fn since(&mut self, moment: Ticks) -> usize {
+        self.flights.since(moment)
+    }
+
+    pub(super) fn report(&mut self, late: &LateCommand) -> bool {
+        self.flights.report(late)
     }
 
     pub(super) fn has(&mut self, late: &LateCommand) -> bool {

@@ -117,7 +117,7 @@ impl Entry {
     }
 }
 
-/// A command that the drive has had for too long: its identifier, and which of the commands that have it.
+/// A command that the drive has had for too long, or may have: its identifier, and which of the commands that have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LateCommand {
     cid: CommandId,
@@ -125,12 +125,40 @@ pub struct LateCommand {
 }
 
 impl LateCommand {
+    #[cfg(test)]
+    pub(crate) fn new(cid: u16, submitted: Ticks) -> Self {
+        Self {
+            cid: CommandId(cid),
+            submitted,
+        }
+    }
+
     /// Its identifier, as an Abort names it.
     #[must_use]
     pub fn cid(&self) -> CommandId {
         self.cid
     }
+
+    /// When the drive got it.
+    #[must_use]
+    pub fn submitted(&self) -> Ticks {
+        self.submitted
+    }
 }
+
+/// Commands that the drive had of a queue pair at some time.
+#[derive(Clone, Debug, Default)]
+pub struct Look {
+    /// The oldest that were not reported yet, [`OLDEST`] at most.
+    pub oldest: Vec<LateCommand>,
+    /// Number of all.
+    pub in_flight: usize,
+    /// When the last of them was submitted.
+    pub latest: Ticks,
+}
+
+/// Most commands of [`Look::oldest`].
+pub const OLDEST: usize = 8;
 
 /// A member's command, or one part of it, that the drive has, when the member shares the queue pair
 /// or the command is split: what is to be known at its end.
@@ -363,6 +391,53 @@ impl Flights {
             .collect()
     }
 
+    /// Looks at the commands that the drive has.
+    pub(super) fn look(&mut self) -> Look {
+        let mut look = Look::default();
+        if self.in_flight == 0 {
+            return look;
+        }
+        let oldest = &mut look.oldest;
+        for entry in self.entries() {
+            look.in_flight += 1;
+            look.latest = look.latest.max(entry.submitted);
+            let is_full = oldest.len() == OLDEST;
+            let is_younger = |last: &LateCommand| last.submitted <= entry.submitted;
+            if entry.tag.has(Tag::REPORTED) || (is_full && oldest.last().is_some_and(is_younger)) {
+                continue;
+            }
+            let at = oldest.partition_point(|other| other.submitted <= entry.submitted);
+            oldest.truncate(OLDEST - 1);
+            oldest.insert(
+                at,
+                LateCommand {
+                    cid: entry.tag.cid(),
+                    submitted: entry.submitted,
+                },
+            );
+        }
+        look
+    }
+
+    /// Returns the number of commands that were submitted up to a moment and are in flight still.
+    pub(super) fn since(&mut self, moment: Ticks) -> usize {
+        self.entries()
+            .filter(|entry| entry.submitted <= moment)
+            .count()
+    }
+
+    /// Reports a command as overdue. Returns whether the drive has it still, and it was not reported yet.
+    pub(super) fn report(&mut self, late: &LateCommand) -> bool {
+        let entry = self.entry(late.cid);
+        entry.is_some_and(|entry| {
+            let is_new = entry.submitted == late.submitted && !entry.tag.has(Tag::REPORTED);
+            if is_new {
+                entry.tag.0 |= Tag::REPORTED;
+            }
+            is_new
+        })
+    }
+
     /// Returns whether the drive has a command still: it, and not a later one with its identifier.
     pub(super) fn has(&mut self, late: &LateCommand) -> bool {
         self.entry(late.cid)
@@ -551,6 +626,32 @@ mod tests {
             let landed = told(flights.land(next, status));
             assert_eq!(landed, Some((1, status)), "the guest's own abort");
         }
+    }
+
+    #[test]
+    fn a_look_finds_the_oldest_that_were_not_reported() {
+        let mut flights = Flights::new(32);
+        assert_eq!(flights.look().in_flight, 0);
+        let times = [30, 10, 90, 20, 80, 40, 70, 50, 60, 100];
+        for (slot, time) in (0..).zip(times) {
+            take_off(&mut flights, slot, slot % 2 == 0, Ticks(time));
+        }
+        let times = |look: &Look| {
+            let oldest = look.oldest.iter();
+            oldest.map(|late| late.submitted().0).collect::<Vec<_>>()
+        };
+        let look = flights.look();
+        assert_eq!((look.in_flight, look.latest), (10, Ticks(100)));
+        assert_eq!(times(&look), [10, 20, 30, 40, 50, 60, 70, 80]);
+        assert!(flights.report(&look.oldest[1]));
+        assert!(!flights.report(&look.oldest[1]), "once");
+        let next = flights.look();
+        assert_eq!(times(&next), [10, 30, 40, 50, 60, 70, 80, 90]);
+        assert_eq!(flights.since(Ticks(50)), 5);
+        let cid = look.oldest[0].cid();
+        assert!(flights.land(cid, Status::SUCCESS).is_some());
+        assert_eq!(flights.since(Ticks(50)), 4);
+        assert!(!flights.report(&look.oldest[0]), "it has ended");
     }
 
     #[test]

@@ -32,7 +32,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use doorbell::{BufferedDoorbell, DriveDoorbell};
-pub use flight::LateCommand;
+pub use flight::{LateCommand, Look, OLDEST};
 pub use governor::Governor;
 pub use loans::Rest;
 pub use queue::VfioQueue;
@@ -156,6 +156,25 @@ impl Pair {
     #[must_use]
     pub fn overdue(&self, now: Ticks, deadline: u64) -> Vec<LateCommand> {
         self.shared.lock().overdue(now, deadline)
+    }
+
+    /// Looks at the commands that the drive has.
+    #[must_use]
+    pub fn look(&self) -> Look {
+        self.shared.lock().look()
+    }
+
+    /// Returns the number of commands that were submitted up to a moment and that the drive has still.
+    #[must_use]
+    pub fn since(&self, moment: Ticks) -> usize {
+        self.shared.lock().since(moment)
+    }
+
+    /// Reports a command as overdue, as [`Self::overdue`] does. Returns whether the drive has it still, and it was not
+    /// reported yet.
+    #[must_use]
+    pub fn report(&self, late: &LateCommand) -> bool {
+        self.shared.lock().report(late)
     }
 
     /// Returns whether the drive has a command still.

@@ -290,6 +290,8 @@ impl HostQueue for VfioQueue {
     /// A drive takes longer than a poll.
     const COMPLETES: Completes = Completes::Later;
 
+    const IS_INTERRUPTED: bool = true;
+
     type Commands = NvmCommands;
 
     type Batch<'a> = VfioBatch<'a>;

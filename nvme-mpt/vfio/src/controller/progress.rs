@@ -1,0 +1,162 @@
+//! Commands that a drive is late with, by its progress.
+//!
+//! The time of a command in a deep queue says nothing about the drive: it waits for all that came before it. Some drives
+//! take all queues in one order, so it may wait for those of other guests, too. So a command's time begins once it is among
+//! the [`OLDEST`] that the drive has. A command that is lost, or that the drive lets all others pass, gets there
+//! as those before it complete.
+//!
+//! With a command that is late, all others of its queue are late that the drive had when its time began, if
+//! none of them has completed since: then the queue stands still.
+
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::spec::ids::QueueId;
+
+use crate::pair::{LateCommand, Look, OLDEST};
+
+/// A command among the oldest.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Watched {
+    pub(super) qid: QueueId,
+    pub(super) command: LateCommand,
+    /// When its time began.
+    since: Ticks,
+    /// When the last command was submitted that its queue had at the first look.
+    pub(super) latest: Ticks,
+    /// Commands that its queue had at the first look.
+    pub(super) in_flight: usize,
+}
+
+/// The oldest commands that a drive has.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    watched: Vec<Watched>,
+    /// When they were looked at last.
+    looked: Ticks,
+}
+
+impl Progress {
+    /// Looks at the commands of all queues. Returns those whose time is more than `deadline` ticks.
+    pub(super) fn look(
+        &mut self,
+        queues: &[(QueueId, Look)],
+        now: Ticks,
+        deadline: u64,
+    ) -> Vec<Watched> {
+        let commands = queues.iter().flat_map(|(qid, look)| {
+            look.oldest.iter().map(|command| Watched {
+                qid: *qid,
+                command: *command,
+                since: command.submitted().max(self.looked),
+                latest: look.latest,
+                in_flight: look.in_flight,
+            })
+        });
+        let mut oldest: Vec<Watched> = commands.collect();
+        oldest.sort_by_key(|watched| watched.command.submitted());
+        oldest.truncate(OLDEST);
+        for watched in &mut oldest {
+            let is_it =
+                |other: &&Watched| (other.qid, other.command) == (watched.qid, watched.command);
+            if let Some(known) = self.watched.iter().find(is_it) {
+                *watched = *known;
+            }
+        }
+        self.looked = now;
+        let late = oldest.iter();
+        let late = late.filter(|watched| now.since(watched.since) > deadline);
+        let late = late.copied().collect();
+        self.watched = oldest;
+        late
+    }
+
+    /// Forgets all commands: the drive has none of them any more.
+    pub(super) fn forget(&mut self) {
+        self.watched.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use super::*;
+
+    const DEADLINE: u64 = 1_000;
+
+    /// A drive with queues in the order of submission: pairs of a time and an identifier.
+    #[derive(Default)]
+    struct Scene {
+        progress: Progress,
+        queues: [VecDeque<LateCommand>; 2],
+        now: u64,
+        next: u16,
+    }
+
+    impl Scene {
+        fn submit(&mut self, queue: usize, commands: usize) {
+            for _ in 0..commands {
+                self.next += 1;
+                self.queues[queue].push_back(LateCommand::new(self.next, Ticks(self.now)));
+            }
+        }
+
+        /// Completes the oldest command of a queue.
+        fn complete(&mut self, queue: usize) {
+            self.queues[queue].pop_front();
+        }
+
+        /// Lets time pass, and looks. Returns the queues of late commands.
+        fn pass(&mut self, time: u64) -> Vec<u16> {
+            self.now += time;
+            let look = |queue: &VecDeque<LateCommand>| Look {
+                oldest: queue.iter().take(OLDEST).copied().collect(),
+                in_flight: queue.len(),
+                latest: queue.back().map_or(Ticks(0), LateCommand::submitted),
+            };
+            let looks: Vec<_> = (1..)
+                .map(QueueId)
+                .zip(self.queues.iter().map(look))
+                .collect();
+            let late = self.progress.look(&looks, Ticks(self.now), DEADLINE);
+            late.iter().map(|watched| watched.qid.0).collect()
+        }
+    }
+
+    #[test]
+    fn a_queue_that_moves_is_not_late_however_deep_it_is() {
+        let mut scene = Scene::default();
+        scene.submit(0, 1_000);
+        // It waits for all of the other queue.
+        scene.submit(1, 1);
+        for _ in 0..1_000 {
+            assert_eq!(scene.pass(100), [0; 0]);
+            scene.complete(0);
+            scene.submit(0, 1);
+        }
+        scene.complete(1);
+    }
+
+    #[test]
+    fn a_command_that_all_others_pass_is_late() {
+        let mut scene = Scene::default();
+        scene.submit(0, 1);
+        scene.submit(1, 500);
+        for _ in 0..500 {
+            scene.pass(100);
+            scene.complete(1);
+            scene.submit(1, 1);
+        }
+        let lost = scene.queues[0][0];
+        assert_eq!(scene.pass(100), [1], "{lost:?}");
+    }
+
+    #[test]
+    fn a_command_alone_is_late_at_once() {
+        let mut scene = Scene::default();
+        scene.submit(0, 1);
+        assert_eq!(scene.pass(DEADLINE), [0; 0]);
+        assert_eq!(scene.pass(1), [1]);
+        scene.progress.forget();
+        assert_eq!(scene.pass(DEADLINE), [0; 0], "its time begins anew");
+    }
+}

@@ -12,7 +12,7 @@ use log::warn;
 
 use super::super::backing::Backing;
 use super::super::pair::{
-    ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, Rest, VfioQueue,
+    ENTRIES_MAX, Governor, LeaseShare, Pair, PairConfig, PairDoorbells, Rest, Survey, VfioQueue,
 };
 use super::admin_queue::AdminQueue;
 use super::doorbell_buffer::pair_doorbells;
@@ -20,7 +20,7 @@ use super::error::ControllerError;
 use super::supervisor::TICK;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::address::PAGE_SIZE;
-use nvme_mpt::clock::{Ticks, ticks_in};
+use nvme_mpt::clock::{Rate, Ticks, ticks_in};
 use nvme_mpt::dma::RegionTable;
 use nvme_mpt::drive::{HostNamespace, QueuePairUse, ReservedPairs};
 use nvme_mpt::host::ListMemory;
@@ -73,6 +73,7 @@ pub(super) struct QueuePairs {
     /// Reservations, in the order in which they were made.
     pub(super) holders: Vec<Holder>,
     governor: Arc<Governor>,
+    survey: Survey,
     view: PairsView,
     /// True throughout a reset, in which no pair is added.
     pub(super) is_resetting: bool,
@@ -159,6 +160,7 @@ impl QueuePairs {
             left: None,
             holders: Vec::new(),
             governor: Arc::new(governor),
+            survey: Survey::new(Rate::of_this_machine()),
             view: PairsView::default(),
             is_resetting: false,
         };
@@ -290,6 +292,12 @@ impl QueuePairs {
             && most.members() > least.members() + 1
             && most.move_one(least, |_| true)
         {}
+    }
+
+    /// Looks who uses the drive by which pairs. The supervisor calls it at each look.
+    pub(super) fn survey(&mut self) {
+        let pairs = self.pairs.iter().map(|owned| &owned.pair);
+        self.survey.look(&self.governor, pairs, Ticks::now());
     }
 
     /// Lends pairs whose queues rest to queues that share others. The supervisor calls it at each look.

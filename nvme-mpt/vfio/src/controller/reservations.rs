@@ -101,10 +101,11 @@ impl PhysicalDrive {
         }
     }
 
-    /// Gives pairs that became free to queues that share, and lends them those that rest.
+    /// Looks who uses the drive, gives pairs that became free to queues that share, and lends them those that rest.
     pub(super) fn even_out(&self) {
+        let mut pairs = lock(&self.pairs);
+        pairs.survey();
         if self.counters.sharing.load(Ordering::Relaxed) {
-            let mut pairs = lock(&self.pairs);
             pairs.even_out();
             pairs.lend();
         }

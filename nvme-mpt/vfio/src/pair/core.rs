@@ -9,7 +9,8 @@
 //!    window](super::governor) allows. A command that is split counts by the children that go to
 //!    the drive, not as a whole.
 //!
-//! While a light member uses the drive by any queue pair, that holds for a member that is alone, too.
+//! While a light member uses the drive by any queue pair, or the drive is [contended](super::survey), that holds for a
+//! member that is alone, too.
 
 use std::sync::{Arc, Weak};
 
@@ -83,6 +84,8 @@ pub(super) struct Core {
     /// Moves that their queues have not seen yet.
     moves: Moves,
     sharing: Sharing,
+    /// Commands that it had taken when the drive's supervisor last looked.
+    pub(super) surveyed: u64,
     state: State,
     stats: PairStats,
 }
@@ -103,6 +106,7 @@ impl Core {
             is_lone: false,
             moves: Moves::default(),
             sharing: Sharing::new(governor),
+            surveyed: 0,
             state: State::Running,
             stats: PairStats::default(),
         }
@@ -302,6 +306,11 @@ impl Core {
         self.flights.in_flight()
     }
 
+    /// Commands of those that went straight to the ring.
+    pub(super) fn direct(&self) -> usize {
+        self.flights.plain()
+    }
+
     /// Returns whether a member's commands can go straight to the ring, and what is in the ring is all its
     /// own.
     #[inline]
@@ -325,7 +334,7 @@ impl Core {
         now: Ticks,
     ) -> Option<WholeLimit> {
         let can = self.is_direct(number)
-            && !self.sharing.governor.is_light_present(now)
+            && !self.sharing.governor.is_governed(now)
             && count as usize <= self.flights.free()
             && self.flights.own(number);
         can.then(|| self.member(number).map(|member| member.whole))
@@ -364,7 +373,8 @@ impl Core {
         now: Ticks,
     ) {
         let is_light_present = self.sharing.governor.is_light_present(now);
-        let is_governed = self.count > 1 || is_light_present;
+        let is_contended = is_light_present || self.sharing.governor.is_contended(now);
+        let is_governed = self.count > 1 || is_contended;
         let Self {
             members,
             sharing,

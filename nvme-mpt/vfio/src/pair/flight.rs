@@ -243,6 +243,12 @@ impl Flights {
         self.in_flight
     }
 
+    /// Returns the number of those in flight that go by their slots.
+    pub(super) fn plain(&self) -> usize {
+        let special = self.special.len() - self.free.len() - self.held_back;
+        self.in_flight - special
+    }
+
     /// Returns the number of commands that can still be taken up.
     #[inline]
     pub(super) fn free(&self) -> usize {

@@ -11,6 +11,10 @@
 //! While a light member is there, that holds for queue pairs that have one member, too: a drive that
 //! is busy with what comes by another pair is not less busy. Otherwise they are not slowed down.
 //!
+//! A member that has a pair to itself goes straight to the drive, and tells nothing. The drive's supervisor looks at all
+//! pairs ten times a second instead ([`survey`](super::survey)). While a quiet tenant waits noticeably beside a busy one,
+//! the drive is *contended*, and members with pairs of their own are light or heavy as others are.
+//!
 //! [`HeavyWindow`] learns the size of the window. A second after the last light command has completed there is no
 //! window.
 //!
@@ -51,6 +55,10 @@ pub struct Governor {
     /// [`PRESENCE`], in ticks.
     presence: u64,
     window: AtomicU64,
+    /// Until when no pair is used directly; `u64::MAX` while the drive has light commands.
+    governed_until: AtomicU64,
+    /// Until when members count as light that have a pair to themselves.
+    contended_until: AtomicU64,
     /// Until when light members count as present; `u64::MAX` while the drive has commands of theirs.
     light_until: AtomicU64,
     /// Number of light commands.
@@ -65,6 +73,8 @@ pub struct Governor {
     waiting: AtomicU64,
     /// Bytes of heavy members that the drive has.
     in_flight: AtomicU64,
+    /// Commands that the drive had at the last look from members that used their pairs directly.
+    direct: AtomicU64,
     /// Length of a pair's turn at the window, in ticks.
     turn: AtomicU64,
     learned: Mutex<HeavyWindow>,
@@ -79,6 +89,8 @@ impl Governor {
         Self {
             presence: rate.ticks(PRESENCE),
             window: AtomicU64::new(terms.window),
+            governed_until: AtomicU64::new(0),
+            contended_until: AtomicU64::new(0),
             light_until: AtomicU64::new(0),
             lights: AtomicU64::new(0),
             pause_until: AtomicU64::new(terms.pause_until.0),
@@ -86,6 +98,7 @@ impl Governor {
             pairs: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
+            direct: AtomicU64::new(0),
             turn: AtomicU64::new(terms.turn),
             learned: Mutex::new(learned),
         }
@@ -140,6 +153,35 @@ impl Governor {
         self.presence
     }
 
+    /// Returns whether commands take their turn on all pairs.
+    #[inline]
+    pub(super) fn is_governed(&self, now: Ticks) -> bool {
+        now.0 < self.governed_until.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether members count as light that have a pair to themselves.
+    #[inline]
+    pub(super) fn is_contended(&self, now: Ticks) -> bool {
+        now.0 < self.contended_until.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether heavy members wait on some pair.
+    pub(super) fn has_waiting(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) != 0
+    }
+
+    /// The drive has so many commands of members that used their pairs directly.
+    pub(super) fn note_direct(&self, commands: u64) {
+        self.direct.store(commands, Ordering::Relaxed);
+    }
+
+    /// Quiet tenants wait for busy ones now, whichever pairs they use.
+    pub(super) fn contend(&self, now: Ticks) {
+        let until = now.0.saturating_add(self.presence);
+        self.contended_until.fetch_max(until, Ordering::Relaxed);
+        self.governed_until.fetch_max(until, Ordering::Relaxed);
+    }
+
     /// Returns whether some light member uses the drive.
     #[inline]
     pub(super) fn is_light_present(&self, now: Ticks) -> bool {
@@ -177,7 +219,11 @@ impl Governor {
     pub(super) fn light_arrived(&self, now: Ticks) {
         let until = now.0.saturating_add(self.presence);
         self.light_until.fetch_max(until, Ordering::Relaxed);
-        if now.0 >= self.next_probe.load(Ordering::Relaxed) {
+        self.governed_until.fetch_max(until, Ordering::Relaxed);
+        // What came directly is in front of light commands, however long heavy members pause.
+        if now.0 >= self.next_probe.load(Ordering::Relaxed)
+            && self.direct.load(Ordering::Relaxed) == 0
+        {
             self.begin_probe(now);
         }
     }
@@ -186,6 +232,7 @@ impl Governor {
     pub(super) fn light_launched(&self) {
         self.lights.fetch_add(1, Ordering::Relaxed);
         self.light_until.store(u64::MAX, Ordering::Relaxed);
+        self.governed_until.store(u64::MAX, Ordering::Relaxed);
     }
 
     /// The drive has a light command no more; `now` is the time if that is known.
@@ -194,6 +241,7 @@ impl Governor {
             // One that is launched right now may be forgotten; it is present for this long at least.
             let until = now.unwrap_or(arrived).0.saturating_add(self.presence);
             self.light_until.store(until, Ordering::Relaxed);
+            self.governed_until.store(until, Ordering::Relaxed);
         }
         if let Some(now) = now {
             self.light_completed(class, arrived, now);
@@ -207,6 +255,11 @@ impl Governor {
 
     /// A light command that arrived at some time has completed.
     fn light_completed(&self, class: Class, arrived: Ticks, now: Ticks) {
+        let is_pause = now.0 < self.pause_until.load(Ordering::Relaxed);
+        if is_pause && self.in_flight() > 0 {
+            // It was not alone: the drive still works on what heavy members had in front of the pause.
+            return;
+        }
         self.learn(|learned| learned.completed(class, arrived, now));
     }
 

@@ -90,6 +90,11 @@ impl Member {
         self.queue.lease.submitted(commands)
     }
 
+    /// Returns the commands that it has counted and not got back.
+    pub(super) fn counted(&self) -> u32 {
+        self.counted
+    }
+
     /// Takes completions of commands that it has not counted.
     pub(super) fn take_uncounted(&mut self, done: impl IntoIterator<Item = HostCompletion>) {
         let before = self.done.len();

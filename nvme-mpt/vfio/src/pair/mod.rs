@@ -22,6 +22,7 @@ mod seat;
 mod sharing;
 mod split;
 mod stats;
+mod survey;
 #[cfg(test)]
 mod tests;
 mod turns;
@@ -38,6 +39,7 @@ pub use loans::Rest;
 pub use queue::VfioQueue;
 pub use rings::{ENTRIES_MAX, PairDoorbells};
 pub use stats::PairStats;
+pub use survey::Survey;
 pub use turns::LeaseShare;
 
 use self::core::Core;

@@ -269,10 +269,14 @@ impl Ledgers {
             wanted,
             lba_shift: namespace.lba_shift,
             blocks: namespace.blocks,
-            former_data: match options.path {
+            former_data: match (&options.path, options.data) {
                 // It keeps nothing.
-                DrivePath::Null(_) => FormerData::Kept,
-                _ => options.data,
+                (DrivePath::Null(_), _) => FormerData::Kept,
+                // Memory of this process begins with zeroes, and keys are not erased by their blocks.
+                (_, FormerData::Wiped) if !drive.is_private() && !options.has_keys() => {
+                    FormerData::Erased
+                }
+                (_, data) => data,
             },
         };
         if let Some((label, false)) = drive.label()

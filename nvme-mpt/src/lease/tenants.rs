@@ -30,6 +30,8 @@ pub enum FormerData {
     Kept,
     /// The lease has to wipe it before it can be attached to.
     Wiped,
+    /// As [`Self::Wiped`], and so has what no lease has ever held, which may be data of the host. Leases by size keep that.
+    Erased,
 }
 
 impl FromStr for FormerData {
@@ -263,7 +265,7 @@ impl Tenant {
             && match fate {
                 FormerData::Refused => self.released,
                 FormerData::Kept => false,
-                FormerData::Wiped => true,
+                FormerData::Wiped | FormerData::Erased => true,
             }
     }
 
@@ -392,7 +394,7 @@ pub(super) fn decide(tenants: &mut [Tenant], id: &str, fate: FormerData) -> Vec<
         .filter(|tenant| tenant.id == id && (!tenant.wiping || fate != FormerData::Kept));
     its.map(|tenant| {
         tenant.given_up = fate == FormerData::Kept;
-        tenant.released = fate == FormerData::Wiped;
+        tenant.released = matches!(fate, FormerData::Wiped | FormerData::Erased);
         tenant.range
     })
     .collect()
@@ -419,6 +421,9 @@ fn enter_part(
     fate: FormerData,
     broken: &mut HashSet<(String, bool)>,
 ) {
+    if fate == FormerData::Erased {
+        mark_unknown(tenants, place);
+    }
     let mut marked = Vec::new();
     let mut kept = Vec::new();
     for tenant in tenants.extract_if(.., |tenant| tenant.overlaps(place)) {
@@ -443,6 +448,30 @@ fn enter_part(
         tenants.push(tenant);
     }
     tenants.extend(between(place, at, place.range.end()));
+}
+
+/// Marks what no lease has held of a place, as data of its id that was not wiped to the end.
+fn mark_unknown(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
+    let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
+    let known = known.filter_map(|tenant| {
+        let [_, within, _] = split(&tenant.range, &place.range);
+        within
+    });
+    let mut known: Vec<ByteRange> = known.collect();
+    known.sort_by_key(ByteRange::start);
+    let mut at = place.range.start();
+    for range in known {
+        tenants.extend(between(place, at, range.start()).map(unwiped));
+        at = at.max(range.end());
+    }
+    tenants.extend(between(place, at, place.range.end()).map(unwiped));
+}
+
+fn unwiped(tenant: Tenant) -> Tenant {
+    Tenant {
+        wiping: true,
+        ..tenant
+    }
 }
 
 /// The parts of `place` that are marked, as its drive numbers its bytes.
@@ -575,6 +604,27 @@ mod tests {
     }
 
     #[test]
+    fn what_no_lease_has_held_is_erased_on_request_alone() {
+        let range = |start, length| ByteRange::new(start, length).unwrap();
+        let mut tenants = Vec::new();
+        enter(&mut tenants, &place("a", 10, 5), FormerData::Refused);
+        enter(&mut tenants, &place("b", 20, 5), FormerData::Refused);
+        let mut wiped = tenants.clone();
+        enter(&mut wiped, &place("a", 5, 25), FormerData::Wiped);
+        assert_eq!(marked(&wiped, &place("a", 0, 40)), [range(20, 5)]);
+        enter(&mut tenants, &place("a", 5, 25), FormerData::Erased);
+        let all = [range(5, 5), range(15, 15)];
+        assert_eq!(marked(&tenants, &place("a", 0, 40)), all);
+        // What is its own stays so, and what is wiped becomes so.
+        for range in all {
+            let place = place("a", range.start(), range.length());
+            enter(&mut tenants, &place, FormerData::Kept);
+        }
+        enter(&mut tenants, &place("a", 5, 25), FormerData::Erased);
+        assert_eq!(marked(&tenants, &place("a", 0, 40)), []);
+    }
+
+    #[test]
     fn a_partition_has_the_tenants_of_its_disk() {
         let mut tenants = Vec::new();
         let disk = |id, start, length| Place {
@@ -636,7 +686,7 @@ mod tests {
             let decided = match self.2 {
                 FormerData::Refused => false,
                 FormerData::Kept => !self.1,
-                FormerData::Wiped => true,
+                FormerData::Wiped | FormerData::Erased => true,
             };
             self.is_foreign(id) && !decided
         }
@@ -650,8 +700,8 @@ mod tests {
     }
 
     fn fate() -> impl Strategy<Value = FormerData> {
-        use FormerData::{Kept, Refused, Wiped};
-        prop::sample::select(vec![Refused, Kept, Wiped])
+        use FormerData::{Erased, Kept, Refused, Wiped};
+        prop::sample::select(vec![Refused, Kept, Wiped, Erased])
     }
 
     proptest! {
@@ -672,12 +722,15 @@ mod tests {
                         for byte in bytes {
                             let wiped = byte.filter(|byte| {
                                 let fate = if fate == FormerData::Refused { byte.2 } else { fate };
-                                let given = fate == FormerData::Wiped;
+                                let given = matches!(fate, FormerData::Wiped | FormerData::Erased);
                                 byte.is_foreign(id) && given
                             });
                             *byte = Some(match wiped {
                                 Some(Byte(owner, _, decided)) => Byte(owner, true, decided),
-                                None => Byte(id, false, FormerData::Refused),
+                                None => {
+                                    let is_unknown = byte.is_none() && fate == FormerData::Erased;
+                                    Byte(id, is_unknown, FormerData::Refused)
+                                }
                             });
                         }
                     }
@@ -685,7 +738,10 @@ mod tests {
                         decide(&mut tenants, id, fate);
                         for byte in model.iter_mut().flatten() {
                             if byte.0 == id && (!byte.1 || fate != FormerData::Kept) {
-                                byte.2 = fate;
+                                byte.2 = match fate {
+                                    FormerData::Erased => FormerData::Wiped,
+                                    fate => fate,
+                                };
                             }
                         }
                     }

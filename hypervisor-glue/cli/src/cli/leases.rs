@@ -177,22 +177,31 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
             }
         }
         LeasesCommand::Release { id, keep, force } => {
-            let no_lease = match ledger.release(&id, force) {
-                Ok(LeaseEntry { extents, drive, .. }) => {
-                    writeln!(out, "Released {id}: range {extents} of {drive}")?;
-                    None
-                }
+            let (released, no_lease) = match ledger.release(&id, force) {
+                Ok(entry) => (Some(entry), None),
                 // It ended by itself, and its data is there.
-                Err(error @ LeaseError::NoSuchLease { .. }) => Some(error),
+                Err(error @ LeaseError::NoSuchLease { .. }) => (None, Some(error)),
                 Err(error) => return Err(error.into()),
             };
             let (fate, told) = match keep {
                 true => (FormerData::Kept, "goes to the next lease of"),
                 false => (FormerData::Wiped, "is erased before another id gets"),
             };
-            let ranges = match (ledger.decide_data(&id, fate), no_lease) {
+            let decided = ledger.decide_data(&id, fate);
+            if let Some(LeaseEntry { extents, drive, .. }) = &released {
+                writeln!(out, "Released {id}: range {extents} of {drive}")?;
+            }
+            let ranges = match (decided, no_lease) {
                 (Err(LeaseError::NoData { .. }), Some(no_lease)) if !keep => {
                     return Err(no_lease.into());
+                }
+                // Its wipe was cut short: what is there is another id's, and stays marked.
+                (Err(LeaseError::NoData { .. }), None) => {
+                    writeln!(
+                        out,
+                        "{id} left no data of its own; what it had not wiped yet is wiped by the next lease"
+                    )?;
+                    return Ok(());
                 }
                 (ranges, _) => ranges?,
             };

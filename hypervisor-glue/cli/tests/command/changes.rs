@@ -665,6 +665,16 @@ fn a_wipe_that_is_killed_in_the_middle_is_done_by_the_next_server() {
         let refused = ask(&bench, "add", &[&quick(id, "")]).unwrap_err();
         assert!(refused.contains(reason), "{refused}");
     }
+    // Its release says one thing: the lease is gone, and what is there is not its own.
+    let released = bench.run("leases", &["release", "b"]);
+    let told = String::from_utf8(released.stdout).unwrap();
+    assert!(released.status.success(), "{told}");
+    assert!(
+        told.starts_with("Released b: range 0+512M") && told.contains("b left no data of its own"),
+        "{told}"
+    );
+    let refused = ask(&bench, "add", &[&quick("b", "")]).unwrap_err();
+    assert!(refused.contains("data=wipe"), "{refused}");
     ask(&bench, "add", &[&quick("b", ",data=wipe")]).unwrap();
     let (zeroes, mut piece) = (vec![0; PIECE], vec![0; PIECE]);
     for at in (0..BYTES).step_by(PIECE) {

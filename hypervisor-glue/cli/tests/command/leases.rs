@@ -278,6 +278,32 @@ fn the_data_of_another_id_is_handed_over_or_wiped_on_request_alone() {
 }
 
 #[test]
+fn a_wipe_leaves_nothing_of_the_host_either() {
+    let bench = Bench::new();
+    let drive = bench.path("drive.img");
+    fs::write(&drive, vec![0xCC; 64 << 20]).unwrap();
+    let read = || fs::read(&drive).unwrap();
+    let function = |id: &str, range: &str, data: &str| {
+        format!("socket={id}.sock,path=drive.img,id={id},range={range}{data}")
+    };
+    // Without the word for it, a first lease has what is there.
+    let first = function("a", "0+16M", "");
+    bench.serve("one", &[&first]).unwrap().stop();
+    assert_eq!(read(), vec![0xCC; 64 << 20]);
+    let wiped = function("a", "0+32M", ",data=wipe");
+    let (status, log) = bench.serve("one", &[&wiped]).unwrap().signal("TERM");
+    assert!(status.success() && log.contains("16M+16M"), "{log}");
+    let drive_now = read();
+    assert_eq!(drive_now[..16 << 20], vec![0xCC; 16 << 20], "its own");
+    assert_eq!(drive_now[16 << 20..32 << 20], vec![0; 16 << 20]);
+    assert_eq!(drive_now[32 << 20..], vec![0xCC; 32 << 20]);
+    // It is its own from now on.
+    fs::write(&drive, vec![0xDD; 64 << 20]).unwrap();
+    bench.serve("one", &[&wiped]).unwrap().stop();
+    assert_eq!(read(), vec![0xDD; 64 << 20]);
+}
+
+#[test]
 fn data_is_given_up_beforehand_once() {
     let bench = Bench::new();
     let function = |id: &str| format!("socket={id}.sock,path=drive.img,id={id},range=0+16M");

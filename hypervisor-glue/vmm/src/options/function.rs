@@ -326,10 +326,14 @@ impl FunctionOptions {
         }
     }
 
+    /// Returns whether the drive holds keys and values.
+    pub(crate) fn has_keys(&self) -> bool {
+        matches!(self.profile.as_deref(), Some(Profile::Kv(_)))
+    }
+
     /// An option that the kind of drive makes meaningless, and why.
     fn meaningless(&self) -> Option<(&'static str, &'static str)> {
-        let is_sliced = matches!(self.path, DrivePath::File(_))
-            && !matches!(self.profile.as_deref(), Some(Profile::Kv(_)));
+        let is_sliced = matches!(self.path, DrivePath::File(_)) && !self.has_keys();
         if self.fixed.slices == Choice::Fixed && !is_sliced {
             let why = "only the blocks of a file or block device are deallocated in slices";
             return Some(("fixed=slices", why));
@@ -338,13 +342,12 @@ impl FunctionOptions {
             let why = "only a file or block device of the host can be a disk image";
             return Some(("format", why));
         }
-        let is_keys = matches!(self.profile.as_deref(), Some(Profile::Kv(_)));
+        let is_keys = self.has_keys();
         if self.drive_id.is_some() && (is_keys || !matches!(self.path, DrivePath::File(_))) {
             let why = "only the blocks of a file or block device have a label, which tells them from others";
             return Some(("drive-id", why));
         }
-        let takes_memory = matches!(self.path, DrivePath::Memory(_))
-            && !matches!(self.profile.as_deref(), Some(Profile::Kv(_)));
+        let takes_memory = matches!(self.path, DrivePath::Memory(_)) && !self.has_keys();
         if self.populate.is_some() && !takes_memory {
             let why = "only the blocks of a drive in memory, as in path=memory:4G, take memory of the host";
             return Some(("populate", why));

@@ -277,7 +277,7 @@ impl Model {
                     && match fate {
                         FormerData::Refused => unit.released,
                         FormerData::Kept => false,
-                        FormerData::Wiped => true,
+                        FormerData::Wiped | FormerData::Erased => true,
                     }
             });
             self.units[*unit] = Some(match (wiped, at) {

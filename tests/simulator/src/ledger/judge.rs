@@ -718,7 +718,7 @@ impl State {
                             FormerData::Kept => {
                                 (cell.given_up, cell.condemned, cell.wiping) = (true, true, false);
                             }
-                            FormerData::Wiped => cell.condemned = true,
+                            FormerData::Wiped | FormerData::Erased => cell.condemned = true,
                             FormerData::Refused => {}
                         },
                     }

@@ -56,7 +56,7 @@ use nvme_mpt::shadow::HostQueuePair;
 use nvme_mpt::spec::log::{ErrorInformation, SmartHealth};
 use nvme_mpt::spec::registers::offset::CMBSZ;
 use queue_pairs::{PairsView, QueuePairs};
-use registers::{Registers, SHUTDOWN_TIMEOUT};
+use registers::{Registers, shutdown_timeout};
 use supervisor::DriveCounters;
 
 /// Options with which a physical controller is driven.
@@ -392,9 +392,10 @@ impl PhysicalDrive {
         if self.is_gone() {
             return;
         }
-        let rtd3e = Duration::from_micros(self.identity.controller.rtd3e.into());
-        let timeout = rtd3e.max(SHUTDOWN_TIMEOUT);
-        // A drive that does not shut down is disabled all the same.
+        let timeout = shutdown_timeout(self.identity.controller.rtd3e);
+        let (name, seconds) = (self.backing.name(), timeout.as_secs());
+        info!("Drive {name}: waiting for the drive to shut down, {seconds} s at most");
+        // A drive that does not shut down is reset all the same.
         let result = self.registers.shut_down(timeout);
         if let Err(error) = result.and_then(|()| self.registers.disable()) {
             warn!(

@@ -21,7 +21,15 @@ const TIMEOUT_UNIT: Duration = Duration::from_millis(500);
 const TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
 /// Time of a shutdown where the drive reports none (`RTD3E`).
-pub(super) const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest time of a shutdown, whatever the drive reports: up to 71 minutes. All that guests were promised is durable by then.
+const SHUTDOWN_MAX: Duration = Duration::from_secs(60);
+
+/// Returns the time that a drive has for its shutdown, where it reports `rtd3e` microseconds.
+pub(super) fn shutdown_timeout(rtd3e: u32) -> Duration {
+    Duration::from_micros(rtd3e.into()).clamp(SHUTDOWN_TIMEOUT, SHUTDOWN_MAX)
+}
 
 /// Pause between two reads of a register that is waited for.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -201,5 +209,17 @@ impl Registers {
         self.wait("shut down", timeout, |csts| {
             csts.shst() == ShutdownStatus::COMPLETE
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shutdown_takes_a_minute_at_most() {
+        let seconds =
+            [0, 4_000_000, 8_000_000, u32::MAX].map(|rtd3e| shutdown_timeout(rtd3e).as_secs());
+        assert_eq!(seconds, [5, 5, 8, 60]);
     }
 }

@@ -124,6 +124,7 @@ impl DriveLabel {
             name: extent::over(&self.base(), of.name, bytes),
             formerly: formerly.map(str::to_owned).collect(),
             others: of.others.to_vec(),
+            facts: None,
         }
     }
 }

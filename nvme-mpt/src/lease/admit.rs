@@ -25,6 +25,7 @@ pub(super) fn admit(
     if let Some(earlier) = records.find_earlier(request, Host::now) {
         return Err(Refusal::Earlier(earlier));
     }
+    records.check_known(request)?;
     if records.is_unlasting(request) {
         return Err(Refusal::Unlasting);
     }

@@ -101,6 +101,9 @@ impl Records {
                 marks.rename_drive(rename);
             }
             self.other_names.remove(&from);
+            if let Some(known) = self.known.remove(&from) {
+                self.known.insert(to.clone(), known);
+            }
             if self.partly_known.remove(&from) {
                 self.partly_known.insert(to.clone());
             }
@@ -495,6 +498,7 @@ mod tests {
             name: name.to_owned(),
             formerly: Vec::new(),
             others: others.iter().map(|&other| other.to_owned()).collect(),
+            facts: None,
         }
     }
 

@@ -8,6 +8,7 @@ use super::entry::LeaseEntry;
 use super::store::StoreError;
 use super::tenants::Left;
 use crate::range::{ByteRange, Bytes, RangeError};
+use crate::spec::ids::Nsid;
 
 /// Longest id of a lease, in bytes.
 pub(super) const ID_MAX: usize = 64;
@@ -57,6 +58,42 @@ pub struct EarlierNameError {
     pub remedy: String,
 }
 
+/// A namespace may have other content than what was leased of it.
+#[derive(Debug, Error)]
+#[error(
+    "Namespace {nsid} of {drive} {change}: it may be another one, or was formatted. No lease of it is given out, and nothing \
+     has changed; if the drive is meant to be as it is, {remedy} takes it so"
+)]
+pub struct ChangedDriveError {
+    /// The drive's name.
+    pub drive: String,
+    /// The namespace.
+    pub nsid: Nsid,
+    /// The change.
+    pub change: String,
+    /// Remedy.
+    pub remedy: String,
+}
+
+/// Another drive is in the place of the one that has the id's data.
+#[derive(Debug, Error)]
+#[error(
+    "Lease \"{id}\" is of drive {before}, which was at {address}, where {drive} is now: put that drive back, or choose another id \
+     for this one. {remedy} gives its data up"
+)]
+pub struct ExchangedDriveError {
+    /// The id.
+    pub id: String,
+    /// The drive that is there now.
+    pub drive: String,
+    /// The drive that was there before.
+    pub before: String,
+    /// The PCI address.
+    pub address: String,
+    /// The command that gives up the data of the id.
+    pub remedy: String,
+}
+
 /// A lease was not given out, or not released.
 #[derive(Debug, Error)]
 pub enum LeaseError {
@@ -90,6 +127,12 @@ pub enum LeaseError {
     /// Ids have data on a drive that this one may be, under another name.
     #[error(transparent)]
     EarlierName(Box<EarlierNameError>),
+    /// A namespace may have other content than what was leased of it.
+    #[error(transparent)]
+    Changed(Box<ChangedDriveError>),
+    /// Another drive is in the place of the one that has the id's data.
+    #[error(transparent)]
+    Exchanged(Box<ExchangedDriveError>),
     /// The range is a part of the id's lease by size, which could not be found again without it.
     #[error(
         "Range {range} is a part of lease \"{id}\" by size, which has {left} and would be torn: say size={size},unit={unit} \

@@ -19,6 +19,7 @@
 //! * `marks`: blocks that Write Uncorrectable made unreadable.
 //! * `room`: the ids that have parts of a drive, and what is free of it.
 //! * `earlier`: leases of drives that had a name until a boot of the host, and the names that a drive had.
+//! * `known`: facts of physical drives, which tell another drive or other content.
 //! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is asked for.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
@@ -34,6 +35,7 @@ pub mod extents;
 mod holder;
 pub mod identity;
 mod kept;
+mod known;
 pub mod ledger;
 mod marks;
 mod outcome;
@@ -48,7 +50,7 @@ mod terms;
 pub use by_size::MIN_UNIT;
 pub use claim::Claim;
 pub use entry::{LeaseEntry, LeaseState};
-pub use error::{EarlierNameError, LeaseError, Likeness};
+pub use error::{ChangedDriveError, EarlierNameError, ExchangedDriveError, LeaseError, Likeness};
 pub use extents::Extents;
 pub use identity::LeaseIdentity;
 pub use ledger::{Lease, LeaseMarks, Ledger};

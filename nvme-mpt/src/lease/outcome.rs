@@ -6,13 +6,16 @@ use std::path::Path;
 use super::allocate::Need;
 use super::area::Area;
 use super::entry::{LeaseEntry, LeaseState};
-use super::error::{EarlierNameError, LeaseError, Likeness};
+use super::error::{
+    ChangedDriveError, EarlierNameError, ExchangedDriveError, LeaseError, Likeness,
+};
 use super::extents::{Extents, list};
 use super::holder::Slot;
 use super::store::StoreError;
 use super::tenants::Left;
 use crate::drive::DriveLabel;
 use crate::memory::system::process_id;
+use crate::origin::nvme;
 use crate::range::{ByteRange, Bytes};
 
 /// Drive that the requested one may be, and ids that have data there.
@@ -57,6 +60,13 @@ pub(super) enum Refusal {
     Torn(ByteRange, FormerLeaseBySize),
     /// Ids have data on a drive that this one may be.
     Earlier(EarlierDrive),
+    /// The namespace may have other content than what was leased of it.
+    Changed(String),
+    /// The id has its data on the drive that was at this address before.
+    Exchanged {
+        before: String,
+        address: String,
+    },
     /// The drive's name ends with the boot of the host.
     Unlasting,
     /// The id left data that a lease by size cannot take up.
@@ -141,6 +151,11 @@ impl Refusal {
                         label.name,
                         command(&format!("leases label PATH {} --again", label.name), folder)
                     ),
+                    // Only its server can ask a physical drive for its name.
+                    None if nvme::is_name(&drive) => format!(
+                        "go on with {}",
+                        command(&format!("leases carry-over '{name}' '{drive}'"), folder)
+                    ),
                     None => format!(
                         "go on with {}",
                         command(&format!("leases carry-over '{name}' PATH"), folder)
@@ -161,6 +176,21 @@ impl Refusal {
                 size: Bytes(extents.length()),
                 unit,
             },
+            Self::Changed(change) => LeaseError::Changed(Box::new(ChangedDriveError {
+                remedy: command(&format!("leases carry-over '{drive}' '{drive}'"), folder),
+                drive,
+                nsid: of.nsid,
+                change,
+            })),
+            Self::Exchanged { before, address } => {
+                LeaseError::Exchanged(Box::new(ExchangedDriveError {
+                    remedy: command(&format!("leases release {id}"), folder),
+                    id,
+                    drive,
+                    before,
+                    address,
+                }))
+            }
             Self::Unlasting => LeaseError::Unlasting { drive },
             Self::Former(ranges, unfit) => {
                 let release = command(&format!("leases release {id}"), folder);

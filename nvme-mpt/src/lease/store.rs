@@ -34,6 +34,7 @@ use thiserror::Error;
 
 use super::extents::Extents;
 use super::holder::{Holder, Holders, Slot, users};
+use super::known::KnownDrives;
 use super::marks::MarkedBytes;
 use super::private::{PrivateError, let_others_through, make_folder, open_file};
 use super::tenants::{self, Place, Tenant};
@@ -265,6 +266,7 @@ impl From<RangeRecords> for Records {
             namings: Namings::new(),
             partly_known: BTreeSet::new(),
             other_names: OtherNames::new(),
+            known: KnownDrives::new(),
             uncorrectable: Vec::new(),
         }
     }
@@ -294,6 +296,9 @@ pub(super) struct Records {
     /// Other names that outlive boots of drives with data, and what lies below labels.
     #[serde(default, skip_serializing_if = "OtherNames::is_empty")]
     pub(super) other_names: OtherNames,
+    /// Facts of physical drives with leases or data.
+    #[serde(default, skip_serializing_if = "KnownDrives::is_empty")]
+    pub(super) known: KnownDrives,
     /// Blocks that guests made unreadable.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) uncorrectable: Vec<MarkedBytes>,
@@ -310,6 +315,7 @@ impl Default for Records {
             namings: Namings::new(),
             partly_known: BTreeSet::new(),
             other_names: OtherNames::new(),
+            known: KnownDrives::new(),
             uncorrectable: Vec::new(),
         }
     }
@@ -345,6 +351,7 @@ impl Records {
             && (&self.terms, &self.namings) == (&other.terms, &other.namings)
             && self.partly_known == other.partly_known
             && self.other_names == other.other_names
+            && self.known == other.known
             && self.uncorrectable == other.uncorrectable
     }
 

@@ -296,7 +296,10 @@ fn nvme_name(system: &System, device: DeviceNumber) -> Option<String> {
         model: model.as_bytes(),
         serial: serial.as_bytes(),
     };
-    Some(nvme::namespace(&drive.name()?, nsid))
+    let numbered = drive
+        .numbered()
+        .filter(|_| system.naming == Naming::Numbered);
+    Some(nvme::namespace(&numbered.or_else(|| drive.name())?, nsid))
 }
 
 /// The name of what is no part of anything. It is never the kernel's, which numbers devices as it finds them.

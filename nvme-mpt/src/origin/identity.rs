@@ -1,5 +1,7 @@
 //! The identity of a drive: all names that its bytes may be known by.
 
+use std::collections::BTreeMap;
+
 /// Names of the bytes of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
@@ -11,6 +13,17 @@ pub struct Identity {
     /// Names that the bytes would have if the host reported more of them or less: a disk without its serial number, or a
     /// file on a disk that got one. Data under them refuses a lease, but never gives one.
     pub others: Vec<String>,
+    /// Facts of a physical drive.
+    pub facts: Option<DriveFacts>,
+}
+
+/// Facts of a physical drive, which tell another drive in its place or other content under its name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DriveFacts {
+    /// Its PCI address.
+    pub address: String,
+    /// NGUIDs or EUI-64s in hexadecimal digits, by namespace. Namespaces without either may be left out.
+    pub ids: BTreeMap<u32, String>,
 }
 
 impl From<String> for Identity {
@@ -31,6 +44,8 @@ pub struct IdentityRef<'a> {
     pub formerly: &'a [String],
     /// As [`Identity::others`].
     pub others: &'a [String],
+    /// As [`Identity::facts`].
+    pub facts: Option<&'a DriveFacts>,
 }
 
 impl<'a> From<&'a Identity> for IdentityRef<'a> {
@@ -39,11 +54,13 @@ impl<'a> From<&'a Identity> for IdentityRef<'a> {
             name,
             formerly,
             others,
+            facts,
         } = identity;
         Self {
             name,
             formerly,
             others,
+            facts: facts.as_ref(),
         }
     }
 }
@@ -54,6 +71,7 @@ impl<'a> From<&'a str> for IdentityRef<'a> {
             name,
             formerly: &[],
             others: &[],
+            facts: None,
         }
     }
 }

@@ -33,7 +33,7 @@ use std::path::{Path, PathBuf};
 
 use device::Device;
 pub(crate) use extent::Extent;
-pub use identity::{Identity, IdentityRef};
+pub use identity::{DriveFacts, Identity, IdentityRef};
 pub(crate) use system::System;
 use system::{DeviceNumber, Mount, Naming};
 
@@ -128,6 +128,7 @@ impl Origin {
                 name,
                 formerly,
                 others,
+                facts: None,
             },
             extents,
             files,
@@ -247,7 +248,9 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
     let is_labelled = match system.naming {
         Naming::Former | Naming::ByBoot => false,
         Naming::ByFileSystem => true,
-        Naming::Present | Naming::Nth(_) => extent::boot_of(&file_system).is_some(),
+        Naming::Present | Naming::Nth(_) | Naming::Numbered => {
+            extent::boot_of(&file_system).is_some()
+        }
     };
     let file_system = match is_labelled {
         // The label of a file system lies outside of all files, so that no lease can cover it.

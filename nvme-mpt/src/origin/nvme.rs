@@ -36,6 +36,22 @@ impl Controller<'_> {
         };
         Some(extent::base(KIND, &name))
     }
+
+    /// Returns a name that stays if firmware reports another NQN or another model; `None` without a vendor, or with a serial number
+    /// that says nothing. Two drives may have it.
+    #[must_use]
+    pub fn numbered(&self) -> Option<String> {
+        let (vendor, serial) = (self.vendor?, text(self.serial));
+        let first = serial.chars().next()?;
+        let says = serial.chars().any(|other| other != first);
+        says.then(|| extent::base(KIND, &format!("{vendor:04x}:{serial}")))
+    }
+}
+
+/// Returns whether a drive has the name of an NVMe drive.
+#[must_use]
+pub fn is_name(drive: &str) -> bool {
+    drive.split_once(':').is_some_and(|(kind, _)| kind == KIND)
 }
 
 /// Returns the name of a namespace of the drive `name`, as one of a block device, which has no namespaces.
@@ -91,6 +107,19 @@ mod tests {
             ..drive
         };
         assert_eq!(unknown.name(), None);
+        assert_eq!(unknown.numbered(), None);
+        for (nqn, model) in [(&b""[..], &b"SSD"[..]), (b"nqn.2014:x", b"Other")] {
+            let numbered = Controller {
+                nqn,
+                model,
+                ..drive
+            }
+            .numbered();
+            assert_eq!(numbered.as_deref(), Some("nvme:144d:S4_EV"));
+        }
+        for serial in [&b""[..], b"  ", b"0000"] {
+            assert_eq!(Controller { serial, ..drive }.numbered(), None);
+        }
     }
 
     #[test]

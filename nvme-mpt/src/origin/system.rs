@@ -126,14 +126,21 @@ pub(super) enum Naming {
     ByFileSystem,
     /// The lasting name of a disk after so many better ones.
     Nth(usize),
+    /// Vendor and serial number of an NVMe drive, which stay if its firmware reports another NQN or model.
+    Numbered,
     /// The name that a disk has if it reports none.
     ByBoot,
 }
 
 impl Naming {
     /// Names by which a ledger may know what has a better one now.
-    pub(super) const OTHERS: [Self; 4] =
-        [Self::ByFileSystem, Self::Nth(1), Self::Nth(2), Self::ByBoot];
+    pub(super) const OTHERS: [Self; 5] = [
+        Self::ByFileSystem,
+        Self::Nth(1),
+        Self::Nth(2),
+        Self::Numbered,
+        Self::ByBoot,
+    ];
 }
 
 /// sysfs and proc.

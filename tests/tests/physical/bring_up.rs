@@ -52,6 +52,14 @@ fn works(options: Options) -> IdentifyController {
 }
 
 #[test]
+fn a_drive_says_where_it_is() {
+    let model = ModelDrive::start(plain());
+    let drive = open(&model, LONG).unwrap();
+    let facts = drive.identity().facts.expect("facts of a physical drive");
+    assert_eq!(facts.address, model.name());
+}
+
+#[test]
 fn doorbells_at_any_stride() {
     for dstrd in [0, 1, 4, 10] {
         works(Options { dstrd, ..plain() });

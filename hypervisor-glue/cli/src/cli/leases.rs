@@ -74,7 +74,7 @@ enum LeasesCommand {
     CarryOver {
         /// The old name, as in a refusal and in the column DRIVE of `leases`
         old: String,
-        /// The drive
+        /// The drive, or the name of a physical one. With OLD again, its namespaces are taken as they are now
         path: PathBuf,
     },
     /// Take a stale lease out of the ledger, so that its range can be leased again. The data that the id left is erased
@@ -161,6 +161,10 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
         }
         LeasesCommand::CarryOver { old, path } => {
             let drive = drives::identity(&path)?;
+            if drive == old && ledger.accept(&drive)? {
+                writeln!(out, "{drive} is taken as it is at its next lease")?;
+                return Ok(());
+            }
             match ledger.carry_over_by_hand(&old, &drive)? {
                 true => writeln!(out, "What was leased of {old} is leased of {drive} now")?,
                 false => writeln!(out, "Nothing in {} is leased of {old}", state_dir.display())?,

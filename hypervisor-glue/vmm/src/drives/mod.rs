@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use nvme_mpt::drive::{DriveLabel, DriveName, HostController, LABEL_BYTES};
 use nvme_mpt::lease::{LeaseError, Ledger};
-use nvme_mpt::origin::{self, IdentityRef, Origin};
+use nvme_mpt::origin::{self, IdentityRef, Origin, nvme};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::{ByteRange, Bytes};
 use nvme_mpt::spec::ids::Nsid;
@@ -465,11 +465,15 @@ fn go_on(
     VfioController::handed_over(Arc::new(backing), handed, options, threads)
 }
 
-/// Returns the name by which leases know the bytes behind a path. The drive is not opened.
+/// Returns the name by which leases know the bytes behind a path. The drive is not opened. The name of an NVMe drive, as a refusal
+/// of its lease has it, is its own.
 ///
 /// # Errors
 /// [`OpenDriveError::NoDevice`], [`OpenDriveError::NotFound`], [`OpenDriveError::Open`].
 pub fn identity(path: &Path) -> Result<String, OpenDriveError> {
+    if let Some(name) = path.to_str().filter(|name| nvme::is_name(name)) {
+        return Ok(name.to_owned());
+    }
     let origin = path.canonicalize().and_then(|path| Origin::of(&path));
     let origin = origin.map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => absent(&DrivePath::File(path.to_owned())),

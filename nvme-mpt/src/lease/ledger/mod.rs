@@ -372,6 +372,21 @@ impl Ledger {
         Ok(changed)
     }
 
+    /// Takes a drive as it is from now on, on request of an operator: what lies on it has changed, or was there before. Returns
+    /// `false` if nothing is known of it.
+    ///
+    /// # Errors
+    /// A process holds a lease of the drive, or the ledger's file cannot be used.
+    pub fn accept(&self, drive: &str) -> Result<bool, LeaseError> {
+        self.check_idle(drive)?;
+        let mut changed = false;
+        self.change(|records| {
+            changed = records.forget_facts(drive);
+            changed
+        })?;
+        Ok(changed)
+    }
+
     /// Checks that no process holds a lease of a drive.
     ///
     /// # Errors
@@ -700,6 +715,7 @@ fn enter(
     let uncorrectable = uncorrectable.collect();
     claim.enter(&mut records.terms, request.id);
     records.note_names(request.drive);
+    records.note_facts(request);
     // Ids whose last bytes this lease got.
     records.forget_unknown();
     Entered {

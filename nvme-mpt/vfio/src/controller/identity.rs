@@ -5,6 +5,8 @@
 //! offered, and refused with Invalid Opcode (`Limits::offers`). SGLs are offered if the drive takes a guest's command
 //! whole.
 
+use std::collections::BTreeMap;
+
 use zerocopy::FromZeros;
 
 use super::admin_queue::AdminQueue;
@@ -48,6 +50,10 @@ const DSM_BYTES_MAX: u64 = 256 << 20;
 pub(super) struct Identity {
     /// The same for the same drive, in whatever slot it is.
     pub(super) name: String,
+    /// A name that stays if firmware reports another NQN or model.
+    pub(super) others: Vec<String>,
+    /// NGUIDs or EUI-64s, in hexadecimal digits.
+    pub(super) namespace_ids: BTreeMap<u32, String>,
     pub(super) model: String,
     pub(super) controller: IdentifyController,
     pub(super) namespaces: Vec<HostNamespace>,
@@ -71,8 +77,16 @@ impl Identity {
         };
         let nvm = identify_nvm(admin, version)?;
         let limits = limits(&controller, nvm.as_ref(), &common, max_transfer);
+        let described = describe_namespaces(admin, &namespaces)?;
+        let ids = described
+            .iter()
+            .filter_map(|(nsid, namespace)| Some((nsid.0, id(namespace)?)));
+        let names = names(&controller);
         Ok(Self {
-            name: name(&controller),
+            // There is a name, as the vendor is known.
+            name: names.name().unwrap_or_default(),
+            others: names.numbered().into_iter().collect(),
+            namespace_ids: ids.collect(),
             model: text(&controller.mn),
             controller,
             namespaces,
@@ -281,17 +295,24 @@ fn no_data_bytes_max(nvm: Option<&IdentifyControllerNvm>, max_transfer: u64) -> 
         .fold(NO_DATA_BYTES_MAX, u64::min)
 }
 
-/// A name of the drive.
-fn name(id: &IdentifyController) -> String {
+/// The fields that name the drive.
+fn names(id: &IdentifyController) -> nvme::Controller<'_> {
     let end = id.subnqn.iter().position(|byte| *byte == 0);
-    let drive = nvme::Controller {
+    nvme::Controller {
         nqn: &id.subnqn[..end.unwrap_or(id.subnqn.len())],
         vendor: Some(id.vid),
         model: &id.mn,
         serial: &id.sn,
-    };
-    // There is a name, as the vendor is known.
-    drive.name().unwrap_or_default()
+    }
+}
+
+/// Returns the NGUID of a namespace, or its EUI-64; `None` if it has neither.
+fn id(namespace: &IdentifyNamespace) -> Option<String> {
+    let ids = [&namespace.nguid[..], &namespace.eui64[..]];
+    let id = ids
+        .into_iter()
+        .find(|id| id.iter().any(|byte| *byte != 0))?;
+    Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 #[cfg(test)]
@@ -306,6 +327,17 @@ mod tests {
         structure.lbaf[0] = LbaFormat::default().with_lbads(lbads).with_ms(ms);
         (structure.mssrl, structure.mcl, structure.msrc_z) = (128, 256, 127);
         structure
+    }
+
+    #[test]
+    fn a_namespace_has_the_id_that_it_reports() {
+        let mut reported = namespace(9, 0);
+        assert_eq!(id(&reported), None);
+        reported.eui64 = [0, 0x25, 0x38, 0, 0, 0, 0, 1];
+        assert_eq!(id(&reported).as_deref(), Some("0025380000000001"));
+        reported.nguid[15] = 0xab;
+        let nguid = id(&reported);
+        assert_eq!(nguid.as_deref(), Some("000000000000000000000000000000ab"));
     }
 
     #[test]
@@ -404,8 +436,8 @@ mod tests {
         id.vid = 0x1B36;
         id.sn[..3].copy_from_slice(b"abc");
         id.mn[..4].copy_from_slice(b"Q\nX ");
-        assert_eq!(name(&id), "nvme:1b36:Q?X:abc");
+        assert_eq!(names(&id).name().as_deref(), Some("nvme:1b36:Q?X:abc"));
         id.subnqn[..10].copy_from_slice(b"nqn.2014:x");
-        assert_eq!(name(&id), "nvme:nqn.2014:x:abc");
+        assert_eq!(names(&id).name().as_deref(), Some("nvme:nqn.2014:x:abc"));
     }
 }

@@ -49,7 +49,7 @@ use nvme_mpt::learn::Learning;
 use nvme_mpt::limit::Weight;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::memory::sync::{Condvar, JoinHandle, Mutex, MutexGuard};
-use nvme_mpt::origin::IdentityRef;
+use nvme_mpt::origin::{DriveFacts, IdentityRef};
 use nvme_mpt::poller::Threads;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
@@ -103,6 +103,7 @@ struct PhysicalDrive {
     registers: Registers,
     space: Arc<IovaSpace>,
     identity: Identity,
+    facts: DriveFacts,
     options: ControllerOptions,
     namespaces: Mutex<Vec<HostNamespace>>,
     /// Leases, each with its namespace as it was leased.
@@ -292,6 +293,10 @@ impl PhysicalDrive {
             space,
             namespaces: Mutex::new(identity.namespaces.clone()),
             leases: Mutex::default(),
+            facts: DriveFacts {
+                address: backing.name().to_owned(),
+                ids: identity.namespace_ids.clone(),
+            },
             identity,
             options,
             pairs_view: pairs.view(),
@@ -425,7 +430,12 @@ impl Drop for VfioController {
 
 impl HostController for VfioController {
     fn identity(&self) -> IdentityRef<'_> {
-        (&self.drive.identity.name).into()
+        IdentityRef {
+            name: &self.drive.identity.name,
+            formerly: &[],
+            others: &self.drive.identity.others,
+            facts: Some(&self.drive.facts),
+        }
     }
 
     fn model(&self) -> &str {

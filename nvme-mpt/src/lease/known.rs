@@ -1,0 +1,241 @@
+//! Facts of physical drives, by which another drive or other content is told from the one that leases were made on.
+//!
+//! A PCI address is a place and no name: after an exchange, another drive is there. An id that has data on a drive which was at
+//! an address gets no lease of the drive that is there now. A name says nothing of the content: a namespace that was
+//! deleted, formatted or made smaller has none of the leased bytes. The ledger keeps the place of each drive with leases
+//! or data, and the facts of its namespaces, and compares both at each lease.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::outcome::Refusal;
+use super::request::LeaseRequest;
+use super::store::Records;
+use crate::origin::extent;
+use crate::range::Bytes;
+
+/// A drive as it was at its last lease.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct KnownDrive {
+    /// Its PCI address.
+    address: String,
+    namespaces: BTreeMap<u32, KnownNamespace>,
+}
+
+/// A namespace as it was at its last lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct KnownNamespace {
+    /// NGUID or EUI-64, in hexadecimal digits; empty without either.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    id: String,
+    blocks: u64,
+    lba_shift: u8,
+}
+
+impl KnownNamespace {
+    fn of(request: &LeaseRequest<'_>) -> Option<Self> {
+        let facts = request.drive.facts?;
+        Some(Self {
+            id: facts.ids.get(&request.nsid.0).cloned().unwrap_or_default(),
+            blocks: request.blocks,
+            lba_shift: request.lba_shift,
+        })
+    }
+
+    fn bytes(&self) -> Bytes {
+        Bytes(self.blocks.saturating_mul(1 << self.lba_shift))
+    }
+
+    /// Returns what has changed so that the content may be another one; `None` if nothing has.
+    fn change(&self, now: &Self) -> Option<String> {
+        if !self.id.is_empty() && !now.id.is_empty() && self.id != now.id {
+            return Some(format!("has the id {}, and had {}", now.id, self.id));
+        }
+        if self.lba_shift != now.lba_shift {
+            let [now, before] = [now, self].map(|of| Bytes(1 << of.lba_shift));
+            return Some(format!("has blocks of {now}, and had blocks of {before}"));
+        }
+        // One that has grown has all that was leased.
+        (now.blocks < self.blocks).then(|| format!("has {}, and had {}", now.bytes(), self.bytes()))
+    }
+}
+
+/// Drives with leases or data, by their names.
+pub(super) type KnownDrives = BTreeMap<String, KnownDrive>;
+
+impl Records {
+    /// Refuses a lease of a namespace whose content may be another one, and of a drive that took the place of the id's own.
+    pub(super) fn check_known(&self, request: &LeaseRequest<'_>) -> Result<(), Refusal> {
+        let (Some(facts), Some(now)) = (request.drive.facts, KnownNamespace::of(request)) else {
+            return Ok(());
+        };
+        let ours = request.drive.name;
+        let before = self.known.get(ours);
+        let before = before.and_then(|drive| drive.namespaces.get(&request.nsid.0));
+        if let Some(change) = before.and_then(|before| before.change(&now)) {
+            return Err(Refusal::Changed(change));
+        }
+        let mut others = self.known.iter();
+        let was_here = others.find(|(name, drive)| {
+            *name != ours && drive.address == facts.address && self.has_data_on(request.id, name)
+        });
+        match was_here {
+            // An id that has data here as well has moved, or belongs to both.
+            Some((name, _)) if !self.has_data_on(request.id, ours) => Err(Refusal::Exchanged {
+                before: name.clone(),
+                address: facts.address.clone(),
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    fn has_data_on(&self, id: &str, drive: &str) -> bool {
+        let has_data = self
+            .tenants
+            .iter()
+            .any(|tenant| tenant.id == id && tenant.drive() == drive);
+        let is_leased = |of: &str| extent::bases(of).iter().any(|base| base == drive);
+        has_data
+            || self
+                .leases
+                .iter()
+                .any(|record| record.id == id && is_leased(&record.drive))
+    }
+
+    /// Notes the facts of a drive.
+    pub(super) fn note_facts(&mut self, request: &LeaseRequest<'_>) {
+        let (Some(facts), Some(now)) = (request.drive.facts, KnownNamespace::of(request)) else {
+            return;
+        };
+        let drive = self.known.entry(request.drive.name.to_owned()).or_default();
+        drive.address.clone_from(&facts.address);
+        drive.namespaces.insert(request.nsid.0, now);
+    }
+
+    /// Forgets the facts of a drive, which are noted anew at its next lease; `false` if there are none.
+    pub(super) fn forget_facts(&mut self, drive: &str) -> bool {
+        self.known.remove(drive).is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::error::LeaseError;
+    use super::super::ledger::{Lease, Ledger};
+    use super::super::request::Wanted;
+    use super::super::tenants::FormerData;
+    use super::*;
+    use crate::origin::{DriveFacts, Identity};
+    use crate::range::ByteRange;
+    use crate::spec::ids::Nsid;
+
+    const ADDRESS: &str = "0000:01:00.0";
+
+    fn drive(name: &str, address: &str, id: &str) -> Identity {
+        Identity {
+            facts: Some(DriveFacts {
+                address: address.to_owned(),
+                ids: [(1, id.to_owned())].into(),
+            }),
+            ..name.to_owned().into()
+        }
+    }
+
+    fn lease(
+        ledger: &Ledger,
+        id: &str,
+        drive: &Identity,
+        (blocks, lba_shift): (u64, u8),
+    ) -> Result<Lease, LeaseError> {
+        ledger.acquire(&LeaseRequest {
+            id,
+            drive: drive.into(),
+            nsid: Nsid(1),
+            wanted: Wanted::At(ByteRange::new(0, 4096).unwrap()),
+            lba_shift,
+            blocks,
+            former_data: FormerData::Kept,
+        })
+    }
+
+    #[test]
+    fn a_namespace_with_other_content_is_refused_by_what_has_changed() {
+        let folder = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(folder.path());
+        let known = drive("nvme:a", ADDRESS, "01");
+        drop(lease(&ledger, "vm", &known, (1000, 9)).unwrap());
+        let elsewhere = drive("nvme:a", "0000:02:00.0", "01");
+        drop(lease(&ledger, "vm", &elsewhere, (1000, 9)).expect("it was put into another slot"));
+        drop(lease(&ledger, "vm", &known, (2000, 9)).expect("it has grown"));
+        for (now, size, told) in [
+            (&known, (1999, 9), "has 1023488, and had 1000K"),
+            (
+                &known,
+                (2000, 12),
+                "has blocks of 4K, and had blocks of 512",
+            ),
+            (
+                &drive("nvme:a", ADDRESS, "02"),
+                (2000, 9),
+                "has the id 02, and had 01",
+            ),
+        ] {
+            for id in ["vm", "other"] {
+                let error = lease(&ledger, id, now, size).unwrap_err();
+                assert!(matches!(error, LeaseError::Changed(_)), "{error}");
+                assert!(error.to_string().contains(told), "{error}");
+            }
+        }
+        // A namespace that reports no id any more is known by the rest.
+        drop(lease(&ledger, "vm", &drive("nvme:a", ADDRESS, ""), (2000, 9)).unwrap());
+        // The operator's word.
+        assert!(ledger.accept("nvme:a").unwrap());
+        assert!(!ledger.accept("nvme:a").unwrap());
+        drop(lease(&ledger, "vm", &known, (1999, 9)).unwrap());
+    }
+
+    #[test]
+    fn a_drive_at_the_address_of_another_one_does_not_take_its_ids() {
+        let folder = tempfile::tempdir().unwrap();
+        let ledger = Ledger::open(folder.path());
+        let (known, other) = (drive("nvme:a", ADDRESS, ""), drive("nvme:b", ADDRESS, ""));
+        let held = lease(&ledger, "vm", &known, (1000, 9)).unwrap();
+        for _ in 0..2 {
+            let error = lease(&ledger, "vm", &other, (1000, 9)).unwrap_err();
+            assert!(matches!(error, LeaseError::Exchanged(_)), "{error}");
+            let told = error.to_string();
+            assert!(told.contains("nvme:a, which was at 0000:01:00.0"), "{told}");
+        }
+        drop(held);
+        let error = lease(&ledger, "vm", &other, (1000, 9)).unwrap_err();
+        assert!(matches!(error, LeaseError::Exchanged(_)), "{error}");
+        // Another id may have what is new, and the known drive is found in any place.
+        drop(lease(&ledger, "new", &other, (1000, 9)).unwrap());
+        let moved = drive("nvme:a", "0000:02:00.0", "");
+        drop(lease(&ledger, "vm", &moved, (1000, 9)).unwrap());
+        // It is known elsewhere now, so the id is wanted on both.
+        drop(lease(&ledger, "vm", &other, (1000, 9)).unwrap());
+    }
+
+    #[test]
+    fn facts_are_forgotten_with_the_last_data_of_a_drive() {
+        let mut records = Records::default();
+        let known = drive("nvme:a", ADDRESS, "");
+        let request = LeaseRequest {
+            id: "vm",
+            drive: (&known).into(),
+            nsid: Nsid(1),
+            wanted: Wanted::At(ByteRange::new(0, 4096).unwrap()),
+            lba_shift: 9,
+            blocks: 1000,
+            former_data: FormerData::Kept,
+        };
+        records.note_facts(&request);
+        assert_eq!(records.known.len(), 1);
+        records.forget_unknown();
+        assert!(records.known.is_empty());
+    }
+}

@@ -498,6 +498,7 @@ impl Core {
             Window::Own(bytes) | Window::Drive(bytes) => bytes,
             Window::Open | Window::Closed => u64::MAX,
         };
+        let is_weighed = self.sharing.governor.is_weighed(now);
         while let Some(number) = self.sharing.turns.next() {
             let Some((class, weight)) = self.next(number, most) else {
                 self.sharing.turns.forget(number);
@@ -510,15 +511,28 @@ impl Core {
             if class != Class::HEAVY || is_full {
                 return;
             }
-            if !self.sharing.has_room(window, weight) {
+            if !self.sharing.has_room(window, weight) || is_weighed && self.is_spent(number) {
                 return;
             }
             if !self.launch(number, Portion { weight, most }, now) {
                 return;
             }
-            let goes_on = self.member(number).is_some_and(|it| !it.waiting.is_empty());
+            let goes_on = self.member(number).is_some_and(|it| {
+                if is_weighed {
+                    it.queue.lease.launched(weight);
+                }
+                !it.waiting.is_empty()
+            });
             self.sharing.turns.charge(weight, goes_on);
         }
+    }
+
+    /// Returns whether a member's lease has had as much as it may until the next look. Where others share the pair, turns
+    /// decide: they would wait with it.
+    fn is_spent(&self, number: u16) -> bool {
+        let member = self.members.get(usize::from(number));
+        let member = member.and_then(Option::as_deref);
+        self.sharing.turns.is_of_one() && member.is_some_and(|it| it.queue.lease.is_spent())
     }
 
     #[inline(always)]

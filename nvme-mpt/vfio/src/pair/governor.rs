@@ -13,7 +13,8 @@
 //!
 //! A member that has a pair to itself goes straight to the drive, and tells nothing. The drive's supervisor looks at all
 //! pairs ten times a second instead ([`survey`](super::survey)). While a quiet tenant waits noticeably beside a busy one,
-//! the drive is *contended*, and members with pairs of their own are light or heavy as others are.
+//! the drive is *contended*, and members with pairs of their own are light or heavy as others are. While several busy
+//! tenants wait noticeably, it is *weighed*: they have their [`shares`](super::shares) by weight, whichever pairs they use.
 //!
 //! [`HeavyWindow`] learns the size of the window. A second after the last light command has completed there is no
 //! window.
@@ -59,6 +60,8 @@ pub struct Governor {
     governed_until: AtomicU64,
     /// Until when members count as light that have a pair to themselves.
     contended_until: AtomicU64,
+    /// Until when tenants have what they may by their weights.
+    weighed_until: AtomicU64,
     /// Until when light members count as present; `u64::MAX` while the drive has commands of theirs.
     light_until: AtomicU64,
     /// Number of light commands.
@@ -91,6 +94,7 @@ impl Governor {
             window: AtomicU64::new(terms.window),
             governed_until: AtomicU64::new(0),
             contended_until: AtomicU64::new(0),
+            weighed_until: AtomicU64::new(0),
             light_until: AtomicU64::new(0),
             lights: AtomicU64::new(0),
             pause_until: AtomicU64::new(terms.pause_until.0),
@@ -163,6 +167,24 @@ impl Governor {
     #[inline]
     pub(super) fn is_contended(&self, now: Ticks) -> bool {
         now.0 < self.contended_until.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether tenants have what they may by their weights.
+    #[inline]
+    pub(super) fn is_weighed(&self, now: Ticks) -> bool {
+        now.0 < self.weighed_until.load(Ordering::Relaxed)
+    }
+
+    /// Busy tenants have what they may by their weights, until some looks did not happen.
+    pub(super) fn weigh(&self, now: Ticks) {
+        self.contend(now);
+        let until = now.0.saturating_add(self.presence / 2);
+        self.weighed_until.store(until, Ordering::Relaxed);
+    }
+
+    /// Tenants have what they can.
+    pub(super) fn end_weighing(&self) {
+        self.weighed_until.store(0, Ordering::Relaxed);
     }
 
     /// Returns whether heavy members wait on some pair.

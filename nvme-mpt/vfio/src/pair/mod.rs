@@ -19,6 +19,7 @@ mod moves;
 mod queue;
 mod rings;
 mod seat;
+mod shares;
 mod sharing;
 mod split;
 mod stats;

@@ -3,12 +3,14 @@
 //! Such a member goes straight to its ring, and counts nothing but its commands in flight. So the drive's supervisor adds
 //! them up ten times a second, by lease: a tenant is quiet or busy with all its queues, whichever pairs they use. While
 //! commands take noticeably long on a drive that a quiet tenant shares with a busy one, its pairs are not used directly.
-//! A drive with one tenant, or one that is fast enough for all, costs nothing but these looks.
+//! Busy tenants have their [`shares`](super::shares) by weight meanwhile. A drive with one tenant, or one that is fast
+//! enough for all, costs nothing but these looks.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::core::Core;
+use super::shares::{Portion, Shares};
 use super::turns::LeaseShare;
 use super::{Governor, Pair};
 use nvme_mpt::clock::{Rate, Ticks};
@@ -23,14 +25,44 @@ const NOTICEABLE: Duration = Duration::from_micros(250);
 struct Tenant {
     lease: Arc<LeaseShare>,
     outstanding: u32,
+    /// What the drive had got of it before, and its limit since.
+    bytes: u64,
+    limit: Option<u64>,
+}
+
+/// Time from one look to the next, as a rule.
+const LOOK: Duration = Duration::from_millis(100);
+
+impl Tenant {
+    /// Returns whether it is too busy to be quiet.
+    fn is_busy(&self) -> bool {
+        Class::is_heavy(self.outstanding, 0)
+    }
+
+    /// What it got for `elapsed` ticks, as if it had been `look` ticks.
+    fn portion(&self, look: u64, elapsed: u64) -> Portion {
+        let got = self.lease.bytes().saturating_sub(self.bytes);
+        let got = u128::from(got) * u128::from(look) / u128::from(elapsed.max(1));
+        Portion {
+            weight: self.lease.weight(),
+            got: u64::try_from(got).unwrap_or(u64::MAX),
+            limit: self.limit,
+        }
+    }
 }
 
 /// Tenants of a drive, and the time of their commands.
 #[derive(Debug)]
 pub struct Survey {
     noticeable: u64,
+    look: u64,
     /// Tenants at this look that have commands, or had some since the last one.
     tenants: Vec<Tenant>,
+    /// Those of the look before.
+    former: Vec<Tenant>,
+    shares: Shares,
+    /// True if shares were watched since the last look.
+    is_weighed: bool,
     /// When it last looked, and what the drive had of all pairs then.
     looked: Ticks,
     had: u64,
@@ -46,7 +78,11 @@ impl Survey {
     pub fn new(rate: Rate) -> Self {
         Self {
             noticeable: rate.ticks(NOTICEABLE),
+            look: rate.ticks(LOOK),
             tenants: Vec::new(),
+            former: Vec::new(),
+            shares: Shares::default(),
+            is_weighed: false,
             looked: Ticks::default(),
             had: 0,
             commands: 0,
@@ -65,15 +101,17 @@ impl Survey {
         let elapsed = now.since(self.looked);
         (self.looked, self.had) = (now, self.has);
         (self.commands, self.has, self.direct) = (0, 0, 0);
+        std::mem::swap(&mut self.tenants, &mut self.former);
         self.tenants.clear();
         for pair in pairs {
             self.add(&mut pair.shared.lock(), now, elapsed);
         }
-        let is_busy = |tenant: &Tenant| Class::is_heavy(tenant.outstanding, 0);
-        let has_both = self.tenants.iter().any(is_busy) && !self.tenants.iter().all(is_busy);
-        if has_both && (governor.has_waiting() || self.is_slow(elapsed)) {
+        let busy = self.tenants.iter().filter(|it| it.is_busy()).count();
+        let is_slow = governor.has_waiting() || self.is_slow(elapsed);
+        if is_slow && busy > 0 && busy < self.tenants.len() {
             governor.contend(now);
         }
+        self.weigh(governor, is_slow && busy > 1, elapsed, now);
         // Those of members that go on directly are nobody's business.
         let direct = if governor.is_governed(now) {
             self.direct
@@ -81,6 +119,48 @@ impl Survey {
             0
         };
         governor.note_direct(direct);
+    }
+
+    /// Gives busy tenants their shares while there are several and commands take long.
+    fn weigh(&mut self, governor: &Governor, is_contended: bool, elapsed: u64, now: Ticks) {
+        if !is_contended {
+            if std::mem::take(&mut self.is_weighed) {
+                governor.end_weighing();
+                self.shares.forget();
+            }
+            for tenant in self.former.iter().chain(&self.tenants) {
+                tenant.lease.allow(None);
+            }
+            return;
+        }
+        let former = std::mem::take(&mut self.former);
+        for old in &former {
+            let mut tenants = self.tenants.iter_mut();
+            match tenants.find(|tenant| Arc::ptr_eq(&tenant.lease, &old.lease)) {
+                Some(tenant) => (tenant.bytes, tenant.limit) = (old.bytes, old.limit),
+                None => old.lease.allow(None),
+            }
+        }
+        self.former = former;
+        let tenants = self.tenants.iter_mut();
+        let mut busy: Vec<_> = tenants.filter(|tenant| tenant.is_busy()).collect();
+        let mut portions: Vec<_> = busy
+            .iter()
+            .map(|tenant| tenant.portion(self.look, elapsed))
+            .collect();
+        if std::mem::replace(&mut self.is_weighed, true) {
+            self.shares.divide(&mut portions);
+        }
+        for (tenant, portion) in busy.iter_mut().zip(portions) {
+            tenant.limit = portion.limit;
+        }
+        for tenant in &mut self.tenants {
+            tenant.bytes = tenant.lease.bytes();
+            tenant
+                .lease
+                .allow(tenant.limit.filter(|_| tenant.is_busy()));
+        }
+        governor.weigh(now);
     }
 
     /// Adds what a pair has had to do for so many ticks.
@@ -110,6 +190,8 @@ impl Survey {
             None => self.tenants.push(Tenant {
                 lease: lease.clone(),
                 outstanding,
+                bytes: lease.bytes(),
+                limit: None,
             }),
         }
     }

@@ -31,6 +31,10 @@ pub struct LeaseShare {
     outstanding: AtomicU32,
     /// Virtual time of a byte.
     per_byte: AtomicU64,
+    /// Bytes that the drive got of it while shares were watched.
+    launched: AtomicU64,
+    /// Value of `launched` from which on it waits for the next look; `u64::MAX` for none.
+    launches_until: AtomicU64,
     /// True while its namespace is not the one that was leased.
     revoked: AtomicBool,
 }
@@ -43,6 +47,8 @@ impl LeaseShare {
             reservation,
             outstanding: AtomicU32::default(),
             per_byte: AtomicU64::default(),
+            launched: AtomicU64::default(),
+            launches_until: AtomicU64::new(u64::MAX),
             revoked: AtomicBool::default(),
         };
         share.set_weight(Weight::default());
@@ -82,6 +88,34 @@ impl LeaseShare {
     #[inline]
     pub(super) fn ended(&self, commands: u32) {
         self.outstanding.fetch_sub(commands, Ordering::Relaxed);
+    }
+
+    /// The drive got so many bytes of it.
+    #[inline]
+    pub(super) fn launched(&self, bytes: u64) {
+        self.launched.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Returns whether it has had as much as it may until the next look.
+    #[inline]
+    pub(super) fn is_spent(&self) -> bool {
+        self.launched.load(Ordering::Relaxed) >= self.launches_until.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes that the drive got of it while shares were watched.
+    pub(super) fn bytes(&self) -> u64 {
+        self.launched.load(Ordering::Relaxed)
+    }
+
+    /// Lets the drive get so many bytes of it until the next look, or any number.
+    pub(super) fn allow(&self, bytes: Option<u64>) {
+        let until = bytes.map_or(u64::MAX, |bytes| self.bytes().saturating_add(bytes));
+        self.launches_until.store(until, Ordering::Relaxed);
+    }
+
+    /// Returns its weight.
+    pub(super) fn weight(&self) -> u64 {
+        BYTE / self.per_byte.load(Ordering::Relaxed).max(1)
     }
 
     fn time_of(&self, bytes: u64) -> u128 {
@@ -288,6 +322,12 @@ impl Turns {
         if tenant.order.waiting.is_empty() {
             self.order.remove(place.tenant);
         }
+    }
+
+    /// Returns whether all members are of one lease.
+    #[inline]
+    pub(super) fn is_of_one(&self) -> bool {
+        self.order.parties == 1
     }
 
     /// Returns whether no member waits.

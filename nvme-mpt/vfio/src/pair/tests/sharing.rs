@@ -10,6 +10,7 @@ use super::{Lender, command, submit_at};
 use nvme_mpt::clock::{Rate, Ticks};
 use nvme_mpt::host::HostCompletion;
 use nvme_mpt::learn::Choice;
+use nvme_mpt::limit::Weight;
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::nvm::ReadWrite;
 use nvme_mpt::spec::opcode::NvmOpcode;
@@ -156,6 +157,8 @@ struct Load {
     lease: Option<usize>,
     /// Time from which on its commands count.
     counted: u64,
+    /// Weight of its lease.
+    weight: u16,
 }
 
 const QUIET: Load = Load {
@@ -167,6 +170,7 @@ const QUIET: Load = Load {
     until: u64::MAX,
     lease: None,
     counted: 0,
+    weight: 100,
 };
 
 const LOUD: Load = Load {
@@ -178,6 +182,7 @@ const LOUD: Load = Load {
     until: u64::MAX,
     lease: None,
     counted: 0,
+    weight: 100,
 };
 
 struct Guest {
@@ -237,6 +242,10 @@ fn simulate_with(
         random: 1,
     };
     let leases: Vec<_> = loads.iter().map(|_| LeaseShare::new(None)).collect();
+    for (load, number) in loads.iter().zip(0..) {
+        let weight = Weight::try_from(load.weight).expect("within bounds");
+        leases[load.lease.unwrap_or(number)].set_weight(weight);
+    }
     let mut guests: Vec<_> = loads
         .iter()
         .zip(0..)
@@ -716,6 +725,116 @@ fn a_quiet_guest_beside_a_busy_one_whichever_pairs_they_use() {
             }
         }
     }
+}
+
+/// Queues of two busy guests, the first of which has so many, each with a pair to itself.
+fn with_own_pairs(weights: [u16; 2], queues: [usize; 2], depths: [u16; 2]) -> Vec<Load> {
+    let queue = |pair: usize| {
+        let guest = usize::from(pair >= queues[0]);
+        Load {
+            pair,
+            depth: depths[guest],
+            lease: Some(guest * queues[0]),
+            weight: weights[guest],
+            counted: 2 * SECOND,
+            ..LOUD
+        }
+    };
+    (0..queues[0] + queues[1]).map(queue).collect()
+}
+
+/// Commands of guests from 2 s to 4 s, and the part of those that the drive can do, in per cent.
+fn counts(speed: Speed, pairs: usize, loads: &[Load], first: usize) -> ([usize; 2], u64) {
+    let seen = simulate(speed, pairs, loads, 4 * SECOND);
+    let sum = |seen: &[Seen]| seen.iter().map(|seen| seen.commands).sum::<usize>();
+    let counts = [sum(&seen[..first]), sum(&seen[first..])];
+    let per_command = (speed.command + speed.page) * (200 + speed.jitter) / 200;
+    let possible = 2 * SECOND / per_command * speed.channels as u64;
+    let used = (counts[0] + counts[1]) as u64 * 100 / possible;
+    (counts, used)
+}
+
+/// Bytes of busy guests go by weight, whatever the drive's order and the number of their queues.
+#[test]
+fn busy_guests_with_pairs_of_their_own_have_bytes_by_weight() {
+    let few_channels = Speed {
+        channels: 4,
+        ..PARALLEL
+    };
+    for (name, speed) in [("serial", SERIAL), ("4 channels", few_channels)] {
+        for (weights, queues) in [
+            ([1000, 100], [8, 8]),
+            ([100, 100], [12, 4]),
+            ([300, 100], [1, 15]),
+        ] {
+            for turns in [false, true] {
+                let speed = Speed { turns, ..speed };
+                let loads = with_own_pairs(weights, queues, [64; 2]);
+                let ([first, second], used) = counts(speed, 16, &loads, queues[0]);
+                let percent = first * 100 / (first + second);
+                let due = usize::from(weights[0]) * 100 / usize::from(weights[0] + weights[1]);
+                println!(
+                    "{name}, turns {turns}, {weights:?} with {queues:?} queues: {percent} %, due {due} %; {used} % of the drive"
+                );
+                assert!(percent.abs_diff(due) <= 4, "{percent} %, due {due} %");
+                assert!(used >= 95, "{used} % of the drive");
+            }
+        }
+    }
+}
+
+/// A guest with much weight and few commands has the drive's time for these, and the others the rest.
+#[test]
+fn nobody_is_held_back_for_what_a_heavier_guest_does_not_take() {
+    for turns in [false, true] {
+        let speed = Speed { turns, ..PARALLEL };
+        let loads = with_own_pairs([1000, 100], [1, 4], [8, 64]);
+        let (counts, used) = counts(speed, 5, &loads, 1);
+        println!("turns {turns}: {counts:?}, {used} % of the drive");
+        assert!(used >= 80, "{used} % of the drive");
+    }
+}
+
+/// Shallow queues of a guest on all pairs of a drive, and a deep queue of another one on one of these pairs.
+#[test]
+fn many_shallow_queues_on_all_pairs_leave_a_deep_one_its_share() {
+    for turns in [false, true] {
+        let speed = Speed { turns, ..SERIAL };
+        let mut loads = with_own_pairs([100; 2], [64, 1], [4, 32]);
+        for load in &mut loads {
+            load.pair %= 8;
+        }
+        let (counts, used) = counts(speed, 8, &loads, 64);
+        println!("turns {turns}: {counts:?}, {used} % of the drive");
+        assert!(counts[1] * 2 >= counts[0], "{counts:?}");
+        assert!(used >= 95, "{used} % of the drive");
+    }
+}
+
+/// Beside a quiet guest, too, which has its half.
+#[test]
+fn a_quiet_guest_beside_two_busy_ones_with_weights() {
+    let speed = Speed {
+        turns: true,
+        ..SERIAL
+    };
+    let mut loads = with_own_pairs([300, 100], [2, 2], [64; 2]);
+    let quiet = Load {
+        pair: 4,
+        counted: 2 * SECOND,
+        ..QUIET
+    };
+    loads.push(quiet);
+    let seen = simulate(speed, 5, &loads, 4 * SECOND);
+    let alone = simulate(speed, 5, &[quiet], 4 * SECOND)[0].commands;
+    let of = |index: usize| seen[index].commands;
+    let (heavier, lighter) = (of(0) + of(1), of(2) + of(3));
+    println!(
+        "quiet has {} of {alone}, busy ones {heavier} and {lighter}",
+        of(4)
+    );
+    assert!(of(4) * 100 >= alone * 45, "{} of {alone}", of(4));
+    assert!(heavier >= 2 * lighter, "{heavier} and {lighter}");
 }
 
 /// Two guests share a pair, and the queue of another pair rests: with that pair lent to the first of the two, and without.

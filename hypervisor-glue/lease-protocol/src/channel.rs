@@ -180,11 +180,17 @@ impl Channel {
         }
     }
 
-    /// Reads the last words of a server that has closed the connection. Answers that nobody waited for are passed over.
-    pub(crate) fn read_last_words(&self) {
-        while let Ok((bytes, _)) = self.receive_bytes(|| Ok(())) {
-            if let Ok(word) = serde_json::from_slice(&bytes) {
-                self.note(&word);
+    /// Reads the last words of a server, as far as they have come. Answers that nobody waited for are passed over. Returns
+    /// whether the server has closed the connection.
+    pub(crate) fn read_last_words(&self) -> bool {
+        loop {
+            match self.receive_bytes(|| Ok(())) {
+                Ok((bytes, _)) => {
+                    if let Ok(word) = serde_json::from_slice(&bytes) {
+                        self.note(&word);
+                    }
+                }
+                Err(error) => return matches!(error, ChannelError::Closed),
             }
         }
     }

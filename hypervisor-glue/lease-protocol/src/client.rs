@@ -1003,6 +1003,41 @@ mod tests {
     }
 
     #[test]
+    fn a_server_that_is_killed_before_it_has_said_all_is_waited_for() {
+        let state_dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(places::sockets(state_dir.path())).unwrap();
+        let listener = UnixListener::bind(places::socket_of(state_dir.path(), "1")).unwrap();
+        let (first, mut second) = (Dying::new(), Dying::new());
+        let (tell, told) = mpsc::channel();
+        let serve = || {
+            let give =
+                |server: &Dying| give_lease_over(listener.accept().unwrap().0, &server.signs());
+            let channel = give(&first);
+            channel.send(&Farewell::Ended, &[]).unwrap();
+            drop(channel);
+            // It has begun commands when it is killed.
+            let channel = give(&second);
+            let taken: (Request, _) = channel.receive_request(None).unwrap();
+            assert!(matches!(taken.0, Request::TakeUp(_)));
+            drop((channel, listener));
+            tell.send(()).unwrap();
+        };
+        let threads = Threads::default();
+        let attach = || {
+            let host = attach_anywhere(state_dir.path(), "path=a", None, &threads);
+            told.recv().unwrap();
+            host
+        };
+        let host = run_beside("server", serve, attach).unwrap();
+        let host = host.unwrap().expect("the server has the drive");
+        // Until the function has seen the end of the connection, its server has the lease.
+        goes_on(&host);
+        second.kill();
+        drop(second.held.take());
+        host.reset_within(DRAIN_DEADLINE).unwrap();
+    }
+
+    #[test]
     fn the_last_word_of_a_server_that_lives_on_ends_a_reset() {
         let mut server = Dying::new();
         let (host, channel) = server.attach();

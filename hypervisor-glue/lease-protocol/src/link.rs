@@ -125,6 +125,13 @@ impl LinkState {
         self.waits
     }
 
+    /// Notes that a server may do something for the function again which does not have it yet.
+    pub(crate) fn doubt(&mut self) {
+        if self.is_over() {
+            self.connection = Connection::Gone;
+        }
+    }
+
     pub(crate) fn take_notices(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.notices)
     }
@@ -314,16 +321,12 @@ impl Link {
         let _ = eventfd::signal(&self.events);
     }
 
-    /// Notes that the server has closed the connection, and whether it has ended all that it did for the function.
-    pub(crate) fn close(&self, has_ended: bool) {
+    /// Notes that the server has closed the connection.
+    pub(crate) fn close(&self) {
         let mut state = self.state();
         self.lose(&mut state, &ChannelError::Closed, Connection::Ending);
         if !state.is_over() {
             state.connection = Connection::Gone;
-        }
-        drop(state);
-        if has_ended {
-            self.end();
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,6 +25,9 @@ use crate::socket::{Signs, Stream, wait_for_end};
 
 /// Shortest and longest time between two looks for a server.
 const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
+
+/// Longest time of a look for the last words of a server.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Part of the time that was waited already, for which a look may come later.
 const DELAY: u32 = 10;
@@ -68,6 +72,37 @@ pub(crate) struct Server {
     pub(crate) signs: Option<Signs>,
 }
 
+impl Server {
+    /// Has it end the lease.
+    fn leave(self) -> Self {
+        // A connection that failed does not matter.
+        let _ = self.channel.stream().shutdown(Shutdown::Write);
+        let _ = self.channel.set_patience(LOOK);
+        self
+    }
+
+    /// Returns whether nothing is left of what it did for the function. Its connection has ended, or the function
+    /// [left](Self::leave).
+    fn is_over(&self) -> bool {
+        let has_closed = self.channel.read_last_words();
+        match &self.signs {
+            Some(signs) => self.channel.has_ended() || signs.have_come().unwrap_or(false),
+            // One of an earlier release has no other word than the end of the connection.
+            None => has_closed,
+        }
+    }
+
+    /// Waits until nothing is left of what it did for the function.
+    fn await_nothing_left(&self) {
+        await_end(self.channel.stream());
+        if let Some(signs) = &self.signs
+            && !self.is_over()
+        {
+            persist("the end of a drive server's process", || signs.await_all());
+        }
+    }
+}
+
 /// Parts of a function that the watch needs.
 pub(crate) struct Watch {
     pub(crate) link: Arc<Link>,
@@ -96,38 +131,33 @@ impl Watch {
     /// Watches until the function ends or its drive is lost for good, and nothing reaches the function's memory any more.
     pub(crate) fn run(&self, mut server: Server) {
         loop {
-            let Server { channel, signs } = server;
+            let channel = server.channel.clone();
             await_end(channel.stream());
-            channel.read_last_words();
-            // A server that sends no signs is of an earlier release. It has no other word than the end of the connection.
-            self.link.close(channel.has_ended() || signs.is_none());
+            self.link.close();
+            let mut left = vec![server];
+            self.look_for_end(&mut left);
             if !self.is_stopped() {
                 if channel.was_removed() {
                     log::error!("An operator has taken the function's lease away");
                     self.give_up();
-                } else if let Some(next) = self.next_server(signs.as_ref()) {
+                } else if let Some(next) = self.next_server(&mut left) {
                     server = next;
                     continue;
                 }
             }
-            return self.await_nothing_left(signs.as_ref());
+            // The function may have turned away from a server that does not answer.
+            if !self.link.state().is_over() {
+                left.iter().for_each(Server::await_nothing_left);
+                self.link.end();
+            }
+            return;
         }
     }
 
-    /// Waits until nothing of a server is left whose connection has ended.
-    fn await_nothing_left(&self, signs: Option<&Signs>) {
-        if let Some(signs) = signs
-            && !self.link.state().is_over()
-        {
-            persist("the end of a drive server's process", || signs.await_all());
-            self.link.end();
-        }
-    }
-
-    /// Looks whether nothing of the server is left whose connection has ended.
-    fn look_for_end(&self, signs: Option<&Signs>) {
-        let have_come = |signs: &Signs| signs.have_come().unwrap_or(false);
-        if signs.is_some_and(have_come) {
+    /// Looks whether servers do nothing for the function any more which may have its commands in flight.
+    fn look_for_end(&self, left: &mut Vec<Server>) {
+        left.retain(|server| !server.is_over());
+        if left.is_empty() {
             self.link.end();
         }
     }
@@ -136,20 +166,20 @@ impl Watch {
         self.stopped.try_recv() == Err(TryRecvError::Disconnected)
     }
 
-    /// Looks for a server until there is one, and returns the connection. Meanwhile notes when nothing is left of the one before.
-    fn next_server(&self, before: Option<&Signs>) -> Option<Server> {
+    /// Looks for a server until there is one, and returns the connection. Meanwhile notes when nothing is left of those before.
+    fn next_server(&self, left: &mut Vec<Server>) -> Option<Server> {
         let reach = self.reach.as_ref()?;
         let began = clock::monotonic();
         let mut reported = None;
         loop {
-            self.look_for_end(before);
+            self.look_for_end(left);
             let waited = clock::monotonic().saturating_sub(began);
             if reach.patience.is_some_and(|patience| waited >= patience) {
                 log::error!("No drive server came back within {waited:?}");
                 self.give_up();
                 return None;
             }
-            match self.resume(reach) {
+            match self.resume(reach, left) {
                 Ok(Some(server)) => return Some(server),
                 Err(error) if error.is_final() => {
                     log::error!("A drive server came back, but {error}");
@@ -179,7 +209,8 @@ impl Watch {
     }
 
     /// Asks the servers for the lease, and tells the one that has it all that the one before knew.
-    fn resume(&self, reach: &Reach) -> Result<Option<Server>, ResumeError> {
+    /// One that fails after it was told of the function's memory is added to those that may have commands in flight.
+    fn resume(&self, reach: &Reach, left: &mut Vec<Server>) -> Result<Option<Server>, ResumeError> {
         let events = eventfd::share(&self.link.events)?;
         let kept = [self.doorbells.fd(), self.live.as_fd(), events.as_fd()];
         let Some(given) = places::find(&reach.state_dir, &reach.options, &kept, OPENING_PATIENCE)?
@@ -212,7 +243,15 @@ impl Watch {
             // The function has ended.
             return Ok(None);
         }
-        let back = self.tell(&channel, &state)?;
+        let back = match self.tell(&channel, &state) {
+            Ok(back) => back,
+            Err(error) => {
+                // It may have begun commands, and been killed before it said so.
+                state.doubt();
+                left.push(server.leave());
+                return Err(error);
+            }
+        };
         let blocks = attached.facts.namespace.blocks;
         let next = NextServer {
             channel,

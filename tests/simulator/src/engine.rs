@@ -134,6 +134,18 @@ thread_local! {
     static ENGINE: Cell<Option<&'static Engine>> = const { Cell::new(None) };
 }
 
+/// A process that was killed, and has not ended yet.
+#[derive(Debug)]
+#[must_use = "others wait for its end"]
+pub(crate) struct Dying(u64);
+
+impl Dying {
+    /// Ends it: nothing of it is left.
+    pub(crate) fn end(self) {
+        sockets::end_process(self.0);
+    }
+}
+
 /// A process: actors that can end together.
 #[derive(Debug)]
 pub(crate) struct Process(u64);
@@ -238,7 +250,12 @@ impl Engine {
     }
 
     /// Ends all actors of a process at the step that they are at. What they stored is seen.
-    pub(crate) fn kill(&self, Process(process): Process) {
+    pub(crate) fn kill(&self, process: Process) {
+        self.kill_but_its_drive(process).end();
+    }
+
+    /// As [`Self::kill`], but the process has not ended for others: the kernel has closed its sockets, and not its drive yet.
+    pub(crate) fn kill_but_its_drive(&self, Process(process): Process) -> Dying {
         let killed = self.with_core(|core| {
             core.effects += 1;
             let actors = core.actors.iter_mut().enumerate();
@@ -254,7 +271,8 @@ impl Engine {
         }
         drives::end_process(process);
         files::end_process(process);
-        sockets::end_process(process);
+        sockets::close_all(process);
+        Dying(process)
     }
 
     /// Has a process stand still for some time, at the steps that its actors are at.

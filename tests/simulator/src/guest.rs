@@ -1,7 +1,7 @@
 //! Guests that behave like the drivers of operating systems, with work that knows what it may see.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -209,6 +209,8 @@ pub(crate) struct Shared {
     pub(crate) works: AtomicBool,
     /// True once the guest's drive may be gone.
     pub(crate) gone: AtomicBool,
+    /// Number of the server that was killed, and whose drive may still write to the guest's memory; 0 for none.
+    pub(crate) late_drive: AtomicU64,
     /// True once the guest has ended.
     pub(crate) ended: AtomicBool,
     /// The guest's function, once there is one.
@@ -948,9 +950,15 @@ impl<W: Work> Guest<W> {
 
     fn reset(&mut self, controller: &mut Controller, count: u16) {
         self.reset_function(controller);
+        let late = self.shared.late_drive.load(Ordering::Relaxed);
         controller
             .disable()
             .unwrap_or_else(|error| panic!("the controller is not disabled: {error}"));
+        assert!(
+            late == 0 || late != self.shared.late_drive.load(Ordering::Relaxed),
+            "{:?}: the reset is complete, and the drive of a killed server writes to the guest's memory",
+            self.persona
+        );
         let queues = std::mem::take(&mut self.queues);
         self.lose(queues);
         if let Err(error) = controller.enable() {

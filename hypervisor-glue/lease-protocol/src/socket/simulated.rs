@@ -21,6 +21,9 @@ use crate::message::SIGNS;
 /// Bytes that wait for a reader at most. Less than many messages have, so that a sender waits in the middle of one.
 const ROOM: usize = 300;
 
+/// Last words of a server. A function that turns away before it has told the server anything does not read them.
+const LAST_WORDS: &[u8] = b"\x07\0\0\0\0\0\0\0\"ended\"";
+
 /// Bytes that were sent at once.
 #[derive(Debug)]
 struct Segment {
@@ -48,6 +51,14 @@ struct Side {
 impl Side {
     fn unread(&self) -> usize {
         self.arrived.iter().map(|segment| segment.bytes.len()).sum()
+    }
+
+    fn unread_bytes(&self) -> Vec<u8> {
+        let segments = self.arrived.iter();
+        segments
+            .flat_map(|segment| &segment.bytes)
+            .copied()
+            .collect()
     }
 }
 
@@ -237,8 +248,9 @@ impl Drop for Stream {
         turn(Step::Send, [self.0, 0]);
         fence_and_act();
         with(|sockets| {
-            let unread = sockets.sides.get(&self.0).map_or(0, Side::unread);
-            sockets.unread += u64::from(is_of_client(self.0) && unread > 0);
+            let was_asked = |side: &Side| LAST_WORDS.starts_with(&side.unread_bytes());
+            let was_asked = sockets.sides.get(&self.0).is_none_or(was_asked);
+            sockets.unread += u64::from(is_of_client(self.0) && !was_asked);
             sockets.close(self.0);
         });
     }
@@ -442,8 +454,8 @@ impl Listener {
     }
 }
 
-/// Closes what a process has, which has died.
-pub fn end_process(process: u64) {
+/// Closes the sockets of a process that was killed.
+pub fn close_all(process: u64) {
     with(|sockets| {
         for name in sockets.names.values_mut() {
             if name.process == process {
@@ -455,8 +467,12 @@ pub fn end_process(process: u64) {
         for side in its.map(|(number, _)| *number).collect::<Vec<_>>() {
             sockets.close(side);
         }
-        sockets.ended.insert(process);
     });
+}
+
+/// Notes that nothing is left of a process that was killed.
+pub fn end_process(process: u64) {
+    with(|sockets| sockets.ended.insert(process));
 }
 
 /// Returns the number of connections, and of servers that listen.

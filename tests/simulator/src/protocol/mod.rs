@@ -254,6 +254,21 @@ impl Fate<'_> {
         self.rest(16);
     }
 
+    /// Kills the server. The kernel closes its sockets first, and its drive some time after that.
+    fn kill(&mut self, server: Server) {
+        let world = self.world.clone();
+        let number = world.servers.load(Ordering::Relaxed);
+        let set = |number| {
+            let seats = world.seats.iter();
+            seats.for_each(|seat| seat.vmm().guest.late_drive.store(number, Ordering::Relaxed));
+        };
+        set(number);
+        let dying = self.engine.kill_but_its_drive(server.process);
+        self.rest(26);
+        set(0);
+        dying.end();
+    }
+
     /// Has the server end by itself, and waits for that.
     fn end(&mut self, server: Server) {
         let Server { process, orders } = server;
@@ -297,7 +312,7 @@ impl Fate<'_> {
             self.wait();
             match self.rng.below(16) {
                 0..8 => {
-                    self.engine.kill(server.process);
+                    self.kill(server);
                     if self.rng.below(2) == 0 {
                         self.rest(24);
                     }

@@ -2,14 +2,18 @@
 //!
 //! The keeper has a bag for each drive that is open, and the bag is empty while the drive works. A server that is
 //! replaced has its drives rest, and puts [what the next one needs](nvme_mpt::drive::HostController::hand_over) into
-//! their bags. The next server empties a bag before it uses what was in it. A server that dies leaves an empty bag, and
+//! their bags. The next server takes that out of a bag before it uses it. A server that dies leaves an empty bag, and
 //! the next one resets the drive.
+//!
+//! A drive that rests carries out what functions in VMMs have in flight, with or without a server. So the [sign](presence) that the
+//! server before is there lies in the bag, too, and stays there until the drive is open again.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use nvme_mpt::Drive;
+use nvme_mpt::memory::presence;
 use nvme_mpt_keep::{Bag, KeepError};
 use nvme_mpt_vmm::report;
 
@@ -19,8 +23,11 @@ use super::{Keeping, KeepingError};
 /// Prefix of the names of drives.
 pub(super) const DRIVE: &str = "drive-";
 
-/// Number of the one message in a bag.
+/// Number of the message with what the next server needs.
 const HANDED_OVER: u64 = 0;
+
+/// Number of the message with the sign that the server before is there.
+const PRESENCE: u64 = 1;
 
 /// Bags of physical drives, by their names in the keeper.
 #[derive(Debug, Default)]
@@ -45,8 +52,9 @@ impl DriveBags {
     fn take(&mut self, registry: &Registry, name: String) -> Result<Vec<OwnedFd>, KeepError> {
         if let Some(bag) = self.0.get_mut(&name) {
             let contents = bag.contents()?;
-            empty(bag)?;
-            let handed = contents.into_iter().next_back();
+            bag.retain(|number| number == PRESENCE)?;
+            let mut contents = contents.into_iter();
+            let handed = contents.find(|(number, _)| *number == HANDED_OVER);
             return Ok(handed.map_or_else(Vec::new, |(_, descriptors)| descriptors));
         }
         let bag = Bag::new()?;
@@ -59,7 +67,7 @@ impl DriveBags {
 
 impl Keeping {
     /// Returns what the server before has handed over of a drive that is opened; nothing if that server had not the
-    /// drive, or has died.
+    /// drive, or has died. VMMs take that server for present until [`Self::take_drive_back`].
     ///
     /// # Errors
     /// [`KeepingError::Keeper`].
@@ -76,13 +84,16 @@ impl Keeping {
     ) -> Result<(), KeepingError> {
         let state = self.state();
         if let Some(bag) = state.drives.0.get(&name_of(path)) {
+            if let Some(held) = presence::held() {
+                bag.put(PRESENCE, &[held])?;
+            }
             let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
             bag.put(HANDED_OVER, &descriptors)?;
         }
         Ok(())
     }
 
-    /// Forgets what the next server would have needed: the drive works again.
+    /// Empties the bag of a drive that no other process has any more: it works again in this process, or was closed.
     pub(crate) fn take_drive_back(&self, path: &str) {
         let mut state = self.state();
         if let Some(bag) = state.drives.0.get_mut(&name_of(path))
@@ -104,5 +115,46 @@ impl Keeping {
             }
             is_open
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{self, PipeReader};
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::super::function::Shelf;
+    use super::*;
+
+    fn has_hung_up(pipe: &PipeReader) -> bool {
+        let mut ends = [PollFd::new(pipe, PollFlags::empty())];
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        poll(&mut ends, Some(&now)).unwrap() > 0
+    }
+
+    #[test]
+    fn a_server_is_present_until_its_drive_is_open_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let (Shelf { registry, .. }, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let (hangs_up, held) = io::pipe().unwrap();
+        let state = OwnedFd::from(tempfile::tempfile().unwrap());
+        let name = name_of("0000:01:00.0");
+        let mut bags = DriveBags::default();
+        assert!(bags.take(&registry, name.clone()).unwrap().is_empty());
+        let bag = &bags.0[&name];
+        bag.put(PRESENCE, &[held.as_fd()]).unwrap();
+        bag.put(HANDED_OVER, &[state.as_fd()]).unwrap();
+        drop(held);
+        // A process that dies before it has opened the drive is followed by another one.
+        assert_eq!(bags.take(&registry, name.clone()).unwrap().len(), 1);
+        assert!(!has_hung_up(&hangs_up));
+        assert!(bags.take(&registry, name.clone()).unwrap().is_empty());
+        assert!(!has_hung_up(&hangs_up));
+        empty(bags.0.get_mut(&name).unwrap()).unwrap();
+        assert!(has_hung_up(&hangs_up));
     }
 }

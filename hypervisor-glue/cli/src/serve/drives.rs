@@ -199,8 +199,12 @@ impl OpenDrives {
                     (DrivePath::Pci(_), Some(keeping)) => keeping.open_drive(&path.to_string())?,
                     _ => Vec::new(),
                 };
-                let drive = drives::open_handed_over(path, options.clone(), handed)?;
-                (drive, options)
+                let drive = drives::open_handed_over(path, options.clone(), handed);
+                if let (DrivePath::Pci(_), Some(keeping)) = (path, keeping) {
+                    // It does nothing of the server before any more, open or not.
+                    keeping.take_drive_back(&path.to_string());
+                }
+                (drive?, options)
             }
         };
         let nsid = drive.namespace().nsid;

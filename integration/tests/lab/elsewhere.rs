@@ -9,6 +9,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use integration::server::{FunctionOptions, Server};
 use nvme_mpt::Pollers;
@@ -36,6 +38,11 @@ const PIECE: usize = 64 << 10;
 const BLOCK: u64 = 512;
 /// Commands that a function leaves in flight.
 const IN_FLIGHT: u64 = 32;
+/// Commands in flight of a guest that resets its controller: as many as its queue has room for.
+const MOST_IN_FLIGHT: u64 = 60;
+/// Bytes of memory before reads into it, and when it is used again.
+const READ: u8 = 0xA5;
+const USED_AGAIN: u8 = 0x5A;
 /// Bytes of each guest's memory.
 const MEMORY: u64 = 1 << 20;
 /// Most guests with memory at addresses that no other guest has.
@@ -55,7 +62,7 @@ pub(crate) struct Elsewhere {
     /// For commands that are left in flight, and those that are refused.
     queue: QueuePair,
     buffer: DmaBuffer,
-    _controller: Controller,
+    controller: Controller,
     guest: u8,
     pub(crate) byte: u8,
 }
@@ -96,7 +103,7 @@ impl Elsewhere {
             disk,
             queue,
             buffer,
-            _controller: controller,
+            controller,
             guest,
             byte: guest,
         })
@@ -126,6 +133,41 @@ impl Elsewhere {
             cids,
             _list: prepared,
         })
+    }
+
+    /// Has reads in flight when its server is killed. The guest resets its controller at once and uses the memory of the reads
+    /// for something else, which nothing may change. Returns the time until `CSTS.RDY` fell.
+    pub(crate) fn reset_in_outage(&mut self, server: &Server) -> Result<Duration, Failure> {
+        self.buffer.write(0, &[READ; PIECE]);
+        let prepared = prp::buffer(&self.buffer, 0, PIECE)?;
+        let blocks = (PIECE as u64 / BLOCK) as u32;
+        for slot in 0..MOST_IN_FLIGHT {
+            let read = Sqe::read(1, slot * u64::from(blocks), blocks);
+            self.queue.submit(read.with_data(prepared.pointer))?;
+        }
+        self.queue.ring();
+        // Some of them reach the drive.
+        thread::sleep(Duration::from_millis(15));
+        let pid = server.pid().to_string();
+        let kill = Path::new("kill");
+        let mut killing = Command::new(kill);
+        let mut killing = killing.args(["-KILL", &pid]).spawn().map_err(at(kill))?;
+        let began = Instant::now();
+        self.controller.disable()?;
+        let took = began.elapsed();
+        self.buffer.write(0, &[USED_AGAIN; PIECE]);
+        killing.wait()?;
+        // Longer than the drive has for what it was given.
+        thread::sleep(Duration::from_millis(600));
+        let mut bytes = vec![0; PIECE];
+        self.buffer.read(0, &mut bytes);
+        let changed = bytes.iter().filter(|byte| **byte != USED_AGAIN).count();
+        expect(changed == 0, || {
+            format!(
+                "{changed} bytes of the guest's memory changed after CSTS.RDY=0, which came after {took:?}"
+            )
+        })?;
+        Ok(took)
     }
 
     /// Waits for commands, each of which completes once and without an error.

@@ -1,7 +1,7 @@
 //! A physical drive from bind to give-back, with clients that need no guest: what `cargo verify` runs every time.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use integration::lab::{LabDrive, inside};
 use integration::progress::say;
@@ -29,6 +29,9 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("served_verified_given_back", giveback::stopped),
         ("leased_to_functions_elsewhere", leased),
         ("taken_up_by_the_next_servers", |bench| taken_up(bench, 3)),
+        ("reset_while_there_is_no_server", |bench| {
+            reset_in_outages(bench, 5)
+        }),
         ("outlives_kept_servers", |bench| {
             outlives(bench, Replacement::Kill, 10)
         }),
@@ -136,6 +139,37 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
         ));
     }
     drop(one);
+    server.stop()?;
+    Ok(())
+}
+
+/// Kills servers of a slow physical drive, each while a function elsewhere has reads in flight, whose guest resets its controller.
+/// The servers have much memory, which the kernel takes down before it closes the drive.
+pub(crate) fn reset_in_outages(bench: &Bench, servers: u32) -> Result<(), Failure> {
+    const LARGE: &str = "600M";
+    inside::bind("a", "vfio-pci")?;
+    let a = inside::address("a")?;
+    let large = FunctionOptions::new("large", format!("memory:{LARGE}"), format!("0+{LARGE}"));
+    let mut server = bench.serve(&[
+        FunctionOptions::new("f", &a, format!("{RANGE}+{RANGE}")),
+        large.option("populate=on"),
+    ])?;
+    let function = FunctionOptions::new("one", &a, format!("0+{RANGE}"));
+    let mut longest = Duration::ZERO;
+    for _ in 0..servers {
+        let mut one = Elsewhere::attach(&server, &function, 1)?;
+        one.write()?;
+        inside::control("slow a 300")?;
+        let took = one.reset_in_outage(&server);
+        inside::control("thaw a")?;
+        longest = longest.max(took?);
+        drop(one);
+        server.kill();
+        server.restart()?;
+    }
+    say(&format!(
+        "        Resets without a server took {longest:.1?} at most"
+    ));
     server.stop()?;
     Ok(())
 }

@@ -309,14 +309,14 @@ fn what_a_reset_takes_away_reaches_the_guest_if_it_cannot_be_repeated_or_was_oft
 
 #[test]
 fn a_deep_queue_on_a_slow_drive_is_not_late() {
-    // The commands of the busy guest take three seconds, one after the other.
+    // The commands of the busy guest take four seconds, one after the other.
     let options = Options {
         parallel: 1,
-        latency: Duration::from_millis(50),
+        latency: Duration::from_millis(70),
         seed: None,
         ..ample()
     };
-    let host = Host::with(options, Duration::from_secs(2));
+    let host = Host::with(options, Duration::from_secs(3));
     let busy = Load::start(&host, &Setup::nth(0), 4, 15);
     let quiet = Load::start(&host, &Setup::nth(1), 1, 1);
     busy.goes_on();

@@ -205,7 +205,17 @@ impl Supervisor {
         let now = Ticks::now();
         let deadline = ticks_in(self.drive.options.deadline);
         let mut late = Vec::new();
-        for watched in self.progress.look(&looks, now, deadline) {
+        let count = |moments: &[Ticks]| {
+            let mut sums = vec![0; moments.len()];
+            for (_, pair) in pairs.iter() {
+                let counts = pair.up_to(moments);
+                sums.iter_mut()
+                    .zip(counts)
+                    .for_each(|(sum, count)| *sum += count);
+            }
+            sums
+        };
+        for watched in self.progress.look(&looks, count, now, deadline) {
             let Some(pair) = pairs.get(watched.qid) else {
                 continue;
             };
@@ -213,7 +223,7 @@ impl Supervisor {
             if pair.report(&watched.command) {
                 commands.push(watched.command);
             }
-            if pair.since(watched.latest) == watched.in_flight {
+            if pair.up_to(&[watched.latest]) == [watched.in_flight] {
                 // All that were submitted by then.
                 commands.extend(pair.overdue(now, now.since(watched.latest).saturating_sub(1)));
             }

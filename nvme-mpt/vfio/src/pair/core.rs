@@ -732,8 +732,8 @@ impl Core {
         self.flights.look()
     }
 
-    pub(super) fn since(&mut self, moment: Ticks) -> usize {
-        self.flights.since(moment)
+    pub(super) fn up_to(&mut self, moments: &[Ticks]) -> Vec<usize> {
+        self.flights.up_to(moments)
     }
 
     pub(super) fn report(&mut self, late: &LateCommand) -> bool {

@@ -425,11 +425,18 @@ impl Flights {
         look
     }
 
-    /// Returns the number of commands that were submitted up to a moment and are in flight still.
-    pub(super) fn since(&mut self, moment: Ticks) -> usize {
-        self.entries()
-            .filter(|entry| entry.submitted <= moment)
-            .count()
+    /// Returns the number of commands that were submitted up to each of the moments and are in flight still.
+    pub(super) fn up_to(&mut self, moments: &[Ticks]) -> Vec<usize> {
+        let mut counts = vec![0; moments.len()];
+        if self.in_flight == 0 {
+            return counts;
+        }
+        for entry in self.entries() {
+            let counted = counts.iter_mut().zip(moments);
+            let counted = counted.filter(|(_, moment)| entry.submitted <= **moment);
+            counted.for_each(|(count, _)| *count += 1);
+        }
+        counts
     }
 
     /// Reports a command as overdue. Returns whether the drive has it still, and it was not reported yet.
@@ -653,10 +660,10 @@ mod tests {
         assert!(!flights.report(&look.oldest[1]), "once");
         let next = flights.look();
         assert_eq!(times(&next), [10, 30, 40, 50, 60, 70, 80, 90]);
-        assert_eq!(flights.since(Ticks(50)), 5);
+        assert_eq!(flights.up_to(&[Ticks(50), Ticks(9)]), [5, 0]);
         let cid = look.oldest[0].cid();
         assert!(flights.land(cid, Status::SUCCESS).is_some());
-        assert_eq!(flights.since(Ticks(50)), 4);
+        assert_eq!(flights.up_to(&[Ticks(50)]), [4]);
         assert!(!flights.report(&look.oldest[0]), "it has ended");
     }
 

@@ -167,10 +167,10 @@ impl Pair {
         self.shared.lock().look()
     }
 
-    /// Returns the number of commands that were submitted up to a moment and that the drive has still.
+    /// Returns the number of commands that were submitted up to each of the moments and that the drive has still.
     #[must_use]
-    pub fn since(&self, moment: Ticks) -> usize {
-        self.shared.lock().since(moment)
+    pub fn up_to(&self, moments: &[Ticks]) -> Vec<usize> {
+        self.shared.lock().up_to(moments)
     }
 
     /// Reports a command as overdue, as [`Self::overdue`] does. Returns whether the drive has it still, and it was not

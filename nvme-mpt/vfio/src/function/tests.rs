@@ -271,6 +271,30 @@ fn a_mount_by_another_name_of_the_disk() {
 }
 
 #[test]
+fn disks_that_are_mounted_in_other_mount_namespaces() {
+    let host = Host::new();
+    host.link("proc/self/ns/mnt", "mnt:[1]");
+    let theirs = "30 22 0:41 / /data rw - btrfs /dev/nvme0n1 rw\n";
+    for (pid, namespace) in [
+        (41, "mnt:[1]"),
+        (42, "mnt:[2]"),
+        (43, "mnt:[2]"),
+        (44, "mnt:[3]"),
+    ] {
+        host.link(&format!("proc/{pid}/ns/mnt"), namespace);
+        host.write(&format!("proc/{pid}/comm"), "postgres\n");
+        host.write(&format!("proc/{pid}/mountinfo"), theirs);
+    }
+    assert_eq!(
+        host.users(),
+        ["nvme0n1 is mounted on /data in the mount namespace of process 42 (postgres)"]
+    );
+    // As the host has it.
+    host.write("proc/self/mountinfo", theirs);
+    assert_eq!(host.users(), ["nvme0n1 is mounted on /data"]);
+}
+
+#[test]
 fn processes_that_have_a_device_open() {
     let host = Host::new();
     // The controller's character device is /dev/null here, which has a number as well.

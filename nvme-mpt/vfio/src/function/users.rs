@@ -1,6 +1,6 @@
 //! Users of the disks of a controller that the kernel's driver has.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -204,8 +204,39 @@ fn read_proc(path: PathBuf) -> Result<String, PciFunctionError> {
     fs::read_to_string(&path).map_err(|source| PciFunctionError::Read { path, source })
 }
 
+/// Mounts in the mount namespace of this process, and in those of all others that may be looked at.
 fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunctionError> {
-    let text = read_proc(root.proc.join("self/mountinfo"))?;
+    let own = read_proc(root.proc.join("self/mountinfo"))?;
+    let mut users = mounts_in(root, devices, &own);
+    let own = fs::read_link(root.proc.join("self/ns/mnt"));
+    let mut seen: BTreeSet<PathBuf> = own.into_iter().collect();
+    for pid in pids(root) {
+        let folder = root.proc.join(pid.to_string());
+        // A process that ends meanwhile has no namespace, and one of another user shows none.
+        let namespace = fs::read_link(folder.join("ns/mnt"));
+        if !namespace.is_ok_and(|namespace| seen.insert(namespace)) {
+            continue;
+        }
+        let text = fs::read_to_string(folder.join("mountinfo")).unwrap_or_default();
+        for user in mounts_in(root, devices, &text) {
+            let User::Mounted { device, on } = user else {
+                continue;
+            };
+            // Most namespaces have the mounts of the host as well.
+            let is_known = users
+                .iter()
+                .any(|known| matches!(known, User::Mounted { device: of, .. } if *of == device));
+            if !is_known {
+                let command = command(&folder);
+                let on = format!("{on} in the mount namespace of process {pid} ({command})");
+                users.push(User::Mounted { device, on });
+            }
+        }
+    }
+    Ok(users)
+}
+
+fn mounts_in(root: &HostRoot, devices: &[BlockDevice], text: &str) -> Vec<User> {
     let mut users = Vec::new();
     for line in text.lines() {
         // proc_pid_mountinfo(5): ID, parent, device number, root, mount point, … - type, source.
@@ -227,7 +258,16 @@ fn mounts(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunc
             });
         }
     }
-    Ok(users)
+    users
+}
+
+/// Returns the numbers of all processes, in order.
+fn pids(root: &HostRoot) -> BTreeSet<u32> {
+    let folders = fs::read_dir(&root.proc).into_iter().flatten().flatten();
+    let names = folders.map(|folder| folder.file_name());
+    names
+        .filter_map(|name| name.to_str()?.parse().ok())
+        .collect()
 }
 
 fn swaps(root: &HostRoot, devices: &[BlockDevice]) -> Result<Vec<User>, PciFunctionError> {
@@ -277,22 +317,15 @@ fn unescaped(text: &str) -> String {
 /// Processes that have a device open, this one excepted. Those of other users are seen by root only.
 fn processes(root: &HostRoot, numbers: &Numbers) -> Vec<User> {
     let mut users = Vec::new();
-    let Ok(folders) = fs::read_dir(&root.proc) else {
-        return users;
-    };
-    for folder in folders.flatten() {
-        let pid = folder
-            .file_name()
-            .to_str()
-            .and_then(|name| name.parse().ok());
-        let Some(pid) = pid.filter(|pid: &u32| *pid != std::process::id()) else {
-            continue;
-        };
-        for device in open_devices(&folder.path(), numbers) {
+    let mut pids = pids(root);
+    pids.remove(&std::process::id());
+    for pid in pids {
+        let folder = root.proc.join(pid.to_string());
+        for device in open_devices(&folder, numbers) {
             users.push(User::Process {
                 device: device.clone(),
                 pid,
-                command: command(&folder.path()),
+                command: command(&folder),
             });
         }
     }

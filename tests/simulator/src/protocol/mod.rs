@@ -264,7 +264,7 @@ impl Fate<'_> {
         };
         set(number);
         let dying = self.engine.kill_but_its_drive(server.process);
-        self.rest(26);
+        self.rest(31);
         set(0);
         dying.end();
     }

@@ -128,8 +128,8 @@ pub fn keep(options: &KeepOptions, command: &[OsString]) -> Result<ExitStatus, K
 /// Runs a keeper for a process of `command` that runs already, and whose keeper has ended. After its death, `command` is
 /// started.
 ///
-/// `ask` has the process use the keeper at this address (`NOTIFY_SOCKET`), which stores so many descriptors (`FDSTORE`), and
-/// returns the number of the process. It returns before the process sends any message.
+/// `number` is that process. `ask` has it use the keeper at this address (`NOTIFY_SOCKET`), which stores so many descriptors
+/// (`FDSTORE`). It returns before the process sends any message.
 ///
 /// The status of this process cannot be collected. It ended in order if it announced that (`STOPPING=1`).
 ///
@@ -139,15 +139,16 @@ pub fn keep(options: &KeepOptions, command: &[OsString]) -> Result<ExitStatus, K
 pub fn adopt<E: Error + Send + Sync + 'static>(
     options: &KeepOptions,
     command: &[OsString],
-    ask: impl FnOnce(&Path, u64) -> Result<u32, E>,
+    number: u32,
+    ask: impl FnOnce(&Path, u64) -> Result<(), E>,
 ) -> Result<ExitStatus, KeeperError> {
     let mut keeper = Keeper::new(options, command)?;
-    let max = keeper.stored.max() as u64;
-    let number =
-        ask(&address(&keeper.folder), max).map_err(|error| KeeperError::Adopt(error.into()))?;
+    // Before it is asked: it may end at any time after that, and its number may be another process's.
     let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
     let process = pid.ok_or(Errno::SRCH).and_then(Process::open);
     let process = process.map_err(|error| KeeperError::system("watch the server", error))?;
+    let max = keeper.stored.max() as u64;
+    ask(&address(&keeper.folder), max).map_err(|error| KeeperError::Adopt(error.into()))?;
     log::info!("Process {number} is the main process now");
     keeper.main = Some(process);
     keeper.was_ready = true;

@@ -198,7 +198,8 @@ impl Session {
             // A VMM that has gone as well does not need it.
             let _ = self.channel.send(&Farewell::Removed, &[]);
         }
-        if is_over {
+        // A VMM that does not know the word would take it for an answer.
+        if is_over && sees_end {
             let _ = self.channel.send(&Farewell::Ended, &[]);
         }
         // Without that word, the VMM waits for the next server, or until nothing of this process is left.

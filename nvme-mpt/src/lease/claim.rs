@@ -112,9 +112,7 @@ impl Records {
         let mut other_names = std::mem::take(&mut self.other_names);
         other_names.retain(|base, _| self.knows_base(base));
         self.other_names = other_names;
-        let mut known = std::mem::take(&mut self.known);
-        known.retain(|drive, _| self.knows_base(drive));
-        self.known = known;
+        self.forget_unknown_facts();
     }
 }
 

@@ -5,71 +5,27 @@
 //! deleted, formatted or made smaller has none of the leased bytes. The ledger keeps the place of each drive with leases
 //! or data, and the facts of its namespaces, and compares both at each lease.
 
-use std::collections::BTreeMap;
-
-use serde::{Deserialize, Serialize};
-
+use super::facts::KnownNamespace;
 use super::outcome::Refusal;
 use super::request::LeaseRequest;
-use super::store::Records;
+use super::store::{Record, Records};
+use super::tenants::Tenant;
 use crate::origin::extent;
-use crate::range::Bytes;
 
-/// A drive as it was at its last lease.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct KnownDrive {
-    /// Its PCI address.
-    address: String,
-    namespaces: BTreeMap<u32, KnownNamespace>,
+/// Returns the namespace as it is now; `None` if it is none of a physical drive.
+fn facts_of(request: &LeaseRequest<'_>) -> Option<KnownNamespace> {
+    let facts = request.drive.facts?;
+    Some(KnownNamespace {
+        id: facts.ids.get(&request.nsid.0).cloned().unwrap_or_default(),
+        blocks: request.blocks,
+        lba_shift: request.lba_shift,
+    })
 }
-
-/// A namespace as it was at its last lease.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct KnownNamespace {
-    /// NGUID or EUI-64, in hexadecimal digits; empty without either.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    id: String,
-    blocks: u64,
-    lba_shift: u8,
-}
-
-impl KnownNamespace {
-    fn of(request: &LeaseRequest<'_>) -> Option<Self> {
-        let facts = request.drive.facts?;
-        Some(Self {
-            id: facts.ids.get(&request.nsid.0).cloned().unwrap_or_default(),
-            blocks: request.blocks,
-            lba_shift: request.lba_shift,
-        })
-    }
-
-    fn bytes(&self) -> Bytes {
-        Bytes(self.blocks.saturating_mul(1 << self.lba_shift))
-    }
-
-    /// Returns what has changed so that the content may be another one; `None` if nothing has.
-    fn change(&self, now: &Self) -> Option<String> {
-        if !self.id.is_empty() && !now.id.is_empty() && self.id != now.id {
-            return Some(format!("has the id {}, and had {}", now.id, self.id));
-        }
-        if self.lba_shift != now.lba_shift {
-            let [now, before] = [now, self].map(|of| Bytes(1 << of.lba_shift));
-            return Some(format!("has blocks of {now}, and had blocks of {before}"));
-        }
-        // One that has grown has all that was leased.
-        (now.blocks < self.blocks).then(|| format!("has {}, and had {}", now.bytes(), self.bytes()))
-    }
-}
-
-/// Drives with leases or data, by their names.
-pub(super) type KnownDrives = BTreeMap<String, KnownDrive>;
 
 impl Records {
     /// Refuses a lease of a namespace whose content may be another one, and of a drive that took the place of the id's own.
     pub(super) fn check_known(&self, request: &LeaseRequest<'_>) -> Result<(), Refusal> {
-        let (Some(facts), Some(now)) = (request.drive.facts, KnownNamespace::of(request)) else {
+        let (Some(facts), Some(now)) = (request.drive.facts, facts_of(request)) else {
             return Ok(());
         };
         let ours = request.drive.name;
@@ -93,26 +49,47 @@ impl Records {
     }
 
     fn has_data_on(&self, id: &str, drive: &str) -> bool {
-        let has_data = self
-            .tenants
-            .iter()
-            .any(|tenant| tenant.id == id && tenant.drive() == drive);
+        // What was released is nobody's, although it is not wiped yet.
+        let is_theirs = |tenant: &Tenant| tenant.id == id && tenant.drive() == drive;
+        let mut tenants = self.tenants.iter();
         let is_leased = |of: &str| extent::bases(of).iter().any(|base| base == drive);
-        has_data
-            || self
-                .leases
-                .iter()
-                .any(|record| record.id == id && is_leased(&record.drive))
+        let mut leases = self.leases.iter();
+        tenants.any(|tenant| is_theirs(tenant) && !tenant.is_free())
+            || leases.any(|record| record.id == id && is_leased(&record.drive))
     }
 
     /// Notes the facts of a drive.
     pub(super) fn note_facts(&mut self, request: &LeaseRequest<'_>) {
-        let (Some(facts), Some(now)) = (request.drive.facts, KnownNamespace::of(request)) else {
+        let (Some(facts), Some(now)) = (request.drive.facts, facts_of(request)) else {
             return;
         };
         let drive = self.known.entry(request.drive.name.to_owned()).or_default();
         drive.address.clone_from(&facts.address);
         drive.namespaces.insert(request.nsid.0, now);
+    }
+
+    /// Forgets the facts of namespaces without leases and data.
+    pub(super) fn forget_unknown_facts(&mut self) {
+        let mut known = std::mem::take(&mut self.known);
+        for (drive, of) in &mut known {
+            of.namespaces
+                .retain(|nsid, _| self.has_leased(drive, *nsid));
+        }
+        known.retain(|_, of| !of.namespaces.is_empty());
+        self.known = known;
+    }
+
+    /// Returns whether a lease or data is on a namespace.
+    fn has_leased(&self, drive: &str, nsid: u32) -> bool {
+        let is_on = |record: &Record| {
+            record.nsid == nsid
+                && extent::bases(&record.drive)
+                    .iter()
+                    .any(|base| base == drive)
+        };
+        let mut tenants = self.tenants.iter();
+        tenants.any(|tenant| (tenant.drive(), tenant.nsid()) == (drive, nsid))
+            || self.leases.iter().any(is_on)
     }
 
     /// Forgets the facts of a drive, which are noted anew at its next lease; `false` if there are none.
@@ -126,7 +103,7 @@ mod tests {
     use super::super::error::LeaseError;
     use super::super::ledger::{Lease, Ledger};
     use super::super::request::Wanted;
-    use super::super::tenants::FormerData;
+    use super::super::tenants::{self, FormerData};
     use super::*;
     use crate::origin::{DriveFacts, Identity};
     use crate::range::ByteRange;
@@ -212,6 +189,13 @@ mod tests {
         drop(held);
         let error = lease(&ledger, "vm", &other, (1000, 9)).unwrap_err();
         assert!(matches!(error, LeaseError::Exchanged(_)), "{error}");
+        // The known drive is broken, and the remedy gives its data up.
+        let folder = tempfile::tempdir().unwrap();
+        let elsewhere = Ledger::open(folder.path());
+        drop(lease(&elsewhere, "vm", &known, (1000, 9)).unwrap());
+        lease(&elsewhere, "vm", &other, (1000, 9)).unwrap_err();
+        elsewhere.decide_data("vm", FormerData::Wiped).unwrap();
+        drop(lease(&elsewhere, "vm", &other, (1000, 9)).unwrap());
         // Another id may have what is new, and the known drive is found in any place.
         drop(lease(&ledger, "new", &other, (1000, 9)).unwrap());
         let moved = drive("nvme:a", "0000:02:00.0", "");
@@ -235,6 +219,16 @@ mod tests {
         };
         records.note_facts(&request);
         assert_eq!(records.known.len(), 1);
+        records.note_facts(&LeaseRequest {
+            nsid: Nsid(2),
+            ..request
+        });
+        let place = request.area().place(ByteRange::new(0, 4096).unwrap(), None);
+        tenants::enter(&mut records.tenants, &place, FormerData::Kept);
+        records.forget_unknown();
+        let namespaces = records.known["nvme:a"].namespaces.keys();
+        assert_eq!(namespaces.collect::<Vec<_>>(), [&1]);
+        records.tenants.clear();
         records.forget_unknown();
         assert!(records.known.is_empty());
     }

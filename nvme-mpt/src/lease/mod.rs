@@ -19,7 +19,7 @@
 //! * `marks`: blocks that Write Uncorrectable made unreadable.
 //! * `room`: the ids that have parts of a drive, and what is free of it.
 //! * `earlier`: leases of drives that had a name until a boot of the host, and the names that a drive had.
-//! * `known`: facts of physical drives, which tell another drive or other content.
+//! * `known`: the rules by which another drive, or other content, is told from what was leased. `facts`: what is kept for that.
 //! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is asked for.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
@@ -32,6 +32,7 @@ mod earlier;
 mod entry;
 mod error;
 pub mod extents;
+mod facts;
 mod holder;
 pub mod identity;
 mod kept;

@@ -33,8 +33,8 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::extents::Extents;
+use super::facts::KnownDrives;
 use super::holder::{Holder, Holders, Slot, users};
-use super::known::KnownDrives;
 use super::marks::MarkedBytes;
 use super::private::{PrivateError, let_others_through, make_folder, open_file};
 use super::tenants::{self, Place, Tenant};

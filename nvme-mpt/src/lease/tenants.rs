@@ -183,6 +183,10 @@ impl Tenant {
     }
 
     /// Returns the base that holds its bytes.
+    pub(super) const fn nsid(&self) -> u32 {
+        self.nsid
+    }
+
     pub(super) fn drive(&self) -> &str {
         &self.drive
     }

@@ -1,11 +1,17 @@
 //! Slots: what a shadow queue remembers of each command it has in flight.
 
-use crate::clock::Ticks;
+use std::time::Duration;
+
+use crate::clock::{Ticks, ticks_in};
 use crate::host::DataPointer;
 use crate::memory::Room;
 use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Cdw0, Sqe};
+
+/// Time from the taking of a command for which the host controller is given it again: half of the time that drivers wait for a
+/// command. A command that the drive cannot carry out, and that has been late once, so comes to an end before that.
+const AGAIN: Duration = Duration::from_secs(15);
 
 /// Work that the end of a command has to do, which hardly any command has: one look tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -83,10 +89,12 @@ impl Slot {
     }
 
     /// Counts one more time that the host controller is given the command, which a reset interrupted. Returns false if it
-    /// may not be given it again.
+    /// may not be given it again: its memory is wanted back, or its guest waits for long.
     #[cold]
     pub(crate) fn begins_again(&mut self, is_repeatable: impl FnOnce(&Sqe) -> bool) -> bool {
         !self.special.has(Special::IN_PARTS)
+            && !self.special.has(Special::STALE)
+            && Ticks::now().since(self.taken) < ticks_in(AGAIN)
             && is_repeatable(&self.host)
             && self.special.count_again()
     }

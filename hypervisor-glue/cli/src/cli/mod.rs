@@ -508,15 +508,11 @@ fn failure(error: &dyn Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Has a server take a keeper. Returns the number of its process.
-fn adopt(control: &Path, keeper: &Path, max: u64) -> Result<u32, ControlError> {
-    // No other one takes its place meanwhile: a server whose keeper has ended refuses upgrades.
-    let process = control::listening_process(control);
-    control::offer_keeper(control, keeper, max)?;
-    process.ok_or_else(|| ControlError::NoServer {
-        path: control.to_owned(),
+fn no_server(control: PathBuf) -> ControlError {
+    ControlError::NoServer {
+        path: control,
         source: io::ErrorKind::NotFound.into(),
-    })
+    }
 }
 
 fn run_keep(options: &Keep) -> ExitCode {
@@ -533,9 +529,15 @@ fn run_keep(options: &Keep) -> ExitCode {
         true => {
             let control = options.control.clone();
             let control = control.unwrap_or_else(|| Path::new(STATE_DIR).join(CONTROL_SOCKET));
-            nvme_mpt_keep::adopt(&keep, &options.command, |socket, max| {
-                adopt(&control, socket, max)
-            })
+            // No other one takes its place meanwhile: a server whose keeper has ended refuses upgrades.
+            match control::listening_process(&control) {
+                None => return failure(&no_server(control)),
+                Some(number) => {
+                    nvme_mpt_keep::adopt(&keep, &options.command, number, |socket, max| {
+                        control::offer_keeper(&control, socket, max)
+                    })
+                }
+            }
         }
     };
     let status = match kept {

@@ -26,6 +26,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -136,6 +137,8 @@ pub(crate) fn notify(keeping: Option<&Keeping>, assignments: &str) {
 #[derive(Debug)]
 pub(crate) struct Keeping {
     registry: Arc<Registry>,
+    /// Another keeper is taking the place of one that has ended.
+    is_adopted: AtomicBool,
     state: Mutex<State>,
     spares: Arc<Spares>,
     /// Begin of the stall of functions that this process takes up.
@@ -307,6 +310,7 @@ impl Keeping {
         Ok(Self {
             spares: Arc::new(Spares::new(registry.clone())),
             registry,
+            is_adopted: AtomicBool::new(false),
             state,
             stall_begin,
             leaving,
@@ -336,6 +340,7 @@ impl Keeping {
         let keeping = Self {
             spares: Arc::new(Spares::new(registry.clone())),
             registry,
+            is_adopted: AtomicBool::new(false),
             state: Mutex::new(State {
                 configuration: None,
                 surviving: BTreeMap::new(),
@@ -443,16 +448,24 @@ impl Keeping {
             return Err("its keeper has not ended".to_owned());
         }
         let store = Store::connect(address, max).map_err(|error| report::chain(&error))?;
+        if self.is_adopted.swap(true, Ordering::Relaxed) {
+            return Err("another keeper is taking its place".to_owned());
+        }
         let keeping = self.clone();
-        let adopt = move || match keeping.registry.adopt(store) {
-            Ok(()) => log::info!("Another keeper has all that the one before had"),
-            Err(error) => log::error!(
-                "The next keeper has not all that the one before had: {}",
-                report::chain(&error)
-            ),
+        let adopt = move || {
+            match keeping.registry.adopt(store) {
+                Ok(()) => log::info!("Another keeper has all that the one before had"),
+                Err(error) => log::error!(
+                    "The next keeper has not all that the one before had: {}",
+                    report::chain(&error)
+                ),
+            }
+            keeping.is_adopted.store(false, Ordering::Relaxed);
         };
-        let started = start_thread("adoption", adopt);
-        started.map(drop).map_err(|error| error.to_string())
+        start_thread("adoption", adopt).map(drop).map_err(|error| {
+            self.is_adopted.store(false, Ordering::Relaxed);
+            error.to_string()
+        })
     }
 
     /// Returns all that is in the keeper, for a process that takes this one's place.

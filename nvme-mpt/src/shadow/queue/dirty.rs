@@ -65,8 +65,11 @@ impl ShadowCore {
 
     /// Chooses the kind of its passes.
     pub(super) fn note_special(&mut self) {
-        let is_special =
-            self.is_logged || self.is_limited || self.parts.are_some() || !self.repeats.is_empty();
+        let is_special = self.is_logged
+            || self.is_limited
+            || self.parts.are_some()
+            || !self.repeats.is_empty()
+            || self.slots.has_interrupted();
         self.passes = match (is_special, &self.live) {
             (true, _) => Passes::Special,
             (false, Some(_)) => Passes::Live,

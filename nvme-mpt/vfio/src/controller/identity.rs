@@ -95,11 +95,28 @@ impl Identity {
         })
     }
 
-    /// Asks the drive for its namespaces again. Returns those that can be shared now, which may be none.
+    /// Asks the drive for its namespaces again. Returns those that can be shared now, which may be none. One that has another id
+    /// was deleted and made again, and is another one: it can be shared once the drive is opened anew.
     pub(super) fn read_namespaces(
+        &self,
         admin: &mut AdminQueue,
     ) -> Result<Vec<HostNamespace>, ControllerError> {
-        Namespaces::read(admin).map(|(namespaces, _, _)| namespaces)
+        let (mut namespaces, _, _) = Namespaces::read(admin)?;
+        let described = describe_namespaces(admin, &namespaces)?;
+        for (nsid, structure) in described {
+            let (known, now) = (self.namespace_ids.get(&nsid.0), id(&structure));
+            if let (Some(known), Some(now)) = (known, now)
+                && *known != now
+            {
+                log::warn!(
+                    "Namespace {nsid} of {} has the id {now}, and had {known}: it is another one, and is leased once the drive is \
+                     opened anew, as by another start of the server",
+                    self.name
+                );
+                namespaces.retain(|namespace| namespace.nsid != nsid);
+            }
+        }
+        Ok(namespaces)
     }
 }
 

@@ -23,7 +23,6 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 use super::admin_queue::AdminQueue;
 use super::error::{ControllerError, REMOVED, WANTED_BACK};
-use super::identity::Identity;
 use super::progress::Progress;
 use super::{PhysicalDrive, lock, log_pages};
 use crate::pair::{LateCommand, Pair};
@@ -340,7 +339,7 @@ impl Supervisor {
                 Some(Err(ControllerError::Admin { .. })) => None,
                 Some(listed) => listed?,
             };
-            Ok((listed, Identity::read_namespaces(admin)?))
+            Ok((listed, drive.identity.read_namespaces(admin)?))
         };
         let (listed, now) = drive.with_admin(read)?;
         let before = drive.follow_namespaces(&now);

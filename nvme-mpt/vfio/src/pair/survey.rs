@@ -25,7 +25,7 @@ const NOTICEABLE: Duration = Duration::from_micros(250);
 struct Tenant {
     lease: Arc<LeaseShare>,
     outstanding: u32,
-    /// What the drive had got of it before, and its limit since.
+    /// Bytes that the drive had got of it before, and its limit since.
     bytes: u64,
     limit: Option<u64>,
 }
@@ -39,7 +39,7 @@ impl Tenant {
         Class::is_heavy(self.outstanding, 0)
     }
 
-    /// What it got for `elapsed` ticks, as if it had been `look` ticks.
+    /// Its bytes of `elapsed` ticks, as if those had been `look` ticks.
     fn portion(&self, look: u64, elapsed: u64) -> Portion {
         let got = self.lease.bytes().saturating_sub(self.bytes);
         let got = u128::from(got) * u128::from(look) / u128::from(elapsed.max(1));

@@ -40,7 +40,7 @@ struct Host {
     /// Called when a batch begins: after the poller looked for a newer table, before it reads a doorbell.
     at_batch: Option<Box<dyn FnOnce() + Send>>,
     commands: Vec<Sqe>,
-    done: Vec<CommandId>,
+    done: Vec<(CommandId, Status)>,
     /// True if the drive never lets go of what it has.
     keeps: bool,
 }
@@ -66,6 +66,8 @@ impl HostBatch for Batch<'_> {
 impl HostQueue for Host {
     const COMPLETES: Completes = Completes::Later;
 
+    const IS_INTERRUPTED: bool = true;
+
     type Commands = crate::shadow::NvmCommands;
 
     type Batch<'a> = Batch<'a>;
@@ -78,10 +80,10 @@ impl HostQueue for Host {
     }
 
     fn reap(&mut self, _: HostMemory<'_>, mut taker: impl CompletionTaker) {
-        for CommandId(slot) in self.done.drain(..) {
+        for (CommandId(slot), status) in self.done.drain(..) {
             taker.take(HostCompletion {
                 slot,
-                status: Status::SUCCESS,
+                status,
                 dw0: 0,
             });
         }
@@ -101,8 +103,12 @@ impl HostQueue for Host {
 impl Host {
     /// Completes the `index`th command that it has.
     fn complete(&mut self, index: usize) {
+        self.end(index, Status::SUCCESS);
+    }
+
+    fn end(&mut self, index: usize, status: Status) {
         let command = self.commands.remove(index);
-        self.done.push(command.cdw0.cid());
+        self.done.push((command.cdw0.cid(), status));
     }
 }
 
@@ -283,4 +289,49 @@ fn what_a_drive_keeps_for_good_keeps_its_memory_and_its_lease() {
         assert_eq!(table.upgrade().is_some(), keeps, "memory");
         assert_eq!(lease.upgrade().is_some(), keeps, "lease");
     }
+}
+
+/// A renewed table, as by any map or unmap of the guest's memory, chooses the kind of passes anew.
+#[test]
+fn what_a_reset_took_away_is_given_again_though_the_table_is_renewed() {
+    for renews in [false, true] {
+        let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+        let mut host = Host::default();
+        guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
+        guest.submit_read([0x8000, 0]);
+        guest.poll(&mut host);
+        assert_eq!(host.commands.len(), 1);
+        host.end(0, Status::COMMAND_INTERRUPTED);
+        guest.poll(&mut host);
+        if renews {
+            guest.window.map(region(Gpa(0x9000), PAGE)).expect("free");
+        }
+        guest.poll(&mut host);
+        assert_eq!(host.commands.len(), 1, "renews: {renews}");
+        host.complete(0);
+        guest.poll(&mut host);
+        assert_eq!(guest.completion(0), Some(Status::SUCCESS));
+    }
+}
+
+/// The drive is not to be given memory again that its VMM wants back.
+#[test]
+fn what_a_reset_took_away_ends_if_its_memory_is_wanted_back() {
+    let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+    let mut host = Host::default();
+    guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
+    guest.submit_read([0x8000, 0]);
+    guest.poll(&mut host);
+    let window = guest.window.clone();
+    let unmapping = std::thread::spawn(move || window.unmap(Gpa(0x8000), PAGE));
+    while guest.context.tables.is_newest(guest.queue.core.generation) {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    guest.poll(&mut host);
+    host.end(0, Status::COMMAND_INTERRUPTED);
+    guest.poll(&mut host);
+    guest.poll(&mut host);
+    assert!(host.commands.is_empty());
+    assert_eq!(guest.completion(0), Some(Status::COMMAND_INTERRUPTED));
+    unmapping.join().expect("no panic").expect("unmapped");
 }

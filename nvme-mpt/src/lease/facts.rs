@@ -1,0 +1,49 @@
+//! Facts of physical drives that the ledger keeps.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::range::Bytes;
+
+/// A drive as it was at its last lease.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct KnownDrive {
+    /// Its PCI address.
+    pub(super) address: String,
+    pub(super) namespaces: BTreeMap<u32, KnownNamespace>,
+}
+
+/// A namespace as it was at its last lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct KnownNamespace {
+    /// NGUID or EUI-64, in hexadecimal digits; empty without either.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub(super) id: String,
+    pub(super) blocks: u64,
+    pub(super) lba_shift: u8,
+}
+
+impl KnownNamespace {
+    fn bytes(&self) -> Bytes {
+        Bytes(self.blocks.saturating_mul(1 << self.lba_shift))
+    }
+
+    /// Returns what has changed so that the content may be another one; `None` if nothing has.
+    pub(super) fn change(&self, now: &Self) -> Option<String> {
+        if !self.id.is_empty() && !now.id.is_empty() && self.id != now.id {
+            return Some(format!("has the id {}, and had {}", now.id, self.id));
+        }
+        if self.lba_shift != now.lba_shift {
+            let [now, before] = [now, self].map(|of| Bytes(1 << of.lba_shift));
+            return Some(format!("has blocks of {now}, and had blocks of {before}"));
+        }
+        // One that has grown has all that was leased.
+        (now.blocks < self.blocks).then(|| format!("has {}, and had {}", now.bytes(), self.bytes()))
+    }
+}
+
+/// Drives with leases or data, by their names.
+pub(super) type KnownDrives = BTreeMap<String, KnownDrive>;

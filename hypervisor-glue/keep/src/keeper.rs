@@ -128,8 +128,9 @@ pub fn keep(options: &KeepOptions, command: &[OsString]) -> Result<ExitStatus, K
 /// Runs a keeper for a process of `command` that runs already, and whose keeper has ended. After its death, `command` is
 /// started.
 ///
-/// `number` is that process. `ask` has it use the keeper at this address (`NOTIFY_SOCKET`), which stores so many descriptors
-/// (`FDSTORE`). It returns before the process sends any message.
+/// `number` is the id of that process. `ask` asks the process to use this keeper. Its arguments are the keeper's address
+/// (`NOTIFY_SOCKET`) and the number of descriptors that the keeper stores at most (`FDSTORE`). The process must send no
+/// message to the keeper before `ask` has returned.
 ///
 /// The status of this process cannot be collected. It ended in order if it announced that (`STOPPING=1`).
 ///

@@ -248,9 +248,9 @@ impl Link {
         })
     }
 
-    /// Waits until a server that is ending has ended. Returns whether a server that was lost does nothing any more. Then
-    /// the next one may be there. A server that does not end its lease within `time` is not waited for again. One whose
-    /// connection has ended is.
+    /// Waits, for `time` at most, until no server that was lost can still carry out commands of the function. Returns whether
+    /// that is so; the next server may be connected by then. If a server has not closed the connection within `time`, later
+    /// calls do not wait for it. If it has, they do.
     pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
         let is_ending = |state: &mut LinkState| {
             matches!(state.connection, Connection::Ending(_) | Connection::Gone)

@@ -154,7 +154,7 @@ impl Watch {
         }
     }
 
-    /// Looks whether servers do nothing for the function any more which may have its commands in flight.
+    /// Removes from `left` the servers that can do nothing for the function any more. Notes when none is left.
     fn look_for_end(&self, left: &mut Vec<Server>) {
         left.retain(|server| !server.is_over());
         if left.is_empty() {

@@ -62,7 +62,7 @@ pub struct EarlierNameError {
 #[derive(Debug, Error)]
 #[error(
     "Namespace {nsid} of {drive} {change}: it may be another one, or was formatted. No lease of it is given out, and nothing \
-     has changed; if the drive is meant to be as it is, {remedy} takes it so"
+     has changed; if the drive is meant to be as it is, {remedy} accepts it"
 )]
 pub struct ChangedDriveError {
     /// The drive's name.

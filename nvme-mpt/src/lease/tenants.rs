@@ -30,7 +30,8 @@ pub enum FormerData {
     Kept,
     /// The lease has to wipe it before it can be attached to.
     Wiped,
-    /// As [`Self::Wiped`], and so has what no lease has ever held, which may be data of the host. Leases by size keep that.
+    /// As [`Self::Wiped`], and the lease has to wipe bytes that no lease has held, too: they may have data of the host. A lease
+    /// by size does not wipe these bytes.
     Erased,
 }
 
@@ -454,7 +455,7 @@ fn enter_part(
     tenants.extend(between(place, at, place.range.end()));
 }
 
-/// Marks what no lease has held of a place, as data of its id that was not wiped to the end.
+/// Marks the bytes of a place that no lease has held, as data of the place's id whose wipe is unfinished.
 fn mark_unknown(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
     let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
     let known = known.filter_map(|tenant| {

@@ -9,8 +9,9 @@ use crate::spec::ids::CommandId;
 use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::{Cdw0, Sqe};
 
-/// Time from the taking of a command for which the host controller is given it again: half of the time that drivers wait for a
-/// command. A command that the drive cannot carry out, and that has been late once, so comes to an end before that.
+/// Time after the taking of a command in which the host controller may be given it again: half of the time that drivers wait
+/// for a command. With a `timeout=` of 10 s, a command that the drive never completes is thus repeated once, and fails before
+/// its driver's time-out.
 const AGAIN: Duration = Duration::from_secs(15);
 
 /// Work that the end of a command has to do, which hardly any command has: one look tells.

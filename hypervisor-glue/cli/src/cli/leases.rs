@@ -74,7 +74,7 @@ enum LeasesCommand {
     CarryOver {
         /// The old name, as in a refusal and in the column DRIVE of `leases`
         old: String,
-        /// The drive, or the name of a physical one. With OLD again, its namespaces are taken as they are now
+        /// The drive, or the name of a physical drive. If it is OLD itself, its namespaces are accepted as they are now
         path: PathBuf,
     },
     /// Take a stale lease out of the ledger, so that its range can be leased again. The data that the id left is erased
@@ -162,7 +162,7 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
         LeasesCommand::CarryOver { old, path } => {
             let drive = drives::identity(&path)?;
             if drive == old && ledger.accept(&drive)? {
-                writeln!(out, "{drive} is taken as it is at its next lease")?;
+                writeln!(out, "{drive} is accepted as it is at its next lease")?;
                 return Ok(());
             }
             match ledger.carry_over_by_hand(&old, &drive)? {

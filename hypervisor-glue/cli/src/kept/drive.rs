@@ -5,8 +5,8 @@
 //! their bags. The next server takes that out of a bag before it uses it. A server that dies leaves an empty bag, and
 //! the next one resets the drive.
 //!
-//! A drive that rests carries out what functions in VMMs have in flight, with or without a server. So the [sign](presence) that the
-//! server before is there lies in the bag, too, and stays there until the drive is open again.
+//! A drive that is handed over still carries out commands in flight of functions in VMMs, even while no server runs. So
+//! the bag also holds the old server's end of its [presence] pipe, until the drive is open again.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,7 +26,7 @@ pub(super) const DRIVE: &str = "drive-";
 /// Number of the message with what the next server needs.
 const HANDED_OVER: u64 = 0;
 
-/// Number of the message with the sign that the server before is there.
+/// Number of the message with the old server's end of its presence pipe.
 const PRESENCE: u64 = 1;
 
 /// Bags of physical drives, by their names in the keeper.

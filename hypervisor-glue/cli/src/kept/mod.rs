@@ -454,9 +454,9 @@ impl Keeping {
         let keeping = self.clone();
         let adopt = move || {
             match keeping.registry.adopt(store) {
-                Ok(()) => log::info!("Another keeper has all that the one before had"),
+                Ok(()) => log::info!("The new keeper has everything that the old one had"),
                 Err(error) => log::error!(
-                    "The next keeper has not all that the one before had: {}",
+                    "The new keeper did not get everything that the old one had: {}",
                     report::chain(&error)
                 ),
             }

@@ -5,8 +5,8 @@
 //! the whole deadline it has completed neither the command nor any that came before it. A command that is lost, or that the
 //! drive lets all others pass, has none before it that completes. The [`OLDEST`] are watched.
 //!
-//! With a command that is late, all others of its queue are late that the drive had when its time began, if
-//! none of them has completed since: then the queue stands still.
+//! A queue may be stuck as a whole. So if a command is late, and none of the commands that its queue had when the command's
+//! time began has completed since, all of these commands are late.
 
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::QueueId;

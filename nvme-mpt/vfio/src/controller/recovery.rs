@@ -2,9 +2,10 @@
 //! 3.7.2).
 //!
 //! Commands in flight are completed only once the controller can touch memory no more: until then
-//! it may still write what they name. Each completes exactly once, with Command Interrupted, which
-//! a driver retries. Commands that the drive has not been given yet wait, and are given to it
-//! afterwards.
+//! it may still write what they name. Each completes exactly once, with Command Interrupted. The
+//! shadow queue gives such a command to the drive again. Its guest gets Command Interrupted only if it
+//! may not be repeated, and its driver retries it then. Commands that the drive has not been given
+//! yet wait, and are given to it afterwards.
 //!
 //! Registers that read as all ones do not say that the drive is gone: they do so while its link is down, and while the kernel
 //! resets the function. It is waited for first, for `CAP.TO` and [`LINK_TIME`] at most, and given up before that if the host
@@ -41,7 +42,7 @@ const LINK_TIME: Duration = Duration::from_secs(10);
 /// Pause between two looks at a drive that does not answer.
 const SILENCE_PAUSE: Duration = Duration::from_millis(10);
 
-/// Status of commands that a reset took away: the driver is to send them again.
+/// Status of commands that a reset took away: they are to be given to the drive again.
 const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
 
 /// Status of commands once the drive is gone: there is no use in sending them again.

@@ -527,8 +527,8 @@ impl Core {
         }
     }
 
-    /// Returns whether a member's lease has had as much as it may until the next look. Where others share the pair, turns
-    /// decide: they would wait with it.
+    /// Returns whether a member's lease has used up its bytes until the next look. False on a pair that several leases share:
+    /// turns divide that pair, and the other leases would have to wait, too.
     fn is_spent(&self, number: u16) -> bool {
         let member = self.members.get(usize::from(number));
         let member = member.and_then(Option::as_deref);

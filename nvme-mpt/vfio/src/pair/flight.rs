@@ -117,7 +117,8 @@ impl Entry {
     }
 }
 
-/// A command that the drive has had for too long, or may have: its identifier, and which of the commands that have it.
+/// A command that the drive is late with, or may become late with. The time of its submission tells it from later commands
+/// with the same identifier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LateCommand {
     cid: CommandId,

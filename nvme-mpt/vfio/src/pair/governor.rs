@@ -60,7 +60,7 @@ pub struct Governor {
     governed_until: AtomicU64,
     /// Until when members count as light that have a pair to themselves.
     contended_until: AtomicU64,
-    /// Until when tenants have what they may by their weights.
+    /// Until when busy tenants are limited to their shares by weight.
     weighed_until: AtomicU64,
     /// Until when light members count as present; `u64::MAX` while the drive has commands of theirs.
     light_until: AtomicU64,
@@ -169,20 +169,20 @@ impl Governor {
         now.0 < self.contended_until.load(Ordering::Relaxed)
     }
 
-    /// Returns whether tenants have what they may by their weights.
+    /// Returns whether busy tenants are limited to their shares by weight.
     #[inline]
     pub(super) fn is_weighed(&self, now: Ticks) -> bool {
         now.0 < self.weighed_until.load(Ordering::Relaxed)
     }
 
-    /// Busy tenants have what they may by their weights, until some looks did not happen.
+    /// Limits busy tenants to their shares by weight. The limits expire if no further look renews them.
     pub(super) fn weigh(&self, now: Ticks) {
         self.contend(now);
         let until = now.0.saturating_add(self.presence / 2);
         self.weighed_until.store(until, Ordering::Relaxed);
     }
 
-    /// Tenants have what they can.
+    /// Ends the limits of [`Self::weigh`].
     pub(super) fn end_weighing(&self) {
         self.weighed_until.store(0, Ordering::Relaxed);
     }

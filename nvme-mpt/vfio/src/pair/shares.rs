@@ -1,13 +1,14 @@
 //! Shares of a drive by weight, for busy tenants whose queues have pairs to themselves.
 //!
-//! Turns at a pair's places order what shares that pair. What comes by other pairs, the drive takes in its own order: by
-//! arrival, or in turns of the pairs, so that who has more queues or more in them gets more. Here, a pure function of what
-//! each tenant got from one look to the next decides what it may get until the one after that:
+//! Within a pair, turns divide the places among the queues that share it. Between pairs, the drive decides: it takes
+//! commands in the order of arrival, or serves the pairs in turn, so a tenant with more or deeper queues gets more bytes.
+//! Here, a pure function of the bytes that each tenant got since the previous look decides its limit until the next look:
 //!
 //! - While some tenant gets less than its share by weight, those that get more are cut, until they have theirs.
 //! - While the drive does less than it can, those limits rise: nobody is held back for what nobody else takes.
 //!
-//! What the drive can do is the most that it did, in bytes. It is forgotten while nobody is held back.
+//! The drive's capacity is estimated as the most bytes that it did between two looks. The estimate decays while no tenant
+//! has a limit.
 
 /// The least limit: one command, from which a limit can rise.
 const LIMIT_MIN: u64 = 4096;

@@ -56,8 +56,9 @@ impl WholeLimit {
         }
     }
 
-    /// Bytes of the drive that a command reads, writes or gives back, as they count among tenants: no more than the
-    /// largest window, so that whoever gives a whole lease back waits its turn for no longer than after as many bytes of data.
+    /// Bytes of the drive that a command reads, writes or deallocates, as they count for the shares of tenants. A command
+    /// without data counts [`WINDOW_MAX`] at most: a guest that deallocates a whole lease then waits no longer than after
+    /// that many bytes of data.
     #[inline]
     pub(super) fn touched(&self, sqe: &Sqe, memory: HostMemory<'_>) -> u64 {
         match self.data_len(sqe) {

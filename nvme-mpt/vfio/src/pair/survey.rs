@@ -16,8 +16,9 @@ use super::{Governor, Pair};
 use nvme_mpt::clock::{Rate, Ticks};
 use nvme_mpt::learn::Class;
 
-/// Mean time of commands in the drive from which on a quiet tenant notices a busy one: a few times that of a fast drive
-/// with one command. If more of a slow drive's time is its own, the governor finds a window that nobody notices.
+/// Mean time of commands in the drive above which a quiet tenant notices a busy one: a few times the latency of a fast drive
+/// that has one command. A slow drive may exceed it by its own latency alone. The governor then learns a window that costs
+/// busy tenants little.
 const NOTICEABLE: Duration = Duration::from_micros(250);
 
 /// A tenant of the drive at a look.
@@ -58,17 +59,20 @@ pub struct Survey {
     look: u64,
     /// Tenants at this look that have commands, or had some since the last one.
     tenants: Vec<Tenant>,
-    /// Those of the look before.
+    /// Tenants at the previous look.
     former: Vec<Tenant>,
     shares: Shares,
     /// True if shares were watched since the last look.
     is_weighed: bool,
-    /// When it last looked, and what the drive had of all pairs then.
+    /// Time of the last look.
     looked: Ticks,
+    /// Commands of all pairs that were in flight at the look before that.
     had: u64,
-    /// Commands since then, and what the drive has now; of that, what came directly.
+    /// Commands taken between these two looks.
     commands: u64,
+    /// Commands of all pairs that were in flight at the last look.
     has: u64,
+    /// Those of `has` that went straight to the rings.
     direct: u64,
 }
 
@@ -112,7 +116,7 @@ impl Survey {
             governor.contend(now);
         }
         self.weigh(governor, is_slow && busy > 1, elapsed, now);
-        // Those of members that go on directly are nobody's business.
+        // Direct commands count only while the drive is governed.
         let direct = if governor.is_governed(now) {
             self.direct
         } else {
@@ -196,7 +200,7 @@ impl Survey {
         }
     }
 
-    /// Returns whether commands take noticeably long: their mean time is what the drive has by what it completes.
+    /// Returns whether the mean time of commands is noticeable: commands in flight, divided by completions per tick.
     fn is_slow(&self, elapsed: u64) -> bool {
         let completed = (self.had + self.commands).saturating_sub(self.has);
         u128::from(self.has) * u128::from(elapsed)

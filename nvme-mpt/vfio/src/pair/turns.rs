@@ -33,7 +33,7 @@ pub struct LeaseShare {
     per_byte: AtomicU64,
     /// Bytes that the drive got of it while shares were watched.
     launched: AtomicU64,
-    /// Value of `launched` from which on it waits for the next look; `u64::MAX` for none.
+    /// Value of `launched` at which the lease has to wait for the next look; `u64::MAX` without a limit.
     launches_until: AtomicU64,
     /// True while its namespace is not the one that was leased.
     revoked: AtomicBool,

@@ -273,8 +273,8 @@ impl Ledgers {
                 // It keeps nothing.
                 (DrivePath::Null(_), _) => FormerData::Kept,
                 // Memory of this process begins with zeroes, and keys are not erased by their blocks.
-                (_, FormerData::Wiped) if !drive.is_private() && !options.has_keys() => {
-                    FormerData::Erased
+                (_, FormerData::Erased) if drive.is_private() || options.has_keys() => {
+                    FormerData::Wiped
                 }
                 (_, data) => data,
             },

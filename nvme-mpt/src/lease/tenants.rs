@@ -41,7 +41,7 @@ impl FromStr for FormerData {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         match text {
             "keep" => Ok(Self::Kept),
-            "wipe" => Ok(Self::Wiped),
+            "wipe" => Ok(Self::Erased),
             _ => Err(format!(
                 "`{text}` is nothing that can become of data which another id left in the range; use keep or wipe"
             )),

@@ -6,7 +6,7 @@ use std::process::Stdio;
 use std::thread;
 use std::time::Duration;
 
-use crate::support::Bench;
+use crate::support::{Bench, Server};
 
 fn lease(id: &str, state: &str, range: &str) -> (String, String, String) {
     (id.to_owned(), state.to_owned(), range.to_owned())
@@ -289,6 +289,12 @@ fn a_wipe_leaves_nothing_of_the_host_either() {
     // Without the word for it, a first lease has what is there.
     let first = function("a", "0+16M", "");
     bench.serve("one", &[&first]).unwrap().stop();
+    assert_eq!(read(), vec![0xCC; 64 << 20]);
+    // Nor does the word for all functions erase what no id has left, such as an image that is new to the ledger.
+    let next = function("b", "32M+16M", "");
+    let mut all = bench.serve_command("one", &[&next]);
+    all.arg("--wipe");
+    Server::start(all).unwrap().stop();
     assert_eq!(read(), vec![0xCC; 64 << 20]);
     let wiped = function("a", "0+32M", ",data=wipe");
     let (status, log) = bench.serve("one", &[&wiped]).unwrap().signal("TERM");

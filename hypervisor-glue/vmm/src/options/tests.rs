@@ -90,7 +90,7 @@ fn every_option_is_understood_in_any_order() {
                 bandwidth: RateLimit::of_bytes("1G").ok(),
                 weight: None,
             },
-            data: FormerData::Wiped,
+            data: FormerData::Erased,
             serial: Some("A 1".to_owned()),
             lba: Some(LbaSize::B4096),
             profile: Some(Arc::new(Profile::named("nvm").unwrap())),

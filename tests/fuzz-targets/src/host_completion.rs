@@ -6,7 +6,7 @@
 //! one that it has, or posts something else.
 //!
 //! Each command of each guest completes once. It succeeds if the drive reported nothing but success for
-//! it, and fails if the drive reported an error for any part of it.
+//! it, and fails if the drive reported an error for any part of it. What the drive interrupted may be given to it again.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -54,6 +54,9 @@ const STEPS: usize = 256;
 
 const STATUS_MASK: u64 = 0x7FF << 49;
 
+/// Command Interrupted: what the drive is to be given again (NVMe Base 2.0, figure 97).
+const INTERRUPTED: u64 = 0x21;
+
 thread_local! {
     static FIXTURES: RefCell<BTreeMap<u8, Fixture>> = const { RefCell::new(BTreeMap::new()) };
 }
@@ -65,6 +68,8 @@ enum Fate {
     Idle,
     /// In flight, and nothing bad was said of it yet.
     Good,
+    /// In flight, and the drive has interrupted it. It may be given to the drive again, and then has any fate.
+    Interrupted,
     /// In flight, and some of it has failed.
     Bad,
 }
@@ -213,6 +218,7 @@ impl Lane {
             match std::mem::take(fate) {
                 Fate::Idle => panic!("command {index} completed, which is not in flight"),
                 Fate::Good => assert!(success, "command {index}: {:#x}", word(14)),
+                Fate::Interrupted => {}
                 Fate::Bad => assert!(!success, "command {index} succeeded in part"),
             }
             self.head = (self.head + 1) % ENTRIES;
@@ -312,7 +318,12 @@ impl Fixture {
                 let lane = &mut self.lanes[stretch as usize / COMMANDS];
                 let fate = &mut lane.fates[stretch as usize % COMMANDS];
                 assert_ne!(*fate, Fate::Idle, "a part of nothing: {sqe:?}");
-                *fate = Fate::Bad;
+                let is_interrupted = (upper & STATUS_MASK) >> 49 == INTERRUPTED;
+                // The first part in order that fails decides. So what the drive says of other parts may be forgotten.
+                *fate = match is_interrupted || *fate == Fate::Interrupted {
+                    true => Fate::Interrupted,
+                    false => Fate::Bad,
+                };
             }
         }
         if let Some(queue) = &mut self.queue {

@@ -297,6 +297,12 @@ impl Slots {
         !self.interrupted.is_empty()
     }
 
+    /// Returns whether memory of a command in flight was unmapped.
+    pub(crate) fn is_stale(&self, index: u16) -> bool {
+        let slot = self.slots.get(usize::from(index));
+        slot.is_some_and(|slot| slot.special.has(Special::STALE))
+    }
+
     /// Takes out the slots of the commands that the host controller is to be given again.
     pub(crate) fn take_interrupted(&mut self) -> Vec<u16> {
         std::mem::take(&mut self.interrupted)

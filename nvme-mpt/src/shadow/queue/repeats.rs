@@ -68,6 +68,22 @@ impl ShadowCore {
             });
             return true;
         }
+        // Their memory may have been unmapped since. They end as if it had been before.
+        let is_stale = |slot: &u16| self.slots.is_stale(*slot);
+        let (stale, interrupted): (Vec<u16>, Vec<u16>) =
+            interrupted.into_iter().partition(is_stale);
+        if !stale.is_empty() {
+            let status = Status::COMMAND_INTERRUPTED;
+            self.post::<H, true, true>(|_, mut posting| {
+                for slot in stale {
+                    posting.take(HostCompletion {
+                        slot,
+                        status,
+                        dw0: 0,
+                    });
+                }
+            });
+        }
         let mut batch = host.batch();
         batch.announce(interrupted.len() as u32, Ticks::now());
         for slot in interrupted {

@@ -39,6 +39,9 @@ const ATTEMPTS: u32 = 3;
 /// Longest time in which a link comes back, and the kernel ends a reset of the function.
 const LINK_TIME: Duration = Duration::from_secs(10);
 
+/// Longest part of CAP.TO or CRTO that a drive is waited for whose registers read as ones: some report hours.
+const SILENCE_MAX: Duration = Duration::from_secs(128);
+
 /// Pause between two looks at a drive that does not answer.
 const SILENCE_PAUSE: Duration = Duration::from_millis(10);
 
@@ -166,7 +169,10 @@ impl PhysicalDrive {
     fn await_answer(&self) -> Silence {
         let name = self.backing.name();
         let clock = self.backing.clock();
-        let (begun, patience) = (clock.now(), self.registers.timeout() + LINK_TIME);
+        let (begun, patience) = (
+            clock.now(),
+            self.registers.timeout().min(SILENCE_MAX) + LINK_TIME,
+        );
         let deadline = Deadline::after(&clock, patience);
         let seconds = patience.as_secs();
         let mut is_silent = false;

@@ -34,6 +34,10 @@ use nvme_mpt::spec::status::Status;
 /// Part of the ring's places that heavy members leave to light ones, at least one place.
 const LIGHT_PLACES: usize = 16;
 
+/// Part of a member's [presence](Governor::presence) after which a pair launches one more command, though its lease has used up
+/// its share: 62 ms. A queue with 256 commands so waits for no longer than 16 s, which is less than its driver does.
+const HELD_BACK: u64 = 16;
+
 /// Status of the commands of a lease whose namespace is not the one that was leased.
 const REVOKED: Status = Status::INVALID_NAMESPACE_OR_FORMAT.with_dnr(true);
 
@@ -86,6 +90,8 @@ pub(super) struct Core {
     sharing: Sharing,
     /// Commands that it had taken when the drive's supervisor last looked.
     pub(super) surveyed: u64,
+    /// When a heavy member launched last.
+    weighed_at: Ticks,
     state: State,
     stats: PairStats,
 }
@@ -107,6 +113,7 @@ impl Core {
             moves: Moves::default(),
             sharing: Sharing::new(governor),
             surveyed: 0,
+            weighed_at: Ticks(0),
             state: State::Running,
             stats: PairStats::default(),
         }
@@ -511,7 +518,12 @@ impl Core {
             if class != Class::HEAVY || is_full {
                 return;
             }
-            if !self.sharing.has_room(window, weight) || is_weighed && self.is_spent(number) {
+            // Other pairs of its lease may have used up all of its share, look after look.
+            let is_held_back = || {
+                let pause = self.sharing.governor.presence() / HELD_BACK;
+                self.is_spent(number) && now.since(self.weighed_at) < pause
+            };
+            if is_weighed && is_held_back() || !self.sharing.has_room(window, weight) {
                 return;
             }
             if !self.launch(number, Portion { weight, most }, now) {
@@ -523,6 +535,9 @@ impl Core {
                 }
                 !it.waiting.is_empty()
             });
+            if is_weighed {
+                self.weighed_at = now;
+            }
             self.sharing.turns.charge(weight, goes_on);
         }
     }

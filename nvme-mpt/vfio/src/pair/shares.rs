@@ -5,7 +5,7 @@
 //! Here, a pure function of the bytes that each tenant got since the previous look decides its limit until the next look:
 //!
 //! - While some tenant gets less than its share by weight, those that get more are cut, until they have theirs.
-//! - While the drive does less than it can, those limits rise: nobody is held back for what nobody else takes.
+//! - While the drive does less than it can, those limits rise, and end: nobody is held back for what nobody else takes.
 //!
 //! The drive's capacity is estimated as the most bytes that it did between two looks. The estimate decays while no tenant
 //! has a limit.
@@ -49,7 +49,7 @@ impl Shares {
         for tenant in tenants {
             let (due, got) = (due(tenant), tenant.got);
             tenant.limit = match tenant.limit {
-                Some(limit) if is_idle => Some(limit + limit / 4).filter(|limit| *limit < most),
+                Some(limit) if is_idle => Some(limit + limit / 4),
                 Some(limit) if got < due => Some(scaled(limit, due, got).min(limit + limit / 8)),
                 limit if is_any_short && !is_idle && got > due => {
                     let limit = limit.map_or(got, |limit| limit.min(got));
@@ -57,7 +57,9 @@ impl Shares {
                 }
                 limit => limit,
             };
-            tenant.limit = tenant.limit.map(|limit| limit.max(LIMIT_MIN));
+            // One that no tenant can reach is none, and whoever has it may be short.
+            let limit = tenant.limit.filter(|limit| *limit < most);
+            tenant.limit = limit.map(|limit| limit.max(LIMIT_MIN));
         }
     }
 
@@ -71,4 +73,45 @@ impl Shares {
 fn scaled(value: u64, by: u64, of: u64) -> u64 {
     let scaled = u128::from(value) * u128::from(by) / u128::from(of.max(1));
     u64::try_from(scaled).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: u64 = 1_000_000;
+
+    fn tenants(weights: [u64; 2]) -> [Portion; 2] {
+        weights.map(|weight| Portion {
+            weight,
+            ..Portion::default()
+        })
+    }
+
+    #[test]
+    fn a_limit_that_limits_nothing_ends_and_lets_its_tenant_be_short() {
+        let mut shares = Shares::default();
+        let mut both = tenants([1, 1]);
+        // The first floods the drive, and is cut.
+        for _ in 0..100 {
+            let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
+            (both[0].got, both[1].got) = (first, ALL - first);
+            shares.divide(&mut both);
+        }
+        assert!(
+            both[0].limit.is_some_and(|limit| limit < ALL * 6 / 10),
+            "{both:?}"
+        );
+        // Now the second does, for longer than any number of bytes could grow.
+        for _ in 0..2_000 {
+            let second = both[1].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
+            (both[0].got, both[1].got) = (ALL - second, second);
+            shares.divide(&mut both);
+        }
+        assert!(
+            both[1].limit.is_some_and(|limit| limit < ALL * 6 / 10),
+            "{both:?}"
+        );
+        assert!(both[0].got > ALL * 4 / 10, "{both:?}");
+    }
 }

@@ -141,7 +141,10 @@ impl Survey {
         for old in &former {
             let mut tenants = self.tenants.iter_mut();
             match tenants.find(|tenant| Arc::ptr_eq(&tenant.lease, &old.lease)) {
-                Some(tenant) => (tenant.bytes, tenant.limit) = (old.bytes, old.limit),
+                Some(tenant) => {
+                    tenant.bytes = old.bytes;
+                    tenant.limit = old.limit.filter(|_| tenant.is_busy());
+                }
                 None => old.lease.allow(None),
             }
         }

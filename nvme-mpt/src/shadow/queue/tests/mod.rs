@@ -314,24 +314,32 @@ fn what_a_reset_took_away_is_given_again_though_the_table_is_renewed() {
     }
 }
 
-/// The drive is not to be given memory again that its VMM wants back.
+/// The drive is not to be given memory again that its VMM wants back: before the reset, or after it.
 #[test]
 fn what_a_reset_took_away_ends_if_its_memory_is_wanted_back() {
-    let mut guest = Guest::new(Arc::new(IovaSpace::software()));
-    let mut host = Host::default();
-    guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
-    guest.submit_read([0x8000, 0]);
-    guest.poll(&mut host);
-    let window = guest.window.clone();
-    let unmapping = std::thread::spawn(move || window.unmap(Gpa(0x8000), PAGE));
-    while guest.context.tables.is_newest(guest.queue.core.generation) {
-        std::thread::sleep(std::time::Duration::from_millis(1));
+    for is_after in [false, true] {
+        let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+        let mut host = Host::default();
+        guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
+        guest.submit_read([0x8000, 0]);
+        guest.poll(&mut host);
+        if is_after {
+            host.end(0, Status::COMMAND_INTERRUPTED);
+            guest.poll(&mut host);
+        }
+        let window = guest.window.clone();
+        let unmapping = std::thread::spawn(move || window.unmap(Gpa(0x8000), PAGE));
+        while guest.context.tables.is_newest(guest.queue.core.generation) {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        guest.poll(&mut host);
+        if !is_after {
+            host.end(0, Status::COMMAND_INTERRUPTED);
+            guest.poll(&mut host);
+        }
+        guest.poll(&mut host);
+        assert!(host.commands.is_empty(), "after: {is_after}");
+        assert_eq!(guest.completion(0), Some(Status::COMMAND_INTERRUPTED));
+        unmapping.join().expect("no panic").expect("unmapped");
     }
-    guest.poll(&mut host);
-    host.end(0, Status::COMMAND_INTERRUPTED);
-    guest.poll(&mut host);
-    guest.poll(&mut host);
-    assert!(host.commands.is_empty());
-    assert_eq!(guest.completion(0), Some(Status::COMMAND_INTERRUPTED));
-    unmapping.join().expect("no panic").expect("unmapped");
 }

@@ -125,10 +125,12 @@ impl HostSide for Attachment {
     }
 
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
+        self.keep_polled();
         self.window.unmap_within(gpa, len, time)
     }
 
     fn start_dirty_log(&self) -> Result<(), DmaError> {
+        self.keep_polled();
         self.window.start_dirty_log()
     }
 

@@ -62,6 +62,19 @@ impl Attachment {
         self.go_on(&mut self.queues());
     }
 
+    /// Has queues go on whose change took too long. No poller has them once they have left, so whoever waits until all have
+    /// taken up a table would wait in vain.
+    pub(super) fn keep_polled(&self) {
+        // Whoever has the lock changes the queues now.
+        if let Ok(mut queues) = self.queues.try_lock()
+            && !queues.paused
+            && !queues.revoked
+            && queues.leaving().is_some()
+        {
+            self.go_on(&mut queues);
+        }
+    }
+
     pub(super) fn go_on(&self, queues: &mut Queues) {
         queues.paused = false;
         for entry in queues.cqs.values_mut() {

@@ -149,7 +149,7 @@ enum Request {
         /// Bytes of a unit, a power of two; `None` for the unit of each drive.
         unit: Option<NonZeroU64>,
     },
-    /// Another keeper takes the place of the one that has ended.
+    /// The server is to use a new keeper, as its former one has ended.
     Adopt {
         /// Address of its socket.
         keeper: PathBuf,
@@ -177,7 +177,7 @@ enum Answer {
     Log(String),
     /// To [`Request::Room`].
     Room(Vec<DriveRoom>),
-    /// To [`Request::Adopt`]: the server hands over to it what it has kept.
+    /// To [`Request::Adopt`]: the server begins to store its descriptors with the new keeper.
     Adopted(()),
     /// To [`Request::Change`].
     Changed(Changed),
@@ -211,7 +211,7 @@ pub trait Service: Send + 'static {
     /// Why it is not known, in words.
     fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String>;
 
-    /// Takes another keeper in the place of the one that has ended, and sends it no message before this returns.
+    /// Has the server use a new keeper, as its former one has ended. Sends the new keeper no message before this returns.
     ///
     /// # Errors
     /// Why it is not taken, in words.
@@ -558,7 +558,7 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
     }
 }
 
-/// Has the server on the control socket at `path` take a keeper in the place of the one that has ended.
+/// Has the server on the control socket at `path` use a new keeper, as its former one has ended.
 ///
 /// # Errors
 /// There is no server, or it does not take the keeper.

@@ -137,7 +137,7 @@ pub(crate) fn notify(keeping: Option<&Keeping>, assignments: &str) {
 #[derive(Debug)]
 pub(crate) struct Keeping {
     registry: Arc<Registry>,
-    /// Another keeper is taking the place of one that has ended.
+    /// True while descriptors are being stored with a new keeper.
     is_adopted: AtomicBool,
     state: Mutex<State>,
     spares: Arc<Spares>,
@@ -424,7 +424,7 @@ impl Keeping {
         }
     }
 
-    /// Looks from time to time whether the keeper has ended, on a thread of its own.
+    /// Starts a thread that checks each second whether the keeper has ended.
     pub(crate) fn watch(self: &Arc<Self>) -> io::Result<()> {
         let watched = Arc::downgrade(self);
         let watch = move || {
@@ -437,8 +437,8 @@ impl Keeping {
         start_thread("keeper", watch).map(drop)
     }
 
-    /// Has another keeper at this address store all, in the place of one that has ended. Messages are sent later, by a thread of
-    /// their own.
+    /// Stores all descriptors with the new keeper at this address, as the former one has ended. A thread sends the messages after
+    /// this has returned.
     ///
     /// # Errors
     /// Why it is not taken, in words.

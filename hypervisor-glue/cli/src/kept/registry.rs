@@ -87,8 +87,8 @@ impl Registry {
         self.send(|store| store.barrier(KEEPER_PATIENCE)).map(drop)
     }
 
-    /// Has another keeper store all, in the place of one that has ended. It counts as the keeper once it has all: an upgrade
-    /// passes all on as it is before or after that.
+    /// Stores all descriptors with a new keeper, as the former one has ended. The lock is held until the new keeper has all, so
+    /// an upgrade passes the descriptors on either before or after that.
     pub(super) fn adopt(&self, store: Store) -> Result<(), KeepError> {
         let mut entries = self.entries();
         let mut room = store.max();

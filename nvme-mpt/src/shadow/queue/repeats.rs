@@ -56,16 +56,7 @@ impl ShadowCore {
     pub(super) fn submit_interrupted<H: TranslatedQueue>(&mut self, host: &mut H) -> bool {
         let interrupted = self.slots.take_interrupted();
         if self.is_cut_short || self.condition == Condition::Failed {
-            let status = Status::ABORTED_SQ_DELETION;
-            self.post::<H, true, true>(|_, mut posting| {
-                for slot in interrupted {
-                    posting.take(HostCompletion {
-                        slot,
-                        status,
-                        dw0: 0,
-                    });
-                }
-            });
+            self.end_all::<H>(interrupted, Status::ABORTED_SQ_DELETION);
             return true;
         }
         // Their memory may have been unmapped since. They end as if it had been before.
@@ -73,16 +64,7 @@ impl ShadowCore {
         let (stale, interrupted): (Vec<u16>, Vec<u16>) =
             interrupted.into_iter().partition(is_stale);
         if !stale.is_empty() {
-            let status = Status::COMMAND_INTERRUPTED;
-            self.post::<H, true, true>(|_, mut posting| {
-                for slot in stale {
-                    posting.take(HostCompletion {
-                        slot,
-                        status,
-                        dw0: 0,
-                    });
-                }
-            });
+            self.end_all::<H>(stale, Status::COMMAND_INTERRUPTED);
         }
         let mut batch = host.batch();
         batch.announce(interrupted.len() as u32, Ticks::now());
@@ -93,6 +75,20 @@ impl ShadowCore {
         }
         batch.ring(self.translator.memory());
         true
+    }
+
+    /// Ends commands that the drive does not have.
+    #[cold]
+    fn end_all<H: TranslatedQueue>(&mut self, slots: Vec<u16>, status: Status) {
+        self.post::<H, true, true>(|_, mut posting| {
+            for slot in slots {
+                posting.take(HostCompletion {
+                    slot,
+                    status,
+                    dw0: 0,
+                });
+            }
+        });
     }
 
     /// `None` if there is no room or no slot for it.

@@ -145,6 +145,11 @@ impl Mappings {
         self.present.remove(&iova);
     }
 
+    /// Returns whether there are mappings of the process before that nobody has found.
+    pub(super) fn has_inherited(&self) -> bool {
+        !self.inherited.is_empty()
+    }
+
     /// Returns the address at which the process before had this memory.
     pub(super) fn place_of(&self, wanted: &IommuMapping) -> Option<u64> {
         wanted.file?;

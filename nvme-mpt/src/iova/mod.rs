@@ -178,6 +178,12 @@ impl IovaSpace {
         lock(&self.mappings).tell(outdated)
     }
 
+    /// Returns whether mappings of the process before wait to be found: memory that was mapped is not pinned again.
+    #[must_use]
+    pub fn has_inheritance(&self) -> bool {
+        lock(&self.mappings).has_inherited()
+    }
+
     /// Returns whether there is an IOMMU, for which memory is pinned.
     #[must_use]
     pub fn has_iommu(&self) -> bool {

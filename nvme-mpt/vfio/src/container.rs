@@ -42,6 +42,22 @@ pub(super) trait IommuContext: Iommu {
 /// tell how many there can be.
 const MAPPINGS_MAX: u32 = 65_535;
 
+/// Memory, in bytes, that the kernel pins at a time. Meanwhile, it holds a lock of the container that each mapping needs,
+/// those of other functions' memory and rings as well.
+const PIECE: u64 = 1 << 30;
+
+/// Cuts a range at multiples of [`PIECE`]. Returns the offsets of each part.
+fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let left = len.checked_sub(at).filter(|left| *left > 0)?;
+        let start = at;
+        let room = PIECE - iova.wrapping_add(at) % PIECE;
+        at += left.min(room);
+        Some(start..at)
+    })
+}
+
 /// A container of VFIO's with one group in it.
 #[derive(Debug)]
 pub(super) struct Type1Container {
@@ -214,9 +230,6 @@ impl Iommu for Type1Container {
             return Err(io::ErrorKind::NotConnected.into());
         };
         let size = self.whole_pages(iova, part.len() as u64)?;
-        let bytes = memory
-            .bytes(part.start, part.len())
-            .ok_or(io::ErrorKind::InvalidInput)?;
         let mut writable = access == Access::ReadWrite;
         if !writable && memory.access() == Access::ReadWrite {
             match memory.populate() {
@@ -226,8 +239,21 @@ impl Iommu for Type1Container {
                 Err(error) => return Err(error),
             }
         }
-        ioctl::map_dma(container, bytes, iova, size, writable)
-            .map_err(|error| self.map_error(error, size))
+        for piece in pieces(iova, size) {
+            let len = (piece.end - piece.start).min(part.len() as u64 - piece.start);
+            let bytes = memory
+                .bytes(part.start + piece.start as usize, len as usize)
+                .ok_or(io::ErrorKind::InvalidInput)?;
+            let (at, len) = (iova + piece.start, piece.end - piece.start);
+            if let Err(error) = ioctl::map_dma(container, bytes, at, len, writable) {
+                // None of it is mapped, or all.
+                if piece.start > 0 {
+                    ioctl::unmap_dma(container, iova, piece.start)?;
+                }
+                return Err(self.map_error(error, len));
+            }
+        }
+        Ok(())
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
@@ -430,6 +456,24 @@ mod tests {
             .lines()
             .any(|line| line.starts_with("Max locked memory") && line.contains("unlimited"));
         assert!(lock_limit().is_some() || unlimited, "{limits}");
+    }
+
+    #[test]
+    fn large_memory_is_pinned_in_pieces() {
+        let ends = |iova, len| pieces(iova, len).map(|piece| piece.end).collect::<Vec<_>>();
+        assert_eq!(ends(4096, 8192), [8192]);
+        assert_eq!(ends(0, PIECE), [PIECE]);
+        let first = PIECE - 4096;
+        let expected = [first, first + PIECE, first + 2 * PIECE, 3 * PIECE];
+        assert_eq!(ends(5 * PIECE + 4096, 3 * PIECE), expected);
+        assert!(ends(4096, 0).is_empty());
+        let mut pieces = pieces(4096, 8 * PIECE);
+        let first = pieces.next().unwrap();
+        let joined = pieces.fold(first, |before, piece| {
+            assert_eq!(before.end, piece.start);
+            before.start..piece.end
+        });
+        assert_eq!(joined, 0..8 * PIECE);
     }
 
     #[test]

@@ -276,6 +276,15 @@ pub(crate) struct SurvivingFunction {
     crashes: Option<CrashRecord>,
 }
 
+/// Place of a surviving function in the order in which functions are taken up: the least comes first.
+///
+/// Fields compare from the first to the last, so a reason to come last stands before the memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Turn {
+    /// Bytes that its client has mapped. A physical drive may have to pin them, which takes seconds for tens of GiB.
+    pub(crate) memory: u64,
+}
+
 /// Parts of a surviving function that its successor is made of.
 #[derive(Debug)]
 pub(crate) struct Survivors {
@@ -401,6 +410,13 @@ impl SurvivingFunction {
     /// The socket's path.
     pub(crate) fn socket(&self) -> &Path {
         &self.state.socket
+    }
+
+    /// Returns its place in the order in which functions are taken up.
+    pub(super) fn turn(&self) -> Turn {
+        let regions = self.state.client.regions.iter();
+        let memory = regions.fold(0_u64, |all, region| all.saturating_add(region.len));
+        Turn { memory }
     }
 
     /// Returns its files, for the attachment of its successor. Without them, the successor has new ones, and cannot take

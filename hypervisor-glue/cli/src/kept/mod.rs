@@ -41,7 +41,7 @@ use thiserror::Error;
 use vfio_user_server::{Journal, JournalError, Record};
 
 use drive::{DRIVE, DriveBags};
-use function::{Shelf, SurvivingFunction, SurvivorError};
+use function::{Shelf, SurvivingFunction, SurvivorError, Turn};
 use predecessor::{Leaving, Predecessor, PredecessorError};
 use registry::{Registry, SPARE};
 use spares::Spares;
@@ -535,6 +535,13 @@ impl Keeping {
     /// Returns whether the process before had a function with this socket, which is not taken up.
     pub(crate) fn has(&self, socket: &Path) -> bool {
         self.state().surviving.contains_key(socket)
+    }
+
+    /// Returns the place of the function with this socket in the order in which functions are taken up; `None` if the
+    /// process before had no such function.
+    pub(crate) fn turn_of(&self, socket: &Path) -> Option<Turn> {
+        let state = self.state();
+        state.surviving.get(socket).map(SurvivingFunction::turn)
     }
 
     /// Gives functions of the process before up that this server does not have.

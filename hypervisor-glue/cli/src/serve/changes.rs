@@ -95,9 +95,11 @@ impl ChangeThread {
 
 fn run(mut roster: Roster, comparer: &Comparer, requests: &Receiver<Request>) -> Roster {
     end_by_panic();
+    // Functions wait that the start of the server had no time for.
+    let mut pause = Duration::ZERO;
     loop {
         let request = match roster.is_waited_for() {
-            true => requests.recv_timeout(RETRY_INTERVAL),
+            true => requests.recv_timeout(std::mem::replace(&mut pause, RETRY_INTERVAL)),
             false => requests.recv().map_err(|_| RecvTimeoutError::Disconnected),
         };
         let (change, reply) = match request {

@@ -3,7 +3,7 @@
 //! One thread owns the roster: the main thread while the server starts and ends, the thread of changes in between. Other
 //! threads see a [`View`] that is replaced after each change.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -33,6 +33,7 @@ use super::view::View;
 use crate::change::{FunctionEntry, FunctionState, Origin, Reserved};
 use crate::confine::FileRule;
 use crate::function_thread::{FunctionThreadError, Leave};
+use crate::kept::function::Turn;
 use crate::owner::user_number;
 
 /// Longest wait for a drive or range that the server before still has in the kernel.
@@ -40,6 +41,9 @@ const RELEASE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } els
 
 /// Longest wait for pollers to look at queues that were taken up. The server before ends after it.
 const PASS_PATIENCE: Duration = Duration::from_millis(100);
+
+/// Memory of a function, in bytes, that a drive pins in a moment. Nothing waits for more than that to be pinned.
+const PINNED_AT_ONCE: u64 = 1 << 30;
 
 /// Pause between two tries.
 const RELEASE_PAUSE: Duration = Duration::from_millis(1);
@@ -688,7 +692,7 @@ impl Roster {
     ///
     /// A function of the server before may have to wait for the end of what that server has left in the kernel. So does one
     /// whose lease that server has still, as it removed the function with commands in flight. No other function waits for
-    /// it.
+    /// it. Nor does one wait for the memory of another, which may take long to pin: see [`Turn`].
     fn offer_each(&mut self, functions: Vec<DeclaredFunction>) {
         let functions: Vec<DeclaredFunction> = functions
             .into_iter()
@@ -696,6 +700,8 @@ impl Roster {
             .collect();
         let deadline = clock::monotonic() + RELEASE_PATIENCE;
         let mut waiting: Vec<&DeclaredFunction> = functions.iter().collect();
+        waiting.sort_by_key(|declared| in_turn(self.turn_of(&declared.function.socket)));
+        waiting.retain(|declared| !self.postpone(declared, &functions));
         // Sockets of functions whose leases the server before had still.
         let mut outlasting: BTreeSet<PathBuf> = BTreeSet::new();
         while !waiting.is_empty() {
@@ -727,6 +733,44 @@ impl Roster {
                 clock::sleep(RELEASE_PAUSE);
             }
         }
+        // They are listed as they were declared.
+        let sockets = functions.iter().map(|declared| &declared.function.socket);
+        let places: BTreeMap<&PathBuf, usize> = sockets.zip(0..).collect();
+        self.offers
+            .sort_by_key(|offer| places.get(&offer.entry.socket).copied());
+    }
+
+    /// Returns the place of a function in the order in which those of the server before are taken up.
+    fn turn_of(&self, socket: &Path) -> Option<Turn> {
+        self.terms.keeping.as_ref()?.turn_of(socket)
+    }
+
+    /// Lists a function of the server before as failed whose memory a drive would have to pin for long. It is offered once
+    /// all others are, and once VMMs get their leases. Returns whether it is listed.
+    fn postpone(&mut self, declared: &DeclaredFunction, batch: &[DeclaredFunction]) -> bool {
+        let ServedFunction {
+            socket, function, ..
+        } = &declared.function;
+        let turn = self.turn_of(socket);
+        let is_large = turn.is_some_and(|turn| turn.memory > PINNED_AT_ONCE);
+        if !is_large || !matches!(function.path, DrivePath::Pci(_)) {
+            return false;
+        }
+        let sharing = batch.iter().map(|other| &other.function.function);
+        let keeping = self.terms.keeping.as_deref();
+        let Ok(drive) = self.drives.open(function, sharing, keeping) else {
+            // The offer says why.
+            return false;
+        };
+        if drive.controller().iova_space().has_inheritance() {
+            return false;
+        }
+        let declaration = FailedFunction::of(declared);
+        let entry = declaration.entry("its memory is being pinned".to_owned());
+        let id = entry.id.as_str();
+        log::info!(function = id; "Function {id} is taken up once the others are: its memory is to be pinned");
+        self.failed.push(Failed { declaration, entry });
+        true
     }
 
     /// Offers a function of an earlier run, or lists it as failed: the others are not to wait for it.
@@ -787,41 +831,44 @@ impl Roster {
             ..
         } = self;
         drives.close_moved(|drive| is_used(drive, offers, held));
-        let all = std::mem::take(&mut self.failed);
-        let (waiting, others) = all.into_iter().partition(|failed| {
-            let is_declared = matches!(failed.declaration, FailedFunction::Declared(_));
-            is_declared && keeping.has(&failed.entry.socket)
-        });
-        self.failed = others;
-        let waiting: Vec<Failed> = waiting;
-        let mut is_changed = false;
-        for mut failed in waiting {
-            let FailedFunction::Declared(declared) = &failed.declaration else {
-                continue;
-            };
-            match self.offer(declared, std::slice::from_ref(&**declared)) {
-                Ok(()) => {
-                    let id = failed.entry.id.as_str();
-                    log::info!(function = id; "Function {id} can be offered again");
-                    is_changed = true;
-                }
-                Err(error) => {
-                    let reason = report::chain(&error);
-                    let before = &failed.entry.state;
-                    if !matches!(before, FunctionState::Failed { reason: known } if *known == reason)
-                    {
-                        let id = failed.entry.id.as_str();
-                        log::error!(function = id; "Function {id} cannot be offered yet: {reason}");
-                        failed.entry = failed.declaration.entry(reason);
-                        is_changed = true;
-                    }
-                    self.failed.push(failed);
-                }
+        let waits = |failed: &&Failed| keeping.has(&failed.entry.socket);
+        let waiting = self.failed.iter().filter(waits);
+        let sockets = waiting.map(|failed| failed.entry.socket.clone());
+        let mut sockets: Vec<PathBuf> = sockets.collect();
+        sockets.sort_by_key(|socket| in_turn(keeping.turn_of(socket)));
+        for socket in sockets {
+            self.offer_failed(&socket);
+        }
+    }
+
+    /// Tries again to offer the failed function with this socket. All that is stored lists it, offered or failed.
+    fn offer_failed(&mut self, socket: &Path) {
+        let mut failed = self.failed.iter();
+        let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
+            return;
+        };
+        let FailedFunction::Declared(declared) = &self.failed[place].declaration else {
+            return;
+        };
+        let declared = declared.clone();
+        let mut failed = self.failed.remove(place);
+        let id = failed.entry.id.clone();
+        let offered = self.offer(&declared, std::slice::from_ref(&*declared));
+        if let Err(error) = offered {
+            let reason = report::chain(&error);
+            let known = matches!(&failed.entry.state, FunctionState::Failed { reason: known } if *known == reason);
+            if !known {
+                log::error!(function = id.as_str(); "Function {id} cannot be offered yet: {reason}");
+                failed.entry = failed.declaration.entry(reason);
             }
+            self.failed.push(failed);
+            if known {
+                return;
+            }
+        } else {
+            log::info!(function = id.as_str(); "Function {id} can be offered again");
         }
-        if is_changed {
-            self.publish();
-        }
+        self.publish();
     }
 
     /// Takes out the functions of an origin that failed.
@@ -1051,6 +1098,11 @@ impl Roster {
             functions: functions.map(|entry| entry.id).collect(),
         }
     }
+}
+
+/// Returns the key that sorts functions in their turns. Functions that no VM waits for come last.
+fn in_turn(turn: Option<Turn>) -> (bool, Option<Turn>) {
+    (turn.is_none(), turn)
 }
 
 /// Returns the error for a function that has the socket or the id of another one.

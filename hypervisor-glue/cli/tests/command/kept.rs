@@ -700,6 +700,43 @@ fn sixty_four_functions_go_on_together() {
     kept.stop();
 }
 
+/// A drive may have to pin the memory of each client.
+#[test]
+fn clients_with_little_memory_go_on_before_those_with_much() {
+    let bench = Bench::new();
+    let names = ["large", "medium", "small"];
+    let functions = names.map(|name| {
+        let place = names.iter().position(|other| *other == name).unwrap();
+        format!("path=null:64M,range={place}M+1M,socket={name}.sock,id={name}")
+    });
+    let kept = Kept::start(&bench, &functions.each_ref().map(String::as_str));
+    let clients = names.iter().zip([64, 32, 2]).map(|(name, mebibytes)| {
+        let memory = GuestMemory::new(&[(1 << 30, mebibytes << 20)]).unwrap();
+        let socket = bench.path(&format!("{name}.sock"));
+        let bar = VfioUserBar::attach(&socket, &memory).unwrap();
+        (bar, memory)
+    });
+    let clients: Vec<_> = clients.collect();
+    let listed = || {
+        let list = bench.ask("list", &[]).unwrap();
+        names.map(|name| list.find(&format!("{name}.sock")).expect("all are listed"))
+    };
+    kept.kill_server();
+    let log = kept.log();
+    let taken_up = names.map(|name| {
+        let goes_on = format!("/{name}.sock goes on");
+        log.find(&goes_on)
+            .unwrap_or_else(|| panic!("{name}: {log}"))
+    });
+    assert!(
+        taken_up.is_sorted_by(|before, after| before > after),
+        "{log}"
+    );
+    assert!(listed().is_sorted(), "as they were declared");
+    drop(clients);
+    kept.stop();
+}
+
 #[test]
 fn a_server_goes_on_if_its_successor_cannot_take_over() {
     let bench = Bench::new();

@@ -53,6 +53,7 @@ pub mod learn;
 pub mod lease;
 pub mod limit;
 pub mod live;
+pub mod memory_account;
 pub mod origin;
 mod park;
 pub mod poller;
@@ -78,7 +79,8 @@ pub use attachment::{
     AttachError, Attachment, AttachmentConfig, FunctionParts, KeptFiles, KeptParts,
 };
 pub use dma::{
-    DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryRegion, VmmMapping,
+    DirtyRange, DmaError, DmaWindow, GuestMemory, MemoryKinds, MemoryLimit, MemoryRefusal,
+    MemoryRegion, VmmMapping,
 };
 pub use doorbell::{DoorbellBuffer, DoorbellMode, DoorbellPage, DoorbellStride};
 pub use drive::{Drive, DriveError};

@@ -119,6 +119,7 @@ fn attachment(poll: &str) -> Arc<Attachment> {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: nvme_mpt::MemoryKinds::default(),
+        memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     };

@@ -162,6 +162,7 @@ fn attachments(case: &Case) -> Vec<Arc<Attachment>> {
             learning: Learning::default(),
             pollers: pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
+            memory_limit: None,
             rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         };

@@ -156,6 +156,7 @@ pub(crate) fn attachment_with(
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: nvme_mpt::MemoryKinds::default(),
+        memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     };

@@ -675,6 +675,7 @@ mod tests {
             learning: Learning::default(),
             pollers: Pollers::new(),
             memory: nvme_mpt::MemoryKinds::default(),
+            memory_limit: None,
             rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         })

@@ -49,6 +49,7 @@ fn device() -> NvmeDevice {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
+        memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     });

@@ -453,6 +453,7 @@ pub fn attach_with(
         poll: options.poll.clone(),
         learning: options.fixed,
         memory: options.memory,
+        memory_limit: options.memory_limit.map(|limit| limit.0),
         rates: options.rates,
         serial: options.serial.clone(),
     };

@@ -1,7 +1,7 @@
 //! `memory:SIZE`, a drive in memory. Its content ends with the process, or is in a memory file that outlives it.
 
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::fd::OwnedFd;
@@ -13,6 +13,7 @@ use nvme_mpt::control_group::{GroupLimit, memory_limit};
 use nvme_mpt::drive::{HostLeaseError, HostLeaseRequest};
 use nvme_mpt::host::{DataPointer, HostMemory, Limits};
 use nvme_mpt::memory::{self, Access, Mapping, RawBytes};
+use nvme_mpt::memory_account::MemoryAccount;
 use nvme_mpt::origin::Identity;
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::shadow::HostQueuePair;
@@ -29,9 +30,6 @@ use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::range::range;
 use crate::store::{SoftwareQueue, Store, StoreStep, TURN_BYTES};
 use crate::uncorrectable::{MarkChange, MarkRoom, UncorrectableBlocks};
-
-/// The host's account of its memory.
-const MEMINFO: &str = "/proc/meminfo";
 
 /// Bytes of the blocks that `stat` counts (stat(2)).
 const STAT_BLOCK: u64 = 512;
@@ -76,10 +74,7 @@ impl fmt::Display for Allocation {
 /// processes. If the host does not report its memory, this checks nothing.
 fn expect_available(bytes: u64) -> io::Result<()> {
     expect_within(bytes, memory_limit())?;
-    let available = fs::read_to_string(MEMINFO)
-        .ok()
-        .and_then(|text| available(&text));
-    match available {
+    match MemoryAccount::default().available() {
         Some(available) if available < bytes => Err(io::Error::new(
             io::ErrorKind::OutOfMemory,
             format!("It needs {bytes} bytes, and the host has {available} available"),
@@ -103,15 +98,6 @@ fn expect_within(bytes: u64, limit: Option<GroupLimit>) -> io::Result<()> {
         )),
         _ => Ok(()),
     }
-}
-
-/// Returns the bytes that a host can give without swapping (proc_meminfo(5)).
-fn available(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 /// Memory of this process.
@@ -661,9 +647,6 @@ mod tests {
         }
         expect_within(600, Some(limit(400))).unwrap();
         expect_within(u64::MAX, None).unwrap();
-        let meminfo = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:       5 kB\n";
-        assert_eq!(available(meminfo), Some(5 << 10));
-        assert_eq!(available("MemTotal: 9 kB\n"), None);
     }
 
     struct Drive {

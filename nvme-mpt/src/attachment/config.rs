@@ -42,6 +42,8 @@ pub struct AttachmentConfig {
     pub pollers: Arc<Pollers>,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
+    /// Most bytes that may be mapped where memory is pinned; all memory of the host if not given.
+    pub memory_limit: Option<u64>,
     /// I/Os and bytes per second, over all queues, and the lease's weight.
     pub rates: RateLimits,
     /// Serial Number to show instead of the lease's own, up to 20 ASCII characters.

@@ -41,7 +41,7 @@ pub(crate) use holding::Holding;
 
 use crate::clock::{Rate, Ticks};
 use crate::deadline::{DRAIN_DEADLINE, Deadline, SystemClock, WaitClock};
-use crate::dma::{DmaWindow, MemoryKinds};
+use crate::dma::{DmaWindow, MemoryKinds, MemoryLimit};
 use crate::doorbell::{DoorbellMode, DoorbellPage};
 use crate::drive::Drive;
 use crate::drive::{HostLeaseError, HostNamespace, Reservation, SpareKeeper};
@@ -53,6 +53,7 @@ use crate::limit::{Limiter, RateLimits, Used};
 use crate::live::LiveState;
 use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use crate::memory::sync::{Mutex, try_lock};
+use crate::memory_account::MemoryAccount;
 use crate::park::Silence;
 use crate::poller::{Placement, PollPolicy, Pollers, Spin};
 use crate::range::Bytes;
@@ -155,6 +156,7 @@ impl Attachment {
             learning,
             pollers,
             memory,
+            memory_limit,
             rates,
             serial,
         } = config;
@@ -245,7 +247,12 @@ impl Attachment {
                 other: host.command_set(),
             },
         };
-        let window = DmaWindow::new(drive.controller().iova_space().clone()).taking(memory);
+        let space = drive.controller().iova_space();
+        let memory_limit = memory_limit
+            .map(MemoryLimit::Chosen)
+            .or_else(|| MemoryAccount::default().total().map(MemoryLimit::Host));
+        let window = DmaWindow::new(space.clone()).taking(memory);
+        let window = window.of_function(lease.id(), memory_limit);
         let goes_on = matches!(
             parts,
             FunctionParts::Continued(Some(_)) | FunctionParts::Kept(..)

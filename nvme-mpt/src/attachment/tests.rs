@@ -35,6 +35,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
+        memory_limit: None,
         rates: crate::limit::RateLimits::default(),
         serial: None,
     }

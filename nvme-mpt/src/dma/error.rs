@@ -34,10 +34,13 @@ pub enum DmaError {
     TooManyFiles,
     /// The VM has as many mappings of a physical drive's IOMMU as it may have.
     #[error(
-        "The VM's memory has {taken} of the {max} mappings that the drive takes for all VMs, and can have no \
+        "The memory of function {function} has {taken} of the {max} mappings that the drive takes for all VMs, and can have no \
          more while {left} are left; have it in fewer and larger regions, or its disk on another drive"
     )]
     TooManyMappings {
+        /// The function; empty from servers of earlier releases.
+        #[serde(default)]
+        function: String,
         /// Mappings of the VM's memory.
         taken: u64,
         /// Mappings that are left, for all VMs.

@@ -18,7 +18,8 @@
 //! regions that went (`departure.rs`) its commands in flight use. [`DmaWindow::unmap`] returns when none does.
 //!
 //! A VM has at most 8,192 regions, in 256 files and 8 TiB of address space. A region takes IOVAs for the rest of its
-//! file with it. In all, a VM takes at most twice the IOVAs of its memory. So 1 GiB that is plugged upwards in
+//! file with it. In all, a VM takes at most twice the IOVAs of its memory. The last part of the space is kept for others
+//! (`learn/budget.rs`), and where memory is pinned, a function's mappings have a bound in bytes (`bounds.rs`). So 1 GiB that is plugged upwards in
 //! blocks of 2 MiB is about four runs. Each block is still mapped, pinned and unmapped by itself.
 //!
 //! Data goes on where a run ends: PRP lists by pages, data blocks of SGLs in pieces (`shadow/sgl.rs`), rings by their
@@ -28,6 +29,7 @@
 //! For a physical drive, the IOMMU does: each region is mapped at its IOVA and pinned, lists are read-only for the
 //! drive, and nothing else is mapped. Translation is the first wall, the IOMMU the second.
 
+mod bounds;
 mod departure;
 mod dirty;
 mod error;
@@ -48,6 +50,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
+pub use bounds::{MemoryLimit, MemoryRefusal};
 pub(crate) use departure::Departure;
 pub use error::DmaError;
 pub use guest_memory::GuestMemory;
@@ -62,16 +65,17 @@ pub(crate) use users::TableUse;
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
 use crate::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
-use crate::iova::{IovaSpace, VmMappings};
-use crate::learn::NoMapping;
+use crate::iova::{IovaSpace, NoIovas, VmShares};
+use crate::learn::NoShare;
 use crate::memory::file_system::type_of;
 use crate::memory::sync::{Mutex, MutexGuard, try_lock};
 use crate::memory::user_faults::{MemoryHolder, is_incomplete};
 use crate::memory::{Access, Mapping};
 use crate::park::Waker;
 use crate::stats::MemoryStats;
+use bounds::Bounds;
 use published::Published;
-use region::{Extent, GuestFile, Place, Region};
+use region::{Extent, GuestFile, Pinned, Place, Region};
 use under_way::UnderWay;
 use users::{TableUser, wait_left};
 
@@ -215,7 +219,8 @@ impl Tables {
 pub struct DmaWindow {
     space: Arc<IovaSpace>,
     kinds: MemoryKinds,
-    mappings: Arc<VmMappings>,
+    shares: VmShares,
+    bounds: Bounds,
     tables: Arc<Tables>,
     clock: Arc<dyn WaitClock>,
     /// Process that may resolve page faults in the memory by itself.
@@ -231,6 +236,8 @@ struct Changes {
     mapped: u64,
     /// IOVAs that they and those that went take.
     taken: Arc<AtomicU64>,
+    /// Bytes of them and of those that went, until the drive cannot reach these.
+    pinned: Arc<AtomicU64>,
     /// The files of its regions, for those that come.
     files: Vec<Weak<GuestFile>>,
     /// Regions that went, until no user uses their memory.
@@ -254,7 +261,8 @@ impl DmaWindow {
             changes: Mutex::default(),
         };
         Self {
-            mappings: space.new_vm(),
+            shares: space.new_vm(),
+            bounds: Bounds::default(),
             space,
             kinds: MemoryKinds::default(),
             tables: Arc::new(tables),
@@ -272,6 +280,16 @@ impl DmaWindow {
     #[must_use]
     pub fn taking(self, kinds: MemoryKinds) -> Self {
         Self { kinds, ..self }
+    }
+
+    /// The same window, for a function of this name. What it may have mapped is bounded where there is an IOMMU.
+    #[must_use]
+    pub fn of_function(self, function: &str, limit: Option<MemoryLimit>) -> Self {
+        let bounds = Bounds {
+            function: function.to_owned(),
+            limit: limit.filter(|_| self.space.has_iommu()),
+        };
+        Self { bounds, ..self }
     }
 
     /// Has its waits go by another clock.
@@ -477,20 +495,31 @@ impl DmaWindow {
     /// Maps what was [found free](Changes::check_free).
     fn insert(&self, changes: &mut Changes, place: Place) -> Result<(), DmaError> {
         let (gpa, len) = (Gpa(place.gpa), place.len);
+        let refused = |refusal: MemoryRefusal| refusal.of_region(gpa, len);
+        let pinned = self.pin(changes, len).map_err(refused)?;
         let extent = match changes.extent_of(&place) {
             Some(extent) => extent,
-            None => Extent::new(&self.space, &place, changes.spare_iovas(), &changes.taken)
-                .ok_or(DmaError::NoIova { len })?,
+            None => {
+                let (vm, spare) = (&self.shares.iovas, changes.spare_iovas());
+                let extent = Extent::new(&self.space, vm, &place, spare, &changes.taken);
+                let function = &self.bounds.function;
+                extent.map_err(|error| match error {
+                    NoIovas::Room => DmaError::NoIova { len },
+                    NoIovas::Share(share) => refused(MemoryRefusal::of_iovas(function, len, share)),
+                })?
+            }
         };
-        let permit = self.mappings.take().map_err(|no_mapping| {
-            let NoMapping { taken, left, max } = no_mapping;
-            DmaError::TooManyMappings { taken, left, max }
+        let permit = self.shares.mappings.take(1).map_err(|no_share| {
+            let NoShare { taken, left, max } = no_share;
+            DmaError::TooManyMappings {
+                function: self.bounds.function.clone(),
+                taken,
+                left,
+                max,
+            }
         })?;
-        let region = Region::new(place, extent, permit).map_err(|source| DmaError::Iommu {
-            gpa,
-            len,
-            source,
-        })?;
+        let region = Region::new(place, extent, permit, pinned);
+        let region = region.map_err(|source| DmaError::Iommu { gpa, len, source })?;
         let mut table = self.next_table();
         table.add(&region);
         changes.regions.insert(gpa.0, Arc::new(region));
@@ -498,6 +527,22 @@ impl DmaWindow {
         changes.maps += 1;
         self.tables.publish(changes, table);
         Ok(())
+    }
+
+    /// Counts bytes of a region that is to be mapped, if the function may have as many.
+    fn pin(&self, changes: &Changes, asked: u64) -> Result<Pinned, MemoryRefusal> {
+        let mapped = changes.pinned.load(Ordering::Relaxed);
+        match self.bounds.limit {
+            Some(limit) if mapped.saturating_add(asked) > limit.bytes() => {
+                Err(MemoryRefusal::Limit {
+                    function: self.bounds.function.clone(),
+                    mapped,
+                    asked,
+                    limit,
+                })
+            }
+            _ => Ok(Pinned::new(&changes.pinned, asked)),
+        }
     }
 
     /// Publishes the current table anew, and wakes all that use it: they look at what else they take up with a table.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::MemoryRegion;
 use crate::address::Gpa;
-use crate::iova::{IovaPart, IovaRange, IovaSpace, MappingPermit};
+use crate::iova::{IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShare};
 use crate::memory::{Access, Mapping, host_page_size};
 
 /// A file that holds memory of a VM, as it is mapped into this process: as a whole, so that regions
@@ -206,27 +206,28 @@ pub(super) struct Extent {
 }
 
 impl Extent {
-    /// Takes IOVAs for `place`, and for up to `spare` bytes that follow it in its file. `taken` counts them.
+    /// Takes IOVAs of a VM's share for `place`, and for up to `spare` bytes that follow it in its file. `taken` counts them.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
+        vm: &Arc<VmShare>,
         place: &Place,
         spare: u64,
         taken: &Arc<AtomicU64>,
-    ) -> Option<Arc<Self>> {
+    ) -> Result<Arc<Self>, NoIovas> {
         let mapped = place.file.mapping.len() as u64;
         let follows = (mapped - place.offset - place.len)
             .min(spare)
             .min(u64::MAX - place.last());
         let part = place.part();
         let memory = &place.file.mapping;
-        let iova = |len| Some((len, space.allocate_for(len, memory, &part)?));
-        let (len, iova) = iova(place.len + follows).or_else(|| iova(place.len))?;
+        let iova = |len| Ok((len, space.allocate_for(vm, len, memory, &part)?));
+        let (len, iova) = iova(place.len + follows).or_else(|_| iova(place.len))?;
         let place = Place {
             len,
             ..place.clone()
         };
         taken.fetch_add(len, Ordering::Relaxed);
-        Some(Arc::new(Self {
+        Ok(Arc::new(Self {
             place,
             iova: Arc::new(iova),
             taken: taken.clone(),
@@ -253,6 +254,28 @@ pub(super) struct Region {
     part: IovaPart,
     pub(super) place: Place,
     pub(super) extent: Arc<Extent>,
+    _pinned: Pinned,
+}
+
+/// Bytes that count as mapped until this is dropped.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    count: Arc<AtomicU64>,
+    bytes: u64,
+}
+
+impl Pinned {
+    pub(super) fn new(count: &Arc<AtomicU64>, bytes: u64) -> Self {
+        count.fetch_add(bytes, Ordering::Relaxed);
+        let count = count.clone();
+        Self { count, bytes }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        self.count.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 impl Region {
@@ -260,7 +283,8 @@ impl Region {
     pub(super) fn new(
         place: Place,
         extent: Arc<Extent>,
-        permit: MappingPermit,
+        permit: Permit,
+        pinned: Pinned,
     ) -> io::Result<Self> {
         let mapping = &place.file.mapping;
         let part = place.part();
@@ -271,6 +295,7 @@ impl Region {
             part,
             place,
             extent,
+            _pinned: pinned,
         })
     }
 

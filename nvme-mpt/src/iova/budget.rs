@@ -1,30 +1,30 @@
-//! Mappings of a host controller's IOMMU, shared by its VMs. [`Budget`] decides which of them may have more.
+//! Mappings and addresses of a host controller's IOMMU, shared by its VMs. [`Budget`] decides which VM may have more.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
-use crate::learn::{Budget, Choice, NoMapping, Used};
+use crate::learn::{Budget, NoShare, Used};
 use crate::memory::sync::{Mutex, MutexGuard};
 
-/// The mappings that an IOMMU takes.
+/// Mappings, or addresses, that VMs and the driver share.
 #[derive(Debug)]
-pub(super) struct MappingBudget {
+pub(super) struct SharedBudget {
     rule: Budget,
     used: Mutex<Used>,
 }
 
-impl MappingBudget {
-    pub(super) fn new(choice: Choice, max: Option<u64>) -> Arc<Self> {
+impl SharedBudget {
+    pub(super) fn new(rule: Budget) -> Arc<Self> {
         Arc::new(Self {
-            rule: Budget::new(choice, max),
+            rule,
             used: Mutex::default(),
         })
     }
 
-    /// A mapping of the driver's own.
-    pub(super) fn for_driver(self: &Arc<Self>) -> MappingPermit {
-        self.used().by_driver += 1;
-        MappingPermit::new(Holder::Driver(self.clone()))
+    /// Gives an amount to the driver itself.
+    pub(super) fn for_driver(self: &Arc<Self>, amount: u64) -> Permit {
+        self.used().by_driver += amount;
+        Permit::new(Holder::Driver(self.clone()), amount)
     }
 
     fn used(&self) -> MutexGuard<'_, Used> {
@@ -33,69 +33,83 @@ impl MappingBudget {
     }
 }
 
-/// Mappings of one VM.
+/// One VM's part of a [`SharedBudget`].
 #[derive(Debug)]
-pub(crate) struct VmMappings {
-    budget: Arc<MappingBudget>,
+pub(crate) struct VmShare {
+    budget: Arc<SharedBudget>,
     /// Changed together with what is used of the budget, under its lock.
     taken: AtomicU64,
 }
 
-impl VmMappings {
-    pub(super) fn new(budget: &Arc<MappingBudget>) -> Arc<Self> {
+impl VmShare {
+    pub(super) fn new(budget: &Arc<SharedBudget>) -> Arc<Self> {
         Arc::new(Self {
             budget: budget.clone(),
             taken: AtomicU64::new(0),
         })
     }
 
-    /// Takes a mapping, until what is returned is dropped.
-    pub(crate) fn take(self: &Arc<Self>) -> Result<MappingPermit, NoMapping> {
-        let mut used = self.budget.used();
+    /// Takes an amount, until what is returned is dropped.
+    pub(crate) fn take(self: &Arc<Self>, amount: u64) -> Result<Permit, NoShare> {
+        let used = self.budget.used();
         let taken = self.taken.load(Ordering::Relaxed);
-        self.budget.rule.allow(taken, *used)?;
-        used.by_vms += 1;
-        self.taken.store(taken + 1, Ordering::Relaxed);
-        Ok(MappingPermit::new(Holder::Vm(self.clone())))
+        self.budget.rule.allow(taken, amount, *used)?;
+        Ok(self.add(used, amount))
+    }
+
+    /// Takes an amount that the VM has already, from the process before: whether it may have it was decided there.
+    pub(super) fn inherit(self: &Arc<Self>, amount: u64) -> Permit {
+        self.add(self.budget.used(), amount)
+    }
+
+    fn add(self: &Arc<Self>, mut used: MutexGuard<'_, Used>, amount: u64) -> Permit {
+        used.by_vms += amount;
+        self.taken.fetch_add(amount, Ordering::Relaxed);
+        Permit::new(Holder::Vm(self.clone()), amount)
     }
 }
 
 #[derive(Debug)]
 enum Holder {
-    Driver(Arc<MappingBudget>),
-    Vm(Arc<VmMappings>),
+    Driver(Arc<SharedBudget>),
+    Vm(Arc<VmShare>),
 }
 
-/// A mapping that may be made; it is given back when this is dropped.
+/// An amount of a [`SharedBudget`] that may be used; it is given back when this is dropped.
 #[derive(Debug)]
-pub(crate) struct MappingPermit {
+pub(crate) struct Permit {
     holder: Holder,
+    amount: u64,
     is_stuck: bool,
 }
 
-impl MappingPermit {
-    fn new(holder: Holder) -> Self {
+impl Permit {
+    fn new(holder: Holder, amount: u64) -> Self {
         let is_stuck = false;
-        Self { holder, is_stuck }
+        Self {
+            holder,
+            amount,
+            is_stuck,
+        }
     }
 
-    /// The mapping cannot be undone: it is never given back.
+    /// Its use cannot be undone: it is never given back.
     pub(super) fn stick(&mut self) {
         self.is_stuck = true;
     }
 }
 
-impl Drop for MappingPermit {
+impl Drop for Permit {
     fn drop(&mut self) {
         if self.is_stuck {
             return;
         }
         match &self.holder {
-            Holder::Driver(budget) => budget.used().by_driver -= 1,
+            Holder::Driver(budget) => budget.used().by_driver -= self.amount,
             Holder::Vm(vm) => {
                 let mut used = vm.budget.used();
-                used.by_vms -= 1;
-                vm.taken.fetch_sub(1, Ordering::Relaxed);
+                used.by_vms -= self.amount;
+                vm.taken.fetch_sub(self.amount, Ordering::Relaxed);
             }
         }
     }
@@ -106,44 +120,50 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::learn::{ASSURED, FOR_ASSURED, FOR_DRIVER};
+    use crate::learn::{ASSURED, Choice, FOR_ASSURED, FOR_DRIVER};
 
     /// VFIO's default.
     const MAX: u64 = 65_535;
 
     /// Takes mappings until no more are given, `most` at most.
-    fn take(vm: &Arc<VmMappings>, most: usize) -> Vec<MappingPermit> {
-        std::iter::from_fn(|| vm.take().ok()).take(most).collect()
+    fn take(vm: &Arc<VmShare>, most: usize) -> Vec<Permit> {
+        std::iter::from_fn(|| vm.take(1).ok()).take(most).collect()
+    }
+
+    fn mappings(choice: Choice, max: Option<u64>) -> Arc<SharedBudget> {
+        SharedBudget::new(Budget::of_mappings(choice, max))
     }
 
     #[test]
     fn a_vm_that_is_alone_has_all_regions_that_it_may_have() {
-        let budget = MappingBudget::new(Choice::Learned, Some(MAX));
-        let vms = [(); 3].map(|()| VmMappings::new(&budget));
+        let budget = mappings(Choice::Learned, Some(MAX));
+        let vms = [(); 3].map(|()| VmShare::new(&budget));
         let taken = vms.each_ref().map(|vm| take(vm, crate::dma::MAX_REGIONS));
         // The first of them; two more fit beside it.
         assert_eq!(taken.map(|taken| taken.len()), [crate::dma::MAX_REGIONS; 3]);
-        let boundless = VmMappings::new(&MappingBudget::new(Choice::Learned, None));
+        let boundless = VmShare::new(&mappings(Choice::Learned, None));
         assert_eq!(take(&boundless, 100_000).len(), 100_000);
     }
 
     #[test]
     fn hostile_vms_leave_mappings_for_others_and_for_the_driver() {
-        let budget = MappingBudget::new(Choice::Learned, Some(MAX));
+        let budget = mappings(Choice::Learned, Some(MAX));
         let hostile: Vec<_> = (0..8)
-            .map(|_| take(&VmMappings::new(&budget), crate::dma::MAX_REGIONS))
+            .map(|_| take(&VmShare::new(&budget), crate::dma::MAX_REGIONS))
             .collect();
-        let ninth = VmMappings::new(&budget);
+        let ninth = VmShare::new(&budget);
         let taken = take(&ninth, usize::MAX);
         assert_eq!(taken.len(), 899);
-        let error = ninth.take().expect_err("no more than that");
+        let error = ninth.take(1).expect_err("no more than that");
         assert_eq!((error.taken, error.max), (taken.len() as u64, MAX));
         // Whatever they do, this many others have what is assured.
         let others: Vec<_> = (9..MAX / FOR_ASSURED / ASSURED)
-            .map(|_| take(&VmMappings::new(&budget), ASSURED as usize))
+            .map(|_| take(&VmShare::new(&budget), ASSURED as usize))
             .collect();
         assert!(others.iter().all(|taken| taken.len() == ASSURED as usize));
-        let driver: Vec<_> = (0..MAX / FOR_DRIVER).map(|_| budget.for_driver()).collect();
+        let driver: Vec<_> = (0..MAX / FOR_DRIVER)
+            .map(|_| budget.for_driver(1))
+            .collect();
         let used = budget.used();
         assert!(used.by_driver + used.by_vms <= MAX);
         drop(used);
@@ -154,8 +174,8 @@ mod tests {
 
     /// Mappings of VMs that come one after the other, and that each map as much as they can.
     fn greedy(choice: Choice, vms: usize) -> Vec<usize> {
-        let budget = MappingBudget::new(choice, Some(MAX));
-        let taken = (0..vms).map(|_| take(&VmMappings::new(&budget), crate::dma::MAX_REGIONS));
+        let budget = mappings(choice, Some(MAX));
+        let taken = (0..vms).map(|_| take(&VmShare::new(&budget), crate::dma::MAX_REGIONS));
         let taken: Vec<_> = taken.collect();
         taken.iter().map(Vec::len).collect()
     }
@@ -169,10 +189,62 @@ mod tests {
         assert_eq!(greedy(Choice::Fixed, 9), [4095; 9]);
     }
 
+    /// Bytes of a space of 39 bits.
+    const NARROW: u64 = 1 << 39;
+
+    const GIB: u64 = 1 << 30;
+
+    /// Addresses for as many regions of so many bytes as the VM can have.
+    fn grasp(vm: &Arc<VmShare>, bytes: u64) -> Vec<Permit> {
+        std::iter::from_fn(|| vm.take(bytes).ok()).collect()
+    }
+
+    #[test]
+    fn a_vm_that_is_alone_has_addresses_for_large_memory() {
+        let budget = SharedBudget::new(Budget::of_iovas(Choice::Learned, NARROW));
+        let vm = VmShare::new(&budget);
+        let low = vm.take(3 * GIB).expect("the memory below 4 GiB");
+        let high = vm.take(215 * GIB).expect("the memory above");
+        assert!(vm.take(GIB).is_err());
+        drop((low, high));
+        assert_eq!(*budget.used(), Used::default());
+    }
+
+    #[test]
+    fn hostile_vms_leave_addresses_for_others_and_for_the_driver() {
+        for choice in [Choice::Learned, Choice::Fixed] {
+            let budget = SharedBudget::new(Budget::of_iovas(choice, NARROW));
+            let hostile = |_| grasp(&VmShare::new(&budget), 256 << 20);
+            let hostile: Vec<_> = (0..16).map(hostile).collect();
+            let first = hostile[0].len();
+            assert!(first < 150 * 4, "{first}");
+            // Another one has what is assured, and no more than that.
+            let late = VmShare::new(&budget);
+            let assured = [(); 2].map(|()| late.take(GIB).expect("assured"));
+            let refused = late.take(GIB).expect_err("beyond");
+            assert_eq!((refused.taken, refused.max), (2 * GIB, NARROW));
+            let driver = budget.for_driver(GIB);
+            let Used { by_driver, by_vms } = *budget.used();
+            assert!(by_vms + NARROW / 64 <= NARROW, "{by_vms}");
+            assert_eq!(by_driver, GIB);
+            drop((assured, driver));
+        }
+    }
+
+    #[test]
+    fn what_a_vm_had_before_is_never_refused() {
+        let budget = SharedBudget::new(Budget::of_iovas(Choice::Learned, NARROW));
+        let [first, second] = [(); 2].map(|()| VmShare::new(&budget));
+        let had = [first.inherit(200 * GIB), second.inherit(200 * GIB)];
+        assert!(first.take(GIB).is_err());
+        drop(had);
+        assert_eq!(*budget.used(), Used::default());
+    }
+
     #[test]
     fn a_mapping_that_cannot_be_undone_is_not_given_back() {
-        let budget = MappingBudget::new(Choice::Learned, Some(MAX));
-        let mut permit = VmMappings::new(&budget).take().expect("all are left");
+        let budget = mappings(Choice::Learned, Some(MAX));
+        let mut permit = VmShare::new(&budget).take(1).expect("all are left");
         permit.stick();
         drop(permit);
         assert_eq!(budget.used().by_vms, 1);
@@ -187,10 +259,10 @@ mod tests {
             steps in prop::collection::vec((0..16_usize, 0..600_usize, any::<bool>()), 1..60),
         ) {
             let choice = if learned { Choice::Learned } else { Choice::Fixed };
-            let budget = MappingBudget::new(choice, Some(max));
+            let budget = mappings(choice, Some(max));
             let vms = max / FOR_ASSURED / ASSURED;
-            let vms: Vec<_> = (0..vms.min(16)).map(|_| VmMappings::new(&budget)).collect();
-            let mut taken: Vec<Vec<MappingPermit>> = vms.iter().map(|_| Vec::new()).collect();
+            let vms: Vec<_> = (0..vms.min(16)).map(|_| VmShare::new(&budget)).collect();
+            let mut taken: Vec<Vec<Permit>> = vms.iter().map(|_| Vec::new()).collect();
             for (vm, count, takes) in steps {
                 let vm = vm % vms.len();
                 if takes {

@@ -13,11 +13,11 @@ use std::sync::{Arc, PoisonError};
 use log::error;
 
 use crate::address::Iova;
-use crate::learn::Choice;
+use crate::learn::{Budget, Choice, NoShare};
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::{Access, Mapping, host_page_size};
-use budget::MappingBudget;
-pub(crate) use budget::{MappingPermit, VmMappings};
+use budget::SharedBudget;
+pub(crate) use budget::{Permit, VmShare};
 use mappings::Mappings;
 pub use mappings::{IommuMapping, MappedFile, Outdated};
 
@@ -57,7 +57,10 @@ pub struct IovaSpace {
     taken: Mutex<Taken>,
     /// `None`: addresses are resolved by the [table](crate::dma::RegionTable) alone.
     iommu: Option<Arc<dyn Iommu>>,
-    budget: Arc<MappingBudget>,
+    /// Mappings that VMs may have.
+    budget: Arc<SharedBudget>,
+    /// Addresses that VMs may have.
+    iovas: Arc<SharedBudget>,
     /// Mappings of the IOMMU.
     mappings: Mutex<Mappings>,
 }
@@ -107,11 +110,27 @@ impl IovaSpace {
     /// is ever a valid one.
     #[must_use]
     pub fn software() -> Self {
+        let taken = BTreeMap::from([(0, 1 << 32)]);
+        Self::new(1 << 52, taken, None, Choice::Learned)
+    }
+
+    /// The space below `end`, of which `taken` is never allotted.
+    fn new(
+        end: u64,
+        taken: BTreeMap<u64, u64>,
+        iommu: Option<Arc<dyn Iommu>>,
+        choice: Choice,
+    ) -> Self {
+        let never: u64 = taken.iter().map(|(start, end)| end - start).sum();
+        let mappings_max = iommu.as_ref().and_then(|iommu| iommu.mappings_max());
+        let mappings = Budget::of_mappings(choice, mappings_max);
+        let iovas = Budget::of_iovas(choice, end.saturating_sub(never));
         Self {
-            end: 1 << 52,
-            taken: Mutex::new(Taken::new(BTreeMap::from([(0, 1 << 32)]))),
-            iommu: None,
-            budget: MappingBudget::new(Choice::Learned, None),
+            end,
+            taken: Mutex::new(Taken::new(taken)),
+            iommu,
+            budget: SharedBudget::new(mappings),
+            iovas: SharedBudget::new(iovas),
             mappings: Mutex::default(),
         }
     }
@@ -128,21 +147,14 @@ impl IovaSpace {
             }
             next = next.max(range.end().saturating_add(1));
         }
-        Self {
-            end: next,
-            taken: Mutex::new(Taken::new(taken)),
-            budget: MappingBudget::new(Choice::Learned, iommu.mappings_max()),
-            iommu: Some(iommu),
-            mappings: Mutex::default(),
-        }
+        Self::new(next, taken, Some(iommu), Choice::Learned)
     }
 
-    /// The same space, with this choice of the mappings that a VM may have.
+    /// The same space, in which nothing is taken yet, with this choice of the mappings and addresses that a VM may have.
     #[must_use]
-    pub fn with_budget(mut self, budget: Choice) -> Self {
-        let max = self.iommu.as_ref().and_then(|iommu| iommu.mappings_max());
-        self.budget = MappingBudget::new(budget, max);
-        self
+    pub fn with_budget(self, budget: Choice) -> Self {
+        let taken = lock(&self.taken).parts.clone();
+        Self::new(self.end, taken, self.iommu, budget)
     }
 
     /// The same space, whose IOMMU has these mappings of the process before. Memory that is mapped before
@@ -190,10 +202,19 @@ impl IovaSpace {
         self.iommu.is_some()
     }
 
-    /// Takes a part with room for `len` bytes, the next one behind the last that was taken; it is given back when
-    /// dropped. So a VM that maps page by page does not look through all that is taken each time.
+    /// Takes a part with room for `len` bytes for the driver itself; it is given back when dropped.
     #[must_use]
     pub fn allocate(self: &Arc<Self>, len: u64) -> Option<IovaRange> {
+        self.allocate_by(len, || self.iovas.for_driver(len))
+    }
+
+    /// Takes the next part behind the last that was taken. So a VM that maps page by page does not look through all that is
+    /// taken each time.
+    fn allocate_by(
+        self: &Arc<Self>,
+        len: u64,
+        permit: impl FnOnce() -> Permit,
+    ) -> Option<IovaRange> {
         if len == 0 {
             return None;
         }
@@ -204,32 +225,45 @@ impl IovaSpace {
         };
         taken.parts.insert(start, start + len);
         taken.last = start;
-        Some(self.range(start))
+        Some(self.range(start, permit()))
     }
 
-    fn range(self: &Arc<Self>, start: u64) -> IovaRange {
+    fn range(self: &Arc<Self>, start: u64, permit: Permit) -> IovaRange {
         IovaRange {
             space: self.clone(),
             start,
             stuck: AtomicBool::new(false),
+            permit,
         }
     }
 
-    /// As [`Self::allocate`], for memory of which `part` is mapped first, at the start of the part that is taken: where
-    /// the process before had it, if there is room.
-    #[must_use]
+    /// Takes a part with room for `len` bytes of a VM's memory, of which `part` is mapped first, at the start of the part
+    /// that is taken: where the process before had it, if there is room.
+    ///
+    /// # Errors
+    /// [`NoIovas`].
     pub(crate) fn allocate_for(
         self: &Arc<Self>,
+        vm: &Arc<VmShare>,
         len: u64,
         memory: &Mapping,
         part: &Range<usize>,
-    ) -> Option<IovaRange> {
+    ) -> Result<IovaRange, NoIovas> {
         let wanted = IommuMapping::new(0, memory, part, memory.access());
-        self.inherited_range(len, &wanted)
-            .or_else(|| self.allocate(len))
+        let inherited = self.inherited_range(len, &wanted, || vm.inherit(len));
+        if let Some(inherited) = inherited {
+            return Ok(inherited);
+        }
+        let permit = vm.take(len).map_err(NoIovas::Share)?;
+        self.allocate_by(len, || permit).ok_or(NoIovas::Room)
     }
 
-    fn inherited_range(self: &Arc<Self>, len: u64, wanted: &IommuMapping) -> Option<IovaRange> {
+    fn inherited_range(
+        self: &Arc<Self>,
+        len: u64,
+        wanted: &IommuMapping,
+        permit: impl FnOnce() -> Permit,
+    ) -> Option<IovaRange> {
         let mut mappings = lock(&self.mappings);
         let start = mappings.place_of(wanted)?;
         let end = start.checked_add(len).filter(|end| *end <= self.end)?;
@@ -243,7 +277,7 @@ impl IovaSpace {
             mappings.give_to_range(iova);
         }
         taken.parts.insert(start, end);
-        Some(self.range(start))
+        Some(self.range(start, permit()))
     }
 
     /// Takes away from the device what the process before had mapped in `range`. Returns whether all is unmapped.
@@ -267,9 +301,12 @@ impl IovaSpace {
         all_unmapped
     }
 
-    /// The mappings of another VM.
-    pub(crate) fn new_vm(&self) -> Arc<VmMappings> {
-        VmMappings::new(&self.budget)
+    /// The shares of another VM.
+    pub(crate) fn new_vm(&self) -> VmShares {
+        VmShares {
+            mappings: VmShare::new(&self.budget),
+            iovas: VmShare::new(&self.iovas),
+        }
     }
 
     /// Has the IOMMU, if there is one, map all of this memory, which is the driver's own. It is mapped
@@ -280,15 +317,35 @@ impl IovaSpace {
     /// That there are no addresses for it, or what the kernel reports.
     pub fn map(self: &Arc<Self>, memory: &Mapping, access: Access) -> io::Result<IovaPart> {
         let (len, part) = (memory.len() as u64, 0..memory.len());
-        let range = self.allocate_for(len, memory, &part).ok_or_else(|| {
+        let wanted = IommuMapping::new(0, memory, &part, memory.access());
+        let inherited = self.inherited_range(len, &wanted, || self.iovas.for_driver(len));
+        let range = inherited.or_else(|| self.allocate(len)).ok_or_else(|| {
             io::Error::other(format!(
                 "The IOVA space of the host controller has no {len:#x} bytes left"
             ))
         })?;
         let start = range.start();
-        let permit = self.budget.for_driver();
+        let permit = self.budget.for_driver(1);
         Arc::new(range).map(start, memory, part, access, permit)
     }
+}
+
+/// One VM's shares of what an IOMMU has.
+#[derive(Clone, Debug)]
+pub(crate) struct VmShares {
+    /// Mappings.
+    pub(crate) mappings: Arc<VmShare>,
+    /// Addresses.
+    pub(crate) iovas: Arc<VmShare>,
+}
+
+/// Reason for which a VM gets no addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoIovas {
+    /// Others could need them.
+    Share(NoShare),
+    /// No part is free that is as large.
+    Room,
 }
 
 /// A part of an [`IovaSpace`] that is its holder's alone.
@@ -298,6 +355,7 @@ pub struct IovaRange {
     start: u64,
     /// Some of it cannot be unmapped.
     stuck: AtomicBool,
+    permit: Permit,
 }
 
 impl IovaRange {
@@ -325,7 +383,7 @@ impl IovaRange {
         memory: &Mapping,
         part: Range<usize>,
         access: Access,
-        permit: MappingPermit,
+        permit: Permit,
     ) -> io::Result<IovaPart> {
         let len = part.len() as u64;
         if let Some(iommu) = &self.space.iommu {
@@ -356,7 +414,7 @@ pub struct IovaPart {
     range: Arc<IovaRange>,
     iova: u64,
     len: u64,
-    permit: MappingPermit,
+    permit: Permit,
 }
 
 impl IovaPart {
@@ -397,12 +455,12 @@ impl Drop for IovaPart {
 
 impl Drop for IovaRange {
     fn drop(&mut self) {
-        if self.is_stuck() {
-            return;
-        }
         let end = lock(&self.space.taken).parts.get(&self.start).copied();
-        if end.is_some_and(|end| self.space.drop_inherited(self.start..end)) {
-            lock(&self.space.taken).parts.remove(&self.start);
+        let is_free =
+            !self.is_stuck() && end.is_some_and(|end| self.space.drop_inherited(self.start..end));
+        match is_free {
+            true => drop(lock(&self.space.taken).parts.remove(&self.start)),
+            false => self.permit.stick(),
         }
     }
 }

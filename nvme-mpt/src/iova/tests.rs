@@ -81,7 +81,7 @@ fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
     for page in [0, 2] {
         let part = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
         let iova = range.start() + page * PAGE;
-        let permit = space.budget.for_driver();
+        let permit = space.budget.for_driver(1);
         let mapped = range.map(iova, &whole, part, Access::ReadWrite, permit);
         keep_for_good(mapped.expect("map"));
     }
@@ -100,13 +100,13 @@ fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
     let made = iommu.made();
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, Access::ReadWrite);
-    let first = next.allocate_for(16 * PAGE, &whole, &(0..PAGE as usize));
+    let first = next.allocate_for(&next.new_vm().iovas, 16 * PAGE, &whole, &(0..PAGE as usize));
     let first = Arc::new(first.expect("room"));
     assert_eq!(first.start(), starts[0]);
     let map = |page: u64| {
         let part = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
         let iova = first.start() + page * PAGE;
-        let permit = next.budget.for_driver();
+        let permit = next.budget.for_driver(1);
         first.map(iova, &whole, part, Access::ReadWrite, permit)
     };
     let pages = [map(0).expect("it is there"), map(2).expect("it is there")];
@@ -143,12 +143,14 @@ fn other_memory_is_mapped_elsewhere() {
         ),
     ] {
         let made = iommu.made();
-        let range = next.allocate_for(PAGE, &memory, &first).expect("room");
+        let range = next
+            .allocate_for(&next.new_vm().iovas, PAGE, &memory, &first)
+            .expect("room");
         assert!(!starts.contains(&range.start()));
         let access = memory.access();
         let iova = range.start();
         let range = Arc::new(range);
-        let permit = next.budget.for_driver();
+        let permit = next.budget.for_driver(1);
         let mapped = range.map(iova, &memory, 0..PAGE as usize, access, permit);
         mapped.expect("no overlap");
         assert_eq!(iommu.made(), made + 1);
@@ -163,14 +165,14 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
     let (inherited, file, starts) = ended(&iommu);
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, Access::ReadWrite);
-    let range = next.allocate_for(16 * PAGE, &whole, &(0..PAGE as usize));
+    let range = next.allocate_for(&next.new_vm().iovas, 16 * PAGE, &whole, &(0..PAGE as usize));
     assert_eq!(range.expect("room").start(), starts[0]);
     // Nobody has mapped its pages; that of lists is there still.
     assert_eq!(iommu.starts().len(), 1);
     // Nothing is left of the range.
-    let again = next.allocate_for(16 * PAGE, &whole, &(0..PAGE as usize));
+    let again = next.allocate_for(&next.new_vm().iovas, 16 * PAGE, &whole, &(0..PAGE as usize));
     let again = Arc::new(again.expect("room"));
-    let permit = next.budget.for_driver();
+    let permit = next.budget.for_driver(1);
     let mapped = again.map(
         again.start(),
         &whole,

@@ -35,7 +35,7 @@ use std::str::FromStr;
 
 #[cfg(test)]
 pub(crate) use budget::{ASSURED, FOR_ASSURED, FOR_DRIVER};
-pub use budget::{Budget, NoMapping, Used};
+pub use budget::{Budget, NoShare, Used};
 pub use courtesy::{Courtesy, OnProcessor};
 pub use doorbells::Hysteresis;
 pub use governor::{Class, HeavyWindow, Terms, WINDOW_MAX};

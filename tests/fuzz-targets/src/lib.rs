@@ -122,6 +122,7 @@ impl Host {
             learning: Learning::default(),
             pollers: self.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
+            memory_limit: None,
             rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         };

@@ -159,6 +159,7 @@ impl Lane {
             learning: Learning::default(),
             pollers: pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
+            memory_limit: None,
             rates: nvme_mpt::limit::RateLimits::default(),
             serial: None,
         })

@@ -452,6 +452,7 @@ pub(crate) fn config(
         learning: Learning::default(),
         pollers: pollers.clone(),
         memory: MemoryKinds::default(),
+        memory_limit: None,
         rates: RateLimits::default(),
         serial: None,
     }

@@ -47,6 +47,7 @@ fn attach(drive: &Arc<Drive>, lease: Lease) -> Result<Attachment, AttachError> {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
+        memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     })

@@ -1,14 +1,176 @@
-//! A VM's memory behind an IOMMU that takes its time.
+//! A VM's memory behind an IOMMU: what it takes, and how long that takes.
 
+use std::fs::File;
 use std::time::Instant;
 
 use nvme_mpt::spec::ids::QueueId;
+use nvme_mpt::{DmaError, DmaWindow, Gpa, MemoryLimit, MemoryRefusal, MemoryRegion};
 use nvme_mpt_tests::command::Sqe;
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::Options;
 use nvme_mpt_tests::status::SUCCESS;
 
 use crate::common::{HANG, Host, LONG, NOWHERE, REGION, Setup, queue_pair, status};
+use crate::load::Load;
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// The memory of a function, as its VMM maps it.
+fn window(host: &Host, function: &str, limit: Option<u64>) -> DmaWindow {
+    let window = DmaWindow::new(host.drive.controller().iova_space().clone());
+    window.of_function(function, limit.map(MemoryLimit::Chosen))
+}
+
+/// Sparse memory of so many bytes.
+fn sparse(bytes: u64) -> File {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(bytes).unwrap();
+    file
+}
+
+/// Maps the first bytes of a file at a guest address.
+fn map(window: &DmaWindow, file: &File, gpa: u64, len: u64) -> Result<(), DmaError> {
+    window.map(MemoryRegion {
+        gpa: Gpa(gpa),
+        len,
+        fd: file.try_clone().unwrap().into(),
+        offset: 0,
+        readable: true,
+        writable: true,
+    })
+}
+
+/// Maps the same bytes without end. Returns how often they were mapped, and why no further.
+fn map_aliases(window: &DmaWindow, file: &File, len: u64) -> (u64, DmaError) {
+    for nth in 0.. {
+        if let Err(error) = map(window, file, nth * len, len) {
+            return (nth, error);
+        }
+    }
+    unreachable!("there is a bound");
+}
+
+/// Returns why a function was refused memory.
+#[track_caller]
+fn refusal(error: DmaError) -> MemoryRefusal {
+    let DmaError::Iommu { source, .. } = error else {
+        panic!("{error}");
+    };
+    let refusal = source.downcast::<MemoryRefusal>();
+    refusal.unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn memory_that_is_mapped_again_and_again_is_refused_by_numbers() {
+    let host = Host::with(Options::default(), LONG);
+    let iommu = host.model.model_iommu();
+    let before = iommu.mapped();
+    let file = sparse(MIB);
+    let hostile = window(&host, "vm-1", Some(64 * MIB));
+    let (mapped, error) = map_aliases(&hostile, &file, MIB);
+    assert_eq!(mapped, 64);
+    let told = nvme_mpt_vmm::report::chain(&error);
+    for part in [
+        "Function vm-1 has 64M",
+        "asks for 1M more",
+        "may have 64M (its memory-limit=)",
+        "raise memory-limit=",
+    ] {
+        assert!(told.contains(part), "{told}");
+    }
+    let limit = MemoryLimit::Chosen(64 * MIB);
+    let (function, mapped) = ("vm-1".to_owned(), 64 * MIB);
+    let asked = MIB;
+    let expected = MemoryRefusal::Limit {
+        function,
+        mapped,
+        asked,
+        limit,
+    };
+    assert_eq!(refusal(error), expected);
+    // What was refused left nothing, and what goes makes room.
+    assert_eq!(iommu.mapped(), before + 64 * MIB);
+    assert_eq!(hostile.unmap(Gpa(5 * MIB), 2 * MIB).unwrap(), 2 * MIB);
+    map(&hostile, &file, 5 * MIB, MIB).unwrap();
+    map(&hostile, &file, 64 * MIB, 2 * MIB).unwrap_err();
+    map(&hostile, &file, 64 * MIB, MIB).unwrap();
+    // The neighbour has all that it needs.
+    Load::start(&host, &Setup::nth(0), 2, 4).finish_undisturbed();
+    let before = iommu.mapped();
+    drop(hostile);
+    assert_eq!(iommu.mapped(), before - 64 * MIB);
+    host.finish();
+}
+
+#[test]
+fn a_function_without_a_limit_has_the_hosts_memory_once() {
+    let host = Host::with(Options::default(), LONG);
+    let space = host.drive.controller().iova_space();
+    let window = DmaWindow::new(space.clone()).of_function("a", Some(MemoryLimit::Host(2 * GIB)));
+    let file = sparse(GIB);
+    let (mapped, error) = map_aliases(&window, &file, GIB);
+    assert_eq!(mapped, 2);
+    let told = nvme_mpt_vmm::report::chain(&error);
+    let host_has = "it may have 2G, the memory of the host, as it has no memory-limit=";
+    assert!(told.contains(host_has), "{told}");
+    drop(window);
+    host.finish();
+}
+
+#[test]
+fn a_software_drive_pins_nothing_and_has_no_limit() {
+    let space = std::sync::Arc::new(nvme_mpt::iova::IovaSpace::software());
+    let limit = Some(MemoryLimit::Chosen(MIB));
+    let window = DmaWindow::new(space).of_function("a", limit);
+    let file = sparse(MIB);
+    for nth in 0..16 {
+        map(&window, &file, nth * MIB, MIB).unwrap();
+    }
+}
+
+#[test]
+fn the_last_part_of_a_space_of_39_bits_is_kept_for_others() {
+    let host = Host::with(Options::default(), LONG);
+    let early = Load::start(&host, &Setup::nth(0), 1, 4);
+    let file = sparse(8 * GIB);
+    let hostile: Vec<_> = (0..12)
+        .map(|nth| {
+            let hostile = window(&host, &format!("vm-{nth}"), None);
+            let (mapped, error) = map_aliases(&hostile, &file, 8 * GIB);
+            (hostile, mapped, error)
+        })
+        .collect();
+    // The first has a third of what is nobody's, which is more than any VM on such a host has.
+    let mapped: Vec<_> = hostile.iter().map(|(_, mapped, _)| *mapped).collect();
+    assert!(mapped[0] >= 128 / 8 && mapped[0] <= 152 / 8, "{mapped:?}");
+    let [.., (_, _, error)] = &hostile[..] else {
+        unreachable!("twelve");
+    };
+    let told = nvme_mpt_vmm::report::chain(error);
+    for part in [
+        "Function vm-11 has taken",
+        "of IOVA space",
+        "gets no 8G more",
+        "are left",
+    ] {
+        assert!(told.contains(part), "{told}");
+    }
+    // Its neighbours have what they are assured.
+    let neighbours = ["x", "y", "z"].map(|function| window(&host, function, None));
+    for neighbour in &neighbours {
+        map(neighbour, &file, 0, 2 * GIB).unwrap();
+    }
+    Load::start(&host, &Setup::nth(1), 4, 8).finish_undisturbed();
+    early.finish_undisturbed();
+    drop((hostile, neighbours));
+    // What they give back is there for others.
+    let alone = window(&host, "alone", None);
+    let large = sparse(200 * GIB);
+    map(&alone, &large, 0, 200 * GIB).unwrap();
+    drop(alone);
+    host.finish();
+}
 
 #[test]
 fn a_poller_goes_on_while_memory_is_pinned() {

@@ -180,6 +180,7 @@ fn config(drive: &Arc<Drive>, range: &str) -> AttachmentConfig {
         learning: Learning::default(),
         pollers: Pollers::new(),
         memory: MemoryKinds::default(),
+        memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     }

@@ -67,6 +67,13 @@ pub struct FunctionConfig {
     /// Kinds of files that the VM's memory may be in.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<String>,
+    /// Most bytes of the VM's memory that are mapped for a physical drive.
+    #[serde(
+        default,
+        rename = "memory-limit",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub memory_limit: Option<String>,
     /// Most I/O commands per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iops: Option<String>,
@@ -139,6 +146,7 @@ impl Default for FunctionConfig {
             poll: None,
             fixed: None,
             memory: None,
+            memory_limit: None,
             iops: None,
             bandwidth: None,
             weight: None,
@@ -174,6 +182,7 @@ impl FunctionConfig {
         "poll",
         "fixed",
         "memory",
+        "memory-limit",
         "iops",
         "bandwidth",
         "weight",
@@ -213,6 +222,7 @@ impl FunctionConfig {
             poll: get("poll"),
             fixed: get("fixed"),
             memory: get("memory"),
+            memory_limit: get("memory-limit"),
             iops: get("iops"),
             bandwidth: get("bandwidth"),
             weight: parsed("weight", get("weight"), str::parse)?,
@@ -329,6 +339,7 @@ impl FunctionConfig {
             poll,
             fixed,
             memory,
+            memory_limit,
             iops,
             bandwidth,
             weight,
@@ -362,6 +373,7 @@ impl FunctionConfig {
             ("poll", poll.clone()),
             ("fixed", fixed.clone()),
             ("memory", memory.clone()),
+            ("memory-limit", memory_limit.clone()),
             ("iops", iops.clone()),
             ("bandwidth", bandwidth.clone()),
             ("weight", weight.map(|weight| weight.to_string())),
@@ -419,12 +431,13 @@ mod tests {
             ("path", "0000:01:00.0"),
             ("reserve", "4"),
             ("weight", "300"),
+            ("memory-limit", "16G"),
             ("namespace", "2"),
             ("timeout", "7"),
             ("reconnect", "0"),
         ];
         let config = self::config(&physical).expect("valid");
-        let options = "path=0000:01:00.0,reserve=4,weight=300,namespace=2,timeout=7,reconnect=0"
+        let options = "path=0000:01:00.0,reserve=4,weight=300,memory-limit=16G,namespace=2,timeout=7,reconnect=0"
             .parse()
             .expect("valid");
         assert_eq!(config.options().expect("valid"), options);

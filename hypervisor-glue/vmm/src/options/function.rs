@@ -11,7 +11,7 @@ use nvme_mpt::learn::{Choice, Learning};
 use nvme_mpt::lease::FormerData;
 use nvme_mpt::limit::{RateLimit, RateLimits};
 use nvme_mpt::poller::{Placement, Spin};
-use nvme_mpt::range::{ByteRange, Bytes};
+use nvme_mpt::range::{ByteRange, Bytes, SizeError};
 use nvme_mpt::spec::ids::Nsid;
 use nvme_mpt::{DoorbellMode, DoorbellStride, MemoryKinds, PollPolicy};
 use nvme_software::Allocation;
@@ -90,6 +90,8 @@ pub struct FunctionOptions {
     pub fixed: Learning,
     /// Kinds of files that the VM's memory may be in.
     pub memory: MemoryKinds,
+    /// Most bytes of the VM's memory that are mapped for a physical drive; all memory of the host if not given.
+    pub memory_limit: Option<Bytes>,
     /// I/Os and bytes per second, and the weight beside other guests.
     pub rates: RateLimits,
     /// Fate of data that another id left in the range.
@@ -235,6 +237,7 @@ impl FunctionOptions {
             poll: take(keys, "poll", str::parse)?.unwrap_or_default(),
             fixed: take(keys, "fixed", str::parse)?.unwrap_or_default(),
             memory: take(keys, "memory", str::parse)?.unwrap_or_default(),
+            memory_limit: take(keys, "memory-limit", parse_memory_limit)?,
             rates: RateLimits {
                 iops: take(keys, "iops", RateLimit::of_commands)?,
                 bandwidth: take(keys, "bandwidth", RateLimit::of_bytes)?,
@@ -400,7 +403,10 @@ impl FunctionOptions {
             ("reserve", why)
         });
         let weight = self.rates.weight.map(|_| ("weight", UNSHARED));
-        fixed.or(namespace).or(timeout).or(reserve).or(weight)
+        let why = "only a physical drive, as in path=0000:01:00.0, pins the memory of its VMs";
+        let memory_limit = self.memory_limit.map(|_| ("memory-limit", why));
+        let of_drive = fixed.or(namespace).or(timeout).or(reserve);
+        of_drive.or(weight).or(memory_limit)
     }
 }
 
@@ -447,6 +453,20 @@ fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
             why: "they are two names of one option",
         }),
         (id, lease) => Ok(id.or(lease)),
+    }
+}
+
+/// Least memory limit: a VM has more, and a limit that is meant in GiB is noticed.
+const MEMORY_LIMIT_MIN: u64 = 1 << 20;
+
+fn parse_memory_limit(text: &str) -> Result<Bytes, String> {
+    let limit: Bytes = text.parse().map_err(|error: SizeError| error.to_string())?;
+    match limit.0 >= MEMORY_LIMIT_MIN {
+        true => Ok(limit),
+        false => Err(format!(
+            "No VM has as little memory: write at least {}, as in 16G",
+            Bytes(MEMORY_LIMIT_MIN)
+        )),
     }
 }
 

@@ -119,6 +119,12 @@ slices, looks [default: all of it learns]",
 whose page faults may wait, with poll=dedicated alone [default: resident]",
     ),
     option(
+        "memory-limit",
+        "SIZE",
+        "most bytes of the guest's memory that are mapped for a physical drive, which pins them, as in
+17G; memory counts as often as it is mapped [default: the memory of the host]",
+    ),
+    option(
         "iops",
         "NUMBER[+BURST]",
         "most I/O commands per second, and commands that may come at once after idleness, as

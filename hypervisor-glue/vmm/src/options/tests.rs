@@ -45,6 +45,7 @@ fn a_path_is_enough() {
             poll: PollPolicy::default(),
             fixed: Learning::default(),
             memory: MemoryKinds::Resident,
+            memory_limit: None,
             rates: RateLimits::default(),
             data: FormerData::Refused,
             serial: None,
@@ -85,6 +86,7 @@ fn every_option_is_understood_in_any_order() {
                 ..Learning::default()
             },
             memory: MemoryKinds::Any,
+            memory_limit: None,
             rates: RateLimits {
                 iops: RateLimit::of_commands("20000+500").ok(),
                 bandwidth: RateLimit::of_bytes("1G").ok(),
@@ -104,11 +106,12 @@ fn every_option_is_understood_in_any_order() {
         }
     );
     let physical = function(
-        "path=0000:01:00.0,namespace=2,timeout=30,reconnect=90,fixed=governor+budget,queues=4,reserve=4,weight=300",
+        "path=0000:01:00.0,namespace=2,timeout=30,reconnect=90,fixed=governor+budget,queues=4,reserve=4,weight=300,memory-limit=16G",
     );
     assert_eq!((physical.queues, physical.reserve), (4, 4));
     assert_eq!(physical.rates.to_string(), "weight=300");
     assert_eq!(physical.fixed.to_string(), "governor+budget");
+    assert_eq!(physical.memory_limit, Some(Bytes(16 << 30)));
     assert_eq!(physical.namespace, Some(Nsid(2)));
     assert_eq!(physical.timeout, Some(Duration::from_secs(30)));
     let file = |text: &str| text.parse::<FunctionOptions>().unwrap();
@@ -191,13 +194,13 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
         ),
         (
             "path=/d,length=4",
-            "There is no option \"length\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
+            "There is no option \"length\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, memory-limit, iops, \
              bandwidth, weight, data, serial, \
              lba, drive-id, format, profile, faults, populate, namespace, timeout, reconnect",
         ),
         (
             "path=/d,socket=/run/a.sock",
-            "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, iops, \
+            "There is no option \"socket\": the options are path, range, size, unit, queues, reserve, mdts, id, lease, doorbells, doorbell-stride, poll, fixed, memory, memory-limit, iops, \
              bandwidth, weight, data, serial, \
              lba, drive-id, format, profile, faults, populate, namespace, timeout, reconnect",
         ),
@@ -304,6 +307,20 @@ fn complaints_name_the_option_the_value_and_what_is_allowed() {
             "path=memory:1G,weight=200",
             "Option \"weight\" is not for memory:1G: only a physical drive, as in path=0000:01:00.0, has queue pairs \
              that guests share; leave it out",
+        ),
+        (
+            "path=memory:1G,memory-limit=2G",
+            "Option \"memory-limit\" is not for memory:1G: only a physical drive, as in path=0000:01:00.0, pins the memory \
+             of its VMs; leave it out",
+        ),
+        (
+            "path=0000:01:00.0,memory-limit=16",
+            "Option \"memory-limit\" cannot be \"16\"\n  No VM has as little memory: write at least 1M, as in 16G",
+        ),
+        (
+            "path=0000:01:00.0,memory-limit=much",
+            "Option \"memory-limit\" cannot be \"much\"\n  \"much\" is not a size: write bytes, or a number with suffix K, M, G \
+             or T (powers of 1024), such as 64G",
         ),
         (
             "path=0000:01:00.0,weight=0",

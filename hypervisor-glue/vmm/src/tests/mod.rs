@@ -257,6 +257,7 @@ fn device_in(
         learning,
         pollers: Pollers::new(),
         memory: nvme_mpt::MemoryKinds::default(),
+        memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     })

@@ -277,6 +277,7 @@ impl Host {
             learning: setup.learning,
             pollers: self.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
+            memory_limit: None,
             rates: setup.rates,
             serial: None,
         };

@@ -470,6 +470,7 @@ fn lease(host: &Host, start: u64, length: u64) -> Result<Attachment, AttachError
         learning: Learning::default(),
         pollers: host.pollers.clone(),
         memory: nvme_mpt::MemoryKinds::default(),
+        memory_limit: None,
         rates: nvme_mpt::limit::RateLimits::default(),
         serial: None,
     })

@@ -93,8 +93,10 @@ pub enum QueueFailure {
     /// The memory of a ring or of the Doorbell Buffer was unmapped.
     #[error("The memory at {0} that a queue lies in was unmapped")]
     RingUnmapped(Gpa),
-    /// Guest memory went away: its file was cut short.
-    #[error("Guest memory went away: its file was cut short")]
+    /// Guest memory went away: its file was cut short, or pages of it were freed that a physical drive has.
+    #[error(
+        "Guest memory went away: its file was cut short, or pages of it were freed that the drive has (balloon, free page reporting)"
+    )]
     MemoryLost,
     /// The host controller's queue broke.
     #[error("The host controller's queue cannot be used any more")]

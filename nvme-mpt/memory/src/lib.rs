@@ -67,6 +67,7 @@ pub mod device_mapper;
 pub mod eventfd;
 pub mod file_system;
 pub mod files;
+pub mod holes;
 mod host_ring;
 mod indices;
 mod mapping;

@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::bytes::RawBytes;
 use super::file_system::{host_page_size, page_size};
@@ -56,6 +57,8 @@ pub struct Mapping {
     guard: Option<sigbus::Guard>,
     /// Memory that another owner has mapped and will unmap.
     owner: Option<MemoryOwner>,
+    /// See [`Mapping::lose`].
+    replaced: AtomicBool,
 }
 
 // SAFETY: the mapping is plain memory without thread affinity; all access to it is by raw
@@ -153,6 +156,7 @@ impl Mapping {
             }),
             guard: None,
             owner: Some(MemoryOwner(owner)),
+            replaced: AtomicBool::new(false),
         })
     }
 
@@ -254,6 +258,7 @@ impl Mapping {
             place: None,
             guard: None,
             owner: None,
+            replaced: AtomicBool::new(false),
         })
     }
 
@@ -367,11 +372,20 @@ impl Mapping {
     }
 
     /// Returns whether the memory or the device behind the mapping went away. Zeroes then took the place of memory
-    /// (its file was cut short), and ones the place of a device. A guest's data there is lost, so its queues must stop.
+    /// (its file was cut short), and ones the place of a device; or a drive has other pages of the file than this mapping
+    /// ([`Self::lose`]). A guest's data there is lost, so its queues must stop.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
-        self.guard.as_ref().is_some_and(sigbus::Guard::is_lost)
+        let replaced = self.replaced.load(Ordering::Acquire);
+        replaced || self.guard.as_ref().is_some_and(sigbus::Guard::is_lost)
+    }
+
+    /// Marks the memory as lost, because pages were freed that are pinned for a drive. Queues find it by
+    /// [`lost_memory_epoch`](crate::lost_memory_epoch).
+    pub fn lose(&self) {
+        self.replaced.store(true, Ordering::Release);
+        sigbus::count_loss();
     }
 }
 

@@ -102,6 +102,11 @@ pub fn lost_memory_epoch() -> usize {
     EPOCH.load(Ordering::Relaxed)
 }
 
+/// Notes that some mapping's memory was lost.
+pub(super) fn count_loss() {
+    EPOCH.fetch_add(1, Ordering::Release);
+}
+
 /// The registration of one mapping.
 pub(super) struct Guard(&'static Entry);
 

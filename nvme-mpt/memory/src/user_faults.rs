@@ -9,17 +9,15 @@
 //! Write protection (`uw`) hides no content, and is ignored.
 //!
 //! This cannot see processes whose memory this process may not inspect (ptrace(2)), nor registrations that are made later.
-#![expect(unsafe_code, reason = "lseek for holes has no safe interface")]
-
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::OnceLock;
 
-use super::file_system::{host_page_size, page_size};
+use super::holes::{has_hole, open_anew};
 
 /// A process that may have registered its mappings of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -125,8 +123,7 @@ fn mappings(process: &str, name: &str) -> io::Result<String> {
 
 /// Returns whether a process's registrations mean that content of a file may be missing; `None` if it has not mapped the file.
 fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
-    // A file of its own, whose position nobody else uses.
-    let file = File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    let file = open_anew(fd)?;
     let status = file.metadata()?;
     let (device, inode) = (status.dev(), status.ino());
     // Flags are in a longer list, for which the kernel walks all pages of the process.
@@ -198,28 +195,6 @@ fn mapped_part(line: &str, device: u64, inode: u64) -> Option<Range<u64>> {
     );
     let same = of == device && words.next()?.parse::<u64>().ok()? == inode;
     same.then(|| offset..offset.saturating_add(len))
-}
-
-/// Returns whether a range of a file has a hole. `file` is not shared, because its position changes.
-fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
-    let status = file.metadata()?;
-    // hugetlbfs calls the whole file data. It counts its pages.
-    if page_size(file.as_fd())? > host_page_size() {
-        return Ok(status.blocks().saturating_mul(512) < status.len());
-    }
-    let start = libc::off_t::try_from(range.start).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: `file` is open; the call takes numbers.
-    let hole = unsafe { libc::lseek(file.as_raw_fd(), start, libc::SEEK_HOLE) };
-    match u64::try_from(hole) {
-        // The end of the file is one, too.
-        Ok(hole) => Ok(hole < range.end.min(status.len())),
-        Err(_) => match io::Error::last_os_error() {
-            // It starts behind the end.
-            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(false),
-            // Whoever does not say may have one.
-            _ => Ok(true),
-        },
-    }
 }
 
 #[cfg(test)]

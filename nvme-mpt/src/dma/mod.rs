@@ -37,6 +37,7 @@ mod guest_memory;
 mod held;
 mod kinds;
 mod notes;
+mod pinned;
 mod published;
 mod region;
 mod sorted;
@@ -260,12 +261,15 @@ impl DmaWindow {
             under_way: UnderWay::default(),
             changes: Mutex::default(),
         };
+        let tables = Arc::new(tables);
+        let pinned: Weak<Tables> = Arc::downgrade(&tables);
+        space.watch(pinned);
         Self {
             shares: space.new_vm(),
             bounds: Bounds::default(),
             space,
             kinds: MemoryKinds::default(),
-            tables: Arc::new(tables),
+            tables,
             clock: SystemClock::shared(),
             holder: Mutex::default(),
         }

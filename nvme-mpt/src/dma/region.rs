@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::MemoryRegion;
 use crate::address::Gpa;
 use crate::iova::{IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShare};
+use crate::memory::holes::allocated_bytes;
 use crate::memory::{Access, Mapping, host_page_size};
 
 /// A file that holds memory of a VM, as it is mapped into this process: as a whole, so that regions
@@ -26,6 +27,8 @@ pub(super) struct GuestFile {
     mapping: Arc<Mapping>,
     /// Kept, to be handed to another process that is to do the function's I/O.
     file: File,
+    /// Bytes of the file that were allocated at the last look.
+    allocated: AtomicU64,
 }
 
 impl GuestFile {
@@ -71,6 +74,7 @@ impl GuestFile {
             start,
             mapping,
             file,
+            allocated: AtomicU64::new(0),
         })))
     }
 
@@ -102,6 +106,7 @@ impl GuestFile {
                 start,
                 mapping: Arc::new(mapping),
                 file,
+                allocated: AtomicU64::new(0),
             }),
         })
     }
@@ -131,6 +136,23 @@ impl GuestFile {
 
     pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Returns whether the file has fewer pages than at the call before.
+    pub(super) fn has_shrunk(&self) -> bool {
+        let Ok(now) = allocated_bytes(&self.file) else {
+            return false;
+        };
+        now < self.allocated.swap(now, Ordering::Relaxed)
+    }
+
+    /// Has the next call of [`Self::has_shrunk`] return true.
+    pub(super) fn look_again(&self) {
+        self.allocated.store(u64::MAX, Ordering::Relaxed);
     }
 
     /// Returns the place in the mapping of the bytes from `offset` of the file on, if it has all of them.
@@ -171,6 +193,12 @@ impl Place {
             readable,
             writable,
         })
+    }
+
+    /// Returns its part of the file, in bytes.
+    pub(super) fn in_file(&self) -> Range<u64> {
+        let start = self.file.start + self.offset;
+        start..start + self.len
     }
 
     /// Returns its part of the file's mapping.

@@ -4,7 +4,7 @@ use super::*;
 use crate::deadline::StillClock;
 use crate::memory;
 
-fn memfd(len: u64) -> OwnedFd {
+pub(super) fn memfd(len: u64) -> OwnedFd {
     memory::memfd(c"test", len).expect("memory")
 }
 
@@ -170,7 +170,7 @@ fn an_unmap_waits_for_who_uses_the_memory() {
 }
 
 /// `len` bytes at `gpa`, `offset` bytes into the file.
-fn part(file: &OwnedFd, gpa: u64, offset: u64, len: u64) -> MemoryRegion {
+pub(super) fn part(file: &OwnedFd, gpa: u64, offset: u64, len: u64) -> MemoryRegion {
     MemoryRegion {
         gpa: Gpa(gpa),
         len,

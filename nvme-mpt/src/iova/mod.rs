@@ -8,7 +8,7 @@ use std::fmt;
 use std::io;
 use std::ops::{Range, RangeInclusive};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, Weak};
 
 use log::error;
 
@@ -49,6 +49,15 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     fn mappings_max(&self) -> Option<u64>;
 }
 
+/// A VM's memory, pinned for a device.
+pub trait PinnedMemory: Send + Sync + fmt::Debug {
+    /// Returns whether the memory's files have fewer pages than at the call before. It never waits.
+    fn has_shrunk(&self) -> bool;
+
+    /// Finds pages that were freed although the device has them, and stops what uses them. For large memory, it takes a while.
+    fn find_freed(&self);
+}
+
 /// The addresses that a host controller can be given, allotted so that no two parts overlap or
 /// touch: a stretch of addresses that goes on without a gap lies in one part.
 #[derive(Debug)]
@@ -63,6 +72,8 @@ pub struct IovaSpace {
     iovas: Arc<SharedBudget>,
     /// Mappings of the IOMMU.
     mappings: Mutex<Mappings>,
+    /// The memory of all VMs, if it is pinned.
+    pinned: Mutex<Vec<Weak<dyn PinnedMemory>>>,
 }
 
 /// The parts of a space that are taken.
@@ -132,6 +143,7 @@ impl IovaSpace {
             budget: SharedBudget::new(mappings),
             iovas: SharedBudget::new(iovas),
             mappings: Mutex::default(),
+            pinned: Mutex::default(),
         }
     }
 
@@ -194,6 +206,23 @@ impl IovaSpace {
     #[must_use]
     pub fn has_inheritance(&self) -> bool {
         lock(&self.mappings).has_inherited()
+    }
+
+    /// Adds a VM's memory to what [`Self::shrunk_memory`] looks at, if memory is pinned here.
+    pub(crate) fn watch(&self, memory: Weak<dyn PinnedMemory>) {
+        if self.has_iommu() {
+            let mut pinned = lock(&self.pinned);
+            pinned.retain(|memory| memory.strong_count() > 0);
+            pinned.push(memory);
+        }
+    }
+
+    /// Looks at the memory of all VMs, and returns that which lost pages since the last call. It never waits.
+    #[must_use]
+    pub fn shrunk_memory(&self) -> Vec<Arc<dyn PinnedMemory>> {
+        let pinned = lock(&self.pinned);
+        let memory = pinned.iter().filter_map(Weak::upgrade);
+        memory.filter(|memory| memory.has_shrunk()).collect()
     }
 
     /// Returns whether there is an IOMMU, for which memory is pinned.

@@ -1,13 +1,16 @@
 //! A VM's memory behind an IOMMU: what it takes, and how long that takes.
 
 use std::fs::File;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use nvme_mpt::memory::{Access, Mapping};
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::{DmaError, DmaWindow, Gpa, MemoryLimit, MemoryRefusal, MemoryRegion};
 use nvme_mpt_tests::command::Sqe;
+use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::doorbell::DoorbellMode;
 use nvme_mpt_tests::drive::Options;
+use nvme_mpt_tests::memory::PAGE_SIZE;
 use nvme_mpt_tests::status::SUCCESS;
 
 use crate::common::{HANG, Host, LONG, NOWHERE, REGION, Setup, queue_pair, status};
@@ -220,5 +223,48 @@ fn a_poller_goes_on_while_memory_is_pinned() {
     });
     assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
     drop((queue, controller, attachment, machine));
+    host.finish();
+}
+
+#[test]
+fn a_guest_whose_pages_were_freed_under_the_drive_stops_and_others_go_on() {
+    let host = Host::with(Options::default(), LONG);
+    let neighbour = Load::start(&host, &Setup::nth(1), 1, 4);
+    let machine = host.machine(&Setup::nth(0));
+    let mut controller = machine.attach();
+    let mut queue = queue_pair(&mut controller, 1, 16);
+    let fd = machine.memory.fd();
+    let regions = machine.memory.regions();
+    // As pinning does.
+    let vmm = regions.iter().map(|region| {
+        let len = region.len as usize;
+        Mapping::shared(fd, region.fd_offset, len, Access::ReadWrite).unwrap()
+    });
+    let vmm: Vec<_> = vmm.collect();
+    vmm.iter().for_each(|mapping| mapping.populate().unwrap());
+    // Two looks at the memory, with its pages.
+    let resets = host.incidents().resets;
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(status(&mut queue, Sqe::flush(1)), SUCCESS);
+    // A balloon takes a page.
+    let last = vmm.last().unwrap();
+    last.discard_file(last.len() - PAGE_SIZE, PAGE_SIZE)
+        .unwrap();
+    machine.wait_fatal(&controller);
+    // A reset does not make the memory whole.
+    drop((queue, controller));
+    let config = Config {
+        admin_timeout: Duration::from_secs(2),
+        ..Config::default()
+    };
+    let (bar, memory) = (machine.bar(), machine.memory.clone());
+    let mut controller = Controller::attach(bar, memory, config, 1).unwrap();
+    // The controller may have failed before it answers.
+    let queue = controller.create_queue_pair(1, &QueueOptions::polled(16));
+    machine.wait_fatal(&controller);
+    neighbour.goes_on();
+    neighbour.finish();
+    assert_eq!(host.incidents().resets, resets, "of the drive");
+    drop((queue, controller, machine));
     host.finish();
 }

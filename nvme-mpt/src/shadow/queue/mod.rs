@@ -227,7 +227,8 @@ impl ShadowQueue {
             batch_bytes: BATCH_BYTES,
             generation,
             departures: HeldDepartures::default(),
-            lost_epoch: lost_memory_epoch(),
+            // Memory that was lost before is looked for as well.
+            lost_epoch: lost_memory_epoch().wrapping_sub(1),
             stopped: false,
             is_cut_short: false,
             condition: Condition::Sound,

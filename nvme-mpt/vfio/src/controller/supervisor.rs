@@ -43,6 +43,9 @@ use nvme_mpt::spec::sqe::Sqe;
 /// Interval between two looks at the drive.
 pub(super) const TICK: Duration = Duration::from_millis(100);
 
+/// Looks at the drive for each at the memory that is pinned for it.
+const LOOKS_AT_MEMORY: u32 = 2;
+
 /// Longest time of a command that was to be aborted.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
 
@@ -89,6 +92,9 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
         overdue: Vec::new(),
         progress: Progress::default(),
         namespaces: Namespaces::Known,
+        threads: threads.clone(),
+        looks: 0,
+        memory_look: None,
     };
     let work = move || while supervisor.watch() {};
     threads.spawn("nvme-supervisor", Box::new(work))
@@ -120,6 +126,10 @@ struct Supervisor {
     overdue: Vec<Overdue>,
     progress: Progress,
     namespaces: Namespaces,
+    threads: Threads,
+    looks: u32,
+    /// The thread that looks through memory that lost pages.
+    memory_look: Option<JoinHandle<()>>,
 }
 
 impl Supervisor {
@@ -156,9 +166,36 @@ impl Supervisor {
                 self.drive.even_out();
                 self.check_events();
                 self.check_namespaces();
+                self.check_memory();
             }
         }
         !self.drive.is_gone()
+    }
+
+    /// Has pages found that a VMM has freed while they are pinned for the drive (`dma/pinned.rs`).
+    fn check_memory(&mut self) {
+        self.looks = self.looks.wrapping_add(1);
+        if !self.looks.is_multiple_of(LOOKS_AT_MEMORY) {
+            return;
+        }
+        // The thread that looks takes what is found meanwhile with its next round.
+        if self
+            .memory_look
+            .as_ref()
+            .is_some_and(|look| !look.is_finished())
+        {
+            return;
+        }
+        self.memory_look = None;
+        let shrunk = self.drive.space.shrunk_memory();
+        if shrunk.is_empty() {
+            return;
+        }
+        let work = move || shrunk.iter().for_each(|memory| memory.find_freed());
+        match self.threads.spawn("nvme-memory", Box::new(work)) {
+            Ok(look) => self.memory_look = Some(look),
+            Err(error) => warn!("Memory that lost pages is not looked through yet: {error}"),
+        }
     }
 
     /// Aborts what takes too long; resets the drive if that does not help.

@@ -1,0 +1,189 @@
+//! Pages that were freed while they were pinned for a drive.
+//!
+//! Memory of a physical drive's VMs is pinned page by page. If the VMM then frees a page of its file, because of the guest's
+//! balloon, free page reporting, or memory that is unplugged before it is unmapped, the file gets another page at the next
+//! access. The drive goes on with the old one: what it writes never arrives, and what it reads is not what the guest wrote.
+//! Both complete with success.
+//!
+//! A VMM must not do that, as with any device that is passed through. The drive's supervisor looks a few times a second
+//! whether a file has fewer pages than before. If so, it has the mapped ranges looked through, on a thread of its own because
+//! the kernel takes long for large ranges. A mapped page that is missing is certain proof: memory is pinned before it counts
+//! as mapped, and pinning takes all its pages. Then all queues of the function fail for good (`CSTS.CFS`): the VMM has to map the memory anew.
+//!
+//! A page that is freed and comes back between two looks is not noticed.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::slice;
+use std::sync::{Arc, Weak};
+
+use log::error;
+
+use super::region::{GuestFile, Region};
+use super::{Changes, Tables};
+use crate::iova::PinnedMemory;
+use crate::memory::holes::lacks_pages;
+use crate::memory::sync::try_lock;
+
+impl PinnedMemory for Tables {
+    fn has_shrunk(&self) -> bool {
+        // Memory that is being pinned takes its time. The next look is soon.
+        let Some(changes) = try_lock(&self.changes) else {
+            return false;
+        };
+        let files = changes.files.iter().filter_map(Weak::upgrade);
+        // Each has to be looked at.
+        let shrunk = files.filter(|file| !file.mapping().is_lost() && file.has_shrunk());
+        let shrunk: Vec<_> = shrunk.collect();
+        shrunk.iter().for_each(|file| file.look_again());
+        !shrunk.is_empty()
+    }
+
+    fn find_freed(&self) {
+        let files: Vec<_> = super::lock(&self.changes)
+            .files
+            .iter()
+            .filter_map(Weak::upgrade)
+            .collect();
+        for file in files {
+            // What is freed from now on is found by the next look.
+            let shrunk = file.has_shrunk();
+            if shrunk && lacks_pages(file.file(), &self.ranges_of(&file)).unwrap_or(false) {
+                self.check_again(&file);
+            }
+        }
+    }
+}
+
+impl Tables {
+    /// Returns the mapped ranges of a file, in bytes. They do not overlap.
+    fn ranges_of(&self, file: &Arc<GuestFile>) -> Vec<Range<u64>> {
+        let regions: Vec<_> = super::lock(&self.changes)
+            .regions_of(file)
+            .cloned()
+            .collect();
+        merged(regions.iter().map(|region| region.place.in_file()))
+    }
+
+    /// Looks once more at what lacks pages: it may have been unmapped before its pages were freed.
+    fn check_again(&self, file: &Arc<GuestFile>) {
+        // Nothing is unmapped meanwhile.
+        let changes = super::lock(&self.changes);
+        let mut regions = changes.regions_of(file);
+        let lacking = regions.find(|region| {
+            let range = region.place.in_file();
+            lacks_pages(file.file(), slice::from_ref(&range)).unwrap_or(false)
+        });
+        if let Some(region) = lacking {
+            let (gpa, len) = (region.place.gpa, region.place.len);
+            error!(
+                "The VMM freed guest memory that is mapped for a drive, of the {len:#x} bytes at guest address {gpa:#x}: \
+                 what the drive transfers there is lost. All queues of the function stop. A VM on a physical drive must \
+                 have no balloon and no free page reporting, and unmap memory before it unplugs it"
+            );
+            file.mapping().lose();
+        }
+    }
+}
+
+impl Changes {
+    fn regions_of<'a>(
+        &'a self,
+        file: &'a Arc<GuestFile>,
+    ) -> impl Iterator<Item = &'a Arc<Region>> + 'a {
+        let regions = self.regions.values();
+        regions.filter(move |region| Arc::ptr_eq(&region.place.file, file))
+    }
+}
+
+/// Returns ranges that have the same numbers, and do not overlap.
+fn merged(ranges: impl Iterator<Item = Range<u64>>) -> Vec<Range<u64>> {
+    let by_start: BTreeMap<u64, u64> = ranges.fold(BTreeMap::new(), |mut all, range| {
+        let end = all.entry(range.start).or_default();
+        *end = range.end.max(*end);
+        all
+    });
+    let mut merged: Vec<Range<u64>> = Vec::new();
+    for (start, end) in by_start {
+        match merged.last_mut() {
+            Some(last) if start <= last.end => last.end = last.end.max(end),
+            _ => merged.push(start..end),
+        }
+    }
+    merged
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::AsFd;
+
+    use super::*;
+    use crate::address::Gpa;
+    use crate::dma::tests::{memfd, part, window};
+    use crate::memory::{Access, Mapping};
+
+    const PAGE: u64 = 4096;
+
+    fn look(tables: &Tables) -> bool {
+        let shrunk = tables.has_shrunk();
+        if shrunk {
+            tables.find_freed();
+        }
+        shrunk
+    }
+
+    #[test]
+    fn a_page_that_is_freed_while_it_is_mapped_is_found_and_others_are_not() {
+        let window = window();
+        let file = memfd(16 * PAGE);
+        let vmm = Mapping::shared(file.as_fd(), 0, 16 * PAGE as usize, Access::ReadWrite).unwrap();
+        vmm.populate().unwrap();
+        let free = |page: u64| {
+            let page = (page * PAGE) as usize;
+            vmm.discard_file(page, PAGE as usize).unwrap();
+        };
+        // Twice the same pages, and a hole in between.
+        for (gpa, page) in [(0, 0), (0x10_0000, 0), (0x20_0000, 8)] {
+            window.map(part(&file, gpa, page * PAGE, 4 * PAGE)).unwrap();
+        }
+        let tables = window.tables();
+        assert!(!look(tables));
+        free(6);
+        assert!(look(tables), "the file has shrunk");
+        assert!(!window.table().is_lost(), "by a page that is not mapped");
+        assert!(!look(tables));
+        assert_eq!(window.unmap(Gpa(0x20_0000), 4 * PAGE).unwrap(), 4 * PAGE);
+        free(8);
+        assert!(look(tables));
+        assert!(!window.table().is_lost(), "it was unmapped first");
+        free(2);
+        assert!(look(tables));
+        assert!(window.table().is_lost());
+        assert!(!look(tables), "once is enough");
+        // The memory is whole again once it is mapped anew.
+        assert_eq!(window.unmap_all().unwrap(), 8 * PAGE);
+        vmm.populate().unwrap();
+        window.map(part(&file, 0, 0, 4 * PAGE)).unwrap();
+        assert!(!window.table().is_lost());
+    }
+
+    #[test]
+    fn memory_that_is_cut_off_is_missing() {
+        let window = window();
+        let file = memfd(16 * PAGE);
+        let vmm = Mapping::shared(file.as_fd(), 0, 16 * PAGE as usize, Access::ReadWrite).unwrap();
+        vmm.populate().unwrap();
+        window.map(part(&file, 0, 0, 16 * PAGE)).unwrap();
+        assert!(!look(window.tables()));
+        File::from(file).set_len(8 * PAGE).unwrap();
+        assert!(look(window.tables()));
+        assert!(window.table().is_lost());
+    }
+
+    #[test]
+    fn ranges_are_merged() {
+        let ranges = [8..12, 0..4, 2..3, 4..6, 0..1, 12..13, 20..21];
+        assert_eq!(merged(ranges.into_iter()), [0..6, 8..13, 20..21]);
+    }
+}

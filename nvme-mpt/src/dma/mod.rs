@@ -262,8 +262,8 @@ impl DmaWindow {
             changes: Mutex::default(),
         };
         let tables = Arc::new(tables);
-        let pinned: Weak<Tables> = Arc::downgrade(&tables);
-        space.watch(pinned);
+        let memory: Weak<Tables> = Arc::downgrade(&tables);
+        space.watch(memory);
         Self {
             shares: space.new_vm(),
             bounds: Bounds::default(),

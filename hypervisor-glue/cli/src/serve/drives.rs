@@ -204,6 +204,13 @@ impl OpenDrives {
                     // It does nothing of the server before any more, open or not.
                     keeping.take_drive_back(&path.to_string());
                 }
+                if drive.is_ok() && function.pins_memory() {
+                    // Which VMMs will come is not known.
+                    log::warn!(
+                        "Drive {path} pins the memory of its VMs: they must have no balloon and no free page reporting, \
+                         unless their VMM prevents both, as QEMU does"
+                    );
+                }
                 (drive?, options)
             }
         };

@@ -329,6 +329,13 @@ impl FunctionOptions {
         }
     }
 
+    /// Returns whether the drive has the guest's memory pinned. A VMM must not free such memory while it is mapped: no
+    /// balloon, no free page reporting, and virtio-mem only if it unmaps memory before it frees it.
+    #[must_use]
+    pub fn pins_memory(&self) -> bool {
+        matches!(self.path, DrivePath::Pci(_))
+    }
+
     /// Returns whether the drive holds keys and values.
     pub(crate) fn has_keys(&self) -> bool {
         matches!(self.profile.as_deref(), Some(Profile::Kv(_)))

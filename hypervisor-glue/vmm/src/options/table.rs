@@ -121,8 +121,8 @@ whose page faults may wait, with poll=dedicated alone [default: resident]",
     option(
         "memory-limit",
         "SIZE",
-        "most bytes of the guest's memory that are mapped for a physical drive, which pins them, as in
-17G; memory counts as often as it is mapped [default: the memory of the host]",
+        "most bytes of the guest's memory that are mapped for a physical drive, which pins them,
+as in 17G; memory counts as often as it is mapped [default: the memory of the host]",
     ),
     option(
         "iops",

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Folder of the kernel's control groups.
-const GROUPS: &str = "/sys/fs/cgroup";
+const GROUPS: &str = "sys/fs/cgroup";
 
 /// A limit of a control group, and its use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,7 +13,7 @@ pub struct GroupLimit {
     pub file: PathBuf,
     /// The limit.
     pub most: u64,
-    /// Its use by the group.
+    /// Its use by the group, without files' pages, which the kernel takes back where memory is short.
     pub used: u64,
 }
 
@@ -30,6 +30,8 @@ struct Controller {
     name: &'static str,
     /// Names of limit and use, in version 2 and in version 1.
     files: [(&'static str, &'static str); 2],
+    /// Keys of `memory.stat`, in both versions, for what the kernel takes back by itself.
+    reclaimable: [&'static [&'static str]; 2],
 }
 
 const MEMORY: Controller = Controller {
@@ -38,27 +40,51 @@ const MEMORY: Controller = Controller {
         ("memory.max", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     ],
+    reclaimable: [
+        &["inactive_file", "active_file"],
+        &["total_inactive_file", "total_active_file"],
+    ],
 };
 
 const TASKS: Controller = Controller {
     name: "pids",
     files: [("pids.max", "pids.current"), ("pids.max", "pids.current")],
+    reclaimable: [&[], &[]],
 };
 
 /// Returns the memory limit with the least left; `None` without one.
 #[must_use]
 pub fn memory_limit() -> Option<GroupLimit> {
-    tightest(&MEMORY, Path::new(GROUPS), &own_groups())
+    memory_limit_below(Path::new("/"))
+}
+
+/// As [`memory_limit`], by the files below another folder than `/`.
+pub(crate) fn memory_limit_below(root: &Path) -> Option<GroupLimit> {
+    tightest(&MEMORY, &root.join(GROUPS), &own_groups(root))
 }
 
 /// Returns the limit of threads and processes that has the least left; `None` without one.
 #[must_use]
 pub fn task_limit() -> Option<GroupLimit> {
-    tightest(&TASKS, Path::new(GROUPS), &own_groups())
+    let root = Path::new("/");
+    tightest(&TASKS, &root.join(GROUPS), &own_groups(root))
 }
 
-fn own_groups() -> String {
-    fs::read_to_string("/proc/self/cgroup").unwrap_or_default()
+fn own_groups(root: &Path) -> String {
+    fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default()
+}
+
+/// Returns the bytes of a group that the kernel takes back by itself.
+fn reclaimable(group: &Path, keys: &[&str]) -> u64 {
+    if keys.is_empty() {
+        return 0;
+    }
+    let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let values = stat.lines().filter_map(|line| {
+        let (key, value) = line.split_once(' ')?;
+        keys.contains(&key).then_some(value)?.parse::<u64>().ok()
+    });
+    values.fold(0, u64::saturating_add)
 }
 
 /// Looks in a folder of control groups at those of a process, which are lines of `/proc/PID/cgroup` (cgroups(7)).
@@ -67,24 +93,22 @@ fn tightest(controller: &Controller, root: &Path, groups: &str) -> Option<GroupL
     let limits = groups.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
         let (controllers, group) = (fields.next()?, fields.next()?);
-        let (folder, files) = match controllers {
-            "" => (root.to_owned(), controller.files[0]),
-            names if names.split(',').any(|name| name == controller.name) => {
-                (root.join(names), controller.files[1])
-            }
+        let (folder, version) = match controllers {
+            "" => (root.to_owned(), 0),
+            names if names.split(',').any(|name| name == controller.name) => (root.join(names), 1),
             _ => return None,
         };
+        let (files, keys) = (controller.files[version], controller.reclaimable[version]);
         let group = folder.join(group.trim_start_matches('/'));
         let above = group
             .ancestors()
             .take_while(|above| above.starts_with(&folder));
         let limits = above.filter_map(|group| {
             let file = group.join(files.0);
-            Some(GroupLimit {
-                most: number(file.clone())?,
-                used: number(group.join(files.1))?,
-                file,
-            })
+            let most = number(file.clone())?;
+            let used = number(group.join(files.1))?;
+            let used = used.saturating_sub(reclaimable(group, keys));
+            Some(GroupLimit { file, most, used })
         });
         limits.min_by_key(GroupLimit::left)
     });
@@ -115,9 +139,14 @@ mod tests {
                 ("a/b/memory.max", "max\n"),
                 ("a/b/memory.current", "100\n"),
                 ("a/b/c/memory.max", "500\n"),
-                ("a/b/c/memory.current", "100\n"),
+                ("a/b/c/memory.current", "300\n"),
+                (
+                    "a/b/c/memory.stat",
+                    "anon 100\ninactive_file 150\nactive_file 50\nfile 7\n",
+                ),
                 ("memory/v1/memory.limit_in_bytes", "300\n"),
                 ("memory/v1/memory.usage_in_bytes", "310\n"),
+                ("memory/v1/memory.stat", "inactive_file 200\n"),
                 ("cpu,pids/v1/pids.max", "7\n"),
                 ("cpu,pids/v1/pids.current", "7\n"),
             ],
@@ -125,6 +154,10 @@ mod tests {
         let memory = |groups| tightest(&MEMORY, root, groups);
         let found = memory("0::/a/b/c\n").unwrap();
         assert_eq!((found.left(), found.file), (100, root.join("a/memory.max")));
+        fs::write(root.join("a/memory.current"), "400\n").unwrap();
+        let found = memory("0::/a/b/c\n").unwrap();
+        assert_eq!((found.most, found.used), (500, 100));
+        fs::write(root.join("a/memory.current"), "900\n").unwrap();
         let found = memory("0::/a/b/c\n4:memory:/v1/gone\n").unwrap();
         let file = root.join("memory/v1/memory.limit_in_bytes");
         assert_eq!((found.left(), found.file), (0, file));

@@ -73,6 +73,7 @@ mod indices;
 mod mapping;
 pub mod notifier;
 pub mod presence;
+pub mod present;
 mod private;
 pub mod processors;
 mod records;

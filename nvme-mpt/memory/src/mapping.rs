@@ -289,6 +289,23 @@ impl Mapping {
         Ok(())
     }
 
+    /// Takes the memory of a part that is not there yet, as an access to each of its pages would.
+    ///
+    /// # Errors
+    /// As [`Self::populate`]; `InvalidInput` also outside the mapping.
+    pub fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
+        let bytes = self.bytes(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
+        let advice = match self.access {
+            Access::Read => libc::MADV_POPULATE_READ,
+            Access::ReadWrite => libc::MADV_POPULATE_WRITE,
+        };
+        // SAFETY: the range lies in this mapping; populating it changes no content.
+        if unsafe { libc::madvise(bytes.as_ptr().cast(), len, advice) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    }
+
     /// Gives the memory of an anonymous mapping's range back; it reads as zeroes from now on.
     ///
     /// # Errors

@@ -74,7 +74,7 @@ impl fmt::Display for Allocation {
 /// processes. If the host does not report its memory, this checks nothing.
 fn expect_available(bytes: u64) -> io::Result<()> {
     expect_within(bytes, memory_limit())?;
-    match MemoryAccount::default().available() {
+    match MemoryAccount::of_host().available() {
         Some(available) if available < bytes => Err(io::Error::new(
             io::ErrorKind::OutOfMemory,
             format!("It needs {bytes} bytes, and the host has {available} available"),

@@ -250,7 +250,7 @@ impl Attachment {
         let space = drive.controller().iova_space();
         let memory_limit = memory_limit
             .map(MemoryLimit::Chosen)
-            .or_else(|| MemoryAccount::default().total().map(MemoryLimit::Host));
+            .or_else(|| MemoryAccount::of_host().total().map(MemoryLimit::Host));
         let window = DmaWindow::new(space.clone()).taking(memory);
         let window = window.of_function(lease.id(), memory_limit);
         let goes_on = matches!(

@@ -11,6 +11,7 @@ use thiserror::Error;
 use super::DmaError;
 use crate::address::Gpa;
 use crate::learn::NoShare;
+use crate::memory_account::Shortage;
 use crate::range::Bytes;
 
 /// Most bytes that a function may have mapped where memory is pinned.
@@ -80,6 +81,22 @@ pub enum MemoryRefusal {
         /// The limit.
         limit: MemoryLimit,
     },
+    /// The host, or the server's control group, cannot give the pages that are missing.
+    #[error(
+        "Function {function} asks for {} of memory of which {} are not there yet. The kernel would take them while the drive's \
+         memory is pinned, and {shortage}: give the VM less memory, or have its VMM allocate it at its start (prealloc)",
+        Bytes(*.asked), Bytes(*.missing)
+    )]
+    Unavailable {
+        /// The function.
+        function: String,
+        /// Bytes of the region.
+        asked: u64,
+        /// Bytes that are missing of it, or of the step that was refused.
+        missing: u64,
+        /// Memory that is left.
+        shortage: Shortage,
+    },
     /// Others could need the IOVAs.
     #[error(
         "Function {function} has taken {} of the {} of IOVA space that the drive has for all VMs, and gets no {} more while {} \
@@ -114,7 +131,7 @@ impl MemoryRefusal {
 
     fn kind(&self) -> io::ErrorKind {
         match self {
-            Self::Limit { .. } => io::ErrorKind::OutOfMemory,
+            Self::Limit { .. } | Self::Unavailable { .. } => io::ErrorKind::OutOfMemory,
             Self::Iovas { .. } => io::ErrorKind::StorageFull,
         }
     }

@@ -38,6 +38,7 @@ mod held;
 mod kinds;
 mod notes;
 mod pinned;
+mod pinning;
 mod published;
 mod region;
 mod sorted;
@@ -72,9 +73,11 @@ use crate::memory::file_system::type_of;
 use crate::memory::sync::{Mutex, MutexGuard, try_lock};
 use crate::memory::user_faults::{MemoryHolder, is_incomplete};
 use crate::memory::{Access, Mapping};
+use crate::memory_account::MemoryAccount;
 use crate::park::Waker;
 use crate::stats::MemoryStats;
 use bounds::Bounds;
+use pinning::Pinning;
 use published::Published;
 use region::{Extent, GuestFile, Pinned, Place, Region};
 use under_way::UnderWay;
@@ -222,6 +225,7 @@ pub struct DmaWindow {
     kinds: MemoryKinds,
     shares: VmShares,
     bounds: Bounds,
+    account: MemoryAccount,
     tables: Arc<Tables>,
     clock: Arc<dyn WaitClock>,
     /// Process that may resolve page faults in the memory by itself.
@@ -267,6 +271,7 @@ impl DmaWindow {
         Self {
             shares: space.new_vm(),
             bounds: Bounds::default(),
+            account: MemoryAccount::of_host(),
             space,
             kinds: MemoryKinds::default(),
             tables,
@@ -294,6 +299,12 @@ impl DmaWindow {
             limit: limit.filter(|_| self.space.has_iommu()),
         };
         Self { bounds, ..self }
+    }
+
+    /// The same window, which asks this account before memory is pinned.
+    #[must_use]
+    pub fn with_account(self, account: MemoryAccount) -> Self {
+        Self { account, ..self }
     }
 
     /// Has its waits go by another clock.
@@ -522,6 +533,13 @@ impl DmaWindow {
                 max,
             }
         })?;
+        let pinning = Pinning {
+            space: &self.space,
+            account: &self.account,
+            function: &self.bounds.function,
+            place: &place,
+        };
+        pinning.prepare().map_err(refused)?;
         let region = Region::new(place, extent, permit, pinned);
         let region = region.map_err(|source| DmaError::Iommu { gpa, len, source })?;
         let mut table = self.next_table();

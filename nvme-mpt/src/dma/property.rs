@@ -65,6 +65,10 @@ impl Iommu for Mapped {
         Ok(())
     }
 
+    fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+        Ok(())
+    }
+
     fn mappings_max(&self) -> Option<u64> {
         None
     }

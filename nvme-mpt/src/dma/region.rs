@@ -202,7 +202,7 @@ impl Place {
     }
 
     /// Returns its part of the file's mapping.
-    fn part(&self) -> Range<usize> {
+    pub(super) fn part(&self) -> Range<usize> {
         self.offset as usize..(self.offset + self.len) as usize
     }
 

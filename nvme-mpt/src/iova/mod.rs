@@ -38,6 +38,12 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         access: Access,
     ) -> io::Result<()>;
 
+    /// Takes the pages of a part of a mapping's memory that are not there yet, so that [`Self::map`] takes none.
+    ///
+    /// # Errors
+    /// Returns the kernel's error. Then [`Self::map`] takes them.
+    fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()>;
+
     /// Takes what was mapped at `iova..iova+len` away from the device. When it returns, the device
     /// cannot reach the memory.
     ///
@@ -328,6 +334,17 @@ impl IovaSpace {
             }
         }
         all_unmapped
+    }
+
+    /// Takes pages that are not there yet, before they are mapped, if there is an IOMMU.
+    ///
+    /// # Errors
+    /// As [`Iommu::take_pages`].
+    pub(crate) fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
+        match &self.iommu {
+            Some(iommu) => iommu.take_pages(memory, part),
+            None => Ok(()),
+        }
     }
 
     /// The shares of another VM.

@@ -36,6 +36,10 @@ impl Iommu for SharedIommu {
         }
     }
 
+    fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+        Ok(())
+    }
+
     fn mappings_max(&self) -> Option<u64> {
         None
     }

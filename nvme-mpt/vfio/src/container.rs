@@ -46,6 +46,9 @@ const MAPPINGS_MAX: u32 = 65_535;
 /// those of other functions' memory and rings as well.
 const PIECE: u64 = 1 << 30;
 
+/// Memory, in bytes, whose pages are taken at a time. Meanwhile, other threads of the process map no memory.
+const PAGES_AT_ONCE: usize = 16 << 20;
+
 /// Cuts a range at multiples of [`PIECE`]. Returns the offsets of each part.
 fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
     let mut at = 0;
@@ -270,6 +273,14 @@ impl Iommu for Type1Container {
                 len,
                 unmapped,
             }));
+        }
+        Ok(())
+    }
+
+    fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
+        for start in part.clone().step_by(PAGES_AT_ONCE) {
+            let end = part.end.min(start + PAGES_AT_ONCE);
+            memory.populate_part(start, end - start)?;
         }
         Ok(())
     }

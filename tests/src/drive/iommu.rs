@@ -5,6 +5,7 @@
 )]
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -61,7 +62,19 @@ pub struct ModelIommu {
     count: AtomicU64,
     made: AtomicU64,
     refusing: AtomicBool,
+    /// Bytes whose pages were taken before they were mapped.
+    taken: AtomicU64,
+    taking: Mutex<Option<TakingPages>>,
     gate: Gate,
+}
+
+/// Part of a test in the taking of pages: it is given the bytes that were taken before.
+struct TakingPages(Box<dyn FnMut(u64) + Send>);
+
+impl fmt::Debug for TakingPages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("TakingPages")
+    }
 }
 
 /// Times that the IOMMU takes to pin memory of guests. The driver's own memory takes none.
@@ -181,6 +194,17 @@ impl ModelIommu {
     /// Ends [`Self::hold_maps`].
     pub fn let_maps_through(&self) {
         self.gate.change(|state| state.closed = false);
+    }
+
+    /// Bytes of guests' memory whose pages were taken so far. The model takes none.
+    pub fn pages_taken(&self) -> u64 {
+        self.taken.load(Ordering::Relaxed)
+    }
+
+    /// Calls `act` each time that pages are to be taken, with the bytes that were taken before.
+    pub fn when_pages_are_taken(&self, act: impl FnMut(u64) + Send + 'static) {
+        let mut taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
+        *taking = Some(TakingPages(Box::new(act)));
     }
 
     /// From now on, some maps of guests' memory take time.
@@ -322,6 +346,15 @@ impl Iommu for ModelIommu {
         match maps.get(&iova) {
             Some(mapped) if mapped.len == len => drop(maps.remove(&iova)),
             _ => return Err(io::ErrorKind::InvalidInput.into()),
+        }
+        Ok(())
+    }
+
+    fn take_pages(&self, _: &Mapping, part: Range<usize>) -> io::Result<()> {
+        let before = self.taken.fetch_add(part.len() as u64, Ordering::Relaxed);
+        let mut taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(TakingPages(act)) = taking.as_mut() {
+            act(before);
         }
         Ok(())
     }

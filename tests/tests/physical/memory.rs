@@ -1,9 +1,13 @@
 //! A VM's memory behind an IOMMU: what it takes, and how long that takes.
 
 use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::memory::{Access, Mapping};
+use nvme_mpt::memory_account::MemoryAccount;
 use nvme_mpt::spec::ids::QueueId;
 use nvme_mpt::{DmaError, DmaWindow, Gpa, MemoryLimit, MemoryRefusal, MemoryRegion};
 use nvme_mpt_tests::command::Sqe;
@@ -19,9 +23,10 @@ use crate::load::Load;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-/// The memory of a function, as its VMM maps it.
+/// The memory of a function, as its VMM maps it, on a host that tells nothing of its own memory.
 fn window(host: &Host, function: &str, limit: Option<u64>) -> DmaWindow {
     let window = DmaWindow::new(host.drive.controller().iova_space().clone());
+    let window = window.with_account(MemoryAccount::below("/proc/self/fdinfo"));
     window.of_function(function, limit.map(MemoryLimit::Chosen))
 }
 
@@ -111,12 +116,118 @@ fn a_function_without_a_limit_has_the_hosts_memory_once() {
     let host = Host::with(Options::default(), LONG);
     let space = host.drive.controller().iova_space();
     let window = DmaWindow::new(space.clone()).of_function("a", Some(MemoryLimit::Host(2 * GIB)));
+    let window = window.with_account(MemoryAccount::below("/proc/self/fdinfo"));
     let file = sparse(GIB);
     let (mapped, error) = map_aliases(&window, &file, GIB);
     assert_eq!(mapped, 2);
     let told = nvme_mpt_vmm::report::chain(&error);
     let host_has = "it may have 2G, the memory of the host, as it has no memory-limit=";
     assert!(told.contains(host_has), "{told}");
+    drop(window);
+    host.finish();
+}
+
+/// A host's files about its memory.
+struct HostFiles(tempfile::TempDir);
+
+impl HostFiles {
+    fn new(total: u64, available: u64) -> Self {
+        let files = Self(tempfile::tempdir().unwrap());
+        std::fs::create_dir(files.0.path().join("proc")).unwrap();
+        Self::write(files.0.path(), total, available);
+        files
+    }
+
+    fn write(root: &Path, total: u64, available: u64) {
+        let [total, available] = [total, available].map(|bytes| bytes >> 10);
+        let text = format!("MemTotal: {total} kB\nMemAvailable: {available} kB\n");
+        std::fs::write(root.join("proc/meminfo"), text).unwrap();
+    }
+
+    /// The memory of a function on this host.
+    fn window(&self, host: &Host, function: &str) -> DmaWindow {
+        let account = MemoryAccount::below(self.0.path());
+        window(host, function, None).with_account(account)
+    }
+}
+
+#[test]
+fn sparse_memory_that_the_host_does_not_have_is_refused_before_a_page_is_taken() {
+    let host = Host::with(Options::default(), LONG);
+    let iommu = host.model.model_iommu();
+    let before = iommu.mapped();
+    let files = HostFiles::new(4 * GIB, 3 * GIB);
+    let hostile = files.window(&host, "vm-1");
+    let file = sparse(16 * GIB);
+    let error = map(&hostile, &file, 0, 16 * GIB).unwrap_err();
+    let told = nvme_mpt_vmm::report::chain(&error);
+    for part in [
+        "Function vm-1 asks for 16G of memory of which 16G are not there yet",
+        "the host has 3G available, of which 256M stay free",
+        "prealloc",
+    ] {
+        assert!(told.contains(part), "{told}");
+    }
+    assert!(matches!(
+        refusal(error),
+        MemoryRefusal::Unavailable { missing, .. } if missing == 16 * GIB
+    ));
+    assert_eq!((iommu.pages_taken(), iommu.mapped()), (0, before));
+    assert_eq!(file.metadata().unwrap().blocks(), 0);
+    // What the host has is taken in steps.
+    map(&hostile, &file, 0, 2 * GIB).unwrap();
+    assert_eq!(iommu.pages_taken(), 2 * GIB);
+    // The neighbour goes on.
+    Load::start(&host, &Setup::nth(0), 1, 4).finish_undisturbed();
+    drop(hostile);
+    host.finish();
+}
+
+#[test]
+fn a_host_whose_memory_runs_out_meanwhile_refuses_the_next_step() {
+    let host = Host::with(Options::default(), LONG);
+    let iommu = host.model.model_iommu();
+    let before = iommu.mapped();
+    let files = HostFiles::new(4 * GIB, 3 * GIB);
+    let hostile = files.window(&host, "vm-1");
+    let file = sparse(2 * GIB);
+    let root = files.0.path().to_owned();
+    iommu.when_pages_are_taken(move |taken| {
+        if taken == 512 * MIB {
+            HostFiles::write(&root, 4 * GIB, 300 * MIB);
+        }
+    });
+    let error = map(&hostile, &file, 0, 2 * GIB).unwrap_err();
+    let told = nvme_mpt_vmm::report::chain(&error);
+    assert!(told.contains("of which 256M are not there yet"), "{told}");
+    assert!(told.contains("has 300M available"), "{told}");
+    assert_eq!((iommu.pages_taken(), iommu.mapped()), (768 * MIB, before));
+    // The promise ended with the map, as did all that was counted for it.
+    HostFiles::write(files.0.path(), 4 * GIB, 3 * GIB);
+    map(&hostile, &file, 0, 2 * GIB).unwrap();
+    drop(hostile);
+    host.finish();
+}
+
+#[test]
+fn memory_that_is_there_is_never_refused_for_lack_of_memory() {
+    let host = Host::with(Options::default(), LONG);
+    let iommu = host.model.model_iommu();
+    let files = HostFiles::new(4 * GIB, 0);
+    let window = files.window(&host, "vm-1");
+    // Allocated as a whole, by writes or by fallocate; and in part, with holes beside the region.
+    let allocated = sparse(4 * MIB);
+    nvme_mpt::memory::allocate(allocated.as_fd(), 4 * MIB).unwrap();
+    map(&window, &allocated, 0, 4 * MIB).unwrap();
+    let written = sparse(16 * MIB);
+    written.write_all_at(&vec![1; 4 << 20], 0).unwrap();
+    map(&window, &written, 4 * MIB, 4 * MIB).unwrap();
+    assert_eq!(iommu.pages_taken(), 0);
+    let error = map(&window, &written, 8 * MIB, 8 * MIB).unwrap_err();
+    assert!(matches!(
+        refusal(error),
+        MemoryRefusal::Unavailable { missing, .. } if missing == 4 * MIB
+    ));
     drop(window);
     host.finish();
 }

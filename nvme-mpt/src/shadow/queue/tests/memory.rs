@@ -147,6 +147,10 @@ impl Iommu for SlowIommu {
         Ok(())
     }
 
+    fn take_pages(&self, _: &Mapping, _: Range<usize>) -> std::io::Result<()> {
+        Ok(())
+    }
+
     fn mappings_max(&self) -> Option<u64> {
         None
     }

@@ -1,0 +1,132 @@
+//! Memory is taken from the host before it is pinned, in steps that can be refused.
+//!
+//! An IOMMU pins all pages of a region, and the kernel takes those that are not there yet meanwhile: all of them, of memory
+//! that its VMM has never touched. A host that has too few ends processes, in the middle of a call that nobody can stop. So
+//! the pages that are missing are counted first, and promised or refused. Then they are taken step by step, with a look at
+//! what is left before each. What the IOMMU pins after that is there.
+//!
+//! Pages that were taken when a step is refused stay in the VMM's file: the VMM may have written there meanwhile. It gives
+//! them back with the file.
+
+use std::io;
+use std::ops::Range;
+
+use super::bounds::MemoryRefusal;
+use super::region::Place;
+use crate::iova::IovaSpace;
+use crate::memory::present::{Missing, PageFinder, missing_at_most};
+use crate::memory_account::{MemoryAccount, Promise, Shortage};
+
+/// Bytes that are taken between two looks at what is left.
+const STEP: u64 = 256 << 20;
+
+/// Bytes of a region whose pages are looked for at once. A look at all pages of a larger one takes longer than the host's
+/// figures do.
+const LOOK: u64 = 2 << 20;
+
+/// Memory of a region that is to be pinned.
+pub(super) struct Pinning<'a> {
+    pub(super) space: &'a IovaSpace,
+    pub(super) account: &'a MemoryAccount,
+    pub(super) function: &'a str,
+    pub(super) place: &'a Place,
+}
+
+impl Pinning<'_> {
+    /// Takes the pages that are missing. Memory that is there costs a system call or two.
+    ///
+    /// # Errors
+    /// [`MemoryRefusal::Unavailable`].
+    pub(super) fn prepare(&self) -> Result<(), MemoryRefusal> {
+        // A VMM's own mapping may have page faults that the VMM resolves.
+        if !self.space.has_iommu() || self.place.file.mapping().is_borrowed() {
+            return Ok(());
+        }
+        let all = self.place.in_file();
+        let Some(most) = self.missing_at_most(&all) else {
+            return Ok(());
+        };
+        let finder = PageFinder::new(self.place.file.as_fd()).ok();
+        let finder = finder.as_ref();
+        let is_small = self.place.len <= LOOK;
+        let missing = match is_small {
+            true => count(finder, &all, most),
+            false => most,
+        };
+        let promised = match self.promise(missing) {
+            // The bound may be far from what is missing.
+            Err(_) if !is_small => self.promise(count(finder, &all, most)),
+            promised => promised,
+        };
+        let Some(mut promise) = promised? else {
+            return Ok(());
+        };
+        for (step, part) in self.steps() {
+            let Some(most) = self.missing_at_most(&step) else {
+                return Ok(());
+            };
+            let missing = count(finder, &step, most);
+            if missing == 0 {
+                continue;
+            }
+            let checked = promise.check(missing);
+            checked.map_err(|shortage| self.refused(missing, shortage))?;
+            let taken = self.space.take_pages(self.place.file.mapping(), part);
+            if let Err(error) = taken {
+                // The IOMMU's own error says more.
+                log::debug!(
+                    "Memory of function {} cannot be taken before: {error}",
+                    self.function
+                );
+                return Ok(());
+            }
+            promise.note_taken(missing);
+        }
+        Ok(())
+    }
+
+    /// Promises what is missing; `None` if nothing is.
+    fn promise(&self, missing: u64) -> Result<Option<Promise>, MemoryRefusal> {
+        if missing == 0 {
+            return Ok(None);
+        }
+        let promised = self.account.promise(missing).map(Some);
+        promised.map_err(|shortage| self.refused(missing, shortage))
+    }
+
+    fn refused(&self, missing: u64, shortage: Shortage) -> MemoryRefusal {
+        MemoryRefusal::Unavailable {
+            function: self.function.to_owned(),
+            asked: self.place.len,
+            missing,
+            shortage,
+        }
+    }
+
+    /// Bound of what a range of the file lacks; `None` if all is there, or that cannot be told.
+    fn missing_at_most(&self, range: &Range<u64>) -> Option<u64> {
+        match missing_at_most(self.place.file.as_fd(), range) {
+            Ok(Missing::AtMost(missing)) => Some(missing),
+            Ok(Missing::Nothing) | Err(_) => None,
+        }
+    }
+
+    /// Parts of the region: in the file, and in its mapping.
+    fn steps(&self) -> impl Iterator<Item = (Range<u64>, Range<usize>)> {
+        let (all, part) = (self.place.in_file(), self.place.part());
+        let starts = (0..self.place.len).step_by(STEP as usize);
+        starts.map(move |start| {
+            let end = (start + STEP).min(all.end - all.start);
+            let mapped = part.start + start as usize..part.start + end as usize;
+            (all.start + start..all.start + end, mapped)
+        })
+    }
+}
+
+/// Returns what a range of a file lacks, `most` at most: all of that if its pages cannot be looked for.
+fn count(finder: Option<&PageFinder>, range: &Range<u64>, most: u64) -> u64 {
+    let found = finder.map_or(Err(io::ErrorKind::Unsupported.into()), |finder| {
+        finder.missing(range, most)
+    });
+    found.map_or(most, |missing| missing.min(most))
+}

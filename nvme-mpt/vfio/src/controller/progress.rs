@@ -5,6 +5,9 @@
 //! the whole deadline it has completed neither the command nor any that came before it. A command that is lost, or that the
 //! drive lets all others pass, has none before it that completes. The [`OLDEST`] are watched.
 //!
+//! Time counts as far as somebody looked: a fraction of the deadline from one look to the next. While the supervisor had no
+//! processor, or the host was suspended, nobody took what the drive had completed either.
+//!
 //! A queue may be stuck as a whole. So if a command is late, and none of the commands that its queue had when the command's
 //! time began has completed since, all of these commands are late.
 
@@ -12,6 +15,9 @@ use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::QueueId;
 
 use crate::pair::{LateCommand, Look, OLDEST};
+
+/// Part of the deadline that counts from one look to the next, at most.
+const LOOKS: u64 = 4;
 
 /// A command among the oldest.
 #[derive(Clone, Copy, Debug)]
@@ -46,11 +52,14 @@ impl Progress {
         now: Ticks,
         deadline: u64,
     ) -> Vec<Watched> {
+        // As much of the time since the last look as does not count.
+        let unseen = now.since(self.looked).saturating_sub(deadline / LOOKS);
+        let looked = Ticks(self.looked.0 + unseen);
         let commands = queues.iter().flat_map(|(qid, look)| {
             look.oldest.iter().map(|command| Watched {
                 qid: *qid,
                 command: *command,
-                since: command.submitted().max(self.looked),
+                since: command.submitted().max(looked),
                 before: 0,
                 latest: look.latest,
                 in_flight: look.in_flight,
@@ -67,7 +76,10 @@ impl Progress {
             let is_it =
                 |other: &&Watched| (other.qid, other.command) == (watched.qid, watched.command);
             match self.watched.iter().find(is_it) {
-                Some(known) if before >= known.before => *watched = *known,
+                Some(known) if before >= known.before => {
+                    *watched = *known;
+                    watched.since = Ticks(known.since.0 + unseen).min(now);
+                }
                 Some(_) => watched.since = now,
                 None => {}
             }
@@ -117,8 +129,19 @@ mod tests {
             self.queues[queue].pop_front();
         }
 
-        /// Lets time pass, and looks. Returns the queues of late commands.
+        /// Lets time pass, and looks again and again. Returns the queues of late commands.
         fn pass(&mut self, time: u64) -> Vec<u16> {
+            let end = self.now + time;
+            loop {
+                let late = self.look_after((end - self.now).min(DEADLINE / LOOKS));
+                if self.now == end || !late.is_empty() {
+                    return late;
+                }
+            }
+        }
+
+        /// Looks once, after some time.
+        fn look_after(&mut self, time: u64) -> Vec<u16> {
             self.now += time;
             let look = |queue: &VecDeque<LateCommand>| Look {
                 oldest: queue.iter().take(OLDEST).copied().collect(),
@@ -183,6 +206,23 @@ mod tests {
             assert_eq!(scene.pass(DEADLINE - 1), [0; 0]);
             scene.complete(turn % 2);
         }
+    }
+
+    /// The supervisor had no processor, or the host was suspended.
+    #[test]
+    fn time_without_a_look_is_no_silence_of_the_drive() {
+        let mut scene = Scene::default();
+        scene.submit(0, 5);
+        assert_eq!(scene.pass(100), [0; 0]);
+        for _ in 0..3 {
+            assert_eq!(scene.look_after(50 * DEADLINE), [0; 0], "known commands");
+            scene.complete(0);
+        }
+        scene.submit(1, 1);
+        assert_eq!(scene.look_after(50 * DEADLINE), [0; 0], "a new one");
+        // A drive that stays silent is late, at the latest after as many looks as the deadline has parts.
+        let looks = (1..).find(|_| !scene.look_after(50 * DEADLINE).is_empty());
+        assert_eq!(looks, Some(LOOKS));
     }
 
     #[test]

@@ -46,8 +46,10 @@ pub(super) const TICK: Duration = Duration::from_millis(100);
 /// Looks at the drive for each at the memory that is pinned for it.
 const LOOKS_AT_MEMORY: u32 = 2;
 
-/// Longest time of a command that was to be aborted.
+/// Longest time of a command that was to be aborted, and the looks at it that are needed: while the supervisor had no
+/// processor, pollers may have had none either.
 const ABORT_GRACE: Duration = Duration::from_secs(1);
+const ABORT_LOOKS: u32 = 5;
 
 /// Incidents of a drive.
 #[derive(Debug, Default)]
@@ -105,6 +107,8 @@ struct Overdue {
     qid: QueueId,
     late: LateCommand,
     grace: Deadline,
+    /// Looks at which the drive had it still.
+    looks: u32,
 }
 
 /// Knowledge of a drive's namespaces.
@@ -204,7 +208,7 @@ impl Supervisor {
         if let Some(Overdue { qid, late, .. }) = self
             .overdue
             .iter()
-            .find(|overdue| overdue.grace.has_passed())
+            .find(|overdue| overdue.looks >= ABORT_LOOKS && overdue.grace.has_passed())
         {
             let cid = late.cid();
             let cause = format!("command {cid} of queue {qid} was to be aborted and is not done");
@@ -230,7 +234,12 @@ impl Supervisor {
             }
             pair.end_abort(&late);
             let grace = Deadline::after(&self.clock, ABORT_GRACE);
-            self.overdue.push(Overdue { qid, late, grace });
+            self.overdue.push(Overdue {
+                qid,
+                late,
+                grace,
+                looks: 0,
+            });
         }
     }
 
@@ -269,8 +278,11 @@ impl Supervisor {
                 late.push((watched.qid, pair.clone(), command));
             }
         }
-        self.overdue
-            .retain(|Overdue { qid, late, .. }| pairs.get(*qid).is_some_and(|pair| pair.has(late)));
+        self.overdue.retain_mut(|overdue| {
+            overdue.looks += 1;
+            let pair = pairs.get(overdue.qid);
+            pair.is_some_and(|pair| pair.has(&overdue.late))
+        });
         late
     }
 

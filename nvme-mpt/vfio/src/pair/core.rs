@@ -92,6 +92,8 @@ pub(super) struct Core {
     pub(super) surveyed: u64,
     /// When a heavy member launched last.
     weighed_at: Ticks,
+    /// True if the member whose turn it is waits for the next look, as its lease has used up its share.
+    is_held: bool,
     state: State,
     stats: PairStats,
 }
@@ -114,6 +116,7 @@ impl Core {
             sharing: Sharing::new(governor),
             surveyed: 0,
             weighed_at: Ticks(0),
+            is_held: false,
             state: State::Running,
             stats: PairStats::default(),
         }
@@ -422,11 +425,13 @@ impl Core {
                 Class::HEAVY
             };
             let interruptible = is_light_present && class == Class::HEAVY;
+            let divisible = member.whole.divisible_len(sqe, interruptible);
             let split = member.splits.as_mut().and_then(|splits| {
-                let grain = splits.grain(member.whole.data_len(sqe), interruptible)?;
+                let grain = splits.grain(divisible, interruptible)?;
                 Some((splits, grain))
             });
             let is_split = split.is_some();
+            let len = if is_split { divisible } else { len };
             if let Some((splits, grain)) = split {
                 if let Err(status) = splits.prepare(sqe, len, grain, memory) {
                     member.done.push(failed(sqe, status));
@@ -472,7 +477,8 @@ impl Core {
     }
 
     fn tell_waiting(&mut self) {
-        let is_waiting = self.state == State::Running && !self.sharing.is_idle();
+        // A turn at the window would be lost on a pair that may launch nothing.
+        let is_waiting = self.state == State::Running && !self.sharing.is_idle() && !self.is_held;
         self.sharing.tell_waiting(is_waiting);
     }
 
@@ -506,6 +512,7 @@ impl Core {
             Window::Open | Window::Closed => u64::MAX,
         };
         let is_weighed = self.sharing.governor.is_weighed(now);
+        self.is_held = false;
         while let Some(number) = self.sharing.turns.next() {
             let Some((class, weight)) = self.next(number, most) else {
                 self.sharing.turns.forget(number);
@@ -523,7 +530,13 @@ impl Core {
                 let pause = self.sharing.governor.presence() / HELD_BACK;
                 self.is_spent(number) && now.since(self.weighed_at) < pause
             };
-            if is_weighed && is_held_back() || !self.sharing.has_room(window, weight) {
+            // The last part of a command is as one that fills a small window, or several of them would go together.
+            let claim = match window {
+                Window::Drive(bytes) if self.is_split(number) => bytes,
+                _ => weight,
+            };
+            self.is_held = is_weighed && is_held_back();
+            if self.is_held || !self.sharing.has_room(window, claim, now) {
                 return;
             }
             if !self.launch(number, Portion { weight, most }, now) {
@@ -548,6 +561,13 @@ impl Core {
         let member = self.members.get(usize::from(number));
         let member = member.and_then(Option::as_deref);
         self.sharing.turns.is_of_one() && member.is_some_and(|it| it.queue.lease.is_spent())
+    }
+
+    /// Returns whether a member's next command goes to the drive in parts.
+    fn is_split(&self, number: u16) -> bool {
+        let member = self.members.get(usize::from(number));
+        let member = member.and_then(Option::as_deref);
+        member.is_some_and(|it| it.waiting.front().is_some_and(|head| head.split))
     }
 
     #[inline(always)]
@@ -708,7 +728,7 @@ impl Core {
     ) -> Option<HostCompletion> {
         let slot = flight.slot;
         if flight.class == Class::HEAVY {
-            self.sharing.landed(flight.weight);
+            self.sharing.landed(flight.weight, now);
         } else {
             self.sharing
                 .governor

@@ -50,6 +50,9 @@ pub(super) enum Window {
 /// The least share of the window for which queue pairs do without turns.
 const SHARE_MIN: u64 = 64 << 10;
 
+/// Number of direct commands that nobody has counted.
+const UNKNOWN: u64 = u64::MAX;
+
 /// Agreement of the queue pairs of one drive about sharing it.
 #[derive(Debug)]
 pub struct Governor {
@@ -76,8 +79,12 @@ pub struct Governor {
     waiting: AtomicU64,
     /// Bytes of heavy members that the drive has.
     in_flight: AtomicU64,
-    /// Commands that the drive had at the last look from members that used their pairs directly.
+    /// Commands that the drive had at the last look from members that used their pairs directly, or [`UNKNOWN`].
     direct: AtomicU64,
+    /// When the last light command completed.
+    light_landed_at: AtomicU64,
+    /// When the last heavy command completed.
+    heavy_landed_at: AtomicU64,
     /// Length of a pair's turn at the window, in ticks.
     turn: AtomicU64,
     learned: Mutex<HeavyWindow>,
@@ -103,6 +110,8 @@ impl Governor {
             waiting: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
             direct: AtomicU64::new(0),
+            light_landed_at: AtomicU64::new(0),
+            heavy_landed_at: AtomicU64::new(0),
             turn: AtomicU64::new(terms.turn),
             learned: Mutex::new(learned),
         }
@@ -140,10 +149,13 @@ impl Governor {
         self.in_flight.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// The drive has completed so many bytes of a heavy member.
+    /// The drive has completed so many bytes of a heavy member; `now` is the time if that is known.
     #[inline]
-    pub(super) fn landed(&self, bytes: u64) {
+    pub(super) fn landed(&self, bytes: u64, now: Option<Ticks>) {
         self.in_flight.fetch_sub(bytes, Ordering::Relaxed);
+        if let Some(now) = now {
+            self.heavy_landed_at.store(now.0, Ordering::Relaxed);
+        }
     }
 
     /// Returns the bytes of heavy members that the drive has.
@@ -192,9 +204,21 @@ impl Governor {
         self.waiting.load(Ordering::Relaxed) != 0
     }
 
-    /// The drive has so many commands of members that used their pairs directly.
-    pub(super) fn note_direct(&self, commands: u64) {
-        self.direct.store(commands, Ordering::Relaxed);
+    /// The drive has so many commands of members that used their pairs directly; `None` while they come and go.
+    pub(super) fn note_direct(&self, commands: Option<u64>) {
+        self.direct
+            .store(commands.unwrap_or(UNKNOWN), Ordering::Relaxed);
+    }
+
+    /// Returns whether a heavy command may go to the drive in a window that has no room for a second one. While light
+    /// commands are in the drive, one of them completes between two heavy ones, unless that takes longer than a turn.
+    /// Otherwise a drive that serves its pairs in turn could take heavy commands of two pairs first.
+    #[inline]
+    pub(super) fn is_heavy_next(&self, now: Ticks) -> bool {
+        let landed = self.heavy_landed_at.load(Ordering::Relaxed);
+        self.lights.load(Ordering::Relaxed) == 0
+            || self.light_landed_at.load(Ordering::Relaxed) >= landed
+            || now.since(Ticks(landed)) > self.turn.load(Ordering::Relaxed)
     }
 
     /// Quiet tenants wait for busy ones now, whichever pairs they use.
@@ -266,6 +290,7 @@ impl Governor {
             self.governed_until.store(until, Ordering::Relaxed);
         }
         if let Some(now) = now {
+            self.light_landed_at.store(now.0, Ordering::Relaxed);
             self.light_completed(class, arrived, now);
         }
     }
@@ -278,8 +303,14 @@ impl Governor {
     /// A light command that arrived at some time has completed.
     fn light_completed(&self, class: Class, arrived: Ticks, now: Ticks) {
         let is_pause = now.0 < self.pause_until.load(Ordering::Relaxed);
-        if is_pause && self.in_flight() > 0 {
-            // It was not alone: the drive still works on what heavy members had in front of the pause.
+        let is_alone = self.in_flight() == 0;
+        // In a pause, the drive still works on what heavy members had in front of it. Otherwise, a window that nobody uses
+        // would grow, and the heavy member that comes next would find it too large.
+        let is_learnt = match is_pause {
+            true => is_alone,
+            false => !is_alone || self.heavy_landed_at.load(Ordering::Relaxed) >= arrived.0,
+        };
+        if !is_learnt {
             return;
         }
         self.learn(|learned| learned.completed(class, arrived, now));

@@ -5,7 +5,8 @@
 //! Here, a pure function of the bytes that each tenant got since the previous look decides its limit until the next look:
 //!
 //! - While some tenant gets less than its share by weight, those that get more are cut, until they have theirs.
-//! - While the drive does less than it can, those limits rise, and end: nobody is held back for what nobody else takes.
+//! - While the drive does less than it can, or is fast for all that it has, those limits rise, and end: nobody is held back
+//!   for what nobody else takes.
 //!
 //! The drive's capacity is estimated as the most bytes that it did between two looks. The estimate decays while no tenant
 //! has a limit.
@@ -19,6 +20,8 @@ pub(super) struct Portion {
     pub(super) weight: u64,
     /// Bytes that the drive got of it.
     pub(super) got: u64,
+    /// True if it would take more now.
+    pub(super) wants: bool,
     /// Most bytes until the next look.
     pub(super) limit: Option<u64>,
 }
@@ -30,8 +33,9 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Decides what each of the busy tenants may get until the next look.
-    pub(super) fn divide(&mut self, tenants: &mut [Portion]) {
+    /// Decides what each of the busy tenants may get until the next look. The drive `is_slow` if commands that it has take
+    /// noticeably long.
+    pub(super) fn divide(&mut self, tenants: &mut [Portion], is_slow: bool) {
         let all: u64 = tenants.iter().map(|tenant| tenant.got).sum();
         let weights: u64 = tenants.iter().map(|tenant| tenant.weight).sum();
         if tenants.iter().all(|tenant| tenant.limit.is_none()) {
@@ -40,10 +44,10 @@ impl Shares {
         self.most = self.most.max(all);
         let most = self.most;
         let due = |tenant: &Portion| scaled(most, tenant.weight, weights);
-        let is_idle = all < most - most / 8;
+        let is_idle = !is_slow || all < most - most / 8;
         let is_short = |tenant: &Portion| {
             let due = due(tenant);
-            tenant.limit.is_none() && tenant.got < due - due / 64
+            tenant.wants && tenant.limit.is_none() && tenant.got < due - due / 64
         };
         let is_any_short = tenants.iter().any(is_short);
         for tenant in tenants {
@@ -84,6 +88,7 @@ mod tests {
     fn tenants(weights: [u64; 2]) -> [Portion; 2] {
         weights.map(|weight| Portion {
             weight,
+            wants: true,
             ..Portion::default()
         })
     }
@@ -96,7 +101,7 @@ mod tests {
         for _ in 0..100 {
             let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].got, both[1].got) = (first, ALL - first);
-            shares.divide(&mut both);
+            shares.divide(&mut both, true);
         }
         assert!(
             both[0].limit.is_some_and(|limit| limit < ALL * 6 / 10),
@@ -106,12 +111,31 @@ mod tests {
         for _ in 0..2_000 {
             let second = both[1].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
             (both[0].got, both[1].got) = (ALL - second, second);
-            shares.divide(&mut both);
+            shares.divide(&mut both, true);
         }
         assert!(
             both[1].limit.is_some_and(|limit| limit < ALL * 6 / 10),
             "{both:?}"
         );
         assert!(both[0].got > ALL * 4 / 10, "{both:?}");
+    }
+
+    /// The lighter one wants little, so the drive's work does not tell that it has become faster.
+    #[test]
+    fn limits_end_on_a_drive_that_becomes_fast() {
+        let mut shares = Shares::default();
+        let mut both = tenants([1, 1]);
+        for _ in 0..100 {
+            let first = both[0].limit.unwrap_or(ALL * 9 / 10).min(ALL * 9 / 10);
+            (both[0].got, both[1].got) = (first, ALL - first);
+            shares.divide(&mut both, true);
+        }
+        let mut looks = 0;
+        while let Some(limit) = both[0].limit {
+            (both[0].got, both[1].got) = (limit, ALL / 2);
+            shares.divide(&mut both, false);
+            looks += 1;
+            assert!(looks < 20, "{both:?}");
+        }
     }
 }

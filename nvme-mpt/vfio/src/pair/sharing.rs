@@ -87,12 +87,18 @@ impl Sharing {
     }
 
     /// Returns whether the window has room for so many bytes more.
-    pub(super) fn has_room(&self, window: Window, weight: u64) -> bool {
+    pub(super) fn has_room(&self, window: Window, weight: u64, now: Ticks) -> bool {
         let (bytes, in_flight) = match window {
             Window::Open => return true,
             Window::Closed => return false,
             Window::Own(bytes) => (bytes, self.heavy_bytes),
-            Window::Drive(bytes) => (bytes, self.governor.in_flight()),
+            Window::Drive(bytes) => {
+                let in_flight = self.governor.in_flight();
+                if in_flight == 0 && 2 * weight > bytes {
+                    return self.governor.is_heavy_next(now);
+                }
+                (bytes, in_flight)
+            }
         };
         in_flight == 0 || in_flight + weight <= bytes
     }
@@ -104,9 +110,9 @@ impl Sharing {
     }
 
     /// The drive has completed something of a heavy member.
-    pub(super) fn landed(&mut self, weight: u32) {
+    pub(super) fn landed(&mut self, weight: u32, now: Option<Ticks>) {
         self.heavy_bytes -= u64::from(weight);
-        self.governor.landed(weight.into());
+        self.governor.landed(weight.into(), now);
     }
 
     /// Tells the governor whether heavy members wait here.
@@ -121,6 +127,6 @@ impl Sharing {
 impl Drop for Sharing {
     fn drop(&mut self) {
         self.governor.waiting(self.number, false);
-        self.governor.landed(self.heavy_bytes);
+        self.governor.landed(self.heavy_bytes, None);
     }
 }

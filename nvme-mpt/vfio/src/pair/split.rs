@@ -2,7 +2,8 @@
 //!
 //! A command is split because it transfers more than the drive takes at once. Or it is split because a
 //! light member's command would wait too long for one that large ([`governor`](super::governor)). How
-//! large a child is, is decided when it is dispatched: some whole *grains* of its parent. A drive that
+//! large a child is, is decided when it is dispatched: some whole *grains* of its parent. Write Zeroes, which transfers nothing,
+//! is split for the second reason alone. A drive that
 //! takes all that a guest may transfer gets commands whole: its guests are promised its atomic writes,
 //! which may be longer than a block, and use SGLs.
 //!
@@ -53,6 +54,17 @@ impl WholeLimit {
                 (u64::from(sqe.cdw12 & 0xFFFF) + 1) << self.lba_shift
             }
             _ => 0,
+        }
+    }
+
+    /// Bytes by which a command can be split: those of [`Self::data_len`], and of zeroes if it is to be `interruptible`.
+    #[inline]
+    pub(super) fn divisible_len(&self, sqe: &Sqe, interruptible: bool) -> u64 {
+        match NvmOpcode(sqe.opcode()) {
+            NvmOpcode::WRITE_ZEROES if interruptible => {
+                (u64::from(sqe.cdw12 & 0xFFFF) + 1) << self.lba_shift
+            }
+            _ => self.data_len(sqe),
         }
     }
 
@@ -137,6 +149,21 @@ struct Progress {
     failure: Option<(u16, Status)>,
 }
 
+impl Progress {
+    fn new(grain: u64, grains: u64) -> Result<Self, Status> {
+        Ok(Self {
+            grain: grain as u32,
+            grains: u16::try_from(grains).map_err(|_| Status::INTERNAL_ERROR)?,
+            ..Self::default()
+        })
+    }
+}
+
+/// Returns whether a command that is split has data in the guest's memory.
+fn has_data(sqe: &Sqe) -> bool {
+    NvmOpcode(sqe.opcode()) != NvmOpcode::WRITE_ZEROES
+}
+
 /// A member's commands that were split, by slot.
 #[derive(Debug)]
 pub(super) struct Splits {
@@ -177,7 +204,7 @@ impl Splits {
         (len > grain).then_some(grain)
     }
 
-    /// Prepares a command that transfers `len` bytes, more than `grain`, for children of whole
+    /// Prepares a command that transfers or zeroes `len` bytes, more than `grain`, for children of whole
     /// ones: all that must be known of the parent's PRP list is read now.
     pub(super) fn prepare(
         &mut self,
@@ -186,12 +213,16 @@ impl Splits {
         grain: u64,
         memory: HostMemory<'_>,
     ) -> Result<(), Status> {
+        let slot = usize::from(sqe.cid().0);
+        let grains = len.div_ceil(grain);
+        if !has_data(sqe) {
+            self.progress[slot] = Progress::new(grain, grains)?;
+            return Ok(());
+        }
         // SGLs are not offered on such a drive.
         if sqe.cdw0.psdt() != Psdt::PRP || len > PARENT_BYTES_MAX {
             return Err(Status::INTERNAL_ERROR);
         }
-        let slot = usize::from(sqe.cid().0);
-        let grains = len.div_ceil(grain) as usize;
         let [prp1, list] = sqe.dptr;
         let offset = prp1 % PAGE_SIZE;
         // More than two pages, as a grain has two at least: PRP2 points to a list.
@@ -204,7 +235,7 @@ impl Splits {
         let pointers = self
             .pointers
             .get_mut(slot * GRAINS_MAX..)
-            .and_then(|pointers| pointers.get_mut(..grains))
+            .and_then(|pointers| pointers.get_mut(..grains as usize))
             .ok_or(Status::INTERNAL_ERROR)?;
         let pages_per_grain = (grain / PAGE_SIZE) as usize;
         for (index, pointer) in pointers.iter_mut().enumerate() {
@@ -225,11 +256,7 @@ impl Splits {
             };
             *pointer = [first, second];
         }
-        self.progress[slot] = Progress {
-            grain: grain as u32,
-            grains: grains as u16,
-            ..Progress::default()
-        };
+        self.progress[slot] = Progress::new(grain, grains)?;
         Ok(())
     }
 
@@ -243,7 +270,7 @@ impl Splits {
             .min(most - most % grain)
     }
 
-    /// Takes the next child of a command that transfers `len` bytes. Its length is [`Self::next_len`].
+    /// Takes the next child of a command of `len` bytes. Its length is [`Self::next_len`].
     pub(super) fn dispatch(&mut self, parent: &Sqe, len: u64, most: u64) -> Child {
         let slot = usize::from(parent.cid().0);
         let child_len = self.next_len(parent.cid().0, len, most);
@@ -257,10 +284,12 @@ impl Splits {
         let mut sqe = *parent;
         sqe.set_cdw10_11(ReadWrite::from(parent).slba.0 + (bytes_before >> self.lba_shift));
         sqe.cdw12 = (parent.cdw12 & !0xFFFF) | (blocks as u32 - 1);
-        sqe.dptr = self.pointers[slot * GRAINS_MAX + usize::from(first)];
-        if child_len > grain {
-            // More than two pages: the rest of its parent's list.
-            sqe.dptr[1] = parent.dptr[1] + 8 * (bytes_before / PAGE_SIZE);
+        if has_data(parent) {
+            sqe.dptr = self.pointers[slot * GRAINS_MAX + usize::from(first)];
+            if child_len > grain {
+                // More than two pages: the rest of its parent's list.
+                sqe.dptr[1] = parent.dptr[1] + 8 * (bytes_before / PAGE_SIZE);
+            }
         }
         Child {
             sqe,

@@ -26,6 +26,8 @@ const NOTICEABLE: Duration = Duration::from_micros(250);
 struct Tenant {
     lease: Arc<LeaseShare>,
     outstanding: u32,
+    /// Further looks at which it counts as busy.
+    busy_looks: u8,
     /// Bytes that the drive had got of it before, and its limit since.
     bytes: u64,
     limit: Option<u64>,
@@ -34,9 +36,18 @@ struct Tenant {
 /// Time from one look to the next, as a rule.
 const LOOK: Duration = Duration::from_millis(100);
 
+/// Looks for which a tenant counts as busy after it was: one that resets its controller, or maps memory, has moments without
+/// commands.
+const BUSY_LOOKS: u8 = 5;
+
 impl Tenant {
-    /// Returns whether it is too busy to be quiet.
+    /// Returns whether it is too busy to be quiet, or was until a short time ago.
     fn is_busy(&self) -> bool {
+        self.wants() || self.busy_looks > 0
+    }
+
+    /// Returns whether it has more commands outstanding now than a quiet one.
+    fn wants(&self) -> bool {
         Class::is_heavy(self.outstanding, 0)
     }
 
@@ -47,6 +58,7 @@ impl Tenant {
         Portion {
             weight: self.lease.weight(),
             got: u64::try_from(got).unwrap_or(u64::MAX),
+            wants: self.wants(),
             limit: self.limit,
         }
     }
@@ -110,19 +122,40 @@ impl Survey {
         for pair in pairs {
             self.add(&mut pair.shared.lock(), now, elapsed);
         }
+        self.remember_busy();
         let busy = self.tenants.iter().filter(|it| it.is_busy()).count();
         let is_slow = governor.has_waiting() || self.is_slow(elapsed);
         if is_slow && busy > 0 && busy < self.tenants.len() {
             governor.contend(now);
         }
         self.weigh(governor, is_slow && busy > 1, elapsed, now);
-        // Direct commands count only while the drive is governed.
-        let direct = if governor.is_governed(now) {
-            self.direct
-        } else {
-            0
-        };
+        // More of them come while the drive is not governed.
+        let direct = governor.is_governed(now).then_some(self.direct);
         governor.note_direct(direct);
+    }
+
+    /// Carries over how long tenants count as busy, also those that have no command at this look.
+    fn remember_busy(&mut self) {
+        for old in &self.former {
+            let busy_looks = match old.wants() {
+                true => BUSY_LOOKS,
+                false => old.busy_looks.saturating_sub(1),
+            };
+            if busy_looks == 0 {
+                continue;
+            }
+            let mut known = self.tenants.iter_mut();
+            match known.find(|tenant| Arc::ptr_eq(&tenant.lease, &old.lease)) {
+                Some(tenant) => tenant.busy_looks = busy_looks,
+                None => self.tenants.push(Tenant {
+                    lease: old.lease.clone(),
+                    outstanding: 0,
+                    busy_looks,
+                    bytes: old.lease.bytes(),
+                    limit: None,
+                }),
+            }
+        }
     }
 
     /// Gives busy tenants their shares while there are several and commands take long.
@@ -149,6 +182,8 @@ impl Survey {
             }
         }
         self.former = former;
+        // While a quiet tenant is there, busy ones wait in front of the drive.
+        let is_slow = self.is_slow(elapsed) || governor.is_light_present(now);
         let tenants = self.tenants.iter_mut();
         let mut busy: Vec<_> = tenants.filter(|tenant| tenant.is_busy()).collect();
         let mut portions: Vec<_> = busy
@@ -156,7 +191,7 @@ impl Survey {
             .map(|tenant| tenant.portion(self.look, elapsed))
             .collect();
         if std::mem::replace(&mut self.is_weighed, true) {
-            self.shares.divide(&mut portions);
+            self.shares.divide(&mut portions, is_slow);
         }
         for (tenant, portion) in busy.iter_mut().zip(portions) {
             tenant.limit = portion.limit;
@@ -197,6 +232,7 @@ impl Survey {
             None => self.tenants.push(Tenant {
                 lease: lease.clone(),
                 outstanding,
+                busy_looks: 0,
                 bytes: lease.bytes(),
                 limit: None,
             }),

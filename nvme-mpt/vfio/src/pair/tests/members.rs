@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::drive::FakeDrive;
-use super::{Lender, command, reap, submit};
+use super::{Lender, command, reap, submit, submit_at};
 use crate::pair::LeaseShare;
-use nvme_mpt::host::HostQueue;
+use nvme_mpt::clock::Ticks;
+use nvme_mpt::host::{HostCompletion, HostQueue};
 use nvme_mpt::spec::ids::CommandId;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
@@ -237,4 +238,53 @@ fn a_lease_that_is_revoked_reaches_the_drive_no_more() {
     assert_eq!(drive.fetch(), 1);
     drive.complete(0, Status::SUCCESS);
     assert_eq!(ends(&mut third), [(0, Status::SUCCESS)]);
+}
+
+/// Its parts cover it, each block once and in order.
+#[test]
+fn zeroes_go_in_parts_while_a_quiet_member_is_there() {
+    const BLOCKS: u64 = 1 << 16;
+    const DEALLOCATE: u32 = 1 << 25;
+    let (mut drive, pair) = FakeDrive::new(64, 512 << 10, false);
+    let lender = Lender::new(8);
+    let mut quiet = pair.join(1, 9, Box::new(()));
+    let mut busy = pair.join(8, 9, Box::new(()));
+    let mut zeroes = command(NvmOpcode::WRITE_ZEROES, 3, 1000, BLOCKS as u32);
+    zeroes.cdw12 |= DEALLOCATE;
+    let mut now = 1_000_000;
+    let mut covered = 1000;
+    let mut done = Vec::new();
+    let mut is_quiet_done = true;
+    for round in 0.. {
+        assert!(round < 100_000, "the zeroes do not end");
+        now += 100_000;
+        if std::mem::take(&mut is_quiet_done) {
+            let read = command(NvmOpcode::READ, 0, 7, 8);
+            submit_at(&mut quiet, &lender, &[read], Ticks(now));
+        }
+        if round == 0 {
+            submit_at(&mut busy, &lender, &[zeroes], Ticks(now));
+        }
+        drive.fetch();
+        while !drive.commands.is_empty() {
+            let sqe = drive.complete(0, Status::SUCCESS);
+            if NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE_ZEROES {
+                assert_eq!(sqe.cdw10_11(), covered);
+                assert_eq!(sqe.cdw12 & !0xFFFF, DEALLOCATE);
+                covered += u64::from(sqe.cdw12 & 0xFFFF) + 1;
+            }
+        }
+        quiet.reap_by(|| Ticks(now), |_: HostCompletion| is_quiet_done = true);
+        busy.reap_by(
+            || Ticks(now),
+            |completion: HostCompletion| done.push((completion.slot, completion.status)),
+        );
+        if !done.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(done, [(3, Status::SUCCESS)]);
+    assert_eq!(covered, 1000 + BLOCKS);
+    assert!(pair.stats().children > 10, "{:?}", pair.stats());
+    assert_eq!(pair.in_flight(), 0);
 }

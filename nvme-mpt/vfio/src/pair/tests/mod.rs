@@ -7,6 +7,7 @@ mod members;
 mod moves;
 mod property;
 mod sharing;
+mod tenants;
 mod turns;
 mod weights;
 

@@ -17,37 +17,37 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
 /// Ticks are nanoseconds here.
-const MICROSECOND: u64 = 1_000;
-const MILLISECOND: u64 = 1_000 * MICROSECOND;
-const SECOND: u64 = 1_000 * MILLISECOND;
+pub(super) const MICROSECOND: u64 = 1_000;
+pub(super) const MILLISECOND: u64 = 1_000 * MICROSECOND;
+pub(super) const SECOND: u64 = 1_000 * MILLISECOND;
 
 /// Largest transfer of the drives.
-const MAX_TRANSFER: u64 = 512 << 10;
+pub(super) const MAX_TRANSFER: u64 = 512 << 10;
 
 /// Longest pause of members between polls.
 const POLL: u64 = 25 * MICROSECOND;
 
 /// From one look of the supervisor to the next.
-const LOOK: u64 = 100 * MILLISECOND;
+pub(super) const LOOK: u64 = 100 * MILLISECOND;
 
 /// Speed of a drive.
 #[derive(Clone, Copy)]
-struct Speed {
+pub(super) struct Speed {
     /// Commands that it works on at a time.
-    channels: usize,
+    pub(super) channels: usize,
     /// Time per command, and per 4 KiB of it.
-    command: u64,
-    page: u64,
+    pub(super) command: u64,
+    pub(super) page: u64,
     /// Variation of the time, in percent up.
-    jitter: u64,
+    pub(super) jitter: u64,
     /// One of so many commands takes four times as long; 0: none.
-    hiccup: u64,
+    pub(super) hiccup: u64,
     /// True if its queue pairs have turns (round robin arbitration), false if it takes commands as they arrive.
-    turns: bool,
+    pub(super) turns: bool,
 }
 
 /// One that does one command after the other, as an emulated one does.
-const SERIAL: Speed = Speed {
+pub(super) const SERIAL: Speed = Speed {
     channels: 1,
     command: 100 * MICROSECOND,
     page: 2 * MICROSECOND,
@@ -67,7 +67,7 @@ const EMULATED: Speed = Speed {
 };
 
 /// As many SSDs are: the more it has to do, the more it does.
-const PARALLEL: Speed = Speed {
+pub(super) const PARALLEL: Speed = Speed {
     channels: 32,
     command: 70 * MICROSECOND,
     page: 10 * MICROSECOND,
@@ -77,8 +77,8 @@ const PARALLEL: Speed = Speed {
 };
 
 /// A drive with several queue pairs.
-struct Drive {
-    speed: Speed,
+pub(super) struct Drive {
+    pub(super) speed: Speed,
     pairs: Vec<FakeDrive>,
     waiting: VecDeque<(usize, CommandId, u64)>,
     /// Queue pair of the last command that was begun.
@@ -89,7 +89,18 @@ struct Drive {
 }
 
 impl Drive {
-    fn fetch(&mut self, now: u64) {
+    pub(super) fn new(speed: Speed, pairs: Vec<FakeDrive>) -> Self {
+        Self {
+            speed,
+            pairs,
+            waiting: VecDeque::new(),
+            last: 0,
+            working: vec![None; speed.channels],
+            random: 1,
+        }
+    }
+
+    pub(super) fn fetch(&mut self, now: u64) {
         for (index, pair) in self.pairs.iter_mut().enumerate() {
             let known = pair.commands.len();
             pair.fetch();
@@ -125,11 +136,11 @@ impl Drive {
         }
     }
 
-    fn next_end(&self) -> Option<u64> {
+    pub(super) fn next_end(&self) -> Option<u64> {
         self.working.iter().flatten().map(|(end, ..)| *end).min()
     }
 
-    fn complete(&mut self, now: u64) {
+    pub(super) fn complete(&mut self, now: u64) {
         for channel in &mut self.working {
             if let Some((end, pair, cid)) = *channel
                 && end <= now
@@ -233,14 +244,7 @@ fn simulate_with(
     let (fakes, handles): (Vec<_>, Vec<_>) = (0..pairs)
         .map(|_| FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone()))
         .unzip();
-    let mut drive = Drive {
-        speed,
-        pairs: fakes,
-        waiting: VecDeque::new(),
-        last: 0,
-        working: vec![None; speed.channels],
-        random: 1,
-    };
+    let mut drive = Drive::new(speed, fakes);
     let leases: Vec<_> = loads.iter().map(|_| LeaseShare::new(None)).collect();
     for (load, number) in loads.iter().zip(0..) {
         let weight = Weight::try_from(load.weight).expect("within bounds");
@@ -356,7 +360,7 @@ fn ratios(speed: Speed, pairs: usize, quiet: Load, loud: &[Load]) -> (u64, u64) 
 fn longest(speed: Speed, loud: Load) -> u64 {
     let is_serial = speed.channels == 1 && speed.jitter == 0;
     match is_serial && loud.bytes > QUIET.bytes {
-        true => 222,
+        true => 225,
         false => 200,
     }
 }
@@ -714,13 +718,8 @@ fn a_quiet_guest_beside_a_busy_one_whichever_pairs_they_use() {
                 println!(
                     "{name}, turns {turns}, {pairs} pairs: quiet has {rate} % of its rate, {p99} % of its p99; busy {busy}"
                 );
-                // A serial drive that has turns of several busy pairs takes two of their commands first, now and then.
-                let (least, most) = match turns && pairs > 2 && speed.channels == 1 {
-                    true => (45, 300),
-                    false => (49, 200),
-                };
-                assert!(rate >= least, "{rate} % of its rate alone");
-                assert!(p99 <= most, "{p99} % of its p99 alone");
+                assert!(rate >= 49, "{rate} % of its rate alone");
+                assert!(p99 <= 200, "{p99} % of its p99 alone");
                 assert!(busy > 0);
             }
         }

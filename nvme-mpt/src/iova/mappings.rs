@@ -4,75 +4,14 @@
 //! as another one has the descriptors. So the next process finds the memory of a VM where the drive has it, and pins
 //! nothing again. It knows the memory by its file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 
-use serde::{Deserialize, Serialize};
-
-use crate::memory::{Access, Cell64, FilePlace, Mapping};
-
-/// A mapping of an IOMMU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct IommuMapping {
-    /// First address of the device.
-    pub iova: u64,
-    /// Bytes.
-    pub len: u64,
-    /// True if the device may write the memory.
-    pub writable: bool,
-    /// Place of the memory; `None` for memory that ends with its process.
-    pub file: Option<MappedFile>,
-}
-
-/// Place of mapped memory in a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct MappedFile {
-    /// Device of the file.
-    pub device: u64,
-    /// Number of the file on its device.
-    pub inode: u64,
-    /// Offset in the file, in bytes.
-    pub offset: u64,
-}
-
-impl IommuMapping {
-    pub(super) fn new(iova: u64, memory: &Mapping, part: &Range<usize>, access: Access) -> Self {
-        let file = memory.place().map(|place| {
-            let FilePlace {
-                device,
-                inode,
-                offset,
-            } = place;
-            MappedFile {
-                device,
-                inode,
-                offset: offset + part.start as u64,
-            }
-        });
-        Self {
-            iova,
-            len: part.len() as u64,
-            writable: access == Access::ReadWrite,
-            file,
-        }
-    }
-
-    fn end(&self) -> u64 {
-        self.iova + self.len
-    }
-
-    /// Returns whether both are of one file, at the same distance from it.
-    fn goes_with(&self, other: &Self) -> bool {
-        let distance = |mapping: &Self| {
-            let file = mapping.file?;
-            let distance = mapping.iova.wrapping_sub(file.offset);
-            Some((file.device, file.inode, mapping.writable, distance))
-        };
-        distance(self).is_some_and(|own| distance(other) == Some(own))
-    }
-}
+use super::mapping::{IommuMapping, Memory};
+use super::table::MappingTable;
+use crate::memory::Cell64;
 
 /// Word in a shared file, by which another process learns that what it was told of mappings is true no more.
 #[derive(Debug)]
@@ -96,8 +35,14 @@ impl Outdated {
 pub(super) struct Mappings {
     present: BTreeMap<u64, IommuMapping>,
     inherited: BTreeMap<u64, Inherited>,
+    /// Those of the process before that nobody can find any more, until the IOMMU has lost them.
+    leaving: BTreeMap<u64, IommuMapping>,
+    /// First addresses of those inherited that lie in no range that somebody has, by their memory.
+    by_memory: BTreeMap<Memory, BTreeSet<u64>>,
     /// Told of each change.
     outdated: Option<Outdated>,
+    /// Has all of them, for the process after a death of this one.
+    table: Option<MappingTable>,
 }
 
 /// A mapping of the process before that nobody has found yet.
@@ -111,54 +56,119 @@ struct Inherited {
 impl Mappings {
     /// Takes up the mappings of the process before.
     pub(super) fn inherit(&mut self, mappings: Vec<IommuMapping>) {
-        let inherited = mappings.into_iter().map(|mapping| {
-            let is_in_range = false;
+        for mapping in mappings {
             let inherited = Inherited {
                 mapping,
-                is_in_range,
+                is_in_range: false,
             };
-            (mapping.iova, inherited)
-        });
-        self.inherited.extend(inherited);
+            self.inherited.insert(mapping.iova, inherited);
+            if let Some(memory) = mapping.memory() {
+                let places = self.by_memory.entry(memory).or_default();
+                places.insert(mapping.iova);
+            }
+        }
     }
 
-    /// Returns all that are present, and has `outdated` told of each change from now on.
+    /// Takes a mapping out of [`Self::by_memory`].
+    fn unlist(&mut self, mapping: &IommuMapping) {
+        let Some(memory) = mapping.memory() else {
+            return;
+        };
+        if let Some(places) = self.by_memory.get_mut(&memory) {
+            places.remove(&mapping.iova);
+            if places.is_empty() {
+                self.by_memory.remove(&memory);
+            }
+        }
+    }
+
+    /// All that somebody has or may find.
+    fn all(&self) -> impl Iterator<Item = &IommuMapping> {
+        let inherited = self.inherited.values().map(|entry| &entry.mapping);
+        self.present.values().chain(inherited)
+    }
+
+    /// Returns whether the IOMMU has mappings that are about to go.
+    pub(super) fn are_leaving(&self) -> bool {
+        !self.leaving.is_empty()
+    }
+
+    /// Returns all that the IOMMU has, and has `outdated` told of each change from now on.
     pub(super) fn tell(&mut self, outdated: Outdated) -> Vec<IommuMapping> {
         self.outdated = Some(outdated);
-        self.present.values().copied().collect()
+        self.all().copied().collect()
+    }
+
+    /// Has a table of all of them written from now on. Returns its file.
+    pub(super) fn record(&mut self, most: Option<u64>) -> io::Result<OwnedFd> {
+        let all = self.all().chain(self.leaving.values());
+        let (table, file) = MappingTable::new(most, all)?;
+        for iova in self.leaving.keys() {
+            table.leave(*iova);
+        }
+        self.table = Some(table);
+        Ok(file)
+    }
+
+    /// Ends [`Self::record`]: the table holds no more.
+    pub(super) fn end_record(&mut self) {
+        if let Some(table) = self.table.take() {
+            table.end();
+        }
     }
 
     /// Notes that a change begins or was made.
-    pub(super) fn change(&self) {
+    fn change(&self) {
         if let Some(outdated) = &self.outdated {
             outdated.set();
         }
     }
 
+    /// Notes that the IOMMU is about to be asked for a mapping.
+    pub(super) fn begin(&mut self, mapping: &IommuMapping) {
+        self.change();
+        if let Some(table) = &mut self.table {
+            table.begin(mapping);
+        }
+    }
+
+    /// Notes that the IOMMU has a mapping which [began](Self::begin).
     pub(super) fn add(&mut self, mapping: IommuMapping) {
         self.change();
+        if let Some(table) = &self.table {
+            table.settle(mapping.iova);
+        }
         self.present.insert(mapping.iova, mapping);
     }
 
+    /// Notes that the IOMMU is about to be asked to take a mapping away.
+    pub(super) fn leave(&self, iova: u64) {
+        self.change();
+        if let Some(table) = &self.table {
+            table.leave(iova);
+        }
+    }
+
+    /// Notes that the IOMMU has no such mapping: it was taken away, or not made.
     pub(super) fn remove(&mut self, iova: u64) {
         self.change();
         self.present.remove(&iova);
+        self.leaving.remove(&iova);
+        if let Some(table) = &mut self.table {
+            table.remove(iova);
+        }
     }
 
-    /// Returns whether there are mappings of the process before that nobody has found.
-    pub(super) fn has_inherited(&self) -> bool {
-        !self.inherited.is_empty()
+    /// Returns the bytes of mappings of the process before that nobody has found.
+    pub(super) fn inherited(&self) -> u64 {
+        let inherited = self.inherited.values();
+        inherited.map(|entry| entry.mapping.len).sum()
     }
 
     /// Returns the address at which the process before had this memory.
     pub(super) fn place_of(&self, wanted: &IommuMapping) -> Option<u64> {
-        wanted.file?;
-        let mut free = self.inherited.values().filter(|entry| !entry.is_in_range);
-        let found = free.find(|entry| {
-            let iova = entry.mapping.iova;
-            entry.mapping == IommuMapping { iova, ..*wanted }
-        });
-        Some(found?.mapping.iova)
+        let places = self.by_memory.get(&wanted.memory()?)?;
+        places.first().copied()
     }
 
     /// Returns the first addresses of all that lie in a range, if each goes with the one at its start.
@@ -182,6 +192,8 @@ impl Mappings {
     pub(super) fn give_to_range(&mut self, iova: u64) {
         if let Some(entry) = self.inherited.get_mut(&iova) {
             entry.is_in_range = true;
+            let mapping = entry.mapping;
+            self.unlist(&mapping);
         }
     }
 
@@ -193,18 +205,26 @@ impl Mappings {
             .is_some_and(|entry| entry.mapping == *wanted && wanted.file.is_some());
         if is_it {
             self.inherited.remove(&wanted.iova);
-            self.add(*wanted);
+            self.unlist(wanted);
+            self.change();
+            self.present.insert(wanted.iova, *wanted);
         }
         is_it
     }
 
-    /// Takes out those that nobody has found, of a range or of all addresses. Each comes with whether its addresses are
-    /// in a range that somebody has.
+    /// Takes out those that nobody has found, of a range or of all addresses: they are about to go. Each comes with whether
+    /// its addresses are in a range that somebody has.
     pub(super) fn take_inherited(&mut self, range: Range<u64>) -> Vec<(IommuMapping, bool)> {
         let iovas: Vec<u64> = self.inherited.range(range).map(|(iova, _)| *iova).collect();
-        let taken = iovas.iter().filter_map(|iova| self.inherited.remove(iova));
+        let mut taken = Vec::with_capacity(iovas.len());
+        for iova in iovas {
+            if let Some(entry) = self.inherited.remove(&iova) {
+                self.unlist(&entry.mapping);
+                self.leaving.insert(iova, entry.mapping);
+                self.leave(iova);
+                taken.push((entry.mapping, entry.is_in_range));
+            }
+        }
         taken
-            .map(|entry| (entry.mapping, entry.is_in_range))
-            .collect()
     }
 }

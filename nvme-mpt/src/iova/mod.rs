@@ -1,16 +1,19 @@
 //! A host controller's IOVA space: who has which part of it.
 
 mod budget;
+mod mapping;
 mod mappings;
+mod table;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::ops::{Range, RangeInclusive};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 
-use log::error;
+use log::{error, warn};
 
 use crate::address::Iova;
 use crate::learn::{Budget, Choice, NoShare};
@@ -18,8 +21,10 @@ use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::{Access, Mapping, host_page_size};
 use budget::SharedBudget;
 pub(crate) use budget::{Permit, VmShare};
+pub use mapping::{IommuMapping, MappedFile};
 use mappings::Mappings;
-pub use mappings::{IommuMapping, MappedFile, Outdated};
+pub use mappings::Outdated;
+pub use table::LeftMappings;
 
 /// Parts as large as this start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
@@ -50,6 +55,16 @@ pub trait Iommu: Send + Sync + fmt::Debug {
     /// # Errors
     /// Returns the kernel's error, or that fewer bytes were unmapped than were asked for.
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()>;
+
+    /// Takes away from the device whatever is mapped in `iova..iova+len`, if there is anything. No mapping lies across
+    /// either end.
+    ///
+    /// # Errors
+    /// Returns the kernel's error; `Unsupported` for an IOMMU that no other process can have had.
+    fn clear(&self, iova: u64, len: u64) -> io::Result<()> {
+        let _ = (iova, len);
+        Err(io::ErrorKind::Unsupported.into())
+    }
 
     /// Most mappings at a time; `None` without a bound.
     fn mappings_max(&self) -> Option<u64>;
@@ -181,6 +196,11 @@ impl IovaSpace {
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] for mappings that no IOMMU of this space can have.
     pub fn inheriting(self, inherited: Vec<IommuMapping>) -> io::Result<Self> {
+        self.inherit(inherited)?;
+        Ok(self)
+    }
+
+    fn inherit(&self, inherited: Vec<IommuMapping>) -> io::Result<()> {
         let page = host_page_size() as u64;
         let mut taken = lock(&self.taken);
         for IommuMapping { iova, len, .. } in &inherited {
@@ -195,12 +215,81 @@ impl IovaSpace {
         }
         drop(taken);
         lock(&self.mappings).inherit(inherited);
+        Ok(())
+    }
+
+    /// As [`Self::inheriting`], from a process that died. The IOMMU loses what that process was mapping or unmapping, or
+    /// everything if the mappings cannot be those of this space.
+    ///
+    /// # Errors
+    /// The kernel's error: then the IOMMU may have mappings that nobody knows.
+    pub fn surviving(self, left: LeftMappings) -> io::Result<Self> {
+        let Some(iommu) = self.iommu.clone() else {
+            return Ok(self);
+        };
+        let LeftMappings { there, uncertain } = left;
+        let before = lock(&self.taken).parts.clone();
+        let refused = match uncertain.iter().all(|range| range.end <= self.end) {
+            true => self.inherit(there).err().map(|error| error.to_string()),
+            false => Some("a mapping lies beyond the addresses of the IOMMU".to_owned()),
+        };
+        match refused {
+            None => {
+                for range in uncertain {
+                    iommu.clear(range.start, range.end - range.start)?;
+                }
+            }
+            Some(refused) => {
+                warn!("All memory is mapped again: {refused}");
+                iommu.clear(0, self.end - self.end % host_page_size() as u64)?;
+                lock(&self.taken).parts = before;
+            }
+        }
         Ok(self)
+    }
+
+    /// Has all mappings written into a table from now on, from which the process after a death of this one learns what
+    /// the IOMMU has. Returns the table's file, for [`LeftMappings::read`].
+    ///
+    /// # Errors
+    /// The kernel's error: there is no memory for it.
+    pub fn record(&self) -> io::Result<OwnedFd> {
+        let most = self.iommu.as_ref().and_then(|iommu| iommu.mappings_max());
+        lock(&self.mappings).record(most)
+    }
+
+    /// Ends [`Self::record`]: the table says that it holds no more.
+    pub fn end_record(&self) {
+        lock(&self.mappings).end_record();
     }
 
     /// Takes away from the device what the process before had mapped, and nobody has found.
     pub fn end_inheritance(&self) {
-        let _ = self.drop_inherited(0..u64::MAX);
+        self.unmap_left(self.leave_inherited());
+    }
+
+    /// Ends the inheritance at once: nobody finds memory from now on. Returns what [`Self::unmap_left`] has to take away from
+    /// the device. Its addresses are nobody's meanwhile.
+    #[must_use]
+    pub fn leave_inherited(&self) -> Vec<IommuMapping> {
+        let inherited = lock(&self.mappings).take_inherited(0..u64::MAX);
+        let (in_range, free): (Vec<_>, Vec<_>) = inherited
+            .into_iter()
+            .partition(|(_, is_in_range)| *is_in_range);
+        // Others may be mapped at these addresses as soon as this returns.
+        self.unmap_inherited(in_range);
+        free.into_iter().map(|(mapping, _)| mapping).collect()
+    }
+
+    /// Takes away from the device what [`Self::leave_inherited`] returned, which may take long.
+    pub fn unmap_left(&self, left: Vec<IommuMapping>) {
+        self.unmap_inherited(left.into_iter().map(|mapping| (mapping, false)).collect());
+    }
+
+    /// Returns whether mappings of the process before are there that nobody can find.
+    #[must_use]
+    pub fn has_leavings(&self) -> bool {
+        lock(&self.mappings).are_leaving()
     }
 
     /// Returns all mappings, for a process that goes on with them. Each change from now on is told.
@@ -208,10 +297,10 @@ impl IovaSpace {
         lock(&self.mappings).tell(outdated)
     }
 
-    /// Returns whether mappings of the process before wait to be found: memory that was mapped is not pinned again.
+    /// Returns the bytes that the process before had mapped, and nobody has found yet. They are not pinned again.
     #[must_use]
-    pub fn has_inheritance(&self) -> bool {
-        lock(&self.mappings).has_inherited()
+    pub fn inherited(&self) -> u64 {
+        lock(&self.mappings).inherited()
     }
 
     /// Adds a VM's memory to what [`Self::shrunk_memory`] looks at, if memory is pinned here.
@@ -317,15 +406,26 @@ impl IovaSpace {
 
     /// Takes away from the device what the process before had mapped in `range`. Returns whether all is unmapped.
     fn drop_inherited(&self, range: Range<u64>) -> bool {
+        let inherited = lock(&self.mappings).take_inherited(range);
+        self.unmap_inherited(inherited)
+    }
+
+    /// Takes mappings of the process before away from the device, each with whether its addresses are in a range that
+    /// somebody has. Returns whether all are unmapped.
+    fn unmap_inherited(&self, inherited: Vec<(IommuMapping, bool)>) -> bool {
         let Some(iommu) = &self.iommu else {
             return true;
         };
         let mut all_unmapped = true;
-        let inherited = lock(&self.mappings).take_inherited(range);
         for (IommuMapping { iova, len, .. }, is_in_range) in inherited {
+            lock(&self.mappings).leave(iova);
             match iommu.unmap(iova, len) {
-                Ok(()) if is_in_range => {}
-                Ok(()) => drop(lock(&self.taken).parts.remove(&iova)),
+                Ok(()) => {
+                    lock(&self.mappings).remove(iova);
+                    if !is_in_range {
+                        lock(&self.taken).parts.remove(&iova);
+                    }
+                }
                 // Its addresses stay taken: they must not lead to other memory.
                 Err(error) => {
                     error!("{len:#x} bytes at IOVA {iova:#x} stay mapped: {error}");
@@ -436,12 +536,21 @@ impl IovaRange {
             let mapping = IommuMapping::new(iova, memory, &part, access);
             // Not held while memory is pinned.
             let mut mappings = lock(&self.space.mappings);
-            mappings.change();
             let is_there = mappings.find(&mapping);
+            if !is_there {
+                mappings.begin(&mapping);
+            }
             drop(mappings);
             if !is_there {
-                iommu.map(iova, memory, part, access)?;
-                lock(&self.space.mappings).add(mapping);
+                let mapped = iommu.map(iova, memory, part, access);
+                let mut mappings = lock(&self.space.mappings);
+                match mapped {
+                    Ok(()) => mappings.add(mapping),
+                    Err(error) => {
+                        mappings.remove(iova);
+                        return Err(error);
+                    }
+                }
             }
         }
         let range = self.clone();
@@ -487,7 +596,7 @@ impl Drop for IovaPart {
         let Some(iommu) = &space.iommu else {
             return;
         };
-        lock(&space.mappings).change();
+        lock(&space.mappings).leave(iova);
         match iommu.unmap(iova, len) {
             Ok(()) => lock(&space.mappings).remove(iova),
             Err(error) => {

@@ -1,7 +1,15 @@
 //! Addresses of a space, and mappings that one process leaves to the next.
 
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::rc::Rc;
 
+use proptest::prelude::*;
+
+use super::table::{MappingTable, cuts};
 use super::*;
 use crate::kept::keep_for_good;
 use crate::memory::{Cell64, memfd};
@@ -25,18 +33,26 @@ impl Iommu for SharedIommu {
         }
         mapped.insert(iova, end);
         self.made.fetch_add(1, Ordering::Relaxed);
+        drop(mapped);
+        cuts::look();
         Ok(())
     }
 
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
-        let mut mapped = lock(&self.mapped);
-        match mapped.remove(&iova) {
+        let removed = lock(&self.mapped).remove(&iova);
+        cuts::look();
+        match removed {
             Some(end) if end == iova + len => Ok(()),
             _ => Err(io::ErrorKind::InvalidInput.into()),
         }
     }
 
     fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn clear(&self, iova: u64, len: u64) -> io::Result<()> {
+        lock(&self.mapped).retain(|start, end| *start >= iova + len || *end <= iova);
         Ok(())
     }
 
@@ -279,4 +295,269 @@ fn parts_never_overlap_and_come_back() {
     assert!(space.allocate(1 << 52).is_none());
     assert!(space.allocate(u64::MAX).is_none());
     assert!(space.allocate(0).is_none());
+}
+
+/// State that a killed process leaves.
+#[derive(Clone, Debug)]
+struct Cut {
+    table: Vec<u8>,
+    mapped: BTreeMap<u64, u64>,
+    /// Pages of the guest that are mapped, and that nobody was about to unmap.
+    pages: BTreeSet<u64>,
+}
+
+/// Bytes of a table of 64 slots.
+const TABLE: usize = 4096 + 64 * 64;
+
+fn bytes_of(table: &OwnedFd) -> Vec<u8> {
+    let mut bytes = vec![0; TABLE];
+    let file = File::from(table.try_clone().expect("a copy"));
+    file.read_exact_at(&mut bytes, 0).expect("a table");
+    bytes
+}
+
+fn table_of(bytes: &[u8]) -> OwnedFd {
+    let file = File::from(memfd(c"left", bytes.len() as u64).expect("memory"));
+    file.write_all_at(bytes, 0).expect("room");
+    file.into()
+}
+
+fn page(page: u64) -> Range<usize> {
+    (page * PAGE) as usize..((page + 1) * PAGE) as usize
+}
+
+fn map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> IovaPart {
+    try_map_page(space, whole, number).expect("no overlap")
+}
+
+fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Result<IovaPart> {
+    let vm = space.new_vm();
+    let range = space.allocate_for(&vm.iovas, PAGE, whole, &page(number));
+    let range = Arc::new(range.expect("room"));
+    let permit = space.budget.for_driver(1);
+    range.map(
+        range.start(),
+        whole,
+        page(number),
+        Access::ReadWrite,
+        permit,
+    )
+}
+
+/// Maps and unmaps pages of a guest, one after the other, and memory of the driver. Returns what is left if the process
+/// is killed: at the beginning, after each store into the table, and after each change of the IOMMU.
+fn killed(changes: &[u64], whole: &Mapping) -> Vec<Cut> {
+    let iommu = Arc::new(SharedIommu::default());
+    let space = space(&iommu, Vec::new());
+    let own = Mapping::anonymous(PAGE as usize).expect("memory");
+    // Mappings that are there before the table, and after.
+    let before = space.map(&own, Access::Read).expect("map");
+    let table = space.record().expect("memory");
+    let pages: Rc<RefCell<BTreeSet<u64>>> = Rc::default();
+    let cuts_seen: Rc<RefCell<Vec<Cut>>> = Rc::default();
+    let look = {
+        let (iommu, pages, seen) = (iommu.clone(), pages.clone(), cuts_seen.clone());
+        move || {
+            seen.borrow_mut().push(Cut {
+                table: bytes_of(&table),
+                mapped: lock(&iommu.mapped).clone(),
+                pages: pages.borrow().clone(),
+            });
+        }
+    };
+    look();
+    cuts::watch(Some(Box::new(look)));
+    let mut parts = BTreeMap::new();
+    for number in changes {
+        let was_mapped = pages.borrow_mut().remove(number);
+        if was_mapped {
+            drop(parts.remove(number));
+        } else {
+            parts.insert(*number, map_page(&space, whole, *number));
+            pages.borrow_mut().insert(*number);
+        }
+    }
+    let after = space.map(&own, Access::Read).expect("map");
+    drop((before, after));
+    cuts::watch(None);
+    keep_for_good(parts);
+    cuts_seen.take()
+}
+
+/// The process after one that was killed.
+fn check_next(cut: &Cut, whole: &Mapping) {
+    let read = || LeftMappings::read(table_of(&cut.table)).expect("a table");
+    let left = read();
+    let there: BTreeMap<u64, u64> = left
+        .there()
+        .iter()
+        .map(|mapping| (mapping.iova, mapping.iova + mapping.len))
+        .collect();
+    for (start, end) in &there {
+        assert_eq!(cut.mapped.get(start), Some(end), "it is not mapped");
+    }
+    for (start, end) in &cut.mapped {
+        let may_be = left.uncertain.contains(&(*start..*end));
+        assert!(there.contains_key(start) != may_be, "nobody knows of it");
+    }
+    let iommu = Arc::new(SharedIommu {
+        mapped: Mutex::new(cut.mapped.clone()),
+        ..SharedIommu::default()
+    });
+    let surviving = || {
+        let space = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(read());
+        Arc::new(space.expect("an IOMMU that can be asked"))
+    };
+    // A process that is killed as well, before it has a table of its own.
+    drop(surviving());
+    assert_eq!(iommu.starts(), there.keys().copied().collect::<Vec<_>>());
+    let next = surviving();
+    let own = next.record().expect("memory");
+    let pages = cut.pages.iter();
+    let pages: Vec<_> = pages.map(|page| map_page(&next, whole, *page)).collect();
+    assert_eq!(iommu.made(), 0, "memory was pinned again");
+    let all = LeftMappings::read(table_of(&bytes_of(&own))).expect("a table");
+    assert_eq!(all.there().len(), there.len());
+    next.end_inheritance();
+    assert_eq!(iommu.starts().len(), pages.len());
+    let all = LeftMappings::read(table_of(&bytes_of(&own))).expect("a table");
+    assert_eq!((all.there().len(), all.uncertain.len()), (pages.len(), 0));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    #[test]
+    fn a_process_that_is_killed_at_any_moment_leaves_its_mappings(
+        changes in proptest::collection::vec(0_u64..8, 1..24),
+    ) {
+        let file = memfd(c"guest", 8 * PAGE).expect("memory");
+        let whole = memory(&file, 0, 8, Access::ReadWrite);
+        let cuts = killed(&changes, &whole);
+        prop_assert!(cuts.len() > changes.len());
+        for cut in &cuts {
+            check_next(cut, &whole);
+        }
+    }
+
+    /// Words of a slot that are wrong in any way.
+    #[test]
+    fn a_table_that_is_wrong_is_refused_or_leads_to_no_other_memory(
+        words in proptest::collection::vec(
+            (
+                0_usize..TABLE / 8,
+                prop_oneof![0_u64..5, Just(PAGE), Just(1 << 39), Just(ALIGNMENT + PAGE), any::<u64>()],
+            ),
+            1..6,
+        ),
+    ) {
+        let file = memfd(c"guest", 8 * PAGE).expect("memory");
+        let whole = memory(&file, 0, 8, Access::ReadWrite);
+        let cut = killed(&[1, 2, 3, 2], &whole).pop().expect("a moment");
+        let mut bytes = cut.table;
+        for (word, value) in words {
+            // The first slots and the header.
+            let at = if word % 2 == 0 { 4096 + 8 * (word % 40) } else { 8 * (word % 16) };
+            bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        }
+        if let Ok(left) = LeftMappings::read(table_of(&bytes)) {
+            let iommu = Arc::new(SharedIommu {
+                mapped: Mutex::new(cut.mapped),
+                ..SharedIommu::default()
+            });
+            let next = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(left);
+            let next = Arc::new(next.expect("an IOMMU that can be asked"));
+            let other = memfd(c"other", 8 * PAGE).expect("memory");
+            let other = memory(&other, 0, 8, Access::ReadWrite);
+            let made = iommu.made();
+            // A mapping that the table does not have is in the way of others, which is an error.
+            let mapped = try_map_page(&next, &other, 0);
+            let is_in_the_way = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
+            prop_assert!(mapped.as_ref().err().is_none_or(is_in_the_way));
+            prop_assert_eq!(iommu.made(), made + u64::from(mapped.is_ok()));
+            keep_for_good(mapped);
+        }
+    }
+}
+
+#[test]
+fn a_table_that_does_not_hold_is_refused() {
+    let file = memfd(c"guest", 8 * PAGE).expect("memory");
+    let whole = memory(&file, 0, 8, Access::ReadWrite);
+    let good = killed(&[1, 2, 3, 2], &whole).pop().expect("a moment").table;
+    let refused = |bytes: &[u8]| LeftMappings::read(table_of(bytes)).unwrap_err().to_string();
+    let with = |at: usize, word: u64| {
+        let mut bytes = good.clone();
+        bytes[at..at + 8].copy_from_slice(&word.to_le_bytes());
+        refused(&bytes)
+    };
+    assert!(refused(&[]).contains("cut short"));
+    assert!(refused(&good[..4096 + 64]).contains("cut short"));
+    assert!(with(0, 0).contains("does not hold"));
+    assert!(with(64, u64::MAX).contains("too many slots"));
+    let slots = (0..64).map(|slot| 4096 + 64 * slot);
+    let mut there = slots.filter(|at| good[*at] == 2);
+    let (first, second) = (there.next().expect("one"), there.next().expect("two"));
+    assert!(with(first, 9).contains("unknown state"));
+    for (at, word) in [
+        (first + 8, 1),
+        (first + 8, u64::MAX - 4095),
+        (first + 16, 0),
+        (first + 16, 100),
+        (first + 24, 4),
+    ] {
+        assert!(with(at, word).contains("cannot have been made"), "{word}");
+    }
+    let iova = u64::from_le_bytes(good[second + 8..second + 16].try_into().expect("a word"));
+    assert!(with(first + 8, iova).contains("overlap"));
+}
+
+#[test]
+fn mappings_that_the_space_cannot_have_cost_all_of_them() {
+    let file = memfd(c"guest", 8 * PAGE).expect("memory");
+    let whole = memory(&file, 0, 8, Access::ReadWrite);
+    let cut = killed(&[1, 2], &whole).pop().expect("a moment");
+    let mut slots = (0..64).map(|slot| 4096 + 64 * slot);
+    let there = slots.find(|at| cut.table[*at] == 2).expect("one");
+    for (state, iova) in [(2, 0), (2, 1_u64 << 39), (1, 1 << 39), (3, 1 << 40)] {
+        let mut bytes = cut.table.clone();
+        bytes[there] = state;
+        bytes[there + 8..there + 16].copy_from_slice(&iova.to_le_bytes());
+        let left = LeftMappings::read(table_of(&bytes)).expect("a table");
+        let iommu = Arc::new(SharedIommu {
+            mapped: Mutex::new(cut.mapped.clone()),
+            ..SharedIommu::default()
+        });
+        let next = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(left);
+        let next = Arc::new(next.expect("an IOMMU that can be asked"));
+        assert_eq!(iommu.starts(), [] as [u64; 0]);
+        assert_eq!(next.inherited(), 0);
+        keep_for_good(map_page(&next, &whole, 1));
+        assert_eq!(iommu.made(), 1);
+    }
+}
+
+#[test]
+fn a_table_that_is_full_holds_no_more() {
+    let mapping = |iova| IommuMapping {
+        iova,
+        len: PAGE,
+        writable: true,
+        file: None,
+    };
+    let first = mapping(ALIGNMENT);
+    let (mut table, file) = MappingTable::new(Some(1), [first].iter()).expect("memory");
+    let read = || LeftMappings::read(file.try_clone().expect("a copy"));
+    assert_eq!(read().expect("a table").there(), [first]);
+    table.remove(ALIGNMENT);
+    table.begin(&mapping(2 * ALIGNMENT));
+    let uncertain = read().expect("a table").uncertain;
+    assert_eq!(
+        uncertain.first().map(|range| range.start),
+        Some(2 * ALIGNMENT)
+    );
+    table.begin(&mapping(3 * ALIGNMENT));
+    assert!(read().is_err());
+    table.remove(2 * ALIGNMENT);
+    assert!(read().is_err());
 }

@@ -89,6 +89,15 @@ pub trait Backing: Send + Sync + fmt::Debug {
         Err(io::ErrorKind::Unsupported.into())
     }
 
+    /// Returns descriptors that keep its IOMMU as it is, with all mappings, while the function itself is given up: by the
+    /// end of this process, too. [`Self::release`] takes all mappings away nevertheless.
+    ///
+    /// # Errors
+    /// The kernel's error; `Unsupported` for a function whose IOMMU ends with its process.
+    fn keep_iommu(&self) -> io::Result<Vec<OwnedFd>> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     /// Gives the function up. No DMA of it reaches memory afterwards; registers read as all ones.
     fn release(&self);
 }

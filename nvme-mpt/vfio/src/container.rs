@@ -18,7 +18,7 @@ use vfio_bindings::bindings::vfio as abi;
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction};
 use super::ioctl;
-use nvme_mpt::iova::Iommu;
+use nvme_mpt::iova::{Iommu, IommuMapping};
 use nvme_mpt::memory::sync::RwLock;
 use nvme_mpt::memory::{Access, Mapping, host_page_size};
 
@@ -27,7 +27,8 @@ pub(super) trait IommuContext: Iommu {
     /// Opens the function's file.
     fn open_device(&self) -> Result<File, VfioError>;
 
-    /// Returns descriptors by which another process goes on with it.
+    /// Returns descriptors by which another process goes on with it. They keep all mappings, whatever becomes of the
+    /// function's file.
     fn hand_over(&self) -> io::Result<Vec<OwnedFd>>;
 
     /// The addresses that it translates: sorted, not overlapping.
@@ -59,6 +60,23 @@ fn pieces(iova: u64, len: u64) -> impl Iterator<Item = Range<u64>> {
         at += left.min(room);
         Some(start..at)
     })
+}
+
+/// Takes a mapping away in the pieces in which it was made. Returns the bytes that were unmapped.
+fn unmap_pieces(container: &File, iova: u64, len: u64) -> io::Result<u64> {
+    let mut unmapped = 0;
+    for piece in pieces(iova, len) {
+        let bytes = piece.end - piece.start;
+        match ioctl::unmap_dma(container, iova + piece.start, bytes) {
+            Ok(bytes) => unmapped += bytes,
+            // An earlier release made it as a whole, and the kernel divides none.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) && piece.start == 0 => {
+                return ioctl::unmap_dma(container, iova, len);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(unmapped)
 }
 
 /// A container of VFIO's with one group in it.
@@ -127,15 +145,26 @@ impl Type1Container {
         Self::new(root, function, Files { group, container }, 0)
     }
 
-    /// Goes on with the group and the container of another process, which has so many mappings in it.
+    /// Goes on with the group and the container of another process, which has these mappings in it.
     pub(super) fn handed_over(
         root: &HostRoot,
         function: &PciFunction,
         [group, container]: [OwnedFd; 2],
-        mapped: usize,
+        mapped: &[IommuMapping],
     ) -> Result<Self, VfioError> {
         let [group, container] = [group, container].map(File::from);
-        let mapped = u32::try_from(mapped).unwrap_or(u32::MAX);
+        let flags = ioctl::group_flags(&group);
+        let is_set = |flags: u32| flags & abi::VFIO_GROUP_FLAGS_CONTAINER_SET != 0;
+        // The kernel takes the group out of the container when the function is unbound or removed.
+        if !flags.is_ok_and(is_set) {
+            let address = function.address;
+            return Err(VfioError::NoContainer { address });
+        }
+        let entries = mapped.iter().map(|mapping| {
+            let pieces = pieces(mapping.iova, mapping.len);
+            u32::try_from(pieces.count()).unwrap_or(u32::MAX)
+        });
+        let mapped = entries.fold(0, u32::saturating_add);
         Self::new(root, function, Files { group, container }, mapped)
     }
 
@@ -266,7 +295,7 @@ impl Iommu for Type1Container {
             return Ok(());
         };
         let len = self.whole_pages(iova, len)?;
-        let unmapped = ioctl::unmap_dma(container, iova, len)?;
+        let unmapped = unmap_pieces(container, iova, len)?;
         if unmapped != len {
             return Err(io::Error::other(VfioError::PartlyUnmapped {
                 iova,
@@ -283,6 +312,15 @@ impl Iommu for Type1Container {
             memory.populate_part(start, end - start)?;
         }
         Ok(())
+    }
+
+    fn clear(&self, iova: u64, len: u64) -> io::Result<()> {
+        let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(Files { container, .. }) = &*files else {
+            return Ok(());
+        };
+        let len = self.whole_pages(iova, len)?;
+        ioctl::unmap_dma(container, iova, len).map(drop)
     }
 
     fn mappings_max(&self) -> Option<u64> {

@@ -24,7 +24,7 @@ use super::container::{IommuContext, Type1Container};
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction, VFIO_PCI};
 use super::ioctl::{self, Region};
-use nvme_mpt::iova::Iommu;
+use nvme_mpt::iova::{Iommu, IommuMapping};
 use nvme_mpt::memory::sync::RwLock;
 use nvme_mpt::memory::{Mapping, Registers, eventfd};
 
@@ -103,7 +103,7 @@ impl VfioBacking {
         Self::open_in(&HostRoot::default(), address)
     }
 
-    /// Goes on with the function at `address`, as another process [handed it over](Backing::hand_over), with so many
+    /// Goes on with the function at `address`, as another process [handed it over](Backing::hand_over), with these
     /// mappings of its IOMMU. The function is not reset by that.
     ///
     /// # Errors
@@ -111,7 +111,7 @@ impl VfioBacking {
     pub fn handed_over(
         address: PciAddress,
         descriptors: [OwnedFd; 3],
-        mapped: usize,
+        mapped: &[IommuMapping],
     ) -> Result<Self, VfioError> {
         let root = HostRoot::default();
         let function = PciFunction::find(&root, address)?;
@@ -121,7 +121,32 @@ impl VfioBacking {
         Self::new(&function, Arc::new(context), device.into(), 0)
     }
 
+    /// Takes the function at `address` as [`Self::open`] does, with the [IOMMU](Backing::keep_iommu) of another process,
+    /// which has died, and these mappings of it.
+    ///
+    /// # Errors
+    /// Returns the obstacle to its use. Then the IOMMU is as it was.
+    pub fn left(
+        address: PciAddress,
+        iommu: [OwnedFd; 2],
+        mapped: &[IommuMapping],
+    ) -> Result<Self, VfioError> {
+        let root = HostRoot::default();
+        let function = Self::find(&root, address)?;
+        let context = Type1Container::handed_over(&root, &function, iommu, mapped)?;
+        let device = context.open_device()?;
+        Self::new(&function, Arc::new(context), device, COMMAND_BUS_MASTER)
+    }
+
     fn open_in(root: &HostRoot, address: PciAddress) -> Result<Self, VfioError> {
+        let function = Self::find(root, address)?;
+        let context = Type1Container::open(root, &function)?;
+        let device = context.open_device()?;
+        Self::new(&function, Arc::new(context), device, COMMAND_BUS_MASTER)
+    }
+
+    /// Finds an NVMe function that `vfio-pci` has.
+    fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, VfioError> {
         let function = PciFunction::find(root, address)?;
         if !function.is_nvme() {
             let class = function.class;
@@ -132,9 +157,7 @@ impl VfioBacking {
             Some(driver) => return Err(VfioError::OtherDriver { address, driver }),
             None => return Err(VfioError::NoDriver { address }),
         }
-        let context = Type1Container::open(root, &function)?;
-        let device = context.open_device()?;
-        Self::new(&function, Arc::new(context), device, COMMAND_BUS_MASTER)
+        Ok(function)
     }
 
     /// A function that is open, with these bits of its Command register cleared.
@@ -355,6 +378,10 @@ impl Backing for VfioBacking {
         let device = self.with_device(File::try_clone)?;
         descriptors.push(device.into());
         Ok(descriptors)
+    }
+
+    fn keep_iommu(&self) -> io::Result<Vec<OwnedFd>> {
+        self.context.hand_over()
     }
 
     fn is_gone(&self) -> bool {

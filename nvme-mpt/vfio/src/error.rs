@@ -20,6 +20,12 @@ fn group_users(group: &Path, users: &[User]) -> String {
 /// An NVMe function cannot be used through VFIO.
 #[derive(Debug, thiserror::Error)]
 pub enum VfioError {
+    /// The IOMMU group that another process has left is in no container any more.
+    #[error("{address} was unbound or removed since another process had it")]
+    NoContainer {
+        /// The function.
+        address: PciAddress,
+    },
     /// The host has no such function, or it cannot be looked at.
     #[error(transparent)]
     Function(#[from] PciFunctionError),

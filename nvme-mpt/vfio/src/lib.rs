@@ -27,7 +27,10 @@ mod ioctl;
 pub mod pair;
 
 pub use backing::Backing;
-pub use controller::{ControllerError, ControllerOptions, HandedOver, VfioController};
+pub use controller::{
+    ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept, LeftIommu,
+    VfioController,
+};
 pub use description::Description;
 pub use device::VfioBacking;
 pub use error::VfioError;

@@ -436,6 +436,11 @@ impl Backing for ModelDrive {
         Ok(Vec::new())
     }
 
+    /// Another driver in this process has the same IOMMU.
+    fn keep_iommu(&self) -> io::Result<Vec<OwnedFd>> {
+        Ok(Vec::new())
+    }
+
     fn release(&self) {
         drop(self.hold_release());
         // As closing a function does: it is reset, and reaches no memory.

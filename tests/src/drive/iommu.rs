@@ -359,6 +359,21 @@ impl Iommu for ModelIommu {
         Ok(())
     }
 
+    fn clear(&self, iova: u64, len: u64) -> io::Result<()> {
+        let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
+        let end = iova.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?;
+        let is_outside = |at: &u64, mapped: &Mapped| *at >= end || at + mapped.len <= iova;
+        let cuts = |at: &u64, mapped: &Mapped| *at < iova || at + mapped.len > end;
+        if maps
+            .iter()
+            .any(|(at, mapped)| !is_outside(at, mapped) && cuts(at, mapped))
+        {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        maps.retain(|at, mapped| is_outside(at, mapped));
+        Ok(())
+    }
+
     fn mappings_max(&self) -> Option<u64> {
         self.mappings_max.map(|max| max as u64)
     }

@@ -5,12 +5,13 @@
 #[expect(dead_code, reason = "the tests of snapshots use more of it")]
 mod load;
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use nvme_mpt::Drive;
+use nvme_mpt::iova::LeftMappings;
 use nvme_mpt::poller::Threads;
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -18,7 +19,10 @@ use nvme_mpt_tests::drive::{
     DoorbellBufferUse, Effect, Fault, Meets, ModelDrive, NamespaceOptions, Options,
 };
 use nvme_mpt_tests::status::INTERNAL_ERROR;
-use nvme_vfio::{ControllerError, ControllerOptions, HandedOver, VfioController};
+use nvme_vfio::{
+    Backing, ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept, LeftIommu,
+    VfioController,
+};
 
 use crate::common::{Host, LEASE, LONG, Machine, Setup, Suspended, queue_pair, wait_for};
 use load::Load;
@@ -45,7 +49,7 @@ fn go_on(model: &Arc<ModelDrive>, handed: Vec<OwnedFd>) -> Result<Host, Controll
         ..ControllerOptions::default()
     };
     let threads = Threads::default();
-    let controller = VfioController::handed_over(model.clone(), handed, options, &threads)?;
+    let controller = VfioController::handed_over(model.clone(), handed, options, &threads, None)?;
     let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");
     Ok(Host::of(drive, model.clone()))
 }
@@ -272,7 +276,149 @@ fn a_drive_that_was_reset_meanwhile_is_refused_and_can_be_opened() {
     let host = Host::with(options(DoorbellBufferUse::None), LONG);
     let model = host.model.clone();
     let handed = hand_over(&host);
-    nvme_vfio::Backing::reset(&*model).unwrap();
+    model.reset().unwrap();
     std::mem::forget(host);
     assert!(go_on(&model, handed).is_err());
+}
+
+/// Place for descriptors that outlives each process.
+#[derive(Debug, Default)]
+struct Shelf(Mutex<Vec<OwnedFd>>);
+
+impl Shelf {
+    fn contents(&self) -> Vec<OwnedFd> {
+        copies(&self.0.lock().unwrap())
+    }
+}
+
+impl DescriptorKeeper for Shelf {
+    fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> std::io::Result<()> {
+        let copies = descriptors.iter().map(BorrowedFd::try_clone_to_owned);
+        *self.0.lock().unwrap() = copies.collect::<std::io::Result<_>>()?;
+        Ok(())
+    }
+
+    fn let_go(&self) {
+        self.0.lock().unwrap().clear();
+    }
+}
+
+/// Opens the drive with what a process has left that died.
+fn open_kept(model: &Arc<ModelDrive>, shelf: &Arc<Shelf>) -> Host {
+    let contents = shelf.contents();
+    let left = (!contents.is_empty()).then(|| LeftIommu::read(contents).unwrap());
+    let kept = Kept {
+        keeper: Some(shelf.clone()),
+        left,
+    };
+    let options = ControllerOptions {
+        deadline: LONG,
+        ..ControllerOptions::default()
+    };
+    let threads = Threads::default();
+    let controller = VfioController::open_kept(model.clone(), options, &threads, kept).unwrap();
+    let drive = Drive::new("0000:01:00.0", controller, None).expect("a namespace");
+    Host::of(drive, model.clone())
+}
+
+/// Ends a process without a word: its threads stop, and the kernel closes the function.
+fn kill(host: Host) {
+    // Nothing is in flight any more. Nobody takes up what is handed over.
+    drop(hand_over(&host));
+    std::mem::forget(host);
+}
+
+fn close(model: &ModelDrive) {
+    model.set_bus_master(false).unwrap();
+    model.reset().unwrap();
+}
+
+#[test]
+fn memory_of_guests_stays_mapped_when_their_server_dies() {
+    let ledgers = tempfile::tempdir().unwrap();
+    let ledger = |process: usize| ledgers.path().join(process.to_string());
+    let model = ModelDrive::start(options(DoorbellBufferUse::Asked));
+    let shelf = Arc::new(Shelf::default());
+    let mut host = open_kept(&model, &shelf).with_ledger(&ledger(0));
+    let setup = Setup::nth(0);
+    let mut machine = host.machine(&setup);
+    let gone = host.machine(&Setup::nth(1));
+    let mut gone = Some(gone);
+    let mut load = Load::new(&machine, 2, 16, 7);
+    for process in 1..4 {
+        load.submit(true);
+        load.reap(true);
+        load.drain();
+        let memory = machine.function().host().stats().memory.regions as usize;
+        let suspended = abandon(machine);
+        // A guest that is not there any more in the next process.
+        std::mem::forget(gone.take().map(abandon));
+        kill(host);
+        close(&model);
+        let mut copy = Command::new("cp");
+        let copied = copy.arg("-a").args([ledger(process - 1), ledger(process)]);
+        assert!(copied.status().unwrap().success());
+        let made = model.model_iommu().made();
+        let reached = model.model_iommu().iovas();
+        // The next process dies at once.
+        if process == 2 {
+            kill(open_kept(&model, &shelf));
+            close(&model);
+        }
+        host = open_kept(&model, &shelf).with_ledger(&ledger(process));
+        machine = host.restore(&suspended, &setup).unwrap();
+        // Its own memory: admin queues, Doorbell Buffer, two queue pairs.
+        let of_processes = if process == 2 { 2 } else { 0 } + 2 + 2 * 2;
+        let again = model.model_iommu().made() - made;
+        assert!(again <= of_processes, "{again} mappings were made again");
+        host.drive.controller().end_inheritance();
+        let kept = model.model_iommu().iovas();
+        let kept = kept.iter().filter(|iova| reached.contains(iova)).count();
+        assert_eq!(
+            kept, memory,
+            "the memory of the guest that is there, and nothing else"
+        );
+        machine.function().resume();
+        load.move_to(&machine);
+        load.drain();
+    }
+    load.verify();
+    drop((load, machine));
+    host.finish();
+    assert!(shelf.contents().is_empty(), "the drive was given back");
+    assert_eq!(model.model_iommu().faults(), []);
+}
+
+#[test]
+fn a_drive_that_goes_on_or_is_given_up_leaves_what_its_iommu_has() {
+    let model = ModelDrive::start(options(DoorbellBufferUse::None));
+    let shelf = Arc::new(Shelf::default());
+    let host = open_kept(&model, &shelf);
+    let handed = hand_over(&host);
+    std::mem::forget(host);
+    let before = shelf.contents();
+    let handed = HandedOver::read(handed).unwrap();
+    let threads = Threads::default();
+    let options = ControllerOptions {
+        deadline: LONG,
+        ..ControllerOptions::default()
+    };
+    let keeper: Arc<dyn DescriptorKeeper> = shelf.clone();
+    let controller =
+        VfioController::handed_over(model.clone(), handed, options, &threads, Some(keeper));
+    let drive = Drive::new("0000:01:00.0", controller.unwrap(), None).unwrap();
+    let host = Host::of(drive, model.clone());
+    let machine = host.machine(&Setup::nth(0));
+    // The table is that of the process which has the drive now.
+    let read = |mut table: Vec<OwnedFd>| LeftMappings::read(table.remove(0)).unwrap();
+    let (before, now) = (read(before), read(shelf.contents()));
+    assert!(now.there().len() > before.there().len());
+    let mapped: Vec<u64> = now.there().iter().map(|mapping| mapping.iova).collect();
+    let mut iovas = model.model_iommu().iovas();
+    iovas.retain(|iova| !mapped.contains(iova));
+    assert_eq!(iovas, [] as [u64; 0]);
+    model.request_removal();
+    wait_for("the drive's release", || model.is_released());
+    assert!(shelf.contents().is_empty());
+    drop((machine, host));
 }

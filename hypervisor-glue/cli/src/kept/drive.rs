@@ -1,21 +1,28 @@
 //! A physical drive that goes on in the next process without a reset.
 //!
-//! The keeper has a bag for each drive that is open, and the bag is empty while the drive works. A server that is
+//! The keeper has a bag for each drive that is open. A server that is
 //! replaced has its drives rest, and puts [what the next one needs](nvme_mpt::drive::HostController::hand_over) into
-//! their bags. The next server takes that out of a bag before it uses it. A server that dies leaves an empty bag, and
-//! the next one resets the drive.
+//! their bags. The next server takes that out of a bag before it uses it. After a death of the server, there
+//! is nothing of the kind in the bag, and the next server resets the drive.
+//!
+//! A server that dies leaves no drive that works: the kernel resets the function with its last descriptor. But the bag
+//! holds the drive's IOMMU and the table of its mappings, as long as the drive is open, so that the memory of VMs stays
+//! pinned and mapped. See `nvme_vfio::DescriptorKeeper`.
 //!
 //! A drive that is handed over still carries out commands in flight of functions in VMMs, even while no server runs. So
 //! the bag also holds the old server's end of its [presence] pipe, until the drive is open again.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nvme_mpt::Drive;
 use nvme_mpt::memory::presence;
 use nvme_mpt_keep::{Bag, KeepError};
+use nvme_mpt_vmm::drives::OutlivingDrive;
 use nvme_mpt_vmm::report;
+use nvme_vfio::DescriptorKeeper;
 
 use super::registry::Registry;
 use super::{Keeping, KeepingError};
@@ -29,49 +36,95 @@ const HANDED_OVER: u64 = 0;
 /// Number of the message with the old server's end of its presence pipe.
 const PRESENCE: u64 = 1;
 
+/// Number of the message with the drive's IOMMU and the table of its mappings.
+const MAPPINGS: u64 = 2;
+
 /// Bags of physical drives, by their names in the keeper.
 #[derive(Debug, Default)]
-pub(super) struct DriveBags(BTreeMap<String, Bag>);
+pub(super) struct DriveBags(BTreeMap<String, SharedBag>);
+
+/// Bag of a drive, which puts its IOMMU into it.
+#[derive(Clone, Debug)]
+struct SharedBag(Arc<Mutex<Bag>>);
+
+impl SharedBag {
+    fn new(bag: Bag) -> Self {
+        Self(Arc::new(Mutex::new(bag)))
+    }
+
+    fn bag(&self) -> MutexGuard<'_, Bag> {
+        // Each change is complete before anything can panic.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DescriptorKeeper for SharedBag {
+    fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        let mut bag = self.bag();
+        bag.put(MAPPINGS, descriptors).map_err(io::Error::other)?;
+        // What it replaces is of no use, but keeps memory.
+        if let Err(error) = bag.retain(|_| true) {
+            log::warn!(
+                "The keeper has an older table of mappings: {}",
+                report::chain(&error)
+            );
+        }
+        Ok(())
+    }
+
+    fn let_go(&self) {
+        if let Err(error) = self.bag().retain(|number| number != MAPPINGS) {
+            let error = report::chain(&error);
+            log::error!("The keeper has the IOMMU of a drive that is not open: {error}");
+        }
+    }
+}
 
 /// Returns a drive's name in the keeper, whose names have no colons.
 fn name_of(path: &str) -> String {
     format!("{DRIVE}{path}").replace(':', "_")
 }
 
-fn empty(bag: &mut Bag) -> Result<(), KeepError> {
-    bag.retain(|_| false)
-}
-
 impl DriveBags {
     /// Takes up a bag of the process before.
     pub(super) fn add(&mut self, name: String, ends: Vec<OwnedFd>) -> Result<(), KeepError> {
-        self.0.insert(name, Bag::from_kept(ends)?);
+        self.0.insert(name, SharedBag::new(Bag::from_kept(ends)?));
         Ok(())
     }
 
-    fn take(&mut self, registry: &Registry, name: String) -> Result<Vec<OwnedFd>, KeepError> {
-        if let Some(bag) = self.0.get_mut(&name) {
+    fn take(&mut self, registry: &Registry, name: String) -> Result<OutlivingDrive, KeepError> {
+        if let Some(shared) = self.0.get(&name) {
+            let mut bag = shared.bag();
             let contents = bag.contents()?;
-            bag.retain(|number| number == PRESENCE)?;
-            let mut contents = contents.into_iter();
-            let handed = contents.find(|(number, _)| *number == HANDED_OVER);
-            return Ok(handed.map_or_else(Vec::new, |(_, descriptors)| descriptors));
+            bag.retain(|number| number != HANDED_OVER)?;
+            drop(bag);
+            let mut contents: BTreeMap<_, _> = contents.into_iter().collect();
+            let mut message = |number| contents.remove(&number).unwrap_or_default();
+            return Ok(OutlivingDrive {
+                handed: message(HANDED_OVER),
+                left: message(MAPPINGS),
+                keeper: Some(Arc::new(shared.clone())),
+            });
         }
         let bag = Bag::new()?;
         // After a death of this server, the next one resets the drive, whether the keeper has an empty bag or none.
         registry.keep(&name, &bag.ends())?;
-        self.0.insert(name, bag);
-        Ok(Vec::new())
+        let bag = SharedBag::new(bag);
+        self.0.insert(name, bag.clone());
+        Ok(OutlivingDrive {
+            keeper: Some(Arc::new(bag)),
+            ..OutlivingDrive::default()
+        })
     }
 }
 
 impl Keeping {
-    /// Returns what the server before has handed over of a drive that is opened; nothing if that server had not the
-    /// drive, or has died. VMMs take that server for present until [`Self::take_drive_back`].
+    /// Returns what the server before has left of a drive that is opened. VMMs take that server for present until
+    /// [`Self::take_drive_back`].
     ///
     /// # Errors
     /// [`KeepingError::Keeper`].
-    pub(crate) fn open_drive(&self, path: &str) -> Result<Vec<OwnedFd>, KeepingError> {
+    pub(crate) fn open_drive(&self, path: &str) -> Result<OutlivingDrive, KeepingError> {
         let mut state = self.state();
         Ok(state.drives.take(&self.registry, name_of(path))?)
     }
@@ -84,6 +137,7 @@ impl Keeping {
     ) -> Result<(), KeepingError> {
         let state = self.state();
         if let Some(bag) = state.drives.0.get(&name_of(path)) {
+            let bag = bag.bag();
             if let Some(held) = presence::held() {
                 bag.put(PRESENCE, &[held])?;
             }
@@ -93,11 +147,20 @@ impl Keeping {
         Ok(())
     }
 
-    /// Empties the bag of a drive that no other process has any more: it works again in this process, or was closed.
+    /// Empties the bag of a drive that no other process has any more, as it works in this process, but for its IOMMU.
     pub(crate) fn take_drive_back(&self, path: &str) {
-        let mut state = self.state();
-        if let Some(bag) = state.drives.0.get_mut(&name_of(path))
-            && let Err(error) = empty(bag)
+        self.retain_of_drive(path, |number| number == MAPPINGS);
+    }
+
+    /// Empties the bag of a drive that is not open.
+    pub(crate) fn let_go_of_drive(&self, path: &str) {
+        self.retain_of_drive(path, |_| false);
+    }
+
+    fn retain_of_drive(&self, path: &str, retained: impl Fn(u64) -> bool) {
+        let state = self.state();
+        if let Some(bag) = state.drives.0.get(&name_of(path))
+            && let Err(error) = bag.bag().retain(retained)
         {
             let error = report::chain(&error);
             log::error!("The keeper has descriptors of drive {path}, which are of no use: {error}");
@@ -108,8 +171,12 @@ impl Keeping {
     pub(crate) fn forget_drives_but(&self, open: &[Arc<Drive>]) {
         let mut state = self.state();
         let open: Vec<String> = open.iter().map(|drive| name_of(drive.path())).collect();
-        state.drives.0.retain(|name, _| {
+        state.drives.0.retain(|name, bag| {
             let is_open = open.contains(name);
+            if !is_open {
+                // The keeper may take a moment, and nobody else can have the drive while its IOMMU is in use.
+                bag.let_go();
+            }
             if !is_open && let Err(error) = self.registry.forget(name) {
                 log::error!("{name} stays with the keeper: {}", report::chain(&error));
             }
@@ -120,20 +187,29 @@ impl Keeping {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{self, PipeReader};
+    use std::io::PipeReader;
 
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
     use super::super::function::Shelf;
     use super::*;
 
-    fn has_hung_up(pipe: &PipeReader) -> bool {
+    fn hangs_up_within(pipe: &PipeReader, seconds: i64) -> bool {
         let mut ends = [PollFd::new(pipe, PollFlags::empty())];
-        let now = Timespec {
-            tv_sec: 0,
+        let time = Timespec {
+            tv_sec: seconds,
             tv_nsec: 0,
         };
-        poll(&mut ends, Some(&now)).unwrap() > 0
+        poll(&mut ends, Some(&time)).unwrap() > 0
+    }
+
+    fn has_hung_up(pipe: &PipeReader) -> bool {
+        hangs_up_within(pipe, 0)
+    }
+
+    /// A process that another test starts has copies of all descriptors for a moment.
+    fn hangs_up_soon(pipe: &PipeReader) -> bool {
+        hangs_up_within(pipe, 60)
     }
 
     #[test]
@@ -144,17 +220,49 @@ mod tests {
         let state = OwnedFd::from(tempfile::tempfile().unwrap());
         let name = name_of("0000:01:00.0");
         let mut bags = DriveBags::default();
-        assert!(bags.take(&registry, name.clone()).unwrap().is_empty());
-        let bag = &bags.0[&name];
-        bag.put(PRESENCE, &[held.as_fd()]).unwrap();
-        bag.put(HANDED_OVER, &[state.as_fd()]).unwrap();
+        let handed = |bags: &mut DriveBags| bags.take(&registry, name.clone()).unwrap().handed;
+        assert!(handed(&mut bags).is_empty());
+        let bag = bags.0[&name].clone();
+        bag.bag().put(PRESENCE, &[held.as_fd()]).unwrap();
+        bag.bag().put(HANDED_OVER, &[state.as_fd()]).unwrap();
         drop(held);
         // A process that dies before it has opened the drive is followed by another one.
-        assert_eq!(bags.take(&registry, name.clone()).unwrap().len(), 1);
+        assert_eq!(handed(&mut bags).len(), 1);
         assert!(!has_hung_up(&hangs_up));
-        assert!(bags.take(&registry, name.clone()).unwrap().is_empty());
+        assert!(handed(&mut bags).is_empty());
         assert!(!has_hung_up(&hangs_up));
-        empty(bags.0.get_mut(&name).unwrap()).unwrap();
-        assert!(has_hung_up(&hangs_up));
+        bag.bag().retain(|number| number == MAPPINGS).unwrap();
+        assert!(hangs_up_soon(&hangs_up));
+    }
+
+    #[test]
+    fn the_iommu_of_a_drive_is_kept_until_it_is_let_go_of() {
+        let folder = tempfile::tempdir().unwrap();
+        let (Shelf { registry, .. }, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let name = name_of("0000:01:00.0");
+        let mut bags = DriveBags::default();
+        let keeper = bags.take(&registry, name.clone()).unwrap().keeper.unwrap();
+        let keep = |count: usize| {
+            let (hangs_up, held) = io::pipe().unwrap();
+            keeper.keep(&vec![held.as_fd(); count]).unwrap();
+            hangs_up
+        };
+        let first = keep(3);
+        assert!(!has_hung_up(&first));
+        let second = keep(2);
+        assert!(hangs_up_soon(&first), "it was replaced");
+        // Each server that dies finds it, until one puts another in its place.
+        for _ in 0..2 {
+            let left = bags.take(&registry, name.clone()).unwrap();
+            assert_eq!((left.handed.len(), left.left.len()), (0, 2));
+            bags.0[&name]
+                .bag()
+                .retain(|number| number == MAPPINGS)
+                .unwrap();
+        }
+        assert!(!has_hung_up(&second));
+        keeper.let_go();
+        assert!(hangs_up_soon(&second));
+        assert!(bags.take(&registry, name).unwrap().left.is_empty());
     }
 }

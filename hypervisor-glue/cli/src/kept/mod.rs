@@ -5,7 +5,7 @@
 //! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::Bag), see `function` |
 //! | `memory-BYTES` | the content of the drive `memory:BYTES` |
 //! | `faults-HASH` | the faults of the drive with this hash of its path |
-//! | `drive-PCI` | both ends of a bag, see `drive` |
+//! | `drive-PCI` | both ends of a physical drive's bag, see `drive` |
 //! | `spare-DRIVE-LEASE` | spare descriptions of a lease's files, see `spares` |
 //! | `leases` | the ledger of drives that no other process reaches |
 //! | `configuration` | functions and drives that the next server starts with, in a journal |

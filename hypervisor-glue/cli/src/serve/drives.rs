@@ -11,7 +11,7 @@ use nvme_mpt::deadline::{Deadline, SystemClock};
 use nvme_mpt::origin::{Origin, beginning};
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::{Drive, Learning};
-use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError};
+use nvme_mpt_vmm::drives::{self, DriveOptions, DrivePath, OpenDriveError, OutlivingDrive};
 use nvme_mpt_vmm::options::FunctionOptions;
 use nvme_software::model::Profile;
 use thiserror::Error;
@@ -195,14 +195,17 @@ impl OpenDrives {
                     kept_faults,
                     ..shared
                 };
-                let handed = match (path, keeping) {
+                let outliving = match (path, keeping) {
                     (DrivePath::Pci(_), Some(keeping)) => keeping.open_drive(&path.to_string())?,
-                    _ => Vec::new(),
+                    _ => OutlivingDrive::default(),
                 };
-                let drive = drives::open_handed_over(path, options.clone(), handed);
+                let drive = drives::open_outliving(path, options.clone(), outliving);
                 if let (DrivePath::Pci(_), Some(keeping)) = (path, keeping) {
                     // It does nothing of the server before any more, open or not.
-                    keeping.take_drive_back(&path.to_string());
+                    match &drive {
+                        Ok(_) => keeping.take_drive_back(&path.to_string()),
+                        Err(_) => keeping.let_go_of_drive(&path.to_string()),
+                    }
                 }
                 if drive.is_ok() && function.pins_memory() {
                     // Which VMMs will come is not known.

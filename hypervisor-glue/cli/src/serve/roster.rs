@@ -751,9 +751,8 @@ impl Roster {
         let ServedFunction {
             socket, function, ..
         } = &declared.function;
-        let turn = self.turn_of(socket);
-        let is_large = turn.is_some_and(|turn| turn.memory > PINNED_AT_ONCE);
-        if !is_large || !matches!(function.path, DrivePath::Pci(_)) {
+        let memory = self.turn_of(socket).map_or(0, |turn| turn.memory);
+        if memory <= PINNED_AT_ONCE || !matches!(function.path, DrivePath::Pci(_)) {
             return false;
         }
         let sharing = batch.iter().map(|other| &other.function.function);
@@ -762,7 +761,7 @@ impl Roster {
             // The offer says why.
             return false;
         };
-        if drive.controller().iova_space().has_inheritance() {
+        if drive.controller().iova_space().inherited() >= memory {
             return false;
         }
         let declaration = FailedFunction::of(declared);

@@ -30,7 +30,8 @@ use nvme_software::zones::ZoneError;
 use nvme_software::{Allocation, SoftwareController};
 use nvme_vfio::function::PciAddress;
 use nvme_vfio::{
-    ControllerError, ControllerOptions, HandedOver, VfioBacking, VfioController, VfioError,
+    ControllerError, ControllerOptions, DescriptorKeeper, HandedOver, Kept, LeftIommu, VfioBacking,
+    VfioController, VfioError,
 };
 
 use crate::report;
@@ -299,20 +300,30 @@ pub fn open_on(
     options: DriveOptions,
     threads: &Threads,
 ) -> Result<Arc<Drive>, OpenDriveError> {
-    open_with(path, options, threads, Vec::new())
+    open_with(path, options, threads, OutlivingDrive::default())
 }
 
-/// [Opens](open) a drive with what another process has [handed over](HostController::hand_over) of it. A drive that
-/// cannot go on is opened anew.
+/// Descriptors of a physical drive that outlive a process.
+#[derive(Debug, Default)]
+pub struct OutlivingDrive {
+    /// Those of a process that has [handed the drive over](HostController::hand_over).
+    pub handed: Vec<OwnedFd>,
+    /// Those that a process has left with its keeper, and that hold unless it has handed the drive over.
+    pub left: Vec<OwnedFd>,
+    /// Keeper of this process.
+    pub keeper: Option<Arc<dyn DescriptorKeeper>>,
+}
+
+/// [Opens](open) a drive with what another process has left of it. A drive that cannot go on is opened anew.
 ///
 /// # Errors
 /// As [`open`].
-pub fn open_handed_over(
+pub fn open_outliving(
     path: &DrivePath,
     options: DriveOptions,
-    handed: Vec<OwnedFd>,
+    outliving: OutlivingDrive,
 ) -> Result<Arc<Drive>, OpenDriveError> {
-    open_with(path, options, &Threads::default(), handed)
+    open_with(path, options, &Threads::default(), outliving)
 }
 
 /// Finds a drive that this process has open. It opens none, whatever the path leads to by now.
@@ -329,9 +340,9 @@ fn open_with(
     path: &DrivePath,
     options: DriveOptions,
     threads: &Threads,
-    handed: Vec<OwnedFd>,
+    outliving: OutlivingDrive,
 ) -> Result<Arc<Drive>, OpenDriveError> {
-    let open = || open_controller(path, &options, threads, handed);
+    let open = || open_controller(path, &options, threads, outliving);
     let controller = opened::find_or_open(path, &options, open)?;
     Ok(Drive::new(path.to_string(), controller, options.namespace)?)
 }
@@ -347,7 +358,7 @@ fn open_controller(
     path: &DrivePath,
     options: &DriveOptions,
     threads: &Threads,
-    handed: Vec<OwnedFd>,
+    outliving: OutlivingDrive,
 ) -> Result<Arc<dyn HostController>, OpenDriveError> {
     let lba_size = options.lba_size;
     let lba_shift = match lba_size {
@@ -433,36 +444,86 @@ fn open_controller(
                 deadline: options.deadline.unwrap_or(DEFAULT_DEADLINE),
                 learning: options.learning,
             };
-            if !handed.is_empty() {
-                match go_on(*address, handed, options, threads) {
-                    Ok(controller) => return Ok(controller),
-                    Err(error) => {
-                        let error = report::chain(&error);
-                        log::warn!("Drive {path} is reset, as it cannot go on: {error}");
-                    }
-                }
-            }
-            let backing = VfioBacking::open(*address)?;
-            VfioController::open(Arc::new(backing), options, threads).map_err(|source| {
-                OpenDriveError::Controller {
-                    path: path.to_string(),
-                    source,
-                }
-            })?
+            open_physical(*address, options, threads, outliving)?
         }
     })
 }
 
-/// Goes on with a physical drive that another process has handed over.
-fn go_on(
+/// Opens a physical drive: as another process has handed it over, with the IOMMU of one that died, or anew.
+fn open_physical(
     address: PciAddress,
-    handed: Vec<OwnedFd>,
     options: ControllerOptions,
     threads: &Threads,
-) -> Result<Arc<VfioController>, ControllerError> {
+    outliving: OutlivingDrive,
+) -> Result<Arc<VfioController>, OpenDriveError> {
+    let OutlivingDrive {
+        handed,
+        mut left,
+        keeper,
+    } = outliving;
+    if !handed.is_empty() {
+        let went_on = handed_over(address, handed).and_then(|(backing, handed)| {
+            // What the process before has recorded holds no more.
+            left.clear();
+            let backing = Arc::new(backing);
+            VfioController::handed_over(backing, handed, options, threads, keeper.clone())
+        });
+        match went_on {
+            Ok(controller) => return Ok(controller),
+            Err(error) => {
+                let error = report::chain(&error);
+                log::warn!("Drive {address} is reset, as it cannot go on: {error}");
+            }
+        }
+    }
+    let mut kept = Kept { keeper, left: None };
+    let backing = match left_backing(address, left) {
+        Ok(Some((backing, left))) => {
+            kept.left = Some(left);
+            backing
+        }
+        nothing => {
+            if let Err(error) = nothing {
+                let error = report::chain(&error);
+                log::warn!("Drive {address}: all memory is pinned again: {error}");
+            }
+            // Nothing of the process before is to have the function.
+            if let Some(keeper) = &kept.keeper {
+                keeper.let_go();
+            }
+            VfioBacking::open(address)?
+        }
+    };
+    VfioController::open_kept(Arc::new(backing), options, threads, kept).map_err(|source| {
+        OpenDriveError::Controller {
+            path: address.to_string(),
+            source,
+        }
+    })
+}
+
+/// Takes up a physical drive that another process has handed over.
+fn handed_over(
+    address: PciAddress,
+    handed: Vec<OwnedFd>,
+) -> Result<(VfioBacking, HandedOver), ControllerError> {
     let mut handed = HandedOver::read(handed)?;
     let backing = handed.backing(address)?;
-    VfioController::handed_over(Arc::new(backing), handed, options, threads)
+    Ok((backing, handed))
+}
+
+/// Takes up the IOMMU that a process has left which died; `None` if it has left none.
+fn left_backing(
+    address: PciAddress,
+    left: Vec<OwnedFd>,
+) -> Result<Option<(VfioBacking, LeftIommu)>, ControllerError> {
+    if left.is_empty() {
+        return Ok(None);
+    }
+    let mut left = LeftIommu::read(left)?;
+    let backing = left.backing(address);
+    let backing = backing.map_err(|error| ControllerError::Function(io::Error::other(error)))?;
+    Ok(Some((backing, left)))
 }
 
 /// Returns the name by which leases know the bytes behind a path. The drive is not opened. The name of an NVMe drive, as a refusal

@@ -28,6 +28,7 @@ use super::admin_queue::{AdminQueue, AdminState, Rest};
 use super::doorbell_buffer::DoorbellBuffer;
 use super::error::ControllerError;
 use super::identity::Identity;
+use super::kept::{self, DescriptorKeeper};
 use super::queue_pairs::{self, QueuePairs};
 use super::registers::Registers;
 use super::supervisor;
@@ -144,14 +145,14 @@ impl HandedOver {
     pub fn backing(&mut self, address: PciAddress) -> Result<VfioBacking, ControllerError> {
         let function = mem::take(&mut self.function).try_into();
         let function = function.map_err(|_| no_state("a descriptor of its function is missing"))?;
-        let mapped = self.state.mappings.len();
-        VfioBacking::handed_over(address, function, mapped)
+        VfioBacking::handed_over(address, function, &self.state.mappings)
             .map_err(|error| ControllerError::Function(io::Error::other(error)))
     }
 }
 
 impl VfioController {
-    /// Goes on with a controller that another process has handed over, without a reset.
+    /// Goes on with a controller that another process has handed over, without a reset. Its mappings outlive this process if
+    /// it has a keeper.
     ///
     /// # Errors
     /// See [`ControllerError`]. The function is released then, and may be opened anew.
@@ -160,9 +161,10 @@ impl VfioController {
         handed: HandedOver,
         options: ControllerOptions,
         threads: &Threads,
+        keeper: Option<Arc<dyn DescriptorKeeper>>,
     ) -> Result<Arc<Self>, ControllerError> {
-        let drive = PhysicalDrive::handed_over(backing.clone(), handed, options);
-        Self::start(&backing, drive, threads)
+        let drive = PhysicalDrive::handed_over(backing.clone(), handed, options, keeper.clone());
+        Self::start(&backing, drive, threads, keeper.as_ref())
     }
 
     /// Has the drive rest. Returns the descriptors of [`HandedOver::read`].
@@ -197,6 +199,7 @@ impl PhysicalDrive {
         backing: Arc<dyn Backing>,
         handed: HandedOver,
         options: ControllerOptions,
+        keeper: Option<Arc<dyn DescriptorKeeper>>,
     ) -> Result<Self, ControllerError> {
         let HandedOver {
             state,
@@ -222,6 +225,8 @@ impl PhysicalDrive {
             .inheriting(mappings)
             .map_err(ControllerError::Memory)?;
         let space = Arc::new(space);
+        // What the process before has recorded holds until a mapping changes.
+        kept::keep(&space, &*backing, keeper.as_ref());
         let dstrd = registers.cap().dstrd();
         let mut admin = AdminQueue::handed_over(backing.clone(), &space, dstrd, admin, positions)?;
         for qid in 1..=created {
@@ -242,6 +247,7 @@ impl PhysicalDrive {
             pairs,
             admin,
             buffer,
+            keeper,
         })
     }
 
@@ -261,6 +267,9 @@ impl PhysicalDrive {
         self.check_can_rest()?;
         if admin.has_events() {
             return Err(no_state("one of its events is not dealt with yet"));
+        }
+        if self.space.has_leavings() {
+            return Err(no_state("memory that no function has is being unmapped"));
         }
         let memory = ControllerError::Memory;
         let header = memfd(c"nvme-mpt-drive", STATE_AT as u64).map_err(memory)?;

@@ -10,6 +10,7 @@ mod doorbell_buffer;
 mod error;
 mod hand_over;
 mod identity;
+mod kept;
 mod log_pages;
 mod progress;
 mod queue_pairs;
@@ -30,6 +31,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use error::ControllerError;
 pub use hand_over::HandedOver;
+pub use kept::{DescriptorKeeper, Kept, LeftIommu};
 
 use super::backing::Backing;
 use super::description::Description;
@@ -116,6 +118,8 @@ struct PhysicalDrive {
     /// Notified when a reset is over, and when the drive is given up.
     reset_over: Condvar,
     buffer: Option<DoorbellBuffer>,
+    /// Has the mappings for the process after a death of this one.
+    keeper: Option<Arc<dyn DescriptorKeeper>>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
     /// Somebody found that the drive must be reset, or it is being reset.
@@ -137,6 +141,7 @@ struct DriveParts {
     pairs: QueuePairs,
     admin: AdminQueue,
     buffer: Option<DoorbellBuffer>,
+    keeper: Option<Arc<dyn DescriptorKeeper>>,
 }
 
 /// Returns whether one of the namespaces is the leased one, with blocks of the same size. The drive itself refuses
@@ -162,18 +167,36 @@ impl VfioController {
         options: ControllerOptions,
         threads: &Threads,
     ) -> Result<Arc<Self>, ControllerError> {
-        let drive = PhysicalDrive::open(backing.clone(), options);
-        Self::start(&backing, drive, threads)
+        Self::open_kept(backing, options, threads, Kept::default())
+    }
+
+    /// As [`Self::open`], for a drive whose mappings outlive this process, and may be those of a process that died.
+    ///
+    /// # Errors
+    /// See [`ControllerError`]. The function is released then, and its keeper has nothing of it.
+    pub fn open_kept(
+        backing: Arc<dyn Backing>,
+        options: ControllerOptions,
+        threads: &Threads,
+        kept: Kept,
+    ) -> Result<Arc<Self>, ControllerError> {
+        let keeper = kept.keeper.clone();
+        let drive = PhysicalDrive::open(backing.clone(), options, kept);
+        Self::start(&backing, drive, threads, keeper.as_ref())
     }
 
     fn start(
         backing: &Arc<dyn Backing>,
         drive: Result<PhysicalDrive, ControllerError>,
         threads: &Threads,
+        keeper: Option<&Arc<dyn DescriptorKeeper>>,
     ) -> Result<Arc<Self>, ControllerError> {
         let drive = Arc::new(drive.inspect_err(|_| {
             // No DMA of a controller that was not understood may go on.
             let _ = backing.set_bus_master(false);
+            if let Some(keeper) = keeper {
+                keeper.let_go();
+            }
             backing.release();
         })?);
         let Identity { model, name, .. } = &drive.identity;
@@ -188,8 +211,10 @@ impl VfioController {
                 ""
             },
         );
-        let supervisor =
-            supervisor::start(drive.clone(), threads).map_err(ControllerError::Supervisor)?;
+        let supervisor = supervisor::start(drive.clone(), threads).map_err(|error| {
+            drive.give_back();
+            ControllerError::Supervisor(error)
+        })?;
         Ok(Arc::new(Self {
             drive,
             threads: threads.clone(),
@@ -243,13 +268,17 @@ impl PhysicalDrive {
     fn open(
         backing: Arc<dyn Backing>,
         options: ControllerOptions,
+        kept: Kept,
     ) -> Result<Self, ControllerError> {
+        let Kept { keeper, left } = kept;
         let registers = Registers::new(backing.clone())?;
         // Whoever had it before may have left it enabled.
         registers.disable()?;
         let iovas = backing.usable_iovas();
         let space = IovaSpace::behind_iommu(backing.iommu(), &iovas);
-        let space = Arc::new(space.with_budget(options.learning.budget));
+        let space = kept::surviving(space.with_budget(options.learning.budget), left)?;
+        let space = Arc::new(space);
+        kept::keep(&space, &*backing, keeper.as_ref());
         let dstrd = registers.cap().dstrd();
         let mut admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
         recovery::enable(backing.as_ref(), &registers, &mut admin)?;
@@ -274,6 +303,7 @@ impl PhysicalDrive {
             pairs,
             admin,
             buffer,
+            keeper,
         })
     }
 
@@ -287,6 +317,7 @@ impl PhysicalDrive {
             pairs,
             admin,
             buffer,
+            keeper,
         } = parts;
         Ok(Self {
             registers,
@@ -305,6 +336,7 @@ impl PhysicalDrive {
             goes_on: Condvar::new(),
             reset_over: Condvar::new(),
             buffer,
+            keeper,
             gone: AtomicBool::new(false),
             reset_wanted: AtomicBool::new(false),
             closing: AtomicBool::new(false),
@@ -417,7 +449,7 @@ impl PhysicalDrive {
             );
         }
         recovery::kill(lock(&self.pairs).iter().map(|(_, pair)| pair));
-        self.backing.release();
+        self.give_back();
     }
 }
 
@@ -516,7 +548,7 @@ impl HostController for VfioController {
     }
 
     fn end_inheritance(&self) {
-        self.drive.space.end_inheritance();
+        kept::end_inheritance(&self.drive.space, &self.threads);
     }
 
     fn subscribe(&self, events: &Arc<EventQueue>) {

@@ -278,12 +278,12 @@ impl PhysicalDrive {
             || self.registers.disable().is_ok()
             || self.backing.set_bus_master(false).is_ok();
         if !is_quiet {
-            self.backing.release();
+            self.give_back();
         }
         kill(pairs.iter().map(|(_, pair)| pair));
         self.tell(DriveEvent::Gone);
         // Last: the kernel resets what it is given back, and waits up to a minute for a function that
         // was pulled to answer.
-        self.backing.release();
+        self.give_back();
     }
 }

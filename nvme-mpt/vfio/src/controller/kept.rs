@@ -1,0 +1,156 @@
+//! Mappings of a drive's IOMMU that outlive a process which dies.
+//!
+//! The process keeps descriptors in a place that outlives it: the [table](IovaSpace::record) of its mappings, and the
+//! [IOMMU](Backing::keep_iommu). It keeps no descriptor of the function, so the kernel stops and resets the function when
+//! the process dies. The next process takes the IOMMU up, opens the function, disables its controller, and goes on as
+//! after any crash; the memory of VMs is found where it was, and nothing of it is pinned again.
+//!
+//! That process has a table of its own, which takes the place of the former one before it changes a mapping. If it dies
+//! before that, the process after it finds the former table, which says the truth still: what it said to be uncertain may
+//! have been taken away meanwhile, and is taken away again.
+//!
+//! Memory is found by its file. So the inheritance ends before anybody but the functions of the process before can map
+//! memory: a VMM that was without a server may have unmapped memory, given its pages back and mapped the file again, and
+//! the IOMMU has the former pages.
+//!
+//! The place is emptied before the IOMMU loses its mappings with the function. The kernel would let no other process have
+//! the function while a descriptor of its group is left.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use log::warn;
+
+use super::super::backing::Backing;
+use super::super::device::VfioBacking;
+use super::super::error::VfioError;
+use super::super::function::PciAddress;
+use super::PhysicalDrive;
+use super::error::ControllerError;
+use nvme_mpt::iova::{IovaSpace, LeftMappings};
+use nvme_mpt::poller::Threads;
+
+/// Bytes that are unmapped in a moment.
+const UNMAPPED_AT_ONCE: u64 = 1 << 30;
+
+/// Place for descriptors that outlives this process.
+pub trait DescriptorKeeper: Send + Sync + fmt::Debug {
+    /// Keeps descriptors in the place of those that it has.
+    ///
+    /// # Errors
+    /// It has no room, and has what it had.
+    fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()>;
+
+    /// Closes all that it has. Nothing else has copies of them when this returns.
+    fn let_go(&self);
+}
+
+/// IOMMU of a drive whose process has died.
+#[derive(Debug)]
+pub struct LeftIommu {
+    mappings: LeftMappings,
+    iommu: Vec<OwnedFd>,
+}
+
+impl LeftIommu {
+    /// Reads what another process has given to its [keeper](DescriptorKeeper).
+    ///
+    /// # Errors
+    /// [`ControllerError::HandOver`] for anything else; [`ControllerError::Memory`] for a table that does not hold.
+    pub fn read(descriptors: Vec<OwnedFd>) -> Result<Self, ControllerError> {
+        let mut descriptors = descriptors.into_iter();
+        let missing = ControllerError::HandOver("the table of its mappings is missing");
+        let table = descriptors.next().ok_or(missing)?;
+        let mappings = LeftMappings::read(table).map_err(ControllerError::Memory)?;
+        let iommu = descriptors.collect();
+        Ok(Self { mappings, iommu })
+    }
+
+    /// Opens the function, with this IOMMU.
+    ///
+    /// # Errors
+    /// The obstacle to its use. Then the IOMMU is as it was.
+    pub fn backing(&mut self, address: PciAddress) -> Result<VfioBacking, VfioError> {
+        let iommu = std::mem::take(&mut self.iommu).try_into();
+        let iommu = iommu.map_err(|_| VfioError::NoContainer { address })?;
+        VfioBacking::left(address, iommu, self.mappings.there())
+    }
+}
+
+/// Keeper of a drive, and the IOMMU that the process before has left, if it died.
+#[derive(Debug, Default)]
+pub struct Kept {
+    /// Place for the descriptors of this process; `None` if nothing outlives it.
+    pub keeper: Option<Arc<dyn DescriptorKeeper>>,
+    /// IOMMU that the drive's [function](Backing) has.
+    pub left: Option<LeftIommu>,
+}
+
+/// Returns the space with the mappings that another process has left.
+pub(super) fn surviving(
+    space: IovaSpace,
+    left: Option<LeftIommu>,
+) -> Result<IovaSpace, ControllerError> {
+    match left {
+        Some(left) => space
+            .surviving(left.mappings)
+            .map_err(ControllerError::Memory),
+        None => Ok(space),
+    }
+}
+
+/// Keeps the mappings of a space for the process after a death of this one, from now on. Without them, that process has
+/// all memory pinned again.
+pub(super) fn keep(
+    space: &IovaSpace,
+    backing: &dyn Backing,
+    keeper: Option<&Arc<dyn DescriptorKeeper>>,
+) {
+    let Some(keeper) = keeper else {
+        return;
+    };
+    let kept = backing.keep_iommu().and_then(|iommu| {
+        let table = space.record()?;
+        let iommu = iommu.iter().map(AsFd::as_fd);
+        let descriptors: Vec<_> = std::iter::once(table.as_fd()).chain(iommu).collect();
+        keeper.keep(&descriptors)
+    });
+    if let Err(error) = kept {
+        warn!(
+            "Drive {}: after a death of this process, all memory is pinned again: {error}",
+            backing.name()
+        );
+        // It would go on as if nothing had changed since.
+        space.end_record();
+        keeper.let_go();
+    }
+}
+
+/// Takes away what the process before had mapped, and nobody has found. Many bytes go on a thread of their own: the kernel
+/// unpins them page by page.
+pub(super) fn end_inheritance(space: &Arc<IovaSpace>, threads: &Threads) {
+    let left = space.leave_inherited();
+    if left.iter().map(|mapping| mapping.len).sum::<u64>() <= UNMAPPED_AT_ONCE {
+        return space.unmap_left(left);
+    }
+    let unmap = {
+        let (space, left) = (space.clone(), left.clone());
+        move || space.unmap_left(left)
+    };
+    if threads.spawn("unmap", Box::new(unmap)).is_err() {
+        space.unmap_left(left);
+    }
+}
+
+impl PhysicalDrive {
+    /// Gives the function up, with all mappings.
+    pub(super) fn give_back(&self) {
+        self.space.end_record();
+        if let Some(keeper) = &self.keeper {
+            keeper.let_go();
+        }
+        self.backing.release();
+    }
+}

@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use thiserror::Error;
 
 use crate::control_group::memory_limit_below;
+use crate::memory::Cell64;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::range::Bytes;
 
@@ -57,6 +58,12 @@ impl MemoryAccount {
     pub fn available(&self) -> Option<u64> {
         let kib = self.figure("proc/meminfo", "MemAvailable:")?;
         kib.checked_mul(1024)
+    }
+
+    /// Returns how many processes the kernel has ended for lack of memory since the host was started, in any control group;
+    /// `None` if it does not tell.
+    fn oom_kills(&self) -> Option<u64> {
+        self.figure("proc/vmstat", "oom_kill ")
     }
 
     fn figure(&self, file: &str, key: &str) -> Option<u64> {
@@ -148,6 +155,64 @@ impl Drop for Promise {
     }
 }
 
+/// Record of memory that is being pinned, in memory that outlives the process. So the next process knows whose memory was
+/// being pinned when the kernel ended this one for lack of memory. Its content is untrusted.
+#[derive(Debug)]
+pub struct PinningRecord {
+    /// Bytes that are missing; 0 while nothing is pinned.
+    bytes: Cell64,
+    /// Processes that the kernel had ended before.
+    kills: Cell64,
+}
+
+impl PinningRecord {
+    /// The record in two words, which are zero at first.
+    #[must_use]
+    pub fn new(bytes: Cell64, kills: Cell64) -> Self {
+        Self { bytes, kills }
+    }
+
+    /// Records that so many missing bytes are pinned, until what is returned is dropped.
+    pub(crate) fn begin(&self, bytes: u64, account: &MemoryAccount) -> PinningUnderWay<'_> {
+        // Without a count, nobody could tell later.
+        if let Some(kills) = account.oom_kills() {
+            self.kills.store(kills);
+            self.bytes.store(bytes);
+        }
+        PinningUnderWay(self)
+    }
+
+    /// Forgets what was being pinned.
+    pub fn clear(&self) {
+        self.bytes.store(0);
+    }
+
+    /// Returns the bytes that were being pinned when the process before ended, for whatever reason.
+    #[must_use]
+    pub fn interrupted(&self) -> Option<u64> {
+        Some(self.bytes.load()).filter(|bytes| *bytes > 0)
+    }
+
+    /// Returns the bytes that were being pinned if the kernel has ended a process for lack of memory since. Without that, the
+    /// process before ended for another reason, as by an operator's SIGKILL.
+    #[must_use]
+    pub fn interrupted_by_shortage(&self, account: &MemoryAccount) -> Option<u64> {
+        let kills = account.oom_kills()?;
+        // The count never falls, and the record does not outlive a start of the host.
+        self.interrupted().filter(|_| kills != self.kills.load())
+    }
+}
+
+/// Memory is being pinned until this is dropped.
+#[derive(Debug)]
+pub(crate) struct PinningUnderWay<'a>(&'a PinningRecord);
+
+impl Drop for PinningUnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.clear();
+    }
+}
+
 /// Too little memory is left.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Shortage {
@@ -227,6 +292,34 @@ mod tests {
         assert_eq!((memory.total(), memory.available()), (None, None));
         let host = MemoryAccount::of_host();
         assert!(host.total() > host.available());
+    }
+
+    #[test]
+    fn a_record_tells_a_shortage_from_another_end() {
+        use crate::memory::{Access, Mapping, memfd};
+        use std::os::fd::AsFd;
+
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        let account = MemoryAccount::below(root);
+        let file = memfd(c"words", 4096).unwrap();
+        let words = Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite).unwrap();
+        let words = Arc::new(words);
+        let word = |offset| Cell64::new(&words, offset).unwrap();
+        let record = PinningRecord::new(word(0), word(8));
+        // Without a count there is no record.
+        let pinning = record.begin(GIB, &account);
+        assert_eq!(record.interrupted(), None);
+        drop(pinning);
+        write(root, "proc/vmstat", "nr_free_pages 5\noom_kill 0\n");
+        let pinning = record.begin(GIB, &account);
+        assert_eq!(record.interrupted(), Some(GIB));
+        assert_eq!(record.interrupted_by_shortage(&account), None);
+        write(root, "proc/vmstat", "nr_free_pages 5\noom_kill 1\n");
+        assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
+        drop(pinning);
+        assert_eq!(record.interrupted_by_shortage(&account), None);
+        assert!(MemoryAccount::of_host().oom_kills().is_some());
     }
 
     #[test]

@@ -284,6 +284,12 @@ impl Attachment {
                 Some(LiveState::kept(parts.live, queue_pairs)?),
             ),
         };
+        let pinning = live.as_ref().and_then(LiveState::pinning);
+        if let Some(pinning) = &pinning {
+            // That of the process before is known by now.
+            pinning.clear();
+        }
+        let window = window.recording(pinning);
         let events = Arc::new(events);
         drive.controller().subscribe(&events);
         host.subscribe(&events);

@@ -73,7 +73,7 @@ use crate::memory::file_system::type_of;
 use crate::memory::sync::{Mutex, MutexGuard, try_lock};
 use crate::memory::user_faults::{MemoryHolder, is_incomplete};
 use crate::memory::{Access, Mapping};
-use crate::memory_account::MemoryAccount;
+use crate::memory_account::{MemoryAccount, PinningRecord};
 use crate::park::Waker;
 use crate::stats::MemoryStats;
 use bounds::Bounds;
@@ -226,6 +226,7 @@ pub struct DmaWindow {
     shares: VmShares,
     bounds: Bounds,
     account: MemoryAccount,
+    record: Option<PinningRecord>,
     tables: Arc<Tables>,
     clock: Arc<dyn WaitClock>,
     /// Process that may resolve page faults in the memory by itself.
@@ -272,6 +273,7 @@ impl DmaWindow {
             shares: space.new_vm(),
             bounds: Bounds::default(),
             account: MemoryAccount::of_host(),
+            record: None,
             space,
             kinds: MemoryKinds::default(),
             tables,
@@ -305,6 +307,12 @@ impl DmaWindow {
     #[must_use]
     pub fn with_account(self, account: MemoryAccount) -> Self {
         Self { account, ..self }
+    }
+
+    /// The same window, which records memory that is being pinned.
+    #[must_use]
+    pub(crate) fn recording(self, record: Option<PinningRecord>) -> Self {
+        Self { record, ..self }
     }
 
     /// Has its waits go by another clock.
@@ -539,8 +547,9 @@ impl DmaWindow {
             function: &self.bounds.function,
             place: &place,
         };
-        pinning.prepare().map_err(refused)?;
+        let under_way = pinning.prepare(self.record.as_ref()).map_err(refused)?;
         let region = Region::new(place, extent, permit, pinned);
+        drop(under_way);
         let region = region.map_err(|source| DmaError::Iommu { gpa, len, source })?;
         let mut table = self.next_table();
         table.add(&region);

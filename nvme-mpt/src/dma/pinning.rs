@@ -15,7 +15,7 @@ use super::bounds::MemoryRefusal;
 use super::region::Place;
 use crate::iova::IovaSpace;
 use crate::memory::present::{Missing, PageFinder, missing_at_most};
-use crate::memory_account::{MemoryAccount, Promise, Shortage};
+use crate::memory_account::{MemoryAccount, PinningRecord, PinningUnderWay, Promise, Shortage};
 
 /// Bytes that are taken between two looks at what is left.
 const STEP: u64 = 256 << 20;
@@ -33,18 +33,22 @@ pub(super) struct Pinning<'a> {
 }
 
 impl Pinning<'_> {
-    /// Takes the pages that are missing. Memory that is there costs a system call or two.
+    /// Takes the pages that are missing. Memory that is there costs a system call or two. What is returned is kept until the
+    /// memory is pinned: `record` has it until then.
     ///
     /// # Errors
     /// [`MemoryRefusal::Unavailable`].
-    pub(super) fn prepare(&self) -> Result<(), MemoryRefusal> {
+    pub(super) fn prepare<'r>(
+        &self,
+        record: Option<&'r PinningRecord>,
+    ) -> Result<Option<PinningUnderWay<'r>>, MemoryRefusal> {
         // A VMM's own mapping may have page faults that the VMM resolves.
         if !self.space.has_iommu() || self.place.file.mapping().is_borrowed() {
-            return Ok(());
+            return Ok(None);
         }
         let all = self.place.in_file();
         let Some(most) = self.missing_at_most(&all) else {
-            return Ok(());
+            return Ok(None);
         };
         let finder = PageFinder::new(self.place.file.as_fd()).ok();
         let finder = finder.as_ref();
@@ -59,11 +63,12 @@ impl Pinning<'_> {
             promised => promised,
         };
         let Some(mut promise) = promised? else {
-            return Ok(());
+            return Ok(None);
         };
+        let under_way = record.map(|record| record.begin(missing, self.account));
         for (step, part) in self.steps() {
             let Some(most) = self.missing_at_most(&step) else {
-                return Ok(());
+                break;
             };
             let missing = count(finder, &step, most);
             if missing == 0 {
@@ -78,11 +83,11 @@ impl Pinning<'_> {
                     "Memory of function {} cannot be taken before: {error}",
                     self.function
                 );
-                return Ok(());
+                break;
             }
             promise.note_taken(missing);
         }
-        Ok(())
+        Ok(under_way)
     }
 
     /// Promises what is missing; `None` if nothing is.
@@ -129,4 +134,85 @@ fn count(finder: Option<&PageFinder>, range: &Range<u64>, most: u64) -> u64 {
         finder.missing(range, most)
     });
     found.map_or(most, |missing| missing.min(most))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::dma::tests::region;
+    use crate::dma::{DmaError, DmaWindow};
+    use crate::iova::Iommu;
+    use crate::live::LiveState;
+    use crate::memory::sync::Mutex;
+    use crate::memory::{Access, Mapping};
+
+    /// An IOMMU that looks at a function's live state at each call.
+    #[derive(Debug)]
+    struct Looking {
+        live: Arc<LiveState>,
+        seen: Mutex<Vec<Option<u64>>>,
+        refuses: bool,
+    }
+
+    impl Looking {
+        fn look(&self) {
+            let seen = LiveState::pinning_in(self.live.fd()).unwrap();
+            self.seen.lock().unwrap().push(seen.interrupted());
+        }
+    }
+
+    impl Iommu for Looking {
+        fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> io::Result<()> {
+            self.look();
+            match self.refuses {
+                true => Err(io::ErrorKind::OutOfMemory.into()),
+                false => Ok(()),
+            }
+        }
+
+        fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+            self.look();
+            Ok(())
+        }
+
+        fn unmap(&self, _: u64, _: u64) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn mappings_max(&self) -> Option<u64> {
+            None
+        }
+    }
+
+    #[test]
+    fn missing_memory_is_recorded_until_it_is_pinned() {
+        const LEN: u64 = 4 << 20;
+        for refuses in [false, true] {
+            let live = Arc::new(LiveState::new(1).unwrap());
+            let iommu = Arc::new(Looking {
+                live: live.clone(),
+                seen: Mutex::default(),
+                refuses,
+            });
+            let usable = [0..=(1 << 39) - 1];
+            let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &usable));
+            let window = DmaWindow::new(space).recording(live.pinning());
+            let missing = region(0, LEN);
+            let there = region(1 << 30, LEN);
+            crate::memory::allocate(there.fd.as_fd(), LEN).unwrap();
+            for region in [missing, there] {
+                let mapped = window.map(region);
+                assert!(match refuses {
+                    false => mapped.is_ok(),
+                    true => matches!(mapped, Err(DmaError::Iommu { .. })),
+                });
+                assert_eq!(live.pinning().unwrap().interrupted(), None);
+            }
+            let seen = iommu.seen.lock().unwrap().clone();
+            assert_eq!(seen, [Some(LEN), Some(LEN), None]);
+        }
+    }
 }

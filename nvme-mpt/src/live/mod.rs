@@ -33,6 +33,11 @@
 //! The file counts the crashes of processes while they worked for the function ([`CrashRecord`]): pollers on its queues,
 //! and whoever else names it. The owner of the file decides what follows from that.
 //!
+//! # Memory that is being pinned
+//!
+//! While missing pages of the VM's memory are taken and pinned, the file says so, with the kernel's count of processes that it
+//! ended for lack of memory ([`PinningRecord`]). If the process ends and the count has grown, this function is the likely reason.
+//!
 //! The stores cost nothing in a process whose functions end with it: its queues have no live state.
 
 mod counts;
@@ -53,6 +58,7 @@ use self::exits::CountedExits;
 use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory::crash::CrashRecord;
 use crate::memory::{Access, Cell64, Mapping, SlotRecords};
+use crate::memory_account::PinningRecord;
 use crate::spec::ids::QueueId;
 use crate::stats::Counters;
 
@@ -72,7 +78,11 @@ const CRASHES: usize = LOSSES + 8;
 
 /// Offset of the word that says whether the lease has changes of which the guest was not told.
 const CHANGES: usize = CRASHES + 8;
-const _: () = assert!(CHANGES + 8 <= exits::EXITS);
+
+/// Offset of two words: bytes of the VM's memory that are being pinned, and the processes that the kernel had ended for lack
+/// of memory before.
+const PINNING: usize = CHANGES + 8;
+const _: () = assert!(PINNING + 16 <= exits::EXITS);
 
 /// Bytes in front of the first queue pair, and of each pair's positions.
 const POSITIONS: usize = 4096;
@@ -157,15 +167,39 @@ impl LiveState {
     /// # Errors
     /// [`io::ErrorKind::InvalidData`] if the file is none or can be cut short; the kernel's error when it cannot be mapped.
     pub fn crashes_in(fd: BorrowedFd<'_>) -> io::Result<CrashRecord> {
-        let invalid = || io::Error::new(io::ErrorKind::InvalidData, "no file of live state");
+        let record = CrashRecord::new(&Self::head_of(fd)?, CRASHES);
+        record.ok_or_else(Self::no_file)
+    }
+
+    /// Returns the record of memory that was being pinned in a file of live state, without a look at anything else in it.
+    ///
+    /// # Errors
+    /// As [`Self::crashes_in`].
+    pub fn pinning_in(fd: BorrowedFd<'_>) -> io::Result<PinningRecord> {
+        pinning(&Self::head_of(fd)?).ok_or_else(Self::no_file)
+    }
+
+    fn no_file() -> io::Error {
+        io::Error::new(io::ErrorKind::InvalidData, "no file of live state")
+    }
+
+    /// Maps what stands in front of the first queue pair.
+    fn head_of(fd: BorrowedFd<'_>) -> io::Result<Arc<Mapping>> {
         let file = File::from(fd.try_clone_to_owned()?);
         if !crate::memory::is_size_sealed(fd) || file.metadata()?.len() < POSITIONS as u64 {
-            return Err(invalid());
+            return Err(Self::no_file());
         }
         let mapping = Arc::new(Mapping::shared(fd, 0, POSITIONS, Access::ReadWrite)?);
         let magic = Cell64::new(&mapping, 0).map(|magic| magic.load());
-        let record = CrashRecord::new(&mapping, CRASHES);
-        record.filter(|_| magic == Some(MAGIC)).ok_or_else(invalid)
+        match magic {
+            Some(MAGIC) => Ok(mapping),
+            _ => Err(Self::no_file()),
+        }
+    }
+
+    /// Returns the record of memory that is being pinned; `None` never, as each file has one.
+    pub(crate) fn pinning(&self) -> Option<PinningRecord> {
+        pinning(&self.mapping)
     }
 
     /// Returns the record of crashes that the function caused; `None` never, as each file has one.
@@ -241,6 +275,12 @@ impl LiveState {
         let place = self.pair(qid)? + SQ_HEAD;
         Some(LiveHead::new(self.word(place)?, qid))
     }
+}
+
+fn pinning(mapping: &Arc<Mapping>) -> Option<PinningRecord> {
+    let word = |offset| Cell64::new(mapping, offset);
+    let (bytes, kills) = (word(PINNING)?, word(PINNING + 8)?);
+    Some(PinningRecord::new(bytes, kills))
 }
 
 /// Record of completed writes that were lost before they were durable, for the process after this one.

@@ -10,6 +10,10 @@
 //! | 2, 3 | sets it aside: its state is stored as a [report](write_report), its VMM stays connected, and its guest finds `CSTS.CFS` |
 //! | 4 and more | lets go of it: it looks at nothing of the function, whose VMM loses the drive |
 //!
+//! A function whose missing memory was being pinned when the kernel ended a process for lack of memory is set aside at once
+//! ([`PinningRecord`](nvme_mpt::memory_account::PinningRecord)). One whose memory was being pinned when the server ended for
+//! another reason is taken up last.
+//!
 //! A function in a VMM, whose live state the VMM has, gets no lease any more after two crashes.
 //!
 //! A function that is set aside stays that way until an operator removes it. If its guest or its VMM could take it back, they

@@ -13,6 +13,7 @@
 //! was committed.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -26,6 +27,8 @@ use nvme_mpt::dma::MemoryRegion;
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::crash::{CrashRecord, recorded};
 use nvme_mpt::memory::{eventfd, system};
+use nvme_mpt::memory_account::{MemoryAccount, PinningRecord};
+use nvme_mpt::range::Bytes;
 use nvme_mpt::{FunctionParts, Gpa, KeptFiles, SharedParts};
 use nvme_mpt_keep::{Bag, KeepError};
 use nvme_mpt_vmm::report;
@@ -274,6 +277,33 @@ pub(crate) struct SurvivingFunction {
     journal: Journal,
     /// Record of crashes of work for it; `None` if its live state is none, which is not taken up then.
     crashes: Option<CrashRecord>,
+    /// Bytes of its memory that were being pinned when the process before ended.
+    pinning: Option<u64>,
+    /// The same, if the kernel has ended a process for lack of memory since.
+    exhausting: Option<u64>,
+}
+
+/// Reason for which a function is set aside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SetAsideReason {
+    /// It brought the server down so many times.
+    Crashes(u32),
+    /// The kernel ended the server for lack of memory, while so many bytes of its memory were being pinned.
+    Exhaustion(u64),
+}
+
+impl fmt::Display for SetAsideReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Crashes(crashes) => write!(f, "it brought the server down {crashes} times"),
+            Self::Exhaustion(bytes) => write!(
+                f,
+                "memory ran out while {} of its VM's memory were being pinned, and the kernel ended processes: give the VM \
+                 less memory, or a memory-limit=",
+                Bytes(*bytes)
+            ),
+        }
+    }
 }
 
 /// Place of a surviving function in the order in which functions are taken up: the least comes first.
@@ -281,6 +311,8 @@ pub(crate) struct SurvivingFunction {
 /// Fields compare from the first to the last, so a reason to come last stands before the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Turn {
+    /// True if its memory was being pinned when the server before ended, which may have been the reason.
+    pub(crate) was_pinning: bool,
     /// Bytes that its client has mapped. A physical drive may have to pin them, which takes seconds for tens of GiB.
     pub(crate) memory: u64,
 }
@@ -349,6 +381,10 @@ impl SurvivingFunction {
         if count >= CRASHES_LET_GO {
             return Err(SurvivorError::Crashes(count));
         }
+        let record = live.and_then(|live| LiveState::pinning_in(live.as_fd()).ok());
+        let pinning = record.as_ref().and_then(PinningRecord::interrupted);
+        let account = MemoryAccount::of_host();
+        let exhausting = record.and_then(|record| record.interrupted_by_shortage(&account));
         recorded(crashes.clone().as_ref(), || {
             let journal = only(&mut contents, JOURNAL)?;
             let (journal, record) = Journal::from_kept(journal)?;
@@ -360,6 +396,8 @@ impl SurvivingFunction {
                 contents,
                 journal,
                 crashes,
+                pinning,
+                exhausting,
             })
         })
     }
@@ -369,10 +407,12 @@ impl SurvivingFunction {
         self.crashes.clone()
     }
 
-    /// Returns the number of crashes for which it is to be set aside, if there were enough.
-    pub(crate) fn set_aside_after(&self) -> Option<u32> {
+    /// Returns the reason for which it is to be set aside, if there is one.
+    pub(crate) fn reason_to_set_aside(&self) -> Option<SetAsideReason> {
         let crashes = self.crashes.as_ref().map(CrashRecord::crashes);
-        crashes.filter(|crashes| *crashes >= CRASHES_SET_ASIDE)
+        let crashes = crashes.filter(|crashes| *crashes >= CRASHES_SET_ASIDE);
+        let exhausting = self.exhausting.map(SetAsideReason::Exhaustion);
+        crashes.map(SetAsideReason::Crashes).or(exhausting)
     }
 
     /// Stores its state for a report on the defect. Returns the folder.
@@ -392,6 +432,8 @@ impl SurvivingFunction {
             mut contents,
             journal,
             crashes,
+            pinning: _,
+            exhausting: _,
         } = self;
         let stream = state.client.stream;
         let stream = stream.map(|number| clone_of(&contents, number, 0));
@@ -416,7 +458,11 @@ impl SurvivingFunction {
     pub(super) fn turn(&self) -> Turn {
         let regions = self.state.client.regions.iter();
         let memory = regions.fold(0_u64, |all, region| all.saturating_add(region.len));
-        Turn { memory }
+        let was_pinning = self.pinning.is_some();
+        Turn {
+            was_pinning,
+            memory,
+        }
     }
 
     /// Returns its files, for the attachment of its successor. Without them, the successor has new ones, and cannot take
@@ -448,6 +494,8 @@ impl SurvivingFunction {
             mut contents,
             journal,
             crashes: _,
+            pinning: _,
+            exhausting: _,
         } = self;
         let DeviceState {
             version: _,

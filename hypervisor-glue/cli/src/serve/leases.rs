@@ -30,6 +30,7 @@ use nvme_mpt::limit::{RateLimits, Used};
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::crash::{self, CrashRecord};
 use nvme_mpt::memory::system;
+use nvme_mpt::memory_account::MemoryAccount;
 use nvme_mpt::poller::start_thread;
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{
@@ -47,6 +48,7 @@ use super::error::LimitsError;
 use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::kept::StallBegin;
 use crate::kept::crashes::CRASHES_SET_ASIDE;
+use crate::kept::function::SetAsideReason;
 use crate::logging::{Budget, work_for};
 use crate::owner::account_of;
 use crate::stats::{FunctionStats, Stall};
@@ -544,6 +546,15 @@ impl LeaseTable {
             );
             return Admission::Refused(format!(
                 "The function brought the server down {count} times: detach the drive and attach it again"
+            ));
+        }
+        let pinning = parts.and_then(|parts| LiveState::pinning_in(parts.live.as_fd()).ok());
+        let account = MemoryAccount::of_host();
+        if let Some(bytes) = pinning.and_then(|pinning| pinning.interrupted_by_shortage(&account)) {
+            let reason = SetAsideReason::Exhaustion(bytes);
+            log::error!("A function in process {pid} is refused: {reason}");
+            return Admission::Refused(format!(
+                "The function is refused as {reason}; then detach the drive and attach it again"
             ));
         }
         let Some(_being_made) = self.begin_to_make(stop) else {

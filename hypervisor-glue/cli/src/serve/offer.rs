@@ -27,7 +27,7 @@ use super::terms::Terms;
 use crate::adaptor::{NvmeDevice, ResumeError, Served};
 use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionThread;
-use crate::kept::function::{KeptFunction, SetAside, SurvivingFunction, Survivors};
+use crate::kept::function::{KeptFunction, SetAside, SetAsideReason, SurvivingFunction, Survivors};
 use crate::kept::{Keeping, StallBegin};
 use crate::owner::socket_access;
 use crate::set_aside::SetAsideDevice;
@@ -102,17 +102,17 @@ impl Offer {
     ) -> Result<Option<Self>, OfferError> {
         let socket = &declared.function.socket;
         let shelf = before.shelf();
-        let crashes = before.set_aside_after();
-        let parts = match crashes {
+        let reason = before.reason_to_set_aside();
+        let parts = match reason {
             // The files of the server before stay as they are.
             Some(_) => FunctionParts::Continued(None),
             None => before.parts(),
         };
         let error = match attach(declared, drive, terms, parts) {
             Ok(attachment) => {
-                let goes_on = match crashes {
-                    Some(crashes) => {
-                        Self::set_aside(declared, drive, terms, &attachment, before, crashes)
+                let goes_on = match reason {
+                    Some(reason) => {
+                        Self::set_aside(declared, drive, terms, &attachment, before, reason)
                     }
                     None => resume(before, declared, attachment.clone(), keeping.stall_begin())
                         .map(|server| Self::start(declared, drive.clone(), &attachment, server)),
@@ -157,14 +157,14 @@ impl Offer {
         Ok(None)
     }
 
-    /// Sets a function aside, as it brought the server down so many times.
+    /// Sets a function aside.
     fn set_aside(
         declared: &DeclaredFunction,
         drive: &Arc<Drive>,
         terms: &Terms,
         attachment: &Arc<Attachment>,
         before: SurvivingFunction,
-        crashes: u32,
+        reason: SetAsideReason,
     ) -> Result<Result<Self, OfferError>, ResumeError> {
         let id = attachment.lease().id();
         let stored = match before.write_report(&terms.state_dir, id) {
@@ -172,7 +172,7 @@ impl Offer {
             Err(error) => format!("its state is not stored: {}", report::chain(&error)),
         };
         let reason = format!(
-            "it brought the server down {crashes} times, and is set aside (CSTS.CFS); {stored}; remove it with --force \
+            "{reason}, and is set aside (CSTS.CFS); {stored}; remove it with --force \
              and add it again, or reload the file with --force"
         );
         log::error!(

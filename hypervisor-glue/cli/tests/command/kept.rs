@@ -1333,6 +1333,95 @@ fn set_crashes(server: &str, crashes: u64) {
     assert!(count > 0, "a live state");
 }
 
+/// Offset of the record of memory that is being pinned, in a function's live state.
+const PINNING: u64 = 88;
+
+/// Finds the live state of the function with so many queue pairs, among the files of a server.
+fn live_state(server: &str, queue_pairs: u64) -> fs::File {
+    let len = 4096 + queue_pairs * (143_360 - 4096) / 2;
+    for entry in fs::read_dir(format!("/proc/{server}/fd")).unwrap() {
+        let path = entry.unwrap().path();
+        let leads_to = fs::read_link(&path).unwrap_or_default();
+        if leads_to.to_string_lossy().contains("nvme-mpt-live") {
+            let file = fs::File::options().read(true).write(true).open(&path);
+            let file = file.unwrap();
+            if file.metadata().unwrap().len() == len {
+                return file;
+            }
+        }
+    }
+    panic!("no live state for {queue_pairs} queue pairs");
+}
+
+/// Processes that the kernel has ended for lack of memory.
+fn oom_kills() -> u64 {
+    let text = fs::read_to_string("/proc/vmstat").unwrap();
+    let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+    count.unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed_goes_on() {
+    let bench = Bench::new();
+    let functions = [
+        "path=null:64M,range=0+1M,socket=a.sock,id=a,queues=4",
+        "path=null:64M,range=1M+1M,socket=b.sock,id=b,queues=2",
+        "path=null:64M,range=2M+1M,socket=c.sock,id=c,queues=3",
+    ];
+    let kept = Kept::start(&bench, &functions);
+    let connect = |socket: &str| {
+        let memory = GuestMemory::new(&[(1 << 20, 1 << 20)]).unwrap();
+        let bar = VfioUserBar::attach(&bench.path(socket), &memory).unwrap();
+        (bar, memory)
+    };
+    let clients = ["a.sock", "b.sock", "c.sock"].map(connect);
+    let is_recorded = |file: &fs::File| {
+        let mut bytes = [0; 8];
+        file.read_exact_at(&mut bytes, PINNING).unwrap();
+        u64::from_le_bytes(bytes) > 0
+    };
+    let record = |queue_pairs, kills: u64| {
+        let file = live_state(&kept.server().unwrap(), queue_pairs);
+        assert!(!is_recorded(&file), "nothing is pinned");
+        let words = [(1_u64 << 30).to_le_bytes(), kills.to_le_bytes()];
+        file.write_all_at(&words.concat(), PINNING).unwrap();
+    };
+    // The server was killed while it pinned memory of a, and the kernel has ended nobody.
+    record(4, oom_kills());
+    // Another number than the present one: the kernel has ended somebody since.
+    record(2, oom_kills() + 1);
+    kept.kill_server();
+    let set_aside = || {
+        let listed = bench.ask("list", &[]).unwrap();
+        let lines = listed.lines().filter(|line| line.contains("set aside"));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let listed = set_aside();
+    assert_eq!(listed.len(), 1, "{listed:?}");
+    for part in ["b:", "memory ran out while 1G", "memory-limit=", "--force"] {
+        assert!(listed[0].contains(part), "{listed:?}");
+    }
+    let [(a, _), (b, _), (c, _)] = &clients;
+    assert_eq!(b.read32(STATUS) & FATAL, FATAL);
+    assert_eq!((a.read32(STATUS), c.read32(STATUS)), (0, 0));
+    let log = kept.log();
+    let goes_on = |id: &str| {
+        log.find(&format!("/{id}.sock goes on"))
+            .expect("it goes on")
+    };
+    assert!(goes_on("a") > goes_on("c"), "{log}");
+    // What was interrupted is told once.
+    let file = live_state(&kept.server().unwrap(), 4);
+    assert!(!is_recorded(&file));
+    kept.kill_server();
+    assert_eq!(set_aside().len(), 1);
+    bench.ask("remove", &["b", "--force"]).unwrap();
+    bench.ask("add", &[functions[1]]).unwrap();
+    assert!(set_aside().is_empty());
+    drop(clients);
+    kept.end();
+}
+
 #[test]
 fn a_function_that_the_next_server_does_not_take_up_is_offered_anew() {
     let bench = Bench::new();

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
+use integration::checks::FULL;
 use integration::guest::{self, LOST, LOST_STATUS};
 use integration::lab::options;
 use integration::lab::{Lab, LabConfig, LabDrive, Said};
@@ -186,7 +187,12 @@ impl State {
             Some(running) => running,
             None => self.boot(suite, drives)?,
         };
-        let command = format!("{}{} {name}", cloud_hypervisor::assignment(), suite.itself);
+        let full = match std::env::var_os(FULL) {
+            Some(_) => format!("{FULL}=1 "),
+            None => String::new(),
+        };
+        let assignments = full + &cloud_hypervisor::assignment();
+        let command = format!("{assignments}{} {name}", suite.itself);
         let mut said = Said::default();
         match lab.stream(&command, PATIENCE, &mut said) {
             Ok(status) => {

@@ -1,8 +1,10 @@
 //! A physical drive from bind to give-back, with clients that need no guest: what `cargo verify` runs every time.
 
+use std::env;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use integration::checks::FULL;
 use integration::lab::{LabDrive, inside};
 use integration::progress::say;
 use integration::server::{FunctionOptions, Replacement, Server};
@@ -29,9 +31,7 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("served_verified_given_back", giveback::stopped),
         ("leased_to_functions_elsewhere", leased),
         ("taken_up_by_the_next_servers", |bench| taken_up(bench, 3)),
-        ("reset_while_there_is_no_server", |bench| {
-            reset_in_outages(bench, 5)
-        }),
+        ("reset_while_there_is_no_server", reset_in_outages),
         ("outlives_kept_servers", |bench| {
             outlives(bench, Replacement::Kill, 10)
         }),
@@ -42,6 +42,11 @@ pub(crate) const GROUP: Group = Group::Inside {
         ("pulled_and_plugged", pulled),
     ],
 };
+
+/// Servers that are killed with reads in flight, in each situation.
+const OUTAGES: u32 = 3;
+/// The same with `--full`.
+const OUTAGES_OF_FULL: u32 = 50;
 
 /// Commands of a client between the ends of two servers, less than this.
 const COMMANDS: u64 = 100;
@@ -144,33 +149,50 @@ pub(crate) fn taken_up(bench: &Bench, servers: u32) -> Result<(), Failure> {
 }
 
 /// Kills servers of a slow physical drive, each while a function elsewhere has reads in flight, whose guest resets its controller.
-/// The servers have much memory, which the kernel takes down before it closes the drive.
-pub(crate) fn reset_in_outages(bench: &Bench, servers: u32) -> Result<(), Failure> {
+/// The kernel takes a server's memory and sockets down before it closes the drive.
+pub(crate) fn reset_in_outages(bench: &Bench) -> Result<(), Failure> {
+    /// Memory that the kernel takes back before the drive's descriptors close.
     const LARGE: &str = "600M";
+    /// Functions whose sockets close before these do.
+    const CROWD: u64 = 60;
+    let servers = match env::var_os(FULL) {
+        Some(_) => OUTAGES_OF_FULL,
+        None => OUTAGES,
+    };
+    let large = FunctionOptions::new("large", format!("memory:{LARGE}"), format!("0+{LARGE}"));
+    let crowd = (0..CROWD).map(|nth| {
+        let range = format!("{nth}M+1M");
+        FunctionOptions::new(&format!("c{nth}"), "memory:64M", range)
+    });
+    let situations = [
+        ("alone", Vec::new()),
+        ("beside large memory", vec![large.option("populate=on")]),
+        ("beside 60 functions", crowd.collect()),
+    ];
     inside::bind("a", "vfio-pci")?;
     let a = inside::address("a")?;
-    let large = FunctionOptions::new("large", format!("memory:{LARGE}"), format!("0+{LARGE}"));
-    let mut server = bench.serve(&[
-        FunctionOptions::new("f", &a, format!("{RANGE}+{RANGE}")),
-        large.option("populate=on"),
-    ])?;
-    let function = FunctionOptions::new("one", &a, format!("0+{RANGE}"));
-    let mut longest = Duration::ZERO;
-    for _ in 0..servers {
-        let mut one = Elsewhere::attach(&server, &function, 1)?;
-        one.write()?;
-        inside::control("slow a 300")?;
-        let took = one.reset_in_outage(&server);
-        inside::control("thaw a")?;
-        longest = longest.max(took?);
-        drop(one);
-        server.kill();
-        server.restart()?;
+    for (situation, others) in situations {
+        let mut functions = vec![FunctionOptions::new("f", &a, format!("{RANGE}+{RANGE}"))];
+        functions.extend(others);
+        let mut server = bench.serve(&functions)?;
+        let function = FunctionOptions::new("one", &a, format!("0+{RANGE}"));
+        let mut longest = Duration::ZERO;
+        for _ in 0..servers {
+            let mut one = Elsewhere::attach(&server, &function, 1)?;
+            one.write()?;
+            inside::control("slow a 300")?;
+            let took = one.reset_in_outage(&server);
+            inside::control("thaw a")?;
+            longest = longest.max(took?);
+            drop(one);
+            server.kill();
+            server.restart()?;
+        }
+        say(&format!(
+            "        {servers} resets without a server, {situation}, took {longest:.1?} at most"
+        ));
+        server.stop()?;
     }
-    say(&format!(
-        "        Resets without a server took {longest:.1?} at most"
-    ));
-    server.stop()?;
     Ok(())
 }
 

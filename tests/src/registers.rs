@@ -46,6 +46,8 @@ pub const CC_IOCQES_16: u32 = 4 << 20;
 
 /// CSTS.RDY.
 pub const CSTS_READY: u32 = 1 << 0;
+/// CSTS.PP.
+pub const CSTS_PAUSED: u32 = 1 << 5;
 /// CSTS.CFS.
 pub const CSTS_FATAL: u32 = 1 << 1;
 /// CSTS.SHST, the field.

@@ -187,6 +187,18 @@ impl ModelDrive {
         self.controller().hung = true;
     }
 
+    /// Pauses all work and reports that (CSTS.PP), as while it activates firmware.
+    pub fn pause(&self) {
+        let mut controller = self.controller();
+        (controller.hung, controller.paused) = (true, true);
+    }
+
+    /// Ends [`Self::pause`].
+    pub fn resume(&self) {
+        let mut controller = self.controller();
+        (controller.hung, controller.paused) = (false, false);
+    }
+
     /// Pulls the drive out.
     pub fn vanish(&self) {
         // No access to memory is under way, and none comes.

@@ -64,6 +64,7 @@ impl Controller {
         // WCTEMP, CCTEMP.
         put(data, 266, &350_u16.to_le_bytes());
         put(data, 268, &370_u16.to_le_bytes());
+        put(data, 270, &options.mtfa.to_le_bytes());
         (data[512], data[513]) = (0x66, 0x44);
         put(data, 516, &self.nn().to_le_bytes());
         put(data, 520, &options.oncs.to_le_bytes());

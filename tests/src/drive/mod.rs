@@ -76,6 +76,8 @@ pub enum DoorbellBufferUse {
 /// Options of a drive.
 #[derive(Clone, Debug)]
 pub struct Options {
+    /// Maximum Time for Firmware Activation, in 100 ms.
+    pub mtfa: u16,
     /// VS.
     pub version: u32,
     /// CAP.MQES, as a number of entries.
@@ -126,6 +128,7 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            mtfa: 0,
             version: 0x2_0000,
             entries_max: 1024,
             dstrd: 0,
@@ -217,6 +220,8 @@ struct Controller {
     bus_master: bool,
     fatal: bool,
     hung: bool,
+    /// CSTS.PP.
+    paused: bool,
     // State that a reset forgets.
     sqs: BTreeMap<u16, Sq>,
     /// I/O queue of the last command that was taken.
@@ -262,6 +267,7 @@ impl Controller {
             bus_master: false,
             fatal: false,
             hung: false,
+            paused: false,
             sqs: BTreeMap::new(),
             last_taken: 0,
             cqs: BTreeMap::new(),

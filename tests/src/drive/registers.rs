@@ -9,7 +9,7 @@ use super::faults::Resets;
 use super::queues::{Cq, Sq};
 use crate::memory::PAGE_SIZE;
 use crate::registers::{
-    ACQ, AQA, ASQ, CAP, CC, CC_ENABLE, CC_SHN_MASK, CSTS, CSTS_FATAL, CSTS_READY,
+    ACQ, AQA, ASQ, CAP, CC, CC_ENABLE, CC_SHN_MASK, CSTS, CSTS_FATAL, CSTS_PAUSED, CSTS_READY,
     CSTS_SHST_COMPLETE, VS,
 };
 
@@ -42,6 +42,7 @@ impl Controller {
         let ready = matches!(self.phase, Phase::Ready | Phase::Disabling(_));
         (if ready { CSTS_READY } else { 0 })
             | (if self.fatal { CSTS_FATAL } else { 0 })
+            | (if self.paused { CSTS_PAUSED } else { 0 })
             | (if self.shut_down {
                 CSTS_SHST_COMPLETE
             } else {
@@ -148,6 +149,7 @@ impl Controller {
     pub(super) fn forget(&mut self) {
         self.phase = Phase::Disabled;
         (self.fatal, self.hung, self.shut_down) = (false, false, false);
+        self.paused = false;
         self.sqs.clear();
         self.last_taken = 0;
         self.cqs.clear();

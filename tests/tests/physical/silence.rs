@@ -166,3 +166,29 @@ fn a_drive_that_falls_silent_again_and_again_goes_on() {
     });
     assert_eq!(outcome.incidents.resets, 3);
 }
+
+#[test]
+fn a_drive_that_pauses_by_itself_is_waited_for_and_not_reset() {
+    let options = Options {
+        mtfa: 50,
+        ..scarce()
+    };
+    let host = Host::with(options, SHORT);
+    let load = Load::start(&host, &Setup::nth(0), 2, 8);
+    load.goes_on();
+    host.model.pause();
+    // Longer than the drive has for a command.
+    thread::sleep(10 * SHORT);
+    host.model.resume();
+    load.goes_on();
+    load.finish();
+    let incidents = host.incidents();
+    assert_eq!((incidents.timeouts, incidents.resets), (0, 0));
+    // One that pauses for longer than it may is reset.
+    let load = Load::start(&host, &Setup::nth(1), 2, 8);
+    host.model.pause();
+    wait_for("a reset", || host.incidents().resets > 0);
+    load.goes_on();
+    drop(load);
+    host.finish();
+}

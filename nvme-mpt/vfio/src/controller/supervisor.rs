@@ -8,6 +8,8 @@
 //! made again (`recovery.rs`). The same happens if the drive reports CSTS.CFS or answers no admin commands, and once it
 //! answers again after its registers have read as all ones.
 //!
+//! While the drive has paused by itself (CSTS.PP), none of that happens, for as long as it may pause.
+//!
 //! Namespaces that may have changed are read until that succeeds: leases go by them. A reset takes events with it that
 //! nobody has seen, so they are read after each reset, too.
 
@@ -38,6 +40,7 @@ use nvme_mpt::spec::event::{AsyncEvent, AsyncEventType, NoticeEvent};
 use nvme_mpt::spec::ids::{CommandId, Nsid, QueueId};
 use nvme_mpt::spec::log::LogPageId;
 use nvme_mpt::spec::opcode::AdminOpcode;
+use nvme_mpt::spec::registers::Csts;
 use nvme_mpt::spec::sqe::Sqe;
 
 /// Interval between two looks at the drive.
@@ -97,6 +100,7 @@ pub(super) fn start(drive: Arc<PhysicalDrive>, threads: &Threads) -> io::Result<
         threads: threads.clone(),
         looks: 0,
         memory_look: None,
+        pause: None,
     };
     let work = move || while supervisor.watch() {};
     threads.spawn("nvme-supervisor", Box::new(work))
@@ -134,6 +138,8 @@ struct Supervisor {
     looks: u32,
     /// The thread that looks through memory that lost pages.
     memory_look: Option<JoinHandle<()>>,
+    /// The end of the time for which the drive may pause, while it does.
+    pause: Option<Deadline>,
 }
 
 impl Supervisor {
@@ -158,10 +164,12 @@ impl Supervisor {
             drive.give_up(REMOVED);
             return false;
         }
+        let is_reset_wanted = drive.reset_wanted.load(Ordering::Acquire);
         match status {
             None => self.reset("its registers read as all ones"),
             Some(csts) if csts.cfs() => self.reset("it reports a fatal status (CSTS.CFS)"),
-            Some(_) if drive.reset_wanted.load(Ordering::Acquire) => {
+            Some(csts) if self.is_pausing(csts) => {}
+            Some(_) if is_reset_wanted => {
                 self.reset("it does not answer admin commands");
             }
             Some(csts) if !csts.rdy() => self.reset("somebody else has reset it (CSTS.RDY)"),
@@ -174,6 +182,24 @@ impl Supervisor {
             }
         }
         !self.drive.is_gone()
+    }
+
+    /// Returns whether the drive has paused all processing by itself, as while it activates firmware (Base 2.0, section 3.11),
+    /// for no longer than it may. That time is no silence of the drive: it has the commands still.
+    fn is_pausing(&mut self, csts: Csts) -> bool {
+        if !csts.pp() {
+            self.pause = None;
+            return false;
+        }
+        let drive = &self.drive;
+        let pause = self.pause.get_or_insert_with(|| {
+            let most = Duration::from_millis(100) * u32::from(drive.identity.controller.mtfa);
+            let most = most.max(drive.options.deadline);
+            let name = drive.backing.name();
+            warn!(drive = name; "Drive {name} has paused by itself (CSTS.PP); it is waited for, for {most:?} at most");
+            Deadline::after(&self.clock, most)
+        });
+        !pause.has_passed()
     }
 
     /// Has pages found that a VMM has freed while they are pinned for the drive (`dma/pinned.rs`).

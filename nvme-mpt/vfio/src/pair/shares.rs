@@ -8,8 +8,8 @@
 //! - While the drive does less than it can, or is fast for all that it has, those limits rise, and end: nobody is held back
 //!   for what nobody else takes.
 //!
-//! The drive's capacity is estimated as the most bytes that it did between two looks. The estimate decays while no tenant
-//! has a limit.
+//! What a drive does varies from look to look, by itself. So it is smoothed, and the drive's capacity is estimated as the most
+//! of that. The estimate decays, faster while no tenant has a limit.
 
 /// The least limit: one command, from which a limit can rise.
 const LIMIT_MIN: u64 = 4096;
@@ -26,9 +26,14 @@ pub(super) struct Portion {
     pub(super) limit: Option<u64>,
 }
 
-/// The most that the drive did from one look to the next.
+/// Part of a look in what the drive usually does.
+const SMOOTHING: u64 = 8;
+
+/// Bytes that the drive does from one look to the next.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Shares {
+    usual: u64,
+    /// The most of [`Self::usual`].
     most: u64,
 }
 
@@ -41,6 +46,12 @@ impl Shares {
         if tenants.iter().all(|tenant| tenant.limit.is_none()) {
             self.most -= self.most / 16;
         }
+        self.usual = match self.usual {
+            0 => all,
+            usual => usual - usual / SMOOTHING + all / SMOOTHING,
+        };
+        let all = self.usual;
+        self.most = self.most - self.most / 64;
         self.most = self.most.max(all);
         let most = self.most;
         let due = |tenant: &Portion| scaled(most, tenant.weight, weights);
@@ -69,7 +80,7 @@ impl Shares {
 
     /// Forgets what the drive did, as busy tenants do not share it any more.
     pub(super) fn forget(&mut self) {
-        self.most = 0;
+        *self = Self::default();
     }
 }
 
@@ -136,6 +147,35 @@ mod tests {
             shares.divide(&mut both, false);
             looks += 1;
             assert!(looks < 20, "{both:?}");
+        }
+    }
+
+    /// The busiest look is no measure of what a drive can do: by it, the drive seems to have room at most looks.
+    #[test]
+    fn a_drive_whose_work_varies_is_divided_as_well() {
+        for spread in [0, 20, 40, 60] {
+            let mut seed = 7_u64;
+            let mut percent = || {
+                seed ^= seed << 13;
+                seed ^= seed >> 7;
+                seed ^= seed << 17;
+                100 - spread + seed % (2 * spread + 1)
+            };
+            let mut shares = Shares::default();
+            let mut both = tenants([1, 1]);
+            let mut sums = [0, 0];
+            for look in 0..400 {
+                let all = ALL * percent() / 100;
+                // The first has more queues.
+                let first = both[0].limit.unwrap_or(ALL).min(all * 84 / 100);
+                (both[0].got, both[1].got) = (first, all - first);
+                if look >= 100 {
+                    sums = [sums[0] + first, sums[1] + all - first];
+                }
+                shares.divide(&mut both, true);
+            }
+            let second = sums[1] * 100 / (sums[0] + sums[1]);
+            assert!((45..=55).contains(&second), "{spread}: {second} %");
         }
     }
 }

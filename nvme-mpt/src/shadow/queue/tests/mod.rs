@@ -343,3 +343,41 @@ fn what_a_reset_took_away_ends_if_its_memory_is_wanted_back() {
         unmapping.join().expect("no panic").expect("unmapped");
     }
 }
+
+/// Drivers wait for a command 30 s. One that has been taken half of that time ago is not given to the drive again.
+#[test]
+fn what_a_reset_took_away_ends_once_its_guest_has_waited_for_long() {
+    for (age, is_repeated) in [(14, true), (15, false)] {
+        let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+        let mut host = Host::default();
+        guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
+        guest.submit_read([0x8000, 0]);
+        guest.poll(&mut host);
+        for (_, slot) in guest.queue.core.slots.in_flight_mut() {
+            let age = crate::clock::ticks_in(std::time::Duration::from_secs(age));
+            slot.taken = Ticks(slot.taken.0.wrapping_sub(age));
+        }
+        host.end(0, Status::COMMAND_INTERRUPTED);
+        guest.poll(&mut host);
+        guest.poll(&mut host);
+        assert_eq!(host.commands.len(), usize::from(is_repeated), "{age} s");
+        let status = (!is_repeated).then_some(Status::COMMAND_INTERRUPTED);
+        assert_eq!(guest.completion(0), status, "{age} s");
+    }
+}
+
+/// The drive was not told that delays are heeded here (ACRE), so it should name none. If it does, the delay is the guest's.
+#[test]
+fn what_a_drive_interrupts_with_a_delay_is_its_guests_to_repeat() {
+    let mut guest = Guest::new(Arc::new(IovaSpace::software()));
+    let mut host = Host::default();
+    guest.window.map(region(Gpa(0x8000), PAGE)).expect("free");
+    guest.submit_read([0x8000, 0]);
+    guest.poll(&mut host);
+    let status = Status::COMMAND_INTERRUPTED.with_crd(2);
+    host.end(0, status);
+    guest.poll(&mut host);
+    guest.poll(&mut host);
+    assert!(host.commands.is_empty());
+    assert_eq!(guest.completion(0), Some(status));
+}

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::super::{LeaseShare, Pair, VfioQueue};
+use super::super::{Governor, LeaseShare, Pair, VfioQueue};
 use super::drive::FakeDrive;
 use super::{Lender, command, submit_at};
-use nvme_mpt::clock::Ticks;
+use nvme_mpt::clock::{Rate, Ticks};
 use nvme_mpt::host::{HostCompletion, HostQueue};
-use nvme_mpt::learn::WINDOW_MAX;
+use nvme_mpt::learn::{Choice, WINDOW_MAX};
 use nvme_mpt::limit::Weight;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
@@ -338,4 +338,34 @@ fn a_quiet_queue_finds_a_place_whatever_the_others_weigh() {
         waits.iter().skip(100).all(|waited| *waited <= 1),
         "{waits:?}"
     );
+}
+
+/// Other pairs of the lease have used up its share. A command goes to the drive each 62 ms though, so that a queue of 256 does
+/// not wait for longer than its driver.
+#[test]
+fn a_queue_whose_lease_has_used_up_its_share_goes_on_slowly() {
+    const MILLISECOND: u64 = 1_000_000;
+    let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+    let (mut drive, pair) = FakeDrive::governed(64, u64::MAX, false, governor.clone());
+    let share = lease(100);
+    let mut guest = Guest::new(&pair, &share, 0, DEPTH);
+    let mut launched = Vec::new();
+    for now in (1..1000).map(|step| step * MILLISECOND) {
+        if now % (100 * MILLISECOND) == MILLISECOND {
+            // The supervisor looks, and nothing is left.
+            governor.weigh(Ticks(now));
+            share.allow(Some(0));
+        }
+        guest.poll(now);
+        let count = drive.fetch();
+        launched.extend(std::iter::repeat_n(now / MILLISECOND, count));
+        while !drive.commands.is_empty() {
+            drive.complete(0, Status::SUCCESS);
+        }
+    }
+    pair.kill(Status::COMMAND_INTERRUPTED);
+    assert!((15..=16).contains(&launched.len()), "{launched:?}");
+    let pauses = launched.windows(2).map(|two| two[1] - two[0]);
+    let mut pauses = pauses.filter(|pause| !(62..=64).contains(pause));
+    assert_eq!(pauses.next(), None, "{launched:?}");
 }

@@ -235,7 +235,9 @@ impl PhysicalDrive {
         let buffer = doorbell_buffer.map(|file| DoorbellBuffer::handed_over(&space, file, dstrd));
         let buffer = buffer.transpose()?;
         let identity = Identity::read(&mut admin, registers.version())?;
-        let governor = Governor::new(options.learning.governor, Rate::of_this_machine());
+        let rate = Rate::of_this_machine();
+        let governor = Governor::new(options.learning.governor, rate);
+        let governor = governor.with_time_out(options.deadline, rate);
         let pairs = QueuePairs::new(total, granted, registers.cap(), governor)?;
         admin.listen();
         Self::of_parts(DriveParts {

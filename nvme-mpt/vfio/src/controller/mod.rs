@@ -283,7 +283,9 @@ impl PhysicalDrive {
         let mut admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
         recovery::enable(backing.as_ref(), &registers, &mut admin)?;
         let identity = Identity::read(&mut admin, registers.version())?;
-        let governor = Governor::new(options.learning.governor, Rate::of_this_machine());
+        let rate = Rate::of_this_machine();
+        let governor = Governor::new(options.learning.governor, rate);
+        let governor = governor.with_time_out(options.deadline, rate);
         let pairs = QueuePairs::grant(&mut admin, backing.as_ref(), registers.cap(), governor)?;
         let offered = identity.controller.oacs.doorbell_buffer_config();
         let buffer = if offered && pairs.fit_doorbell_buffer(dstrd) {

@@ -15,6 +15,7 @@
 use std::sync::{Arc, Weak};
 
 use super::Shared;
+use super::backlog;
 use super::flight::{Flight, Flights, Landing, LateCommand, Look, PLAIN};
 use super::governor::{Governor, Window};
 use super::member::{Member, Waiting};
@@ -125,7 +126,8 @@ impl Core {
     /// A new member. Returns its number.
     pub(super) fn join(&mut self, queue: Newcomer) -> u16 {
         let lease = queue.lease.clone();
-        let member = Member::new(queue, self.max_transfer);
+        let mut member = Member::new(queue, self.max_transfer);
+        member.limit_direct(self.direct_most(), self.max_transfer);
         self.revoked += usize::from(member.revoked);
         let member = Some(Box::new(member));
         // A queue that has not seen its move yet keeps its number.
@@ -334,6 +336,32 @@ impl Core {
                 .is_some_and(|member| member.waiting.is_empty() && member.done.is_empty())
     }
 
+    /// Returns the most bytes of a command that may go directly.
+    fn direct_most(&self) -> u64 {
+        match self.sharing.most {
+            u64::MAX => u64::MAX,
+            _ => backlog::SMALL,
+        }
+    }
+
+    /// Bounds the bytes that the drive has of heavy members, or does not.
+    pub(super) fn bound(&mut self, bytes: Option<u64>) {
+        let before = self.direct_most();
+        self.sharing.most = bytes.unwrap_or(u64::MAX);
+        let most = self.direct_most();
+        if most != before {
+            let max_transfer = self.max_transfer;
+            for member in self.members.iter_mut().flatten() {
+                member.limit_direct(most, max_transfer);
+            }
+        }
+    }
+
+    /// Returns the bytes of heavy members that completed since the last call, and those that the drive has.
+    pub(super) fn take_backlog(&mut self) -> (u64, u64) {
+        (self.sharing.take_landed(), self.sharing.heavy_bytes())
+    }
+
     /// Returns the commands of a member that can go straight to the ring, if `count` of them can now, with
     /// [`Self::submit_directly`].
     #[inline]
@@ -347,7 +375,7 @@ impl Core {
             && !self.sharing.governor.is_governed(now)
             && count as usize <= self.flights.free()
             && self.flights.own(number);
-        can.then(|| self.member(number).map(|member| member.whole))
+        can.then(|| self.member(number).map(|member| member.direct))
             .flatten()
     }
 

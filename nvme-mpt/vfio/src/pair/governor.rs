@@ -85,6 +85,8 @@ pub struct Governor {
     light_landed_at: AtomicU64,
     /// When the last heavy command completed.
     heavy_landed_at: AtomicU64,
+    /// A quarter of `timeout=`, in ticks; 0 without one.
+    patience: u64,
     /// Length of a pair's turn at the window, in ticks.
     turn: AtomicU64,
     learned: Mutex<HeavyWindow>,
@@ -112,9 +114,29 @@ impl Governor {
             direct: AtomicU64::new(0),
             light_landed_at: AtomicU64::new(0),
             heavy_landed_at: AtomicU64::new(0),
+            patience: 0,
             turn: AtomicU64::new(terms.turn),
             learned: Mutex::new(learned),
         }
+    }
+
+    /// Bounds what the drive has in flight, so that no command of it becomes older than this while the drive works
+    /// ([`backlog`](super::backlog)).
+    #[must_use]
+    pub fn with_time_out(self, time_out: Duration, rate: Rate) -> Self {
+        let patience = rate.ticks(time_out / 4);
+        Self { patience, ..self }
+    }
+
+    /// Returns a quarter of `timeout=`, in ticks; 0 without one.
+    pub(super) fn patience(&self) -> u64 {
+        self.patience
+    }
+
+    /// Has commands take their turn on all pairs for a while.
+    pub(super) fn govern(&self, now: Ticks) {
+        let until = now.0.saturating_add(self.presence);
+        self.governed_until.fetch_max(until, Ordering::Relaxed);
     }
 
     /// A number for another queue pair.

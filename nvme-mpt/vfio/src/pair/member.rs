@@ -31,6 +31,8 @@ pub(super) struct Waiting {
 pub(super) struct Member {
     /// Limit up to which the drive takes its commands whole.
     pub(super) whole: WholeLimit,
+    /// Limit up to which they may go directly.
+    pub(super) direct: WholeLimit,
     /// Commands that wait for their turn, oldest first.
     pub(super) waiting: VecDeque<Waiting>,
     /// Completions that somebody else has reaped, or that need no drive.
@@ -68,6 +70,7 @@ impl Member {
         let revoked = queue.lease.is_revoked();
         Self {
             whole: WholeLimit::new(max_transfer, lba_shift),
+            direct: WholeLimit::new(max_transfer, lba_shift),
             waiting: VecDeque::with_capacity(room),
             done: Vec::with_capacity(room),
             in_lights: false,
@@ -81,6 +84,11 @@ impl Member {
             counted: 0,
             uncounted: 0,
         }
+    }
+
+    /// Sets the most bytes of commands that may go directly, on a drive that takes `max_transfer` at once.
+    pub(super) fn limit_direct(&mut self, bytes: u64, max_transfer: u64) {
+        self.direct = WholeLimit::new(bytes.min(max_transfer), self.queue.lba_shift);
     }
 
     /// Counts commands that take their turn. Returns how many its lease has outstanding, of all its queues.

@@ -9,6 +9,7 @@
 //! # Lock order
 //! That of a queue's whereabouts, while it moves; the pair's lock, then the governor's. Each is held for one batch, and nothing waits under it.
 
+mod backlog;
 mod core;
 mod doorbell;
 mod flight;

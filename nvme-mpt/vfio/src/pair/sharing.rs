@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::backlog;
 use super::governor::{Governor, Window};
 use super::turns::Turns;
 use nvme_mpt::clock::Ticks;
@@ -43,6 +44,10 @@ pub(super) struct Sharing {
     pub(super) turns: Turns,
     /// Bytes of heavy members in flight, as far as the window bounds them.
     heavy_bytes: u64,
+    /// Bytes of heavy members that completed since the supervisor last looked.
+    landed: u64,
+    /// Most bytes of heavy members in flight, on a drive that is not known to be fast.
+    pub(super) most: u64,
     /// True if the governor knows that heavy members wait here.
     is_waiting: bool,
     presence: Presence,
@@ -50,9 +55,15 @@ pub(super) struct Sharing {
 
 impl Sharing {
     pub(super) fn new(governor: Arc<Governor>) -> Self {
+        let most = match governor.patience() {
+            0 => u64::MAX,
+            _ => backlog::FIRST,
+        };
         Self {
             number: governor.register(),
             governor,
+            landed: 0,
+            most,
             lights: VecDeque::new(),
             turns: Turns::default(),
             heavy_bytes: 0,
@@ -81,9 +92,23 @@ impl Sharing {
         let is_alone = || self.presence.is_alone(now, self.governor.presence());
         // Without a bound, turns would be taken within the drive, by who submits most.
         if window == Window::Open && !is_alone() {
-            return Window::Own(WINDOW_MAX);
+            return Window::Own(self.most.min(WINDOW_MAX));
         }
-        window
+        match window {
+            Window::Open if self.most < u64::MAX => Window::Own(self.most),
+            Window::Own(bytes) => Window::Own(bytes.min(self.most)),
+            other => other,
+        }
+    }
+
+    /// Returns the bytes of heavy members that completed since the last call.
+    pub(super) fn take_landed(&mut self) -> u64 {
+        std::mem::take(&mut self.landed)
+    }
+
+    /// Returns the bytes of heavy members in flight.
+    pub(super) fn heavy_bytes(&self) -> u64 {
+        self.heavy_bytes
     }
 
     /// Returns whether the window has room for so many bytes more.
@@ -112,6 +137,7 @@ impl Sharing {
     /// The drive has completed something of a heavy member.
     pub(super) fn landed(&mut self, weight: u32, now: Option<Ticks>) {
         self.heavy_bytes -= u64::from(weight);
+        self.landed += u64::from(weight);
         self.governor.landed(weight.into(), now);
     }
 

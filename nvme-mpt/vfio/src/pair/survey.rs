@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::backlog::{self, Backlog, Work};
 use super::core::Core;
 use super::shares::{Portion, Shares};
 use super::turns::LeaseShare;
@@ -26,6 +27,8 @@ const NOTICEABLE: Duration = Duration::from_micros(250);
 struct Tenant {
     lease: Arc<LeaseShare>,
     outstanding: u32,
+    /// Its queues.
+    queues: u64,
     /// Further looks at which it counts as busy.
     busy_looks: u8,
     /// Bytes that the drive had got of it before, and its limit since.
@@ -74,6 +77,13 @@ pub struct Survey {
     /// Tenants at the previous look.
     former: Vec<Tenant>,
     shares: Shares,
+    /// `None` until the first look.
+    backlog: Option<Backlog>,
+    /// True while pairs have a bound.
+    is_bounded: bool,
+    /// Bytes that completed, and that the drive has, of commands that are counted.
+    landed: u64,
+    in_flight: u64,
     /// True if shares were watched since the last look.
     is_weighed: bool,
     /// Time of the last look.
@@ -98,6 +108,10 @@ impl Survey {
             tenants: Vec::new(),
             former: Vec::new(),
             shares: Shares::default(),
+            backlog: None,
+            is_bounded: true,
+            landed: 0,
+            in_flight: 0,
             is_weighed: false,
             looked: Ticks::default(),
             had: 0,
@@ -111,17 +125,19 @@ impl Survey {
     pub fn look<'a>(
         &mut self,
         governor: &Governor,
-        pairs: impl IntoIterator<Item = &'a Pair>,
+        pairs: impl IntoIterator<Item = &'a Pair> + Clone,
         now: Ticks,
     ) {
         let elapsed = now.since(self.looked);
         (self.looked, self.had) = (now, self.has);
         (self.commands, self.has, self.direct) = (0, 0, 0);
+        (self.landed, self.in_flight) = (0, 0);
         std::mem::swap(&mut self.tenants, &mut self.former);
         self.tenants.clear();
-        for pair in pairs {
+        for pair in pairs.clone() {
             self.add(&mut pair.shared.lock(), now, elapsed);
         }
+        self.bound(governor, pairs, elapsed, now);
         self.remember_busy();
         let busy = self.tenants.iter().filter(|it| it.is_busy()).count();
         let is_slow = governor.has_waiting() || self.is_slow(elapsed);
@@ -150,6 +166,7 @@ impl Survey {
                 None => self.tenants.push(Tenant {
                     lease: old.lease.clone(),
                     outstanding: 0,
+                    queues: 0,
                     busy_looks,
                     bytes: old.lease.bytes(),
                     limit: None,
@@ -205,6 +222,51 @@ impl Survey {
         governor.weigh(now);
     }
 
+    /// Bounds what the drive has of each tenant, as long as it is not known to be fast: the tenants' parts go by weight, and
+    /// those of a tenant's pairs are equal.
+    fn bound<'a>(
+        &mut self,
+        governor: &Governor,
+        pairs: impl IntoIterator<Item = &'a Pair>,
+        elapsed: u64,
+        now: Ticks,
+    ) {
+        let backlog = self
+            .backlog
+            .get_or_insert_with(|| Backlog::new(governor.patience()));
+        let work = Work {
+            elapsed,
+            landed: self.landed,
+            in_flight: self.in_flight,
+            completed: (self.had + self.commands).saturating_sub(self.has),
+            has: self.has,
+        };
+        let bound = backlog.look(work);
+        if bound.is_some() && backlog.is_late(work) {
+            governor.govern(now);
+        }
+        if !std::mem::replace(&mut self.is_bounded, bound.is_some()) && bound.is_none() {
+            return;
+        }
+        let weights = self.tenants.iter().map(|tenant| tenant.lease.weight());
+        let weights: u64 = weights.sum();
+        for pair in pairs {
+            let mut core = pair.shared.lock();
+            let parts = core.staying().filter_map(|(_, member)| {
+                let of = |tenant: &&Tenant| Arc::ptr_eq(&tenant.lease, &member.queue.lease);
+                let tenant = self.tenants.iter().find(of)?;
+                Some(tenant.lease.weight() as f64 / tenant.queues.max(1) as f64)
+            });
+            let part: f64 = parts.sum();
+            let bytes = bound.map(|bound| match part > 0.0 {
+                true => (bound as f64 * part / weights as f64) as u64,
+                // Nobody has used it since the last look.
+                false => backlog::FIRST.min(bound),
+            });
+            core.bound(bytes);
+        }
+    }
+
     /// Adds what a pair has had to do for so many ticks.
     fn add(&mut self, core: &mut Core, now: Ticks, elapsed: u64) {
         let (taken, in_flight) = (core.stats().commands, core.in_flight() as u64);
@@ -212,6 +274,9 @@ impl Survey {
         self.commands += commands;
         self.has += in_flight;
         self.direct += core.direct() as u64;
+        let (landed, heavy) = core.take_backlog();
+        self.landed += landed;
+        self.in_flight += heavy;
         let is_lone = core.members() == 1;
         for (_, member) in core.staying() {
             let counted = member.counted();
@@ -228,10 +293,14 @@ impl Survey {
     fn note(&mut self, lease: &Arc<LeaseShare>, outstanding: u32) {
         let mut known = self.tenants.iter_mut();
         match known.find(|tenant| Arc::ptr_eq(&tenant.lease, lease)) {
-            Some(tenant) => tenant.outstanding = tenant.outstanding.saturating_add(outstanding),
+            Some(tenant) => {
+                tenant.outstanding = tenant.outstanding.saturating_add(outstanding);
+                tenant.queues += 1;
+            }
             None => self.tenants.push(Tenant {
                 lease: lease.clone(),
                 outstanding,
+                queues: 1,
                 busy_looks: 0,
                 bytes: lease.bytes(),
                 limit: None,

@@ -4,6 +4,7 @@
 //! has two fifths of the bytes. Cells that miss these bounds have their own, by name.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::super::governor::Governor;
 use super::super::{LeaseShare, Pair, Survey, VfioQueue};
@@ -292,7 +293,21 @@ impl Tenant {
 
 /// Runs tenants on a drive.
 fn run(speed: Speed, pairs: usize, behaviours: &[Behaviour]) -> Vec<Seen> {
-    let governor = Arc::new(Governor::new(Choice::Learned, Rate::NANOSECOND));
+    let governor = Governor::new(Choice::Learned, Rate::NANOSECOND);
+    watch(speed, pairs, behaviours, governor, (END, POLL), |_, _| ())
+}
+
+/// Runs tenants on a drive until some time, with so long a pause between polls at most. `look` sees the pairs whenever the
+/// supervisor does.
+fn watch(
+    speed: Speed,
+    pairs: usize,
+    behaviours: &[Behaviour],
+    governor: Governor,
+    (end, poll): (u64, u64),
+    mut look: impl FnMut(u64, &[Pair]),
+) -> Vec<Seen> {
+    let governor = Arc::new(governor);
     let (fakes, pairs): (Vec<_>, Vec<_>) = (0..pairs)
         .map(|_| FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone()))
         .unzip();
@@ -302,7 +317,7 @@ fn run(speed: Speed, pairs: usize, behaviours: &[Behaviour]) -> Vec<Seen> {
     // They come to a drive that is in use.
     survey.look(&governor, &pairs, Ticks(MILLISECOND));
     let (mut now, mut next_look) = (MILLISECOND, LOOK);
-    while now < END {
+    while now < end {
         drive.complete(now);
         for tenant in &mut tenants {
             tenant.poll(&pairs, now);
@@ -310,9 +325,10 @@ fn run(speed: Speed, pairs: usize, behaviours: &[Behaviour]) -> Vec<Seen> {
         if now >= next_look {
             next_look = now + LOOK;
             survey.look(&governor, &pairs, Ticks(now));
+            look(now, &pairs);
         }
         drive.fetch(now);
-        now = drive.next_end().unwrap_or(u64::MAX).min(now + POLL);
+        now = drive.next_end().unwrap_or(u64::MAX).min(now + poll);
     }
     let seen = tenants.iter_mut().map(Tenant::seen).collect();
     for pair in &pairs {
@@ -471,4 +487,87 @@ fn busy_tenants_keep_their_parts_in_the_order_of_arrival() {
 #[test]
 fn busy_tenants_keep_their_parts_with_turns_of_the_pairs() {
     check_busy(true);
+}
+
+/// A quarter of a gigabyte at 16 MB/s.
+const FLOOD: Behaviour = Behaviour {
+    name: "flood",
+    queues: 16,
+    depth: 64,
+    bytes: 256 << 10,
+    opcode: NvmOpcode::WRITE,
+    ..LOUD
+};
+
+const TIME_OUT: Duration = Duration::from_secs(10);
+
+fn with_time_out() -> Governor {
+    let governor = Governor::new(Choice::Learned, Rate::NANOSECOND);
+    governor.with_time_out(TIME_OUT, Rate::NANOSECOND)
+}
+
+/// Runs tenants on a slow drive. Returns the greatest age of a command that the drive had, in the first seconds and later, and
+/// the number of commands that it did.
+fn ages(behaviours: &[Behaviour], governor: Governor) -> ([u64; 2], u64) {
+    let slow = Speed {
+        command: MILLISECOND / 10,
+        page: MILLISECOND / 4,
+        ..SERIAL
+    };
+    let (mut ages, mut commands) = ([0, 0], 0);
+    let times = (30 * SECOND, 5 * MILLISECOND);
+    watch(slow, 64, behaviours, governor, times, |now, pairs| {
+        let looks = pairs.iter().map(Pair::look);
+        let oldest = looks.filter_map(|look| Some(look.oldest.first()?.submitted()));
+        let age = oldest.min().map_or(0, |oldest| now - oldest.0);
+        let age_of = &mut ages[usize::from(now > 10 * SECOND)];
+        *age_of = age.max(*age_of);
+        commands = pairs.iter().map(|pair| pair.stats().commands).sum();
+    });
+    (ages, commands)
+}
+
+/// The deep queue is as deep, and waits in front of the drive, which is never idle.
+#[test]
+fn no_command_of_a_slow_drive_becomes_older_than_its_time_out() {
+    let unbounded = Governor::new(Choice::Learned, Rate::NANOSECOND);
+    let ([_, age], unbounded) = ages(&[FLOOD], unbounded);
+    let time_out = TIME_OUT.as_nanos() as u64;
+    assert!(age > time_out, "{age} ns without a bound");
+    let ([first, later], commands) = ages(&[FLOOD], with_time_out());
+    println!("alone: {first} and {later} ns, {commands} of {unbounded} commands");
+    assert!(first <= time_out / 2, "{first} ns");
+    assert!(later <= time_out * 3 / 10, "{later} ns");
+    // Those that the drive still has are not done.
+    let in_flight = 16 * 64;
+    assert!(
+        commands + in_flight >= unbounded,
+        "{commands} of {unbounded}"
+    );
+    let ([first, later], _) = ages(&[FLOOD, LOUD, FLOOD], with_time_out());
+    println!("beside others: {first} and {later} ns");
+    assert!(first.max(later) <= time_out / 2, "{first} and {later} ns");
+}
+
+/// After the first looks at a fast drive, all commands go directly.
+#[test]
+fn a_fast_drive_is_not_bounded() {
+    let deep = BEHAVIOURS[2];
+    let governor = with_time_out();
+    watch(
+        SERIAL,
+        8,
+        &[deep],
+        governor,
+        (SECOND, POLL),
+        |now, pairs| {
+            let cores = pairs.iter().map(|pair| pair.shared.lock());
+            let (direct, all) = cores.fold((0, 0), |(direct, all), core| {
+                (direct + core.direct(), all + core.in_flight())
+            });
+            if now > SECOND / 2 {
+                assert_eq!((direct, all), (256, 256));
+            }
+        },
+    );
 }

@@ -1,0 +1,149 @@
+//! Bytes that a drive may have at a time, so that none of its commands is older than `timeout=` while it works.
+//!
+//! A deep queue of large commands can hold more than a slow drive does in `timeout=`. So busy members have in flight what
+//! the drive completes in a quarter of that time, and the rest waits in front of the drive. A drive that is known to be fast
+//! has no bound: it gets commands of members with a pair to themselves directly, which nobody counts.
+//!
+//! Until it has shown that it is fast, commands of more than [`SMALL`] bytes do not go directly, and the drive's supervisor
+//! decides ten times a second:
+//!
+//! - A drive that completes [`FLOOD`] in a quarter of `timeout=` is fast.
+//! - A drive whose commands take longer than an eighth of `timeout=` is not, and needs four times as much to count as fast
+//!   again. While they do, small commands do not go directly either.
+
+/// Most bytes of a command that goes directly to a drive that is not known to be fast.
+pub(super) const SMALL: u64 = 16 << 10;
+
+/// Bytes of a queue pair that nobody has looked at, on a drive that is not known to be fast.
+pub(super) const FIRST: u64 = 2 << 20;
+
+/// Bytes in a quarter of `timeout=` that tell a fast drive: it does 16 queues of 64 commands of 256 KiB within `timeout=`.
+const FLOOD: u64 = 64 << 20;
+
+/// Largest value of [`FLOOD`] for a drive that once seemed to be fast and was not.
+const FLOOD_MAX: u64 = 4 << 30;
+
+/// The least bound.
+const LEAST: u64 = 64 << 10;
+
+/// Work of a drive from one look to the next.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Work {
+    /// Ticks between the looks.
+    pub(super) elapsed: u64,
+    /// Bytes that it completed, of commands that are counted.
+    pub(super) landed: u64,
+    /// Bytes of those that it has.
+    pub(super) in_flight: u64,
+    /// Commands that it completed, and that it has.
+    pub(super) completed: u64,
+    pub(super) has: u64,
+}
+
+/// Bound of a drive's bytes in flight.
+#[derive(Debug)]
+pub(super) struct Backlog {
+    /// A quarter of `timeout=`, in ticks; 0 without one.
+    patience: u64,
+    is_fast: bool,
+    /// Bytes in `patience` from which on it is fast.
+    fast_at: u64,
+    bound: u64,
+}
+
+impl Backlog {
+    /// Of a drive of which nothing is known.
+    pub(super) const fn new(patience: u64) -> Self {
+        Self {
+            patience,
+            is_fast: false,
+            fast_at: FLOOD,
+            bound: FLOOD / 2,
+        }
+    }
+
+    /// Learns from the drive's work. Returns the most bytes that it may have of busy members; `None` if there is no bound.
+    pub(super) fn look(&mut self, work: Work) -> Option<u64> {
+        if self.patience == 0 {
+            return None;
+        }
+        let done = u128::from(work.landed) * u128::from(self.patience);
+        let done = u64::try_from(done / u128::from(work.elapsed.max(1))).unwrap_or(u64::MAX);
+        if self.is_late(work) {
+            if std::mem::take(&mut self.is_fast) {
+                self.fast_at = (4 * self.fast_at).min(FLOOD_MAX);
+            }
+        } else if done >= self.fast_at {
+            self.is_fast = true;
+        }
+        self.bound = if done >= self.bound {
+            done
+        } else if work.in_flight >= self.bound / 2 {
+            self.bound - (self.bound - done) / 4
+        } else {
+            // It had less to do than it can.
+            self.bound
+        };
+        self.bound = self.bound.max(LEAST);
+        (!self.is_fast).then_some(self.bound)
+    }
+
+    /// Returns whether commands take longer than half of `patience`. A drive that completes nothing may do something that takes
+    /// long, and tells nothing of others.
+    pub(super) fn is_late(&self, work: Work) -> bool {
+        let time = u128::from(work.has) * u128::from(work.elapsed);
+        work.completed > 0 && time > u128::from(work.completed) * u128::from(self.patience / 2)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: u64 = 2_500;
+    const LOOK: u64 = 100;
+
+    fn work(landed: u64, in_flight: u64) -> Work {
+        Work {
+            elapsed: LOOK,
+            landed,
+            in_flight,
+            completed: landed >> 18,
+            has: in_flight >> 18,
+        }
+    }
+
+    #[test]
+    fn a_slow_drive_has_what_it_does_in_a_quarter_of_the_time_out() {
+        let mut backlog = Backlog::new(PATIENCE);
+        // Eight commands of 256 KiB in 100 ms: 50 MiB.
+        let (landed, mut in_flight) = (2 << 20, 32 << 20);
+        for _ in 0..50 {
+            in_flight = backlog.look(work(landed, in_flight)).expect("a bound");
+        }
+        assert!((50 << 20..52 << 20).contains(&in_flight), "{in_flight}");
+        // It becomes slower still.
+        for _ in 0..50 {
+            in_flight = backlog.look(work(landed / 8, in_flight)).expect("a bound");
+        }
+        assert!((6 << 20..8 << 20).contains(&in_flight), "{in_flight}");
+        // A pause says nothing.
+        assert_eq!(backlog.look(work(0, 0)), Some(in_flight));
+    }
+
+    #[test]
+    fn a_fast_drive_has_no_bound_until_it_is_late() {
+        let mut backlog = Backlog::new(PATIENCE);
+        assert!(backlog.look(work(1 << 18, 1 << 18)).is_some());
+        assert_eq!(backlog.look(work(4 << 20, 4 << 20)), None);
+        assert_eq!(backlog.look(work(0, 1 << 18)), None, "nothing in a look");
+        assert!(backlog.look(work(1 << 18, 256 << 20)).is_some());
+        assert!(backlog.look(work(4 << 20, 4 << 20)).is_some(), "once more");
+        assert_eq!(backlog.look(work(16 << 20, 4 << 20)), None);
+    }
+
+    #[test]
+    fn a_drive_without_a_time_out_has_no_bound() {
+        assert_eq!(Backlog::new(0).look(work(1 << 18, 256 << 20)), None);
+    }
+}

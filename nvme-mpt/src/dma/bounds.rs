@@ -129,16 +129,10 @@ impl MemoryRefusal {
         }
     }
 
-    fn kind(&self) -> io::ErrorKind {
-        match self {
-            Self::Limit { .. } | Self::Unavailable { .. } => io::ErrorKind::OutOfMemory,
-            Self::Iovas { .. } => io::ErrorKind::StorageFull,
-        }
-    }
-
-    /// Returns the error for a region. Earlier releases know it as well: it is that of an IOMMU.
+    /// Returns the error for a region. Earlier releases know it as well: it is that of an IOMMU. Its kind says that it may
+    /// pass, once others have given back what is missing.
     pub(super) fn of_region(self, gpa: Gpa, len: u64) -> DmaError {
-        let source = io::Error::new(self.kind(), self);
+        let source = io::Error::new(io::ErrorKind::OutOfMemory, self);
         DmaError::Iommu { gpa, len, source }
     }
 }

@@ -519,7 +519,6 @@ impl DmaWindow {
     fn insert(&self, changes: &mut Changes, place: Place) -> Result<(), DmaError> {
         let (gpa, len) = (Gpa(place.gpa), place.len);
         let refused = |refusal: MemoryRefusal| refusal.of_region(gpa, len);
-        let pinned = self.pin(changes, len).map_err(refused)?;
         let extent = match changes.extent_of(&place) {
             Some(extent) => extent,
             None => {
@@ -532,7 +531,14 @@ impl DmaWindow {
                 })?
             }
         };
-        let permit = self.shares.mappings.take(1).map_err(|no_share| {
+        // What the process before has left mapped was allowed there, and is not pinned again.
+        let is_there = extent.is_inherited(&place);
+        let pinned = self.pin(changes, len, is_there).map_err(refused)?;
+        let permit = match is_there {
+            true => Ok(self.shares.mappings.inherit(1)),
+            false => self.shares.mappings.take(1),
+        };
+        let permit = permit.map_err(|no_share| {
             let NoShare { taken, left, max } = no_share;
             DmaError::TooManyMappings {
                 function: self.bounds.function.clone(),
@@ -547,7 +553,10 @@ impl DmaWindow {
             function: &self.bounds.function,
             place: &place,
         };
-        let under_way = pinning.prepare(self.record.as_ref()).map_err(refused)?;
+        let under_way = match is_there {
+            true => None,
+            false => pinning.prepare(self.record.as_ref()).map_err(refused)?,
+        };
         let region = Region::new(place, extent, permit, pinned);
         drop(under_way);
         let region = region.map_err(|source| DmaError::Iommu { gpa, len, source })?;
@@ -560,10 +569,10 @@ impl DmaWindow {
         Ok(())
     }
 
-    /// Counts bytes of a region that is to be mapped, if the function may have as many.
-    fn pin(&self, changes: &Changes, asked: u64) -> Result<Pinned, MemoryRefusal> {
+    /// Counts bytes of a region that is to be mapped, if the function may have as many or they are there already.
+    fn pin(&self, changes: &Changes, asked: u64, is_there: bool) -> Result<Pinned, MemoryRefusal> {
         let mapped = changes.pinned.load(Ordering::Relaxed);
-        match self.bounds.limit {
+        match self.bounds.limit.filter(|_| !is_there) {
             Some(limit) if mapped.saturating_add(asked) > limit.bytes() => {
                 Err(MemoryRefusal::Limit {
                     function: self.bounds.function.clone(),

@@ -143,11 +143,11 @@ mod tests {
 
     use super::*;
     use crate::dma::tests::region;
-    use crate::dma::{DmaError, DmaWindow};
-    use crate::iova::Iommu;
+    use crate::dma::{DmaError, DmaWindow, MemoryLimit, MemoryRegion};
+    use crate::iova::{Iommu, Outdated};
     use crate::live::LiveState;
     use crate::memory::sync::Mutex;
-    use crate::memory::{Access, Mapping};
+    use crate::memory::{Access, Cell64, Mapping};
 
     /// An IOMMU that looks at a function's live state at each call.
     #[derive(Debug)]
@@ -185,6 +185,56 @@ mod tests {
         fn mappings_max(&self) -> Option<u64> {
             None
         }
+    }
+
+    #[test]
+    fn memory_that_the_process_before_left_mapped_is_neither_bounded_nor_taken_again() {
+        const LEN: u64 = 4 << 20;
+        let live = Arc::new(LiveState::new(1).unwrap());
+        let iommu = Arc::new(Looking {
+            live: live.clone(),
+            seen: Mutex::default(),
+            refuses: false,
+        });
+        let usable = [0..=(1 << 39) - 1];
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("proc")).unwrap();
+        let meminfo = "MemTotal: 1048576 kB\nMemAvailable: 0 kB\n";
+        std::fs::write(folder.path().join("proc/meminfo"), meminfo).unwrap();
+        let before = IovaSpace::behind_iommu(iommu.clone(), &usable);
+        let before = Arc::new(before);
+        let window = DmaWindow::new(before.clone());
+        let file = region(0, LEN).fd;
+        let of_file = |gpa| MemoryRegion {
+            fd: file.try_clone().unwrap(),
+            ..region(gpa, LEN)
+        };
+        window.map(of_file(0)).unwrap();
+        let word = Cell64::new(&live_words(), 0).unwrap();
+        let left = before.mappings(Outdated::new(word));
+        crate::kept::keep_for_good(window);
+        let calls = iommu.seen.lock().unwrap().len();
+
+        let next = IovaSpace::behind_iommu(iommu.clone(), &usable);
+        let next = Arc::new(next.inheriting(left).unwrap());
+        let window = DmaWindow::new(next)
+            .with_account(MemoryAccount::below(folder.path()))
+            .of_function("a", Some(MemoryLimit::Chosen(LEN / 2)));
+        window.map(of_file(0)).unwrap();
+        assert_eq!(iommu.seen.lock().unwrap().len(), calls);
+        let error = window.map(of_file(1 << 30)).unwrap_err();
+        let DmaError::Iommu { source, .. } = error else {
+            panic!("{error}");
+        };
+        assert!(matches!(
+            source.downcast(),
+            Ok(MemoryRefusal::Limit { mapped: LEN, .. })
+        ));
+    }
+
+    /// Words that nobody else has.
+    fn live_words() -> Arc<Mapping> {
+        Arc::new(Mapping::anonymous(4096).unwrap())
     }
 
     #[test]

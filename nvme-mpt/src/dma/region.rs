@@ -265,7 +265,18 @@ impl Extent {
     /// Returns the first IOVA of a place, if there are IOVAs for it.
     pub(super) fn iova_of(&self, place: &Place) -> Option<u64> {
         let has_it = self.place.has(place) && !self.iova.is_stuck();
-        has_it.then(|| self.iova.start() + (place.gpa - self.place.gpa))
+        has_it.then(|| self.start_of(place))
+    }
+
+    /// Returns the first IOVA of a place that it has.
+    fn start_of(&self, place: &Place) -> u64 {
+        self.iova.start() + (place.gpa - self.place.gpa)
+    }
+
+    /// Returns whether the process before has left a place mapped, which it has.
+    pub(super) fn is_inherited(&self, place: &Place) -> bool {
+        let (iova, memory) = (self.start_of(place), &place.file.mapping);
+        self.iova.is_inherited(iova, memory, &place.part())
     }
 }
 
@@ -316,7 +327,7 @@ impl Region {
     ) -> io::Result<Self> {
         let mapping = &place.file.mapping;
         let part = place.part();
-        let iova = extent.iova.start() + (place.gpa - extent.place.gpa);
+        let iova = extent.start_of(&place);
         let access = mapping.access();
         let part = extent.iova.map(iova, mapping, part, access, permit)?;
         Ok(Self {

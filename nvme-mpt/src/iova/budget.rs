@@ -58,7 +58,7 @@ impl VmShare {
     }
 
     /// Takes an amount that the VM has already, from the process before: whether it may have it was decided there.
-    pub(super) fn inherit(self: &Arc<Self>, amount: u64) -> Permit {
+    pub(crate) fn inherit(self: &Arc<Self>, amount: u64) -> Permit {
         self.add(self.budget.used(), amount)
     }
 

@@ -197,12 +197,15 @@ impl Mappings {
         }
     }
 
+    /// Returns whether a mapping is there already, and nobody has found it.
+    pub(super) fn is_inherited(&self, wanted: &IommuMapping) -> bool {
+        let entry = self.inherited.get(&wanted.iova);
+        entry.is_some_and(|entry| entry.mapping == *wanted && wanted.file.is_some())
+    }
+
     /// Takes over a mapping that is there already. Returns whether it is.
     pub(super) fn find(&mut self, wanted: &IommuMapping) -> bool {
-        let is_it = self
-            .inherited
-            .get(&wanted.iova)
-            .is_some_and(|entry| entry.mapping == *wanted && wanted.file.is_some());
+        let is_it = self.is_inherited(wanted);
         if is_it {
             self.inherited.remove(&wanted.iova);
             self.unlist(wanted);

@@ -517,6 +517,12 @@ impl IovaRange {
         self.stuck.load(Ordering::Relaxed)
     }
 
+    /// Returns whether the process before has left `part` of this memory mapped from `iova` on, and nobody has found it.
+    pub(crate) fn is_inherited(&self, iova: u64, memory: &Mapping, part: &Range<usize>) -> bool {
+        let mapping = IommuMapping::new(iova, memory, part, memory.access());
+        lock(&self.space.mappings).is_inherited(&mapping)
+    }
+
     /// Has the IOMMU, if there is one, map `part` of this memory from `iova` on. All of its
     /// addresses lie in this range. It stays mapped until the returned [`IovaPart`] is dropped. The
     /// memory must outlive that. `access` is the device's.

@@ -392,6 +392,10 @@ mod tests {
             fs::rename(inside.join("a"), inside.join("b")).unwrap();
             UnixListener::bind(inside.join("socket")).unwrap();
             fs::read("/etc/passwd").unwrap();
+            // The account of memory, before memory is pinned.
+            for file in ["meminfo", "vmstat", "self/cgroup"] {
+                fs::read(Path::new("/proc").join(file)).unwrap();
+            }
             File::open("/dev/null").unwrap();
             let refused = |done: io::Result<()>| {
                 assert_eq!(done.unwrap_err().kind(), ErrorKind::PermissionDenied);

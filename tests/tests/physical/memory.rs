@@ -112,6 +112,40 @@ fn memory_that_is_mapped_again_and_again_is_refused_by_numbers() {
 }
 
 #[test]
+fn a_function_has_the_limit_that_its_options_give_it() {
+    let host = Host::with(Options::default(), LONG);
+    let setup = Setup {
+        memory_limit: Some(4 * MIB),
+        ..Setup::nth(0)
+    };
+    let attachment = host.attachment("vm-1", &setup);
+    let file = sparse(MIB);
+    let map = |nth| {
+        let fd = file.try_clone().unwrap().into();
+        nvme_mpt::HostSide::map(
+            &*attachment,
+            MemoryRegion {
+                gpa: Gpa(nth * MIB),
+                len: MIB,
+                fd,
+                offset: 0,
+                readable: true,
+                writable: true,
+            },
+        )
+    };
+    for nth in 0..4 {
+        map(nth).unwrap();
+    }
+    let told = nvme_mpt_vmm::report::chain(&map(4).unwrap_err());
+    let limit =
+        "Function vm-1 has 4M of memory mapped for its drive and asks for 1M more; it may have 4M";
+    assert!(told.contains(limit), "{told}");
+    drop(attachment);
+    host.finish();
+}
+
+#[test]
 fn a_function_without_a_limit_has_the_hosts_memory_once() {
     let host = Host::with(Options::default(), LONG);
     let space = host.drive.controller().iova_space();

@@ -277,7 +277,7 @@ impl Host {
             learning: setup.learning,
             pollers: self.pollers.clone(),
             memory: nvme_mpt::MemoryKinds::default(),
-            memory_limit: None,
+            memory_limit: setup.memory_limit,
             rates: setup.rates,
             serial: None,
         };
@@ -340,6 +340,8 @@ pub(crate) struct Setup {
     pub(crate) doorbells: DoorbellMode,
     /// As in `mdts=`.
     pub(crate) mdts: Option<&'static str>,
+    /// As in `memory-limit=`, in bytes.
+    pub(crate) memory_limit: Option<u64>,
     /// As in `doorbell-stride=`.
     pub(crate) stride: DoorbellStride,
     /// As in `poll=`.
@@ -364,6 +366,7 @@ impl Default for Setup {
             unit: None,
             doorbells: DoorbellMode::Shadow,
             mdts: None,
+            memory_limit: None,
             stride: DoorbellStride::default(),
             poll: "shared",
             learning: Learning::default(),

@@ -121,7 +121,7 @@ impl Governor {
     }
 
     /// Bounds what the drive has in flight, so that no command of it becomes older than this while the drive works
-    /// ([`backlog`](super::backlog)).
+    /// (`pair/backlog.rs`).
     #[must_use]
     pub fn with_time_out(self, time_out: Duration, rate: Rate) -> Self {
         let patience = rate.ticks(time_out / 4);

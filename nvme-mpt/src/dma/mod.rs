@@ -531,8 +531,18 @@ impl DmaWindow {
                 })?
             }
         };
+        let pinning = Pinning {
+            space: &self.space,
+            account: &self.account,
+            function: &self.bounds.function,
+            place: &place,
+        };
         // What the process before has left mapped was allowed there, and is not pinned again.
-        let is_there = extent.is_inherited(&place);
+        let mut is_there = extent.is_inherited(&place);
+        if is_there && pinning.lacks_pages() {
+            extent.disinherit(&place);
+            is_there = false;
+        }
         let pinned = self.pin(changes, len, is_there).map_err(refused)?;
         let permit = match is_there {
             true => Ok(self.shares.mappings.inherit(1)),
@@ -547,12 +557,6 @@ impl DmaWindow {
                 max,
             }
         })?;
-        let pinning = Pinning {
-            space: &self.space,
-            account: &self.account,
-            function: &self.bounds.function,
-            place: &place,
-        };
         let under_way = match is_there {
             true => None,
             false => pinning.prepare(self.record.as_ref()).map_err(refused)?,

@@ -5,15 +5,20 @@
 //! the pages that are missing are counted first, and promised or refused. Then they are taken step by step, with a look at
 //! what is left before each. What the IOMMU pins after that is there.
 //!
+//! Memory that the process before has left mapped has all its pages. If one is missing, the VMM has freed it, and the IOMMU
+//! has the former page: the memory is mapped anew.
+//!
 //! Pages that were taken when a step is refused stay in the VMM's file: the VMM may have written there meanwhile. It gives
 //! them back with the file.
 
 use std::io;
 use std::ops::Range;
+use std::slice;
 
 use super::bounds::MemoryRefusal;
 use super::region::Place;
 use crate::iova::IovaSpace;
+use crate::memory::holes::lacks_pages;
 use crate::memory::present::{Missing, PageFinder, missing_at_most};
 use crate::memory_account::{MemoryAccount, PinningRecord, PinningUnderWay, Promise, Shortage};
 
@@ -88,6 +93,13 @@ impl Pinning<'_> {
             promise.note_taken(missing);
         }
         Ok(under_way)
+    }
+
+    /// Returns whether a page is missing, for certain. A look at all pages is needed only if the file has a hole somewhere.
+    pub(super) fn lacks_pages(&self) -> bool {
+        let all = self.place.in_file();
+        self.missing_at_most(&all).is_some()
+            && lacks_pages(self.place.file.file(), slice::from_ref(&all)).unwrap_or(false)
     }
 
     /// Promises what is missing; `None` if nothing is.
@@ -210,6 +222,9 @@ mod tests {
             ..region(gpa, LEN)
         };
         window.map(of_file(0)).unwrap();
+        // As an IOMMU does that pins it.
+        let pinned = Mapping::shared(file.as_fd(), 0, LEN as usize, Access::ReadWrite).unwrap();
+        pinned.populate().unwrap();
         let word = Cell64::new(&live_words(), 0).unwrap();
         let left = before.mappings(Outdated::new(word));
         crate::kept::keep_for_good(window);

@@ -280,6 +280,15 @@ impl Extent {
     }
 }
 
+impl Extent {
+    /// Has a place mapped anew, whatever the process before had mapped there.
+    pub(super) fn disinherit(&self, place: &Place) {
+        if let Some(iova) = self.iova_of(place) {
+            self.iova.disinherit(iova..iova + place.len);
+        }
+    }
+}
+
 impl Drop for Extent {
     fn drop(&mut self) {
         self.taken.fetch_sub(self.place.len, Ordering::Relaxed);

@@ -523,6 +523,11 @@ impl IovaRange {
         lock(&self.space.mappings).is_inherited(&mapping)
     }
 
+    /// Takes away from the device what the process before had mapped in a part of this range, and nobody has found.
+    pub(crate) fn disinherit(&self, iovas: Range<u64>) {
+        let _ = self.space.drop_inherited(iovas);
+    }
+
     /// Has the IOMMU, if there is one, map `part` of this memory from `iova` on. All of its
     /// addresses lie in this range. It stays mapped until the returned [`IovaPart`] is dropped. The
     /// memory must outlive that. `access` is the device's.

@@ -62,6 +62,8 @@ pub struct ModelIommu {
     count: AtomicU64,
     made: AtomicU64,
     refusing: AtomicBool,
+    /// Pages that are missing are taken. Otherwise, memory that is mapped stays as it is.
+    pins: AtomicBool,
     /// Bytes whose pages were taken before they were mapped.
     taken: AtomicU64,
     taking: Mutex<Option<TakingPages>>,
@@ -179,6 +181,11 @@ impl ModelIommu {
     /// From now on maps fail as if the memory that may be locked were used up, or no longer do.
     pub fn refuse_maps(&self, refuse: bool) {
         self.refusing.store(refuse, Ordering::Relaxed);
+    }
+
+    /// From now on, memory has all its pages once it is mapped.
+    pub fn pin_pages(&self) {
+        self.pins.store(true, Ordering::Relaxed);
     }
 
     /// From now on maps take until [`Self::let_maps_through`].
@@ -350,7 +357,10 @@ impl Iommu for ModelIommu {
         Ok(())
     }
 
-    fn take_pages(&self, _: &Mapping, part: Range<usize>) -> io::Result<()> {
+    fn take_pages(&self, memory: &Mapping, part: Range<usize>) -> io::Result<()> {
+        if self.pins.load(Ordering::Relaxed) {
+            memory.populate_part(part.start, part.len())?;
+        }
         let before = self.taken.fetch_add(part.len() as u64, Ordering::Relaxed);
         let mut taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(TakingPages(act)) = taking.as_mut() {

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use nvme_mpt::Drive;
 use nvme_mpt::iova::LeftMappings;
+use nvme_mpt::memory::{Access, Mapping};
 use nvme_mpt::poller::Threads;
 use nvme_mpt_tests::command::{Sqe, admin, io};
 use nvme_mpt_tests::doorbell::DoorbellMode;
@@ -86,6 +87,7 @@ fn guests_go_on(doorbell_buffer: DoorbellBufferUse) {
     let ledger = |process: usize| ledgers.path().join(process.to_string());
     let host = Host::with(options(doorbell_buffer), LONG);
     let model = host.model.clone();
+    model.model_iommu().pin_pages();
     let mut host = host.with_ledger(&ledger(0));
     let setup = Setup::nth(0).doorbells(DoorbellMode::Shadow);
     let mut machine = host.machine(&setup);
@@ -338,6 +340,7 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
     let ledgers = tempfile::tempdir().unwrap();
     let ledger = |process: usize| ledgers.path().join(process.to_string());
     let model = ModelDrive::start(options(DoorbellBufferUse::Asked));
+    model.model_iommu().pin_pages();
     let shelf = Arc::new(Shelf::default());
     let mut host = open_kept(&model, &shelf).with_ledger(&ledger(0));
     let setup = Setup::nth(0);
@@ -421,4 +424,45 @@ fn a_drive_that_goes_on_or_is_given_up_leaves_what_its_iommu_has() {
     wait_for("the drive's release", || model.is_released());
     assert!(shelf.contents().is_empty());
     drop((machine, host));
+}
+
+#[test]
+fn memory_whose_pages_were_freed_while_no_server_ran_is_mapped_anew() {
+    let model = ModelDrive::start(options(DoorbellBufferUse::None));
+    model.model_iommu().pin_pages();
+    let shelf = Arc::new(Shelf::default());
+    // The ledger of each process, which has none of the locks of the process before.
+    let ledgers = tempfile::tempdir().unwrap();
+    let [before, after] = ["before", "after"].map(|name| ledgers.path().join(name));
+    let host = open_kept(&model, &shelf).with_ledger(&before);
+    let setup = Setup::nth(0);
+    let machine = host.machine(&setup);
+    let regions = machine.memory.regions();
+    let freed = regions.last().expect("memory").clone();
+    let suspended = abandon(machine);
+    kill(host);
+    close(&model);
+    let file = suspended.memory.fd();
+    let len = usize::try_from(freed.len).unwrap();
+    let vmm = Mapping::shared(file, freed.fd_offset, len, Access::ReadWrite).unwrap();
+    vmm.discard_file(len / 2, 4096).unwrap();
+    let mut copy = Command::new("cp");
+    let copied = copy.arg("-a").args([before, after.clone()]);
+    assert!(copied.status().unwrap().success());
+    let host = open_kept(&model, &shelf).with_ledger(&after);
+    let made = model.model_iommu().made();
+    let machine = host.restore(&suspended, &setup).unwrap();
+    assert_eq!(
+        model.model_iommu().made() - made,
+        1,
+        "of {} regions",
+        regions.len()
+    );
+    host.drive.controller().end_inheritance();
+    machine.function().resume();
+    let (controller, mut disk) = machine.disk();
+    disk.write(0, &[7; 4096]).unwrap();
+    assert_eq!(disk.read(0, 8).unwrap(), [7; 4096]);
+    drop((disk, controller, machine, vmm));
+    host.finish();
 }

@@ -121,6 +121,8 @@ pub struct Ledgers {
     clerk: Option<Arc<Clerk>>,
     /// Has spare descriptions of the files of leases, if this process has a keeper.
     spares: Option<Arc<dyn SpareKeeper>>,
+    /// Memory limit of functions that have none of their own.
+    memory_limit: Option<Bytes>,
 }
 
 impl Ledgers {
@@ -134,6 +136,16 @@ impl Ledgers {
             claim: Claim::Operator,
             clerk: None,
             spares: None,
+            memory_limit: None,
+        }
+    }
+
+    /// The same, of a process whose functions have this memory limit unless they have one of their own.
+    #[must_use]
+    pub fn with_memory_limit(self, memory_limit: Option<Bytes>) -> Self {
+        Self {
+            memory_limit,
+            ..self
         }
     }
 
@@ -146,6 +158,11 @@ impl Ledgers {
         let clerk = Clerk::start(self.shared.clone())?;
         let clerk = Some(Arc::new(clerk));
         Ok(Self { clerk, ..self })
+    }
+
+    /// Returns the memory limit of a function: its own before that of the process.
+    fn memory_limit_of(&self, options: &FunctionOptions) -> Option<Bytes> {
+        options.memory_limit.or(self.memory_limit)
     }
 
     /// The same, whose ledger of private drives is `private`: that of the process before, and of the next one.
@@ -189,6 +206,7 @@ impl Ledgers {
             claim,
             clerk: self.clerk.clone(),
             spares: self.spares.clone(),
+            memory_limit: self.memory_limit,
         }
     }
 
@@ -441,6 +459,7 @@ pub fn attach_with(
     };
     let lease = ledgers.lease(options, drive, &id, wanted)?;
     wipe(drive, &lease, stop)?;
+    let memory_limit = ledgers.memory_limit_of(options).map(|Bytes(limit)| limit);
     let config = AttachmentConfig {
         drive: drive.clone(),
         lease,
@@ -453,7 +472,7 @@ pub fn attach_with(
         poll: options.poll.clone(),
         learning: options.fixed,
         memory: options.memory,
-        memory_limit: options.memory_limit.map(|limit| limit.0),
+        memory_limit,
         rates: options.rates,
         serial: options.serial.clone(),
     };
@@ -524,4 +543,33 @@ pub fn host_side(
     }
     let attachment = open(options, ledgers, pollers, &AtomicBool::new(false))?;
     Ok((attachment.lease().id().to_owned(), Arc::new(attachment)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_functions_own_memory_limit_goes_before_that_of_the_server() {
+        let folder = tempfile::tempdir().unwrap();
+        let ledgers = Ledgers::open(folder.path());
+        let limited = ledgers.claiming(Claim::Operator);
+        let limited = limited.with_memory_limit(Some(Bytes(4 << 30)));
+        let of_vmm = limited.claiming(Claim::Own(7));
+        let limit = |ledgers: &Ledgers, options: &str| {
+            let limit = ledgers.memory_limit_of(&options.parse().unwrap());
+            limit.map(|Bytes(limit)| limit >> 30)
+        };
+        let (open, own) = ("path=0000:01:00.0", "path=0000:01:00.0,memory-limit=17G");
+        assert_eq!(
+            (limit(&ledgers, open), limit(&ledgers, own)),
+            (None, Some(17))
+        );
+        for limited in [limited, of_vmm] {
+            assert_eq!(
+                (limit(&limited, open), limit(&limited, own)),
+                (Some(4), Some(17))
+            );
+        }
+    }
 }

@@ -36,7 +36,7 @@ impl MemoryLimit {
 impl fmt::Display for MemoryLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Chosen(bytes) => write!(f, "{} (its memory-limit=)", Bytes(*bytes)),
+            Self::Chosen(bytes) => write!(f, "{} (memory-limit)", Bytes(*bytes)),
             Self::Host(bytes) => write!(
                 f,
                 "{}, the memory of the host, as it has no memory-limit=",
@@ -68,7 +68,7 @@ pub enum MemoryRefusal {
     /// It would have more bytes mapped than its limit.
     #[error(
         "Function {function} has {} of memory mapped for its drive and asks for {} more; it may have {limit}. Memory counts as \
-         often as it is mapped: have the VMM map each part once, or raise memory-limit=",
+         often as it is mapped: have the VMM map each part once, or raise memory-limit= of the function, or --memory-limit of the server",
         Bytes(*.mapped), Bytes(*.asked)
     )]
     Limit {

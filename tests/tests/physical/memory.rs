@@ -82,7 +82,7 @@ fn memory_that_is_mapped_again_and_again_is_refused_by_numbers() {
     for part in [
         "Function vm-1 has 64M",
         "asks for 1M more",
-        "may have 64M (its memory-limit=)",
+        "may have 64M (memory-limit)",
         "raise memory-limit=",
     ] {
         assert!(told.contains(part), "{told}");

@@ -23,6 +23,7 @@ use serde_json::json;
 use thiserror::Error;
 
 use nvme_mpt::lease::{CONTROL_SOCKET, FormerData};
+use nvme_mpt::range::Bytes;
 use nvme_mpt_keep::{Inherited, KeepOptions};
 use nvme_mpt_vmm::drives::DrivePath;
 use nvme_software::faults::FaultPlan;
@@ -49,7 +50,8 @@ use crate::metrics::{MetricsAddress, MetricsOptions};
 use crate::serve::{Given, ServeOptions, descriptions, serve};
 use crate::{bind, control, drives, profile};
 use nvme_mpt_vmm::options::{
-    OptionError, OptionText, STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_socket_path,
+    OptionError, OptionText, STATE_DIR, ServedDrive, ServedFunction, VmmSocket, parse_memory_limit,
+    parse_socket_path,
 };
 use nvme_mpt_vmm::report;
 
@@ -129,6 +131,13 @@ struct Serve {
     /// The log reports the progress. A server that is ended meanwhile continues when it is started again.
     #[arg(long)]
     wipe: bool,
+    /// Memory limit of functions without memory-limit=, and of functions in VMMs that may set none, as in 17G
+    #[arg(
+        long,
+        value_name = "SIZE",
+        value_parser = |text: &str| parse_memory_limit(text)
+    )]
+    memory_limit: Option<Bytes>,
     /// Let VMMs of other users ask for their leases: mode= and owner= of the socket, as in mode=0660,owner=:kvm
     ///
     /// Without it, root and the user of this server may ask.
@@ -574,6 +583,7 @@ fn run_serve(options: Serve) -> Result<(), Box<dyn Error>> {
         mistakes,
         file: options.file,
         data,
+        memory_limit: options.memory_limit,
         state_dir: options.state.state_dir,
         control,
         vmm_socket: options.vmm_socket,

@@ -38,6 +38,7 @@ use nvme_mpt::lease::{FormerData, PrivateError, make_state_folder};
 use nvme_mpt::memory::crash::record_crashes;
 use nvme_mpt::memory::system;
 use nvme_mpt::poller::start_thread;
+use nvme_mpt::range::Bytes;
 use nvme_mpt_keep::{Inherited, KeepError};
 use nvme_mpt_paths::{Directory, PathError};
 use nvme_mpt_vmm::open::Ledgers;
@@ -94,6 +95,8 @@ pub struct ServeOptions {
     pub file: Option<PathBuf>,
     /// Fate of data that another id left in a range, for functions that leave it open.
     pub data: FormerData,
+    /// Memory limit of functions that have none of their own, those of VMMs included.
+    pub memory_limit: Option<Bytes>,
     /// Folder with the ledger of leases.
     pub state_dir: PathBuf,
     /// Control socket.
@@ -391,6 +394,7 @@ fn start(
         mistakes: _,
         file,
         data,
+        memory_limit,
         state_dir,
         control,
         vmm_socket,
@@ -437,6 +441,7 @@ fn start(
             },
         },
     };
+    let ledgers = ledgers.with_memory_limit(memory_limit);
     if let Err(error) = pollers.watch() {
         log::warn!(
             "A function that waits holds up others of its poller, as no thread can be started: {error}"

@@ -26,6 +26,7 @@ pub(super) fn of_server(
         mistakes: _,
         file,
         data: _,
+        memory_limit: _,
         state_dir,
         control,
         vmm_socket: _,

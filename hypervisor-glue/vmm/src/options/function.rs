@@ -466,7 +466,11 @@ fn take_id(keys: &mut KeyValues) -> Result<Option<String>, OptionError> {
 /// Least memory limit: a VM has more, and a limit that is meant in GiB is noticed.
 const MEMORY_LIMIT_MIN: u64 = 1 << 20;
 
-fn parse_memory_limit(text: &str) -> Result<Bytes, String> {
+/// Reads a memory limit.
+///
+/// # Errors
+/// It is no size, or too small for any VM.
+pub fn parse_memory_limit(text: &str) -> Result<Bytes, String> {
     let limit: Bytes = text.parse().map_err(|error: SizeError| error.to_string())?;
     match limit.0 >= MEMORY_LIMIT_MIN {
         true => Ok(limit),

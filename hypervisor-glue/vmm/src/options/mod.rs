@@ -21,7 +21,7 @@ mod tests;
 pub use asked::AskedFunction;
 pub use config::{FunctionConfig, STATE_DIR};
 pub use error::OptionError;
-pub use function::{FunctionOptions, LbaSize, LeaseSize};
+pub use function::{FunctionOptions, LbaSize, LeaseSize, parse_memory_limit};
 pub use reserved::{Reservation, VmmSocket, parse_user};
 pub use served::{
     OptionText, RateChange, ServedDrive, ServedFunction, SocketOwner, parse_socket_path,

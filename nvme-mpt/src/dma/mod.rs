@@ -564,6 +564,7 @@ impl DmaWindow {
         let region = Region::new(place, extent, permit, pinned);
         drop(under_way);
         let region = region.map_err(|source| DmaError::Iommu { gpa, len, source })?;
+        region.place.file.note_pinned();
         let mut table = self.next_table();
         table.add(&region);
         changes.regions.insert(gpa.0, Arc::new(region));

@@ -142,7 +142,14 @@ impl GuestFile {
         &self.file
     }
 
-    /// Returns whether the file has fewer pages than at the call before.
+    /// Notes the pages of the file once some of them are pinned.
+    pub(super) fn note_pinned(&self) {
+        if let Ok(now) = allocated_bytes(&self.file) {
+            self.allocated.fetch_max(now, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns whether the file has fewer pages than at the call before, or since some were pinned.
     pub(super) fn has_shrunk(&self) -> bool {
         let Ok(now) = allocated_bytes(&self.file) else {
             return false;

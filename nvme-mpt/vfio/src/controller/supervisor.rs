@@ -191,6 +191,10 @@ impl Supervisor {
             self.pause = None;
             return false;
         }
+        // Nor is it too slow with an Abort.
+        for overdue in &mut self.overdue {
+            overdue.grace = Deadline::after(&self.clock, ABORT_GRACE);
+        }
         let drive = &self.drive;
         let pause = self.pause.get_or_insert_with(|| {
             let most = Duration::from_millis(100) * u32::from(drive.identity.controller.mtfa);
@@ -252,6 +256,11 @@ impl Supervisor {
                 && let Err(error) = self.abort(qid, late.cid())
             {
                 let cid = late.cid();
+                if self.drive.registers.status().is_some_and(Csts::pp) {
+                    // It has paused since, and is not reset in the middle of that.
+                    self.drive.reset_wanted.store(true, Ordering::Release);
+                    return;
+                }
                 // It ends all Aborts, too.
                 self.reset(&format!(
                     "command {cid} of queue {qid} is overdue, and: {error}"

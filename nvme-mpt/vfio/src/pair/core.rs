@@ -35,7 +35,7 @@ use nvme_mpt::spec::status::Status;
 /// Part of the ring's places that heavy members leave to light ones, at least one place.
 const LIGHT_PLACES: usize = 16;
 
-/// Part of a member's [presence](Governor::presence) after which a pair launches one more command, though its lease has used up
+/// Part of a member's [presence](Governor::presence) after which it launches one more command, though its lease has used up
 /// its share: 62 ms. A queue with 256 commands so waits for no longer than 16 s, which is less than its driver does.
 const HELD_BACK: u64 = 16;
 
@@ -91,9 +91,9 @@ pub(super) struct Core {
     sharing: Sharing,
     /// Commands that it had taken when the drive's supervisor last looked.
     pub(super) surveyed: u64,
-    /// When a heavy member launched last.
-    weighed_at: Ticks,
-    /// True if the member whose turn it is waits for the next look, as its lease has used up its share.
+    /// Members that are passed over, as their leases have used up their shares until the next look.
+    passed: Vec<u16>,
+    /// True if these are all that wait.
     is_held: bool,
     state: State,
     stats: PairStats,
@@ -116,7 +116,7 @@ impl Core {
             moves: Moves::default(),
             sharing: Sharing::new(governor),
             surveyed: 0,
-            weighed_at: Ticks(0),
+            passed: Vec::new(),
             is_held: false,
             state: State::Running,
             stats: PairStats::default(),
@@ -142,6 +142,7 @@ impl Core {
         self.count += 1;
         self.note_members();
         self.sharing.lights.reserve(self.members.len());
+        self.passed.reserve(self.members.len());
         self.sharing.turns.join(number as u16, &lease);
         number as u16
     }
@@ -540,7 +541,6 @@ impl Core {
             Window::Open | Window::Closed => u64::MAX,
         };
         let is_weighed = self.sharing.governor.is_weighed(now);
-        self.is_held = false;
         while let Some(number) = self.sharing.turns.next() {
             let Some((class, weight)) = self.next(number, most) else {
                 self.sharing.turns.forget(number);
@@ -551,44 +551,51 @@ impl Core {
             let is_full = free <= kept && (free == 0 || in_flight > 0);
             // A light command is here only if the ring is full.
             if class != Class::HEAVY || is_full {
-                return;
+                break;
             }
-            // Other pairs of its lease may have used up all of its share, look after look.
-            let is_held_back = || {
-                let pause = self.sharing.governor.presence() / HELD_BACK;
-                self.is_spent(number) && now.since(self.weighed_at) < pause
-            };
+            if is_weighed && self.is_held_back(number, now) {
+                self.sharing.turns.forget(number);
+                self.passed.push(number);
+                continue;
+            }
             // The last part of a command is as one that fills a small window, or several of them would go together.
             let claim = match window {
                 Window::Drive(bytes) if self.is_split(number) => bytes,
                 _ => weight,
             };
-            self.is_held = is_weighed && is_held_back();
-            if self.is_held || !self.sharing.has_room(window, claim, now) {
-                return;
-            }
-            if !self.launch(number, Portion { weight, most }, now) {
-                return;
+            if !self.sharing.has_room(window, claim, now)
+                || !self.launch(number, Portion { weight, most }, now)
+            {
+                break;
             }
             let goes_on = self.member(number).is_some_and(|it| {
                 if is_weighed {
                     it.queue.lease.launched(weight);
+                    it.weighed_at = now;
                 }
                 !it.waiting.is_empty()
             });
-            if is_weighed {
-                self.weighed_at = now;
-            }
             self.sharing.turns.charge(weight, goes_on);
+        }
+        self.end_turns();
+    }
+
+    /// Lets those wait on that were passed over.
+    fn end_turns(&mut self) {
+        self.is_held = !self.passed.is_empty() && self.sharing.turns.is_empty();
+        while let Some(number) = self.passed.pop() {
+            self.sharing.turns.wait(number);
         }
     }
 
-    /// Returns whether a member's lease has used up its bytes until the next look. False on a pair that several leases share:
-    /// turns divide that pair, and the other leases would have to wait, too.
-    fn is_spent(&self, number: u16) -> bool {
+    /// Returns whether a member waits for the next look, as its lease has used up its bytes until then. Other queues of the lease
+    /// may have used them up, look after look: so it waits no longer than a pause.
+    fn is_held_back(&self, number: u16, now: Ticks) -> bool {
         let member = self.members.get(usize::from(number));
-        let member = member.and_then(Option::as_deref);
-        self.sharing.turns.is_of_one() && member.is_some_and(|it| it.queue.lease.is_spent())
+        let pause = self.sharing.governor.presence() / HELD_BACK;
+        member.and_then(Option::as_deref).is_some_and(|member| {
+            member.queue.lease.is_spent() && now.since(member.weighed_at) < pause
+        })
     }
 
     /// Returns whether a member's next command goes to the drive in parts.

@@ -51,6 +51,8 @@ pub(super) struct Member {
     pub(super) home: Option<Weak<Shared>>,
     /// Time of its last batch that took its turn.
     pub(super) last_batch: Ticks,
+    /// When it last launched a command while its lease's share counted.
+    pub(super) weighed_at: Ticks,
     /// True if the drive gets no command of it any more.
     pub(super) revoked: bool,
     /// Commands that it has counted at its lease.
@@ -80,6 +82,7 @@ impl Member {
             departs: false,
             home: None,
             last_batch: Ticks::default(),
+            weighed_at: Ticks::default(),
             revoked,
             counted: 0,
             uncounted: 0,

@@ -84,6 +84,8 @@ pub struct Survey {
     /// Bytes that completed, and that the drive has, of commands that are counted.
     landed: u64,
     in_flight: u64,
+    /// True if a quiet tenant was there while shares were watched.
+    had_light: bool,
     /// True if shares were watched since the last look.
     is_weighed: bool,
     /// Time of the last look.
@@ -112,6 +114,7 @@ impl Survey {
             is_bounded: true,
             landed: 0,
             in_flight: 0,
+            had_light: false,
             is_weighed: false,
             looked: Ticks::default(),
             had: 0,
@@ -187,7 +190,13 @@ impl Survey {
             }
             return;
         }
-        let former = std::mem::take(&mut self.former);
+        let mut former = std::mem::take(&mut self.former);
+        // What the drive does beside a quiet tenant tells nothing of what it does without one.
+        let has_light = governor.is_light_present(now);
+        if std::mem::replace(&mut self.had_light, has_light) != has_light {
+            self.shares.forget();
+            former.iter_mut().for_each(|tenant| tenant.limit = None);
+        }
         for old in &former {
             let mut tenants = self.tenants.iter_mut();
             match tenants.find(|tenant| Arc::ptr_eq(&tenant.lease, &old.lease)) {
@@ -200,7 +209,7 @@ impl Survey {
         }
         self.former = former;
         // While a quiet tenant is there, busy ones wait in front of the drive.
-        let is_slow = self.is_slow(elapsed) || governor.is_light_present(now);
+        let is_slow = self.is_slow(elapsed) || has_light;
         let tenants = self.tenants.iter_mut();
         let mut busy: Vec<_> = tenants.filter(|tenant| tenant.is_busy()).collect();
         let mut portions: Vec<_> = busy

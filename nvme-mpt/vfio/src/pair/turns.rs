@@ -324,12 +324,6 @@ impl Turns {
         }
     }
 
-    /// Returns whether all members are of one lease.
-    #[inline]
-    pub(super) fn is_of_one(&self) -> bool {
-        self.order.parties == 1
-    }
-
     /// Returns whether no member waits.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {

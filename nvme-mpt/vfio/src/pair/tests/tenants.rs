@@ -87,7 +87,7 @@ const BEHAVIOURS: [Behaviour; 8] = [
         ..LOUD
     },
     Behaviour {
-        name: MANY,
+        name: "many queues",
         queues: 64,
         depth: 4,
         ..LOUD
@@ -346,10 +346,6 @@ fn watch(
 ///   a tenant with small commands keeps a third of its rate with a hundredth of the bytes.
 const LARGE: [&str; 2] = ["deep", "zeroes"];
 
-/// A behaviour with more queues than the drive has pairs. Its queues have some pairs to themselves and share the others, where
-/// turns alone divide the places: limits between pairs do not count on a pair that tenants share.
-const MANY: &str = "many queues";
-
 /// A part of a tenant's figures, in per cent of what it has alone.
 #[derive(Clone, Copy, Debug)]
 struct Part {
@@ -378,10 +374,11 @@ impl Part {
             let (rate, p99) = if is_large { (45, 225) } else { (49, 200) };
             return self.rate >= rate && self.p99 <= p99;
         }
-        let least = match other.name {
-            _ if is_large => 30,
-            MANY => 32,
-            _ => 40,
+        // One that dies is gone before its neighbour has a limit that fits.
+        let least = if is_large || tenant.life == Life::Dies {
+            30
+        } else {
+            40
         };
         self.rate >= least || self.share >= 40
     }

@@ -88,7 +88,7 @@ pub(super) struct Core {
     is_lone: bool,
     /// Moves that their queues have not seen yet.
     moves: Moves,
-    sharing: Sharing,
+    pub(super) sharing: Sharing,
     /// Commands that it had taken when the drive's supervisor last looked.
     pub(super) surveyed: u64,
     /// Members that are passed over, as their leases have used up their shares until the next look.

@@ -79,8 +79,6 @@ pub struct Survey {
     shares: Shares,
     /// `None` until the first look.
     backlog: Option<Backlog>,
-    /// True while pairs have a bound.
-    is_bounded: bool,
     /// Bytes that completed, and that the drive has, of commands that are counted.
     landed: u64,
     in_flight: u64,
@@ -111,7 +109,6 @@ impl Survey {
             former: Vec::new(),
             shares: Shares::default(),
             backlog: None,
-            is_bounded: true,
             landed: 0,
             in_flight: 0,
             had_light: false,
@@ -254,9 +251,13 @@ impl Survey {
         if bound.is_some() && backlog.is_late(work) {
             governor.govern(now);
         }
-        if !std::mem::replace(&mut self.is_bounded, bound.is_some()) && bound.is_none() {
+        let Some(bound) = bound else {
+            // Those that were created since the last look have one.
+            pairs
+                .into_iter()
+                .for_each(|pair| pair.shared.lock().bound(None));
             return;
-        }
+        };
         let weights = self.tenants.iter().map(|tenant| tenant.lease.weight());
         let weights: u64 = weights.sum();
         for pair in pairs {
@@ -267,12 +268,12 @@ impl Survey {
                 Some(tenant.lease.weight() as f64 / tenant.queues.max(1) as f64)
             });
             let part: f64 = parts.sum();
-            let bytes = bound.map(|bound| match part > 0.0 {
+            let bytes = match part > 0.0 {
                 true => (bound as f64 * part / weights as f64) as u64,
                 // Nobody has used it since the last look.
                 false => backlog::FIRST.min(bound),
-            });
-            core.bound(bytes);
+            };
+            core.bound(Some(bytes));
         }
     }
 

@@ -308,7 +308,7 @@ fn watch(
     mut look: impl FnMut(u64, &[Pair]),
 ) -> Vec<Seen> {
     let governor = Arc::new(governor);
-    let (fakes, pairs): (Vec<_>, Vec<_>) = (0..pairs)
+    let (fakes, mut pairs): (Vec<_>, Vec<_>) = (0..pairs)
         .map(|_| FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone()))
         .unzip();
     let mut drive = Drive::new(speed, fakes);
@@ -331,6 +331,11 @@ fn watch(
         now = drive.next_end().unwrap_or(u64::MAX).min(now + poll);
     }
     let seen = tenants.iter_mut().map(Tenant::seen).collect();
+    // Another guest comes.
+    let (_fake, created) = FakeDrive::governed(512, MAX_TRANSFER, false, governor.clone());
+    pairs.push(created);
+    survey.look(&governor, &pairs, Ticks(now + LOOK));
+    look(now + LOOK, &pairs);
     for pair in &pairs {
         pair.kill(Status::COMMAND_INTERRUPTED);
     }
@@ -564,6 +569,8 @@ fn a_fast_drive_is_not_bounded() {
             });
             if now > SECOND / 2 {
                 assert_eq!((direct, all), (256, 256));
+                let mut bounds = pairs.iter().map(|pair| pair.shared.lock().sharing.most);
+                assert!(bounds.all(|most| most == u64::MAX), "of a new pair, too");
             }
         },
     );

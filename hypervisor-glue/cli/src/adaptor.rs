@@ -53,9 +53,10 @@ pub(crate) enum ResumeError {
 }
 
 impl ResumeError {
-    /// Returns true if this process or its host lacks a resource now: a later attempt may succeed.
+    /// Returns true if this process, its host or the drive lacks a resource now: a later attempt may succeed.
     pub(crate) fn may_pass(&self) -> bool {
-        system::is_exhaustion(self)
+        let lacks_room = matches!(self, Self::Memory(error) if error.lacks_room());
+        lacks_room || system::is_exhaustion(self)
     }
 }
 
@@ -175,7 +176,7 @@ impl NvmeDevice {
         // The process before has checked these.
         host.set_memory_holder(MemoryHolder::Trusted);
         for region in regions {
-            host.map(region)?;
+            host.map_kept(region)?;
         }
         // The one that has the connection is looked for among those of its user.
         let process = user.map(|user| ClientProcess { pid: 0, user });
@@ -728,6 +729,21 @@ mod tests {
 
     fn errno<T: std::fmt::Debug>(result: io::Result<T>) -> Option<i32> {
         result.unwrap_err().raw_os_error()
+    }
+
+    #[test]
+    fn a_function_whose_drive_has_no_room_for_its_memory_is_tried_again() {
+        let (gpa, len) = (Gpa(0), 1 << 30);
+        let full = io::ErrorKind::StorageFull.into();
+        let full = DmaError::Iommu {
+            gpa,
+            len,
+            source: full,
+        };
+        for error in [DmaError::NoIova { len }, full] {
+            assert!(ResumeError::from(error).may_pass());
+        }
+        assert!(!ResumeError::from(DmaError::InvalidRegion { gpa, len }).may_pass());
     }
 
     #[test]

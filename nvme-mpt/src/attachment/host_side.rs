@@ -108,6 +108,10 @@ impl HostSide for Attachment {
         self.window.map(memory)
     }
 
+    fn map_kept(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.window.map_kept(memory)
+    }
+
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
         self.window.map_in_place(memory, own)
     }

@@ -156,3 +156,16 @@ pub enum DmaError {
         len: u64,
     },
 }
+
+impl DmaError {
+    /// Returns whether others have what the drive would need for the memory: addresses or mappings of its IOMMU. Once they
+    /// have given it back, the memory can be mapped.
+    #[must_use]
+    pub fn lacks_room(&self) -> bool {
+        match self {
+            Self::NoIova { .. } | Self::TooManyMappings { .. } => true,
+            Self::Iommu { source, .. } => source.kind() == io::ErrorKind::StorageFull,
+            _ => false,
+        }
+    }
+}

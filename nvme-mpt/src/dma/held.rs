@@ -5,6 +5,7 @@ use std::io;
 
 use super::region::Place;
 use super::{Changes, DmaError, DmaWindow, MemoryRegion};
+use crate::iova::Demand;
 
 /// The memory of a window that may be gone since: no drive reaches it by this.
 #[derive(Clone, Debug)]
@@ -37,7 +38,7 @@ impl DmaWindow {
         for place in &memory.0 {
             let mut changes = self.changes();
             changes.check_free(place.gpa, place.len)?;
-            self.insert(&mut changes, place.clone())?;
+            self.insert(&mut changes, place.clone(), Demand::New)?;
         }
         Ok(())
     }

@@ -67,7 +67,7 @@ pub(crate) use users::TableUse;
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
 use crate::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
-use crate::iova::{IovaSpace, NoIovas, VmShares};
+use crate::iova::{Demand, IovaSpace, NoIovas, VmShares};
 use crate::learn::NoShare;
 use crate::memory::file_system::type_of;
 use crate::memory::sync::{Mutex, MutexGuard, try_lock};
@@ -349,9 +349,23 @@ impl DmaWindow {
     /// # Errors
     /// All of [`DmaError`] but the ones of unmapping.
     pub fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_complete(memory, Demand::New)
+    }
+
+    /// As [`Self::map`], for memory that the function had mapped under the process before. It counts, and no limit or share
+    /// refuses it, whether it is mapped still or anew: with other limits, or after functions that came later there, the VM
+    /// would lose its drive.
+    ///
+    /// # Errors
+    /// As [`Self::map`].
+    pub fn map_kept(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_complete(memory, Demand::Former)
+    }
+
+    fn map_complete(&self, memory: MemoryRegion, demand: Demand) -> Result<(), DmaError> {
         memory.check_shape()?;
         self.check_use(&memory, |file| file.serves(&memory))?;
-        self.map_checked(memory)
+        self.map_by(memory, None, demand)
     }
 
     /// As [`Self::map`], for memory that was [checked](Self::check_region), now or when it was mapped before.
@@ -359,7 +373,7 @@ impl DmaWindow {
     /// # Errors
     /// All of [`DmaError`] except errors of unmapping and of incomplete memory.
     pub fn map_checked(&self, memory: MemoryRegion) -> Result<(), DmaError> {
-        self.map_by(memory, None)
+        self.map_by(memory, None, Demand::New)
     }
 
     /// Checks that memory can be used by its file: it is complete, as far as this process can see. A file of which a region
@@ -416,10 +430,15 @@ impl DmaWindow {
     /// # Errors
     /// As [`Self::map`]; [`DmaError::InvalidRegion`] if the mapping does not contain the whole region.
     pub fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
-        self.map_by(memory, Some(own.memory))
+        self.map_by(memory, Some(own.memory), Demand::New)
     }
 
-    fn map_by(&self, memory: MemoryRegion, own: Option<Mapping>) -> Result<(), DmaError> {
+    fn map_by(
+        &self,
+        memory: MemoryRegion,
+        own: Option<Mapping>,
+        demand: Demand,
+    ) -> Result<(), DmaError> {
         memory.check_shape()?;
         self.check_kind(&memory)?;
         let access = memory.access();
@@ -471,7 +490,7 @@ impl DmaWindow {
             file,
             offset,
         };
-        self.insert(&mut changes, place)
+        self.insert(&mut changes, place, demand)
     }
 
     /// Checks that no page of a file is missing that a process of its holder would fill at a page fault.
@@ -516,14 +535,15 @@ impl DmaWindow {
     }
 
     /// Maps what was [found free](Changes::check_free).
-    fn insert(&self, changes: &mut Changes, place: Place) -> Result<(), DmaError> {
+    fn insert(&self, changes: &mut Changes, place: Place, demand: Demand) -> Result<(), DmaError> {
         let (gpa, len) = (Gpa(place.gpa), place.len);
         let refused = |refusal: MemoryRefusal| refusal.of_region(gpa, len);
         let extent = match changes.extent_of(&place) {
             Some(extent) => extent,
             None => {
                 let (vm, spare) = (&self.shares.iovas, changes.spare_iovas());
-                let extent = Extent::new(&self.space, vm, &place, spare, &changes.taken);
+                let place = (&place, demand);
+                let extent = Extent::new(&self.space, vm, place, spare, &changes.taken);
                 let function = &self.bounds.function;
                 extent.map_err(|error| match error {
                     NoIovas::Room => DmaError::NoIova { len },
@@ -543,11 +563,9 @@ impl DmaWindow {
             extent.disinherit(&place);
             is_there = false;
         }
-        let pinned = self.pin(changes, len, is_there).map_err(refused)?;
-        let permit = match is_there {
-            true => Ok(self.shares.mappings.inherit(1)),
-            false => self.shares.mappings.take(1),
-        };
+        let demand = if is_there { Demand::Former } else { demand };
+        let pinned = self.pin(changes, len, demand).map_err(refused)?;
+        let permit = self.shares.mappings.demand(1, demand);
         let permit = permit.map_err(|no_share| {
             let NoShare { taken, left, max } = no_share;
             DmaError::TooManyMappings {
@@ -574,10 +592,10 @@ impl DmaWindow {
         Ok(())
     }
 
-    /// Counts bytes of a region that is to be mapped, if the function may have as many or they are there already.
-    fn pin(&self, changes: &Changes, asked: u64, is_there: bool) -> Result<Pinned, MemoryRefusal> {
+    /// Counts bytes of a region that is to be mapped, if the function may have as many or had them before.
+    fn pin(&self, changes: &Changes, asked: u64, demand: Demand) -> Result<Pinned, MemoryRefusal> {
         let mapped = changes.pinned.load(Ordering::Relaxed);
-        match self.bounds.limit.filter(|_| !is_there) {
+        match self.bounds.limit.filter(|_| demand == Demand::New) {
             Some(limit) if mapped.saturating_add(asked) > limit.bytes() => {
                 Err(MemoryRefusal::Limit {
                     function: self.bounds.function.clone(),

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::MemoryRegion;
 use crate::address::Gpa;
-use crate::iova::{IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShare};
+use crate::iova::{Demand, IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShare};
 use crate::memory::holes::allocated_bytes;
 use crate::memory::{Access, Mapping, host_page_size};
 
@@ -241,11 +241,12 @@ pub(super) struct Extent {
 }
 
 impl Extent {
-    /// Takes IOVAs of a VM's share for `place`, and for up to `spare` bytes that follow it in its file. `taken` counts them.
+    /// Takes IOVAs of a VM's share for `place` on the ground of `demand`, and for up to `spare` bytes that follow it in its
+    /// file if others do not need them. `taken` counts them.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
         vm: &Arc<VmShare>,
-        place: &Place,
+        (place, demand): (&Place, Demand),
         spare: u64,
         taken: &Arc<AtomicU64>,
     ) -> Result<Arc<Self>, NoIovas> {
@@ -255,8 +256,9 @@ impl Extent {
             .min(u64::MAX - place.last());
         let part = place.part();
         let memory = &place.file.mapping;
-        let iova = |len| Ok((len, space.allocate_for(vm, len, memory, &part)?));
-        let (len, iova) = iova(place.len + follows).or_else(|_| iova(place.len))?;
+        let iova = |len, demand| Ok((len, space.allocate_for(vm, demand, len, memory, &part)?));
+        let (len, iova) =
+            iova(place.len + follows, Demand::New).or_else(|_| iova(place.len, demand))?;
         let place = Place {
             len,
             ..place.clone()

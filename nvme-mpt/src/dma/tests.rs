@@ -1,7 +1,11 @@
 //! Regions that come and go, through the window's public interface.
 
+use std::io;
+use std::ops::Range;
+
 use super::*;
 use crate::deadline::StillClock;
+use crate::iova::Iommu;
 use crate::memory;
 
 pub(super) fn memfd(len: u64) -> OwnedFd {
@@ -389,4 +393,116 @@ fn no_vm_takes_the_address_space_of_others() {
     greedy.write(Gpa(1 << 30), &[1]).expect("mapped");
     let other = window();
     other.map(part(&second, 0, 0, LARGE)).expect("its own room");
+}
+
+/// An IOMMU that takes no more than so many mappings.
+#[derive(Debug)]
+struct Few {
+    most: u64,
+    made: AtomicU64,
+}
+
+impl Few {
+    /// The space of the addresses below `end`, in a process that finds nothing mapped.
+    fn space(most: u64, end: u64) -> Arc<IovaSpace> {
+        let made = AtomicU64::new(0);
+        let space = IovaSpace::behind_iommu(Arc::new(Self { most, made }), &[0..=end - 1]);
+        Arc::new(space)
+    }
+}
+
+impl Iommu for Few {
+    fn map(&self, _: u64, _: &Mapping, _: Range<usize>, _: Access) -> io::Result<()> {
+        if self.made.fetch_add(1, Ordering::Relaxed) < self.most {
+            return Ok(());
+        }
+        self.made.fetch_sub(1, Ordering::Relaxed);
+        Err(io::ErrorKind::StorageFull.into())
+    }
+
+    fn unmap(&self, _: u64, _: u64) -> io::Result<()> {
+        self.made.fetch_sub(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn take_pages(&self, _: &Mapping, _: Range<usize>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn mappings_max(&self) -> Option<u64> {
+        Some(self.most)
+    }
+}
+
+#[test]
+fn memory_that_a_function_had_is_mapped_anew_whatever_others_have_by_then() {
+    const MAX: u64 = 1024;
+    let file = memfd(2 * MAX * PAGE_SIZE);
+    let page = |number: u64| {
+        let offset = 2 * number * PAGE_SIZE;
+        part(&file, offset, offset, PAGE_SIZE)
+    };
+    let take_all = |window: &DmaWindow| {
+        let mut pages = 0..;
+        pages
+            .find(|number| window.map(page(*number)).is_err())
+            .unwrap()
+    };
+    let space = Few::space(MAX, 1 << 39);
+    let windows = [(); 5].map(|()| DmaWindow::new(space.clone()));
+    let had = windows.each_ref().map(take_all);
+    drop(windows);
+
+    let space = Few::space(MAX, 1 << 39);
+    let [most, fewer @ ..] = had;
+    let limit = Some(MemoryLimit::Chosen(PAGE_SIZE));
+    let take_up = |pages: u64| {
+        let window = DmaWindow::new(space.clone()).of_function("a", limit);
+        for number in 0..pages {
+            window.map_kept(page(number)).expect("it was there");
+        }
+        window
+    };
+    // The smallest comes first.
+    let others: Vec<_> = fewer.into_iter().rev().map(take_up).collect();
+    let new = DmaWindow::new(space.clone());
+    assert!(take_all(&new) < most);
+    drop(new);
+    let last = take_up(most);
+    // What it had counts, and the rules are for what it asks for now.
+    let error = last.map(page(most)).expect_err("beyond its limit");
+    let DmaError::Iommu { source, .. } = error else {
+        panic!("{error}");
+    };
+    let mapped = most * PAGE_SIZE;
+    assert!(
+        matches!(source.downcast(), Ok(MemoryRefusal::Limit { mapped: counted, .. }) if counted == mapped)
+    );
+    let last = last.of_function("a", None);
+    let error = last.map(page(most)).expect_err("beyond its share");
+    assert!(matches!(error, DmaError::TooManyMappings { taken, .. } if taken == most));
+    drop(others);
+}
+
+#[test]
+fn memory_that_a_function_had_waits_for_nothing_but_room() {
+    const LEN: u64 = 252 << 20;
+    let folder = tempfile::tempdir().expect("a folder");
+    let account = MemoryAccount::below(folder.path());
+    let file = memfd(LEN);
+    // All but what nobody can have, and what is kept for the driver.
+    let window = DmaWindow::new(Few::space(1, 256 << 20)).with_account(account);
+    let error = window.map(part(&file, 0, 0, LEN)).expect_err("no share");
+    assert!(matches!(error, DmaError::Iommu { .. }), "{error}");
+    window.map_kept(part(&file, 0, 0, LEN)).expect("room");
+    let error = window.map_kept(part(&file, 1 << 30, 0, LEN));
+    let error = error.expect_err("no room");
+    assert!(matches!(error, DmaError::NoIova { .. }), "{error}");
+    assert!(error.lacks_room());
+
+    let window = DmaWindow::new(Few::space(0, 1 << 39));
+    let error = window.map_kept(region(0, PAGE_SIZE)).expect_err("none");
+    assert!(error.lacks_room(), "{error}");
+    let error = window.map_kept(region(1, PAGE_SIZE)).expect_err("no page");
+    assert!(!error.lacks_room(), "{error}");
 }

@@ -33,6 +33,15 @@ impl SharedBudget {
     }
 }
 
+/// Ground on which a VM is given an amount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Demand {
+    /// It asks for more than it had: the rule decides.
+    New,
+    /// It had it under the process before: whether it may have it was decided there.
+    Former,
+}
+
 /// One VM's part of a [`SharedBudget`].
 #[derive(Debug)]
 pub(crate) struct VmShare {
@@ -57,7 +66,15 @@ impl VmShare {
         Ok(self.add(used, amount))
     }
 
-    /// Takes an amount that the VM has already, from the process before: whether it may have it was decided there.
+    /// Takes an amount on this ground, until what is returned is dropped.
+    pub(crate) fn demand(self: &Arc<Self>, amount: u64, demand: Demand) -> Result<Permit, NoShare> {
+        match demand {
+            Demand::New => self.take(amount),
+            Demand::Former => Ok(self.inherit(amount)),
+        }
+    }
+
+    /// Takes an amount that the VM had under the process before, whatever others have by now.
     pub(crate) fn inherit(self: &Arc<Self>, amount: u64) -> Permit {
         self.add(self.budget.used(), amount)
     }

@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-use super::mapping::{IommuMapping, Memory};
+use super::mapping::{IommuMapping, MappedFile, Memory};
 use super::table::MappingTable;
 use crate::memory::Cell64;
 
@@ -159,10 +159,10 @@ impl Mappings {
         }
     }
 
-    /// Returns the bytes of mappings of the process before that nobody has found.
-    pub(super) fn inherited(&self) -> u64 {
-        let inherited = self.inherited.values();
-        inherited.map(|entry| entry.mapping.len).sum()
+    /// Returns whether the process before had just this memory mapped, and nobody has its addresses.
+    pub(super) fn has(&self, file: MappedFile, len: u64) -> bool {
+        let mut accesses = [true, false].into_iter();
+        accesses.any(|writable| self.by_memory.contains_key(&(file, len, writable)))
     }
 
     /// Returns the address at which the process before had this memory.

@@ -20,7 +20,7 @@ use crate::learn::{Budget, Choice, NoShare};
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::{Access, Mapping, host_page_size};
 use budget::SharedBudget;
-pub(crate) use budget::{Permit, VmShare};
+pub(crate) use budget::{Demand, Permit, VmShare};
 pub use mapping::{IommuMapping, MappedFile};
 use mappings::Mappings;
 pub use mappings::Outdated;
@@ -297,10 +297,15 @@ impl IovaSpace {
         lock(&self.mappings).tell(outdated)
     }
 
-    /// Returns the bytes that the process before had mapped, and nobody has found yet. They are not pinned again.
+    /// Returns the bytes of this memory, by places in files and their lengths, that the process before had mapped and nobody
+    /// has found yet. They are not pinned again.
     #[must_use]
-    pub fn inherited(&self) -> u64 {
-        lock(&self.mappings).inherited()
+    pub fn inherited_of(&self, memory: &[(MappedFile, u64)]) -> u64 {
+        let mappings = lock(&self.mappings);
+        let there = memory
+            .iter()
+            .filter(|(file, len)| mappings.has(*file, *len));
+        there.map(|(_, len)| len).sum()
     }
 
     /// Adds a VM's memory to what [`Self::shrunk_memory`] looks at, if memory is pinned here.
@@ -362,13 +367,14 @@ impl IovaSpace {
     }
 
     /// Takes a part with room for `len` bytes of a VM's memory, of which `part` is mapped first, at the start of the part
-    /// that is taken: where the process before had it, if there is room.
+    /// that is taken: where the process before had it, if there is room. `demand` is the ground on which it gets others.
     ///
     /// # Errors
     /// [`NoIovas`].
     pub(crate) fn allocate_for(
         self: &Arc<Self>,
         vm: &Arc<VmShare>,
+        demand: Demand,
         len: u64,
         memory: &Mapping,
         part: &Range<usize>,
@@ -378,7 +384,7 @@ impl IovaSpace {
         if let Some(inherited) = inherited {
             return Ok(inherited);
         }
-        let permit = vm.take(len).map_err(NoIovas::Share)?;
+        let permit = vm.demand(len, demand).map_err(NoIovas::Share)?;
         self.allocate_by(len, || permit).ok_or(NoIovas::Room)
     }
 

@@ -120,7 +120,13 @@ fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
     let made = iommu.made();
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, Access::ReadWrite);
-    let first = next.allocate_for(&next.new_vm().iovas, 16 * PAGE, &whole, &(0..PAGE as usize));
+    let first = next.allocate_for(
+        &next.new_vm().iovas,
+        Demand::New,
+        16 * PAGE,
+        &whole,
+        &(0..PAGE as usize),
+    );
     let first = Arc::new(first.expect("room"));
     assert_eq!(first.start(), starts[0]);
     let map = |page: u64| {
@@ -164,7 +170,7 @@ fn other_memory_is_mapped_elsewhere() {
     ] {
         let made = iommu.made();
         let range = next
-            .allocate_for(&next.new_vm().iovas, PAGE, &memory, &first)
+            .allocate_for(&next.new_vm().iovas, Demand::New, PAGE, &memory, &first)
             .expect("room");
         assert!(!starts.contains(&range.start()));
         let access = memory.access();
@@ -180,17 +186,51 @@ fn other_memory_is_mapped_elsewhere() {
 }
 
 #[test]
+fn inherited_memory_counts_for_those_whose_memory_it_is() {
+    let iommu = Arc::new(SharedIommu::default());
+    let (inherited, file, _) = ended(&iommu);
+    let next = space(&iommu, inherited);
+    let place = |file: &OwnedFd, page: u64, pages: u64| {
+        let memory = memory(file, page * PAGE, pages, Access::ReadWrite);
+        let part = 0..memory.len();
+        let mapping = IommuMapping::new(0, &memory, &part, Access::ReadWrite);
+        (mapping.file.expect("a file"), mapping.len)
+    };
+    // Of pages 0, 1 and 2, the one between was not mapped.
+    let own = [0, 1, 2].map(|page| place(&file, page, 1));
+    assert_eq!(next.inherited_of(&own), 2 * PAGE);
+    // It would be mapped anew.
+    assert_eq!(next.inherited_of(&[place(&file, 0, 2)]), 0);
+    let neighbour = memfd(c"neighbour", 16 * PAGE).expect("memory");
+    assert_eq!(next.inherited_of(&[place(&neighbour, 0, 1)]), 0);
+    next.end_inheritance();
+    assert_eq!(next.inherited_of(&own), 0);
+}
+
+#[test]
 fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
     let iommu = Arc::new(SharedIommu::default());
     let (inherited, file, starts) = ended(&iommu);
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, Access::ReadWrite);
-    let range = next.allocate_for(&next.new_vm().iovas, 16 * PAGE, &whole, &(0..PAGE as usize));
+    let range = next.allocate_for(
+        &next.new_vm().iovas,
+        Demand::New,
+        16 * PAGE,
+        &whole,
+        &(0..PAGE as usize),
+    );
     assert_eq!(range.expect("room").start(), starts[0]);
     // Nobody has mapped its pages; that of lists is there still.
     assert_eq!(iommu.starts().len(), 1);
     // Nothing is left of the range.
-    let again = next.allocate_for(&next.new_vm().iovas, 16 * PAGE, &whole, &(0..PAGE as usize));
+    let again = next.allocate_for(
+        &next.new_vm().iovas,
+        Demand::New,
+        16 * PAGE,
+        &whole,
+        &(0..PAGE as usize),
+    );
     let again = Arc::new(again.expect("room"));
     let permit = next.budget.for_driver(1);
     let mapped = again.map(
@@ -332,7 +372,7 @@ fn map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> IovaPart {
 
 fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Result<IovaPart> {
     let vm = space.new_vm();
-    let range = space.allocate_for(&vm.iovas, PAGE, whole, &page(number));
+    let range = space.allocate_for(&vm.iovas, Demand::New, PAGE, whole, &page(number));
     let range = Arc::new(range.expect("room"));
     let permit = space.budget.for_driver(1);
     range.map(
@@ -531,7 +571,7 @@ fn mappings_that_the_space_cannot_have_cost_all_of_them() {
         let next = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(left);
         let next = Arc::new(next.expect("an IOMMU that can be asked"));
         assert_eq!(iommu.starts(), [] as [u64; 0]);
-        assert_eq!(next.inherited(), 0);
+        assert!(next.leave_inherited().is_empty());
         keep_for_good(map_page(&next, &whole, 1));
         assert_eq!(iommu.made(), 1);
     }

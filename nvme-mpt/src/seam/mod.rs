@@ -175,6 +175,14 @@ pub trait HostSide: fmt::Debug + Send + Sync {
     /// All of [`DmaError`] but those of unmapping and of the dirty log.
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError>;
 
+    /// Maps a region that the function had mapped under the process before. No limit or share of the function refuses it.
+    ///
+    /// # Errors
+    /// As [`Self::map`].
+    fn map_kept(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map(memory)
+    }
+
     /// Maps a region of a VMM in this process, through the VMM's own mapping. A host side in another process maps the file.
     ///
     /// # Errors

@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nvme_mpt::dma::MemoryRegion;
+use nvme_mpt::iova::MappedFile;
 use nvme_mpt::live::LiveState;
 use nvme_mpt::memory::crash::{CrashRecord, recorded};
 use nvme_mpt::memory::{eventfd, system};
@@ -463,6 +464,28 @@ impl SurvivingFunction {
             was_pinning,
             memory,
         }
+    }
+
+    /// Returns its client's memory, by places in files and their lengths, without that whose file cannot be asked.
+    pub(super) fn memory(&self) -> Vec<(MappedFile, u64)> {
+        let key = |fds: &Vec<OwnedFd>| FileKey::of(fds.first()?).ok();
+        let regions = &self.state.client.regions;
+        let numbers: BTreeSet<u64> = regions.iter().map(|region| region.file).collect();
+        let files = numbers
+            .into_iter()
+            .filter_map(|number| Some((number, self.contents.get(&number).and_then(key)?)));
+        let files: BTreeMap<u64, FileKey> = files.collect();
+        let places = regions.iter().filter_map(|region| {
+            let FileKey { device, inode, .. } = *files.get(&region.file)?;
+            let offset = region.offset;
+            let file = MappedFile {
+                device,
+                inode,
+                offset,
+            };
+            Some((file, region.len))
+        });
+        places.collect()
     }
 
     /// Returns its files, for the attachment of its successor. Without them, the successor has new ones, and cannot take
@@ -1039,7 +1062,7 @@ mod tests {
             let socket = folder.path().join(version.to_string());
             let listener = UnixListener::bind(socket).unwrap();
             let live = LiveState::new(4).unwrap();
-            let [doorbells, memory, read_only] =
+            let [doorbells, memory_file, read_only] =
                 [4096, 8 << 20, 4096].map(|len| memfd(c"kept", len).unwrap());
             let (stream, _client) = UnixStream::pair().unwrap();
             let [first, second, acknowledged] =
@@ -1050,7 +1073,7 @@ mod tests {
                 &[doorbells.as_fd()],
                 &[live.fd()],
                 &[stream.as_fd()],
-                &[memory.as_fd()],
+                &[memory_file.as_fd()],
                 &[first.as_fd(), second.as_fd()],
                 &[read_only.as_fd()],
                 &[acknowledged.as_fd()],
@@ -1064,6 +1087,11 @@ mod tests {
             assert_eq!(function.socket(), Path::new("/run/nvme-mpt/a.sock"));
             let parts = function.parts();
             assert!(matches!(parts, FunctionParts::Continued(Some(_))));
+            let memory = function.memory().into_iter();
+            let memory: Vec<_> = memory.map(|(file, _)| (file.inode, file.offset)).collect();
+            let [of_memory, of_read_only] =
+                [&memory_file, &read_only].map(|file| FileKey::of(file).unwrap().inode);
+            assert_eq!(memory, [(of_memory, 1_u64 << 16), (of_read_only, 0)]);
             let survivors = function.take_apart().unwrap();
             assert!(survivors.stream.is_some());
             let client = survivors.client;

@@ -31,6 +31,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::clock;
+use nvme_mpt::iova::MappedFile;
 use nvme_mpt::lease::{LeaseError, Ledger};
 use nvme_mpt::memory::{memfd, system};
 use nvme_mpt::poller::start_thread;
@@ -542,6 +543,13 @@ impl Keeping {
     pub(crate) fn turn_of(&self, socket: &Path) -> Option<Turn> {
         let state = self.state();
         state.surviving.get(socket).map(SurvivingFunction::turn)
+    }
+
+    /// Returns the memory of the function with this socket, by places in files and their lengths.
+    pub(crate) fn memory_of(&self, socket: &Path) -> Vec<(MappedFile, u64)> {
+        let state = self.state();
+        let function = state.surviving.get(socket);
+        function.map_or_else(Vec::new, SurvivingFunction::memory)
     }
 
     /// Gives functions of the process before up that this server does not have.

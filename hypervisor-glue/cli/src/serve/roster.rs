@@ -751,17 +751,22 @@ impl Roster {
         let ServedFunction {
             socket, function, ..
         } = &declared.function;
-        let memory = self.turn_of(socket).map_or(0, |turn| turn.memory);
+        let Some(keeping) = self.terms.keeping.as_deref() else {
+            return false;
+        };
+        let memory = keeping.turn_of(socket).map_or(0, |turn| turn.memory);
         if memory <= PINNED_AT_ONCE || !matches!(function.path, DrivePath::Pci(_)) {
             return false;
         }
         let sharing = batch.iter().map(|other| &other.function.function);
-        let keeping = self.terms.keeping.as_deref();
-        let Ok(drive) = self.drives.open(function, sharing, keeping) else {
+        let Ok(drive) = self.drives.open(function, sharing, Some(keeping)) else {
             // The offer says why.
             return false;
         };
-        if drive.controller().iova_space().inherited() >= memory {
+        // What the drive has of other functions does not help this one.
+        let space = drive.controller().iova_space();
+        let there = space.inherited_of(&keeping.memory_of(socket));
+        if memory.saturating_sub(there) <= PINNED_AT_ONCE {
             return false;
         }
         let declaration = FailedFunction::of(declared);

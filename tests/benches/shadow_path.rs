@@ -19,6 +19,7 @@ use std::collections::HashMap;
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use nvme_mpt::lease::{LeaseRequest, Ledger, Wanted};
@@ -476,8 +477,10 @@ fn warm_up(rig: &mut Rig, case: &Case) {
     }
     IS_WARMING_UP.set(true);
     let begun = Instant::now();
-    while begun.elapsed() < Duration::from_millis(400) {
+    while begun.elapsed() < Duration::from_millis(1500) {
         run(rig, case.depth, case.depth);
+        // Under callgrind, one thread runs at a time, and the supervisor may get no turn otherwise.
+        thread::sleep(Duration::from_millis(1));
     }
     IS_WARMING_UP.set(false);
 }

@@ -2,7 +2,11 @@
 //!
 //! The kernel ends processes where memory runs out, and those are rarely the ones that asked for it. So whoever takes much
 //! asks here first. What several ask for at the same time is counted together.
+//!
+//! A part of all memory stays free. A function may have a little of that part, so that a VM whose memory is there already
+//! is not refused for the few MiB of its firmware and display.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::path::PathBuf;
@@ -21,13 +25,23 @@ const KEPT: u64 = 16;
 /// Most memory that stays free.
 const KEPT_MAX: u64 = 1 << 30;
 
+/// Most memory that a function may have of what stays free.
+pub(crate) const SMALL: u64 = 32 << 20;
+
 /// Account of memory, by files of the kernel.
 #[derive(Clone, Debug)]
 pub struct MemoryAccount {
     /// Folder of the kernel's files, which is `/` outside of tests.
     root: PathBuf,
+    promised: Arc<Mutex<Promised>>,
+}
+
+#[derive(Debug, Default)]
+struct Promised {
     /// Bytes that were promised and are not taken yet.
-    promised: Arc<Mutex<u64>>,
+    bytes: u64,
+    /// Bytes that functions have had of what stays free, since they last asked for some while there was more.
+    of_kept: BTreeMap<String, u64>,
 }
 
 impl MemoryAccount {
@@ -72,24 +86,24 @@ impl MemoryAccount {
         line.split_whitespace().next()?.parse().ok()
     }
 
-    /// Promises bytes that are to be taken, if they are there beside what others were promised.
-    ///
-    /// # Errors
-    /// [`Shortage`].
-    pub fn promise(&self, bytes: u64) -> Result<Promise, Shortage> {
-        let mut promised = self.promised();
-        self.check(bytes, *promised)?;
-        *promised += bytes;
-        drop(promised);
-        let account = self.clone();
-        Ok(Promise { account, bytes })
+    /// Returns a promise to a function, of nothing at first.
+    #[must_use]
+    pub fn promise(&self, function: &str) -> Promise {
+        Promise {
+            account: self.clone(),
+            function: function.to_owned(),
+            bytes: 0,
+            of_kept: 0,
+        }
     }
 
-    /// Checks whether `bytes` can be taken while others are to take `others`.
-    fn check(&self, bytes: u64, others: u64) -> Result<(), Shortage> {
+    /// Checks whether `bytes` can be taken while others are to take `others`, and what `kept` tells of all memory stays free.
+    fn check(&self, bytes: u64, others: u64, kept: fn(u64) -> u64) -> Result<(), Shortage> {
         let wanted = bytes.saturating_add(others);
         if let (Some(total), Some(available)) = (self.total(), self.available()) {
-            let kept = kept(total);
+            // Pools of huge pages give nothing to others.
+            let huge = self.figure("proc/meminfo", "Hugetlb:").unwrap_or(0);
+            let kept = kept(total.saturating_sub(huge.saturating_mul(1024)));
             if wanted.saturating_add(kept) > available {
                 return Err(Shortage::Host {
                     available,
@@ -113,8 +127,8 @@ impl MemoryAccount {
         Ok(())
     }
 
-    fn promised(&self) -> MutexGuard<'_, u64> {
-        // Each change is a single one.
+    fn promised(&self) -> MutexGuard<'_, Promised> {
+        // Nothing panics between two changes that belong together.
         self.promised.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -128,30 +142,61 @@ fn kept(total: u64) -> u64 {
 #[derive(Debug)]
 pub struct Promise {
     account: MemoryAccount,
+    function: String,
     bytes: u64,
+    /// Bytes of them that are of what stays free.
+    of_kept: u64,
 }
 
 impl Promise {
-    /// Checks again whether `bytes` of the promise can be taken: others may have taken memory without a promise.
+    /// Has the promise be of `bytes` at least, if they can be taken now beside what others were promised. It is asked again
+    /// before a part of what was promised is taken: others may have taken memory without a promise.
     ///
     /// # Errors
     /// [`Shortage`].
-    pub fn check(&self, bytes: u64) -> Result<(), Shortage> {
-        let others = self.account.promised().saturating_sub(self.bytes);
-        self.account.check(bytes, others)
+    pub fn cover(&mut self, bytes: u64) -> Result<(), Shortage> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let mut promised = self.account.promised();
+        let others = promised.bytes.saturating_sub(self.bytes);
+        match self.account.check(bytes, others, kept) {
+            Ok(()) if self.of_kept == 0 => drop(promised.of_kept.remove(&self.function)),
+            Ok(()) => {}
+            Err(shortage) => {
+                let before = promised.of_kept.get(&self.function).copied();
+                let more = bytes.saturating_sub(self.of_kept);
+                let all = before.unwrap_or(0).saturating_add(more);
+                if all > SMALL || self.account.check(bytes, others, |_| 0).is_err() {
+                    return Err(shortage);
+                }
+                promised.of_kept.insert(self.function.clone(), all);
+                self.of_kept += more;
+            }
+        }
+        let more = bytes.saturating_sub(self.bytes);
+        promised.bytes = promised.bytes.saturating_add(more);
+        self.bytes += more;
+        Ok(())
     }
 
     /// Notes that `bytes` were taken, which the host's own figures show from now on.
     pub fn note_taken(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
-        *self.account.promised() -= bytes;
+        self.of_kept = self.of_kept.saturating_sub(bytes);
+        let mut promised = self.account.promised();
+        promised.bytes = promised.bytes.saturating_sub(bytes);
     }
 }
 
 impl Drop for Promise {
     fn drop(&mut self) {
-        *self.account.promised() -= self.bytes;
+        let mut promised = self.account.promised();
+        promised.bytes = promised.bytes.saturating_sub(self.bytes);
+        if let Some(of_function) = promised.of_kept.get_mut(&self.function) {
+            *of_function = of_function.saturating_sub(self.of_kept);
+        }
     }
 }
 
@@ -159,7 +204,7 @@ impl Drop for Promise {
 /// being pinned when the kernel ended this one for lack of memory. Its content is untrusted.
 #[derive(Debug)]
 pub struct PinningRecord {
-    /// Bytes that are missing; 0 while nothing is pinned.
+    /// Bytes that the kernel may have to take; 0 while nothing is pinned.
     bytes: Cell64,
     /// Processes that the kernel had ended before.
     kills: Cell64,
@@ -172,7 +217,7 @@ impl PinningRecord {
         Self { bytes, kills }
     }
 
-    /// Records that so many missing bytes are pinned, until what is returned is dropped.
+    /// Records that so many bytes are pinned, until what is returned is dropped.
     pub(crate) fn begin(&self, bytes: u64, account: &MemoryAccount) -> PinningUnderWay<'_> {
         // Without a count, nobody could tell later.
         if let Some(kills) = account.oom_kills() {
@@ -277,13 +322,18 @@ mod tests {
         fs::write(path, text).unwrap();
     }
 
+    fn promise(memory: &MemoryAccount, bytes: u64) -> Result<Promise, Shortage> {
+        let mut promise = memory.promise("a");
+        promise.cover(bytes).map(|()| promise)
+    }
+
     #[test]
     fn figures_are_those_of_the_kernels_files() {
         let folder = tempfile::tempdir().unwrap();
         let memory = MemoryAccount::below(folder.path());
         assert_eq!((memory.total(), memory.available()), (None, None));
         // Whoever is told nothing refuses nothing.
-        memory.promise(u64::MAX).unwrap();
+        promise(&memory, u64::MAX).unwrap();
         let meminfo = "MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:       5 kB\n";
         write(folder.path(), "proc/meminfo", meminfo);
         let figures = (memory.total(), memory.available());
@@ -329,8 +379,8 @@ mod tests {
         let memory = MemoryAccount::below(root);
         let meminfo = "MemTotal: 33554432 kB\nMemAvailable: 10485760 kB\n";
         write(root, "proc/meminfo", meminfo);
-        let mut first = memory.promise(5 * GIB).unwrap();
-        let shortage = memory.promise(5 * GIB).unwrap_err();
+        let mut first = promise(&memory, 5 * GIB).unwrap();
+        let shortage = promise(&memory, 5 * GIB).unwrap_err();
         let expected = Shortage::Host {
             available: 10 * GIB,
             kept: GIB,
@@ -341,15 +391,65 @@ mod tests {
             shortage.to_string(),
             "the host has 10G available, of which 1G stay free and 5G are promised to others"
         );
-        let second = memory.promise(4 * GIB).unwrap();
-        assert!(first.check(5 * GIB).is_ok());
+        let second = promise(&memory, 4 * GIB).unwrap();
+        assert!(first.cover(5 * GIB).is_ok());
         first.note_taken(3 * GIB);
         let meminfo = "MemTotal: 33554432 kB\nMemAvailable: 6291456 kB\n";
         write(root, "proc/meminfo", meminfo);
-        assert!(first.check(2 * GIB).is_err() && first.check(GIB).is_ok());
+        assert!(first.cover(2 * GIB).is_err() && first.cover(GIB).is_ok());
         drop((first, second));
-        assert!(memory.promise(5 * GIB).is_ok());
-        assert_eq!(*memory.promised(), 0);
+        assert!(promise(&memory, 5 * GIB).is_ok());
+        assert_eq!(memory.promised().bytes, 0);
+    }
+
+    #[test]
+    fn a_function_has_a_little_of_what_stays_free() {
+        const MIB: u64 = 1 << 20;
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        let memory = MemoryAccount::below(root);
+        let tell = |available_mib: u64, huge_mib: u64| {
+            let [available, huge] = [available_mib, huge_mib].map(|mib| mib << 10);
+            let meminfo = format!(
+                "MemTotal: 67108864 kB\nMemAvailable: {available} kB\nHugetlb: {huge} kB\n"
+            );
+            write(root, "proc/meminfo", &meminfo);
+        };
+        let take = |function: &str, bytes| {
+            let mut promise = memory.promise(function);
+            promise.cover(bytes)?;
+            // Before its one step.
+            promise.cover(bytes)?;
+            promise.note_taken(bytes);
+            Ok::<_, Shortage>(())
+        };
+        tell(900, 0);
+        for (function, bytes, is_had) in [
+            ("a", 64 * MIB, false),
+            ("a", 16 * MIB, true),
+            ("a", 16 * MIB, true),
+            ("a", 4096, false),
+            ("b", 4096, true),
+        ] {
+            assert_eq!(take(function, bytes).is_ok(), is_had, "{function}: {bytes}");
+        }
+        // What is not taken is given back.
+        for _ in 0..4 {
+            memory.promise("c").cover(30 * MIB).unwrap();
+        }
+        // There is memory again.
+        tell(1100, 0);
+        take("a", 4096).unwrap();
+        tell(900, 0);
+        take("a", 32 * MIB).unwrap();
+        // What is not there at all is nobody's.
+        tell(8, 0);
+        take("d", 16 * MIB).unwrap_err();
+        take("d", 8 * MIB).unwrap();
+        // Memory in pools is not the host's to give.
+        tell(900, 62 << 10);
+        take("e", 512 * MIB).unwrap();
+        take("e", 800 * MIB).unwrap_err();
     }
 
     #[test]
@@ -363,8 +463,8 @@ mod tests {
         let group = "sys/fs/cgroup/system.slice/a.service";
         write(root, &format!("{group}/memory.max"), "1073741824\n");
         write(root, &format!("{group}/memory.current"), "536870912\n");
-        assert!(memory.promise(GIB / 16 * 7).is_ok());
-        let shortage = memory.promise(GIB / 2).unwrap_err();
+        assert!(promise(&memory, GIB / 16 * 7).is_ok());
+        let shortage = promise(&memory, GIB / 2).unwrap_err();
         let told = shortage.to_string();
         for part in [
             "has 512M left of 1G",

@@ -47,6 +47,7 @@ mod under_way;
 mod users;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
@@ -555,7 +556,7 @@ impl DmaWindow {
             space: &self.space,
             account: &self.account,
             function: &self.bounds.function,
-            place: &place,
+            place: &place.clone(),
         };
         // What the process before has left mapped was allowed there, and is not pinned again.
         let mut is_there = extent.is_inherited(&place);
@@ -575,13 +576,19 @@ impl DmaWindow {
                 max,
             }
         })?;
-        let under_way = match is_there {
+        let mut prepared = match is_there {
             true => None,
             false => pinning.prepare(self.record.as_ref()).map_err(refused)?,
         };
-        let region = Region::new(place, extent, permit, pinned);
-        drop(under_way);
-        let region = region.map_err(|source| DmaError::Iommu { gpa, len, source })?;
+        let before = &mut |part: Range<usize>| match &mut prepared {
+            Some(prepared) => prepared.look_again(part),
+            None => Ok(()),
+        };
+        let region = Region::new(place, extent, permit, pinned, before)
+            .map_err(|source| DmaError::Iommu { gpa, len, source })?;
+        if let Some(prepared) = prepared {
+            prepared.end();
+        }
         region.place.file.note_pinned();
         let mut table = self.next_table();
         table.add(&region);

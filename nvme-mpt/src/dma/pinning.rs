@@ -3,7 +3,11 @@
 //! An IOMMU pins all pages of a region, and the kernel takes those that are not there yet meanwhile: all of them, of memory
 //! that its VMM has never touched. A host that has too few ends processes, in the middle of a call that nobody can stop. So
 //! the pages that are missing are counted first, and promised or refused. Then they are taken step by step, with a look at
-//! what is left before each. What the IOMMU pins after that is there.
+//! what is left before each. What the IOMMU pins after that is there, unless the VMM frees it meanwhile. So what is missing is
+//! counted again before each piece that the IOMMU pins, and promised or refused. A VMM that frees pages between the count and
+//! the kernel's look at them has the kernel take as much as a piece without a promise. Pages that lie behind the end of the
+//! file make up for missing ones in a count, and those in swap count as present. The record names the function in each of
+//! these cases: it has any region of more than a few MiB until that is pinned.
 //!
 //! Memory that the process before has left mapped has all its pages. If one is missing, the VMM has freed it, and the IOMMU
 //! has the former page: the memory is mapped anew.
@@ -11,7 +15,9 @@
 //! Pages that were taken when a step is refused stay in the VMM's file: the VMM may have written there meanwhile. It gives
 //! them back with the file.
 
+use std::cell::OnceCell;
 use std::io;
+use std::mem;
 use std::ops::Range;
 use std::slice;
 
@@ -20,7 +26,9 @@ use super::region::Place;
 use crate::iova::IovaSpace;
 use crate::memory::holes::lacks_pages;
 use crate::memory::present::{Missing, PageFinder, missing_at_most};
-use crate::memory_account::{MemoryAccount, PinningRecord, PinningUnderWay, Promise, Shortage};
+use crate::memory_account::{
+    MemoryAccount, PinningRecord, PinningUnderWay, Promise, SMALL, Shortage,
+};
 
 /// Bytes that are taken between two looks at what is left.
 const STEP: u64 = 256 << 20;
@@ -29,7 +37,11 @@ const STEP: u64 = 256 << 20;
 /// figures do.
 const LOOK: u64 = 2 << 20;
 
+/// Most bytes that are pinned between two counts of what is missing.
+const PIECE: u64 = 1 << 30;
+
 /// Memory of a region that is to be pinned.
+#[derive(Debug)]
 pub(super) struct Pinning<'a> {
     pub(super) space: &'a IovaSpace,
     pub(super) account: &'a MemoryAccount,
@@ -37,62 +49,50 @@ pub(super) struct Pinning<'a> {
     pub(super) place: &'a Place,
 }
 
-impl Pinning<'_> {
+/// Memory of a region that is being pinned, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Prepared<'a> {
+    pinning: &'a Pinning<'a>,
+    record: Option<&'a PinningRecord>,
+    finder: OnceCell<Option<PageFinder>>,
+    promise: Promise,
+    under_way: Option<PinningUnderWay<'a>>,
+    /// Bytes that were missing of the part that is being pinned.
+    being_taken: u64,
+}
+
+impl<'a> Pinning<'a> {
     /// Takes the pages that are missing. Memory that is there costs a system call or two. What is returned is kept until the
-    /// memory is pinned: `record` has it until then.
+    /// memory is pinned: it has the promise and the record until then.
     ///
     /// # Errors
     /// [`MemoryRefusal::Unavailable`].
-    pub(super) fn prepare<'r>(
-        &self,
-        record: Option<&'r PinningRecord>,
-    ) -> Result<Option<PinningUnderWay<'r>>, MemoryRefusal> {
+    pub(super) fn prepare(
+        &'a self,
+        record: Option<&'a PinningRecord>,
+    ) -> Result<Option<Prepared<'a>>, MemoryRefusal> {
         // A VMM's own mapping may have page faults that the VMM resolves.
         if !self.space.has_iommu() || self.place.file.mapping().is_borrowed() {
             return Ok(None);
         }
-        let all = self.place.in_file();
-        let Some(most) = self.missing_at_most(&all) else {
-            return Ok(None);
+        let mut prepared = Prepared {
+            pinning: self,
+            record,
+            finder: OnceCell::new(),
+            promise: self.account.promise(self.function),
+            under_way: None,
+            being_taken: 0,
         };
-        let finder = PageFinder::new(self.place.file.as_fd()).ok();
-        let finder = finder.as_ref();
-        let is_small = self.place.len <= LOOK;
-        let missing = match is_small {
-            true => count(finder, &all, most),
-            false => most,
+        let missing = prepared.promise_all()?;
+        let may_be_taken = match self.place.len {
+            0..=SMALL => missing,
+            len => missing.max(len.min(PIECE)),
         };
-        let promised = match self.promise(missing) {
-            // The bound may be far from what is missing.
-            Err(_) if !is_small => self.promise(count(finder, &all, most)),
-            promised => promised,
-        };
-        let Some(mut promise) = promised? else {
-            return Ok(None);
-        };
-        let under_way = record.map(|record| record.begin(missing, self.account));
-        for (step, part) in self.steps() {
-            let Some(most) = self.missing_at_most(&step) else {
-                break;
-            };
-            let missing = count(finder, &step, most);
-            if missing == 0 {
-                continue;
-            }
-            let checked = promise.check(missing);
-            checked.map_err(|shortage| self.refused(missing, shortage))?;
-            let taken = self.space.take_pages(self.place.file.mapping(), part);
-            if let Err(error) = taken {
-                // The IOMMU's own error says more.
-                log::debug!(
-                    "Memory of function {} cannot be taken before: {error}",
-                    self.function
-                );
-                break;
-            }
-            promise.note_taken(missing);
+        prepared.begin(may_be_taken);
+        if missing > 0 {
+            prepared.take_pages()?;
         }
-        Ok(under_way)
+        Ok(Some(prepared))
     }
 
     /// Returns whether a page is missing, for certain. A look at all pages is needed only if the file has a hole somewhere.
@@ -100,15 +100,6 @@ impl Pinning<'_> {
         let all = self.place.in_file();
         self.missing_at_most(&all).is_some()
             && lacks_pages(self.place.file.file(), slice::from_ref(&all)).unwrap_or(false)
-    }
-
-    /// Promises what is missing; `None` if nothing is.
-    fn promise(&self, missing: u64) -> Result<Option<Promise>, MemoryRefusal> {
-        if missing == 0 {
-            return Ok(None);
-        }
-        let promised = self.account.promise(missing).map(Some);
-        promised.map_err(|shortage| self.refused(missing, shortage))
     }
 
     fn refused(&self, missing: u64, shortage: Shortage) -> MemoryRefusal {
@@ -140,12 +131,94 @@ impl Pinning<'_> {
     }
 }
 
-/// Returns what a range of a file lacks, `most` at most: all of that if its pages cannot be looked for.
-fn count(finder: Option<&PageFinder>, range: &Range<u64>, most: u64) -> u64 {
-    let found = finder.map_or(Err(io::ErrorKind::Unsupported.into()), |finder| {
-        finder.missing(range, most)
-    });
-    found.map_or(most, |missing| missing.min(most))
+impl Prepared<'_> {
+    /// Promises what the region lacks. Returns that.
+    fn promise_all(&mut self) -> Result<u64, MemoryRefusal> {
+        let all = self.pinning.place.in_file();
+        let Some(most) = self.pinning.missing_at_most(&all) else {
+            return Ok(0);
+        };
+        let is_small = self.pinning.place.len <= LOOK;
+        let mut missing = match is_small {
+            true => self.count(&all, most),
+            false => most,
+        };
+        let mut promised = self.promise.cover(missing);
+        // The bound may be far from what is missing.
+        if promised.is_err() && !is_small {
+            missing = self.count(&all, most);
+            promised = self.promise.cover(missing);
+        }
+        promised.map_err(|shortage| self.pinning.refused(missing, shortage))?;
+        Ok(missing)
+    }
+
+    /// Records that so many bytes are pinned.
+    fn begin(&mut self, bytes: u64) {
+        if bytes > 0 && self.under_way.is_none() {
+            let account = self.pinning.account;
+            self.under_way = self.record.map(|record| record.begin(bytes, account));
+        }
+    }
+
+    /// Takes the pages that are missing, step by step.
+    fn take_pages(&mut self) -> Result<(), MemoryRefusal> {
+        let Pinning { space, place, .. } = self.pinning;
+        for (step, part) in self.pinning.steps() {
+            let Some(most) = self.pinning.missing_at_most(&step) else {
+                break;
+            };
+            let missing = self.count(&step, most);
+            if missing == 0 {
+                continue;
+            }
+            let covered = self.promise.cover(missing);
+            covered.map_err(|shortage| self.pinning.refused(missing, shortage))?;
+            if let Err(error) = space.take_pages(place.file.mapping(), part) {
+                // The IOMMU's own error says more. What is promised lasts until it has pinned them.
+                let function = self.pinning.function;
+                log::debug!("Memory of function {function} cannot be taken before: {error}");
+                break;
+            }
+            self.promise.note_taken(missing);
+        }
+        Ok(())
+    }
+
+    /// Counts again what a part of the mapping lacks that is to be pinned now: its VMM may have freed pages since.
+    ///
+    /// # Errors
+    /// [`MemoryRefusal::Unavailable`], as the IOMMU's error.
+    pub(super) fn look_again(&mut self, part: Range<usize>) -> io::Result<()> {
+        self.promise.note_taken(mem::take(&mut self.being_taken));
+        let place = self.pinning.place;
+        let start = place.in_file().start + (part.start - place.part().start) as u64;
+        let range = start..start + part.len() as u64;
+        let Some(most) = self.pinning.missing_at_most(&range) else {
+            return Ok(());
+        };
+        let missing = self.count(&range, most);
+        self.promise.cover(missing).map_err(|shortage| {
+            let refusal = self.pinning.refused(missing, shortage);
+            io::Error::new(io::ErrorKind::OutOfMemory, refusal)
+        })?;
+        self.begin(missing);
+        self.being_taken = missing;
+        Ok(())
+    }
+
+    /// Ends it: all is pinned.
+    pub(super) fn end(mut self) {
+        self.promise.note_taken(self.being_taken);
+    }
+
+    /// Returns what a range of the file lacks, `most` at most: all of that if its pages cannot be looked for.
+    fn count(&self, range: &Range<u64>, most: u64) -> u64 {
+        let open = || PageFinder::new(self.pinning.place.file.as_fd()).ok();
+        let finder = self.finder.get_or_init(open).as_ref();
+        let found = finder.and_then(|finder| finder.missing(range, most).ok());
+        found.map_or(most, |missing| missing.min(most))
+    }
 }
 
 #[cfg(test)]
@@ -255,6 +328,7 @@ mod tests {
     #[test]
     fn missing_memory_is_recorded_until_it_is_pinned() {
         const LEN: u64 = 4 << 20;
+        const LARGE: u64 = 48 << 20;
         for refuses in [false, true] {
             let live = Arc::new(LiveState::new(1).unwrap());
             let iommu = Arc::new(Looking {
@@ -268,7 +342,10 @@ mod tests {
             let missing = region(0, LEN);
             let there = region(1 << 30, LEN);
             crate::memory::allocate(there.fd.as_fd(), LEN).unwrap();
-            for region in [missing, there] {
+            // Its VMM could free pages before they are pinned.
+            let large = region(2 << 30, LARGE);
+            crate::memory::allocate(large.fd.as_fd(), LARGE).unwrap();
+            for region in [missing, there, large] {
                 let mapped = window.map(region);
                 assert!(match refuses {
                     false => mapped.is_ok(),
@@ -277,7 +354,7 @@ mod tests {
                 assert_eq!(live.pinning().unwrap().interrupted(), None);
             }
             let seen = iommu.seen.lock().unwrap().clone();
-            assert_eq!(seen, [Some(LEN), Some(LEN), None]);
+            assert_eq!(seen, [Some(LEN), Some(LEN), None, Some(LARGE)]);
         }
     }
 }

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::MemoryRegion;
 use crate::address::Gpa;
-use crate::iova::{Demand, IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShare};
+use crate::iova::{
+    BeforePinning, Demand, IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShare,
+};
 use crate::memory::holes::allocated_bytes;
 use crate::memory::{Access, Mapping, host_page_size};
 
@@ -336,18 +338,22 @@ impl Drop for Pinned {
 }
 
 impl Region {
-    /// Lets the host controller reach `place` at its IOVAs in `extent`, which has it.
+    /// Lets the host controller reach `place` at its IOVAs in `extent`, which has it. `before` may refuse each part of the
+    /// file's mapping.
     pub(super) fn new(
         place: Place,
         extent: Arc<Extent>,
         permit: Permit,
         pinned: Pinned,
+        before: &mut BeforePinning<'_>,
     ) -> io::Result<Self> {
         let mapping = &place.file.mapping;
         let part = place.part();
         let iova = extent.start_of(&place);
         let access = mapping.access();
-        let part = extent.iova.map(iova, mapping, part, access, permit)?;
+        let part = extent
+            .iova
+            .map(iova, mapping, part, access, permit, before)?;
         Ok(Self {
             part,
             place,

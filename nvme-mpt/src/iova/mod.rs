@@ -29,6 +29,9 @@ pub use table::LeftMappings;
 /// Parts as large as this start at multiples of it, so that the IOMMU can map them with large pages.
 const ALIGNMENT: u64 = 2 << 20;
 
+/// Look at a part of a mapping's memory before it is pinned, which may refuse that.
+pub type BeforePinning<'a> = dyn FnMut(Range<usize>) -> io::Result<()> + 'a;
+
 /// Memory access of a physical host controller.
 pub trait Iommu: Send + Sync + fmt::Debug {
     /// Lets the device reach a part of a mapping's memory from `iova` on; `access` is the device's.
@@ -42,6 +45,23 @@ pub trait Iommu: Send + Sync + fmt::Debug {
         part: Range<usize>,
         access: Access,
     ) -> io::Result<()>;
+
+    /// As [`Self::map`], with a call of `before` for each part of the memory before that is pinned. An error of it ends the
+    /// map, and nothing is mapped.
+    ///
+    /// # Errors
+    /// As [`Self::map`], and the error of `before`.
+    fn map_after(
+        &self,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        access: Access,
+        before: &mut BeforePinning<'_>,
+    ) -> io::Result<()> {
+        before(part.clone())?;
+        self.map(iova, memory, part, access)
+    }
 
     /// Takes the pages of a part of a mapping's memory that are not there yet, so that [`Self::map`] takes none.
     ///
@@ -478,7 +498,8 @@ impl IovaSpace {
         })?;
         let start = range.start();
         let permit = self.budget.for_driver(1);
-        Arc::new(range).map(start, memory, part, access, permit)
+        let before = &mut |_| Ok(());
+        Arc::new(range).map(start, memory, part, access, permit, before)
     }
 }
 
@@ -547,6 +568,7 @@ impl IovaRange {
         part: Range<usize>,
         access: Access,
         permit: Permit,
+        before: &mut BeforePinning<'_>,
     ) -> io::Result<IovaPart> {
         let len = part.len() as u64;
         if let Some(iommu) = &self.space.iommu {
@@ -559,7 +581,7 @@ impl IovaRange {
             }
             drop(mappings);
             if !is_there {
-                let mapped = iommu.map(iova, memory, part, access);
+                let mapped = iommu.map_after(iova, memory, part, access, before);
                 let mut mappings = lock(&self.space.mappings);
                 match mapped {
                     Ok(()) => mappings.add(mapping),

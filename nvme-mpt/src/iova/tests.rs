@@ -102,7 +102,9 @@ fn ended(iommu: &Arc<SharedIommu>) -> (Vec<IommuMapping>, OwnedFd, Vec<u64>) {
         let part = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
         let iova = range.start() + page * PAGE;
         let permit = space.budget.for_driver(1);
-        let mapped = range.map(iova, &whole, part, Access::ReadWrite, permit);
+        let mapped = range.map(iova, &whole, part, Access::ReadWrite, permit, &mut |_| {
+            Ok(())
+        });
         keep_for_good(mapped.expect("map"));
     }
     let own = Mapping::anonymous(PAGE as usize).expect("memory");
@@ -133,7 +135,9 @@ fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
         let part = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
         let iova = first.start() + page * PAGE;
         let permit = next.budget.for_driver(1);
-        first.map(iova, &whole, part, Access::ReadWrite, permit)
+        first.map(iova, &whole, part, Access::ReadWrite, permit, &mut |_| {
+            Ok(())
+        })
     };
     let pages = [map(0).expect("it is there"), map(2).expect("it is there")];
     assert_eq!(iommu.made(), made);
@@ -177,7 +181,9 @@ fn other_memory_is_mapped_elsewhere() {
         let iova = range.start();
         let range = Arc::new(range);
         let permit = next.budget.for_driver(1);
-        let mapped = range.map(iova, &memory, 0..PAGE as usize, access, permit);
+        let mapped = range.map(iova, &memory, 0..PAGE as usize, access, permit, &mut |_| {
+            Ok(())
+        });
         mapped.expect("no overlap");
         assert_eq!(iommu.made(), made + 1);
     }
@@ -239,6 +245,7 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
         0..PAGE as usize,
         Access::ReadWrite,
         permit,
+        &mut |_| Ok(()),
     );
     mapped.expect("no overlap");
 }
@@ -381,6 +388,7 @@ fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Res
         page(number),
         Access::ReadWrite,
         permit,
+        &mut |_| Ok(()),
     )
 }
 

@@ -35,8 +35,8 @@
 //!
 //! # Memory that is being pinned
 //!
-//! While missing pages of the VM's memory are taken and pinned, the file says so, with the kernel's count of processes that it
-//! ended for lack of memory ([`PinningRecord`]). If the process ends and the count has grown, this function is the likely reason.
+//! While missing pages of the VM's memory, or many, are taken and pinned, the file says so, with the kernel's count of processes
+//! that it ended for lack of memory ([`PinningRecord`]). If the process ends and the count has grown, this function is the likely reason.
 //!
 //! The stores cost nothing in a process whose functions end with it: its queues have no live state.
 

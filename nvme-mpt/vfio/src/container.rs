@@ -18,7 +18,7 @@ use vfio_bindings::bindings::vfio as abi;
 use super::error::VfioError;
 use super::function::{HostRoot, PciAddress, PciFunction};
 use super::ioctl;
-use nvme_mpt::iova::{Iommu, IommuMapping};
+use nvme_mpt::iova::{BeforePinning, Iommu, IommuMapping};
 use nvme_mpt::memory::sync::RwLock;
 use nvme_mpt::memory::{Access, Mapping, host_page_size};
 
@@ -257,6 +257,17 @@ impl Iommu for Type1Container {
         part: Range<usize>,
         access: Access,
     ) -> io::Result<()> {
+        self.map_after(iova, memory, part, access, &mut |_| Ok(()))
+    }
+
+    fn map_after(
+        &self,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        access: Access,
+        before: &mut BeforePinning<'_>,
+    ) -> io::Result<()> {
         let files = self.files.read().unwrap_or_else(PoisonError::into_inner);
         let Some(Files { container, .. }) = &*files else {
             return Err(io::ErrorKind::NotConnected.into());
@@ -273,16 +284,21 @@ impl Iommu for Type1Container {
         }
         for piece in pieces(iova, size) {
             let len = (piece.end - piece.start).min(part.len() as u64 - piece.start);
+            let start = part.start + piece.start as usize;
             let bytes = memory
-                .bytes(part.start + piece.start as usize, len as usize)
+                .bytes(start, len as usize)
                 .ok_or(io::ErrorKind::InvalidInput)?;
-            let (at, len) = (iova + piece.start, piece.end - piece.start);
-            if let Err(error) = ioctl::map_dma(container, bytes, at, len, writable) {
+            let (at, size) = (iova + piece.start, piece.end - piece.start);
+            let mapped = before(start..start + len as usize).and_then(|()| {
+                ioctl::map_dma(container, bytes, at, size, writable)
+                    .map_err(|error| self.map_error(error, size))
+            });
+            if let Err(error) = mapped {
                 // None of it is mapped, or all.
                 if piece.start > 0 {
                     ioctl::unmap_dma(container, iova, piece.start)?;
                 }
-                return Err(self.map_error(error, len));
+                return Err(error);
             }
         }
         Ok(())

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use nvme_mpt::iova::Iommu;
+use nvme_mpt::iova::{BeforePinning, Iommu};
 use nvme_mpt::memory::sync::{Condvar, Mutex, RwLock};
 use nvme_mpt::memory::{Access, Mapping, clock};
 
@@ -25,6 +25,9 @@ use crate::rng::Rng;
 
 /// Faults that are kept; more are only counted.
 const KEPT: usize = 16;
+
+/// Bytes that are pinned at a time.
+const PIECE: usize = 64 << 20;
 
 /// The granularity of mappings.
 const PAGE: u64 = 4096;
@@ -66,16 +69,17 @@ pub struct ModelIommu {
     pins: AtomicBool,
     /// Bytes whose pages were taken before they were mapped.
     taken: AtomicU64,
-    taking: Mutex<Option<TakingPages>>,
+    taking: Mutex<Option<Act>>,
+    pinning: Mutex<Option<Act>>,
     gate: Gate,
 }
 
-/// Part of a test in the taking of pages: it is given the bytes that were taken before.
-struct TakingPages(Box<dyn FnMut(u64) + Send>);
+/// Part of a test in the taking or pinning of pages: it is given the bytes that were done before.
+struct Act(Box<dyn FnMut(u64) + Send>);
 
-impl fmt::Debug for TakingPages {
+impl fmt::Debug for Act {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("TakingPages")
+        f.write_str("Act")
     }
 }
 
@@ -211,7 +215,13 @@ impl ModelIommu {
     /// Calls `act` each time that pages are to be taken, with the bytes that were taken before.
     pub fn when_pages_are_taken(&self, act: impl FnMut(u64) + Send + 'static) {
         let mut taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
-        *taking = Some(TakingPages(Box::new(act)));
+        *taking = Some(Act(Box::new(act)));
+    }
+
+    /// Calls `act` each time that a piece of memory was pinned, with the bytes of the map that were pinned so far.
+    pub fn when_a_piece_is_pinned(&self, act: impl FnMut(u64) + Send + 'static) {
+        let mut pinning = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
+        *pinning = Some(Act(Box::new(act)));
     }
 
     /// From now on, some maps of guests' memory take time.
@@ -347,6 +357,25 @@ impl Iommu for ModelIommu {
         Ok(())
     }
 
+    fn map_after(
+        &self,
+        iova: u64,
+        memory: &Mapping,
+        part: Range<usize>,
+        access: Access,
+        before: &mut BeforePinning<'_>,
+    ) -> io::Result<()> {
+        for start in part.clone().step_by(PIECE) {
+            let end = part.end.min(start + PIECE);
+            before(start..end)?;
+            let mut pinning = self.pinning.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(Act(act)) = pinning.as_mut() {
+                act((end - part.start) as u64);
+            }
+        }
+        self.map(iova, memory, part, access)
+    }
+
     fn unmap(&self, iova: u64, len: u64) -> io::Result<()> {
         // Waits for the accesses that are under way.
         let mut maps = self.maps.write().unwrap_or_else(PoisonError::into_inner);
@@ -363,7 +392,7 @@ impl Iommu for ModelIommu {
         }
         let before = self.taken.fetch_add(part.len() as u64, Ordering::Relaxed);
         let mut taking = self.taking.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(TakingPages(act)) = taking.as_mut() {
+        if let Some(Act(act)) = taking.as_mut() {
             act(before);
         }
         Ok(())

@@ -244,6 +244,75 @@ fn a_host_whose_memory_runs_out_meanwhile_refuses_the_next_step() {
 }
 
 #[test]
+fn pages_that_are_freed_while_others_are_pinned_are_refused_if_the_host_has_too_few() {
+    const PIECE: u64 = 64 * MIB;
+    let host = Host::with(Options::default(), LONG);
+    let iommu = host.model.model_iommu();
+    let before = iommu.mapped();
+    let files = HostFiles::new(GIB, 100 * MIB);
+    let hostile = files.window(&host, "vm-1");
+    let file = sparse(3 * PIECE);
+    nvme_mpt::memory::allocate(file.as_fd(), 3 * PIECE).unwrap();
+    let own = Mapping::shared(file.as_fd(), 0, 3 * PIECE as usize, Access::ReadWrite).unwrap();
+    iommu.when_a_piece_is_pinned(move |pinned| {
+        if pinned < 3 * PIECE {
+            own.discard_file(pinned as usize, PIECE as usize).unwrap();
+        }
+    });
+    let error = map(&hostile, &file, 0, 3 * PIECE).unwrap_err();
+    let told = nvme_mpt_vmm::report::chain(&error);
+    assert!(told.contains("of which 64M are not there yet"), "{told}");
+    assert!(told.contains("has 100M available"), "{told}");
+    assert!(matches!(
+        refusal(error),
+        MemoryRefusal::Unavailable { missing: PIECE, .. }
+    ));
+    // Nothing is left of it.
+    assert_eq!(iommu.mapped(), before);
+    assert_eq!(hostile.stats().bytes, 0);
+    // A host that has the memory gives it.
+    HostFiles::write(files.0.path(), GIB, 512 * MIB);
+    map(&hostile, &file, 0, 3 * PIECE).unwrap();
+    drop(hostile);
+    host.finish();
+}
+
+#[test]
+fn what_the_kernel_takes_while_it_pins_is_promised_until_then() {
+    const LEN: u64 = 64 * MIB;
+    let host = Host::with(Options::default(), LONG);
+    let iommu = host.model.model_iommu();
+    let files = HostFiles::new(GIB, 160 * MIB);
+    let account = MemoryAccount::below(files.0.path());
+    let first = window(&host, "vm-1", None).with_account(account.clone());
+    // The model takes no pages: they are missing until they are pinned, as before Linux 5.14.
+    let other = account.clone();
+    iommu.when_a_piece_is_pinned(move |_| {
+        other.promise("vm-2").cover(LEN).unwrap_err();
+    });
+    map(&first, &sparse(LEN), 0, LEN).unwrap();
+    account.promise("vm-2").cover(LEN).unwrap();
+    drop(first);
+    host.finish();
+}
+
+#[test]
+fn a_small_region_is_mapped_on_a_host_with_little_left() {
+    let host = Host::with(Options::default(), LONG);
+    host.model.model_iommu().pin_pages();
+    let files = HostFiles::new(4 * GIB, 200 * MIB);
+    let window = files.window(&host, "vm-1");
+    map(&window, &sparse(16 * MIB), 0, 16 * MIB).unwrap();
+    map(&window, &sparse(PAGE_SIZE as u64), GIB, PAGE_SIZE as u64).unwrap();
+    // 32 MiB in all.
+    let error = map(&window, &sparse(16 * MIB), 2 * GIB, 16 * MIB).unwrap_err();
+    let told = nvme_mpt_vmm::report::chain(&error);
+    assert!(told.contains("of which 256M stay free"), "{told}");
+    drop(window);
+    host.finish();
+}
+
+#[test]
 fn memory_that_is_there_is_never_refused_for_lack_of_memory() {
     let host = Host::with(Options::default(), LONG);
     let iommu = host.model.model_iommu();

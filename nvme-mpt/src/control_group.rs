@@ -63,6 +63,19 @@ pub(crate) fn memory_limit_below(root: &Path) -> Option<GroupLimit> {
     tightest(&MEMORY, &root.join(GROUPS), &own_groups(root))
 }
 
+/// Returns how many processes of this process's control group (version 2) and below the kernel has ended for lack of memory,
+/// by the files below a folder; `None` if the group does not count them.
+pub(crate) fn oom_kills_below(root: &Path) -> Option<u64> {
+    let groups = own_groups(root);
+    let group = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let events = root.join(GROUPS).join(group).join("memory.events");
+    let events = fs::read_to_string(events).ok()?;
+    let count = events
+        .lines()
+        .find_map(|line| line.strip_prefix("oom_kill "))?;
+    count.trim().parse().ok()
+}
+
 /// Returns the limit of threads and processes that has the least left; `None` without one.
 #[must_use]
 pub fn task_limit() -> Option<GroupLimit> {

@@ -14,7 +14,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 
 use thiserror::Error;
 
-use crate::control_group::memory_limit_below;
+use crate::control_group::{memory_limit_below, oom_kills_below};
 use crate::memory::Cell64;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::range::Bytes;
@@ -27,6 +27,12 @@ const KEPT_MAX: u64 = 1 << 30;
 
 /// Most memory that a function may have of what stays free.
 pub(crate) const SMALL: u64 = 32 << 20;
+
+/// Mark of a count of ended processes that is that of a control group.
+const OF_GROUP: u64 = 1 << 63;
+
+/// Count in place of one, in the record of a function that was blamed for a shortage. No host gets there.
+const BLAMED: u64 = OF_GROUP - 1;
 
 /// Account of memory, by files of the kernel.
 #[derive(Clone, Debug)]
@@ -74,10 +80,25 @@ impl MemoryAccount {
         kib.checked_mul(1024)
     }
 
-    /// Returns how many processes the kernel has ended for lack of memory since the host was started, in any control group;
-    /// `None` if it does not tell.
+    /// Returns how many processes the kernel has ended for lack of memory: in this process's control group if that is told,
+    /// which has a mark, and else on the host since its start. `None` if it does not tell.
     fn oom_kills(&self) -> Option<u64> {
+        let of_group = oom_kills_below(&self.root).map(|kills| kills | OF_GROUP);
+        of_group.or_else(|| self.oom_kills_of_host())
+    }
+
+    fn oom_kills_of_host(&self) -> Option<u64> {
         self.figure("proc/vmstat", "oom_kill ")
+    }
+
+    /// Returns whether the kernel has ended a process since a count of [`Self::oom_kills`], which is untrusted.
+    fn has_killed_since(&self, before: u64) -> bool {
+        match before & OF_GROUP {
+            _ if before == BLAMED => true,
+            0 => self.oom_kills_of_host().is_some_and(|now| now != before),
+            // Another group may have fewer.
+            _ => oom_kills_below(&self.root).is_some_and(|now| now | OF_GROUP > before),
+        }
     }
 
     fn figure(&self, file: &str, key: &str) -> Option<u64> {
@@ -206,7 +227,7 @@ impl Drop for Promise {
 pub struct PinningRecord {
     /// Bytes that the kernel may have to take; 0 while nothing is pinned.
     bytes: Cell64,
-    /// Processes that the kernel had ended before.
+    /// Processes that the kernel had ended before, [with a mark](OF_GROUP) if they are those of the control group.
     kills: Cell64,
 }
 
@@ -238,13 +259,32 @@ impl PinningRecord {
         Some(self.bytes.load()).filter(|bytes| *bytes > 0)
     }
 
-    /// Returns the bytes that were being pinned if the kernel has ended a process for lack of memory since. Without that, the
-    /// process before ended for another reason, as by an operator's SIGKILL.
+    /// Returns the bytes that were being pinned if the kernel has ended a process for lack of memory since, of the same control
+    /// group if that is told. Without that, the process before ended for another reason, as by an operator's SIGKILL.
     #[must_use]
     pub fn interrupted_by_shortage(&self, account: &MemoryAccount) -> Option<u64> {
-        let kills = account.oom_kills()?;
-        // The count never falls, and the record does not outlive a start of the host.
-        self.interrupted().filter(|_| kills != self.kills.load())
+        // The record does not outlive a start of the host.
+        self.interrupted()
+            .filter(|_| account.has_killed_since(self.kills.load()))
+    }
+
+    /// Blames its function for the shortage, in each process from now on.
+    pub fn blame(&self) {
+        self.kills.store(BLAMED);
+    }
+
+    /// Returns whether its function was blamed for a shortage before the last one.
+    #[must_use]
+    pub fn is_blamed(&self) -> bool {
+        self.kills.load() == BLAMED
+    }
+
+    /// Notes that the shortage was due to others. That memory was being pinned stays noted.
+    pub fn acquit(&self, account: &MemoryAccount) {
+        match account.oom_kills() {
+            Some(kills) => self.kills.store(kills),
+            None => self.clear(),
+        }
     }
 }
 
@@ -450,6 +490,36 @@ mod tests {
         tell(900, 62 << 10);
         take("e", 512 * MIB).unwrap();
         take("e", 800 * MIB).unwrap_err();
+    }
+
+    #[test]
+    fn processes_that_the_kernel_ends_in_other_groups_do_not_count() {
+        use crate::memory::Mapping;
+
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        let account = MemoryAccount::below(root);
+        let words = Arc::new(Mapping::anonymous(4096).unwrap());
+        let word = |offset| Cell64::new(&words, offset).unwrap();
+        let record = PinningRecord::new(word(0), word(8));
+        write(root, "proc/vmstat", "oom_kill 7\n");
+        write(root, "proc/self/cgroup", "0::/system.slice/a.service\n");
+        let group = "sys/fs/cgroup/system.slice/a.service/memory.events";
+        write(root, group, "oom 3\noom_kill 2\noom_group_kill 0\n");
+        let _pinning = record.begin(GIB, &account);
+        write(root, "proc/vmstat", "oom_kill 8\n");
+        assert_eq!(record.interrupted_by_shortage(&account), None);
+        write(root, group, "oom 4\noom_kill 3\n");
+        assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
+        record.acquit(&account);
+        assert_eq!(record.interrupted_by_shortage(&account), None);
+        assert_eq!(record.interrupted(), Some(GIB));
+        record.blame();
+        assert!(record.is_blamed());
+        assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
+        // As a release before this one recorded it.
+        record.kills.store(7);
+        assert_eq!(record.interrupted_by_shortage(&account), Some(GIB));
     }
 
     #[test]

@@ -11,8 +11,8 @@
 //! | 4 and more | lets go of it: it looks at nothing of the function, whose VMM loses the drive |
 //!
 //! A function whose missing memory was being pinned when the kernel ended a process for lack of memory is set aside at once
-//! ([`PinningRecord`](nvme_mpt::memory_account::PinningRecord)). One whose memory was being pinned when the server ended for
-//! another reason is taken up last.
+//! ([`PinningRecord`](nvme_mpt::memory_account::PinningRecord)). Of several, it is the one with the most bytes. One whose memory
+//! was being pinned when the server ended for another reason is taken up last, as are the others of several.
 //!
 //! A function in a VMM, whose live state the VMM has, gets no lease any more after two crashes.
 //!

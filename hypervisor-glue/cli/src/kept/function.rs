@@ -450,6 +450,31 @@ impl SurvivingFunction {
         })
     }
 
+    /// Blames one of several functions for a shortage: the one of whose memory the most bytes were being pinned. The others go
+    /// on, and are taken up late. Functions that were blamed before stay so.
+    pub(super) fn blame_one<'a>(functions: impl Iterator<Item = &'a mut Self>) {
+        let mut suspects: Vec<_> = functions
+            .filter_map(|function| {
+                Some((function.exhausting?, function.pinning_record()?, function))
+            })
+            .filter(|(_, record, _)| !record.is_blamed())
+            .collect();
+        suspects.sort_by_key(|(bytes, ..)| *bytes);
+        if let Some((_, record, _)) = suspects.pop() {
+            record.blame();
+        }
+        let account = MemoryAccount::of_host();
+        for (_, record, function) in suspects {
+            record.acquit(&account);
+            function.exhausting = None;
+        }
+    }
+
+    fn pinning_record(&self) -> Option<PinningRecord> {
+        let live = self.contents.get(&LIVE)?.first()?;
+        LiveState::pinning_in(live.as_fd()).ok()
+    }
+
     /// The socket's path.
     pub(crate) fn socket(&self) -> &Path {
         &self.state.socket

@@ -307,6 +307,7 @@ impl Keeping {
                 log::warn!("The keeper has \"{name}\", which this server does not know");
             }
         }
+        SurvivingFunction::blame_one(state.surviving.values_mut());
         let state = Mutex::new(state);
         Ok(Self {
             spares: Arc::new(Spares::new(registry.clone())),

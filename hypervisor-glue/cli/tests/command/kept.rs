@@ -1367,6 +1367,7 @@ fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed
         "path=null:64M,range=0+1M,socket=a.sock,id=a,queues=4",
         "path=null:64M,range=1M+1M,socket=b.sock,id=b,queues=2",
         "path=null:64M,range=2M+1M,socket=c.sock,id=c,queues=3",
+        "path=null:64M,range=3M+1M,socket=d.sock,id=d,queues=5",
     ];
     let kept = Kept::start(&bench, &functions);
     let connect = |socket: &str| {
@@ -1374,22 +1375,24 @@ fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed
         let bar = VfioUserBar::attach(&bench.path(socket), &memory).unwrap();
         (bar, memory)
     };
-    let clients = ["a.sock", "b.sock", "c.sock"].map(connect);
+    let clients = ["a.sock", "b.sock", "c.sock", "d.sock"].map(connect);
     let is_recorded = |file: &fs::File| {
         let mut bytes = [0; 8];
         file.read_exact_at(&mut bytes, PINNING).unwrap();
         u64::from_le_bytes(bytes) > 0
     };
-    let record = |queue_pairs, kills: u64| {
+    let record = |queue_pairs, bytes: u64, kills: u64| {
         let file = live_state(&kept.server().unwrap(), queue_pairs);
         assert!(!is_recorded(&file), "nothing is pinned");
-        let words = [(1_u64 << 30).to_le_bytes(), kills.to_le_bytes()];
+        let words = [bytes.to_le_bytes(), kills.to_le_bytes()];
         file.write_all_at(&words.concat(), PINNING).unwrap();
     };
     // The server was killed while it pinned memory of a, and the kernel has ended nobody.
-    record(4, oom_kills());
+    record(4, 1 << 30, oom_kills());
     // Another number than the present one: the kernel has ended somebody since.
-    record(2, oom_kills() + 1);
+    record(2, 1 << 30, oom_kills() + 1);
+    // Memory of another was being pinned as well, but less.
+    record(5, 1 << 29, oom_kills() + 1);
     kept.kill_server();
     let set_aside = || {
         let listed = bench.ask("list", &[]).unwrap();
@@ -1401,15 +1404,16 @@ fn a_function_whose_memory_ran_out_the_host_is_set_aside_and_one_that_was_killed
     for part in ["b:", "memory ran out while 1G", "memory-limit=", "--force"] {
         assert!(listed[0].contains(part), "{listed:?}");
     }
-    let [(a, _), (b, _), (c, _)] = &clients;
+    let [(a, _), (b, _), (c, _), (d, _)] = &clients;
     assert_eq!(b.read32(STATUS) & FATAL, FATAL);
-    assert_eq!((a.read32(STATUS), c.read32(STATUS)), (0, 0));
+    assert_eq!([a, c, d].map(|bar| bar.read32(STATUS)), [0; 3]);
     let log = kept.log();
     let goes_on = |id: &str| {
         log.find(&format!("/{id}.sock goes on"))
             .expect("it goes on")
     };
     assert!(goes_on("a") > goes_on("c"), "{log}");
+    assert!(goes_on("d") > goes_on("c"), "{log}");
     // What was interrupted is told once.
     let file = live_state(&kept.server().unwrap(), 4);
     assert!(!is_recorded(&file));

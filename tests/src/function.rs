@@ -31,17 +31,30 @@ pub fn map(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
 /// # Panics
 /// If the function refuses it.
 pub fn map_piece(function: &NvmeFunction, memory: &GuestMemory, piece: Piece) {
-    function
-        .host()
-        .map(MemoryRegion {
-            gpa: Gpa(piece.gpa),
-            len: piece.len,
-            fd: memory.fd().try_clone_to_owned().unwrap(),
-            offset: piece.fd_offset,
-            readable: true,
-            writable: true,
-        })
-        .unwrap();
+    let mapped = function.host().map(as_handed_over(memory, piece));
+    mapped.unwrap();
+}
+
+/// Maps a region that the function had mapped under the process before.
+///
+/// # Panics
+/// If the function refuses it.
+pub fn map_kept(function: &NvmeFunction, memory: &GuestMemory, region: &Region) {
+    for piece in region.pieces() {
+        let mapped = function.host().map_kept(as_handed_over(memory, piece));
+        mapped.unwrap();
+    }
+}
+
+fn as_handed_over(memory: &GuestMemory, piece: Piece) -> MemoryRegion {
+    MemoryRegion {
+        gpa: Gpa(piece.gpa),
+        len: piece.len,
+        fd: memory.fd().try_clone_to_owned().unwrap(),
+        offset: piece.fd_offset,
+        readable: true,
+        writable: true,
+    }
 }
 
 /// Plays a VMM's control thread: lets the function work whenever there is something to do.

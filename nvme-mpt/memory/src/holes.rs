@@ -53,6 +53,19 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
     Ok(false)
 }
 
+/// Returns whether a page may be missing in a range of a memory file. Of huge pages, only the number of all is known.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub fn may_lack_pages(file: &File, range: &Range<u64>) -> io::Result<bool> {
+    let status = file.metadata()?;
+    if range.end <= status.len() && status.blocks().saturating_mul(BLOCK) >= status.len() {
+        return Ok(false);
+    }
+    Ok(page_size(file.as_fd())? > host_page_size()
+        || lacks_pages(file, std::slice::from_ref(range))?)
+}
+
 /// Returns whether a range of a file has a hole. `file` is not shared, because its position changes.
 pub(super) fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
     let status = file.metadata()?;

@@ -559,10 +559,10 @@ impl DmaWindow {
             place: &place.clone(),
         };
         // What the process before has left mapped was allowed there, and is not pinned again.
-        let mut is_there = extent.is_inherited(&place);
-        if is_there && pinning.lacks_pages() {
+        let had = demand == Demand::Former;
+        let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
+        if !is_there {
             extent.disinherit(&place);
-            is_there = false;
         }
         let demand = if is_there { Demand::Former } else { demand };
         let pinned = self.pin(changes, len, demand).map_err(refused)?;

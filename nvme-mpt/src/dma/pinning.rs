@@ -19,12 +19,11 @@ use std::cell::OnceCell;
 use std::io;
 use std::mem;
 use std::ops::Range;
-use std::slice;
 
 use super::bounds::MemoryRefusal;
 use super::region::Place;
 use crate::iova::IovaSpace;
-use crate::memory::holes::lacks_pages;
+use crate::memory::holes::may_lack_pages;
 use crate::memory::present::{Missing, PageFinder, missing_at_most};
 use crate::memory_account::{
     MemoryAccount, PinningRecord, PinningUnderWay, Promise, SMALL, Shortage,
@@ -95,11 +94,9 @@ impl<'a> Pinning<'a> {
         Ok(Some(prepared))
     }
 
-    /// Returns whether a page is missing, for certain. A look at all pages is needed only if the file has a hole somewhere.
+    /// Returns whether a page may be missing. A look at all pages is needed only if the file has a hole somewhere.
     pub(super) fn lacks_pages(&self) -> bool {
-        let all = self.place.in_file();
-        self.missing_at_most(&all).is_some()
-            && lacks_pages(self.place.file.file(), slice::from_ref(&all)).unwrap_or(false)
+        may_lack_pages(self.place.file.file(), &self.place.in_file()).unwrap_or(true)
     }
 
     fn refused(&self, missing: u64, shortage: Shortage) -> MemoryRefusal {
@@ -308,7 +305,7 @@ mod tests {
         let window = DmaWindow::new(next)
             .with_account(MemoryAccount::below(folder.path()))
             .of_function("a", Some(MemoryLimit::Chosen(LEN / 2)));
-        window.map(of_file(0)).unwrap();
+        window.map_kept(of_file(0)).unwrap();
         assert_eq!(iommu.seen.lock().unwrap().len(), calls);
         let error = window.map(of_file(1 << 30)).unwrap_err();
         let DmaError::Iommu { source, .. } = error else {

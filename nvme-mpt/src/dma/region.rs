@@ -258,7 +258,11 @@ impl Extent {
             .min(u64::MAX - place.last());
         let part = place.part();
         let memory = &place.file.mapping;
-        let iova = |len, demand| Ok((len, space.allocate_for(vm, demand, len, memory, &part)?));
+        let had = demand == Demand::Former;
+        let iova = |len, demand| {
+            let range = space.allocate_for(vm, (demand, had), len, memory, &part)?;
+            Ok((len, range))
+        };
         let (len, iova) =
             iova(place.len + follows, Demand::New).or_else(|_| iova(place.len, demand))?;
         let place = Place {
@@ -292,7 +296,7 @@ impl Extent {
 }
 
 impl Extent {
-    /// Has a place mapped anew, whatever the process before had mapped there.
+    /// Takes away whatever the process before had mapped at a place, which is mapped anew.
     pub(super) fn disinherit(&self, place: &Place) {
         if let Some(iova) = self.iova_of(place) {
             self.iova.disinherit(iova..iova + place.len);

@@ -218,7 +218,12 @@ impl Mappings {
     /// Takes out those that nobody has found, of a range or of all addresses: they are about to go. Each comes with whether
     /// its addresses are in a range that somebody has.
     pub(super) fn take_inherited(&mut self, range: Range<u64>) -> Vec<(IommuMapping, bool)> {
-        let iovas: Vec<u64> = self.inherited.range(range).map(|(iova, _)| *iova).collect();
+        // One that begins before the range may reach into it.
+        let before = self.inherited.range(..range.start).next_back();
+        let before = before.filter(|(_, entry)| entry.mapping.end() > range.start);
+        let first = before.map(|(iova, _)| *iova);
+        let within = self.inherited.range(range).map(|(iova, _)| *iova);
+        let iovas: Vec<u64> = first.into_iter().chain(within).collect();
         let mut taken = Vec::with_capacity(iovas.len());
         for iova in iovas {
             if let Some(entry) = self.inherited.remove(&iova) {

@@ -387,21 +387,22 @@ impl IovaSpace {
     }
 
     /// Takes a part with room for `len` bytes of a VM's memory, of which `part` is mapped first, at the start of the part
-    /// that is taken: where the process before had it, if there is room. `demand` is the ground on which it gets others.
+    /// that is taken. `demand` is the ground on which it gets it. Memory that its function `had` under the process before is
+    /// found where that process had it, if there is room. Memory that is new is not looked for there: it may be the same
+    /// file, with other pages.
     ///
     /// # Errors
     /// [`NoIovas`].
     pub(crate) fn allocate_for(
         self: &Arc<Self>,
         vm: &Arc<VmShare>,
-        demand: Demand,
+        (demand, had): (Demand, bool),
         len: u64,
         memory: &Mapping,
         part: &Range<usize>,
     ) -> Result<IovaRange, NoIovas> {
         let wanted = IommuMapping::new(0, memory, part, memory.access());
-        let inherited = self.inherited_range(len, &wanted, || vm.inherit(len));
-        if let Some(inherited) = inherited {
+        if had && let Some(inherited) = self.inherited_range(len, &wanted, || vm.inherit(len)) {
             return Ok(inherited);
         }
         let permit = vm.demand(len, demand).map_err(NoIovas::Share)?;

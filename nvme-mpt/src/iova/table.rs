@@ -184,6 +184,15 @@ impl MappingTable {
 
     /// Notes that the IOMMU is about to be asked for a mapping.
     pub(super) fn begin(&mut self, mapping: &IommuMapping) {
+        if self.places.contains_key(&mapping.iova) {
+            log::error!(
+                "IOVA {:#x} is mapped twice in the record of a drive's mappings: after a death of this process, all memory is \
+                 pinned again",
+                mapping.iova
+            );
+            self.end();
+            return;
+        }
         let Some(slot) = self.take_slot() else {
             log::warn!(
                 "A drive has more than {} mappings at a time: after a death of this process, all memory is pinned again",

@@ -16,6 +16,9 @@ use crate::memory::{Cell64, memfd};
 
 const PAGE: u64 = 4096;
 
+/// The demand of a function for memory that it had under the process before.
+const HAD: (Demand, bool) = (Demand::Former, true);
+
 /// Mappings as the kernel has them: no two overlap, and one is taken away as it was made.
 #[derive(Debug, Default)]
 struct SharedIommu {
@@ -124,7 +127,7 @@ fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
     let whole = memory(&file, 0, 16, Access::ReadWrite);
     let first = next.allocate_for(
         &next.new_vm().iovas,
-        Demand::New,
+        HAD,
         16 * PAGE,
         &whole,
         &(0..PAGE as usize),
@@ -174,7 +177,7 @@ fn other_memory_is_mapped_elsewhere() {
     ] {
         let made = iommu.made();
         let range = next
-            .allocate_for(&next.new_vm().iovas, Demand::New, PAGE, &memory, &first)
+            .allocate_for(&next.new_vm().iovas, HAD, PAGE, &memory, &first)
             .expect("room");
         assert!(!starts.contains(&range.start()));
         let access = memory.access();
@@ -213,6 +216,38 @@ fn inherited_memory_counts_for_those_whose_memory_it_is() {
     assert_eq!(next.inherited_of(&own), 0);
 }
 
+/// A client may have freed the pages of its file, and may have mapped it again: the IOMMU has the former pages.
+#[test]
+fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
+    let iommu = Arc::new(SharedIommu::default());
+    let (inherited, file, starts) = ended(&iommu);
+    let next = space(&iommu, inherited);
+    let whole = memory(&file, 0, 16, Access::ReadWrite);
+    let (vm, new) = (next.new_vm(), (Demand::New, false));
+    let range = next.allocate_for(&vm.iovas, new, 16 * PAGE, &whole, &(0..PAGE as usize));
+    let range = range.expect("room");
+    let taken = range.start()..range.start() + 16 * PAGE;
+    assert!(starts.iter().all(|start| !taken.contains(start)));
+    assert_eq!(iommu.starts(), starts, "nothing was mapped or unmapped");
+}
+
+#[test]
+fn an_address_that_is_mapped_twice_ends_the_table() {
+    let (mut table, file) = MappingTable::new(Some(64), std::iter::empty()).expect("memory");
+    let mapping = IommuMapping {
+        iova: PAGE,
+        len: PAGE,
+        writable: true,
+        file: None,
+    };
+    table.begin(&mapping);
+    table.settle(PAGE);
+    let read = || LeftMappings::read(file.try_clone().expect("a copy"));
+    assert_eq!(read().expect("a table").there().len(), 1);
+    table.begin(&mapping);
+    read().expect_err("it does not hold any more");
+}
+
 #[test]
 fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
     let iommu = Arc::new(SharedIommu::default());
@@ -221,7 +256,7 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
     let whole = memory(&file, 0, 16, Access::ReadWrite);
     let range = next.allocate_for(
         &next.new_vm().iovas,
-        Demand::New,
+        HAD,
         16 * PAGE,
         &whole,
         &(0..PAGE as usize),
@@ -232,7 +267,7 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
     // Nothing is left of the range.
     let again = next.allocate_for(
         &next.new_vm().iovas,
-        Demand::New,
+        HAD,
         16 * PAGE,
         &whole,
         &(0..PAGE as usize),
@@ -379,7 +414,7 @@ fn map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> IovaPart {
 
 fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Result<IovaPart> {
     let vm = space.new_vm();
-    let range = space.allocate_for(&vm.iovas, Demand::New, PAGE, whole, &page(number));
+    let range = space.allocate_for(&vm.iovas, HAD, PAGE, whole, &page(number));
     let range = Arc::new(range.expect("room"));
     let permit = space.budget.for_driver(1);
     range.map(

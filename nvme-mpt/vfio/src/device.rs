@@ -8,7 +8,7 @@
 //! function; only after that is memory taken out of the IOMMU, so that no transfer that is under
 //! way meets an address that is gone.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -381,6 +381,14 @@ impl Backing for VfioBacking {
     }
 
     fn keep_iommu(&self) -> io::Result<Vec<OwnedFd>> {
+        let release = fs::read_to_string(HostRoot::default().proc.join("sys/kernel/osrelease"))?;
+        if !gives_back_without_users(&release) {
+            let what = format!(
+                "Linux {} would wait for it when the function is unbound (6.2 does not)",
+                release.trim()
+            );
+            return Err(io::Error::new(io::ErrorKind::Unsupported, what));
+        }
         self.context.hand_over()
     }
 
@@ -457,6 +465,14 @@ fn removal_event(device: &File) -> io::Result<Option<OwnedFd>> {
     Ok(Some(event))
 }
 
+/// Returns whether a kernel of this release gives a function back although its group and its container are open. Earlier ones
+/// wait until they are closed, for which nobody asks their keeper while no server lives.
+fn gives_back_without_users(release: &str) -> bool {
+    let numbers = release.split(|c: char| !c.is_ascii_digit());
+    let numbers: Vec<u32> = numbers.map_while(|number| number.parse().ok()).collect();
+    matches!(numbers[..], [major, minor, ..] if (major, minor) >= (6, 2))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -491,5 +507,15 @@ mod tests {
         assert_eq!(part_with(&large, DOORBELLS), Some((0, 0x81_000)));
         let beyond = bar(&[(0, 0x2000), (0x10_0000, 0x1000)]);
         assert_eq!(part_with(&beyond, DOORBELLS), Some((0, 0x2000)));
+    }
+
+    #[test]
+    fn kernels_that_wait_for_a_keeper_are_known() {
+        for release in ["6.2.0", "6.12.9+deb13-amd64\n", "7.0-rc1"] {
+            assert!(gives_back_without_users(release), "{release}");
+        }
+        for release in ["6.1.0-18-amd64", "5.10.0", "6", "unknown", ""] {
+            assert!(!gives_back_without_users(release), "{release}");
+        }
     }
 }

@@ -300,8 +300,9 @@ impl DescriptorKeeper for Shelf {
         Ok(())
     }
 
-    fn let_go(&self) {
+    fn let_go(&self) -> std::io::Result<()> {
         self.0.lock().unwrap().clear();
+        Ok(())
     }
 }
 

@@ -72,11 +72,9 @@ impl DescriptorKeeper for SharedBag {
         Ok(())
     }
 
-    fn let_go(&self) {
-        if let Err(error) = self.bag().retain(|number| number != MAPPINGS) {
-            let error = report::chain(&error);
-            log::error!("The keeper has the IOMMU of a drive that is not open: {error}");
-        }
+    fn let_go(&self) -> io::Result<()> {
+        let retained = self.bag().retain(|number| number != MAPPINGS);
+        retained.map_err(io::Error::other)
     }
 }
 
@@ -175,7 +173,9 @@ impl Keeping {
             let is_open = open.contains(name);
             if !is_open {
                 // The keeper may take a moment, and nobody else can have the drive while its IOMMU is in use.
-                bag.let_go();
+                if let Err(error) = bag.let_go() {
+                    log::error!("{name} stays with the keeper: {error}");
+                }
             }
             if !is_open && let Err(error) = self.registry.forget(name) {
                 log::error!("{name} stays with the keeper: {}", report::chain(&error));
@@ -261,7 +261,7 @@ mod tests {
                 .unwrap();
         }
         assert!(!has_hung_up(&second));
-        keeper.let_go();
+        keeper.let_go().unwrap();
         assert!(hangs_up_soon(&second));
         assert!(bags.take(&registry, name).unwrap().left.is_empty());
     }

@@ -476,6 +476,10 @@ fn open_physical(
             }
         }
     }
+    let failed = |source| OpenDriveError::Controller {
+        path: address.to_string(),
+        source,
+    };
     let mut kept = Kept { keeper, left: None };
     let backing = match left_backing(address, left) {
         Ok(Some((backing, left))) => {
@@ -489,17 +493,14 @@ fn open_physical(
             }
             // Nothing of the process before is to have the function.
             if let Some(keeper) = &kept.keeper {
-                keeper.let_go();
+                keeper
+                    .let_go()
+                    .map_err(|error| failed(ControllerError::Memory(error)))?;
             }
             VfioBacking::open(address)?
         }
     };
-    VfioController::open_kept(Arc::new(backing), options, threads, kept).map_err(|source| {
-        OpenDriveError::Controller {
-            path: address.to_string(),
-            source,
-        }
-    })
+    VfioController::open_kept(Arc::new(backing), options, threads, kept).map_err(failed)
 }
 
 /// Takes up a physical drive that another process has handed over.

@@ -226,7 +226,7 @@ impl PhysicalDrive {
             .map_err(ControllerError::Memory)?;
         let space = Arc::new(space);
         // What the process before has recorded holds until a mapping changes.
-        kept::keep(&space, &*backing, keeper.as_ref());
+        kept::keep(&space, &*backing, keeper.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let mut admin = AdminQueue::handed_over(backing.clone(), &space, dstrd, admin, positions)?;
         for qid in 1..=created {

@@ -21,7 +21,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use log::warn;
+use log::{error, warn};
 
 use super::super::backing::Backing;
 use super::super::device::VfioBacking;
@@ -44,7 +44,10 @@ pub trait DescriptorKeeper: Send + Sync + fmt::Debug {
     fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()>;
 
     /// Closes all that it has. Nothing else has copies of them when this returns.
-    fn let_go(&self);
+    ///
+    /// # Errors
+    /// It may have them still.
+    fn let_go(&self) -> io::Result<()>;
 }
 
 /// IOMMU of a drive whose process has died.
@@ -103,13 +106,16 @@ pub(super) fn surviving(
 
 /// Keeps the mappings of a space for the process after a death of this one, from now on. Without them, that process has
 /// all memory pinned again.
+///
+/// # Errors
+/// The keeper has neither these mappings nor let go of those of the process before: the next process would believe those.
 pub(super) fn keep(
     space: &IovaSpace,
     backing: &dyn Backing,
     keeper: Option<&Arc<dyn DescriptorKeeper>>,
-) {
+) -> Result<(), ControllerError> {
     let Some(keeper) = keeper else {
-        return;
+        return Ok(());
     };
     let kept = backing.keep_iommu().and_then(|iommu| {
         let table = space.record()?;
@@ -124,8 +130,9 @@ pub(super) fn keep(
         );
         // It would go on as if nothing had changed since.
         space.end_record();
-        keeper.let_go();
+        keeper.let_go().map_err(ControllerError::Memory)?;
     }
+    Ok(())
 }
 
 /// Takes away what the process before had mapped, and nobody has found. Many bytes go on a thread of their own: the kernel
@@ -148,9 +155,16 @@ impl PhysicalDrive {
     /// Gives the function up, with all mappings.
     pub(super) fn give_back(&self) {
         self.space.end_record();
-        if let Some(keeper) = &self.keeper {
-            keeper.let_go();
-        }
+        let_go(self.keeper.as_ref());
         self.backing.release();
+    }
+}
+
+/// Has a keeper close what it has of a function that is given up.
+pub(super) fn let_go(keeper: Option<&Arc<dyn DescriptorKeeper>>) {
+    if let Some(keeper) = keeper
+        && let Err(error) = keeper.let_go()
+    {
+        error!("The keeper has the IOMMU of a drive that is given up: {error}");
     }
 }

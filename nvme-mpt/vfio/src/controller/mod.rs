@@ -194,9 +194,7 @@ impl VfioController {
         let drive = Arc::new(drive.inspect_err(|_| {
             // No DMA of a controller that was not understood may go on.
             let _ = backing.set_bus_master(false);
-            if let Some(keeper) = keeper {
-                keeper.let_go();
-            }
+            kept::let_go(keeper);
             backing.release();
         })?);
         let Identity { model, name, .. } = &drive.identity;
@@ -278,7 +276,7 @@ impl PhysicalDrive {
         let space = IovaSpace::behind_iommu(backing.iommu(), &iovas);
         let space = kept::surviving(space.with_budget(options.learning.budget), left)?;
         let space = Arc::new(space);
-        kept::keep(&space, &*backing, keeper.as_ref());
+        kept::keep(&space, &*backing, keeper.as_ref())?;
         let dstrd = registers.cap().dstrd();
         let mut admin = AdminQueue::new(backing.clone(), &space, dstrd)?;
         recovery::enable(backing.as_ref(), &registers, &mut admin)?;

@@ -31,7 +31,7 @@ use nvme_mpt_tests::command::{Sqe, admin};
 use nvme_mpt_tests::controller::{Config, Controller, QueueOptions};
 use nvme_mpt_tests::disk::Disk;
 use nvme_mpt_tests::doorbell::{DoorbellMode, Side};
-use nvme_mpt_tests::function::{InProcess, map, map_piece};
+use nvme_mpt_tests::function::{InProcess, map, map_kept, map_piece};
 use nvme_mpt_tests::interrupt::Interrupt;
 use nvme_mpt_tests::memory::{GuestMemory, Piece, Region};
 use nvme_mpt_tests::queue::QueuePair;
@@ -306,7 +306,7 @@ impl Host {
         let mut function = self.function(&suspended.id, setup);
         let state = FunctionState::from_bytes(&suspended.state)?;
         for region in suspended.memory.regions() {
-            map(&function, &suspended.memory, &region);
+            map_kept(&function, &suspended.memory, &region);
         }
         let _moves = function.restore(&state)?;
         Ok(Machine::new(

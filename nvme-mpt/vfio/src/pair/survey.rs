@@ -77,6 +77,8 @@ pub struct Survey {
     /// Tenants at the previous look.
     former: Vec<Tenant>,
     shares: Shares,
+    /// Pairs that have members, at this look.
+    used_pairs: usize,
     /// `None` until the first look.
     backlog: Option<Backlog>,
     /// Bytes that completed, and that the drive has, of commands that are counted.
@@ -108,6 +110,7 @@ impl Survey {
             tenants: Vec::new(),
             former: Vec::new(),
             shares: Shares::default(),
+            used_pairs: 0,
             backlog: None,
             landed: 0,
             in_flight: 0,
@@ -131,6 +134,7 @@ impl Survey {
         let elapsed = now.since(self.looked);
         (self.looked, self.had) = (now, self.has);
         (self.commands, self.has, self.direct) = (0, 0, 0);
+        self.used_pairs = 0;
         (self.landed, self.in_flight) = (0, 0);
         std::mem::swap(&mut self.tenants, &mut self.former);
         self.tenants.clear();
@@ -144,7 +148,9 @@ impl Survey {
         if is_slow && busy > 0 && busy < self.tenants.len() {
             governor.contend(now);
         }
-        self.weigh(governor, is_slow && busy > 1, elapsed, now);
+        // On a single pair, its turns alone divide the drive.
+        let is_contended = is_slow && busy > 1 && self.used_pairs > 1;
+        self.weigh(governor, is_contended, elapsed, now);
         // More of them come while the drive is not governed.
         let direct = governor.is_governed(now).then_some(self.direct);
         governor.note_direct(direct);
@@ -287,6 +293,7 @@ impl Survey {
         let (landed, heavy) = core.take_backlog();
         self.landed += landed;
         self.in_flight += heavy;
+        self.used_pairs += usize::from(core.members() > 0);
         let is_lone = core.members() == 1;
         for (_, member) in core.staying() {
             let counted = member.counted();

@@ -217,6 +217,9 @@ impl Drop for Promise {
         promised.bytes = promised.bytes.saturating_sub(self.bytes);
         if let Some(of_function) = promised.of_kept.get_mut(&self.function) {
             *of_function = of_function.saturating_sub(self.of_kept);
+            if *of_function == 0 {
+                promised.of_kept.remove(&self.function);
+            }
         }
     }
 }

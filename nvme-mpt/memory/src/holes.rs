@@ -1,5 +1,6 @@
 //! Holes in memory files: pages that the file does not have.
 //!
+//! The kernel takes a page that is not there at the first access, or as it is pinned.
 //! A page that is freed (`FALLOC_FL_PUNCH_HOLE`, `MADV_REMOVE`, truncation) is replaced by another one at the next access.
 //! A drive for which the old page is pinned goes on with that one.
 #![expect(unsafe_code, reason = "lseek for holes has no safe interface")]
@@ -46,7 +47,8 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
     let own = open_anew(file.as_fd());
     let file = own.as_ref().unwrap_or(file);
     for range in ranges {
-        if has_hole(file, range)? {
+        // Behind the end, there is no page either.
+        if seek(file, range.start, libc::SEEK_HOLE)?.is_none_or(|hole| hole < range.end) {
             return Ok(true);
         }
     }
@@ -73,25 +75,104 @@ pub(super) fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
     if page_size(file.as_fd())? > host_page_size() {
         return Ok(status.blocks().saturating_mul(BLOCK) < status.len());
     }
-    let start = libc::off_t::try_from(range.start).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: `file` is open; the call takes numbers.
-    let hole = unsafe { libc::lseek(file.as_raw_fd(), start, libc::SEEK_HOLE) };
-    match u64::try_from(hole) {
+    Ok(match seek(file, range.start, libc::SEEK_HOLE) {
         // The end of the file is one, too.
-        Ok(hole) => Ok(hole < range.end.min(status.len())),
-        Err(_) => match io::Error::last_os_error() {
-            // It starts behind the end.
-            error if error.raw_os_error() == Some(libc::ENXIO) => Ok(false),
-            // Whoever does not say may have one.
-            _ => Ok(true),
-        },
+        Ok(Some(hole)) => hole < range.end.min(status.len()),
+        // The range starts behind the end.
+        Ok(None) => false,
+        // A file system that does not say may have one.
+        Err(_) => true,
+    })
+}
+
+/// Returns the offset of the next data or hole; `None` behind the last. It changes the position of the file.
+fn seek(file: &File, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
+    let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: `file` is open; the call takes numbers.
+    let found = unsafe { libc::lseek(file.as_raw_fd(), offset, whence) };
+    if let Ok(found) = u64::try_from(found) {
+        return Ok(Some(found));
+    }
+    match io::Error::last_os_error() {
+        error if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+        error => Err(error),
+    }
+}
+
+/// Bytes of a range that are not there, as far as they can be counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Missing {
+    /// All is there. Huge pages that are not come from a pool of their own.
+    Nothing,
+    /// At most so many bytes.
+    AtMost(u64),
+}
+
+/// Returns a bound of the bytes that a range of a memory file lacks, without a look at each page.
+///
+/// # Errors
+/// Returns the kernel's error.
+pub fn missing_at_most(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Missing> {
+    // These map memory of their own, many times a second.
+    if cfg!(any(simulation, fuzzing)) || page_size(fd)? > host_page_size() {
+        return Ok(Missing::Nothing);
+    }
+    let file = File::from(fd.try_clone_to_owned()?);
+    let missing = file.metadata()?.len();
+    let missing = missing.saturating_sub(allocated_bytes(&file)?);
+    Ok(match missing.min(range.end.saturating_sub(range.start)) {
+        0 => Missing::Nothing,
+        missing => Missing::AtMost(missing),
+    })
+}
+
+/// A memory file, to look for its pages.
+#[derive(Debug)]
+pub struct PageFinder {
+    /// Of its own, as its position changes.
+    file: File,
+}
+
+impl PageFinder {
+    /// Opens the file anew.
+    ///
+    /// # Errors
+    /// Returns the kernel's error: a file of another user may not be opened.
+    pub fn new(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        let file = open_anew(fd)?;
+        Ok(Self { file })
+    }
+
+    /// Returns how many bytes of a range have no page. Pages that are allocated and were never written count as well.
+    /// Beyond `enough`, it stops counting.
+    ///
+    /// # Errors
+    /// Returns the kernel's error.
+    pub fn missing(&self, range: &Range<u64>, enough: u64) -> io::Result<u64> {
+        let (mut at, mut missing) = (range.start, 0);
+        while at < range.end && missing <= enough {
+            let data = seek(&self.file, at, libc::SEEK_DATA)?;
+            let data = data.map_or(range.end, |data| data.min(range.end));
+            missing += data.saturating_sub(at);
+            if data >= range.end {
+                break;
+            }
+            // Where data ends, a hole begins, or the file ends.
+            match seek(&self.file, data, libc::SEEK_HOLE)? {
+                Some(hole) if hole > data => at = hole,
+                _ => break,
+            }
+        }
+        Ok(missing)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
-    use crate::{Access, Mapping, memfd};
+    use crate::{Access, Mapping, allocate, memfd};
 
     const PAGE: u64 = 4096;
 
@@ -117,5 +198,39 @@ mod tests {
         assert!(!lacks_pages(&file, &all[..1]).unwrap());
         file.set_len(3 * PAGE).unwrap();
         assert!(lacks_pages(&file, &all[..1]).unwrap(), "it is cut off");
+    }
+
+    #[test]
+    fn pages_that_are_missing_are_counted() {
+        let page = host_page_size() as u64;
+        let file = File::from(memfd(c"guest", 16 * page).unwrap());
+        let all = 0..16 * page;
+        let bound = |range: &Range<u64>| missing_at_most(file.as_fd(), range).unwrap();
+        let finder = PageFinder::new(file.as_fd()).unwrap();
+        let count = |range: &Range<u64>| finder.missing(range, u64::MAX).unwrap();
+        assert_eq!(bound(&all), Missing::AtMost(16 * page));
+        assert_eq!(count(&all), 16 * page);
+        for at in [3, 4, 9] {
+            file.write_at(&[1], at * page).unwrap();
+        }
+        assert_eq!(bound(&all), Missing::AtMost(13 * page));
+        assert_eq!(count(&all), 13 * page);
+        assert_eq!(count(&(3 * page..5 * page)), 0);
+        assert_eq!(count(&(4 * page..10 * page)), 4 * page);
+        assert_eq!(finder.missing(&all, page).unwrap(), 3 * page);
+        // The position of the client's description is the client's.
+        assert_eq!(std::io::Seek::stream_position(&mut &file).unwrap(), 0);
+        let access = crate::Access::ReadWrite;
+        let len = 16 * page as usize;
+        let mapping = crate::Mapping::shared(file.as_fd(), 0, len, access).unwrap();
+        match mapping.populate_part(0, len / 2) {
+            Ok(()) => assert_eq!((count(&all), count(&(0..8 * page))), (7 * page, 0)),
+            // Kernels before 5.14 cannot do it.
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::InvalidInput),
+        }
+        assert!(mapping.populate_part(len, 1).is_err());
+        // Pages that are allocated and never written count as holes, but not as missing blocks.
+        allocate(file.as_fd(), 16 * page).unwrap();
+        assert_eq!(bound(&all), Missing::Nothing);
     }
 }

@@ -73,7 +73,6 @@ mod indices;
 mod mapping;
 pub mod notifier;
 pub mod presence;
-pub mod present;
 mod private;
 pub mod processors;
 mod records;

@@ -8,7 +8,8 @@
 //! A VMM must not do that, as with any device that is passed through. The drive's supervisor looks a few times a second
 //! whether a file has fewer pages than before. If so, it has the mapped ranges looked through, on a thread of its own because
 //! the kernel takes long for large ranges. A mapped page that is missing is certain proof: memory is pinned before it counts
-//! as mapped, and pinning takes all its pages. Then all queues of the function fail for good (`CSTS.CFS`): the VMM has to map the memory anew.
+//! as mapped, and pinning takes all its pages. Then all queues of the function fail (`CSTS.CFS`), until the VMM maps the
+//! memory anew.
 //!
 //! A page that is freed and comes back between two looks is not noticed, nor is a huge page if the file has others that are
 //! not mapped: of these, only the number is known.

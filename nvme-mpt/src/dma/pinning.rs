@@ -23,8 +23,7 @@ use std::ops::Range;
 use super::bounds::MemoryRefusal;
 use super::region::Place;
 use crate::iova::IovaSpace;
-use crate::memory::holes::may_lack_pages;
-use crate::memory::present::{Missing, PageFinder, missing_at_most};
+use crate::memory::holes::{Missing, PageFinder, may_lack_pages, missing_at_most};
 use crate::memory_account::{
     MemoryAccount, PinningRecord, PinningUnderWay, Promise, SMALL, Shortage,
 };

@@ -191,10 +191,6 @@ impl Supervisor {
             self.pause = None;
             return false;
         }
-        // Nor is it too slow with an Abort.
-        for overdue in &mut self.overdue {
-            overdue.grace = Deadline::after(&self.clock, ABORT_GRACE);
-        }
         let drive = &self.drive;
         let pause = self.pause.get_or_insert_with(|| {
             let most = Duration::from_millis(100) * u32::from(drive.identity.controller.mtfa);
@@ -203,7 +199,14 @@ impl Supervisor {
             warn!(drive = name; "Drive {name} has paused by itself (CSTS.PP); it is waited for, for {most:?} at most");
             Deadline::after(&self.clock, most)
         });
-        !pause.has_passed()
+        if pause.has_passed() {
+            return false;
+        }
+        // Nor is it too slow with an Abort.
+        for overdue in &mut self.overdue {
+            overdue.grace = Deadline::after(&self.clock, ABORT_GRACE);
+        }
+        true
     }
 
     /// Has pages found that a VMM has freed while they are pinned for the drive (`dma/pinned.rs`).
@@ -212,7 +215,7 @@ impl Supervisor {
         if !self.looks.is_multiple_of(LOOKS_AT_MEMORY) {
             return;
         }
-        // The thread that looks takes what is found meanwhile with its next round.
+        // Memory that loses pages while the thread looks is found afterwards.
         if self
             .memory_look
             .as_ref()

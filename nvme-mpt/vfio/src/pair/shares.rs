@@ -1,4 +1,4 @@
-//! Shares of a drive by weight, for busy tenants whose queues have pairs to themselves.
+//! Shares of a drive by weight, for busy tenants on several pairs.
 //!
 //! Within a pair, turns divide the places among the queues that share it. Between pairs, the drive decides: it takes
 //! commands in the order of arrival, or serves the pairs in turn, so a tenant with more or deeper queues gets more bytes.

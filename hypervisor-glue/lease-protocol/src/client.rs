@@ -38,7 +38,7 @@ use zerocopy::FromBytes;
 use crate::DESCRIPTORS_MAX;
 use crate::ask::{AttachError, Given, OPENING_PATIENCE, PATIENCE, Reach, ask_for_lease};
 use crate::link::{DirtyLog, Link, LinkState, Lost};
-use crate::message::{Attached, DirtyPages, Doorbells, Outcome, Request, Smart};
+use crate::message::{Attached, DirtyPages, Doorbells, Had, Outcome, Request, Smart};
 use crate::places;
 use crate::socket::Stream;
 use crate::vector::RemoteVector;
@@ -405,9 +405,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl RemoteHostSide {
     /// Maps memory on the server and here. A region is mapped on both sides, or on neither. A server that
     /// reconnects meanwhile gets the region then.
-    fn map_on_both(&self, memory: MemoryRegion, own: Option<VmmMapping>) -> Result<(), DmaError> {
+    fn map_on_both(
+        &self,
+        memory: MemoryRegion,
+        own: Option<VmmMapping>,
+        had: Had,
+    ) -> Result<(), DmaError> {
         let mut state = self.link.state();
-        let request = Request::map(&memory);
+        let request = Request::map(&memory, had);
         let answer: Result<Result<(), DmaError>, Lost> =
             self.link.ask_in(&mut state, &request, Some(&memory.fd));
         let there = match answer {
@@ -423,6 +428,9 @@ impl RemoteHostSide {
             Some(own) => self.window.map_in_place(memory, own),
             None => self.window.map_checked(memory),
         };
+        if mapped.is_ok() && !there {
+            state.standing.unknown.insert((gpa.0, len));
+        }
         mapped.inspect_err(|_| {
             if there {
                 let time = DRAIN_DEADLINE;
@@ -544,7 +552,16 @@ impl HostSide for RemoteHostSide {
 
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.window.check_region(&memory)?;
-        self.map_on_both(memory, None)
+        self.map_on_both(memory, None, Had::No)
+    }
+
+    fn map_kept(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_claimed(memory)
+    }
+
+    fn map_claimed(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.window.check_region(&memory)?;
+        self.map_on_both(memory, None, Had::Yes)
     }
 
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
@@ -553,7 +570,7 @@ impl HostSide for RemoteHostSide {
             let (gpa, len) = (memory.gpa, memory.len);
             return Err(DmaError::Incomplete { gpa, len });
         }
-        self.map_on_both(memory, Some(own))
+        self.map_on_both(memory, Some(own), Had::No)
     }
 
     fn check_memory(&self) -> Result<(), DmaError> {
@@ -566,7 +583,7 @@ impl HostSide for RemoteHostSide {
             DmaError::Map { gpa, len, source }
         })?;
         let mut regions = regions.into_iter();
-        regions.try_for_each(|region| self.map_on_both(region, None))
+        regions.try_for_each(|region| self.map_on_both(region, None, Had::No))
     }
 
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
@@ -595,6 +612,7 @@ impl HostSide for RemoteHostSide {
                 // The server may still use it.
                 Err(Lost) => return Err(DmaError::Busy { gpa, len }),
             }
+            state.standing.forget(gpa, len);
             return self.window.unmap_within(gpa, len, time);
         }
     }
@@ -1109,6 +1127,74 @@ mod tests {
         drop(host);
         server.join().unwrap();
         (result, told)
+    }
+
+    fn page(number: u64) -> MemoryRegion {
+        MemoryRegion {
+            gpa: Gpa(number * 4096),
+            len: 4096,
+            fd: memfd(c"guest", 4096).unwrap(),
+            offset: 0,
+            readable: true,
+            writable: true,
+        }
+    }
+
+    #[test]
+    fn only_memory_that_the_server_before_had_all_along_is_said_to_be_mapped() {
+        let state_dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(places::sockets(state_dir.path())).unwrap();
+        let listener = UnixListener::bind(places::socket_of(state_dir.path(), "1")).unwrap();
+        let (tell, told) = mpsc::channel();
+        let (change, changed) = mpsc::channel();
+        let serve = move || {
+            let done: Outcome<()> = Ok(());
+            let first = give_lease(&listener);
+            for _ in 0..2 {
+                let (_, _): (Request, Vec<OwnedFd>) = first.receive_request(None).unwrap();
+                first.send(&done, &[]).unwrap();
+            }
+            first.send(&Farewell::Ended, &[]).unwrap();
+            drop(first);
+            changed.recv().unwrap();
+            for _ in 0..2 {
+                let next = give_lease(&listener);
+                let mut mapped = Vec::new();
+                loop {
+                    let (request, _) = next.receive_request(None).unwrap();
+                    next.send(&done, &[]).unwrap();
+                    match request {
+                        Request::Map(region) => mapped.push((region.gpa, Had::No)),
+                        Request::MapKept(region) => mapped.push((region.gpa, Had::Yes)),
+                        _ => break,
+                    }
+                }
+                tell.send(mapped).unwrap();
+            }
+        };
+        let server = start_thread("server", serve).unwrap();
+        let threads = Threads::default();
+        let host = attach_anywhere(state_dir.path(), "path=a", None, &threads);
+        let host = host.unwrap().expect("the server has the drive");
+        host.map(page(0)).unwrap();
+        host.map(page(1)).unwrap();
+        assert!(host.link.wait_until_over(DRAIN_DEADLINE));
+        // Nobody has the second page meanwhile, and nobody had the third.
+        assert_eq!(host.unmap_within(Gpa(4096), 4096, IN_VAIN).unwrap(), 4096);
+        host.map(page(1)).unwrap();
+        host.map(page(2)).unwrap();
+        change.send(()).unwrap();
+        let pages = [0, 1, 2].map(|number| Gpa(number * 4096));
+        let had = [Had::Yes, Had::No, Had::No];
+        assert_eq!(
+            told.recv().unwrap(),
+            Vec::from_iter(pages.into_iter().zip(had))
+        );
+        // By then, a server has had all of them.
+        let had = pages.map(|gpa| (gpa, Had::Yes));
+        assert_eq!(told.recv().unwrap(), had);
+        drop(host);
+        server.join().unwrap();
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The VMM's connection to a server, and what is told to the next one if the server goes.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,12 +14,12 @@ use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
 use nvme_mpt::seam::CoalescingConfig;
 use nvme_mpt::seam::GUEST_NSID;
 use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::{DriveEvent, Event, HostSideEvent, KeptQueues, QueueFailure};
+use nvme_mpt::{DriveEvent, Event, Gpa, HostSideEvent, KeptQueues, MemoryRegion, QueueFailure};
 use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::channel::{Channel, ChannelError};
-use crate::message::Request;
+use crate::message::{Had, Request};
 
 /// The server cannot be asked any more.
 #[derive(Debug)]
@@ -73,6 +74,9 @@ pub(crate) struct Standing {
     pub(crate) watched: bool,
     pub(crate) paused: bool,
     pub(crate) dirty_log: Option<DirtyLog>,
+    /// Regions, by guest address and length, that were mapped while there was no server. Where a server before had them
+    /// mapped, it may have been with other pages.
+    pub(crate) unknown: BTreeSet<(u64, u64)>,
 }
 
 /// Connection of a vector to the VMM.
@@ -83,6 +87,20 @@ pub(crate) struct Wire {
 }
 
 impl Standing {
+    /// Forgets regions that are unmapped.
+    pub(crate) fn forget(&mut self, gpa: Gpa, len: u64) {
+        let range = gpa.0..gpa.0.saturating_add(len);
+        self.unknown.retain(|(start, _)| !range.contains(start));
+    }
+
+    /// Returns whether the server before had a region that is mapped now.
+    pub(crate) fn had(&self, region: &MemoryRegion) -> Had {
+        match self.unknown.contains(&(region.gpa.0, region.len)) {
+            true => Had::No,
+            false => Had::Yes,
+        }
+    }
+
     /// Returns whether a server took dirty pages with it that were not told yet.
     pub(crate) fn take_missed(&mut self) -> bool {
         let missed = self.dirty_log == Some(DirtyLog::Missed);
@@ -354,6 +372,7 @@ impl Link {
         if back == HostSideEvent::BackWithoutQueues {
             state.standing.queues = KeptQueues::default();
         }
+        state.standing.unknown.clear();
         state.connection = Connection::Open(channel);
         state.servers += 1;
         state.socket = socket;

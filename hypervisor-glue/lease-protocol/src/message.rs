@@ -190,6 +190,8 @@ pub(crate) enum Request {
     /// As `Pause`, but queues that still have commands in flight after that time stay stopped. Servers of early builds do not
     /// know it.
     PauseWithin(Duration),
+    /// As `Map`, for a region that the function had under the server before.
+    MapKept(Region),
 }
 
 /// A region of the VM's memory.
@@ -203,9 +205,16 @@ pub(crate) struct Region {
     pub(crate) writable: bool,
 }
 
+/// Whether a function had a region under the server before, without a break.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Had {
+    Yes,
+    No,
+}
+
 impl Request {
     /// The request that maps a region, which is sent with the region's descriptor.
-    pub(crate) fn map(region: &MemoryRegion) -> Self {
+    pub(crate) fn map(region: &MemoryRegion, had: Had) -> Self {
         let MemoryRegion {
             gpa,
             len,
@@ -214,13 +223,17 @@ impl Request {
             readable,
             writable,
         } = *region;
-        Self::Map(Region {
+        let region = Region {
             gpa,
             len,
             offset,
             readable,
             writable,
-        })
+        };
+        match had {
+            Had::Yes => Self::MapKept(region),
+            Had::No => Self::Map(region),
+        }
     }
 }
 

@@ -359,6 +359,26 @@ fn bounded(time: Duration) -> Duration {
     time.min(DRAIN_DEADLINE)
 }
 
+/// Returns a region with its descriptor.
+fn memory(region: Region, descriptor: Option<OwnedFd>) -> Result<MemoryRegion, DmaError> {
+    let Region {
+        gpa,
+        len,
+        offset,
+        readable,
+        writable,
+    } = region;
+    let fd = descriptor.ok_or(DmaError::InvalidRegion { gpa, len })?;
+    Ok(MemoryRegion {
+        gpa,
+        len,
+        fd,
+        offset,
+        readable,
+        writable,
+    })
+}
+
 /// A lease that is served.
 struct Served<'a> {
     channel: &'a Channel,
@@ -386,7 +406,7 @@ impl Served<'_> {
     ) -> Result<(), SessionError> {
         let host = self.host;
         let needed = match &request {
-            Request::Map(_) => 1,
+            Request::Map(_) | Request::MapKept(_) => 1,
             Request::Vector { change, .. } if *change == VectorChange::Connect => 1,
             _ => 0,
         };
@@ -406,7 +426,14 @@ impl Served<'_> {
             Request::Commands => self.reply(&host.commands()),
             Request::Stats => self.reply(&host.stats()),
             Request::TakeEvents => self.reply(&host.take_events()),
-            Request::Map(region) => self.reply(&self.map(region, descriptor)),
+            Request::Map(region) => {
+                let mapped = memory(region, descriptor).and_then(|memory| host.map(memory));
+                self.reply(&mapped)
+            }
+            Request::MapKept(region) => {
+                let mapped = memory(region, descriptor).and_then(|memory| host.map_claimed(memory));
+                self.reply(&mapped)
+            }
             Request::Unmap { gpa, len, time } => {
                 self.reply(&host.unmap_within(gpa, len, bounded(time)))
             }
@@ -461,27 +488,6 @@ impl Served<'_> {
             }
         }?;
         Ok(())
-    }
-
-    fn map(&self, region: Region, descriptor: Option<OwnedFd>) -> Result<(), DmaError> {
-        let Region {
-            gpa,
-            len,
-            offset,
-            readable,
-            writable,
-        } = region;
-        let Some(fd) = descriptor else {
-            return Err(DmaError::InvalidRegion { gpa, len });
-        };
-        self.host.map(MemoryRegion {
-            gpa,
-            len,
-            fd,
-            offset,
-            readable,
-            writable,
-        })
     }
 
     fn take_dirty_pages(&mut self) -> Result<DirtyPages, DmaError> {

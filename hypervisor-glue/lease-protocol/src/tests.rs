@@ -64,6 +64,7 @@ fn requests() {
     };
     let text = r#"{"map":{"gpa":4096,"len":8192,"offset":0,"readable":true,"writable":false}}"#;
     is(&Request::Map(region), text);
+    is(&Request::MapKept(region), &text.replace("map", "map_kept"));
     let (gpa, time) = (Gpa(4096), Duration::from_millis(1500));
     let len = 1;
     let text = r#"{"unmap":{"gpa":4096,"len":1,"time":{"secs":1,"nanos":500000000}}}"#;

@@ -264,8 +264,8 @@ impl Watch {
 
     fn tell(&self, channel: &Channel, state: &LinkState) -> Result<HostSideEvent, ResumeError> {
         for region in self.memory.hold().regions()? {
-            let mapped: Result<(), DmaError> =
-                ask(channel, &Request::map(&region), Some(&region.fd))?;
+            let request = Request::map(&region, state.standing.had(&region));
+            let mapped: Result<(), DmaError> = ask(channel, &request, Some(&region.fd))?;
             mapped?;
         }
         let Standing {
@@ -277,6 +277,7 @@ impl Watch {
             watched,
             paused,
             dirty_log,
+            unknown: _,
         } = &state.standing;
         for (number, wire) in (0..).zip(vectors) {
             if wire.masked {

@@ -112,6 +112,10 @@ impl HostSide for Attachment {
         self.window.map_kept(memory)
     }
 
+    fn map_claimed(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.window.map_claimed(memory)
+    }
+
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
         self.window.map_in_place(memory, own)
     }

@@ -363,6 +363,16 @@ impl DmaWindow {
         self.map_complete(memory, Demand::Former)
     }
 
+    /// As [`Self::map`], for memory of which the function's VMM says that it was mapped under the process before. No limit or
+    /// share refuses it if it is mapped still. A VMM that says so of other memory gets what it could have had anyway, or its
+    /// own former pages.
+    ///
+    /// # Errors
+    /// As [`Self::map`].
+    pub fn map_claimed(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map_complete(memory, Demand::Claimed)
+    }
+
     fn map_complete(&self, memory: MemoryRegion, demand: Demand) -> Result<(), DmaError> {
         memory.check_shape()?;
         self.check_use(&memory, |file| file.serves(&memory))?;
@@ -559,7 +569,7 @@ impl DmaWindow {
             place: &place.clone(),
         };
         // What the process before has left mapped was allowed there, and is not pinned again.
-        let had = demand == Demand::Former;
+        let had = demand != Demand::New;
         let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
         if !is_there {
             extent.disinherit(&place);
@@ -602,7 +612,7 @@ impl DmaWindow {
     /// Counts bytes of a region that is to be mapped, if the function may have as many or had them before.
     fn pin(&self, changes: &Changes, asked: u64, demand: Demand) -> Result<Pinned, MemoryRefusal> {
         let mapped = changes.pinned.load(Ordering::Relaxed);
-        match self.bounds.limit.filter(|_| demand == Demand::New) {
+        match self.bounds.limit.filter(|_| demand != Demand::Former) {
             Some(limit) if mapped.saturating_add(asked) > limit.bytes() => {
                 Err(MemoryRefusal::Limit {
                     function: self.bounds.function.clone(),

@@ -299,21 +299,25 @@ mod tests {
         crate::kept::keep_for_good(window);
         let calls = iommu.seen.lock().unwrap().len();
 
-        let next = IovaSpace::behind_iommu(iommu.clone(), &usable);
-        let next = Arc::new(next.inheriting(left).unwrap());
-        let window = DmaWindow::new(next)
-            .with_account(MemoryAccount::below(folder.path()))
-            .of_function("a", Some(MemoryLimit::Chosen(LEN / 2)));
-        window.map_kept(of_file(0)).unwrap();
-        assert_eq!(iommu.seen.lock().unwrap().len(), calls);
-        let error = window.map(of_file(1 << 30)).unwrap_err();
-        let DmaError::Iommu { source, .. } = error else {
-            panic!("{error}");
-        };
-        assert!(matches!(
-            source.downcast(),
-            Ok(MemoryRefusal::Limit { mapped: LEN, .. })
-        ));
+        // Memory of which the VMM says so is believed as far as it is true.
+        for map in [DmaWindow::map_kept, DmaWindow::map_claimed] {
+            let next = IovaSpace::behind_iommu(iommu.clone(), &usable);
+            let next = Arc::new(next.inheriting(left.clone()).unwrap());
+            let window = DmaWindow::new(next)
+                .with_account(MemoryAccount::below(folder.path()))
+                .of_function("a", Some(MemoryLimit::Chosen(LEN / 2)));
+            map(&window, of_file(0)).unwrap();
+            assert_eq!(iommu.seen.lock().unwrap().len(), calls);
+            let error = window.map_claimed(of_file(1 << 30)).unwrap_err();
+            let DmaError::Iommu { source, .. } = error else {
+                panic!("{error}");
+            };
+            assert!(matches!(
+                source.downcast(),
+                Ok(MemoryRefusal::Limit { mapped: LEN, .. })
+            ));
+            crate::kept::keep_for_good(window);
+        }
     }
 
     /// Words that nobody else has.

@@ -258,7 +258,7 @@ impl Extent {
             .min(u64::MAX - place.last());
         let part = place.part();
         let memory = &place.file.mapping;
-        let had = demand == Demand::Former;
+        let had = demand != Demand::New;
         let iova = |len, demand| {
             let range = space.allocate_for(vm, (demand, had), len, memory, &part)?;
             Ok((len, range))

@@ -5,6 +5,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::label::DriveLabel;
 use super::lease::{HostLease, HostLeaseError, HostLeaseRequest};
@@ -185,8 +186,10 @@ pub trait HostController: Any + Send + Sync + fmt::Debug {
     /// Ends the rest of [`Self::hand_over`]: no other process has the drive.
     fn take_back(&self) {}
 
-    /// Takes memory from the drive that the process before had mapped, and no function of this one has.
-    fn end_inheritance(&self) {}
+    /// Takes memory from the drive that the process before had mapped, and that no function of this one has after `time`.
+    fn end_inheritance(&self, time: Duration) {
+        let _ = time;
+    }
 
     /// Tells of the drive's events ([`Event::Drive`](crate::event::Event::Drive)) from now on, as
     /// long as the queue lives.

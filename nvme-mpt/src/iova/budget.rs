@@ -40,6 +40,9 @@ pub(crate) enum Demand {
     New,
     /// It had it under the process before: whether it may have it was decided there.
     Former,
+    /// It says that it had it under the process before: what is found mapped was decided there, and the rule decides about all
+    /// else.
+    Claimed,
 }
 
 /// One VM's part of a [`SharedBudget`].
@@ -69,7 +72,7 @@ impl VmShare {
     /// Takes an amount on this ground, until what is returned is dropped.
     pub(crate) fn demand(self: &Arc<Self>, amount: u64, demand: Demand) -> Result<Permit, NoShare> {
         match demand {
-            Demand::New => self.take(amount),
+            Demand::New | Demand::Claimed => self.take(amount),
             Demand::Former => Ok(self.inherit(amount)),
         }
     }

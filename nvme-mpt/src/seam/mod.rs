@@ -183,6 +183,15 @@ pub trait HostSide: fmt::Debug + Send + Sync {
         self.map(memory)
     }
 
+    /// Maps a region of which the function's VMM says that it was mapped under the process before. No limit or share of the
+    /// function refuses it if it is mapped still.
+    ///
+    /// # Errors
+    /// As [`Self::map`].
+    fn map_claimed(&self, memory: MemoryRegion) -> Result<(), DmaError> {
+        self.map(memory)
+    }
+
     /// Maps a region of a VMM in this process, through the VMM's own mapping. A host side in another process maps the file.
     ///
     /// # Errors

@@ -42,6 +42,10 @@ const RELEASE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } els
 /// Longest wait for pollers to look at queues that were taken up. The server before ends after it.
 const PASS_PATIENCE: Duration = Duration::from_millis(100);
 
+/// Time in which functions in VMMs come back to a new server, and find their memory mapped. They look for one once a second at
+/// least.
+const RETURN: Duration = Duration::from_secs(5);
+
 /// Memory of a function, in bytes, that a drive pins in a moment. Nothing waits for more than that to be pinned.
 const PINNED_AT_ONCE: u64 = 1 << 30;
 
@@ -193,7 +197,7 @@ impl Roster {
         self.forget_unlisted();
         let controllers = self.drives.controllers();
         for drive in &controllers {
-            drive.controller().end_inheritance();
+            drive.controller().end_inheritance(RETURN);
         }
         if let Some(keeping) = &self.terms.keeping {
             keeping.forget_drives_but(&controllers);

@@ -27,8 +27,9 @@ use super::super::backing::Backing;
 use super::super::device::VfioBacking;
 use super::super::error::VfioError;
 use super::super::function::PciAddress;
-use super::PhysicalDrive;
 use super::error::ControllerError;
+use super::{PhysicalDrive, lock};
+use nvme_mpt::deadline::Deadline;
 use nvme_mpt::iova::{IovaSpace, LeftMappings};
 use nvme_mpt::poller::Threads;
 
@@ -137,7 +138,7 @@ pub(super) fn keep(
 
 /// Takes away what the process before had mapped, and nobody has found. Many bytes go on a thread of their own: the kernel
 /// unpins them page by page.
-pub(super) fn end_inheritance(space: &Arc<IovaSpace>, threads: &Threads) {
+fn end_inheritance(space: &Arc<IovaSpace>, threads: &Threads) {
     let left = space.leave_inherited();
     if left.iter().map(|mapping| mapping.len).sum::<u64>() <= UNMAPPED_AT_ONCE {
         return space.unmap_left(left);
@@ -152,6 +153,16 @@ pub(super) fn end_inheritance(space: &Arc<IovaSpace>, threads: &Threads) {
 }
 
 impl PhysicalDrive {
+    /// Ends the inheritance of mappings if it is time.
+    pub(super) fn check_inheritance(&self, threads: &Threads) {
+        let mut end = lock(&self.inheritance);
+        if !end.as_ref().is_some_and(Deadline::has_passed) {
+            return;
+        }
+        *end = None;
+        end_inheritance(&self.space, threads);
+    }
+
     /// Gives the function up, with all mappings.
     pub(super) fn give_back(&self) {
         self.space.end_record();

@@ -40,6 +40,7 @@ use admin_queue::AdminQueue;
 use doorbell_buffer::DoorbellBuffer;
 use identity::Identity;
 use nvme_mpt::clock::Rate;
+use nvme_mpt::deadline::Deadline;
 use nvme_mpt::drive::{
     HostController, HostLease, HostLeaseError, HostLeaseRequest, HostNamespace, Incidents,
     QueuePairUse, Reservation, ReserveError,
@@ -120,6 +121,9 @@ struct PhysicalDrive {
     buffer: Option<DoorbellBuffer>,
     /// Has the mappings for the process after a death of this one.
     keeper: Option<Arc<dyn DescriptorKeeper>>,
+    /// When what the process before had mapped, and nobody has by then, is taken away; `None` before that is decided, and
+    /// afterwards.
+    inheritance: Mutex<Option<Deadline>>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
     /// Somebody found that the drive must be reset, or it is being reset.
@@ -337,6 +341,7 @@ impl PhysicalDrive {
             reset_over: Condvar::new(),
             buffer,
             keeper,
+            inheritance: Mutex::default(),
             gone: AtomicBool::new(false),
             reset_wanted: AtomicBool::new(false),
             closing: AtomicBool::new(false),
@@ -547,8 +552,10 @@ impl HostController for VfioController {
         self.go_on();
     }
 
-    fn end_inheritance(&self) {
-        kept::end_inheritance(&self.drive.space, &self.threads);
+    fn end_inheritance(&self, time: Duration) {
+        let end = Deadline::after(&self.drive.backing.clock(), time);
+        *lock(&self.drive.inheritance) = Some(end);
+        self.drive.check_inheritance(&self.threads);
     }
 
     fn subscribe(&self, events: &Arc<EventQueue>) {

@@ -179,6 +179,7 @@ impl Supervisor {
                 self.check_events();
                 self.check_namespaces();
                 self.check_memory();
+                self.drive.check_inheritance(&self.threads);
             }
         }
         !self.drive.is_gone()

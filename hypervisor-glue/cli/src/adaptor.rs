@@ -580,6 +580,12 @@ impl Device for NvmeDevice {
         let is_changed = self.function.take_change();
         kept.state(|| self.function.control_state(), is_changed)
     }
+
+    fn saved(&mut self) {
+        if let Some(kept) = &self.kept {
+            kept.let_go_of_files();
+        }
+    }
 }
 
 /// Returns the process that may resolve page faults in a client's memory.
@@ -859,6 +865,33 @@ mod tests {
         assert_eq!(kept.puts(), 0);
         device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
         assert_eq!(kept.puts(), 1);
+    }
+
+    /// A file may be all the memory of a VM that has ended.
+    #[test]
+    fn the_keeper_lets_go_of_memory_that_the_client_has_no_more() {
+        let folder = tempfile::tempdir().unwrap();
+        let (shelf, _keeper) = Shelf::of_silent_keeper(folder.path());
+        let device = device(DoorbellMode::Shadow);
+        let shared = device.function().host().shared();
+        let journal = Journal::new().unwrap();
+        let kept = KeptFunction::new(shelf, folder.path(), &journal, &shared).unwrap();
+        let kept = Arc::new(kept);
+        let mut device = device.kept(kept.clone(), MemoryKinds::Resident);
+        let commit = |device: &mut NvmeDevice, left: usize| {
+            let before = kept.files_of_client();
+            assert!(device.save().is_some());
+            assert_eq!(kept.files_of_client(), before, "the last state names them");
+            device.saved();
+            assert_eq!(kept.files_of_client(), left);
+        };
+        device.dma_map(region(0, 0x10_0000)).unwrap();
+        device.dma_map(region(0x10_0000, 0x10_0000)).unwrap();
+        commit(&mut device, 2);
+        device.dma_unmap(Some((0, 0x10_0000))).unwrap();
+        commit(&mut device, 1);
+        device.disconnected();
+        commit(&mut device, 0);
     }
 
     #[test]

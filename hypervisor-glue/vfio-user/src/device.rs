@@ -95,6 +95,9 @@ pub trait Device {
         None
     }
 
+    /// What [`save`](Device::save) returned last is committed: nothing that only an earlier state names is needed any more.
+    fn saved(&mut self) {}
+
     /// The client is gone. All DMA regions are to be removed as by [`dma_unmap`](Device::dma_unmap)
     /// and all eventfds closed; the rest of the state is retained (section Client Disconnection).
     fn disconnected(&mut self);

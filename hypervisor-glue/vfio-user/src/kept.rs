@@ -212,6 +212,7 @@ impl Session {
             head.memory_of = memory_of;
         }
         journal.commit(head, device.save())?;
+        device.saved();
         self.pending = Some(Pending {
             sent: 0,
             left: request,

@@ -155,6 +155,7 @@ impl<D: Device> Server<D> {
     ) -> Result<Self, Error> {
         let head = journal.head().with_client(None);
         journal.commit(head, device.save())?;
+        device.saved();
         Self::bind_any(path.as_ref(), access, device, Some(journal))
     }
 
@@ -224,6 +225,7 @@ impl<D: Device> Server<D> {
                 self.device.disconnected();
                 let none = head.with_client(None);
                 journal.commit(none, self.device.save())?;
+                self.device.saved();
             }
             // Memory of the reply that the client has not taken.
             journal.close()?;
@@ -246,6 +248,7 @@ impl<D: Device> Server<D> {
                 self.device.connected(process);
                 let head = head.with_client(Some(Connected::default()));
                 journal.commit(head, self.device.save())?;
+                self.device.saved();
                 session
             }
         };
@@ -271,9 +274,11 @@ impl<D: Device> Server<D> {
             return Ok(());
         };
         match self.device.save() {
-            Some(state) => journal.commit(journal.head(), Some(state)),
-            None => Ok(()),
+            Some(state) => journal.commit(journal.head(), Some(state))?,
+            None => return Ok(()),
         }
+        self.device.saved();
+        Ok(())
     }
 
     /// Leaves the sockets to another process. From now on this server handles no event and commits nothing. When it is dropped, the socket
@@ -519,10 +524,13 @@ impl<D: Device> Server<D> {
         step();
         let head = journal.head().with_client(client);
         let noted = journal.commit(head, self.device.save());
-        let freed = noted.and_then(|()| match client {
-            Some(_) => Ok(()),
-            // Memory of the reply that the client has not taken.
-            None => journal.close(),
+        let freed = noted.and_then(|()| {
+            self.device.saved();
+            match client {
+                Some(_) => Ok(()),
+                // Memory of the reply that the client has not taken.
+                None => journal.close(),
+            }
         });
         freed
             .inspect_err(|error| {

@@ -599,6 +599,8 @@ impl SurvivingFunction {
                 files,
                 client,
                 committed: named,
+                // The process before may have ended before it let go of some.
+                has_left_files: true,
                 is_changed: false,
                 last: Vec::new(),
             }),
@@ -660,6 +662,8 @@ struct Inner {
     client: ClientState,
     /// Numbers that the last committed state names.
     committed: BTreeSet<u64>,
+    /// The bag has files of memory that the client has no more. They may be all that is left of a VM with its memory.
+    has_left_files: bool,
     is_changed: bool,
     /// Bytes of the last state.
     last: Vec<u8>,
@@ -693,6 +697,7 @@ impl KeptFunction {
                 files: BTreeMap::new(),
                 client: ClientState::default(),
                 committed: BTreeSet::new(),
+                has_left_files: false,
                 is_changed: true,
                 last: Vec::new(),
             }),
@@ -743,7 +748,7 @@ impl KeptFunction {
     pub(crate) fn forget_client(&self) {
         let mut inner = self.inner();
         inner.client = ClientState::default();
-        inner.files.clear();
+        inner.forget_unused_files();
         inner.is_changed = true;
     }
 
@@ -763,6 +768,14 @@ impl KeptFunction {
     #[cfg(test)]
     pub(crate) fn puts(&self) -> u64 {
         self.inner().next - FIRST_OF_CLIENT
+    }
+
+    /// Returns the number of files that the keeper has of the client, those of its memory and others.
+    #[cfg(test)]
+    pub(crate) fn files_of_client(&self) -> usize {
+        let contents = self.inner().bag.contents().unwrap();
+        let numbers = contents.iter().map(|(number, _)| *number);
+        numbers.filter(|number| *number >= FIRST_OF_CLIENT).count()
     }
 
     /// Notes a region that is mapped.
@@ -806,6 +819,22 @@ impl KeptFunction {
     /// Forgets files of no region: one that was not mapped.
     pub(crate) fn forget_unused_files(&self) {
         self.inner().forget_unused_files();
+    }
+
+    /// Lets go of files of memory that the client has no more, after a state without them was committed.
+    pub(crate) fn let_go_of_files(&self) {
+        let mut inner = self.inner();
+        if !inner.has_left_files {
+            return;
+        }
+        let named = inner.client.numbers();
+        match inner.remove_waste(&named) {
+            Ok(()) => inner.has_left_files = false,
+            Err(error) => log::warn!(
+                "{}: files of memory that nobody uses stay with the keeper: {error}",
+                self.socket.display()
+            ),
+        }
     }
 
     /// Keeps eventfds of vectors from `start` on, or notes that these `count` vectors have none.
@@ -918,7 +947,9 @@ impl Inner {
     fn forget_unused_files(&mut self) {
         let used = self.client.regions.iter().map(|region| region.file);
         let used: BTreeSet<u64> = used.collect();
+        let before = self.files.len();
         self.files.retain(|_, number| used.contains(number));
+        self.has_left_files |= self.files.len() < before;
     }
 
     fn vector(&mut self, number: usize) -> &mut VectorState {

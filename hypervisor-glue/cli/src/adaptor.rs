@@ -583,7 +583,7 @@ impl Device for NvmeDevice {
 
     fn saved(&mut self) {
         if let Some(kept) = &self.kept {
-            kept.let_go_of_files();
+            kept.committed();
         }
     }
 }

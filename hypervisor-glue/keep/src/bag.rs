@@ -139,12 +139,12 @@ impl Bag {
         Ok(last.into_iter().collect())
     }
 
-    /// Removes messages whose number is not retained, and messages that later ones replaced.
+    /// Removes messages whose number is not retained, and messages that later ones replaced. Returns how many are left.
     ///
     /// # Errors
     ///
     /// As [`put`](Self::put) and [`contents`](Self::contents). No retained message is lost then.
-    pub fn retain(&mut self, keep: impl Fn(u64) -> bool) -> Result<(), KeepError> {
+    pub fn retain(&mut self, keep: impl Fn(u64) -> bool) -> Result<usize, KeepError> {
         self.retain_until(keep, || false)
     }
 
@@ -156,7 +156,7 @@ impl Bag {
         &mut self,
         keep: impl Fn(u64) -> bool,
         mut stops: impl FnMut() -> bool,
-    ) -> Result<(), KeepError> {
+    ) -> Result<usize, KeepError> {
         let (mut count, mut last) = (0, BTreeMap::new());
         self.read_all(|number, _| {
             last.insert(number, count);
@@ -185,7 +185,8 @@ impl Bag {
         };
         let moved = move_all();
         self.set_room(false)?;
-        moved
+        moved?;
+        Ok(last.into_keys().filter(|number| keep(*number)).count())
     }
 
     /// Passes all messages from front to back to `take`, and leaves them in the queue.

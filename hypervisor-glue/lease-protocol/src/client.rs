@@ -612,8 +612,11 @@ impl HostSide for RemoteHostSide {
                 // The server may still use it.
                 Err(Lost) => return Err(DmaError::Busy { gpa, len }),
             }
-            state.standing.forget(gpa, len);
-            return self.window.unmap_within(gpa, len, time);
+            let unmapped = self.window.unmap_within(gpa, len, time);
+            if matches!(unmapped, Ok(_) | Err(DmaError::Busy { .. })) {
+                state.standing.forget(gpa, len);
+            }
+            return unmapped;
         }
     }
 

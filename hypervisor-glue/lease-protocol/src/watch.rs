@@ -19,7 +19,7 @@ use thiserror::Error;
 use crate::ask::{AttachError, Given, OPENING_PATIENCE, Reach};
 use crate::channel::{Channel, ChannelError};
 use crate::link::{Link, LinkState, NextServer, Standing};
-use crate::message::{Attached, Outcome, Request, VectorChange};
+use crate::message::{Attached, Had, Outcome, Request, VectorChange};
 use crate::places;
 use crate::socket::{Signs, Stream, wait_for_end};
 
@@ -263,7 +263,11 @@ impl Watch {
     }
 
     fn tell(&self, channel: &Channel, state: &LinkState) -> Result<HostSideEvent, ResumeError> {
-        for region in self.memory.hold().regions()? {
+        // What the server before had comes first: after new memory, it counts as new.
+        let regions = self.memory.hold().regions()?.into_iter();
+        let (had, new): (Vec<_>, Vec<_>) =
+            regions.partition(|region| state.standing.had(region) == Had::Yes);
+        for region in had.into_iter().chain(new) {
             let request = Request::map(&region, state.standing.had(&region));
             let mapped: Result<(), DmaError> = ask(channel, &request, Some(&region.fd))?;
             mapped?;

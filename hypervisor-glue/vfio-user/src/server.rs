@@ -225,10 +225,10 @@ impl<D: Device> Server<D> {
                 self.device.disconnected();
                 let none = head.with_client(None);
                 journal.commit(none, self.device.save())?;
-                self.device.saved();
             }
             // Memory of the reply that the client has not taken.
             journal.close()?;
+            self.device.saved();
             return Ok(());
         };
         let failed = |source| Error::Socket {
@@ -242,7 +242,10 @@ impl<D: Device> Server<D> {
         let session = match head.client {
             Some(connected) => Session::resume_kept(stream, regions, connected, journal)?,
             // The process before this one ended its connection, or it has gone by itself.
-            None if socket::hung_up(&stream).unwrap_or(true) => return Ok(()),
+            None if socket::hung_up(&stream).unwrap_or(true) => {
+                self.device.saved();
+                return Ok(());
+            }
             None => {
                 let session = Session::begin_kept(stream, regions, journal)?;
                 self.device.connected(process);

@@ -374,6 +374,18 @@ fn lease_of(
     Ok((id, Wanted::At(range)))
 }
 
+/// Returns the id of a function's lease.
+///
+/// # Errors
+/// As [`reserve`].
+pub fn lease_id(
+    options: &FunctionOptions,
+    drive: &Drive,
+    ledgers: &Ledgers,
+) -> Result<String, OpenError> {
+    Ok(lease_of(options, drive, ledgers)?.0)
+}
+
 /// Takes a lease by size that no function has, to be [truncated](Lease::truncate) to `bytes`. It has what it had, however
 /// little that is.
 ///

@@ -68,7 +68,7 @@ pub(crate) use users::TableUse;
 use crate::address::{Gpa, PAGE_SIZE};
 use crate::clock::Ticks;
 use crate::deadline::{DRAIN_DEADLINE, SystemClock, WaitClock};
-use crate::iova::{Demand, IovaSpace, NoIovas, VmShares};
+use crate::iova::{Demand, IovaSpace, MappingOwner, NoIovas, VmShares};
 use crate::learn::NoShare;
 use crate::memory::file_system::type_of;
 use crate::memory::sync::{Mutex, MutexGuard, try_lock};
@@ -253,6 +253,8 @@ struct Changes {
     departed: Vec<DirtyRange>,
     /// Regions that were mapped so far.
     maps: u64,
+    /// One of them was not found where the process before had it.
+    has_new: bool,
     /// Regions that were unmapped so far.
     unmaps: u64,
 }
@@ -301,7 +303,15 @@ impl DmaWindow {
             function: function.to_owned(),
             limit: limit.filter(|_| self.space.has_iommu()),
         };
-        Self { bounds, ..self }
+        let shares = VmShares {
+            owner: MappingOwner::of_function(function),
+            ..self.shares.clone()
+        };
+        Self {
+            bounds,
+            shares,
+            ..self
+        }
     }
 
     /// The same window, which asks this account before memory is pinned.
@@ -552,7 +562,7 @@ impl DmaWindow {
         let extent = match changes.extent_of(&place) {
             Some(extent) => extent,
             None => {
-                let (vm, spare) = (&self.shares.iovas, changes.spare_iovas());
+                let (vm, spare) = (&self.shares, changes.spare_iovas());
                 let place = (&place, demand);
                 let extent = Extent::new(&self.space, vm, place, spare, &changes.taken);
                 let function = &self.bounds.function;
@@ -573,8 +583,15 @@ impl DmaWindow {
         let is_there = had && extent.is_inherited(&place) && !pinning.lacks_pages();
         if !is_there {
             extent.disinherit(&place);
+            let (memory, part) = (pinning.place.file.mapping(), pinning.place.part());
+            self.space.disinherit(self.shares.owner, memory, &part);
         }
-        let demand = if is_there { Demand::Former } else { demand };
+        // What it had is not to come on top of what it has got since.
+        let is_bounded = !is_there || (demand == Demand::Claimed && changes.has_new);
+        let demand = match demand {
+            Demand::New | Demand::Claimed if is_bounded => Demand::New,
+            _ => Demand::Former,
+        };
         let pinned = self.pin(changes, len, demand).map_err(refused)?;
         let permit = self.shares.mappings.demand(1, demand);
         let permit = permit.map_err(|no_share| {
@@ -605,6 +622,7 @@ impl DmaWindow {
         changes.regions.insert(gpa.0, Arc::new(region));
         changes.mapped += len;
         changes.maps += 1;
+        changes.has_new |= !is_there;
         self.tables.publish(changes, table);
         Ok(())
     }

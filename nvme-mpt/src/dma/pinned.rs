@@ -21,7 +21,7 @@ use std::sync::{Arc, Weak};
 use log::error;
 
 use super::region::GuestFile;
-use super::{Changes, Tables};
+use super::{Changes, Tables, lock};
 use crate::iova::PinnedMemory;
 use crate::memory::holes::lacks_pages;
 use crate::memory::sync::try_lock;
@@ -60,6 +60,12 @@ impl PinnedMemory for Tables {
                 self.check_again(&file);
             }
         }
+    }
+
+    fn end_inheritance(&self) {
+        let changes = lock(&self.changes);
+        let regions = changes.regions.values();
+        regions.for_each(|region| region.extent.end_inheritance());
     }
 }
 

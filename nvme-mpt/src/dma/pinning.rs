@@ -284,7 +284,7 @@ mod tests {
         std::fs::write(folder.path().join("proc/meminfo"), meminfo).unwrap();
         let before = IovaSpace::behind_iommu(iommu.clone(), &usable);
         let before = Arc::new(before);
-        let window = DmaWindow::new(before.clone());
+        let window = DmaWindow::new(before.clone()).of_function("a", None);
         let file = region(0, LEN).fd;
         let of_file = |gpa| MemoryRegion {
             fd: file.try_clone().unwrap(),
@@ -318,6 +318,80 @@ mod tests {
             ));
             crate::kept::keep_for_good(window);
         }
+    }
+
+    /// A VM frees memory and has it again while there is no process, and the next process ends soon.
+    #[test]
+    fn memory_that_is_mapped_anew_is_not_found_where_an_earlier_process_had_it() {
+        let live = Arc::new(LiveState::new(1).unwrap());
+        let iommu = Arc::new(Looking {
+            live,
+            seen: Mutex::default(),
+            refuses: false,
+        });
+        let file = region(0, 4096).fd;
+        let of_file = |gpa| MemoryRegion {
+            fd: file.try_clone().unwrap(),
+            ..region(gpa, 4096)
+        };
+        let pinned = Mapping::shared(file.as_fd(), 0, 4096, Access::ReadWrite).unwrap();
+        pinned.populate().unwrap();
+        let usable = [0..=(1 << 39) - 1];
+        let process = |left: Vec<_>, map: fn(&DmaWindow, MemoryRegion) -> Result<(), DmaError>| {
+            let space = IovaSpace::behind_iommu(iommu.clone(), &usable);
+            let space = Arc::new(space.inheriting(left).unwrap());
+            let window = DmaWindow::new(space.clone()).of_function("a", None);
+            map(&window, of_file(0)).unwrap();
+            let word = Cell64::new(&live_words(), 0).unwrap();
+            let left = space.mappings(Outdated::new(word));
+            crate::kept::keep_for_good(window);
+            left
+        };
+        let first = process(Vec::new(), DmaWindow::map);
+        let second = process(first.clone(), DmaWindow::map);
+        assert_ne!(first, second);
+        assert_eq!(second.len(), 1, "only the new one is there: {second:?}");
+        let third = process(second.clone(), DmaWindow::map_claimed);
+        assert_eq!(second, third);
+    }
+
+    #[test]
+    fn what_a_vm_says_that_it_had_does_not_come_on_top_of_its_limit() {
+        const LEN: u64 = 1 << 20;
+        let live = Arc::new(LiveState::new(1).unwrap());
+        let iommu = Arc::new(Looking {
+            live,
+            seen: Mutex::default(),
+            refuses: false,
+        });
+        let usable = [0..=(1 << 39) - 1];
+        let limit = Some(MemoryLimit::Chosen(LEN));
+        let space = Arc::new(IovaSpace::behind_iommu(iommu.clone(), &usable));
+        let window = DmaWindow::new(space.clone()).of_function("a", limit);
+        let file = region(0, LEN).fd;
+        let of_file = |gpa| MemoryRegion {
+            fd: file.try_clone().unwrap(),
+            ..region(gpa, LEN)
+        };
+        window.map(of_file(0)).unwrap();
+        let pinned = Mapping::shared(file.as_fd(), 0, LEN as usize, Access::ReadWrite).unwrap();
+        pinned.populate().unwrap();
+        let word = Cell64::new(&live_words(), 0).unwrap();
+        let left = space.mappings(Outdated::new(word));
+        crate::kept::keep_for_good(window);
+
+        let space = IovaSpace::behind_iommu(iommu, &usable);
+        let space = Arc::new(space.inheriting(left).unwrap());
+        let window = DmaWindow::new(space).of_function("a", limit);
+        window.map(region(1 << 30, LEN)).unwrap();
+        let error = window.map_claimed(of_file(0)).unwrap_err();
+        let DmaError::Iommu { source, .. } = error else {
+            panic!("{error}");
+        };
+        assert!(matches!(
+            source.downcast(),
+            Ok(MemoryRefusal::Limit { mapped: LEN, .. })
+        ));
     }
 
     /// Words that nobody else has.

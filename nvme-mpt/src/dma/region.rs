@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::MemoryRegion;
 use crate::address::Gpa;
 use crate::iova::{
-    BeforePinning, Demand, IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShare,
+    BeforePinning, Demand, IovaPart, IovaRange, IovaSpace, NoIovas, Permit, VmShares,
 };
 use crate::memory::holes::allocated_bytes;
 use crate::memory::{Access, Mapping, host_page_size};
@@ -247,7 +247,7 @@ impl Extent {
     /// file if others do not need them. `taken` counts them.
     pub(super) fn new(
         space: &Arc<IovaSpace>,
-        vm: &Arc<VmShare>,
+        vm: &VmShares,
         (place, demand): (&Place, Demand),
         spare: u64,
         taken: &Arc<AtomicU64>,
@@ -301,6 +301,12 @@ impl Extent {
         if let Some(iova) = self.iova_of(place) {
             self.iova.disinherit(iova..iova + place.len);
         }
+    }
+
+    /// Takes away whatever the process before had mapped in it, and is not found.
+    pub(super) fn end_inheritance(&self) {
+        let start = self.iova.start();
+        self.iova.disinherit(start..start + self.place.len);
     }
 }
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use uuid::{Uuid, uuid};
 
 use crate::memory::{Access, FilePlace, Mapping};
 
@@ -18,6 +19,34 @@ pub struct IommuMapping {
     pub writable: bool,
     /// Place of the memory; `None` for memory that ends with its process.
     pub file: Option<MappedFile>,
+    /// Whose memory it is.
+    #[serde(default, skip_serializing_if = "MappingOwner::is_driver")]
+    pub owner: MappingOwner,
+}
+
+/// Owner of memory that is mapped: a function, or the drive's driver. What is mapped for one is not found for another: the
+/// numbers of a file may be those of another file once its last descriptor is closed, and its pages are pinned still.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MappingOwner(pub(super) u64);
+
+impl MappingOwner {
+    /// The drive's driver.
+    pub const DRIVER: Self = Self(0);
+
+    /// Namespace of functions' ids (RFC 9562, version 5).
+    const FUNCTIONS: Uuid = uuid!("8d2f6c1e-3f0a-4b57-9f0b-6b0f4f0c6a51");
+
+    /// The function whose lease has this id.
+    #[must_use]
+    pub fn of_function(id: &str) -> Self {
+        let (word, _) = Uuid::new_v5(&Self::FUNCTIONS, id.as_bytes()).as_u64_pair();
+        Self(word.max(1))
+    }
+
+    fn is_driver(&self) -> bool {
+        *self == Self::DRIVER
+    }
 }
 
 /// Place of mapped memory in a file.
@@ -33,7 +62,13 @@ pub struct MappedFile {
 }
 
 impl IommuMapping {
-    pub(super) fn new(iova: u64, memory: &Mapping, part: &Range<usize>, access: Access) -> Self {
+    pub(super) fn new(
+        iova: u64,
+        memory: &Mapping,
+        part: &Range<usize>,
+        access: Access,
+        owner: MappingOwner,
+    ) -> Self {
         let file = memory.place().map(|place| {
             let FilePlace {
                 device,
@@ -51,6 +86,7 @@ impl IommuMapping {
             len: part.len() as u64,
             writable: access == Access::ReadWrite,
             file,
+            owner,
         }
     }
 
@@ -60,19 +96,28 @@ impl IommuMapping {
 
     /// Returns its memory; `None` if that ends with its process.
     pub(super) fn memory(&self) -> Option<Memory> {
-        Some((self.file?, self.len, self.writable))
+        Some((self.owner, self.file?, self.len, self.writable))
     }
 
-    /// Returns whether both are of one file, at the same distance from it.
+    /// Returns whether it has some of the file's bytes in `range`.
+    pub(super) fn has_some_of(&self, file: MappedFile, len: u64) -> bool {
+        self.file.is_some_and(|own| {
+            let is_file = (own.device, own.inode) == (file.device, file.inode);
+            is_file && own.offset < file.offset + len && file.offset < own.offset + self.len
+        })
+    }
+
+    /// Returns whether both are of one owner and one file, at the same distance from it.
     pub(super) fn goes_with(&self, other: &Self) -> bool {
         let distance = |mapping: &Self| {
             let file = mapping.file?;
             let distance = mapping.iova.wrapping_sub(file.offset);
-            Some((file.device, file.inode, mapping.writable, distance))
+            let file = (file.device, file.inode);
+            Some((mapping.owner, file, mapping.writable, distance))
         };
         distance(self).is_some_and(|own| distance(other) == Some(own))
     }
 }
 
-/// Memory that a device can reach: its place in a file, its bytes, and whether the device may write it.
-pub(super) type Memory = (MappedFile, u64, bool);
+/// Memory that a device can reach: its owner, its place in a file, its bytes, and whether the device may write it.
+pub(super) type Memory = (MappingOwner, MappedFile, u64, bool);

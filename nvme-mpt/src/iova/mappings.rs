@@ -9,7 +9,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-use super::mapping::{IommuMapping, MappedFile, Memory};
+use super::mapping::{IommuMapping, MappedFile, MappingOwner, Memory};
 use super::table::MappingTable;
 use crate::memory::Cell64;
 
@@ -35,6 +35,8 @@ impl Outdated {
 pub(super) struct Mappings {
     present: BTreeMap<u64, IommuMapping>,
     inherited: BTreeMap<u64, Inherited>,
+    /// First addresses of those inherited, by their owner.
+    by_owner: BTreeMap<MappingOwner, BTreeSet<u64>>,
     /// Those of the process before that nobody can find any more, until the IOMMU has lost them.
     leaving: BTreeMap<u64, IommuMapping>,
     /// First addresses of those inherited that lie in no range that somebody has, by their memory.
@@ -62,6 +64,8 @@ impl Mappings {
                 is_in_range: false,
             };
             self.inherited.insert(mapping.iova, inherited);
+            let owned = self.by_owner.entry(mapping.owner).or_default();
+            owned.insert(mapping.iova);
             if let Some(memory) = mapping.memory() {
                 let places = self.by_memory.entry(memory).or_default();
                 places.insert(mapping.iova);
@@ -86,6 +90,11 @@ impl Mappings {
     fn all(&self) -> impl Iterator<Item = &IommuMapping> {
         let inherited = self.inherited.values().map(|entry| &entry.mapping);
         self.present.values().chain(inherited)
+    }
+
+    /// Returns whether some of the process before are not found yet.
+    pub(super) fn has_inherited(&self) -> bool {
+        !self.inherited.is_empty()
     }
 
     /// Returns whether the IOMMU has mappings that are about to go.
@@ -160,9 +169,9 @@ impl Mappings {
     }
 
     /// Returns whether the process before had just this memory mapped, and nobody has its addresses.
-    pub(super) fn has(&self, file: MappedFile, len: u64) -> bool {
+    pub(super) fn has(&self, owner: MappingOwner, file: MappedFile, len: u64) -> bool {
         let mut accesses = [true, false].into_iter();
-        accesses.any(|writable| self.by_memory.contains_key(&(file, len, writable)))
+        accesses.any(|writable| self.by_memory.contains_key(&(owner, file, len, writable)))
     }
 
     /// Returns the address at which the process before had this memory.
@@ -207,27 +216,63 @@ impl Mappings {
     pub(super) fn find(&mut self, wanted: &IommuMapping) -> bool {
         let is_it = self.is_inherited(wanted);
         if is_it {
-            self.inherited.remove(&wanted.iova);
-            self.unlist(wanted);
+            self.remove_inherited(wanted.iova);
             self.change();
             self.present.insert(wanted.iova, *wanted);
         }
         is_it
     }
 
-    /// Takes out those that nobody has found, of a range or of all addresses: they are about to go. Each comes with whether
-    /// its addresses are in a range that somebody has.
+    fn remove_inherited(&mut self, iova: u64) -> Option<Inherited> {
+        let entry = self.inherited.remove(&iova)?;
+        let owner = entry.mapping.owner;
+        if let Some(owned) = self.by_owner.get_mut(&owner) {
+            owned.remove(&iova);
+            if owned.is_empty() {
+                self.by_owner.remove(&owner);
+            }
+        }
+        self.unlist(&entry.mapping);
+        Some(entry)
+    }
+
+    /// Takes out those that nobody has found and whose addresses are in no range that somebody has: they are about to go.
+    pub(super) fn take_all_free(&mut self) -> Vec<(IommuMapping, bool)> {
+        let free = self
+            .inherited
+            .iter()
+            .filter(|(_, entry)| !entry.is_in_range);
+        self.take(free.map(|(iova, _)| *iova).collect())
+    }
+
+    /// Takes out those that nobody has found of an owner, with some of the bytes of a file: they are about to go.
+    pub(super) fn take_of(
+        &mut self,
+        owner: MappingOwner,
+        file: MappedFile,
+        len: u64,
+    ) -> Vec<(IommuMapping, bool)> {
+        let owned = self.by_owner.get(&owner).into_iter().flatten();
+        let entries = owned.filter_map(|iova| self.inherited.get(iova));
+        let of_file = entries.filter(|entry| entry.mapping.has_some_of(file, len));
+        self.take(of_file.map(|entry| entry.mapping.iova).collect())
+    }
+
+    /// Takes out those that nobody has found, of a range of addresses: they are about to go. Each comes with whether its
+    /// addresses are in a range that somebody has.
     pub(super) fn take_inherited(&mut self, range: Range<u64>) -> Vec<(IommuMapping, bool)> {
         // One that begins before the range may reach into it.
         let before = self.inherited.range(..range.start).next_back();
         let before = before.filter(|(_, entry)| entry.mapping.end() > range.start);
         let first = before.map(|(iova, _)| *iova);
         let within = self.inherited.range(range).map(|(iova, _)| *iova);
-        let iovas: Vec<u64> = first.into_iter().chain(within).collect();
+        self.take(first.into_iter().chain(within).collect())
+    }
+
+    fn take(&mut self, iovas: Vec<u64>) -> Vec<(IommuMapping, bool)> {
         let mut taken = Vec::with_capacity(iovas.len());
         for iova in iovas {
-            if let Some(entry) = self.inherited.remove(&iova) {
-                self.unlist(&entry.mapping);
+            if let Some(entry) = self.remove_inherited(iova) {
                 self.leaving.insert(iova, entry.mapping);
                 self.leave(iova);
                 taken.push((entry.mapping, entry.is_in_range));

@@ -21,7 +21,7 @@ use crate::memory::sync::{Mutex, MutexGuard};
 use crate::memory::{Access, Mapping, host_page_size};
 use budget::SharedBudget;
 pub(crate) use budget::{Demand, Permit, VmShare};
-pub use mapping::{IommuMapping, MappedFile};
+pub use mapping::{IommuMapping, MappedFile, MappingOwner};
 use mappings::Mappings;
 pub use mappings::Outdated;
 pub use table::LeftMappings;
@@ -97,6 +97,10 @@ pub trait PinnedMemory: Send + Sync + fmt::Debug {
 
     /// Finds pages that were freed although the device has them, and stops what uses them. For large memory, it takes a while.
     fn find_freed(&self);
+
+    /// Takes away from the device what the process before had mapped at the memory's addresses, and is not found. It waits for
+    /// memory that is being pinned.
+    fn end_inheritance(&self);
 }
 
 /// The addresses that a host controller can be given, allotted so that no two parts overlap or
@@ -283,27 +287,33 @@ impl IovaSpace {
         lock(&self.mappings).end_record();
     }
 
-    /// Takes away from the device what the process before had mapped, and nobody has found.
+    /// Takes away from the device what the process before had mapped, and nobody has found: nobody finds memory from now on.
+    /// It takes long if that is much: the kernel unpins memory page by page.
     pub fn end_inheritance(&self) {
-        self.unmap_left(self.leave_inherited());
+        let free = lock(&self.mappings).take_all_free();
+        self.unmap_inherited(free);
+        // Those in the range of a VM that has others, which maps memory there while it has its lock.
+        let pinned: Vec<_> = lock(&self.pinned)
+            .iter()
+            .filter_map(Weak::upgrade)
+            .collect();
+        pinned.iter().for_each(|memory| memory.end_inheritance());
     }
 
-    /// Ends the inheritance at once: nobody finds memory from now on. Returns what [`Self::unmap_left`] has to take away from
-    /// the device. Its addresses are nobody's meanwhile.
+    /// Takes away from the device what the process before had mapped of these bytes of a file for the same owner, and nobody
+    /// has found. They are about to be mapped anew, and the IOMMU may have former pages of them.
+    pub(crate) fn disinherit(&self, owner: MappingOwner, memory: &Mapping, part: &Range<usize>) {
+        let wanted = IommuMapping::new(0, memory, part, memory.access(), owner);
+        if let Some(file) = wanted.file {
+            let former = lock(&self.mappings).take_of(owner, file, wanted.len);
+            self.unmap_inherited(former);
+        }
+    }
+
+    /// Returns whether mappings of the process before are there that may be found.
     #[must_use]
-    pub fn leave_inherited(&self) -> Vec<IommuMapping> {
-        let inherited = lock(&self.mappings).take_inherited(0..u64::MAX);
-        let (in_range, free): (Vec<_>, Vec<_>) = inherited
-            .into_iter()
-            .partition(|(_, is_in_range)| *is_in_range);
-        // Others may be mapped at these addresses as soon as this returns.
-        self.unmap_inherited(in_range);
-        free.into_iter().map(|(mapping, _)| mapping).collect()
-    }
-
-    /// Takes away from the device what [`Self::leave_inherited`] returned, which may take long.
-    pub fn unmap_left(&self, left: Vec<IommuMapping>) {
-        self.unmap_inherited(left.into_iter().map(|mapping| (mapping, false)).collect());
+    pub fn has_inherited(&self) -> bool {
+        lock(&self.mappings).has_inherited()
     }
 
     /// Returns whether mappings of the process before are there that nobody can find.
@@ -317,14 +327,14 @@ impl IovaSpace {
         lock(&self.mappings).tell(outdated)
     }
 
-    /// Returns the bytes of this memory, by places in files and their lengths, that the process before had mapped and nobody
-    /// has found yet. They are not pinned again.
+    /// Returns the bytes of an owner's memory, by places in files and their lengths, that the process before had mapped and
+    /// nobody has found yet. They are not pinned again.
     #[must_use]
-    pub fn inherited_of(&self, memory: &[(MappedFile, u64)]) -> u64 {
+    pub fn inherited_of(&self, owner: MappingOwner, memory: &[(MappedFile, u64)]) -> u64 {
         let mappings = lock(&self.mappings);
         let there = memory
             .iter()
-            .filter(|(file, len)| mappings.has(*file, *len));
+            .filter(|(file, len)| mappings.has(owner, *file, *len));
         there.map(|(_, len)| len).sum()
     }
 
@@ -354,7 +364,7 @@ impl IovaSpace {
     /// Takes a part with room for `len` bytes for the driver itself; it is given back when dropped.
     #[must_use]
     pub fn allocate(self: &Arc<Self>, len: u64) -> Option<IovaRange> {
-        self.allocate_by(len, || self.iovas.for_driver(len))
+        self.allocate_by(len, MappingOwner::DRIVER, || self.iovas.for_driver(len))
     }
 
     /// Takes the next part behind the last that was taken. So a VM that maps page by page does not look through all that is
@@ -362,6 +372,7 @@ impl IovaSpace {
     fn allocate_by(
         self: &Arc<Self>,
         len: u64,
+        owner: MappingOwner,
         permit: impl FnOnce() -> Permit,
     ) -> Option<IovaRange> {
         if len == 0 {
@@ -374,13 +385,14 @@ impl IovaSpace {
         };
         taken.parts.insert(start, start + len);
         taken.last = start;
-        Some(self.range(start, permit()))
+        Some(self.range(start, owner, permit()))
     }
 
-    fn range(self: &Arc<Self>, start: u64, permit: Permit) -> IovaRange {
+    fn range(self: &Arc<Self>, start: u64, owner: MappingOwner, permit: Permit) -> IovaRange {
         IovaRange {
             space: self.clone(),
             start,
+            owner,
             stuck: AtomicBool::new(false),
             permit,
         }
@@ -395,18 +407,20 @@ impl IovaSpace {
     /// [`NoIovas`].
     pub(crate) fn allocate_for(
         self: &Arc<Self>,
-        vm: &Arc<VmShare>,
+        vm: &VmShares,
         (demand, had): (Demand, bool),
         len: u64,
         memory: &Mapping,
         part: &Range<usize>,
     ) -> Result<IovaRange, NoIovas> {
-        let wanted = IommuMapping::new(0, memory, part, memory.access());
-        if had && let Some(inherited) = self.inherited_range(len, &wanted, || vm.inherit(len)) {
+        let VmShares { owner, iovas, .. } = vm;
+        let wanted = IommuMapping::new(0, memory, part, memory.access(), *owner);
+        if had && let Some(inherited) = self.inherited_range(len, &wanted, || iovas.inherit(len)) {
             return Ok(inherited);
         }
-        let permit = vm.demand(len, demand).map_err(NoIovas::Share)?;
-        self.allocate_by(len, || permit).ok_or(NoIovas::Room)
+        let permit = iovas.demand(len, demand).map_err(NoIovas::Share)?;
+        let range = self.allocate_by(len, *owner, || permit);
+        range.ok_or(NoIovas::Room)
     }
 
     fn inherited_range(
@@ -428,7 +442,7 @@ impl IovaSpace {
             mappings.give_to_range(iova);
         }
         taken.parts.insert(start, end);
-        Some(self.range(start, permit()))
+        Some(self.range(start, wanted.owner, permit()))
     }
 
     /// Takes away from the device what the process before had mapped in `range`. Returns whether all is unmapped.
@@ -477,6 +491,7 @@ impl IovaSpace {
     /// The shares of another VM.
     pub(crate) fn new_vm(&self) -> VmShares {
         VmShares {
+            owner: MappingOwner::DRIVER,
             mappings: VmShare::new(&self.budget),
             iovas: VmShare::new(&self.iovas),
         }
@@ -490,7 +505,7 @@ impl IovaSpace {
     /// That there are no addresses for it, or what the kernel reports.
     pub fn map(self: &Arc<Self>, memory: &Mapping, access: Access) -> io::Result<IovaPart> {
         let (len, part) = (memory.len() as u64, 0..memory.len());
-        let wanted = IommuMapping::new(0, memory, &part, memory.access());
+        let wanted = IommuMapping::new(0, memory, &part, memory.access(), MappingOwner::DRIVER);
         let inherited = self.inherited_range(len, &wanted, || self.iovas.for_driver(len));
         let range = inherited.or_else(|| self.allocate(len)).ok_or_else(|| {
             io::Error::other(format!(
@@ -507,6 +522,8 @@ impl IovaSpace {
 /// One VM's shares of what an IOMMU has.
 #[derive(Clone, Debug)]
 pub(crate) struct VmShares {
+    /// Owner of what is mapped for the VM.
+    pub(crate) owner: MappingOwner,
     /// Mappings.
     pub(crate) mappings: Arc<VmShare>,
     /// Addresses.
@@ -527,6 +544,7 @@ pub(crate) enum NoIovas {
 pub struct IovaRange {
     space: Arc<IovaSpace>,
     start: u64,
+    owner: MappingOwner,
     /// Some of it cannot be unmapped.
     stuck: AtomicBool,
     permit: Permit,
@@ -547,11 +565,13 @@ impl IovaRange {
 
     /// Returns whether the process before has left `part` of this memory mapped from `iova` on, and nobody has found it.
     pub(crate) fn is_inherited(&self, iova: u64, memory: &Mapping, part: &Range<usize>) -> bool {
-        let mapping = IommuMapping::new(iova, memory, part, memory.access());
+        let access = memory.access();
+        let mapping = IommuMapping::new(iova, memory, part, access, self.owner);
         lock(&self.space.mappings).is_inherited(&mapping)
     }
 
-    /// Takes away from the device what the process before had mapped in a part of this range, and nobody has found.
+    /// Takes away from the device what the process before had mapped in a part of this range, and nobody has found. Nobody
+    /// maps memory there meanwhile.
     pub(crate) fn disinherit(&self, iovas: Range<u64>) {
         let _ = self.space.drop_inherited(iovas);
     }
@@ -573,7 +593,7 @@ impl IovaRange {
     ) -> io::Result<IovaPart> {
         let len = part.len() as u64;
         if let Some(iommu) = &self.space.iommu {
-            let mapping = IommuMapping::new(iova, memory, &part, access);
+            let mapping = IommuMapping::new(iova, memory, &part, access, self.owner);
             // Not held while memory is pinned.
             let mut mappings = lock(&self.space.mappings);
             let is_there = mappings.find(&mapping);

@@ -9,6 +9,7 @@
 //! | 1, 2 | IOVA, bytes |
 //! | 3 | 1 if the device may write, 2 if the memory has a place in a file |
 //! | 4, 5, 6 | the file's device and inode, and the offset in it |
+//! | 7 | the owner |
 //!
 //! A mapping's slot is free, *coming* before the IOMMU is asked to map, *there* once it has, *leaving* before it is asked
 //! to unmap, and free again once it has. The other words are written while the slot is free. So a process may be killed
@@ -24,7 +25,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use super::mapping::{IommuMapping, MappedFile};
+use super::mapping::{IommuMapping, MappedFile, MappingOwner};
 use crate::memory::{Access, Cell64, Mapping, host_page_size, sealed_memfd};
 
 /// First word of a table that holds.
@@ -97,7 +98,7 @@ impl LeftMappings {
     }
 
     fn add(&mut self, words: [u64; WORDS]) -> io::Result<()> {
-        let [state, iova, len, flags, device, inode, offset, _] = words;
+        let [state, iova, len, flags, device, inode, offset, owner] = words;
         let page = host_page_size() as u64;
         if state == FREE {
             return Ok(());
@@ -117,6 +118,7 @@ impl LeftMappings {
                 len,
                 writable: flags & WRITABLE != 0,
                 file: (flags & HAS_FILE != 0).then_some(file),
+                owner: MappingOwner(owner),
             }),
             COMING | LEAVING => self.uncertain.push(iova..end),
             _ => return Err(invalid("a mapping in the table has an unknown state")),
@@ -206,12 +208,13 @@ impl MappingTable {
             len,
             writable,
             file,
+            owner,
         } = *mapping;
         let flags = u64::from(writable) * WRITABLE + u64::from(file.is_some()) * HAS_FILE;
         let [device, inode, offset] =
             file.map_or([0; 3], |file| [file.device, file.inode, file.offset]);
         let at = SLOTS_AT + slot * SLOT;
-        for (index, word) in (1..).zip([iova, len, flags, device, inode, offset]) {
+        for (index, word) in (1..).zip([iova, len, flags, device, inode, offset, owner.0]) {
             self.store(at + 8 * index, word);
         }
         self.store(at, COMING);

@@ -16,6 +16,8 @@ use crate::memory::{Cell64, memfd};
 
 const PAGE: u64 = 4096;
 
+const DRIVER: MappingOwner = MappingOwner::DRIVER;
+
 /// The demand of a function for memory that it had under the process before.
 const HAD: (Demand, bool) = (Demand::Former, true);
 
@@ -125,13 +127,7 @@ fn memory_of_a_file_is_found_where_it_was_and_the_rest_is_unmapped() {
     let made = iommu.made();
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, Access::ReadWrite);
-    let first = next.allocate_for(
-        &next.new_vm().iovas,
-        HAD,
-        16 * PAGE,
-        &whole,
-        &(0..PAGE as usize),
-    );
+    let first = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
     let first = Arc::new(first.expect("room"));
     assert_eq!(first.start(), starts[0]);
     let map = |page: u64| {
@@ -177,7 +173,7 @@ fn other_memory_is_mapped_elsewhere() {
     ] {
         let made = iommu.made();
         let range = next
-            .allocate_for(&next.new_vm().iovas, HAD, PAGE, &memory, &first)
+            .allocate_for(&next.new_vm(), HAD, PAGE, &memory, &first)
             .expect("room");
         assert!(!starts.contains(&range.start()));
         let access = memory.access();
@@ -202,18 +198,18 @@ fn inherited_memory_counts_for_those_whose_memory_it_is() {
     let place = |file: &OwnedFd, page: u64, pages: u64| {
         let memory = memory(file, page * PAGE, pages, Access::ReadWrite);
         let part = 0..memory.len();
-        let mapping = IommuMapping::new(0, &memory, &part, Access::ReadWrite);
+        let mapping = IommuMapping::new(0, &memory, &part, Access::ReadWrite, DRIVER);
         (mapping.file.expect("a file"), mapping.len)
     };
     // Of pages 0, 1 and 2, the one between was not mapped.
     let own = [0, 1, 2].map(|page| place(&file, page, 1));
-    assert_eq!(next.inherited_of(&own), 2 * PAGE);
+    assert_eq!(next.inherited_of(DRIVER, &own), 2 * PAGE);
     // It would be mapped anew.
-    assert_eq!(next.inherited_of(&[place(&file, 0, 2)]), 0);
+    assert_eq!(next.inherited_of(DRIVER, &[place(&file, 0, 2)]), 0);
     let neighbour = memfd(c"neighbour", 16 * PAGE).expect("memory");
-    assert_eq!(next.inherited_of(&[place(&neighbour, 0, 1)]), 0);
+    assert_eq!(next.inherited_of(DRIVER, &[place(&neighbour, 0, 1)]), 0);
     next.end_inheritance();
-    assert_eq!(next.inherited_of(&own), 0);
+    assert_eq!(next.inherited_of(DRIVER, &own), 0);
 }
 
 /// A client may have freed the pages of its file, and may have mapped it again: the IOMMU has the former pages.
@@ -224,11 +220,47 @@ fn memory_that_is_new_is_not_found_where_a_file_was_mapped() {
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, Access::ReadWrite);
     let (vm, new) = (next.new_vm(), (Demand::New, false));
-    let range = next.allocate_for(&vm.iovas, new, 16 * PAGE, &whole, &(0..PAGE as usize));
+    let range = next.allocate_for(&vm, new, 16 * PAGE, &whole, &(0..PAGE as usize));
     let range = range.expect("room");
     let taken = range.start()..range.start() + 16 * PAGE;
     assert!(starts.iter().all(|start| !taken.contains(start)));
     assert_eq!(iommu.starts(), starts, "nothing was mapped or unmapped");
+}
+
+/// The numbers of a file that is closed may be those of another function's file by now.
+#[test]
+fn memory_of_one_function_is_not_found_for_another() {
+    let iommu = Arc::new(SharedIommu::default());
+    let file = memfd(c"guest", 4 * PAGE).expect("memory");
+    let whole = memory(&file, 0, 4, Access::ReadWrite);
+    let vm_of = |space: &Arc<IovaSpace>, id: &str| VmShares {
+        owner: MappingOwner::of_function(id),
+        ..space.new_vm()
+    };
+    let before = space(&iommu, Vec::new());
+    let map = |space: &Arc<IovaSpace>, id: &str| {
+        let vm = vm_of(space, id);
+        let range = space.allocate_for(&vm, HAD, PAGE, &whole, &page(0));
+        let range = Arc::new(range.expect("room"));
+        let start = range.start();
+        let permit = space.budget.for_driver(1);
+        let access = Access::ReadWrite;
+        let mapped = range.map(start, &whole, page(0), access, permit, &mut |_| Ok(()));
+        keep_for_good(mapped.expect("map"));
+        start
+    };
+    let own = map(&before, "a");
+    let left = before.mappings(outdated().0);
+    let next = space(&iommu, left);
+    assert_ne!(map(&next, "b"), own);
+    assert_eq!(iommu.made(), 2);
+    assert_eq!(map(&next, "a"), own);
+    assert_eq!(iommu.made(), 2);
+    // What is mapped for one is not taken away for another.
+    let left = next.mappings(outdated().0);
+    let last = space(&iommu, left);
+    last.disinherit(MappingOwner::of_function("b"), &whole, &(0..4096));
+    assert_eq!(iommu.starts(), [own]);
 }
 
 #[test]
@@ -239,6 +271,7 @@ fn an_address_that_is_mapped_twice_ends_the_table() {
         len: PAGE,
         writable: true,
         file: None,
+        owner: DRIVER,
     };
     table.begin(&mapping);
     table.settle(PAGE);
@@ -254,24 +287,12 @@ fn a_range_that_ends_takes_what_was_inherited_in_it_along() {
     let (inherited, file, starts) = ended(&iommu);
     let next = space(&iommu, inherited);
     let whole = memory(&file, 0, 16, Access::ReadWrite);
-    let range = next.allocate_for(
-        &next.new_vm().iovas,
-        HAD,
-        16 * PAGE,
-        &whole,
-        &(0..PAGE as usize),
-    );
+    let range = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
     assert_eq!(range.expect("room").start(), starts[0]);
     // Nobody has mapped its pages; that of lists is there still.
     assert_eq!(iommu.starts().len(), 1);
     // Nothing is left of the range.
-    let again = next.allocate_for(
-        &next.new_vm().iovas,
-        HAD,
-        16 * PAGE,
-        &whole,
-        &(0..PAGE as usize),
-    );
+    let again = next.allocate_for(&next.new_vm(), HAD, 16 * PAGE, &whole, &(0..PAGE as usize));
     let again = Arc::new(again.expect("room"));
     let permit = next.budget.for_driver(1);
     let mapped = again.map(
@@ -310,6 +331,7 @@ fn mappings_that_cannot_be_are_refused() {
         len,
         writable: true,
         file: None,
+        owner: DRIVER,
     };
     let at = 4 * ALIGNMENT;
     for wrong in [
@@ -414,7 +436,7 @@ fn map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> IovaPart {
 
 fn try_map_page(space: &Arc<IovaSpace>, whole: &Mapping, number: u64) -> io::Result<IovaPart> {
     let vm = space.new_vm();
-    let range = space.allocate_for(&vm.iovas, HAD, PAGE, whole, &page(number));
+    let range = space.allocate_for(&vm, HAD, PAGE, whole, &page(number));
     let range = Arc::new(range.expect("room"));
     let permit = space.budget.for_driver(1);
     range.map(
@@ -614,7 +636,7 @@ fn mappings_that_the_space_cannot_have_cost_all_of_them() {
         let next = IovaSpace::behind_iommu(iommu.clone(), &USABLE).surviving(left);
         let next = Arc::new(next.expect("an IOMMU that can be asked"));
         assert_eq!(iommu.starts(), [] as [u64; 0]);
-        assert!(next.leave_inherited().is_empty());
+        next.end_inheritance();
         keep_for_good(map_page(&next, &whole, 1));
         assert_eq!(iommu.made(), 1);
     }
@@ -627,6 +649,7 @@ fn a_table_that_is_full_holds_no_more() {
         len: PAGE,
         writable: true,
         file: None,
+        owner: DRIVER,
     };
     let first = mapping(ALIGNMENT);
     let (mut table, file) = MappingTable::new(Some(1), [first].iter()).expect("memory");

@@ -113,7 +113,7 @@ fn guests_go_on(doorbell_buffer: DoorbellBufferUse) {
         let again = model.model_iommu().made() - made;
         assert!(again <= of_queues, "{again} mappings were made again");
         let memory = machine.function().host().stats().memory.regions as usize;
-        host.drive.controller().end_inheritance(Duration::ZERO);
+        end_inheritance(&host);
         let kept = model.model_iommu().iovas();
         let kept = kept.iter().filter(|iova| reached.contains(iova)).count();
         let admin = 1 + usize::from(doorbell_buffer != DoorbellBufferUse::None);
@@ -162,7 +162,7 @@ fn commands_in_flight_end_before_the_next_process_has_the_drive() {
     std::mem::forget((machine, host));
     let host = go_on(&model, handed).unwrap();
     // Nothing of it touches memory that is not mapped any more.
-    host.drive.controller().end_inheritance(Duration::ZERO);
+    end_inheritance(&host);
     model.let_go();
     let machine = host.machine(&Setup::nth(1));
     let (next, mut disk) = machine.disk();
@@ -331,6 +331,16 @@ fn kill(host: Host) {
     std::mem::forget(host);
 }
 
+/// Has the drive lose what the process before had mapped and no function has.
+fn end_inheritance(host: &Host) {
+    let controller = host.drive.controller();
+    controller.end_inheritance(Duration::ZERO);
+    let space = controller.iova_space();
+    wait_for("the end of the inheritance", || {
+        !space.has_inherited() && !space.has_leavings()
+    });
+}
+
 fn close(model: &ModelDrive) {
     model.set_bus_master(false).unwrap();
     model.reset().unwrap();
@@ -375,7 +385,7 @@ fn memory_of_guests_stays_mapped_when_their_server_dies() {
         let of_processes = if process == 2 { 2 } else { 0 } + 2 + 2 * 2;
         let again = model.model_iommu().made() - made;
         assert!(again <= of_processes, "{again} mappings were made again");
-        host.drive.controller().end_inheritance(Duration::ZERO);
+        end_inheritance(&host);
         let kept = model.model_iommu().iovas();
         let kept = kept.iter().filter(|iova| reached.contains(iova)).count();
         assert_eq!(
@@ -459,7 +469,7 @@ fn memory_whose_pages_were_freed_while_no_server_ran_is_mapped_anew() {
         "of {} regions",
         regions.len()
     );
-    host.drive.controller().end_inheritance(Duration::ZERO);
+    end_inheritance(&host);
     machine.function().resume();
     let (controller, mut disk) = machine.disk();
     disk.write(0, &[7; 4096]).unwrap();

@@ -74,7 +74,7 @@ impl DescriptorKeeper for SharedBag {
 
     fn let_go(&self) -> io::Result<()> {
         let retained = self.bag().retain(|number| number != MAPPINGS);
-        retained.map_err(io::Error::other)
+        retained.map(drop).map_err(io::Error::other)
     }
 }
 

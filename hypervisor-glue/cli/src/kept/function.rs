@@ -599,6 +599,7 @@ impl SurvivingFunction {
                 files,
                 client,
                 committed: named,
+                committing: None,
                 // The process before may have ended before it let go of some.
                 has_left_files: true,
                 is_changed: false,
@@ -662,7 +663,10 @@ struct Inner {
     client: ClientState,
     /// Numbers that the last committed state names.
     committed: BTreeSet<u64>,
-    /// The bag has files of memory that the client has no more. They may be all that is left of a VM with its memory.
+    /// Numbers that the state names which is being committed.
+    committing: Option<BTreeSet<u64>>,
+    /// The bag has files of memory that the client has no more, or the socket of a client that is gone, with files in its
+    /// queue. They may be all that is left of a VM with its memory.
     has_left_files: bool,
     is_changed: bool,
     /// Bytes of the last state.
@@ -697,6 +701,7 @@ impl KeptFunction {
                 files: BTreeMap::new(),
                 client: ClientState::default(),
                 committed: BTreeSet::new(),
+                committing: None,
                 has_left_files: false,
                 is_changed: true,
                 last: Vec::new(),
@@ -747,6 +752,7 @@ impl KeptFunction {
     /// Forgets the client.
     pub(crate) fn forget_client(&self) {
         let mut inner = self.inner();
+        inner.has_left_files |= inner.client.stream.is_some();
         inner.client = ClientState::default();
         inner.forget_unused_files();
         inner.is_changed = true;
@@ -821,19 +827,22 @@ impl KeptFunction {
         self.inner().forget_unused_files();
     }
 
-    /// Lets go of files of memory that the client has no more, after a state without them was committed.
-    pub(crate) fn let_go_of_files(&self) {
+    /// Notes that the last [state](Self::state) was committed, and lets go of files of memory that the client has no more.
+    pub(crate) fn committed(&self) {
         let mut inner = self.inner();
-        if !inner.has_left_files {
+        if let Some(named) = inner.committing.take() {
+            inner.committed = named;
+        }
+        if !std::mem::take(&mut inner.has_left_files) {
             return;
         }
         let named = inner.client.numbers();
-        match inner.remove_waste(&named) {
-            Ok(()) => inner.has_left_files = false,
-            Err(error) => log::warn!(
+        // Whatever is forgotten next tries again, and so does a bag that is full.
+        if let Err(error) = inner.remove_waste(&named) {
+            log::warn!(
                 "{}: files of memory that nobody uses stay with the keeper: {error}",
                 self.socket.display()
-            ),
+            );
         }
     }
 
@@ -901,7 +910,7 @@ impl KeptFunction {
         if bytes == inner.last {
             return None;
         }
-        inner.committed = inner.client.numbers();
+        inner.committing = Some(inner.client.numbers());
         inner.last.clone_from(&bytes);
         Some(bytes)
     }
@@ -989,9 +998,9 @@ impl Inner {
                 || named.contains(&number)
                 || files.contains(&number)
                 || self.committed.contains(&number)
+                || self.committing.iter().flatten().any(|used| *used == number)
         };
-        self.bag.retain(used).map_err(io::Error::other)?;
-        self.messages = self.bag.contents().map_err(io::Error::other)?.len();
+        self.messages = self.bag.retain(used).map_err(io::Error::other)?;
         Ok(())
     }
 }
@@ -1010,6 +1019,7 @@ impl ControlKeeper for StoreBetween {
         match store.store(&bytes) {
             Ok(()) => {
                 inner.committed = inner.client.numbers();
+                inner.committing = None;
                 inner.last = bytes;
             }
             Err(error) => log::error!(

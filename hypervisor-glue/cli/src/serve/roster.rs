@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nvme_mpt::attachment::GrowError;
+use nvme_mpt::iova::MappingOwner;
 use nvme_mpt::lease::{Claim, Extents, LeaseError};
 use nvme_mpt::range::Bytes;
 use nvme_mpt::{Drive, Pollers, clock};
@@ -769,7 +770,11 @@ impl Roster {
         };
         // What the drive has of other functions does not help this one.
         let space = drive.controller().iova_space();
-        let there = space.inherited_of(&keeping.memory_of(socket));
+        let Ok(lease) = open::lease_id(function, &drive, &self.terms.ledgers) else {
+            return false;
+        };
+        let owner = MappingOwner::of_function(&lease);
+        let there = space.inherited_of(owner, &keeping.memory_of(socket));
         if memory.saturating_sub(there) <= PINNED_AT_ONCE {
             return false;
         }

@@ -270,9 +270,6 @@ impl PhysicalDrive {
         if admin.has_events() {
             return Err(no_state("one of its events is not dealt with yet"));
         }
-        if self.space.has_leavings() {
-            return Err(no_state("memory that no function has is being unmapped"));
-        }
         let memory = ControllerError::Memory;
         let header = memfd(c"nvme-mpt-drive", STATE_AT as u64).map_err(memory)?;
         let mapping = Mapping::shared(header.as_fd(), 0, STATE_AT, Access::ReadWrite);
@@ -292,6 +289,10 @@ impl PhysicalDrive {
             has_doorbell_buffer: self.buffer.is_some(),
             mappings: self.space.mappings(Outdated::new(outdated)),
         };
+        // Those that go from now on are told of.
+        if self.space.has_leavings() {
+            return Err(no_state("memory that no function has is being unmapped"));
+        }
         let state = serde_json::to_vec(&state).map_err(|error| memory(error.into()))?;
         let file = File::from(header);
         file.set_len((STATE_AT + state.len()) as u64)

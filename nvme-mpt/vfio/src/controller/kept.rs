@@ -20,6 +20,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use log::{error, warn};
 
@@ -33,8 +34,8 @@ use nvme_mpt::deadline::Deadline;
 use nvme_mpt::iova::{IovaSpace, LeftMappings};
 use nvme_mpt::poller::Threads;
 
-/// Bytes that are unmapped in a moment.
-const UNMAPPED_AT_ONCE: u64 = 1 << 30;
+/// Time in which what the process before had mapped is found, unless it is [ended](IovaSpace::end_inheritance) earlier.
+pub(super) const INHERITANCE: Duration = Duration::from_secs(60);
 
 /// Place for descriptors that outlives this process.
 pub trait DescriptorKeeper: Send + Sync + fmt::Debug {
@@ -136,31 +137,19 @@ pub(super) fn keep(
     Ok(())
 }
 
-/// Takes away what the process before had mapped, and nobody has found. Many bytes go on a thread of their own: the kernel
-/// unpins them page by page.
-fn end_inheritance(space: &Arc<IovaSpace>, threads: &Threads) {
-    let left = space.leave_inherited();
-    if left.iter().map(|mapping| mapping.len).sum::<u64>() <= UNMAPPED_AT_ONCE {
-        return space.unmap_left(left);
-    }
-    let unmap = {
-        let (space, left) = (space.clone(), left.clone());
-        move || space.unmap_left(left)
-    };
-    if threads.spawn("unmap", Box::new(unmap)).is_err() {
-        space.unmap_left(left);
-    }
-}
-
 impl PhysicalDrive {
-    /// Ends the inheritance of mappings if it is time.
+    /// Ends the inheritance of mappings if it is time, on a thread of its own: the kernel unpins memory page by page.
     pub(super) fn check_inheritance(&self, threads: &Threads) {
         let mut end = lock(&self.inheritance);
         if !end.as_ref().is_some_and(Deadline::has_passed) {
             return;
         }
-        *end = None;
-        end_inheritance(&self.space, threads);
+        let space = self.space.clone();
+        let begun = threads.spawn("unmap", Box::new(move || space.end_inheritance()));
+        // Without a thread, the next look tries again.
+        if begun.is_ok() {
+            *end = None;
+        }
     }
 
     /// Gives the function up, with all mappings.

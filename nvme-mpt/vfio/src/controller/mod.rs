@@ -121,8 +121,7 @@ struct PhysicalDrive {
     buffer: Option<DoorbellBuffer>,
     /// Has the mappings for the process after a death of this one.
     keeper: Option<Arc<dyn DescriptorKeeper>>,
-    /// When what the process before had mapped, and nobody has by then, is taken away; `None` before that is decided, and
-    /// afterwards.
+    /// When what the process before had mapped, and nobody has by then, is taken away; `None` afterwards.
     inheritance: Mutex<Option<Deadline>>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
@@ -323,6 +322,8 @@ impl PhysicalDrive {
             buffer,
             keeper,
         } = parts;
+        // A drive that comes late is not told when all functions are there.
+        let inheritance = Deadline::after(&backing.clock(), kept::INHERITANCE);
         Ok(Self {
             registers,
             space,
@@ -341,7 +342,7 @@ impl PhysicalDrive {
             reset_over: Condvar::new(),
             buffer,
             keeper,
-            inheritance: Mutex::default(),
+            inheritance: Mutex::new(Some(inheritance)),
             gone: AtomicBool::new(false),
             reset_wanted: AtomicBool::new(false),
             closing: AtomicBool::new(false),

@@ -19,6 +19,7 @@ use thiserror::Error;
 use crate::progress::{say, seconds};
 
 mod at_once;
+pub mod balloon;
 mod bench;
 
 pub use bench::Bench;

@@ -21,6 +21,7 @@ use crate::process::{self, ProcessError, Supervised};
 use crate::provision::{Assets, lab};
 
 mod agent;
+pub mod balloon;
 mod channel;
 pub mod fio;
 pub mod firmware;

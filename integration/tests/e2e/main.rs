@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use clap::Parser;
 use integration::checks::{self, FULL, Options};
 
+mod balloon;
 mod btrfs;
 mod doorbells;
 mod ext4;
@@ -68,6 +69,7 @@ const GROUPS: &[Group] = &[
     fabrics::GROUP,
     viommu::GROUP,
     btrfs::GROUP,
+    balloon::GROUP,
     faults::GROUP,
     tenants::GROUP,
     zones::GROUP,

@@ -1,0 +1,282 @@
+//! Guests that give memory back, by a balloon and by free page reporting, while fio verifies on a drive.
+
+use std::time::{Duration, Instant};
+
+use super::{Bench, Failure, at, expect};
+use crate::guest::balloon::MemoryFile;
+use crate::guest::fio::Fio;
+use crate::guest::{Agent, Drive, Guest, GuestConfig, HOTPLUG_BUS};
+use crate::progress::{say, seconds};
+use crate::provision::Assets;
+use crate::server::FunctionOptions;
+
+/// Module of the balloon's driver.
+pub const MODULE: &str = "virtio_balloon";
+
+const MEMORY_MIB: u32 = 384;
+/// Size of the balloon.
+const BALLOON: u64 = 128 << 20;
+/// Memory that the guest uses and has free then.
+const USED: u64 = 96 << 20;
+/// Memory that the machine has below 1 MiB and lets no device use.
+const UNMAPPED: u64 = 1 << 20;
+/// Number of times that the balloon is inflated and deflated under load.
+const ROUNDS: u32 = 3;
+/// Passes of fio with a balloon of each size.
+const PASSES: u32 = 1;
+/// Longer than all that a busy guest needs.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A VMM whose guest has a balloon.
+pub trait Ballooned {
+    /// The guest.
+    fn guest(&self) -> &Agent;
+
+    /// Asks the guest, whose memory has `memory` bytes, to have `size` bytes in its balloon.
+    ///
+    /// # Errors
+    /// If the VMM refuses.
+    fn set_balloon(&mut self, memory: u64, size: u64) -> Result<(), Failure>;
+}
+
+impl Ballooned for Guest {
+    fn guest(&self) -> &Agent {
+        self
+    }
+
+    fn set_balloon(&mut self, memory: u64, size: u64) -> Result<(), Failure> {
+        Ok(self.leave(memory - size)?)
+    }
+}
+
+/// Pinning of a guest's memory by its drive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pinning {
+    /// A software drive: its server maps the memory alone.
+    None,
+    /// A physical drive.
+    All,
+}
+
+/// A guest with an empty balloon, or with one of [`BALLOON`].
+pub struct Balloon<V> {
+    vmm: V,
+    /// What the guest's kernel has with an empty balloon.
+    total_kib: u64,
+}
+
+impl<V: Ballooned> Balloon<V> {
+    /// Takes a guest whose balloon is empty, and loads the driver.
+    ///
+    /// # Errors
+    /// If the guest fails.
+    pub fn new(vmm: V) -> Result<Self, Failure> {
+        vmm.guest().load_modules()?;
+        let total = "awk '/^MemTotal:/ { print $2 }' /proc/meminfo";
+        let text = vmm.guest().check(total, PATIENCE)?;
+        let total_kib = text.trim().parse();
+        let total_kib = total_kib.map_err(|_| Failure::from(format!("MemTotal is {text}")))?;
+        Ok(Self { vmm, total_kib })
+    }
+
+    /// The VMM.
+    pub fn vmm(&mut self) -> &mut V {
+        &mut self.vmm
+    }
+
+    /// The guest's memory.
+    ///
+    /// # Errors
+    /// If the host can't tell.
+    pub fn memory(&self) -> Result<MemoryFile, Failure> {
+        let pid = self.vmm.guest().pid();
+        MemoryFile::of_process(pid).map_err(at(format!("/proc/{pid}/fd")))
+    }
+
+    /// Has the guest inflate its balloon to [`BALLOON`], and waits for that.
+    ///
+    /// # Errors
+    /// If the VMM or the guest fails.
+    pub fn inflate(&mut self) -> Result<(), Failure> {
+        self.set(BALLOON)
+    }
+
+    /// Has the guest empty its balloon, and waits for that.
+    ///
+    /// # Errors
+    /// If the VMM or the guest fails.
+    pub fn deflate(&mut self) -> Result<(), Failure> {
+        self.set(0)
+    }
+
+    fn set(&mut self, size: u64) -> Result<(), Failure> {
+        let memory = self.memory()?.len_bytes;
+        self.vmm.set_balloon(memory, size)?;
+        // The driver takes pages in the balloon out of its kernel's memory.
+        let left_kib = self.total_kib - size / 1024;
+        let script =
+            format!("until grep -q '^MemTotal: *{left_kib} kB' /proc/meminfo; do sleep 0.1; done");
+        self.vmm.guest().check(&script, PATIENCE)?;
+        Ok(())
+    }
+
+    /// Has the guest use memory and free it. Returns its memory while it was in use.
+    ///
+    /// # Errors
+    /// If the guest fails.
+    pub fn use_and_free(&self) -> Result<MemoryFile, Failure> {
+        let guest = self.vmm.guest();
+        guest.check(&format!("head -c {USED} /dev/zero >/run/used"), PATIENCE)?;
+        let memory = self.memory()?;
+        guest.check("rm /run/used", PATIENCE)?;
+        Ok(memory)
+    }
+
+    /// Waits until the host has got memory back, and no more than `most` bytes are left in the memory file.
+    ///
+    /// # Errors
+    /// If the host does not get it.
+    pub fn await_freed(&self, most: u64) -> Result<(), Failure> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let memory = self.memory()?;
+            if memory.allocated_bytes <= most {
+                return Ok(());
+            }
+            expect(Instant::now() < deadline, || {
+                format!(
+                    "The guest gave memory back, and its file has more than {most} bytes: {memory:?}"
+                )
+            })?;
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Has fio write and verify on the first namespace, past the page cache and through it, while the balloon is
+    /// inflated and deflated. `look` gets the balloon's size, and the memory after a pass with that size.
+    ///
+    /// # Errors
+    /// If data is wrong, or the guest's kernel has complained.
+    pub fn verify(
+        &mut self,
+        mut look: impl FnMut(u64, MemoryFile) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        self.vmm
+            .guest()
+            .check("rm -f /run/over; : >/run/passes", PATIENCE)?;
+        let load = self.vmm.guest().start(&load())?;
+        let result = self.rounds(&mut look);
+        let guest = self.vmm.guest();
+        guest.check(": >/run/over", PATIENCE)?;
+        // An error of fio's is the cause of others.
+        let passes = guest.finish_well(load, PATIENCE)?;
+        result?;
+        say(&format!("        fio verified in {} passes", passes.trim()));
+        let said = guest.check(
+            "dmesg | grep -E 'I/O error|timeout,|timed out|resetting|Out of memory' || true",
+            PATIENCE,
+        )?;
+        expect(said.trim().is_empty(), || {
+            format!("The guest's kernel complains:\n{said}")
+        })
+    }
+
+    fn rounds(
+        &mut self,
+        look: &mut impl FnMut(u64, MemoryFile) -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
+        for size in [BALLOON, 0].repeat(ROUNDS as usize) {
+            let started = Instant::now();
+            self.set(size)?;
+            // The pass under way may have begun before.
+            let passes = format!(
+                "passes() {{ wc -l </run/passes; }}
+                wanted=$(($(passes) + {PASSES} + 1))
+                until [ $(passes) -ge $wanted ] || [ -e /run/over ]; do sleep 0.1; done"
+            );
+            self.vmm.guest().check(&passes, PATIENCE)?;
+            look(size, self.memory()?)?;
+            let (mib, time) = (size >> 20, seconds(started.elapsed()));
+            say(&format!(
+                "        a balloon of {mib} MiB, verified ({time})"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Passes of fio until `/run/over` is there. Each has other data, so that a page which the drive still uses, and the
+/// guest has no more, is found by its data of an earlier pass.
+fn load() -> String {
+    let direct = Fio::new("direct", "randwrite", "64k", 16).option("size", "8m");
+    let cached = Fio::new("cached", "write", "64k", 1)
+        .option("ioengine", "psync")
+        .option("direct", "0")
+        .option("offset", "16m")
+        .option("size", "16m");
+    let [direct, cached] = [direct, cached].map(|job| job.option("randrepeat", "0").verified());
+    format!(
+        "until [ -e /run/over ]; do
+            ({}) >/run/fio && ({}) >/run/fio || {{ : >/run/over; cat /run/fio; exit 1; }}
+            echo >>/run/passes
+        done
+        wc -l </run/passes",
+        direct.script(),
+        cached.script(),
+    )
+}
+
+/// Has a guest of QEMU with a balloon verify on a function. QEMU gives memory back to the host until the function is
+/// plugged, and none from then on (`ram_block_uncoordinated_discard_disable` in its `hw/vfio-user/container.c`).
+///
+/// # Errors
+/// If data is wrong, or memory is freed while the drive may use it.
+pub fn in_qemu(
+    bench: &Bench,
+    assets: &Assets,
+    function: &FunctionOptions,
+    pinning: Pinning,
+) -> Result<(), Failure> {
+    let mut server = bench.serve(std::slice::from_ref(function))?;
+    let config = GuestConfig::new("guest")
+        .vcpus(2)
+        .memory_mib(MEMORY_MIB)
+        .hotplug()
+        .balloon();
+    let mut balloon = Balloon::new(bench.boot_with(assets, &config)?)?;
+
+    // Without a function, pages are freed.
+    let used = balloon.use_and_free()?;
+    balloon.await_freed(used.allocated_bytes - USED / 2)?;
+    balloon.inflate()?;
+    balloon.await_freed(balloon.memory()?.len_bytes - BALLOON)?;
+    let freed = balloon.memory()?.allocated_bytes;
+
+    let drive = Drive::vfio_user(server.socket(&function.id));
+    let guest = balloon.vmm();
+    guest.plug(&drive.id("plugged").bus(HOTPLUG_BUS))?;
+    guest.check("until [ -e /dev/nvme0n1 ]; do sleep 0.1; done", PATIENCE)?;
+    balloon.deflate()?;
+    let before = balloon.use_and_free()?;
+    expect(before.allocated_bytes >= freed + USED / 2, || {
+        format!("The guest used {USED} bytes, and its memory had {freed} before: {before:?}")
+    })?;
+    let is_whole = before.allocated_bytes + UNMAPPED >= before.len_bytes;
+    expect(pinning == Pinning::None || is_whole, || {
+        format!("Memory is missing that is pinned for the drive: {before:?}")
+    })?;
+    balloon.verify(|size, memory| {
+        expect(memory.allocated_bytes >= before.allocated_bytes, || {
+            format!("With {size} bytes in the balloon, memory was freed: it is {memory:?}, and was {before:?}")
+        })
+    })?;
+    say(&format!(
+        "        {}: the memory file has {} MiB with the balloon and without a function, and {} MiB with both",
+        assets.qemu.version()?,
+        freed >> 20,
+        balloon.memory()?.allocated_bytes >> 20,
+    ));
+    server.expect_alive()?;
+    balloon.vmm().power_off(PATIENCE)?;
+    Ok(server.stop()?)
+}

@@ -1,0 +1,110 @@
+//! Memory that a guest gives back to its host, and the memory file that it lies in.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use serde_json::json;
+
+use super::{Guest, GuestConfig, GuestError};
+
+/// A balloon, and free page reporting beside it.
+const DEVICE: &str = "virtio-balloon-pci,id=balloon,free-page-reporting=on";
+/// Begins the name of a memfd in `/proc/PID/fd`.
+const MEMFD: &str = "/memfd:";
+/// The unit of `st_blocks`.
+const BLOCK: u64 = 512;
+
+/// The file that a VMM has its guest's memory in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryFile {
+    /// Size of the guest's memory.
+    pub len_bytes: u64,
+    /// Bytes that the host has given to it. Pages that were freed are not among them.
+    pub allocated_bytes: u64,
+}
+
+impl MemoryFile {
+    /// Returns the largest memfd of a process.
+    ///
+    /// # Errors
+    /// If it has none, or its descriptors can't be read.
+    pub fn of_process(pid: u32) -> io::Result<Self> {
+        let mut largest: Option<Self> = None;
+        for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+            let path = entry?.path();
+            // One that was closed meanwhile has no memory.
+            let Some(file) = Self::of_descriptor(&path) else {
+                continue;
+            };
+            if largest.is_none_or(|other| other.len_bytes < file.len_bytes) {
+                largest = Some(file);
+            }
+        }
+        largest.ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+
+    fn of_descriptor(path: &Path) -> Option<Self> {
+        let name = fs::read_link(path).ok()?;
+        if !name.to_string_lossy().starts_with(MEMFD) {
+            return None;
+        }
+        let metadata = fs::metadata(path).ok()?;
+        Some(Self {
+            len_bytes: metadata.len(),
+            allocated_bytes: metadata.blocks() * BLOCK,
+        })
+    }
+}
+
+impl GuestConfig {
+    /// Adds a balloon with free page reporting.
+    #[must_use]
+    pub fn balloon(self) -> Self {
+        self.qemu_arguments(["-device", DEVICE])
+    }
+}
+
+impl Guest {
+    /// Asks the guest to leave itself so many bytes of memory, and to have the rest in its balloon.
+    ///
+    /// # Errors
+    /// If QEMU refuses.
+    pub fn leave(&mut self, bytes: u64) -> Result<(), GuestError> {
+        let size = json!({"value": bytes});
+        self.monitor(|qmp| qmp.execute("balloon", size).map(drop))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::os::fd::FromRawFd;
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    fn memfd(len: u64) -> File {
+        // SAFETY: the name is a string that ends with a zero.
+        let descriptor = unsafe { libc::memfd_create(c"memory".as_ptr(), 0) };
+        // SAFETY: the descriptor is new, and nobody else has it.
+        let file = unsafe { File::from_raw_fd(descriptor) };
+        file.set_len(len).expect("a size");
+        file
+    }
+
+    #[test]
+    fn the_largest_memfd_is_a_guests_memory() {
+        let small = memfd(1 << 20);
+        small.write_all_at(&[1; 3 << 12], 0).expect("a write");
+        let large = memfd(1 << 45);
+        large.write_all_at(&[1; 2 << 12], 1 << 44).expect("a write");
+        let found = MemoryFile::of_process(std::process::id()).expect("a memfd");
+        let expected = MemoryFile {
+            len_bytes: 1 << 45,
+            allocated_bytes: 2 << 12,
+        };
+        assert_eq!(found, expected);
+    }
+}

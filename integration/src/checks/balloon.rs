@@ -15,9 +15,9 @@ pub const MODULE: &str = "virtio_balloon";
 
 const MEMORY_MIB: u32 = 384;
 /// Size of the balloon.
-const BALLOON: u64 = 128 << 20;
+const BALLOON: u64 = 64 << 20;
 /// Memory that the guest uses and has free then.
-const USED: u64 = 96 << 20;
+const USED: u64 = 64 << 20;
 /// Memory that the machine has below 1 MiB and lets no device use.
 const UNMAPPED: u64 = 1 << 20;
 /// Number of times that the balloon is inflated and deflated under load.
@@ -208,12 +208,12 @@ impl<V: Ballooned> Balloon<V> {
 /// Passes of fio until `/run/over` is there. Each has other data, so that a page which the drive still uses, and the
 /// guest has no more, is found by its data of an earlier pass.
 fn load() -> String {
-    let direct = Fio::new("direct", "randwrite", "64k", 16).option("size", "8m");
+    let direct = Fio::new("direct", "randwrite", "64k", 16).option("size", "4m");
     let cached = Fio::new("cached", "write", "64k", 1)
         .option("ioengine", "psync")
         .option("direct", "0")
-        .option("offset", "16m")
-        .option("size", "16m");
+        .option("offset", "8m")
+        .option("size", "8m");
     let [direct, cached] = [direct, cached].map(|job| job.option("randrepeat", "0").verified());
     format!(
         "until [ -e /run/over ]; do
@@ -239,7 +239,6 @@ pub fn in_qemu(
 ) -> Result<(), Failure> {
     let mut server = bench.serve(std::slice::from_ref(function))?;
     let config = GuestConfig::new("guest")
-        .vcpus(2)
         .memory_mib(MEMORY_MIB)
         .hotplug()
         .balloon();
@@ -248,6 +247,7 @@ pub fn in_qemu(
     // Without a function, pages are freed.
     let used = balloon.use_and_free()?;
     balloon.await_freed(used.allocated_bytes - USED / 2)?;
+    say("        pages are freed without a function");
     balloon.inflate()?;
     balloon.await_freed(balloon.memory()?.len_bytes - BALLOON)?;
     let freed = balloon.memory()?.allocated_bytes;
@@ -256,6 +256,7 @@ pub fn in_qemu(
     let guest = balloon.vmm();
     guest.plug(&drive.id("plugged").bus(HOTPLUG_BUS))?;
     guest.check("until [ -e /dev/nvme0n1 ]; do sleep 0.1; done", PATIENCE)?;
+    say("        a function is plugged");
     balloon.deflate()?;
     let before = balloon.use_and_free()?;
     expect(before.allocated_bytes >= freed + USED / 2, || {

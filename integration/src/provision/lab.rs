@@ -50,7 +50,7 @@ const SCRIPTS: &[(&str, &str)] = &[
 const FOLDERS: &[&str] = &["lab", "lab/assets", "lab/run", "lib/modules"];
 
 /// Modules that its guests have, of Debian 13's kernel.
-const GUEST_MODULES: &[&str] = &["virtio_blk"];
+const GUEST_MODULES: &[&str] = &["virtio_balloon", "virtio_blk"];
 
 const TOOLS: &[Tool] = &[
     Tool {

@@ -18,6 +18,7 @@ use integration::lab::{LabDrive, inside};
 
 mod around;
 mod backing;
+mod balloon;
 mod bind;
 mod client;
 mod comings;
@@ -83,6 +84,7 @@ enum Group {
 const GROUPS: &[Group] = &[
     around::GROUP,
     backing::GROUP,
+    balloon::GROUP,
     bind::GROUP,
     comings::GROUP,
     disks::GROUP,

@@ -9,6 +9,7 @@ use crate::guest::{Agent, Drive, Guest, GuestConfig, HOTPLUG_BUS};
 use crate::progress::{say, seconds};
 use crate::provision::Assets;
 use crate::server::FunctionOptions;
+use crate::vmms::{CloudHypervisor, Vmm};
 
 /// Module of the balloon's driver.
 pub const MODULE: &str = "virtio_balloon";
@@ -46,6 +47,16 @@ impl Ballooned for Guest {
 
     fn set_balloon(&mut self, memory: u64, size: u64) -> Result<(), Failure> {
         Ok(self.leave(memory - size)?)
+    }
+}
+
+impl Ballooned for CloudHypervisor {
+    fn guest(&self) -> &Agent {
+        Vmm::guest(self)
+    }
+
+    fn set_balloon(&mut self, _: u64, size: u64) -> Result<(), Failure> {
+        Ok(Self::set_balloon(self, size)?)
     }
 }
 
@@ -224,6 +235,24 @@ fn load() -> String {
         direct.script(),
         cached.script(),
     )
+}
+
+/// Has a guest of Cloud Hypervisor, whose balloon is empty, verify on a function that pins none of its memory, while
+/// pages of that are freed.
+///
+/// # Errors
+/// If data is wrong, or no memory is freed.
+pub fn in_cloud_hypervisor(vmm: CloudHypervisor) -> Result<CloudHypervisor, Failure> {
+    let mut balloon = Balloon::new(vmm)?;
+    let used = balloon.use_and_free()?;
+    balloon.await_freed(used.allocated_bytes - USED / 2)?;
+    balloon.verify(|size, memory| {
+        let is_right = memory.allocated_bytes + size <= memory.len_bytes;
+        expect(is_right, || {
+            format!("With {size} bytes in the balloon, the memory is {memory:?}")
+        })
+    })?;
+    Ok(balloon.vmm)
 }
 
 /// Has a guest of QEMU with a balloon verify on a function. QEMU gives memory back to the host until the function is

@@ -202,13 +202,44 @@ impl CloudHypervisor {
     /// As of [`Vmm::launch`].
     pub fn launch_over_vfio_user(setup: &Setup<'_>, socket: &Path) -> Result<Self, VmmsError> {
         help()?;
-        Self::boot(setup, user_device(socket, &setup.first.id), None)
+        Self::boot(setup, user_device(socket, &setup.first.id), None, &[])
+    }
+
+    /// Launches it as [`Vmm::launch`] does, with more arguments.
+    ///
+    /// # Errors
+    /// As of [`Vmm::launch`].
+    pub fn launch_with(setup: &Setup<'_>, arguments: &[&str]) -> Result<Self, VmmsError> {
+        let Setup {
+            first,
+            folder,
+            state_dir,
+            ..
+        } = setup;
+        if help()?.contains(OPTION) {
+            let (function, leases) = (first.in_process(), state_dir.display());
+            let function = format!("{function},state_dir={leases}");
+            return Self::boot(setup, [OPTION.to_owned(), function], None, arguments);
+        }
+        let server = Server::start_kept(&server::build()?, &setup.functions(), folder)?;
+        let function = user_device(&server.socket(&first.id), &first.id);
+        Self::boot(setup, function, Some(server), arguments)
+    }
+
+    /// Asks the guest to have so many bytes in its balloon.
+    ///
+    /// # Errors
+    /// If the VMM refuses.
+    pub fn set_balloon(&self, bytes: u64) -> Result<(), VmmsError> {
+        let size = json!({"desired_balloon": bytes});
+        ask(&self.folder, "vm.resize", &size)
     }
 
     fn boot(
         setup: &Setup<'_>,
         function: [String; 2],
         server: Option<Server>,
+        more: &[&str],
     ) -> Result<Self, VmmsError> {
         let (agent, console) = (setup.folder.join("agent"), setup.folder.join("console"));
         // One of an earlier guest may still lie there.
@@ -231,6 +262,7 @@ impl CloudHypervisor {
             function,
         ];
         let arguments = arguments.into_iter().chain(initramfs).flatten();
+        let arguments = arguments.chain(more.iter().map(|&argument| argument.to_owned()));
         let mut vmm = spawn(setup.folder, arguments)?;
         let stream = connect(&agent, || Ok(vmm.ended()?.is_some()))?;
         // It raises one interrupt for all that comes over its serial port at once.
@@ -248,20 +280,7 @@ impl CloudHypervisor {
 
 impl Vmm for CloudHypervisor {
     fn launch(setup: &Setup<'_>) -> Result<Self, VmmsError> {
-        let Setup {
-            first,
-            folder,
-            state_dir,
-            ..
-        } = setup;
-        if help()?.contains(OPTION) {
-            let (function, leases) = (first.in_process(), state_dir.display());
-            let function = format!("{function},state_dir={leases}");
-            return Self::boot(setup, [OPTION.to_owned(), function], None);
-        }
-        let server = Server::start_kept(&server::build()?, &setup.functions(), folder)?;
-        let function = user_device(&server.socket(&first.id), &first.id);
-        Self::boot(setup, function, Some(server))
+        Self::launch_with(setup, &[])
     }
 
     fn guest(&self) -> &Agent {

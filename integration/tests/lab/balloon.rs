@@ -1,20 +1,36 @@
-//! A guest of QEMU with a balloon on a physical drive.
+//! Guests with a balloon: one of QEMU on a physical drive, and one of a Cloud Hypervisor with the patch on a file. On a
+//! physical drive, that Cloud Hypervisor refuses a balloon.
+
+use std::fs;
 
 use integration::checks::balloon::{self, Pinning};
 use integration::lab::{LabDrive, inside};
+use integration::process::file_tail;
 use integration::server::FunctionOptions;
+use integration::vmms::cloud_hypervisor::{self, CloudHypervisor};
+use integration::vmms::{Root, Setup, Vmm, VmmsError};
 
-use crate::fixture::{Bench, Failure};
+use crate::fixture::{Bench, Failure, PATIENCE, at, expect};
+use crate::vmms::is_patched_cloud_hypervisor_named;
 use crate::{Group, Refused};
 
 pub(crate) const GROUP: Group = Group::Inside {
     name: "balloon",
     drives: || vec![LabDrive::new("a", 128 << 20)],
     refused: Refused::Nothing,
-    checks: &[("qemu_on_a_physical_drive", qemu_on_a_physical_drive)],
+    checks: &[
+        ("qemu_on_a_physical_drive", qemu_on_a_physical_drive),
+        (
+            "cloud_hypervisor_on_a_physical_drive",
+            cloud_hypervisor_on_a_physical_drive,
+        ),
+        ("cloud_hypervisor_on_a_file", cloud_hypervisor_on_a_file),
+    ],
 };
 
 const RANGE: &str = "0+64M";
+/// An empty balloon of Cloud Hypervisor.
+const BALLOON: [&str; 2] = ["--balloon", "size=0,free_page_reporting=on"];
 
 /// QEMU frees no page while it has the function: data is right.
 fn qemu_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
@@ -22,4 +38,68 @@ fn qemu_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
     let function = FunctionOptions::new("a", inside::address("a")?, RANGE);
     balloon::in_qemu(bench, bench.v6_12(), &function, Pinning::All)?;
     Ok(inside::bind("a", "nvme")?)
+}
+
+/// A Cloud Hypervisor with both does not start.
+fn cloud_hypervisor_on_a_physical_drive(bench: &Bench) -> Result<(), Failure> {
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    inside::bind("a", "vfio-pci")?;
+    let address = inside::address("a")?;
+    let function = FunctionOptions::new("a", &address, RANGE).in_process();
+    let function = format!("{function},state_dir={}", bench.state_dir().display());
+    let kernel = bench.v6_12().kernel.image.display().to_string();
+    let machine = [
+        ["--kernel", kernel.as_str()],
+        ["--memory", "size=384M,shared=on"],
+        ["--nvme-mpt", function.as_str()],
+        BALLOON,
+    ];
+    let mut vmm = cloud_hypervisor::spawn(bench.folder(), machine.as_flattened())?;
+    let status = vmm.wait(PATIENCE)?;
+    let log = file_tail(vmm.log());
+    expect(!status.success() && is_refusal(&log, &address), || {
+        format!("It ended with {status}, and not because of its balloon:\n{log}")
+    })?;
+    Ok(inside::bind("a", "nvme")?)
+}
+
+/// A Cloud Hypervisor with a function on a file has a balloon, and is not given a function on a physical drive.
+fn cloud_hypervisor_on_a_file(bench: &Bench) -> Result<(), Failure> {
+    if !is_patched_cloud_hypervisor_named()? {
+        return Ok(());
+    }
+    inside::bind("a", "vfio-pci")?;
+    let address = inside::address("a")?;
+    let file = bench.drive("drive.img", 64)?.display().to_string();
+    let vmm = CloudHypervisor::launch_with(
+        &Setup {
+            assets: bench.v6_12(),
+            vcpus: 2,
+            root: Root::Memory,
+            first: FunctionOptions::new("file", &file, RANGE),
+            pluggable: FunctionOptions::new("a", &address, RANGE),
+            folder: bench.folder(),
+            state_dir: &bench.state_dir(),
+        },
+        &BALLOON,
+    )?;
+    let mut vmm = balloon::in_cloud_hypervisor(vmm)?;
+    match vmm.plug() {
+        Err(VmmsError::Refused { answer, .. }) if is_refusal(&answer, &address) => {}
+        plugged => {
+            return Err(
+                format!("A function on a physical drive is not refused: {plugged:?}").into(),
+            );
+        }
+    }
+    vmm.power_off()?;
+    fs::remove_file(&file).map_err(at(&file))?;
+    Ok(inside::bind("a", "nvme")?)
+}
+
+/// Returns whether a text names the drive and the option that it does not go with.
+fn is_refusal(text: &str, address: &str) -> bool {
+    text.contains(address) && text.contains("--balloon")
 }

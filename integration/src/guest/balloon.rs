@@ -80,18 +80,12 @@ impl Guest {
 #[cfg(test)]
 mod tests {
     use std::fs::File;
-    use std::os::fd::FromRawFd;
     use std::os::unix::fs::FileExt;
 
     use super::*;
 
     fn memfd(len: u64) -> File {
-        // SAFETY: the name is a string that ends with a zero.
-        let descriptor = unsafe { libc::memfd_create(c"memory".as_ptr(), 0) };
-        // SAFETY: the descriptor is new, and nobody else has it.
-        let file = unsafe { File::from_raw_fd(descriptor) };
-        file.set_len(len).expect("a size");
-        file
+        File::from(nvme_mpt::memory::memfd(c"memory", len).expect("a memfd"))
     }
 
     #[test]

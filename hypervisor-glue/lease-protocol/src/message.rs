@@ -205,7 +205,7 @@ pub(crate) struct Region {
     pub(crate) writable: bool,
 }
 
-/// Whether a function had a region under the server before, without a break.
+/// Answer of a function to the question whether the previous server had a region mapped for it, without a break since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Had {
     Yes,

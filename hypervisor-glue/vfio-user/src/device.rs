@@ -95,7 +95,8 @@ pub trait Device {
         None
     }
 
-    /// What [`save`](Device::save) returned last is committed: nothing that only an earlier state names is needed any more.
+    /// Notes that the state which [`save`](Device::save) returned last is stored. Nothing needs the earlier states now, nor the
+    /// files that they alone name.
     fn saved(&mut self) {}
 
     /// The client is gone. All DMA regions are to be removed as by [`dma_unmap`](Device::dma_unmap)

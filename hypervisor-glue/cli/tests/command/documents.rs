@@ -19,10 +19,14 @@ fn documents() -> Vec<(PathBuf, String)> {
         root.join("README.md"),
         root.join("ARCHITECTURE.md"),
         root.join("CHANGELOG.md"),
+        root.join("CONTRIBUTING.md"),
+        root.join("SECURITY.md"),
         root.join("hypervisor-glue/cloud-hypervisor/README.md"),
     ];
-    let pages = root.join("docs").read_dir().unwrap();
-    paths.extend(pages.map(|entry| entry.unwrap().path()));
+    for folder in ["docs", "docs/decisions"] {
+        let pages = root.join(folder).read_dir().unwrap();
+        paths.extend(pages.map(|entry| entry.unwrap().path()));
+    }
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "md"));
     let read = |path: PathBuf| {
         let text = fs::read_to_string(&path).unwrap();
@@ -132,6 +136,61 @@ fn the_table_of_options_and_the_help_have_the_keys_of_the_parser() {
     }
 }
 
+/// The pages of decisions, each with its text.
+fn decisions() -> Vec<(PathBuf, String)> {
+    let folder = workspace().join("docs/decisions");
+    let mut pages = documents();
+    pages.retain(|(path, _)| path.starts_with(&folder) && !path.ends_with("README.md"));
+    pages.sort();
+    pages
+}
+
+#[test]
+fn each_decision_has_its_four_parts_and_is_in_the_list() {
+    let list = workspace().join("docs/decisions/README.md");
+    let listed = links(&fs::read_to_string(list).unwrap());
+    let pages = decisions();
+    for (number, (path, text)) in (1..).zip(&pages) {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        assert!(name.starts_with(&format!("{number:04}-")), "{name}");
+        assert!(text.starts_with(&format!("# {number}. ")), "{name}");
+        let parts: Vec<&str> = prose(text)
+            .filter_map(|line| line.strip_prefix("## "))
+            .collect();
+        assert_eq!(
+            parts,
+            ["Context", "Decision", "Rejected", "Consequences"],
+            "{name}"
+        );
+        assert!(listed.iter().any(|link| link == name), "{name}");
+        let lines = text.lines().count();
+        assert!(lines <= 45, "{name} has {lines} lines");
+    }
+    assert_eq!(pages.len(), listed.len());
+}
+
+#[test]
+fn files_that_newcomers_are_led_to_exist() {
+    let root = workspace();
+    let first = ["CONTRIBUTING.md", "SECURITY.md"].map(|name| {
+        let text = fs::read_to_string(root.join(name)).unwrap();
+        (root.join(name), text)
+    });
+    let mut checked = 0;
+    for (page, text) in decisions().into_iter().chain(first) {
+        for span in code_spans(&text) {
+            let is_path = !span.starts_with('/') && !span.contains(' ') && span.contains('/');
+            let is_in_the_tree = is_path && (span.ends_with('/') || span.contains(".rs"));
+            let is_in_the_tree = is_in_the_tree || span.ends_with(".toml") || span.ends_with(".md");
+            if is_in_the_tree {
+                assert!(root.join(&span).exists(), "{}: {span}", page.display());
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 20, "{checked}");
+}
+
 /// The sources of all tests, and their names.
 fn sources(folder: &Path, names: &mut String) {
     for entry in folder.read_dir().unwrap() {
@@ -180,6 +239,7 @@ fn tests_that_documents_name_exist() {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     let words: BTreeSet<&str> = words.collect();
     for name in [
+        "CONTRIBUTING.md",
         "docs/data-safety.md",
         "docs/neighbours.md",
         "docs/testing.md",

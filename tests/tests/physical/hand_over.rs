@@ -37,16 +37,13 @@ fn options(doorbell_buffer: DoorbellBufferUse) -> Options {
 }
 
 /// Has the drive rest.
-pub(crate) fn hand_over(host: &Host) -> Vec<OwnedFd> {
+fn hand_over(host: &Host) -> Vec<OwnedFd> {
     let handed = host.drive.controller().hand_over().unwrap();
     handed.expect("a drive that can be handed over")
 }
 
 /// The drive in the next process.
-pub(crate) fn go_on(
-    model: &Arc<ModelDrive>,
-    handed: Vec<OwnedFd>,
-) -> Result<Host, ControllerError> {
+fn go_on(model: &Arc<ModelDrive>, handed: Vec<OwnedFd>) -> Result<Host, ControllerError> {
     let handed = HandedOver::read(handed)?;
     let options = ControllerOptions {
         deadline: LONG,

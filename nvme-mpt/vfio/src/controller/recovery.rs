@@ -31,7 +31,6 @@ use nvme_mpt::deadline::Deadline;
 use nvme_mpt::event::DriveEvent;
 use nvme_mpt::memory::eventfd;
 use nvme_mpt::spec::ids::QueueId;
-use nvme_mpt::spec::registers::ArbitrationMechanism;
 use nvme_mpt::spec::status::Status;
 
 /// Attempts at bringing a drive up again before it is given up.
@@ -52,12 +51,12 @@ const INTERRUPTED: Status = Status::COMMAND_INTERRUPTED;
 /// Status of commands once the drive is gone: there is no use in sending them again.
 const FAILED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
-/// Enables a disabled controller, with empty admin queues. Returns its arbitration.
+/// Enables a disabled controller, with empty admin queues.
 pub(super) fn enable(
     backing: &dyn Backing,
     registers: &Registers,
     admin: &mut AdminQueue,
-) -> Result<ArbitrationMechanism, ControllerError> {
+) -> Result<(), ControllerError> {
     admin.reset();
     backing
         .set_bus_master(true)
@@ -239,9 +238,7 @@ impl PhysicalDrive {
         pairs: &[(QueueId, Pair)],
         admin: &mut AdminQueue,
     ) -> Result<u16, ControllerError> {
-        let mechanism = enable(self.backing.as_ref(), &self.registers, admin)?;
-        // The drive has forgotten its weights.
-        let arbitration = self.begin_arbitration(admin, mechanism)?;
+        enable(self.backing.as_ref(), &self.registers, admin)?;
         let granted = queue_pairs::set_number_of_queues(admin)?;
         if usize::from(granted) < pairs.len() {
             return Err(ControllerError::NoQueuePairs);
@@ -250,8 +247,7 @@ impl PhysicalDrive {
             buffer.configure(admin)?;
         }
         for (qid, pair) in pairs {
-            let priority = arbitration.priority(pair.priority());
-            queue_pairs::create(admin, *qid, pair, priority)?;
+            queue_pairs::create(admin, *qid, pair)?;
         }
         // What it refuses was logged when it was opened.
         log_pages::listen(admin, &self.identity.controller, log::Level::Debug)?;

@@ -114,8 +114,7 @@ impl LeaseShare {
     }
 
     /// Returns its weight.
-    #[must_use]
-    pub fn weight(&self) -> u64 {
+    pub(super) fn weight(&self) -> u64 {
         BYTE / self.per_byte.load(Ordering::Relaxed).max(1)
     }
 

@@ -69,7 +69,7 @@ pub enum Pinning {
     All,
 }
 
-/// A guest with an empty balloon, or with one of [`BALLOON`].
+/// A guest with an empty balloon, or with one of `BALLOON`.
 pub struct Balloon<V> {
     vmm: V,
     /// What the guest's kernel has with an empty balloon.
@@ -104,7 +104,7 @@ impl<V: Ballooned> Balloon<V> {
         MemoryFile::of_process(pid).map_err(at(format!("/proc/{pid}/fd")))
     }
 
-    /// Has the guest inflate its balloon to [`BALLOON`], and waits for that.
+    /// Has the guest inflate its balloon to `BALLOON`, and waits for that.
     ///
     /// # Errors
     /// If the VMM or the guest fails.

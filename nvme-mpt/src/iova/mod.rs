@@ -293,11 +293,13 @@ impl IovaSpace {
         let free = lock(&self.mappings).take_all_free();
         self.unmap_inherited(free);
         // Those in the range of a VM that has others, which maps memory there while it has its lock.
-        let pinned: Vec<_> = lock(&self.pinned)
-            .iter()
-            .filter_map(Weak::upgrade)
-            .collect();
-        pinned.iter().for_each(|memory| memory.end_inheritance());
+        let pinned = lock(&self.pinned).clone();
+        // None of them is held while another one is waited for.
+        for memory in pinned {
+            if let Some(memory) = memory.upgrade() {
+                memory.end_inheritance();
+            }
+        }
     }
 
     /// Takes away from the device what the process before had mapped of these bytes of a file for the same owner, and nobody

@@ -289,8 +289,8 @@ impl PhysicalDrive {
             has_doorbell_buffer: self.buffer.is_some(),
             mappings: self.space.mappings(Outdated::new(outdated)),
         };
-        // Those that go from now on are told of.
-        if self.space.has_leavings() {
+        let is_ending = lock(&self.inheritance).is_ending();
+        if is_ending || self.space.has_leavings() {
             return Err(no_state("memory that no function has is being unmapped"));
         }
         let state = serde_json::to_vec(&state).map_err(|error| memory(error.into()))?;

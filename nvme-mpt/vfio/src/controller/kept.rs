@@ -20,6 +20,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use log::{error, warn};
@@ -32,10 +33,38 @@ use super::error::ControllerError;
 use super::{PhysicalDrive, lock};
 use nvme_mpt::deadline::Deadline;
 use nvme_mpt::iova::{IovaSpace, LeftMappings};
+use nvme_mpt::memory::sync::JoinHandle;
 use nvme_mpt::poller::Threads;
 
-/// Time in which what the process before had mapped is found, unless it is [ended](IovaSpace::end_inheritance) earlier.
-pub(super) const INHERITANCE: Duration = Duration::from_secs(60);
+/// Time in which what the process before had mapped is found at most. A server ends it earlier, once its functions are there:
+/// this is for drives that come later. Before, other drives may take minutes each to become ready.
+pub(super) const INHERITANCE: Duration = Duration::from_secs(3600);
+
+/// Mappings of the process before that nobody has found.
+#[derive(Debug)]
+pub(super) struct Inheritance {
+    /// When they are taken away; `None` once they are, or are being taken away.
+    pub(super) end: Option<Deadline>,
+    /// Takes them away.
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Inheritance {
+    /// They are there until `end`.
+    pub(super) fn until(end: Deadline) -> Self {
+        Self {
+            end: Some(end),
+            thread: None,
+        }
+    }
+
+    /// Returns whether they are being taken away. Nobody is to be told of them meanwhile.
+    pub(super) fn is_ending(&self) -> bool {
+        self.thread
+            .as_ref()
+            .is_some_and(|thread| !thread.is_finished())
+    }
+}
 
 /// Place for descriptors that outlives this process.
 pub trait DescriptorKeeper: Send + Sync + fmt::Debug {
@@ -140,15 +169,21 @@ pub(super) fn keep(
 impl PhysicalDrive {
     /// Ends the inheritance of mappings if it is time, on a thread of its own: the kernel unpins memory page by page.
     pub(super) fn check_inheritance(&self, threads: &Threads) {
-        let mut end = lock(&self.inheritance);
-        if !end.as_ref().is_some_and(Deadline::has_passed) {
+        let mut inheritance = lock(&self.inheritance);
+        // Once the drive rests, what is left is the next process's.
+        let is_resting = self.closing.load(Ordering::Acquire);
+        let end = inheritance.end.as_ref();
+        if is_resting || !end.is_some_and(Deadline::has_passed) {
             return;
         }
         let space = self.space.clone();
         let begun = threads.spawn("unmap", Box::new(move || space.end_inheritance()));
         // Without a thread, the next look tries again.
-        if begun.is_ok() {
-            *end = None;
+        if let Ok(thread) = begun {
+            *inheritance = Inheritance {
+                end: None,
+                thread: Some(thread),
+            };
         }
     }
 

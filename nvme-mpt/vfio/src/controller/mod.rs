@@ -31,6 +31,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use error::ControllerError;
 pub use hand_over::HandedOver;
+use kept::Inheritance;
 pub use kept::{DescriptorKeeper, Kept, LeftIommu};
 
 use super::backing::Backing;
@@ -121,8 +122,7 @@ struct PhysicalDrive {
     buffer: Option<DoorbellBuffer>,
     /// Has the mappings for the process after a death of this one.
     keeper: Option<Arc<dyn DescriptorKeeper>>,
-    /// When what the process before had mapped, and nobody has by then, is taken away; `None` afterwards.
-    inheritance: Mutex<Option<Deadline>>,
+    inheritance: Mutex<Inheritance>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
     /// Somebody found that the drive must be reset, or it is being reset.
@@ -323,7 +323,7 @@ impl PhysicalDrive {
             keeper,
         } = parts;
         // A drive that comes late is not told when all functions are there.
-        let inheritance = Deadline::after(&backing.clock(), kept::INHERITANCE);
+        let end = Deadline::after(&backing.clock(), kept::INHERITANCE);
         Ok(Self {
             registers,
             space,
@@ -342,7 +342,7 @@ impl PhysicalDrive {
             reset_over: Condvar::new(),
             buffer,
             keeper,
-            inheritance: Mutex::new(Some(inheritance)),
+            inheritance: Mutex::new(Inheritance::until(end)),
             gone: AtomicBool::new(false),
             reset_wanted: AtomicBool::new(false),
             closing: AtomicBool::new(false),
@@ -555,7 +555,7 @@ impl HostController for VfioController {
 
     fn end_inheritance(&self, time: Duration) {
         let end = Deadline::after(&self.drive.backing.clock(), time);
-        *lock(&self.drive.inheritance) = Some(end);
+        lock(&self.drive.inheritance).end = Some(end);
         self.drive.check_inheritance(&self.threads);
     }
 

@@ -72,7 +72,7 @@ pub enum Pinning {
 /// A guest with an empty balloon, or with one of `BALLOON`.
 pub struct Balloon<V> {
     vmm: V,
-    /// What the guest's kernel has with an empty balloon.
+    /// Memory of the guest's kernel while the balloon is empty.
     total_kib: u64,
 }
 

@@ -38,7 +38,7 @@ use zerocopy::FromBytes;
 use crate::DESCRIPTORS_MAX;
 use crate::ask::{AttachError, Given, OPENING_PATIENCE, PATIENCE, Reach, ask_for_lease};
 use crate::link::{DirtyLog, Link, LinkState, Lost};
-use crate::message::{Attached, DirtyPages, Doorbells, Had, Outcome, Request, Smart};
+use crate::message::{Attached, DirtyPages, Doorbells, Outcome, RegionHistory, Request, Smart};
 use crate::places;
 use crate::socket::Stream;
 use crate::vector::RemoteVector;
@@ -409,7 +409,7 @@ impl RemoteHostSide {
         &self,
         memory: MemoryRegion,
         own: Option<VmmMapping>,
-        had: Had,
+        had: RegionHistory,
     ) -> Result<(), DmaError> {
         let mut state = self.link.state();
         let request = Request::map(&memory, had);
@@ -552,7 +552,7 @@ impl HostSide for RemoteHostSide {
 
     fn map(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.window.check_region(&memory)?;
-        self.map_on_both(memory, None, Had::No)
+        self.map_on_both(memory, None, RegionHistory::New)
     }
 
     fn map_kept(&self, memory: MemoryRegion) -> Result<(), DmaError> {
@@ -561,7 +561,7 @@ impl HostSide for RemoteHostSide {
 
     fn map_claimed(&self, memory: MemoryRegion) -> Result<(), DmaError> {
         self.window.check_region(&memory)?;
-        self.map_on_both(memory, None, Had::Yes)
+        self.map_on_both(memory, None, RegionHistory::Kept)
     }
 
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
@@ -570,7 +570,7 @@ impl HostSide for RemoteHostSide {
             let (gpa, len) = (memory.gpa, memory.len);
             return Err(DmaError::Incomplete { gpa, len });
         }
-        self.map_on_both(memory, Some(own), Had::No)
+        self.map_on_both(memory, Some(own), RegionHistory::New)
     }
 
     fn check_memory(&self) -> Result<(), DmaError> {
@@ -583,7 +583,7 @@ impl HostSide for RemoteHostSide {
             DmaError::Map { gpa, len, source }
         })?;
         let mut regions = regions.into_iter();
-        regions.try_for_each(|region| self.map_on_both(region, None, Had::No))
+        regions.try_for_each(|region| self.map_on_both(region, None, RegionHistory::New))
     }
 
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
@@ -1167,8 +1167,8 @@ mod tests {
                     let (request, _) = next.receive_request(None).unwrap();
                     next.send(&done, &[]).unwrap();
                     match request {
-                        Request::Map(region) => mapped.push((region.gpa, Had::No)),
-                        Request::MapKept(region) => mapped.push((region.gpa, Had::Yes)),
+                        Request::Map(region) => mapped.push((region.gpa, RegionHistory::New)),
+                        Request::MapKept(region) => mapped.push((region.gpa, RegionHistory::Kept)),
                         _ => break,
                     }
                 }
@@ -1188,13 +1188,13 @@ mod tests {
         host.map(page(2)).unwrap();
         change.send(()).unwrap();
         let pages = [0, 1, 2].map(|number| Gpa(number * 4096));
-        let had = [Had::Yes, Had::No, Had::No];
+        let had = [RegionHistory::Kept, RegionHistory::New, RegionHistory::New];
         assert_eq!(
             told.recv().unwrap(),
             Vec::from_iter(pages.into_iter().zip(had))
         );
         // By then, a server has had all of them.
-        let had = pages.map(|gpa| (gpa, Had::Yes));
+        let had = pages.map(|gpa| (gpa, RegionHistory::Kept));
         assert_eq!(told.recv().unwrap(), had);
         drop(host);
         server.join().unwrap();

@@ -19,7 +19,7 @@ use serde::de::DeserializeOwned;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::channel::{Channel, ChannelError};
-use crate::message::{Had, Request};
+use crate::message::{RegionHistory, Request};
 
 /// The server cannot be asked any more.
 #[derive(Debug)]
@@ -94,10 +94,10 @@ impl Standing {
     }
 
     /// Returns whether the server before had a region that is mapped now.
-    pub(crate) fn had(&self, region: &MemoryRegion) -> Had {
+    pub(crate) fn had(&self, region: &MemoryRegion) -> RegionHistory {
         match self.unknown.contains(&(region.gpa.0, region.len)) {
-            true => Had::No,
-            false => Had::Yes,
+            true => RegionHistory::New,
+            false => RegionHistory::Kept,
         }
     }
 

@@ -205,16 +205,18 @@ pub(crate) struct Region {
     pub(crate) writable: bool,
 }
 
-/// Answer of a function to the question whether the previous server had a region mapped for it, without a break since.
+/// History of a region of a function's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Had {
-    Yes,
-    No,
+pub(crate) enum RegionHistory {
+    /// The previous server had it mapped, and it was not unmapped since.
+    Kept,
+    /// No server had it mapped.
+    New,
 }
 
 impl Request {
     /// The request that maps a region, which is sent with the region's descriptor.
-    pub(crate) fn map(region: &MemoryRegion, had: Had) -> Self {
+    pub(crate) fn map(region: &MemoryRegion, had: RegionHistory) -> Self {
         let MemoryRegion {
             gpa,
             len,
@@ -231,8 +233,8 @@ impl Request {
             writable,
         };
         match had {
-            Had::Yes => Self::MapKept(region),
-            Had::No => Self::Map(region),
+            RegionHistory::Kept => Self::MapKept(region),
+            RegionHistory::New => Self::Map(region),
         }
     }
 }

@@ -19,7 +19,7 @@ use thiserror::Error;
 use crate::ask::{AttachError, Given, OPENING_PATIENCE, Reach};
 use crate::channel::{Channel, ChannelError};
 use crate::link::{Link, LinkState, NextServer, Standing};
-use crate::message::{Attached, Had, Outcome, Request, VectorChange};
+use crate::message::{Attached, Outcome, RegionHistory, Request, VectorChange};
 use crate::places;
 use crate::socket::{Signs, Stream, wait_for_end};
 
@@ -266,7 +266,7 @@ impl Watch {
         // What the server before had comes first: after new memory, it counts as new.
         let regions = self.memory.hold().regions()?.into_iter();
         let (had, new): (Vec<_>, Vec<_>) =
-            regions.partition(|region| state.standing.had(region) == Had::Yes);
+            regions.partition(|region| state.standing.had(region) == RegionHistory::Kept);
         for region in had.into_iter().chain(new) {
             let request = Request::map(&region, state.standing.had(&region));
             let mapped: Result<(), DmaError> = ask(channel, &request, Some(&region.fd))?;

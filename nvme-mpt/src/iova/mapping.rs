@@ -99,11 +99,13 @@ impl IommuMapping {
         Some((self.owner, self.file?, self.len, self.writable))
     }
 
-    /// Returns whether it has some of the file's bytes in `range`.
-    pub(super) fn has_some_of(&self, file: MappedFile, len: u64) -> bool {
+    /// Returns whether it has any of the `len` bytes at a place in a file. The numbers may be those that another process left.
+    pub(super) fn overlaps(&self, file: MappedFile, len: u64) -> bool {
         self.file.is_some_and(|own| {
             let is_file = (own.device, own.inode) == (file.device, file.inode);
-            is_file && own.offset < file.offset + len && file.offset < own.offset + self.len
+            let begins_before = own.offset < file.offset.saturating_add(len);
+            let ends_after = file.offset < own.offset.saturating_add(self.len);
+            is_file && begins_before && ends_after
         })
     }
 

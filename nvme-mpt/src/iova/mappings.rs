@@ -254,7 +254,7 @@ impl Mappings {
     ) -> Vec<(IommuMapping, bool)> {
         let owned = self.by_owner.get(&owner).into_iter().flatten();
         let entries = owned.filter_map(|iova| self.inherited.get(iova));
-        let of_file = entries.filter(|entry| entry.mapping.has_some_of(file, len));
+        let of_file = entries.filter(|entry| entry.mapping.overlaps(file, len));
         self.take(of_file.map(|entry| entry.mapping.iova).collect())
     }
 

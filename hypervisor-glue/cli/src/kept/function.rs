@@ -837,7 +837,7 @@ impl KeptFunction {
             return;
         }
         let named = inner.client.numbers();
-        // Whatever is forgotten next tries again, and so does a bag that is full.
+        // After an error, the next file that is forgotten tries again.
         if let Err(error) = inner.remove_waste(&named) {
             log::warn!(
                 "{}: files of memory that nobody uses stay with the keeper: {error}",

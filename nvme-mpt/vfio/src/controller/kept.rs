@@ -42,14 +42,14 @@ pub(super) const INHERITANCE: Duration = Duration::from_secs(3600);
 
 /// Mappings of the process before that nobody has found.
 #[derive(Debug)]
-pub(super) struct Inheritance {
+pub(super) struct PredecessorMappings {
     /// When they are taken away; `None` once they are, or are being taken away.
     pub(super) end: Option<Deadline>,
     /// Takes them away.
     thread: Option<JoinHandle<()>>,
 }
 
-impl Inheritance {
+impl PredecessorMappings {
     /// They are there until `end`.
     pub(super) fn until(end: Deadline) -> Self {
         Self {
@@ -180,7 +180,7 @@ impl PhysicalDrive {
         let begun = threads.spawn("unmap", Box::new(move || space.end_inheritance()));
         // Without a thread, the next look tries again.
         if let Ok(thread) = begun {
-            *inheritance = Inheritance {
+            *inheritance = PredecessorMappings {
                 end: None,
                 thread: Some(thread),
             };

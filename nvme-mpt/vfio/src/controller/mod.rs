@@ -31,7 +31,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 pub use error::ControllerError;
 pub use hand_over::HandedOver;
-use kept::Inheritance;
+use kept::PredecessorMappings;
 pub use kept::{DescriptorKeeper, Kept, LeftIommu};
 
 use super::backing::Backing;
@@ -122,7 +122,7 @@ struct PhysicalDrive {
     buffer: Option<DoorbellBuffer>,
     /// Has the mappings for the process after a death of this one.
     keeper: Option<Arc<dyn DescriptorKeeper>>,
-    inheritance: Mutex<Inheritance>,
+    inheritance: Mutex<PredecessorMappings>,
     /// The drive failed for good, or was removed.
     gone: AtomicBool,
     /// Somebody found that the drive must be reset, or it is being reset.
@@ -342,7 +342,7 @@ impl PhysicalDrive {
             reset_over: Condvar::new(),
             buffer,
             keeper,
-            inheritance: Mutex::new(Inheritance::until(end)),
+            inheritance: Mutex::new(PredecessorMappings::until(end)),
             gone: AtomicBool::new(false),
             reset_wanted: AtomicBool::new(false),
             closing: AtomicBool::new(false),

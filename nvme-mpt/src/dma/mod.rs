@@ -152,7 +152,16 @@ pub(crate) struct Tables {
     users: Mutex<Vec<Arc<TableUser>>>,
     under_way: UnderWay,
     /// Held throughout a change. A user that keeps the tables, as a queue with commands in flight, keeps the memory.
-    changes: Mutex<Changes>,
+    changes: Arc<Mutex<Changes>>,
+}
+
+/// Threads that [look at the memory](IovaSpace::shrunk_memory) keep none of it, nor have to unmap it: the last user does,
+/// before it is gone.
+impl Drop for Tables {
+    fn drop(&mut self) {
+        let changes = std::mem::take(&mut *lock(&self.changes));
+        drop(changes);
+    }
 }
 
 /// A table, and the registration of its user.
@@ -267,11 +276,11 @@ impl DmaWindow {
             published: Published::new(Arc::default()),
             users: Mutex::default(),
             under_way: UnderWay::default(),
-            changes: Mutex::default(),
+            changes: Arc::default(),
         };
-        let tables = Arc::new(tables);
-        let memory: Weak<Tables> = Arc::downgrade(&tables);
+        let memory: Weak<Mutex<Changes>> = Arc::downgrade(&tables.changes);
         space.watch(memory);
+        let tables = Arc::new(tables);
         Self {
             shares: space.new_vm(),
             bounds: Bounds::default(),

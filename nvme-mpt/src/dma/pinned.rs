@@ -21,10 +21,10 @@ use std::sync::{Arc, Weak};
 use log::error;
 
 use super::region::GuestFile;
-use super::{Changes, Tables, lock};
+use super::{Changes, lock};
 use crate::iova::PinnedMemory;
 use crate::memory::holes::lacks_pages;
-use crate::memory::sync::try_lock;
+use crate::memory::sync::{Mutex, try_lock};
 use crate::range::Bytes;
 
 /// A file of which parts are mapped.
@@ -34,10 +34,10 @@ struct PinnedFile {
     ranges: Vec<Range<u64>>,
 }
 
-impl PinnedMemory for Tables {
+impl PinnedMemory for Mutex<Changes> {
     fn has_shrunk(&self) -> bool {
         // Memory that is being pinned takes its time. The next look is soon.
-        let Some(changes) = try_lock(&self.changes) else {
+        let Some(changes) = try_lock(self) else {
             return false;
         };
         let files = changes.files.iter().filter_map(Weak::upgrade);
@@ -50,55 +50,53 @@ impl PinnedMemory for Tables {
 
     fn find_freed(&self) {
         // A VM that has memory pinned meanwhile waits for its turn, and others do not wait for it.
-        let Some(files) = self.files() else {
+        let Some(files) = files(self) else {
             return;
         };
         for PinnedFile { file, ranges } in files {
             // What is freed from now on is found by the next look.
             let shrunk = file.has_shrunk();
             if shrunk && lacks_pages(file.file(), &ranges).unwrap_or(false) {
-                self.check_again(&file);
+                check_again(self, &file);
             }
         }
     }
 
     fn end_inheritance(&self) {
-        let changes = lock(&self.changes);
+        let changes = lock(self);
         let regions = changes.regions.values();
         regions.for_each(|region| region.extent.end_inheritance());
     }
 }
 
-impl Tables {
-    /// Returns the files; `None` while memory changes.
-    fn files(&self) -> Option<Vec<PinnedFile>> {
-        let changes = try_lock(&self.changes)?;
-        let files = changes.files.iter().filter_map(Weak::upgrade);
-        let with_ranges = files.map(|file| {
-            let ranges = changes.ranges_of(&file);
-            PinnedFile { file, ranges }
-        });
-        Some(with_ranges.collect())
-    }
+/// Returns the files; `None` while memory changes.
+fn files(changes: &Mutex<Changes>) -> Option<Vec<PinnedFile>> {
+    let changes = try_lock(changes)?;
+    let files = changes.files.iter().filter_map(Weak::upgrade);
+    let with_ranges = files.map(|file| {
+        let ranges = changes.ranges_of(&file);
+        PinnedFile { file, ranges }
+    });
+    Some(with_ranges.collect())
+}
 
-    /// Looks once more at a file that lacks pages: they may have been unmapped before they were freed.
-    fn check_again(&self, file: &Arc<GuestFile>) {
-        // Nothing is unmapped meanwhile.
-        let Some(changes) = try_lock(&self.changes) else {
-            file.look_again();
-            return;
-        };
-        let ranges = changes.ranges_of(file);
-        if lacks_pages(file.file(), &ranges).unwrap_or(false) {
-            let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-            error!(
-                "The VMM freed guest memory that is mapped for a drive, of {} in one file: what the drive transfers there is \
-                 lost. All queues of the function stop. A VM on a physical drive must have no balloon and no free page \
-                 reporting, and unmap memory before it unplugs it",
-                Bytes(bytes)
-            );
-            file.mapping().lose();
-        }
+/// Looks once more at a file that lacks pages: they may have been unmapped before they were freed.
+fn check_again(changes: &Mutex<Changes>, file: &Arc<GuestFile>) {
+    // Nothing is unmapped meanwhile.
+    let Some(changes) = try_lock(changes) else {
+        file.look_again();
+        return;
+    };
+    let ranges = changes.ranges_of(file);
+    if lacks_pages(file.file(), &ranges).unwrap_or(false) {
+        let bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+        error!(
+            "The VMM freed guest memory that is mapped for a drive, of {} in one file: what the drive transfers there is \
+             lost. All queues of the function stop. A VM on a physical drive must have no balloon and no free page \
+             reporting, and unmap memory before it unplugs it",
+            Bytes(bytes)
+        );
+        file.mapping().lose();
     }
 }
 
@@ -139,10 +137,10 @@ mod tests {
 
     const PAGE: u64 = 4096;
 
-    fn look(tables: &Tables) -> bool {
-        let shrunk = tables.has_shrunk();
+    fn look(memory: &Mutex<Changes>) -> bool {
+        let shrunk = memory.has_shrunk();
         if shrunk {
-            tables.find_freed();
+            memory.find_freed();
         }
         shrunk
     }
@@ -161,19 +159,19 @@ mod tests {
         for (gpa, page) in [(0, 0), (0x10_0000, 0), (0x20_0000, 8)] {
             window.map(part(&file, gpa, page * PAGE, 4 * PAGE)).unwrap();
         }
-        let tables = window.tables();
+        let memory = &window.tables().changes;
         free(6);
-        assert!(look(tables), "the file has shrunk");
+        assert!(look(memory), "the file has shrunk");
         assert!(!window.table().is_lost(), "by a page that is not mapped");
-        assert!(!look(tables));
+        assert!(!look(memory));
         assert_eq!(window.unmap(Gpa(0x20_0000), 4 * PAGE).unwrap(), 4 * PAGE);
         free(8);
-        assert!(look(tables));
+        assert!(look(memory));
         assert!(!window.table().is_lost(), "it was unmapped first");
         free(2);
-        assert!(look(tables));
+        assert!(look(memory));
         assert!(window.table().is_lost());
-        assert!(!look(tables), "once is enough");
+        assert!(!look(memory), "once is enough");
         // The memory is whole again once it is mapped anew.
         assert_eq!(window.unmap_all().unwrap(), 8 * PAGE);
         vmm.populate().unwrap();
@@ -189,7 +187,7 @@ mod tests {
         vmm.populate().unwrap();
         window.map(part(&file, 0, 0, 16 * PAGE)).unwrap();
         File::from(file).set_len(8 * PAGE).unwrap();
-        assert!(look(window.tables()));
+        assert!(look(&window.tables().changes));
         assert!(window.table().is_lost());
     }
 

@@ -435,6 +435,26 @@ impl Iommu for Few {
 }
 
 #[test]
+fn memory_is_unmapped_when_its_window_is_dropped_while_another_thread_looks_at_it() {
+    let few = Arc::new(Few {
+        most: 1024,
+        made: AtomicU64::new(0),
+    });
+    let space = Arc::new(IovaSpace::behind_iommu(few.clone(), &[0..=(1 << 39) - 1]));
+    let window = DmaWindow::new(space.clone());
+    let file = memfd(4 * PAGE_SIZE);
+    let vmm = Mapping::shared(file.as_fd(), 0, 4 * PAGE_SIZE as usize, Access::ReadWrite).unwrap();
+    vmm.populate().unwrap();
+    window.map(part(&file, 0, 0, 4 * PAGE_SIZE)).unwrap();
+    vmm.discard_file(0, PAGE_SIZE as usize).unwrap();
+    let looked_at = space.shrunk_memory();
+    assert_eq!(looked_at.len(), 1);
+    drop(window);
+    assert_eq!(few.made.load(Ordering::Relaxed), 0);
+    looked_at.iter().for_each(|memory| memory.find_freed());
+}
+
+#[test]
 fn memory_that_a_function_had_is_mapped_anew_whatever_others_have_by_then() {
     const MAX: u64 = 1024;
     let file = memfd(2 * MAX * PAGE_SIZE);

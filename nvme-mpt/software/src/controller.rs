@@ -1,4 +1,4 @@
-//! The software host controller: layers over a [`Medium`].
+//! The software host controller: optional layers over a [`Medium`].
 
 use std::any::Any;
 use std::io;
@@ -38,19 +38,19 @@ pub struct SoftwareController {
     namespace: HostNamespace,
     limits: Limits,
     medium: Box<dyn Medium>,
-    /// Says when commands complete; without one they do when the store is done.
+    /// Decides when commands complete. If `None`, commands complete as soon as the backing store is done.
     timing: Option<Arc<Model>>,
-    /// Its zones, if it is divided.
+    /// Zone states, if the namespace is zoned.
     zones: Option<Zones>,
-    /// Faults, and their lasting effects on the drive.
+    /// Injected faults and their lasting effects on the drive.
     faults: Option<Arc<Faults>>,
     iova_space: Arc<IovaSpace>,
 }
 
-/// Most bytes of a command that moves or names data, 1 MiB, unless the operator chooses.
+/// Default maximum of bytes per command that transfers or names data: 1 MiB.
 const MAX_TRANSFER_LOG2: u8 = 20;
 
-/// Promises of the software controller over any store.
+/// Limits of the software controller, before a backing store adapts them.
 pub(crate) const LIMITS: Limits = Limits {
     mdts: MAX_TRANSFER_LOG2 - 12,
     entries_max: 4096,
@@ -67,7 +67,7 @@ pub(crate) const LIMITS: Limits = Limits {
     deallocated_reads_zeroes: true,
     sgl_descriptors_max: MAX_SGL_DESCRIPTORS,
     no_data_bytes_max: 1 << MAX_TRANSFER_LOG2,
-    // Giving memory back takes time that other queues of the poller wait for.
+    // Freeing memory takes time in which the poller's other queues wait.
     dsm_range_bytes_max: 256 << 20,
     dsm_ranges_max: 256,
     copy_bytes_max: 1 << MAX_TRANSFER_LOG2,
@@ -76,7 +76,7 @@ pub(crate) const LIMITS: Limits = Limits {
 };
 
 impl SoftwareController {
-    /// A drive whose blocks, of 2^`lba_shift` bytes, are kept in a medium.
+    /// Creates a drive over a backing store, with blocks of 2^`lba_shift` bytes.
     #[must_use]
     pub fn over(medium: impl Medium + 'static, lba_shift: u8) -> Self {
         let namespace = HostNamespace {
@@ -96,26 +96,27 @@ impl SoftwareController {
         }
     }
 
-    /// A drive that keeps nothing.
+    /// Creates a drive that stores no data.
     #[must_use]
     pub fn null(bytes: u64, lba_shift: u8) -> Self {
         Self::over(NullMedium::new(bytes), lba_shift)
     }
 
-    /// A drive in memory.
+    /// Creates a drive in memory.
     ///
     /// # Errors
-    /// Returns the kernel's error when there is no room in the address space, or no memory for [`Allocation::AtOnce`].
+    /// Returns the kernel's error if the address space is exhausted, or if there is too little memory for
+    /// [`Allocation::AtOnce`].
     pub fn memory(bytes: u64, lba_shift: u8, allocation: Allocation) -> io::Result<Self> {
         let medium = MemoryMedium::new(bytes, lba_shift, allocation)?;
         Ok(Self::over(medium, lba_shift))
     }
 
-    /// A drive in a memory file, which other processes may have after this one.
+    /// Creates a drive in a memory file, which a successor process can take over.
     ///
     /// # Errors
-    /// Returns the kernel's error when the file cannot be mapped, or has no memory for [`Allocation::AtOnce`];
-    /// [`io::ErrorKind::InvalidInput`] if it has fewer bytes.
+    /// Returns the kernel's error if the file cannot be mapped, or if there is too little memory for [`Allocation::AtOnce`].
+    /// Returns [`io::ErrorKind::InvalidInput`] if the file is shorter than `bytes`.
     pub fn memory_file(
         file: &OwnedFd,
         bytes: u64,
@@ -126,18 +127,19 @@ impl SoftwareController {
         Ok(Self::over(medium, lba_shift))
     }
 
-    /// A drive in a file or a block device.
+    /// Creates a drive over a file or a block device.
     ///
     /// # Errors
-    /// Returns the kernel's error when it is opened.
+    /// Returns the kernel's error if the path cannot be opened.
     pub fn file(path: &Path, lba_shift: u8) -> io::Result<Self> {
         Self::file_in_slices(path, lba_shift, Choice::Learned, None)
     }
 
-    /// As [`Self::file`], with a choice for the length of [slices](nvme_mpt::learn::SliceLength), by the label with a name.
+    /// Creates a drive over a file or a block device, like [`Self::file`]. `slices` chooses the [slice
+    /// length](nvme_mpt::learn::SliceLength). If `name` is given, the file must have a label with that name.
     ///
     /// # Errors
-    /// Returns the kernel's error when it is opened, and `InvalidData` if it has no label with the name.
+    /// Returns the kernel's error if the path cannot be opened, and `InvalidData` if the file has no label with the name.
     pub fn file_in_slices(
         path: &Path,
         lba_shift: u8,
@@ -149,14 +151,15 @@ impl SoftwareController {
         Ok(Self::over(store, lba_shift))
     }
 
-    /// Sets the time after which a request of the storage fails its queue. Without a timeout, queues wait as long as it takes.
+    /// Sets the timeout after which a pending request to the storage fails its queue. Without a timeout, queues wait
+    /// indefinitely.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         self.medium.set_timeout(timeout);
         self
     }
 
-    /// The same drive, with the timing of another.
+    /// Adds the timing of the drive that `profile` describes.
     #[must_use]
     pub fn timed(mut self, profile: &Profile) -> Self {
         let HostNamespace {
@@ -164,7 +167,7 @@ impl SoftwareController {
         } = self.namespace;
         if let Profile::Ssd(_) = profile {
             self.limits.volatile_write_cache = true;
-            // Each page is looked up, which other queues of the poller wait for.
+            // A deallocation looks up every page, and the poller's other queues wait for that.
             self.limits.dsm_range_bytes_max = self.limits.dsm_range_bytes_max.min(64 << 20);
             self.limits.dsm_ranges_max = self.limits.dsm_ranges_max.min(16);
         }
@@ -178,10 +181,10 @@ impl SoftwareController {
         self
     }
 
-    /// The same drive, divided into zones.
+    /// Divides the namespace into zones.
     ///
     /// # Errors
-    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
+    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
     pub fn zoned(mut self, profile: &ZnsProfile) -> Result<Self, ZoneError> {
         let path = self.medium.path();
         if let Some(path) = path.filter(|path| !path.is_file()) {
@@ -196,12 +199,12 @@ impl SoftwareController {
         }
         self.namespace.blocks = zones.blocks();
         self.limits = Limits {
-            // Others move, name or lose blocks without regard to write pointers.
+            // The other commands move, name or discard blocks without regard to write pointers.
             commands: Oncs(0)
                 .with_compare(true)
                 .with_write_zeroes(true)
                 .with_verify(true),
-            // Blocks beyond a write pointer may hold what was there before a crash.
+            // After a crash, blocks beyond a write pointer may still hold old data.
             deallocated_reads_zeroes: false,
             own_bytes_max: profile.append_limit.0,
             ..self.limits
@@ -210,7 +213,7 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// The same drive, with zones if it is to have any, with these faults, and such as are injected later.
+    /// Adds the faults of a plan, and allows further faults to be injected later. Call it after `zoned`.
     ///
     /// # Errors
     /// See [`Faults::inject`].
@@ -220,8 +223,8 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// The same, with faults that outlive this process in a memory file, which is empty at first. If the file has faults of
-    /// an earlier process, the drive continues with those and ignores the plan.
+    /// Adds faults as `faulty` does, stored in a memory file that outlives this process. A new file must be
+    /// empty. If the file already holds faults of a predecessor, the drive continues with these and ignores the plan.
     ///
     /// # Errors
     /// See [`Faults::inject`].
@@ -231,13 +234,13 @@ impl SoftwareController {
         Ok(self)
     }
 
-    /// Returns its injected faults; `None` for a drive that was opened without `faults=`.
+    /// Returns the injected faults, or `None` if the drive was opened without `faults=`.
     #[must_use]
     pub fn faults(&self) -> Option<&Faults> {
         self.faults.as_deref()
     }
 
-    /// Returns a host controller as a software drive of logical blocks, if it is one.
+    /// Downcasts a host controller, or returns `None` if it is not a software drive of logical blocks.
     #[must_use]
     pub fn of(controller: &dyn HostController) -> Option<&Self> {
         let controller: &dyn Any = controller;
@@ -248,12 +251,13 @@ impl SoftwareController {
         self.faults.as_ref().is_some_and(|faults| faults.is_gone())
     }
 
-    /// The file that the drive is in, if others can lie beside it.
+    /// Returns the path of the drive's file, if it is a regular file. Files with saved state can only lie beside a regular
+    /// file.
     fn regular_file(&self) -> Option<&Path> {
         self.medium.path().filter(|path| path.is_file())
     }
 
-    /// Returns the effects of its commands on the flash of the modelled drive; `None` if that has none.
+    /// Returns the wear of the modelled flash, or `None` if the model has no flash.
     #[must_use]
     pub fn wear(&self) -> Option<Wear> {
         self.timing.as_ref()?.wear()
@@ -305,7 +309,7 @@ impl HostController for SoftwareController {
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
     ) -> Result<Box<dyn HostLease>, HostLeaseError> {
-        // First: until the range is locked, whoever has it changes the states of its zones.
+        // Lock the range first: until then, its previous owner may still change zone states.
         let medium = self.medium.open_lease(request)?;
         let zones = self.zones.as_ref().map(|zones| {
             let zones = zones.lease(request.only()?);
@@ -347,7 +351,8 @@ impl HostController for SoftwareController {
         true
     }
 
-    /// A block device is opened exclusively, and one process at a time changes the states of zones.
+    /// Another process cannot open a block device, which is opened exclusively, nor a zoned drive, whose zone states only one
+    /// process may change.
     fn opens_beside(&self) -> bool {
         self.zones.is_none() && self.medium.path().is_none_or(Path::is_file)
     }
@@ -359,7 +364,7 @@ impl HostController for SoftwareController {
     }
 }
 
-/// A lease of a software drive of logical blocks.
+/// A lease of a software drive.
 #[derive(Debug)]
 struct SoftwareLease {
     medium: Box<dyn LeasedMedium>,
@@ -376,7 +381,7 @@ impl HostLease for SoftwareLease {
         })
     }
 
-    /// A queue in front of which there are no zones.
+    /// Creates a queue without the zone layer, for wiping.
     fn create_wiping_queue(&self, slots: u16) -> io::Result<HostQueuePair> {
         let drive = &self.drive;
         if drive.is_gone() {
@@ -398,7 +403,7 @@ impl HostLease for SoftwareLease {
         }
     }
 
-    /// A wipe of a drive with a model or with faults leaves nothing out: both follow each command.
+    /// If the drive has a model or faults, a wipe must issue every command, because both track each one.
     fn leading_zeroes(&self, part: LbaRange) -> u64 {
         match (&self.drive.timing, &self.drive.faults) {
             (None, None) => self.medium.leading_zeroes(part),

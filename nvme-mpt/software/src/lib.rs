@@ -1,13 +1,13 @@
-//! NVMe drives in software: host controllers in this process, for hosts without a drive to spare, and for tests.
+//! NVMe drives in software: host controllers that run in this process, for tests and for hosts without a spare drive.
 //!
-//! A [`SoftwareController`] keeps logical blocks in a [`Medium`]: nothing, memory, or a file. From the guest to the
-//! medium, a queue passes through [zones], [faults] and a timing [model], each only where the drive is made with it. A
-//! drive of [keys and values](key_value) is a host controller of its own.
+//! A [`SoftwareController`] keeps logical blocks in a [`Medium`]: nowhere, in memory, or in a file. Between the guest and the
+//! backing store, commands pass optional layers: [zones], [faults] and a timing [model]. Drives of the Key Value Command Set
+//! ([`key_value`]) are a separate host controller.
 //!
 //! # Example: a store
 //!
-//! A store whose commands complete at once implements [`Store`] for its queues, and [`Medium`] for itself. This one
-//! reads as one letter, and refuses writes:
+//! A backing store implements [`Medium`], and [`Store`] for the queues that execute its commands. Every byte of this example
+//! reads as the letter A, and writes fail:
 //!
 //! ```
 //! use std::io;
@@ -86,12 +86,13 @@
 //!
 //! Both are on by default.
 //!
-//! - `key-value-files`: drives of keys and values in files.
-//! - `toml`: profiles and fault plans, which are written in TOML.
+//! - `key-value-files`: key-value drives that store their data in files.
+//! - `toml`: parsing of model profiles and fault plans.
 //!
 //! # Not implemented
 //!
-//! This crate opens what it is asked to and keeps no list of paths: `nvme-mpt-vmm` does. It knows no guest and no VMM.
+//! This crate opens any path that its caller names; `nvme-mpt-vmm` keeps the list of allowed paths. Nothing here depends on a
+//! guest or a VMM.
 
 #![cfg_attr(
     test,

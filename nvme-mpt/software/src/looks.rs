@@ -1,29 +1,29 @@
-//! The age of requests: a queue looks at them a few times a second and counts its looks.
+//! Age of pending requests, measured in periodic looks at them.
 //!
-//! A request remembers the count at which it was made. So its age costs nothing per command, and a host that was
-//! suspended makes no request old.
+//! A queue looks at its requests four times a second and counts the looks. Each request stores the count at its start.
+//! Measuring the age therefore costs nothing per command, and a suspended host makes no request look old.
 
 use std::time::Duration;
 
 use nvme_mpt::clock::{Ticks, ticks_in};
 
-/// Time between two looks.
+/// Interval between two looks.
 pub(crate) const LOOK: Duration = Duration::from_millis(250);
 
-/// Looks after which a request is overdue: 10 s, far more than a drive that is well needs.
+/// Number of looks after which a request is overdue: 10 s, far longer than a healthy drive needs.
 pub(crate) const OVERDUE: u32 = 40;
 
-/// Returns the number of looks within a time.
+/// Converts a duration to a number of looks.
 pub(crate) fn looks_in(time: Duration) -> u32 {
     u32::try_from(time.as_millis() / LOOK.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// The looks of one queue at its requests.
+/// Look counter of one queue.
 #[derive(Debug)]
 pub(crate) struct Looks {
-    /// Their number.
+    /// Number of looks so far.
     pub(crate) count: u32,
-    /// Moment of the next one.
+    /// Moment of the next look.
     pub(crate) next: Ticks,
     interval: u64,
 }
@@ -37,7 +37,7 @@ impl Looks {
         }
     }
 
-    /// Counts a look, and sets the moment of the next one.
+    /// Counts a look and schedules the next.
     pub(crate) fn look(&mut self, now: Ticks) {
         self.next = Ticks(now.0 + self.interval);
         self.count = self.count.wrapping_add(1);

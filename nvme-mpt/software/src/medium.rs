@@ -1,4 +1,4 @@
-//! Media: the places in which software drives keep their blocks.
+//! Backing stores: where software drives store their blocks.
 
 use std::fmt;
 use std::fs::File;
@@ -19,64 +19,64 @@ use nvme_mpt::spec::status::Status;
 
 use crate::model::{Model, TimedQueue, TimedStore};
 
-/// The status of a command that finds, or would hide, that completed writes of its lease were lost. Its own blocks are as
-/// sound as before.
+/// Status of a command that discovers, or would hide, the loss of completed writes of its lease. The command's own blocks are
+/// unaffected.
 pub(crate) const LOST: Status = Status::WRITE_FAULT.with_dnr(true);
 
-/// A place in which a software drive keeps its blocks: a new kind of store implements it.
+/// A backing store for the blocks of a software drive. Implement it to add a new kind of store.
 pub trait Medium: fmt::Debug + Send + Sync {
-    /// Returns the name that stays the same for the same bytes, whatever path leads to them, and their other names.
+    /// Returns a name that identifies the stored bytes independently of the path, together with the names of the storage below.
     fn identity(&self) -> Identity;
 
-    /// Model Number, up to 40 characters.
+    /// Returns the Model Number, up to 40 characters.
     fn model(&self) -> &'static str;
 
-    /// Returns its size in bytes.
+    /// Returns the size in bytes.
     fn bytes(&self) -> u64;
 
-    /// Returns its abilities, made from those of any software drive.
+    /// Adapts the limits of a software drive to this backing store.
     fn limits(&self, limits: Limits) -> Limits {
         limits
     }
 
-    /// Returns whether it exists in this process only.
+    /// Returns whether the blocks exist in this process only.
     fn is_private(&self) -> bool {
         true
     }
 
-    /// Returns the path of the file or block device that it is; `None` for one that ends with the process.
+    /// Returns the path of the backing file or block device, or `None` if the blocks end with the process.
     fn path(&self) -> Option<&Path> {
         None
     }
 
-    /// Sets the time that a request of the storage may take. After it, the queue fails. A medium whose storage is this
-    /// process's memory has none.
+    /// Sets the time after which a pending storage request fails its queue. A store in this process's memory ignores the
+    /// timeout.
     fn set_timeout(&self, timeout: Duration) {
         let _ = timeout;
     }
 
-    /// Returns whether a transfer may make the submitting thread wait for another process or host.
+    /// Returns whether a transfer may block the submitting thread on another process or host.
     fn may_block(&self) -> bool {
         false
     }
 
-    /// As [`label`](nvme_mpt::drive::HostController::label) of a host controller.
+    /// Returns the drive's label; see [`label`](nvme_mpt::drive::HostController::label) of the host controller.
     fn label(&self) -> Option<(&DriveLabel, bool)> {
         None
     }
 
-    /// As [`peek`](nvme_mpt::drive::HostController::peek) of a host controller.
+    /// Reads bytes of the drive; see [`peek`](nvme_mpt::drive::HostController::peek) of the host controller.
     fn peek(&self, offset: u64, into: &mut [u8]) -> Option<usize> {
         let _ = (offset, into);
         None
     }
 
-    /// Makes another file durable from now on whenever blocks are, after them.
+    /// Makes every later sync of the blocks also sync `file`, after the blocks.
     fn keep_durable_with(&self, file: Arc<File>) {
         let _ = file;
     }
 
-    /// Opens a lease of a part of it.
+    /// Opens a lease of part of the backing store.
     ///
     /// # Errors
     /// See [`HostLeaseError`].
@@ -86,66 +86,65 @@ pub trait Medium: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn LeasedMedium>, HostLeaseError>;
 }
 
-/// A medium as one lease has it, until it is dropped.
+/// The part of a backing store that belongs to one lease. Dropping it ends the lease.
 pub trait LeasedMedium: fmt::Debug + Send + Sync {
-    /// Creates a queue pair with room for `slots` commands, at a pace.
+    /// Creates a queue pair for up to `slots` commands, timed by `pace`.
     ///
     /// # Errors
     /// Returns the kernel's error.
     fn create_queue(&self, slots: u16, pace: Pace<'_>) -> io::Result<HostQueuePair>;
 
-    /// Adds a part to the lease, behind those that it has. A medium that keeps nothing for a lease has nothing to do.
+    /// Appends a part to the lease. A backing store without per-lease state has nothing to do.
     ///
     /// # Errors
-    /// See [`HostLeaseError`]. The lease is as it was then.
+    /// See [`HostLeaseError`]. On an error, the lease is unchanged.
     fn add(&self, part: LbaRange) -> Result<(), HostLeaseError> {
         let _ = part;
         Ok(())
     }
 
-    /// Returns the number of blocks from the first one of a part on that are known to be zeroes, as
-    /// [`HostLease::leading_zeroes`](nvme_mpt::drive::HostLease::leading_zeroes) has it.
+    /// Returns how many blocks at the start of a part are known to be zero; see
+    /// [`HostLease::leading_zeroes`](nvme_mpt::drive::HostLease::leading_zeroes).
     fn leading_zeroes(&self, part: LbaRange) -> u64 {
         let _ = part;
         0
     }
 
-    /// Makes everything durable that the lease completed until now.
+    /// Makes all completed writes of the lease durable.
     ///
     /// # Errors
-    /// Returns the kernel's error; any error if the lease has lost writes.
+    /// Returns the kernel's error. If the lease has lost writes, it always fails.
     fn flush(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Lets go of what keeps the next process from the lease, as [`HostLease::let_go`](nvme_mpt::drive::HostLease::let_go)
-    /// has it.
+    /// Releases the locks before a hand-over; see [`HostLease::let_go`](nvme_mpt::drive::HostLease::let_go).
     fn let_go(&self) {}
 
-    /// Reports new damage to these events from now on.
+    /// Reports new damage to `events`.
     fn subscribe(&self, events: &Arc<EventQueue>) {
         let _ = events;
     }
 
-    /// Looks for damage of the lease's data, and returns it.
+    /// Checks the lease's data for damage.
     fn damage(&self) -> Damage {
         Damage::default()
     }
 
-    /// Returns whether its damage has to be looked for now and then.
+    /// Returns whether damage can only be found by checking periodically.
     fn can_be_damaged(&self) -> bool {
         false
     }
 
-    /// Notes that completed writes of this VMM were lost before the lease was opened here.
+    /// Records that completed writes of this VMM were lost before this process opened the lease.
     fn lose_earlier_writes(&self) {}
 
-    /// Records from now on whether writes were lost, for the process after this one.
+    /// Makes `record` follow whether writes were lost, so that a successor process learns of it.
     fn record_losses(&self, record: LossRecord) {
         let _ = record;
     }
 
-    /// Opens spare descriptions, as [`HostLease::open_spare`](nvme_mpt::drive::HostLease::open_spare) does.
+    /// Opens spare file descriptions; see [`HostLease::open_spare`](nvme_mpt::drive::HostLease::open_spare).
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -153,7 +152,8 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Takes up spare descriptions, as [`HostLease::take_spare`](nvme_mpt::drive::HostLease::take_spare) does.
+    /// Takes over spare file descriptions of the predecessor; see
+    /// [`HostLease::take_spare`](nvme_mpt::drive::HostLease::take_spare).
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -162,37 +162,36 @@ pub trait LeasedMedium: fmt::Debug + Send + Sync {
         Ok(false)
     }
 
-    /// Notes losses that the spare descriptions tell of, or of which other leases were told before this one was opened
-    /// here. It goes on after another process.
+    /// Records losses that the spare descriptions report, and losses reported to other leases before this process opened the
+    /// lease. Called when the lease continues after another process.
     fn take_up_losses(&self) {}
 
-    /// Takes up the unreadable blocks of the lease's id, as [`HostLease::keep_marks`](nvme_mpt::drive::HostLease::keep_marks)
-    /// has it.
+    /// Loads the unreadable blocks of the lease; see [`HostLease::keep_marks`](nvme_mpt::drive::HostLease::keep_marks).
     fn keep_marks(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
         let _ = (marks, ask);
     }
 
-    /// Has the present unreadable blocks stored, as [`HostLease::store_marks`](nvme_mpt::drive::HostLease::store_marks) has it.
+    /// Stores the current unreadable blocks; see [`HostLease::store_marks`](nvme_mpt::drive::HostLease::store_marks).
     fn store_marks(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
         let _ = store;
     }
 
-    /// Begins anew for a VMM that connected.
+    /// Resets the state of the lease for a newly connected VMM.
     fn begin_anew(&self) {}
 }
 
-/// The pace of a drive's commands: that of a timing model, or of the medium alone.
+/// Timing of a drive's commands: a timing model, or the speed of the backing store.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace<'a>(pub(crate) Option<&'a Arc<Model>>);
 
 impl Pace<'_> {
-    /// Returns whether commands take no time of a model.
+    /// Returns whether commands complete without a model's delay.
     #[must_use]
     pub fn is_immediate(self) -> bool {
         self.0.is_none()
     }
 
-    /// Makes a medium's queue one of the drive.
+    /// Wraps a queue of the backing store with the timing model, if there is one.
     pub fn queue<Q>(self, queue: Q, slots: u16) -> HostQueuePair
     where
         Q: TimedStore + fmt::Debug + Send + 'static,

@@ -1,4 +1,4 @@
-//! `memory:SIZE`, a drive in memory. Its content ends with the process, or is in a memory file that outlives it.
+//! `memory:SIZE`: a drive in memory. The content ends with the process, or lies in a memory file that outlives the process.
 
 use std::fmt;
 use std::fs::File;
@@ -31,19 +31,19 @@ use crate::range::range;
 use crate::store::{SoftwareQueue, Store, StoreStep, TURN_BYTES};
 use crate::uncorrectable::{MarkChange, MarkRoom, UncorrectableBlocks};
 
-/// Bytes of the blocks that `stat` counts (stat(2)).
+/// Block size of `st_blocks`, in bytes (stat(2)).
 const STAT_BLOCK: u64 = 512;
 
-/// Bytes that are given back in the time that one byte is zeroed, in pages of 4 KiB. Huge pages take less.
+/// Bytes that are freed in the time that zeroing one byte takes, with pages of 4 KiB. Freeing huge pages is faster.
 const DISCARD_SPEED: u64 = 4;
 
-/// Moment at which a drive in memory takes its memory from the host.
+/// When a drive in memory allocates its memory from the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Allocation {
-    /// When a part is written first, which then takes longer.
+    /// On the first write to each part, which makes that write slower.
     #[default]
     AsWritten,
-    /// All of it at the start.
+    /// Completely at the start.
     AtOnce,
 }
 
@@ -70,8 +70,8 @@ impl fmt::Display for Allocation {
     }
 }
 
-/// Refuses to take more memory than the host or a control group of this process has left, because the kernel would kill
-/// processes. If the host does not report its memory, this checks nothing.
+/// Refuses to allocate more memory than the host or this process's control group has left, because the kernel would kill
+/// processes. If the host does not report its memory, the check passes.
 fn expect_available(bytes: u64) -> io::Result<()> {
     expect_within(bytes, memory_limit())?;
     match MemoryAccount::of_host().available() {
@@ -100,7 +100,7 @@ fn expect_within(bytes: u64, limit: Option<GroupLimit>) -> io::Result<()> {
     }
 }
 
-/// Memory of this process.
+/// A backing store in memory.
 #[derive(Debug)]
 pub(crate) struct MemoryMedium {
     bytes: u64,
@@ -120,7 +120,7 @@ impl MemoryMedium {
         Ok(Self { bytes, store })
     }
 
-    /// A medium in a memory file of so many bytes.
+    /// Creates a backing store of `bytes` bytes in a memory file.
     pub(crate) fn of_file(
         file: &OwnedFd,
         bytes: u64,
@@ -129,7 +129,8 @@ impl MemoryMedium {
     ) -> io::Result<Self> {
         let len = usize::try_from(bytes).map_err(|_| io::ErrorKind::OutOfMemory)?;
         if allocation == Allocation::AtOnce {
-            // The next process finds it taken. Mapping its pages would take that process time that guests notice.
+            // Allocate without populating the page tables: a successor finds the memory allocated, whereas populating would
+            // pause its guests.
             let file = File::from(file.try_clone()?);
             let taken = file.metadata()?.blocks() * STAT_BLOCK;
             expect_available(bytes.saturating_sub(taken))?;
@@ -154,7 +155,7 @@ impl Medium for MemoryMedium {
         self.bytes
     }
 
-    /// A range is deallocated in one step, which takes 0.3 ms at most.
+    /// Each range is deallocated in one step, so the limit keeps a step below 0.3 ms.
     fn limits(&self, limits: Limits) -> Limits {
         Limits {
             dsm_range_bytes_max: 4 << 20,
@@ -197,15 +198,15 @@ impl LeasedMedium for MemoryLease {
     }
 }
 
-/// The blocks of a memory drive, for one queue. All queues have the same blocks.
+/// Access of one queue to the blocks of a memory drive. All queues share the same blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct MemoryStore {
     blocks: Arc<Mapping>,
-    /// The blocks are in a memory file.
+    /// True if the blocks lie in a memory file.
     is_file: bool,
     lba_shift: u8,
     uncorrectable: Arc<UncorrectableBlocks>,
-    /// Last change of marks by the command that is carried out.
+    /// Last change of marks by the current command.
     change: Option<MarkChange>,
     /// Change that a long command waits for after all its other work.
     awaited: Option<MarkChange>,
@@ -238,7 +239,7 @@ impl MemoryStore {
         }
     }
 
-    /// Gives the memory of a range back.
+    /// Frees the memory of a range.
     fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         let (offset, len) = (offset as usize, len as usize);
         match self.is_file {
@@ -247,7 +248,7 @@ impl MemoryStore {
         }
     }
 
-    /// The bytes of `count` blocks from `slba`.
+    /// Returns the memory of `count` blocks from `slba`.
     #[inline]
     fn bytes(&self, slba: Lba, count: u64) -> Result<RawBytes<'_>, Status> {
         let offset = slba.0 << self.lba_shift;
@@ -295,7 +296,7 @@ impl MemoryStore {
         Ok(())
     }
 
-    /// Carries out a Read whose data is one stretch of a page. `None` for other reads, and for those that fail.
+    /// Executes a Read whose data lies in one memory page. Returns `None` for any other Read, and if the Read fails.
     #[inline]
     fn read_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -307,7 +308,7 @@ impl MemoryStore {
         Some(())
     }
 
-    /// As [`Self::read_page`], of a Write to blocks without marks.
+    /// Executes a Write whose data lies in one memory page, to blocks without marks. Returns `None` like [`Self::read_page`].
     #[inline]
     fn write_page(&self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<()> {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
@@ -318,13 +319,13 @@ impl MemoryStore {
         Some(())
     }
 
-    /// Executes a command, whichever it is.
+    /// Executes any command.
     #[inline(never)]
     fn execute_any(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
         let result = match NvmOpcode(sqe.opcode()) {
             NvmOpcode::READ => self.read(sqe, memory),
             NvmOpcode::WRITE => self.write(sqe, memory),
-            // There is no cache in front of memory, and nothing outlives the process.
+            // Memory has no cache in front of it, and nothing outlives the process.
             NvmOpcode::FLUSH => Ok(()),
             NvmOpcode::COMPARE => self.compare(sqe, memory),
             NvmOpcode::VERIFY => self.verify(sqe),
@@ -376,7 +377,7 @@ impl MemoryStore {
         Ok(())
     }
 
-    /// Clears the marks of blocks that were written.
+    /// Clears the marks of written blocks.
     #[inline]
     fn clear(&mut self, slba: Lba, count: u64) {
         if let Some(change) = self.uncorrectable.clear(slba.0, count) {
@@ -393,7 +394,7 @@ impl MemoryStore {
         Ok(())
     }
 
-    /// Gives whole huge pages' worth of memory back where the range has it, and zeroes the rest.
+    /// Frees the memory of the whole 64 KiB pages in the range, and zeroes the rest.
     fn deallocate(&self, slba: Lba, count: u64) -> Result<(), Status> {
         const PAGE: u64 = 64 << 10;
         let bytes = self.bytes(slba, count)?;
@@ -416,7 +417,8 @@ impl MemoryStore {
         Ok(())
     }
 
-    /// Deals with one range of a Dataset Management command, and returns its number of blocks; `None` behind the last.
+    /// Deallocates one range of a Dataset Management command and returns its number of blocks. Returns `None` after the last
+    /// range.
     fn manage_range(
         &mut self,
         sqe: &Sqe,
@@ -443,8 +445,8 @@ impl MemoryStore {
         Ok(())
     }
 
-    /// Ranges that overlap the destination are read as they are when their turn comes, which the
-    /// specification leaves open.
+    /// A source range that overlaps the destination is read as it is when its turn comes. The specification leaves the result
+    /// undefined.
     fn copy(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Result<(), Status> {
         let CopyCommand { sdlba, nr_z, .. } = CopyCommand::from(sqe);
         for index in 0..=usize::from(nr_z) {
@@ -467,13 +469,13 @@ impl MemoryStore {
 impl Store for MemoryStore {
     const HAS_LONG: bool = true;
 
-    /// All but Flush, Write and Read, which have the lowest opcodes.
+    /// All commands except Flush, Write and Read, which have the lowest opcodes.
     #[inline]
     fn is_long(sqe: &Sqe) -> bool {
         NvmOpcode(sqe.opcode()) > NvmOpcode::READ
     }
 
-    /// A Write to blocks with marks waits for a change of these.
+    /// A Write to marked blocks waits until the ledger has removed the marks.
     #[inline]
     fn waits(&self, sqe: &Sqe) -> bool {
         let is_write = NvmOpcode(sqe.opcode()) == NvmOpcode::WRITE;
@@ -500,7 +502,7 @@ impl Store for MemoryStore {
 
     #[inline]
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status {
-        // Most commands move data of one page, in fewer instructions than the others take.
+        // Fast path: most commands move data that lies in one page.
         let moved = match NvmOpcode(sqe.opcode()) {
             NvmOpcode::READ => self.read_page(sqe, memory),
             NvmOpcode::WRITE => self.write_page(sqe, memory),
@@ -524,14 +526,14 @@ impl Store for MemoryStore {
 }
 
 impl MemoryStore {
-    /// Returns whether a Write is to blocks with marks.
+    /// Returns whether a Write touches marked blocks.
     #[cold]
     fn has_marks(&self, sqe: &Sqe) -> bool {
         let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
         self.uncorrectable.touches(slba.0, u64::from(nlb_z) + 1)
     }
 
-    /// Ends the command if its marks are stored. Otherwise the turn is over.
+    /// Completes the command if its change of marks is stored. Otherwise ends the queue's turn.
     fn await_change(&mut self, change: MarkChange) -> StoreStep {
         let end = self.uncorrectable.end_of(change);
         if end.is_some() {
@@ -546,7 +548,7 @@ impl MemoryStore {
         }
     }
 
-    /// Carries out the next step of a long command, as if it had no marks to wait for.
+    /// Executes the next step of a long command, without waiting for marks.
     fn work(&mut self, sqe: &Sqe, memory: HostMemory<'_>, steps: usize) -> StoreStep {
         let lba_shift = self.lba_shift;
         let whole = |status, blocks: u64| StoreStep {
@@ -566,7 +568,7 @@ impl MemoryStore {
                 bytes: TURN_BYTES,
                 status: Some(self.execute(sqe, memory)),
             },
-            // The others have their number of blocks in the same place.
+            // The remaining commands have NLB in the same place.
             _ => {
                 let blocks = u64::from(ReadWrite::from(sqe).nlb_z) + 1;
                 whole(self.execute_any(sqe, memory), blocks)

@@ -1,4 +1,4 @@
-//! `null:SIZE`, a drive that keeps nothing: it shows what the path to a drive costs.
+//! `null:SIZE`: a drive that stores no data, to measure the cost of the data path.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -16,7 +16,7 @@ use nvme_mpt::spec::status::Status;
 use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::store::{SoftwareQueue, Store};
 
-/// Nothing, of some size.
+/// A backing store that stores nothing.
 #[derive(Debug)]
 pub(crate) struct NullMedium {
     bytes: u64,
@@ -62,14 +62,14 @@ impl LeasedMedium for NullLease {
     }
 }
 
-/// A queue pair that completes every command as it is submitted: none needs memory, nor the other commands of its batch.
+/// A queue pair that completes every command on submission.
 #[derive(Debug)]
 struct NullQueue {
     cq: Vec<HostCompletion>,
 }
 
 impl NullQueue {
-    /// A queue pair with room for `slots` commands.
+    /// Creates a queue pair for up to `slots` commands.
     fn new(slots: u16) -> Self {
         Self {
             cq: Vec::with_capacity(usize::from(slots)),
@@ -124,7 +124,7 @@ impl HostQueue for NullQueue {
     }
 }
 
-/// Completes every command of a model's queue. A read leaves the guest's buffer as it was.
+/// The store behind a timing model. Every command succeeds, and a Read leaves the guest's buffer unchanged.
 #[derive(Debug, Default)]
 pub(crate) struct NullStore;
 

@@ -1,12 +1,12 @@
-//! The ranges of commands that have them as data: Dataset Management and Copy (NVM 1.0, sections 3.2.3 and 3.2.2).
+//! Range descriptors of Dataset Management and Copy (NVM 1.0, sections 3.2.3 and 3.2.2).
 
 use nvme_mpt::host::HostMemory;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 use zerocopy::FromBytes;
 
-/// A range of those that a translated command has for its data. They lie in memory of the slot's
-/// own, so they are what was checked.
+/// Returns a range descriptor of a translated command. The descriptors were copied to memory of the command's slot and checked
+/// there, so the guest cannot change them afterwards.
 pub(crate) fn range<T: FromBytes>(
     sqe: &Sqe,
     memory: HostMemory<'_>,

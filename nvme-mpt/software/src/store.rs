@@ -1,4 +1,4 @@
-//! Stores whose commands complete while they are rung in, and their queues.
+//! Backing stores that execute each command synchronously, and the queue pairs on top of them.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -15,31 +15,31 @@ use nvme_mpt::spec::status::Status;
 
 use crate::model::TimedStore;
 
-/// Commands are executed here: in the poller, when their queue is rung.
+/// A backing store that executes the commands of one queue synchronously, in the poller's thread.
 pub trait Store: fmt::Debug + Send {
-    /// Executes a command to its end.
+    /// Executes a command completely.
     fn execute(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Status;
 
-    /// Asks the processor to fetch what a command will need. It comes before `execute`.
+    /// Prefetches the data of a command into the processor's cache. Called before `execute`.
     fn prefetch(&self, sqe: &Sqe);
 
-    /// True if some commands are [long](Self::is_long).
+    /// True if [some commands are long](Self::is_long) or `waits` can return true.
     const HAS_LONG: bool = false;
 
-    /// Returns whether a command may keep the poller longer than its data is a measure of. A queue carries such commands
-    /// out in [steps](Self::step), between those of other queues.
+    /// Returns whether a command may occupy the poller for longer than its transfer size suggests. The queue executes such
+    /// commands in [steps](Self::step) and serves other queues in between.
     #[inline]
     fn is_long(_sqe: &Sqe) -> bool {
         false
     }
 
-    /// Returns whether a short command has to wait for something, and so is carried out in steps.
+    /// Returns whether a short command has to wait for something first. The queue then executes it in steps.
     #[inline]
     fn waits(&self, _sqe: &Sqe) -> bool {
         false
     }
 
-    /// Carries out the next step of a long command, after a number of steps.
+    /// Executes the next step of a long command. `steps` is the number of completed steps.
     fn step(&mut self, sqe: &Sqe, memory: HostMemory<'_>, _steps: usize) -> StoreStep {
         StoreStep {
             bytes: 0,
@@ -48,37 +48,37 @@ pub trait Store: fmt::Debug + Send {
     }
 }
 
-/// A step of a long command.
+/// Result of one step of a long command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreStep {
-    /// Bytes of the drive that it wrote.
+    /// Bytes of the drive that the step wrote.
     pub bytes: u64,
-    /// Status of the command, if it was the last step.
+    /// Status of the command, if this was its last step.
     pub status: Option<Status>,
 }
 
-/// Bytes that the steps of one turn write. Zeroing them takes about a tenth of a millisecond.
+/// Bytes that long commands write per call of `reap`. Zeroing them takes about a tenth of a millisecond.
 pub(crate) const TURN_BYTES: u64 = 1 << 20;
 
-/// Commands whose data is fetched into the cache ahead of the one that is executed.
+/// Number of commands whose data is prefetched ahead of the command being executed.
 const PREFETCH: usize = 4;
 
-/// A queue pair whose commands complete while they are rung in.
+/// A queue pair that executes commands while the doorbell is rung.
 #[derive(Debug)]
 pub struct SoftwareQueue<S> {
     pub(crate) store: S,
     sq: Vec<Sqe>,
     cq: Vec<HostCompletion>,
-    /// Long commands, in order.
+    /// Long commands, in submission order.
     long: VecDeque<Sqe>,
-    /// Steps of the first of them that are done.
+    /// Completed steps of the first long command.
     steps: usize,
-    /// No further step is begun.
+    /// True once no further step may begin.
     cut_short: bool,
 }
 
 impl<S: Store> SoftwareQueue<S> {
-    /// A queue pair with room for `slots` commands.
+    /// Creates a queue pair for up to `slots` commands.
     #[must_use]
     pub fn new(store: S, slots: u16) -> Self {
         let room = usize::from(slots);
@@ -100,7 +100,7 @@ impl<S: Store> SoftwareQueue<S> {
         });
     }
 
-    /// Carries out steps of long commands, until they wrote [`TURN_BYTES`].
+    /// Executes steps of long commands until they have written [`TURN_BYTES`].
     #[cold]
     #[inline(never)]
     fn take_turn(&mut self, memory: HostMemory<'_>) {
@@ -126,7 +126,7 @@ impl<S: Store> SoftwareQueue<S> {
     }
 }
 
-/// Executes what is in an SQ, in order. A command that `postpone` takes is left to it.
+/// Executes all commands of `sq` in order, except those that `postpone` defers.
 #[inline]
 fn execute<S: Store>(
     store: &mut S,
@@ -150,7 +150,7 @@ fn execute<S: Store>(
     sq.clear();
 }
 
-/// Defers a command that is long or has to wait. Returns whether it did.
+/// Defers a long command, or a command that has to wait. Returns whether the command was deferred.
 #[inline]
 fn put_off<S: Store>(store: &S, sqe: &Sqe, long: &mut VecDeque<Sqe>) -> bool {
     let is_long = S::HAS_LONG && (S::is_long(sqe) || store.waits(sqe));
@@ -248,7 +248,7 @@ impl<S: Store> HostQueue for SoftwareQueue<S> {
         None
     }
 
-    /// A layer in front of this queue does not pass on that commands are put off, but when something is due.
+    /// A layer in front of this queue forwards `next_due` but not `puts_off`, so deferred commands count as due at once.
     fn next_due(&self) -> Option<Ticks> {
         self.puts_off().then_some(Ticks(0))
     }

@@ -1,15 +1,15 @@
-//! Blocks that Write Uncorrectable made unreadable until they are written again
-//! (NVM 1.0, section 3.2.7).
+//! Blocks that Write Uncorrectable made unreadable until they are written again (NVM 1.0, section 3.2.7).
 //!
-//! A mark is part of the drive's content and lasts as long as the content, so it is in the ledger. A command that makes a
-//! mark, or writes marked blocks, completes when the change is durable in the ledger. If a mark outlived the completion of a
+//! A mark is part of the drive's content and lasts as long as the content, so it is stored in the ledger. A command that makes
+//! a mark, or writes marked blocks, completes when the change is durable in the ledger. If a mark outlived the completion of a
 //! write, the written data would be lost. If a mark ended before the data is durable, old data could be read. So the data
 //! becomes durable first, and then the mark is removed.
 //!
 //! Pollers change the marks in memory and never wait. Another thread stores all marks of a lease at once ([`MarkRoom::store`]),
-//! for all commands that wait then. If that fails, these commands fail, and the marks become those of the ledger again.
+//! for all commands that wait then. If the store fails, these commands fail, and the marks in memory are reset to the stored
+//! marks.
 //!
-//! Each lease has room for marks of its own, so a guest takes no room from others.
+//! Each lease has its own limit of marks, so a guest cannot exhaust the marks of another.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,23 +21,24 @@ use nvme_mpt::memory::sync::{AtomicBool, Mutex, MutexGuard};
 use nvme_mpt::range::LbaRange;
 use nvme_mpt::spec::ids::Lba;
 
-/// Most marked ranges of a lease, which bounds its part of the ledger. A command that would exceed it fails.
+/// Maximum of marked ranges per lease, which bounds the lease's part of the ledger. A command that would exceed the limit
+/// fails.
 const MAX_RANGES: usize = 1024;
 
-/// Most failed stores that are remembered for their commands.
+/// Maximum of failed stores that are remembered until their commands learn of them.
 const FAILURES_MAX: usize = 64;
 
 /// The unreadable blocks of one namespace.
 #[derive(Debug, Default)]
 pub(crate) struct UncorrectableBlocks {
     state: Mutex<State>,
-    /// True if any lease has marks, here or in the ledger.
+    /// True if any lease has marks, in memory or in the ledger.
     any: AtomicBool,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Parts of leases by their first block. They do not overlap.
+    /// Parts of leases by their first block. Parts do not overlap.
     parts: BTreeMap<u64, Part>,
     leases: BTreeMap<u64, LeaseMarks>,
     next_lease: u64,
@@ -46,12 +47,12 @@ struct State {
 /// A part of a lease.
 #[derive(Debug)]
 struct Part {
-    /// The first block behind it.
+    /// First block after the part.
     end: u64,
     lease: u64,
 }
 
-/// Requests that another thread stores the marks of a lease.
+/// Callback that requests another thread to store the marks of a lease.
 struct Ask(Box<dyn Fn() + Send + Sync>);
 
 impl fmt::Debug for Ask {
@@ -64,28 +65,28 @@ impl fmt::Debug for Ask {
 #[derive(Debug, Default)]
 struct LeaseMarks {
     now: Ranges,
-    /// Those of the ledger.
+    /// Marks in the ledger.
     stored: Ranges,
-    /// Number of the last change.
+    /// Number of the latest change.
     change: u64,
-    /// The last change that was stored.
+    /// Number of the latest stored change.
     stored_change: u64,
-    /// First and last change of each store that failed.
+    /// First and last change of each failed store.
     failures: Vec<(u64, u64)>,
-    /// `None` for a lease whose marks end with the lease.
+    /// `None` if the marks end with the lease and are not stored.
     ask: Option<Ask>,
     /// True if a store was requested and has not begun.
     is_asked: bool,
 }
 
-/// A change that a command has to wait for.
+/// A change of marks, which a command waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MarkChange {
     lease: u64,
     number: u64,
 }
 
-/// Room for the marks of one lease. Dropping it makes all blocks of the lease readable here.
+/// Handle of one lease's marks. Dropping it removes the marks from memory.
 #[derive(Debug)]
 pub(crate) struct MarkRoom {
     blocks: Arc<UncorrectableBlocks>,
@@ -93,8 +94,8 @@ pub(crate) struct MarkRoom {
 }
 
 impl MarkRoom {
-    /// Makes room for the marks of a part that no lease overlaps. A command may reach over the border of a part that it
-    /// follows: the two become one.
+    /// Adds a part of the lease, which must not overlap any other part. If the part continues an existing part, the two are
+    /// merged, because a command may cross the border.
     pub(crate) fn add(&self, part: LbaRange) {
         let (start, end) = bounds(&part);
         let mut state = self.blocks.lock();
@@ -110,7 +111,7 @@ impl MarkRoom {
         state.parts.insert(start, Part { end, lease });
     }
 
-    /// Loads the marks of the ledger. From now on `ask` requests that another thread [stores](Self::store) them.
+    /// Loads the marks of the ledger. From now on, each change calls `ask` to request a [store](Self::store) by another thread.
     pub(crate) fn keep(&self, marks: &[LbaRange], ask: Box<dyn Fn() + Send + Sync>) {
         let mut state = self.blocks.lock();
         if let Some(lease) = state.leases.get_mut(&self.lease) {
@@ -124,7 +125,7 @@ impl MarkRoom {
         self.blocks.note(&state);
     }
 
-    /// Makes the present marks durable by `store`.
+    /// Makes the current marks durable with `store`.
     pub(crate) fn store(&self, store: &mut dyn FnMut(&[LbaRange]) -> io::Result<()>) {
         let (marks, change) = {
             let mut state = self.blocks.lock();
@@ -159,13 +160,13 @@ impl Drop for MarkRoom {
         let ended = state.leases.remove(&self.lease);
         self.blocks.note(&state);
         drop(state);
-        // What it asks with may hold more than this.
+        // Drop outside the lock: the `ask` callback may own other values whose drop has effects.
         drop(ended);
     }
 }
 
 impl UncorrectableBlocks {
-    /// Makes room for the marks of a lease of these parts, which no other lease overlaps.
+    /// Registers a lease of these parts, which no other lease overlaps.
     pub(crate) fn make_room(self: &Arc<Self>, parts: &[LbaRange]) -> MarkRoom {
         let mut state = self.lock();
         let lease = state.next_lease;
@@ -180,13 +181,13 @@ impl UncorrectableBlocks {
         room
     }
 
-    /// Returns whether there are none, as nearly always: one load.
+    /// Returns whether no lease has marks. This is the common case and costs one atomic load.
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         !self.any.load(Ordering::Acquire)
     }
 
-    /// Returns whether some block of `start..start+count`, which lies in one part of a lease, cannot be read.
+    /// Returns whether any block of `start..start+count` is unreadable. The range lies in one part of a lease.
     pub(crate) fn intersects(&self, start: u64, count: u64) -> bool {
         if self.is_empty() {
             return false;
@@ -196,8 +197,8 @@ impl UncorrectableBlocks {
         lease.is_some_and(|(_, lease)| lease.now.intersects(start, start + count))
     }
 
-    /// Returns whether a write of `start..start+count`, which lies in one part of a lease, has marks to
-    /// [clear](Self::clear): here, or in the ledger.
+    /// Returns whether a write of `start..start+count` has to [clear](Self::clear) marks, in memory or in the ledger. The range
+    /// lies in one part of a lease.
     #[inline]
     pub(crate) fn touches(&self, start: u64, count: u64) -> bool {
         !self.is_empty() && self.finds_any(start, start + count)
@@ -210,8 +211,8 @@ impl UncorrectableBlocks {
         lease.is_some_and(|(_, lease)| lease.touches(start, end))
     }
 
-    /// Makes `start..start+count`, which lies in one part of a lease, unreadable. Returns the change that the command waits
-    /// for; `None` if there is no room to remember it.
+    /// Makes `start..start+count` unreadable. The range lies in one part of a lease. Returns the change that the command waits
+    /// for, or `None` if the lease has reached its limit of marks.
     pub(crate) fn mark(&self, start: u64, count: u64) -> Option<MarkChange> {
         let mut state = self.lock();
         let (key, lease) = state.lease_of(start)?;
@@ -225,8 +226,8 @@ impl UncorrectableBlocks {
         Some(change)
     }
 
-    /// Makes `start..start+count`, which lies in one part of a lease, readable, because it was written. Returns the change
-    /// that the command waits for; `None` if the blocks had no marks.
+    /// Makes `start..start+count` readable after a write. The range lies in one part of a lease. Returns the change that the
+    /// command waits for, or `None` if the blocks had no marks.
     pub(crate) fn clear(&self, start: u64, count: u64) -> Option<MarkChange> {
         if self.is_empty() {
             return None;
@@ -242,13 +243,13 @@ impl UncorrectableBlocks {
         Some(change)
     }
 
-    /// Returns the result of a change; `None` while it is being stored.
+    /// Returns the result of a change, or `None` while the change is being stored.
     ///
     /// # Errors
-    /// It could not be stored, and was taken back.
+    /// Returns an error if the change could not be stored and was reverted.
     pub(crate) fn end_of(&self, change: MarkChange) -> Option<Result<(), ()>> {
         let state = self.lock();
-        // The marks of a lease that ended are not here any more.
+        // The marks of an ended lease are gone.
         let lease = state.leases.get(&change.lease)?;
         lease.end_of(change.number)
     }
@@ -259,13 +260,13 @@ impl UncorrectableBlocks {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change is complete before anything can panic.
+        // The state is consistent wherever a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
-    /// Returns the lease of a block, and its key.
+    /// Returns the lease of a block and the lease's key.
     fn lease_of(&mut self, block: u64) -> Option<(u64, &mut LeaseMarks)> {
         let (_, part) = self.parts.range(..=block).next_back()?;
         let key = (block < part.end).then_some(part.lease)?;
@@ -274,7 +275,7 @@ impl State {
 }
 
 impl LeaseMarks {
-    /// A block without a mark here has one in the ledger until its change is stored.
+    /// Checks the stored marks too: a cleared mark stays in the ledger until the change is stored.
     fn touches(&self, start: u64, end: u64) -> bool {
         self.now.intersects(start, end) || self.stored.intersects(start, end)
     }
@@ -287,7 +288,7 @@ impl LeaseMarks {
         self.end_of(self.change).is_some()
     }
 
-    /// Numbers a change, and requests its store.
+    /// Numbers a change and requests its store.
     fn begin_change(&mut self, lease: u64) -> MarkChange {
         self.change += 1;
         let number = self.change;
@@ -305,7 +306,7 @@ impl LeaseMarks {
         MarkChange { lease, number }
     }
 
-    /// Takes back all changes that are not stored.
+    /// Reverts all changes that are not stored.
     fn fail(&mut self) {
         let first = self.failures.last().map_or(0, |(_, last)| *last);
         let first = first.max(self.stored_change) + 1;
@@ -330,7 +331,7 @@ fn bounds(range: &LbaRange) -> (u64, u64) {
     (start, start.saturating_add(range.blocks))
 }
 
-/// Start and end of each range; they do not overlap.
+/// Disjoint ranges: start mapped to end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Ranges(BTreeMap<u64, u64>);
 
@@ -369,8 +370,8 @@ impl Ranges {
             if range_start < start {
                 self.insert(range_start, start);
             }
-            // A write in the middle makes two ranges of one. If there is no room for both, the second is lost:
-            // a write cannot be refused for it.
+            // A write into the middle splits a range in two. At the limit of ranges, the second half loses its mark, because
+            // the write cannot be refused.
             if range_end > end && self.has_room() {
                 self.insert(end, range_end);
             }

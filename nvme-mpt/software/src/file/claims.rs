@@ -1,17 +1,17 @@
-//! Exclusion between changes of parts of blocks and all other changes of the same blocks, over all queues of a lease: no
-//! other lease has a part of one of its blocks.
+//! Mutual exclusion of writes within a lease, for read-modify-write of partial blocks. Leases share no block, so the exclusion
+//! covers all queues of one lease only.
 //!
-//! A part of a block is changed by reading the block, changing it and writing it as a whole. A write that is done
-//! between the two would be undone. Such changes are rare, so all other writes pass on a fast lane while there are
-//! none: each queue counts its own on its lane, and looks for a partial change after that. A partial change announces
-//! itself first, and then waits for the lanes to become empty once. One of the two sees the other.
+//! A partial change reads a block, modifies it and writes it back. Another write in between would be undone. Partial changes
+//! are rare, so while there are none, all other writes take a fast lane: each queue counts its writes on its own lane, and then
+//! checks for a partial change. A partial change announces itself first, and then waits until each lane has been empty once. So
+//! at least one of the two sees the other.
 //!
-//! While there are partial changes, all changes stand in a list, in the order of their arrival. A change may begin
-//! when no earlier one in the list that overlaps it excludes it. Each command holds one claim at a time and waits for
-//! nothing else while it holds one, so none waits for ever.
+//! While there are partial changes, every change enters a list, in order of arrival. A change may begin when no earlier
+//! overlapping change in the list excludes it. A command holds at most one claim and waits for nothing else while holding one,
+//! so there is no deadlock.
 //!
-//! A change counts those that it waits for when it arrives, so that a look at it costs the same however long the list is.
-//! To arrive and to leave costs more with each change in the list. So each queue has a bounded number of them there.
+//! On arrival, a change counts the changes that it waits for, so checking it costs the same for any length of the list.
+//! Arriving and leaving cost more with each change in the list, so the number of changes per queue is bounded.
 
 use std::sync::{Arc, PoisonError};
 
@@ -22,7 +22,7 @@ use crate::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, fence};
 pub(super) struct Change {
     pub(super) start: u64,
     pub(super) end: u64,
-    /// True if it reads blocks and writes them back: it excludes every other change of them.
+    /// True for a read-modify-write, which excludes every other change of the same blocks.
     pub(super) partial: bool,
 }
 
@@ -32,33 +32,33 @@ impl Change {
     }
 }
 
-/// Permission of a command to change blocks, or its place in the queue for one.
+/// Permission of a command to change blocks, or its place in the list while it waits.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) enum Claim {
-    /// Nothing.
+    /// No claim.
     #[default]
     None,
-    /// A place on the fast lane.
+    /// Counted on the fast lane.
     Lane,
-    /// A place in the list.
+    /// Number of the entry in the list.
     Listed(u64),
 }
 
-/// Most changes of a queue in the list, but for those of commands that have begun already.
+/// Maximum of list entries per queue. Commands that have already begun may exceed it.
 pub(super) const LISTED_MAX: usize = 64;
 
 /// The fast lane of one queue.
 #[derive(Debug)]
 pub(super) struct Lane {
-    /// Number of its changes that are on it.
+    /// Number of the queue's changes on the lane.
     changes: AtomicUsize,
-    /// Number of its changes that stand in the list.
+    /// Number of the queue's changes in the list.
     listed: AtomicUsize,
     /// True if the queue made transfers since [`Lanes::take_transfers`].
     transfers: AtomicBool,
 }
 
-/// The lanes of all queues of a file, of whichever lease.
+/// The lanes of all queues of a file, across leases.
 #[derive(Debug)]
 pub(super) struct Lanes(Mutex<Vec<Arc<Lane>>>);
 
@@ -77,7 +77,7 @@ impl Lanes {
         self.lanes().retain(|other| !Arc::ptr_eq(other, lane));
     }
 
-    /// Returns whether a queue of the file made transfers since the last call.
+    /// Returns whether any queue of the file made transfers since the last call.
     pub(super) fn take_transfers(&self) -> bool {
         let mut any = false;
         for lane in &*self.lanes() {
@@ -95,15 +95,15 @@ impl Lanes {
 struct Entry {
     number: u64,
     change: Change,
-    /// Number of earlier ones in the list that exclude it.
+    /// Number of earlier entries in the list that exclude this change.
     waits_for: usize,
-    /// True once the lanes were empty after it was listed. Only partial changes use it.
+    /// True once all lanes were seen empty after the change was listed. Only partial changes use it.
     lanes_left: bool,
 }
 
 #[derive(Debug, Default)]
 struct List {
-    /// By their numbers.
+    /// Ordered by number.
     entries: Vec<Entry>,
     numbers: u64,
     lanes: Vec<Arc<Lane>>,
@@ -112,7 +112,7 @@ struct List {
 /// The changes of one lease.
 #[derive(Debug)]
 pub(super) struct Claims {
-    /// Partial changes in the list.
+    /// Number of partial changes in the list.
     partial: AtomicUsize,
     list: Mutex<List>,
 }
@@ -127,7 +127,7 @@ impl Default for Claims {
 }
 
 impl Claims {
-    /// Adds a lane, for one queue.
+    /// Adds the lane of a queue.
     pub(super) fn open_lane(&self) -> Arc<Lane> {
         let lane = Arc::new(Lane {
             changes: AtomicUsize::new(0),
@@ -138,12 +138,12 @@ impl Claims {
         lane
     }
 
-    /// Removes a lane.
     pub(super) fn close_lane(&self, lane: &Arc<Lane>) {
         self.list().lanes.retain(|other| !Arc::ptr_eq(other, lane));
     }
 
-    /// Enters a change. It may begin if this returns `true`, else once [`Self::may_begin`] does.
+    /// Enters a change. If the second value is `true`, the change may begin; otherwise it may begin once [`Self::may_begin`]
+    /// returns `true`.
     #[inline]
     pub(super) fn enter(&self, lane: &Lane, change: Change) -> (Claim, bool) {
         if !change.partial {
@@ -181,7 +181,7 @@ impl Claims {
         (Claim::Listed(number), begins)
     }
 
-    /// Returns whether a change that was entered may begin.
+    /// Returns whether an entered change may begin.
     pub(super) fn may_begin(&self, claim: &Claim) -> bool {
         match claim {
             Claim::None | Claim::Lane => true,
@@ -189,7 +189,7 @@ impl Claims {
         }
     }
 
-    /// Ends a change, or the wait for one.
+    /// Ends a change, or gives up waiting for it.
     #[inline]
     pub(super) fn leave(&self, lane: &Lane, claim: Claim) {
         match claim {
@@ -235,7 +235,7 @@ impl List {
             return true;
         };
         if entry.change.partial && !entry.lanes_left {
-            // Each change that is on a lane still was there before this one was announced.
+            // Lanes count only changes that began before this change was announced, because later ones use the list.
             entry.lanes_left = self.lanes.iter().all(|lane| lane.is_empty());
             if !entry.lanes_left {
                 return false;
@@ -246,7 +246,7 @@ impl List {
 }
 
 impl Lane {
-    /// Returns whether another command of the queue may begin that may need a place in the list.
+    /// Returns whether the queue may start another command that might need a list entry.
     #[inline]
     pub(super) fn has_room(&self) -> bool {
         self.listed.load(Ordering::Relaxed) < LISTED_MAX
@@ -256,14 +256,14 @@ impl Lane {
         self.changes.load(Ordering::Acquire) == 0
     }
 
-    /// Notes a transfer. The queues' notes lie apart, so that they do not contend.
+    /// Records a transfer. Each queue has its own flag, so that queues do not contend.
     #[inline]
     pub(super) fn note_transfer(&self) {
         self.transfers.store(true, Ordering::Relaxed);
     }
 }
 
-/// Adds to a number of a lane's, modulo 2^64; only the lane's own queue does.
+/// Adds to a counter of a lane, modulo 2^64. Only the lane's own queue writes it.
 #[inline]
 fn add(number: &AtomicUsize, by: usize) {
     let sum = number.load(Ordering::Relaxed).wrapping_add(by);

@@ -1,6 +1,6 @@
-//! Locks on the bytes of a lease: in the drive's file, and in the files of the loop devices that it lies on.
+//! Locks on the bytes of a lease: in the drive's file, and in the files of the loop devices below.
 //!
-//! A program that has the file of a loop device locks that, and knows of no device.
+//! A program that uses the file of a loop device locks that file and does not know of the device.
 
 use std::io;
 use std::path::Path;
@@ -13,11 +13,10 @@ use super::SharedFile;
 use super::kernel::{File, RangeLock, lock_below, reopen};
 use super::way::Way;
 
-/// Bytes of a file that its users share: one by those that read and write it through the page cache, one by the others.
-/// They lie behind all data.
+/// Lock bytes that announce how a process uses a file: through the page cache, or with direct I/O. Both lie beyond all data.
 ///
-/// A direct write to a part of a file leaves stale pages behind if the page cache has them in one piece with a dirty
-/// neighbour. The kernel then reports an error to all users of the file. So a file has users of one kind.
+/// A direct write to part of a large folio that is dirty elsewhere leaves stale pages behind. The kernel then reports an error
+/// to all users of the file. So all users of a file must use the same path.
 const WAYS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 
 /// Locks on the bytes of a lease.
@@ -25,16 +24,16 @@ const WAYS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 pub(crate) struct Locks {
     shared: Arc<SharedFile>,
     file: RangeLock,
-    /// Those in files below a device. All are open from the start, as a queue's ring keeps the files that it was given,
-    /// and the lease may grow into another one. Of one that cannot be opened, the reason.
+    /// Locks in the files below a loop device, or why a file cannot be opened. All files are opened at the start: a queue's
+    /// ring keeps only the files it was given, and the lease may grow into another file.
     below: Vec<Result<RangeLock, String>>,
 }
 
 impl Locks {
-    /// Without a range yet.
+    /// Opens the files, without locking a range.
     ///
     /// # Errors
-    /// Returns the kernel's error if the file cannot be opened once more.
+    /// Returns the kernel's error if the file cannot be opened again.
     pub(super) fn new(shared: &Arc<SharedFile>) -> io::Result<Self> {
         let file = RangeLock::new(reopen(&shared.opened, Some(&shared.path), 0)?);
         share_way(&file, &shared.path, matches!(shared.way, Way::Direct(_)))?;
@@ -50,11 +49,11 @@ impl Locks {
         })
     }
 
-    /// Locks a range of the drive against others who lock what they use.
+    /// Locks a range of the drive against other processes that use such locks.
     ///
     /// # Errors
-    /// `WouldBlock` names the processes that have part of it locked; else what the kernel reports. What was locked
-    /// before is all that is locked then.
+    /// Returns `WouldBlock`, naming the processes, if part of the range is locked; otherwise the kernel's error. On an error,
+    /// only the earlier ranges stay locked.
     pub(super) fn add(&self, range: ByteRange) -> io::Result<()> {
         let (start, length) = (range.start(), range.length());
         self.file.add(start, length)?;
@@ -86,7 +85,7 @@ impl Locks {
         result
     }
 
-    /// Lets go of all locks: nothing is in flight.
+    /// Releases all locks. No command may be in flight.
     pub(super) fn let_go(&self) {
         let below = self.below.iter().flatten();
         std::iter::once(&self.file)
@@ -94,10 +93,10 @@ impl Locks {
             .for_each(RangeLock::let_go);
     }
 
-    /// Calls `keep` with the open files that have the locks.
+    /// Calls `keep` with the open files that hold the locks.
     ///
     /// # Errors
-    /// Those of `keep`.
+    /// Returns the error of `keep`.
     pub(super) fn keep_open(
         &self,
         keep: impl FnOnce(&mut dyn Iterator<Item = &File>) -> io::Result<()>,
@@ -107,10 +106,10 @@ impl Locks {
     }
 }
 
-/// Becomes a user of a file, through the page cache or past it.
+/// Announces this process as a user of a file, by the page cache or direct I/O. Fails if another process uses the other path.
 fn share_way(lock: &RangeLock, path: &Path, is_direct: bool) -> io::Result<()> {
     let (ours, other) = (usize::from(is_direct), usize::from(!is_direct));
-    // Ours first: of two that come at the same time, one at least sees the other.
+    // Announce before checking: of two concurrent processes, at least one sees the other.
     lock.share(WAYS[ours])?;
     let Some(users) = lock.sharers(WAYS[other])? else {
         return Ok(());

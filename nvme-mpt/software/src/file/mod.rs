@@ -1,21 +1,21 @@
 //! A file or block device as a drive, through io_uring.
 //!
-//! Each command is a small state machine with one request to the kernel at a time (`operation`, `steps`). `queue`
-//! runs the commands of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
+//! Each command is a small state machine with at most one request to the kernel at a time (`operation`, `steps`). `queue` runs
+//! the commands of one queue pair. Flush is fdatasync, FUA is RWF_DSYNC.
 //!
-//! A file has one way for all of its data (`way`): past the page cache where statx names the alignment for that, else
-//! (tmpfs, no `O_DIRECT`) through it. Buffered writes on ext4 complete sooner, but fill the host's memory, and both
-//! ways at once lose data. Past the cache, memory that the device cannot take is copied through a stage (`bounces`). A
-//! write of a part of a 4 KiB block reads the block and writes all of it. Meanwhile it excludes other changes of the
-//! block (`claims`). Leases begin and end at 4 KiB, so no other process writes the rest of a block. A file on tmpfs is
-//! mapped: commands copy from and to pages that are there, and the kernel does the rest (`pages`).
+//! All data of a file takes the same path (`way`). If statx reports an alignment for direct I/O, transfers bypass the page
+//! cache. Otherwise (tmpfs, no `O_DIRECT`) they go through it. Buffered writes on ext4 complete sooner, but fill the host's
+//! memory, and mixing both paths loses data. For direct I/O, memory that the device cannot access is copied through a bounce
+//! buffer (`bounces`). A write to part of a 4 KiB block reads the block and writes all of it, and excludes other changes of the
+//! block until it ends (`claims`). Leases begin and end at 4 KiB boundaries, so no other process writes the rest of a block. A
+//! file on tmpfs is mapped: commands copy from and to resident pages, and the kernel does the rest (`pages`).
 //!
-//! The file system zeroes ranges and punches holes where it can, in slices (`slices`). Parts of blocks at both ends
-//! are zeroed by hand (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.
+//! If the file system can zero ranges and punch holes, it does so in slices (`slices`). Partial blocks at both ends are
+//! overwritten with zeroes (`zeroes`). Deallocation is advice: a range that the file system refuses keeps its data.
 //!
-//! A queue looks four times a second at its requests (`deadline`). A request that the kernel keeps for 10 s is logged,
-//! cancelled, and repeated by another thread of the kernel. The queue then waits as long as the storage takes. If the drive
-//! has a timeout, its queue fails after that time, and its guest sees CSTS.CFS.
+//! Four times a second, a queue checks the age of its requests (`deadline`). A request that the kernel has held for 10 s is
+//! logged, cancelled, and repeated by a kernel worker thread. The queue then waits indefinitely. If the drive has a timeout,
+//! the queue fails after that time, and the guest sees CSTS.CFS.
 
 mod bounces;
 mod claims;
@@ -75,7 +75,7 @@ use nvme_mpt::shadow::HostQueuePair;
 use crate::medium::{LeasedMedium, Medium, Pace};
 use crate::uncorrectable::{MarkRoom, UncorrectableBlocks};
 
-/// An open file or block device.
+/// A backing store in a file or block device.
 #[derive(Clone, Debug)]
 pub(crate) struct FileStore {
     shared: Arc<SharedFile>,
@@ -85,25 +85,25 @@ pub(crate) struct FileStore {
 pub(super) struct SharedFile {
     path: PathBuf,
     origin: Origin,
-    /// Bytes that leases may have.
+    /// Bytes that leases may use.
     bytes: u64,
     label: Option<DriveLabel>,
-    /// The drive is used by its label.
+    /// True if the drive is identified by its label.
     is_named: bool,
     pub(super) lba_shift: u8,
-    /// Keeps the file open, and a block device to this process. No I/O uses it: each lease has
-    /// descriptions of its own.
+    /// Keeps the file open, and holds a block device exclusively. No I/O uses this description, because each lease opens its
+    /// own.
     opened: File,
     way: Way,
-    /// True for a file of tmpfs or hugetlbfs, which has nothing but the page cache.
+    /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
     in_memory: bool,
-    /// Its pages, if it has nothing but them.
+    /// The mapped pages of a file in memory.
     pages: Option<Pages>,
     /// True if the kernel may wait for another process or host, as for files on FUSE and NFS.
     may_block: bool,
-    /// True if it can deallocate, after which a range reads as zeroes.
+    /// True if ranges can be deallocated and then read as zeroes.
     punches_holes: AtomicBool,
-    /// True if it can zero a range and keep its room.
+    /// True if the file system can zero a range and keep it allocated.
     zeroes_ranges: AtomicBool,
     lanes: Lanes,
     turns: Turns,
@@ -111,17 +111,17 @@ pub(super) struct SharedFile {
     pub(super) uncorrectable: Arc<UncorrectableBlocks>,
     watched: Watched,
     losses: Losses,
-    /// Time after which a request fails its queue, if there is one.
+    /// Time after which a pending request fails its queue.
     timeout: OnceLock<Duration>,
-    /// The file that must be as durable as the blocks.
+    /// A file that must become durable whenever the blocks do.
     pub(super) companion: OnceLock<Arc<File>>,
 }
 
 impl FileStore {
-    /// Opens a file or block device for reading and writing, whose long ranges are cut into `slices`.
+    /// Opens a file or block device for reading and writing. `slices` chooses the length of slices.
     ///
     /// # Errors
-    /// Returns the kernel's error, and `InvalidInput` for something that is neither.
+    /// Returns the kernel's error, or `InvalidInput` if the path is neither a file nor a block device.
     pub(super) fn open(path: &Path, lba_shift: u8, slices: Choice) -> io::Result<Self> {
         let Opened {
             path,
@@ -176,10 +176,10 @@ impl FileStore {
         })
     }
 
-    /// Looks for the label of the drive. If the caller names the label, the drive is known by it, and no lease contains it.
+    /// Reads the label of the drive. If `name` is given, the label identifies the drive, and leases exclude the label's block.
     ///
     /// # Errors
-    /// `InvalidData` if there is none with the name.
+    /// Returns `InvalidData` if the drive has no label with that name.
     pub(super) fn by_label(mut self, name: Option<&DriveName>) -> io::Result<Self> {
         let place = DriveLabel::place(self.shared.bytes);
         let mut block = [0; LABEL_BYTES];
@@ -214,7 +214,7 @@ impl FileStore {
         Ok(self)
     }
 
-    /// Locks ranges of the drive against others who lock what they use.
+    /// Locks ranges of the drive against other processes that use such locks.
     ///
     /// # Errors
     /// As [`Locks::add`].
@@ -224,11 +224,11 @@ impl FileStore {
         Ok(locks)
     }
 
-    /// Opens the file for one lease, which is called `name` in the log and has no byte of the drive from `end`
-    /// on. `locks` are those on its bytes.
+    /// Opens the file for one lease. `name` is the lease's name in the log, `end` the end of its last byte, and `locks` the
+    /// locks on its bytes.
     ///
     /// # Errors
-    /// Returns the kernel's error if the file cannot be opened once more.
+    /// Returns the kernel's error if the file cannot be opened again.
     pub(super) fn lease(
         &self,
         name: &str,
@@ -260,7 +260,7 @@ impl Medium for FileStore {
         "nvme-mpt file drive"
     }
 
-    /// Its size when it was opened.
+    /// Size when the file was opened.
     fn bytes(&self) -> u64 {
         self.shared.bytes
     }
@@ -269,7 +269,7 @@ impl Medium for FileStore {
         Limits {
             volatile_write_cache: true,
             deallocated_reads_zeroes: self.shared.punches_holes(),
-            // Ranges are cut into slices here, and a command ends after 10 s in any case.
+            // Long ranges are cut into slices, and a command ends after 10 s in any case.
             dsm_range_bytes_max: u64::MAX,
             ..limits
         }
@@ -288,7 +288,7 @@ impl Medium for FileStore {
     }
 
     fn set_timeout(&self, timeout: Duration) {
-        // The first one stays: a drive has one.
+        // A drive has one timeout: later calls are ignored.
         let _ = self.shared.timeout.set(timeout);
     }
 
@@ -299,7 +299,7 @@ impl Medium for FileStore {
 
     #[cfg(not(simulation))]
     fn keep_durable_with(&self, file: Arc<File>) {
-        // The first one stays: a drive has one such file.
+        // A drive has one companion file: later calls are ignored.
         let _ = self.shared.companion.set(file);
     }
 
@@ -316,7 +316,7 @@ impl Medium for FileStore {
     }
 }
 
-/// Returns the error for a range that cannot be locked.
+/// Converts the error of a range that cannot be locked.
 fn refused(error: io::Error) -> HostLeaseError {
     match error.kind() {
         io::ErrorKind::WouldBlock => HostLeaseError::InUse(error),
@@ -324,7 +324,7 @@ fn refused(error: io::Error) -> HostLeaseError {
     }
 }
 
-/// Parts of a file, locked for a lease.
+/// The locked parts of a file that belong to one lease.
 #[derive(Debug)]
 struct FileLease {
     file: Arc<LeasedFile>,
@@ -413,7 +413,7 @@ impl SharedFile {
             .plan(direction, operation.data_offset, parts, self.bytes)
     }
 
-    /// The zeroing of a range of bytes, deallocated if that is wanted and can be done.
+    /// Plans the zeroing of a range, by deallocation if `deallocate` is set and the file supports it.
     fn zeroing(&self, start: u64, end: u64, deallocate: bool, then: Next) -> Zeroing {
         let means = if deallocate && self.punches_holes() {
             Means::Punch
@@ -436,7 +436,7 @@ impl SharedFile {
         self.punches_holes.load(Ordering::Relaxed)
     }
 
-    /// Does without what the file system or the device turned out not to do.
+    /// Records that the file system or the device does not support a means of zeroing.
     fn gives_up(&self, means: Means) {
         let (can, what) = match means {
             Means::Punch => (&self.punches_holes, "deallocate ranges"),

@@ -1,4 +1,4 @@
-//! A command in progress on a file drive.
+//! State of a command in progress on a file drive.
 
 use std::sync::Arc;
 
@@ -23,24 +23,24 @@ use nvme_mpt::spec::status::Status;
 /// The next step of a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Next {
-    /// None: it is complete.
+    /// Complete the command.
     #[default]
     Done,
     /// Wait until the write may begin, see [`claims`](super::claims).
     Claimed,
-    /// Read a block of which the write keeps a part.
+    /// Read a block that the write changes only in part.
     Fill,
-    /// Read, or the rest of it.
+    /// Read, or continue a partly completed read.
     Read,
-    /// Give the guest what was read into the stage.
+    /// Copy the read data from the bounce buffer to the guest.
     Scatter,
-    /// Write, or the rest of it.
+    /// Write, or continue a partly completed write.
     Write,
-    /// Take part in a sync, see [`syncs`](super::syncs).
+    /// Join a sync, see [`syncs`](super::syncs).
     Flush,
-    /// Make durable what was written.
+    /// Sync the file.
     Sync,
-    /// The same of the file that is to be as durable, if there is one.
+    /// Sync the companion file, if there is one.
     SyncCompanion,
     /// Zero the next part of a range.
     Zero,
@@ -50,53 +50,53 @@ pub(super) enum Next {
     Turn,
     /// Wait until the slice may begin.
     SliceClaimed,
-    /// Have the file system zero or deallocate a slice.
+    /// Make the file system zero or deallocate a slice.
     Slice,
-    /// Compare what was read with the guest's data.
+    /// Compare the read data with the guest's data.
     Compare,
-    /// Read the next range to copy, or write what was read.
+    /// Read the next source range of a Copy, or write the data that was read.
     CopyRange,
     /// Deallocate the next range.
     Range,
-    /// Clear the marks of blocks that were written, durably.
+    /// Clear the marks of written blocks, durably.
     ClearMarks,
     /// Wait until a change of marks is stored.
     StoreMarks,
 }
 
-/// A way to zero a range.
+/// A method of zeroing a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Means {
-    /// The file system zeroes it and keeps its room.
+    /// The file system zeroes the range and keeps it allocated.
     #[default]
     Zero,
-    /// The file system deallocates it.
+    /// The file system deallocates the range.
     Punch,
-    /// Zeroes are written.
+    /// The queue writes zeroes.
     Hand,
 }
 
-/// A range on its way to be zeroes.
+/// Progress of zeroing a range.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Zeroing {
     pub(super) start: u64,
-    /// First byte that is not zeroed.
+    /// First byte that is not zeroed yet.
     pub(super) at: u64,
     pub(super) end: u64,
-    /// True if part of what lies before `at` keeps its data, as what is advice may.
+    /// True if some bytes before `at` keep their data, which deallocation as advice permits.
     pub(super) keeps_data: bool,
     pub(super) means: Means,
     /// The step after the range.
     pub(super) then: Next,
-    /// Bytes of the slice that is under way.
+    /// Bytes of the current slice.
     pub(super) slice: u64,
     /// Weight of the slice, see [`survey`](super::survey). Without a survey, its number of bytes.
     pub(super) weight: u64,
-    /// True if no further survey is asked for.
+    /// True if no further surveys are requested.
     pub(super) is_blind: bool,
-    /// True if this command has the file's turn.
+    /// True if this command holds the file's turn.
     pub(super) has_turn: bool,
-    /// Start of the slice that is under way.
+    /// Start of the current slice.
     pub(super) began: Ticks,
 }
 
@@ -107,54 +107,54 @@ pub(super) struct Operation {
     pub(super) next: Next,
     /// The step after a transfer.
     pub(super) then: Next,
-    /// The step after data was read into the stage and the guest has it.
+    /// The step after the guest has received the read data from the bounce buffer.
     pub(super) after_scatter: Next,
-    /// Next byte of the file that a transfer is to read or write.
+    /// Next byte of the file to transfer.
     pub(super) offset: u64,
-    /// First byte of the file that the command's data belongs to.
+    /// Offset in the file of the command's data.
     pub(super) data_offset: u64,
     /// The command's data.
     pub(super) vectors: Vectors,
-    /// Bytes of the file that the stage stands for, if the transfer has one.
+    /// Bytes of the file that the bounce buffer holds, if the transfer uses one.
     pub(super) staged: Option<(u64, u64)>,
-    /// The part of the stage that the kernel transfers.
+    /// The part of the bounce buffer that the kernel transfers.
     pub(super) stage: Vectors,
-    /// Blocks to read into the stage, of which the write keeps a part: start and end in the file.
+    /// Partly changed blocks to read into the bounce buffer first: start and end in the file.
     pub(super) fills: [Option<(u64, u64)>; 2],
     pub(super) bounce: Option<Bounce>,
     pub(super) claim: Claim,
     pub(super) zeroing: Zeroing,
-    /// The survey of the range's next bytes, and the moment at which it was asked for.
+    /// The survey of the range's next bytes, and when it was requested.
     pub(super) survey: Option<(Arc<Survey>, Ticks)>,
-    /// Moment after which it waits for no further turn, see [`slices`](super::slices).
+    /// Moment after which the command stops waiting for turns, see [`slices`](super::slices).
     pub(super) last_turn: Ticks,
     /// First block and number of blocks whose marks are to be cleared.
     pub(super) unmarked: (u64, u64),
-    /// The change of marks that it waits for.
+    /// The change of marks that the command waits for.
     pub(super) change: Option<MarkChange>,
-    /// The step after a sync of the file, and after a change of marks.
+    /// The step after a sync of the file, and the step after a change of marks.
     pub(super) after_sync: Next,
     pub(super) after_marks: Next,
     /// The sync that a Flush needs.
     pub(super) needs: SyncNumber,
-    /// The sync that a Flush makes.
+    /// The sync that a Flush performs.
     pub(super) leads: Option<SyncNumber>,
-    /// Ranges that were dealt with, and bytes of theirs.
+    /// Number of processed ranges, and their bytes.
     pub(super) ranges: usize,
     pub(super) bytes: usize,
-    /// True if the kernel has a request of it.
+    /// True if the kernel has a request of this command.
     pub(super) requested: bool,
-    /// The queue's count of looks when that request was made; the first one's, if the kernel did not carry it out and
-    /// it was made again.
+    /// The queue's look count when the request was made. If the kernel returned it undone and it was made again, the count of
+    /// the first attempt.
     pub(super) since: u32,
     /// True if that request is overdue and its cancellation was requested.
     pub(super) overdue: bool,
-    /// Requests that were repeated because they were overdue.
+    /// Number of repeated overdue requests.
     pub(super) repeats: u8,
 }
 
 impl Operation {
-    /// Makes it that of another command.
+    /// Resets the state for a new command.
     pub(super) fn begin(&mut self, sqe: &Sqe) {
         self.sqe = *sqe;
         self.vectors.clear();
@@ -167,7 +167,7 @@ impl Operation {
         (self.after_sync, self.after_marks) = (Next::Done, Next::Done);
     }
 
-    /// Names part of the data memory as the command's data.
+    /// Selects part of the data memory as the command's data.
     pub(super) fn use_data(&mut self, offset: usize, len: usize) -> Result<(), Status> {
         let bytes = self
             .bounce
@@ -177,7 +177,7 @@ impl Operation {
         Ok(())
     }
 
-    /// Names the stage's part for these bytes of the file as what the kernel transfers next.
+    /// Selects the part of the bounce buffer for `start..end` of the file as the next transfer.
     pub(super) fn use_stage(&mut self, start: u64, end: u64) -> Result<(), Status> {
         let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
         let bytes = self
@@ -190,7 +190,7 @@ impl Operation {
         Ok(())
     }
 
-    /// The stage's part for the command's data.
+    /// Returns the command's data within the bounce buffer.
     pub(super) fn staged_data(&self) -> Result<RawBytes<'_>, Status> {
         let (base, _) = self.staged.ok_or(Status::INTERNAL_ERROR)?;
         let at = (self.data_offset - base) as usize;
@@ -200,7 +200,7 @@ impl Operation {
             .ok_or(Status::INTERNAL_ERROR)
     }
 
-    /// Takes up the plan of a write of `len` bytes of data.
+    /// Applies the plan of a write of `len` bytes.
     pub(super) fn stage_write(&mut self, plan: Plan, len: u64) {
         let Plan::Staged { start, end } = plan else {
             self.staged = None;
@@ -209,7 +209,7 @@ impl Operation {
         self.staged = Some((start, end));
         let head = start != self.data_offset;
         let tail = end != self.data_offset + len;
-        // The last block of a file may be a part of one.
+        // The last block of a file may be short.
         let last = (end - 1) - (end - 1) % UNIT;
         self.fills = match (head, tail) {
             (false, false) => [None; 2],
@@ -221,8 +221,8 @@ impl Operation {
         };
     }
 
-    /// Returns whether its success promises that data is durable: a Flush, and what is written with FUA. Write, Write
-    /// Zeroes and Copy have that bit in the same place.
+    /// Returns whether success of the command promises durable data, as for a Flush and for writes with FUA. Write, Write
+    /// Zeroes and Copy have FUA in the same place.
     pub(super) fn promises_durability(&self) -> bool {
         match NvmOpcode(self.sqe.opcode()) {
             NvmOpcode::FLUSH => true,
@@ -233,11 +233,11 @@ impl Operation {
         }
     }
 
-    /// Returns the need of memory of a command that is about to start.
+    /// Returns the bounce memory that a command needs to start.
     pub(super) fn need(&self, file: &SharedFile, plan: Plan) -> Option<Need> {
         match NvmOpcode(self.sqe.opcode()) {
             NvmOpcode::COMPARE | NvmOpcode::VERIFY | NvmOpcode::COPY => Some(Need::Large),
-            // For the parts of blocks at both ends of a range.
+            // For partial blocks at both ends of a range.
             NvmOpcode::WRITE_ZEROES => {
                 let WriteZeroes { slba, nlb_z, .. } = WriteZeroes::from(&self.sqe);
                 let ends = (slba.0 | (u64::from(nlb_z) + 1)) << file.lba_shift;
@@ -251,7 +251,7 @@ impl Operation {
         }
     }
 
-    /// Returns whether it has further requests to make, or waits for its first one.
+    /// Returns whether the command has further requests to make, or waits for its first one.
     pub(super) fn has_more(&self) -> bool {
         match self.next {
             Next::Done | Next::Compare | Next::Scatter => false,
@@ -260,7 +260,7 @@ impl Operation {
         }
     }
 
-    /// The end of the bytes of the file that its next request is about, or that a range it begins is.
+    /// Returns the end of the file's bytes that the next request accesses, or the end of the range for a slice.
     pub(super) fn reach(&self) -> u64 {
         match self.next {
             Next::Read | Next::Fill | Next::Write => {
@@ -275,7 +275,7 @@ impl Operation {
         }
     }
 
-    /// Returns whether the data that was read equals the guest's.
+    /// Returns whether the read data equals the guest's.
     pub(super) fn equals_data(
         &self,
         lba_shift: u8,
@@ -315,8 +315,8 @@ impl Operation {
             .is_some_and(|(Lba(start), count)| self.clear_marks(file, (start, count), Next::Done))
     }
 
-    /// Clears the marks of some blocks, and makes `then` the step after that. Returns whether there are any. The data written
-    /// over them becomes durable first. So after a power failure, a readable block has no data from before the mark.
+    /// Clears the marks of some blocks and continues with `then`. Returns whether there are any. The data becomes durable
+    /// first, so that after a power failure no readable block has data from before the mark.
     pub(super) fn clear_marks(
         &mut self,
         file: &SharedFile,
@@ -332,13 +332,13 @@ impl Operation {
         has_marks
     }
 
-    /// Returns whether it deallocates, which is advice (NVM 1.0, section 3.2.3.1): a range that cannot be deallocated
-    /// keeps its data, and the command succeeds.
+    /// Returns whether the command is a deallocation, which is advice (NVM 1.0, section 3.2.3.1): a range that cannot be
+    /// deallocated keeps its data, and the command succeeds.
     pub(super) fn is_advice(&self) -> bool {
         NvmOpcode(self.sqe.opcode()) == NvmOpcode::DATASET_MANAGEMENT
     }
 
-    /// Returns whether the next bytes of its range have to be surveyed.
+    /// Returns whether the next bytes of the range have to be surveyed.
     pub(super) fn wants_survey(&mut self) -> bool {
         let Zeroing {
             at,
@@ -360,7 +360,7 @@ impl Operation {
         !reaches
     }
 
-    /// The step after a command's zeroes are written.
+    /// Returns the step after a command's zeroes are written.
     pub(super) fn after_zeroes(&self) -> Next {
         if WriteZeroes::from(&self.sqe).fua {
             Next::Sync
@@ -370,20 +370,21 @@ impl Operation {
     }
 }
 
-/// The status for an error of the kernel's in a step of a command.
+/// Maps a kernel error in a step of a command to a status.
 pub(super) fn failure(errno: i32, step: Next) -> Status {
     match errno {
-        // A hole could not be filled: there is no room, or a limit of the user or of the process (RLIMIT_FSIZE).
+        // A hole could not be filled: the storage is full, or a limit of the user or of the process (RLIMIT_FSIZE) is reached.
         libc::ENOSPC | libc::EDQUOT | libc::EFBIG => Status::CAPACITY_EXCEEDED,
         libc::EFAULT => Status::DATA_TRANSFER_ERROR,
         libc::ENOMEM | libc::EAGAIN | libc::EINTR | libc::ECANCELED => Status::INTERNAL_ERROR,
-        // Of a Copy, too, as long as it reads; and of a write that keeps a part of a block.
+        // Includes reads of a Copy.
         _ if step == Next::Read => Status::UNRECOVERED_READ_ERROR,
         _ => Status::WRITE_FAULT,
     }
 }
 
-/// Returns whether an error of deallocation leaves the range as it was: the file system cannot do it, or not now.
+/// Returns whether a failed deallocation left the range unchanged, because the file system cannot deallocate it at all or at
+/// the moment.
 pub(super) fn leaves_as_it_was(errno: i32) -> bool {
     matches!(
         errno,

@@ -1,6 +1,6 @@
-//! Long work on a file, cut into slices: the kernel excludes all other I/O of the file while it deallocates or zeroes a
-//! range. So a range is done in slices of about a third of a millisecond. Pauses between them leave most of the file's time
-//! to others while these use it.
+//! Scheduling of long deallocations and zeroing in slices. While the kernel deallocates or zeroes a range, it excludes all
+//! other I/O of the file. So a range is processed in slices of about a third of a millisecond. While others use the file,
+//! pauses between slices leave them most of its time.
 //!
 //! The length of a slice is [learned](SliceLength).
 
@@ -12,20 +12,20 @@ use crate::sync::{Mutex, MutexGuard};
 use nvme_mpt::clock::{Rate, Ticks, ticks_in};
 use nvme_mpt::learn::{Choice, SliceLength};
 
-/// Pause after a slice, in lengths of the slice, while others use the file: they have 80 % of its time, as long as
-/// slices take 12 ms at most.
+/// Pause after a slice while others use the file, in multiples of the slice's duration. Others get 80 % of the file's time, as
+/// long as slices take at most 12 ms.
 const SHARED_PAUSE: u64 = 4;
 
-/// The longest pause: a command of many short ranges has to get its turns in time, also on slow storage.
+/// Maximum pause. It lets a command of many short ranges get its turns in time on slow storage too.
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// Time since the last transfer after which nothing else uses the file.
+/// Time after the last transfer until the file counts as otherwise unused.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// Time for which a free turn is kept for the first queue in the line, which looks for it every 250 us.
+/// Time that a free turn is reserved for the first queue in line, which checks every 250 us.
 const KEPT: Duration = Duration::from_millis(5);
 
-/// The turns of one file: at most one slice of it is under way, of whichever queue. Queues have turns in the order in
+/// The turns of one file. At most one slice of the file is in progress, across all queues. Queues get turns in the order in
 /// which they asked.
 #[derive(Debug)]
 pub(super) struct Turns {
@@ -39,17 +39,17 @@ pub(super) struct Turns {
 struct State {
     taken: bool,
     slice: SliceLength,
-    /// Moment before which no slice begins.
+    /// No slice begins before this moment.
     free_at: u64,
-    /// Moment until which others count as using the file.
+    /// Others count as using the file until this moment.
     shared_until: u64,
-    /// Queues that wait, each once.
+    /// Waiting queues, each once.
     line: VecDeque<Waiter>,
-    /// Moment at which the turn was first seen free for the first one of them.
+    /// When the turn was first seen free while the first queue in line had not taken it.
     offered: Option<Ticks>,
 }
 
-/// A queue, as its turns name it.
+/// Identifies a queue in the line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Waiter(pub(super) usize);
 
@@ -70,8 +70,8 @@ impl Turns {
         }
     }
 
-    /// Takes the turn for a queue, if it is free, the pause is over and the queue is the first in the line. Else the
-    /// queue stands in the line. Returns the most bytes that the turn is for.
+    /// Takes the turn for a queue if the turn is free, the pause is over and the queue is first in line. Returns the maximum
+    /// weight of the slice. Otherwise, puts the queue in line and returns `None`.
     pub(super) fn take(&self, now: Ticks, queue: Waiter) -> Option<u64> {
         let mut state = self.state();
         if state.taken || now.0 < state.free_at {
@@ -84,7 +84,7 @@ impl Turns {
             state.stand(queue);
             let offered = *state.offered.get_or_insert(now);
             if now.since(offered) >= self.kept {
-                // It does not come.
+                // The first queue did not take its turn in time.
                 state.leave(first);
             }
             return None;
@@ -94,17 +94,17 @@ impl Turns {
         Some(state.slice.bytes())
     }
 
-    /// Gives the turn back without having used it.
+    /// Returns an unused turn.
     pub(super) fn give_back(&self) {
         self.state().taken = false;
     }
 
-    /// Takes a queue that waits for no turn any more out of the line.
+    /// Removes a queue from the line.
     pub(super) fn leave(&self, queue: Waiter) {
         self.state().leave(queue);
     }
 
-    /// Gives the turn back after a slice of this weight ([`survey`](super::survey)). `transfers` is true if there were
+    /// Returns the turn after a slice of weight `bytes` ([`survey`](super::survey)). `transfers` is true if there were
     /// transfers of the file since the last slice.
     pub(super) fn done(&self, bytes: u64, began: Ticks, now: Ticks, transfers: bool) {
         let took = now.since(began);
@@ -118,7 +118,7 @@ impl Turns {
             false if bytes == 0 => 0,
             false => took,
         };
-        // A hole teaches nothing about the extents behind.
+        // A hole says nothing about the speed of deallocating extents.
         if bytes > 0 {
             state.slice.done(bytes, took, is_shared);
         }

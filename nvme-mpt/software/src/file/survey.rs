@@ -1,11 +1,11 @@
-//! Surveys of files: the extents that are allocated in a range.
+//! Surveys of files: the allocated extents of a range.
 //!
-//! The time of a deallocation depends on the extents in it. Holes of any length take almost none. So a slice
+//! The time of a deallocation depends on the extents in the range, and holes of any length take almost no time. So a slice
 //! ([`slices`](super::slices)) skips holes at no cost, and its *weight* is bounded instead of its bytes. An extent weighs a
 //! block plus a 256th of its bytes. In a file in memory, whose pages are freed one by one, an extent weighs all of its bytes.
 //!
-//! The calls to the file system (FIEMAP, SEEK_DATA) wait for its locks and its disk, so no poller makes them. One thread of the
-//! process does, if the process has [started](start) it. Without an answer in time, a slice is as short as if the range had no
+//! The calls to the file system (FIEMAP, SEEK_DATA) may block on its locks and its disk, so no poller makes them. A thread of
+//! the process makes them, if it was [started](start). Without an answer in time, a slice is as short as if the range had no
 //! hole.
 
 use std::io;
@@ -20,13 +20,13 @@ use super::way::UNIT;
 use nvme_mpt::memory::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use nvme_mpt::poller::Threads;
 
-/// Most questions that wait. Further ones are not asked.
+/// Maximum of queued questions. Further questions are dropped.
 const QUESTIONS: usize = 256;
 
 /// Time that a command waits for an answer.
 pub(super) const PATIENCE: Duration = Duration::from_millis(2);
 
-/// Extents of one answer.
+/// Maximum of extents per answer.
 const EXTENTS: usize = 64;
 
 /// Bytes of an extent on a disk that weigh as much as one byte of memory.
@@ -34,18 +34,18 @@ const LIGHT: u64 = 256;
 
 static THREAD: OnceLock<SyncSender<Question>> = OnceLock::new();
 
-/// Starts the thread that surveys the files of this process, unless it runs. It calls the ioctl FIEMAP, which a seccomp
-/// filter has to allow.
+/// Starts the thread that surveys the files of this process, unless it is running. The thread calls the ioctl FIEMAP, which a
+/// seccomp filter has to allow.
 ///
 /// # Errors
-/// Returns the error of the starter of threads.
+/// Returns the error of starting a thread.
 pub fn start(threads: &Threads) -> io::Result<()> {
     let (sender, questions) = sync_channel(QUESTIONS);
     if THREAD.set(sender).is_err() {
         return Ok(());
     }
     let thread = threads.spawn("extents", Box::new(move || answer(&questions)))?;
-    // It lives as long as the process.
+    // The thread lives as long as the process.
     drop(thread);
     Ok(())
 }
@@ -67,7 +67,7 @@ fn answer(questions: &Receiver<Question>) {
     }
 }
 
-/// A question to the thread.
+/// A request for a survey of `start..end`.
 #[derive(Debug)]
 pub(super) struct Question {
     file: Weak<SharedFile>,
@@ -77,8 +77,8 @@ pub(super) struct Question {
 }
 
 impl Question {
-    /// Answers with the first extents of the range, as start and end, in order. They are all extents of the range if there
-    /// are fewer than [`EXTENTS`]. `light` bytes of them weigh one.
+    /// Answers with the first extents of the range, in order, as start and end. Fewer than [`EXTENTS`] extents mean that the
+    /// list is complete. `light` bytes of an extent weigh one.
     pub(super) fn answer(self, extents: Vec<(u64, u64)>, light: u64) {
         let known = match extents.last() {
             Some((_, end)) if extents.len() >= EXTENTS => *end,
@@ -93,12 +93,12 @@ impl Question {
     }
 }
 
-/// The way to the thread.
+/// Handle of a file for sending questions to the survey thread.
 #[derive(Debug, Default)]
 pub(super) struct Surveyor(OnceLock<SyncSender<Question>>, OnceLock<()>);
 
 impl Surveyor {
-    /// To the thread of this process, if it runs.
+    /// Creates a handle to the thread of this process, if it is running.
     pub(super) fn of_this_process() -> Self {
         let surveyor = Self::default();
         if let Some(questions) = THREAD.get() {
@@ -107,12 +107,12 @@ impl Surveyor {
         surveyor
     }
 
-    /// Sends questions to this channel from now on, unless it has another. Returns whether it does.
+    /// Sends questions to this channel from now on, unless the handle already has one. Returns whether the channel was set.
     pub(super) fn begin(&self, questions: SyncSender<Question>) -> bool {
         self.0.set(questions).is_ok()
     }
 
-    /// Asks nothing from now on.
+    /// Stops asking, because the file system reports no extents.
     fn give_up(&self) {
         let _ = self.1.set(());
     }
@@ -122,7 +122,7 @@ impl Surveyor {
         self.0.get().is_some() && self.1.get().is_none()
     }
 
-    /// Asks for the extents of a range; `None` if too many questions wait.
+    /// Asks for the extents of a range. Returns `None` if too many questions are queued.
     pub(super) fn ask(&self, file: &Arc<SharedFile>, start: u64, end: u64) -> Option<Arc<Survey>> {
         let survey = Arc::<Survey>::default();
         let question = Question {
@@ -136,7 +136,7 @@ impl Surveyor {
     }
 }
 
-/// A survey of a range, which may not be answered yet.
+/// A survey of a range, possibly unanswered.
 #[derive(Debug, Default)]
 pub(super) struct Survey {
     answer: OnceLock<Extents>,
@@ -149,24 +149,24 @@ impl Survey {
     }
 }
 
-/// The extents of the start of a range.
+/// The extents at the start of a range.
 #[derive(Debug)]
 pub(super) struct Extents {
-    /// End of the range whose extents are known.
+    /// End of the part whose extents are known.
     known: u64,
-    /// Start and end of each.
+    /// Start and end of each extent.
     extents: Vec<(u64, u64)>,
     light: u64,
 }
 
 impl Extents {
-    /// Returns whether the extents are known from a place on.
+    /// Returns whether the extent at offset `at` is known.
     pub(super) fn reach(&self, at: u64) -> bool {
         at < self.known
     }
 
-    /// Returns the end and the weight of a slice that begins at `at`, ends at `end` at the latest, and weighs `most` at most.
-    /// It has a block at least.
+    /// Returns the end and weight of a slice that begins at `at`. The slice ends at `end` at the latest and weighs at most
+    /// `most`, but contains at least one block.
     pub(super) fn slice(&self, at: u64, end: u64, most: u64) -> (u64, u64) {
         let end = end.min(self.known);
         let head = if self.light > 1 { UNIT } else { 0 };

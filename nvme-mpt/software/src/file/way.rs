@@ -1,32 +1,32 @@
-//! The one way in which all data of a file is transferred: past the page cache or through it.
+//! The path of a file's data: direct I/O or the page cache.
 //!
-//! Both at once lose data: the cache may write a page back over what was written past it, and reports an error of
-//! write-back to every user of the file. So the file decides on the way, never a command or a guest's buffer.
+//! Mixing both paths loses data: the cache may write an old page back over data that was written directly, and it reports a
+//! write-back error to every user of the file. So the path depends on the file, never on a command or a guest's buffer.
 
 use nvme_mpt::host::Mdts;
 
-/// Bytes of the blocks that are read, changed and written as a whole where a command changes part of one. Leases begin
-/// and end at multiples of it, so no other process changes the rest of a block.
+/// Size of the blocks that are read, changed and written as a whole when a command changes part of one. Leases begin and end at
+/// multiples of this size, so no other process changes the rest of a block.
 pub(super) const UNIT: u64 = nvme_mpt::range::BOUNDARY;
 
-/// The most of a file that one command transfers, rounded out to whole blocks.
+/// Maximum of bytes that one command transfers, rounded out to whole blocks.
 pub(super) const STAGE_MAX: usize = Mdts::MAX.bytes() as usize + 2 * UNIT as usize;
 
-/// Demands of the file system and the device on transfers past the page cache.
+/// Alignment that the file system and the device require for direct I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DirectAlignment {
-    /// Parts of memory start and end at multiples of this, in bytes.
+    /// Alignment in bytes of addresses and lengths of memory parts.
     pub(super) memory: usize,
-    /// File offsets and lengths are multiples of this, in bytes.
+    /// Alignment in bytes of file offsets and lengths.
     pub(super) offset: u64,
 }
 
-/// The way of a file's data.
+/// Path of a file's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// Through the page cache: transfers have any offset, length and memory.
+    /// Through the page cache: any offset, length and memory address.
     Cached,
-    /// Past the page cache.
+    /// Direct I/O.
     Direct(DirectAlignment),
 }
 
@@ -37,17 +37,17 @@ pub(super) enum Direction {
     Write,
 }
 
-/// Memory that the kernel transfers from or to.
+/// Memory of a planned transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Plan {
-    /// The command's own.
+    /// The kernel accesses the command's own memory.
     InPlace,
-    /// A stage: memory of ours for these bytes of the file, which the command's data is part of.
+    /// The kernel accesses a bounce buffer that holds these bytes of the file. The command's data is part of them.
     Staged { start: u64, end: u64 },
 }
 
 impl Plan {
-    /// Returns whether the stage has bytes that are not the command's own.
+    /// Returns whether the bounce buffer covers bytes besides the command's own.
     pub(super) fn is_partial(self, offset: u64, len: u64) -> bool {
         match self {
             Self::InPlace => false,
@@ -57,10 +57,11 @@ impl Plan {
 }
 
 impl Way {
-    /// The way of a file of so many bytes, by what it demands of direct transfers; `None` if it does none.
+    /// Chooses the path for a file of `bytes` bytes. `direct` is the alignment for direct I/O, or `None` if the file does not
+    /// support it.
     ///
-    /// Parts of memory are whole blocks, too. Linux asks only for the device's alignment of memory. But zram (6.18) transfers
-    /// whole pages wherever a part begins and ends.
+    /// For direct I/O, memory parts are aligned to whole blocks too. Linux asks only for the device's memory alignment, but
+    /// zram (6.18) transfers whole pages regardless of where a part begins and ends.
     pub(super) fn of(bytes: u64, direct: Option<DirectAlignment>) -> Self {
         match direct {
             Some(alignment)
@@ -77,7 +78,7 @@ impl Way {
         }
     }
 
-    /// Bytes whose multiples a transfer that goes on after a part of it begins at.
+    /// Returns the alignment in bytes at which a partly completed transfer may resume.
     pub(super) fn step(self, direction: Direction) -> u64 {
         match (self, direction) {
             (Self::Cached, _) => 1,
@@ -86,7 +87,7 @@ impl Way {
         }
     }
 
-    /// Plans a transfer from or to these parts of memory (address and length), in a file that ends at `file_end`.
+    /// Plans a transfer of memory parts (address and length) at `offset` of a file that ends at `file_end`.
     #[inline]
     pub(super) fn plan(
         self,
@@ -105,7 +106,7 @@ impl Way {
             len += part as u64;
         }
         let end = offset + len;
-        // The file's last block may be part of one: all of it that there is counts as a whole.
+        // The file's last block may be short: transferring all of it counts as a whole block.
         let ends_well = end.is_multiple_of(step) || end == file_end;
         if aligned && offset.is_multiple_of(step) && ends_well {
             return Plan::InPlace;

@@ -1,15 +1,15 @@
-//! Zeroes to write where the file system zeroes no range: the same memory for all commands of the process.
+//! A buffer of zeroes, shared by all commands of the process, for files whose file system cannot zero ranges.
 
 use std::sync::OnceLock;
 
 use nvme_mpt::memory::{Mapping, RawBytes};
 
-/// Bytes of it: as many as one command writes.
+/// Size of the buffer, which is the most that one write of zeroes uses.
 pub(super) const BYTES: usize = 1 << 20;
 
-/// Some zeroes; `None` if there is no memory for them, or more are asked for than there are.
+/// Returns `len` bytes of zeroes, or `None` if `len` exceeds [`BYTES`] or the buffer cannot be mapped.
 pub(super) fn bytes(len: usize) -> Option<RawBytes<'static>> {
-    // Memory that is only read is one page of zeroes that all processes share.
+    // Untouched anonymous memory maps the kernel's single zero page, so the buffer takes no memory.
     static ZEROES: OnceLock<Option<Mapping>> = OnceLock::new();
     ZEROES
         .get_or_init(|| Mapping::anonymous(BYTES).ok())

@@ -1,15 +1,16 @@
-//! The file of a drive as one lease has it open.
+//! The file of a drive, opened for one lease.
 //!
-//! The kernel reports a failed write-back once to each open file description (Linux, `lib/errseq.c`). So each lease
-//! has descriptions of its own, and a Flush of one lease takes no error from another. The kernel reports it once,
-//! but the data stays lost. So the lease remembers the error until its VMM connects again.
+//! The kernel reports a failed write-back once to each open file description (Linux, `lib/errseq.c`). Each lease therefore
+//! opens its own descriptions, so that a Flush of one lease cannot consume an error that concerns another. After the report the
+//! data is still lost, so the lease remembers the error until its VMM connects again.
 //!
-//! Queues of one lease share its descriptions for I/O. Two Flushes at once could therefore end out of order: one
-//! that succeeded before the one that has the error. So each queue has a [`Witness`] too, which it asks at the end
-//! of each Flush and of each write with FUA.
+//! All queues of a lease share its descriptions for I/O. Of two concurrent Flushes, the first to complete could then report
+//! success although the second receives the error. So each queue also has its own [`Witness`], and checks it at the end of each
+//! Flush and of each write with FUA.
 //!
-//! A process that is killed takes with it what the kernel reported to it alone. So a keeper may have a *spare* witness of
-//! the lease, which no flush asks. It is asked when the lease goes on after another process, and when a VMM connects.
+//! If a process is killed, errors that the kernel reported to that process alone are lost. So the supervisor process may hold a
+//! *spare* witness of the lease, which no Flush checks. The spare is checked when a successor process continues the lease, and
+//! when a VMM connects.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -35,7 +36,7 @@ use nvme_mpt::range::ByteRange;
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
-/// Descriptions of a drive's files that do no I/O. Each is asked by one thread at a time.
+/// File descriptions that do no I/O and only receive write-back errors. One thread at a time checks a witness.
 #[derive(Debug)]
 pub(super) struct Witness {
     file: File,
@@ -51,7 +52,7 @@ impl Witness {
         })
     }
 
-    /// Opens one that a process without any other use of the files may have.
+    /// Opens a read-only witness, for a process that has no other use of the files.
     fn open_spare(shared: &SharedFile) -> io::Result<Self> {
         let companion = shared.companion.get();
         Ok(Self {
@@ -62,7 +63,7 @@ impl Witness {
         })
     }
 
-    /// Makes one of descriptions in any order; `None` if they are not of the drive's files.
+    /// Creates a witness from descriptions in any order, or returns `None` if they do not match the drive's files.
     fn of(mut descriptions: Vec<File>, shared: &SharedFile) -> io::Result<Option<Self>> {
         let mut take = |wanted: &File| {
             let wanted = place(wanted)?;
@@ -83,16 +84,16 @@ impl Witness {
             .map(|file| Self { file, companion }))
     }
 
-    /// Returns copies of its descriptions.
+    /// Returns duplicates of the descriptors.
     fn copies(&self) -> io::Result<Vec<OwnedFd>> {
         let files = [Some(&self.file), self.companion.as_ref()];
         files.into_iter().flatten().map(to_descriptor).collect()
     }
 
-    /// Returns the error of a write-back that failed since it was asked last. It waits for nothing.
+    /// Returns a write-back error since the last check. Does not block.
     fn ask(&self) -> io::Result<()> {
         let files = [Some(&self.file), self.companion.as_ref()];
-        // All are asked, so that none has old news the next time.
+        // Check all files, so that no old error remains for the next check.
         let asked = files.map(|file| file.map_or(Ok(()), write_back_error));
         heard(asked.into_iter().collect())
     }
@@ -102,34 +103,34 @@ impl Witness {
 #[derive(Debug)]
 pub(crate) struct LeasedFile {
     pub(super) shared: Arc<SharedFile>,
-    /// The lease's name in the log.
+    /// Name of the lease in the log.
     name: String,
-    /// The first byte of the drive behind all of the lease's.
+    /// End of the lease's last byte on the drive.
     end: AtomicU64,
     pub(super) claims: Claims,
     buffered: File,
-    /// The same file in another manner, if its data is transferred in that.
+    /// Description for data, if data needs other open flags than `buffered` has.
     data: Option<File>,
-    /// The drive's companion file, in a description of this lease.
+    /// The lease's own description of the drive's companion file.
     companion: Option<File>,
-    /// Knows of errors from before a queue's own witness. What it reports is noted under the lock.
+    /// Receives errors from before a queue opened its own witness. Its reports are recorded under the lock.
     witness: Mutex<Witness>,
-    /// Descriptions that the keeper has as well, if it has some.
+    /// Descriptions that the supervisor process holds too.
     spare: Mutex<Option<Witness>>,
     lost: AtomicBool,
-    /// True if the lease goes on after another process. Its VMM wrote before it was opened here.
+    /// True if the lease continues after another process: some of the VMM's writes predate this process.
     goes_on: AtomicBool,
-    /// Copy of `lost` for the process after this one.
+    /// Copy of `lost` for the successor process.
     record: OnceLock<LossRecord>,
-    /// Held while `record` takes the value of `lost`, so that the last one stays.
+    /// Held while `lost` is copied to `record`, so that the last value wins.
     recording: Mutex<()>,
     events: Mutex<Weak<EventQueue>>,
-    /// Keeps others from the lease's bytes until the last queue has ended.
+    /// Locks the lease's bytes against other processes until the last queue has ended.
     locks: Option<Locks>,
 }
 
 impl LeasedFile {
-    /// Lets go of the locks on its bytes: nothing is in flight.
+    /// Releases the locks on the lease's bytes. No command may be in flight.
     pub(super) fn let_go(&self) {
         if let Some(locks) = &self.locks {
             locks.let_go();
@@ -163,7 +164,7 @@ impl LeasedFile {
         })
     }
 
-    /// Adds a range, which is locked.
+    /// Locks a range and adds it to the lease.
     ///
     /// # Errors
     /// As [`Locks::add`].
@@ -175,58 +176,58 @@ impl LeasedFile {
         Ok(())
     }
 
-    /// Returns the locks on its bytes.
+    /// Returns the locks on the lease's bytes.
     pub(super) const fn locks(&self) -> Option<&Locks> {
         self.locks.as_ref()
     }
 
-    /// Returns whether the file has all of its bytes.
+    /// Returns whether the file still contains all bytes of the lease.
     fn is_whole(&self) -> bool {
         self.shared.watched.has(self.end.load(Ordering::Relaxed))
     }
 
-    /// Opens a witness for a queue. The lease's own witness reports errors from before.
+    /// Opens a witness for a queue. The lease's own witness reports earlier errors.
     pub(super) fn open_witness(&self) -> io::Result<Witness> {
         let witness = Witness::open(&self.shared)?;
-        // Both witnesses report an error in between.
+        // Both witnesses report an error that occurs between the two calls.
         self.ask_own();
         Ok(witness)
     }
 
-    /// Returns the status of a Flush, or of a failed write with FUA, if its witness knows of lost writes.
+    /// Returns an error status if the witness reports lost writes. Called for a Flush, and for writes with FUA.
     pub(super) fn ask(&self, witness: &Witness) -> Result<(), Status> {
         witness.ask().map_err(|error| self.lose_writes(&error))
     }
 
-    /// Asks the lease's own witness.
+    /// Checks the lease's own witness, and on a loss the witnesses of the file's other leases.
     fn ask_own(&self) {
         if self.note_own() {
             self.ask_others();
         }
     }
 
-    /// Notes what the lease's own witness knows, and returns whether that is a loss.
+    /// Checks the lease's own witness and records a loss. Returns whether there was one.
     fn note_own(&self) -> bool {
         let witness = self.witness.lock().unwrap_or_else(PoisonError::into_inner);
         let asked = witness.ask();
         asked.inspect_err(|error| self.note_loss(error)).is_err()
     }
 
-    /// Has all leases of the file note what their witnesses know. A process that is killed before they flush would take
-    /// their error with it: the kernel reports an error that was seen to no description that is opened later.
+    /// Makes all leases of the file check their witnesses. If this process were killed before they flush, their copy of the
+    /// error would be lost, because the kernel does not report a seen error to descriptions that are opened later.
     fn ask_others(&self) {
-        // A lease that is opened meanwhile sees the count, or is among those that are asked.
+        // A lease that is opened concurrently either sees the count or is in the list.
         self.shared.losses.count();
         for lease in self.shared.watched.leases() {
             lease.note_own();
-            // Its witness may be younger than the kernel's report.
+            // The witness of a continued lease may be younger than the kernel's report.
             if lease.goes_on.load(Ordering::Relaxed) {
                 lease.lose_what_others_lost();
             }
         }
     }
 
-    /// Reports to these events from now on.
+    /// Reports damage to `events` from now on.
     pub(crate) fn subscribe(&self, events: &Arc<EventQueue>) {
         *self.events.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(events);
     }
@@ -236,10 +237,10 @@ impl LeasedFile {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Records from now on whether writes were lost.
+    /// Makes `record` follow whether writes were lost.
     pub(crate) fn record_losses(&self, record: LossRecord) {
         record.set(self.has_lost_writes());
-        // A lease is opened for one function, which has one record.
+        // A lease belongs to one function, which has one record.
         let _ = self.record.set(record);
     }
 
@@ -249,7 +250,7 @@ impl LeasedFile {
         }
     }
 
-    /// Records whether writes are lost now.
+    /// Copies the current state of losses to the record.
     fn record_present(&self) {
         let _recording = self
             .recording
@@ -258,8 +259,8 @@ impl LeasedFile {
         self.record(self.has_lost_writes());
     }
 
-    /// Opens a spare witness, and returns copies of its descriptions. A keeper is not to wait for another process or host
-    /// when it closes them. A file in memory is never written back.
+    /// Opens a spare witness and returns duplicates of its descriptors. Returns none if closing them could block the supervisor
+    /// process, and none for a file in memory, which is never written back.
     pub(crate) fn open_spare(&self) -> io::Result<Vec<OwnedFd>> {
         if self.shared.in_memory || self.shared.may_block {
             return Ok(Vec::new());
@@ -270,7 +271,7 @@ impl LeasedFile {
         Ok(copies)
     }
 
-    /// Takes up the spare witness of the process before. Returns whether it is one of the drive's files.
+    /// Takes over the predecessor's spare witness. Returns whether its descriptors match the drive's files.
     pub(crate) fn take_spare(&self, spare: Vec<OwnedFd>) -> io::Result<bool> {
         let spare: io::Result<_> = spare.into_iter().map(of_descriptor).collect();
         let found = Witness::of(spare?, &self.shared)?;
@@ -283,13 +284,13 @@ impl LeasedFile {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what the spare witness alone may know: a process that was killed had no time to note its own report.
+    /// Checks the spare witness, which may hold the only report of a loss if the predecessor was killed.
     fn ask_spare(&self) {
         let spare = self.spare();
         let Some(spare) = &*spare else {
             return;
         };
-        // It tells nothing twice. A process that is killed in between leaves a loss rather than none.
+        // The kernel reports an error once. Record a loss beforehand, so that a kill in between errs on the side of a loss.
         self.record(true);
         match spare.ask() {
             Err(error) => self.note_loss(&error),
@@ -297,7 +298,7 @@ impl LeasedFile {
         }
     }
 
-    /// Notes that writes were lost before the lease was opened here. The kernel reports no such error again.
+    /// Records that writes were lost before this process opened the lease. The kernel does not report such an error again.
     pub(crate) fn lose_earlier_writes(&self) {
         self.lost.store(true, Ordering::Relaxed);
         error!(
@@ -309,8 +310,8 @@ impl LeasedFile {
         self.report();
     }
 
-    /// Notes the losses that its spare witness knows, and those of which other leases of the file were told before this one
-    /// was opened here. The lease goes on after another process, so some of its writes are older.
+    /// Records losses that the spare witness reports, and losses reported to other leases of the file before this process
+    /// opened the lease. Called when the lease continues after another process, so some of its writes are older.
     pub(crate) fn take_up_losses(&self) {
         self.goes_on.store(true, Ordering::Relaxed);
         self.ask_spare();
@@ -325,10 +326,10 @@ impl LeasedFile {
         }
     }
 
-    /// Forgets what was lost: a VMM connected, and its guest begins anew.
+    /// Clears the losses when a VMM connects, because its guest starts from scratch.
     pub(crate) fn forget_lost_writes(&self) {
         let files = [Some(&self.buffered), self.companion.as_ref()];
-        // The next errors that these files report are from before.
+        // Consume errors that predate this VMM.
         for file in files.into_iter().chain([self.data.as_ref()]).flatten() {
             let _ = write_back_error(file);
         }
@@ -346,16 +347,16 @@ impl LeasedFile {
         }
     }
 
-    /// Notes that the kernel could not write back what completed writes left in the page cache. Returns the
-    /// status of the command that found it.
+    /// Records that the kernel failed to write back data of completed writes. Returns the status of the command that found the
+    /// failure.
     pub(super) fn lose_writes(&self, cause: &io::Error) -> Status {
         self.note_loss(cause);
-        // Other leases are told of what the witness knows too. A failed flush of the device is not among it.
+        // Let other leases check their witnesses too. This witness does not report a failed flush of the device.
         self.ask_own();
         LOST
     }
 
-    /// Notes that completed writes were lost.
+    /// Records that completed writes were lost.
     fn note_loss(&self, cause: &io::Error) {
         if !self.lost.swap(true, Ordering::Relaxed) {
             self.record_present();
@@ -369,7 +370,7 @@ impl LeasedFile {
         }
     }
 
-    /// Reports that there is new damage.
+    /// Reports new damage.
     pub(super) fn report(&self) {
         let events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(events) = events.upgrade() {
@@ -377,12 +378,12 @@ impl LeasedFile {
         }
     }
 
-    /// Returns whether there can be damage that is found by looking alone.
+    /// Returns whether there can be damage that only a periodic check finds.
     pub(crate) fn can_be_damaged(&self) -> bool {
         self.shared.watched.can_change()
     }
 
-    /// Looks at the file and its path, and returns the damage.
+    /// Checks the file's size and path, and returns the damage.
     pub(crate) fn damage(&self) -> Damage {
         self.shared.look_at_size();
         self.shared.look_at_path();
@@ -393,12 +394,12 @@ impl LeasedFile {
         }
     }
 
-    /// Refuses commands of a lease that lost writes: a flush that succeeded would promise the lost ones, and
-    /// what is written behind them may rely on them.
+    /// Refuses commands of a lease that lost writes. A successful flush would promise the lost data, and later writes may
+    /// depend on it.
     #[inline]
     pub(super) fn check(&self, opcode: NvmOpcode) -> Result<(), Status> {
         if !self.has_lost_writes() {
-            // Data behind the end of a file that was cut short is not durable.
+            // Data beyond the end of a truncated file is not durable.
             return match opcode {
                 NvmOpcode::FLUSH if !self.is_whole() => Err(LOST),
                 _ => Ok(()),
@@ -407,13 +408,13 @@ impl LeasedFile {
         match opcode {
             NvmOpcode::READ | NvmOpcode::COMPARE | NvmOpcode::VERIFY => Ok(()),
             NvmOpcode::FLUSH => Err(LOST),
-            // The lease is read only (Base 2.0, Figure 207, Critical Warning, bit 3).
+            // The lease is read-only (Base 2.0, Figure 207, Critical Warning, bit 3).
             _ => Err(Status::WRITE_TO_READ_ONLY_RANGE.with_dnr(true)),
         }
     }
 
-    /// Returns the bytes of the hole that a range of the file begins with. A block device has none, nor has a file that was
-    /// cut short: its bytes are lost, not zeroes.
+    /// Returns the length in bytes of the hole at the start of a range. Returns 0 for a block device, and for a truncated file,
+    /// whose missing bytes are lost rather than zero.
     pub(super) fn leading_hole(&self, range: ByteRange) -> u64 {
         let shared = &self.shared;
         shared.look_at_size();
@@ -430,12 +431,12 @@ impl LeasedFile {
                 return 0;
             }
         };
-        // Behind whole blocks: one of which a part is data is written as a whole.
+        // Round down to whole blocks: a block that is partly data counts as data.
         let end = (data - data % UNIT).clamp(range.start(), range.end());
         end - range.start()
     }
 
-    /// Makes all that was written durable.
+    /// Makes all written data durable.
     ///
     /// # Errors
     /// Returns the error of `fdatasync`, or an error if writes were lost before.
@@ -454,17 +455,17 @@ impl LeasedFile {
         Ok(())
     }
 
-    /// The descriptor for all data.
+    /// Returns the descriptor for data transfers.
     pub(super) fn data_fd(&self) -> RawFd {
         self.data.as_ref().unwrap_or(&self.buffered).as_raw_fd()
     }
 
-    /// The descriptor for all that is no data.
+    /// Returns the descriptor for all other operations: syncs, zeroing and deallocation.
     pub(super) fn sync_fd(&self) -> RawFd {
         self.buffered.as_raw_fd()
     }
 
-    /// The descriptor of the file that is to be as durable, if there is one.
+    /// Returns the descriptor of the companion file.
     pub(super) fn companion_fd(&self) -> Option<RawFd> {
         self.companion.as_ref().map(AsRawFd::as_raw_fd)
     }
@@ -476,11 +477,11 @@ impl Drop for LeasedFile {
     }
 }
 
-/// Opens a file for its data; `None` if that needs no description of its own.
+/// Opens a description for data transfers. Returns `None` if the buffered description suits them.
 ///
-/// io_uring gives each request on a file in memory to a thread of the kernel, as tmpfs does not promise never to wait. A
-/// description that is not to wait has reads carried out at once. Writes need `O_DIRECT` too, which tmpfs takes since
-/// Linux 6.6 and does nothing else for.
+/// io_uring passes each request on a file in memory to a worker thread, because tmpfs does not promise to never block. With
+/// `O_NONBLOCK`, reads complete inline. Inline writes also need `O_DIRECT`, which tmpfs accepts since Linux 6.6 without any
+/// other effect.
 fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
     let open = |flags| reopen(&shared.opened, Some(&shared.path), flags);
     match shared.way {
@@ -492,13 +493,11 @@ fn open_data(shared: &SharedFile) -> io::Result<Option<File>> {
     }
 }
 
-/// Result of a sync.
 #[cfg(not(test))]
 pub(super) const fn synced(result: Result<usize, i32>) -> Result<usize, i32> {
     result
 }
 
-/// Returns the answer of a witness.
 #[cfg(not(test))]
 fn heard(result: io::Result<()>) -> io::Result<()> {
     result

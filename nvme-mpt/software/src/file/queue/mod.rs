@@ -1,4 +1,4 @@
-//! One queue of a file drive: each command is a few requests to the kernel, one after the other.
+//! A queue pair of a file drive. Each command is a sequence of requests to the kernel.
 
 mod waiting;
 
@@ -35,30 +35,29 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Pause before commands that wait for others are looked at again, and before requests are offered again that the
-/// kernel did not take.
+/// Interval for retrying blocked commands, and requests that the kernel did not accept.
 const RETRY: Duration = Duration::from_micros(250);
 
-/// Time for which a command waits for turns: a third of the time that drivers wait for a command. Any number of
-/// commands may share the turns of a fragmented file, so short commands alone do not bound it.
+/// Time that a command waits for turns: a third of the usual command timeout of drivers. Short commands alone do not bound the
+/// wait, because any number of commands may share the turns of a fragmented file.
 const TURNS: Duration = Duration::from_secs(10);
 
-/// Time that the end of a queue waits for what the kernel still has.
+/// Time to wait for pending requests when a queue ends.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The same of a queue that has failed.
+/// Time to wait for pending requests when a failed queue ends.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Commands that a look at a line takes out of it because they want another thing by now.
+/// Maximum of commands per pass that move from one line to another because they now wait for something else.
 const MOVED_MAX: u32 = 16;
 
-/// Short commands of a batch that the kernel gets first.
+/// Number of short commands of a batch that are submitted to the kernel first.
 const FIRST_PART: u32 = 4;
 
-/// The most bytes of a short command. Longer ones keep a device busy while the rest of a batch is prepared.
+/// Maximum bytes of a short command. Longer commands keep a device busy while the rest of a batch is prepared.
 const SHORT: u64 = 16 << 10;
 
-/// Passes with completions after which the clock is read in any case.
+/// The clock is read at least once in this number of passes with completions.
 const PASSES: u32 = 64;
 
 /// A queue pair of a file drive.
@@ -71,13 +70,13 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     pub(super) lease: Arc<LeasedFile>,
     pub(super) witness: Witness,
     pub(super) lane: Arc<Lane>,
-    /// The file's size was looked at since the last batch.
+    /// True if the file's size was checked since the last batch.
     pub(super) looked: bool,
-    /// A look at its pages found none since then.
+    /// True if a search for resident pages found none since the last batch.
     pub(super) looked_in_vain: bool,
-    /// Commands that were submitted and not rung in.
+    /// Commands that were submitted, but whose doorbell was not rung.
     arriving: VecDeque<Sqe>,
-    /// Commands that were rung in and not started.
+    /// Commands that wait to be started.
     waiting: Waiting,
     pub(super) bounces: Bounces,
     pub(super) syncs: Syncs,
@@ -90,38 +89,38 @@ pub struct FileQueue<R: Ring = Uring, C: Clock = HostClock> {
     passes: u32,
     retry_ticks: u64,
     turns_ticks: u64,
-    /// Moment to look after commands that are blocked and requests that the kernel did not take.
+    /// Next check of blocked commands and of requests that the kernel did not accept.
     retry_at: Ticks,
-    /// Number of looks after which a request fails the queue, if there is a timeout.
+    /// Number of looks after which a pending request fails the queue.
     pub(super) timeout: Option<u32>,
-    /// True if the kernel has kept a request for longer than the timeout.
+    /// True if the kernel has held a request for longer than the timeout.
     pub(super) failed: bool,
-    /// No further request is made.
+    /// True once no further request may be made.
     pub(super) cut_short: bool,
-    /// True if the kernel kept requests to the end.
+    /// True if the kernel still held requests when the queue ended.
     is_given_up: bool,
 }
 
 /// Outcome of a step of a command.
 #[derive(Debug)]
 pub(super) enum Step {
-    /// A request is on its way.
+    /// The kernel has a request of the command.
     Requested,
-    /// The command waits for another, or for its turn.
+    /// The command waits for another command, or for its turn.
     Blocked,
     /// The command is complete.
     Complete(Status),
-    /// It has to wait before it starts, until another gives this back.
+    /// The command cannot start until another command releases this resource.
     Wait(Want),
-    /// It waits for a sync that another makes.
+    /// The command waits for a sync of another command.
     Shared,
 }
 
 impl FileQueue {
     pub(crate) fn new(lease: &Arc<LeasedFile>, slots: u16) -> io::Result<Self> {
-        // Each command has one request at a time, so the ring has room for all.
+        // Each command has at most one request, so the ring holds a request of every slot.
         let ring = Uring::new(u32::from(slots).next_power_of_two())?;
-        // What the kernel still does when this process is killed keeps others from the range.
+        // If this process is killed, its pending requests keep the files open, and with them the locks on the range.
         if let Some(locks) = lease.locks() {
             locks.keep_open(|files| ring.keep_open(files))?;
         }
@@ -169,7 +168,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         })
     }
 
-    /// Returns its name in the line for turns. Its lane lives as long.
+    /// Returns the queue's identifier in the line for turns: the address of its lane, which lives as long as the queue.
     pub(super) fn waiter(&self) -> Waiter {
         Waiter(Arc::as_ptr(&self.lane).addr())
     }
@@ -178,8 +177,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         Ticks(self.clock.now())
     }
 
-    /// Starts commands that wait, as far as there is what they wait for. A look at a line costs no more than the commands
-    /// that start and some that are refused.
+    /// Starts waiting commands whose resource is available. The cost of a pass is bounded by the started commands and a few
+    /// refused ones.
     fn start_waiting(&mut self, memory: HostMemory<'_>) {
         for want in Want::ALL {
             let mut moved = 0;
@@ -193,7 +192,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                         self.waiting.give_back(want, slot);
                         break;
                     }
-                    // Another line is looked at when a command ends that has what it is for.
+                    // The other line is checked again when a command that holds its resource ends.
                     Some(wanted) => {
                         self.waiting.push(wanted, slot);
                         moved += 1;
@@ -203,10 +202,10 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
     }
 
-    /// Starts the commands that were rung in, as far as there is what they need.
+    /// Starts newly submitted commands whose resources are available.
     ///
-    /// The kernel gets the requests of the first [`FIRST_PART`] short commands at once, then those of twice as many, and so
-    /// on. A device begins with them while the next ones are prepared, and a batch takes few calls.
+    /// The kernel gets the requests of the first [`FIRST_PART`] short commands at once, then those of twice as many, and so on.
+    /// The device begins with the first requests while later ones are prepared, and a batch still takes few system calls.
     fn start_arriving(&mut self, memory: HostMemory<'_>) {
         let (mut part, mut started) = (FIRST_PART, 0);
         while let Some(sqe) = self.arriving.pop_front() {
@@ -221,7 +220,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
     }
 
-    /// Returns whether a command transfers few bytes.
+    /// Returns whether a command is a short transfer.
     #[inline]
     fn is_short(&self, sqe: &Sqe) -> bool {
         let transfers = matches!(NvmOpcode(sqe.opcode()), NvmOpcode::READ | NvmOpcode::WRITE);
@@ -229,7 +228,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         transfers && blocks << self.file.lba_shift <= SHORT
     }
 
-    /// Starts a command. Returns the thing that it has to wait for, if there is one.
+    /// Starts a command, or returns the resource that it has to wait for.
     fn try_start(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Want> {
         match self.start(sqe, memory).unwrap_or_else(Step::Complete) {
             Step::Wait(want) => Some(want),
@@ -266,7 +265,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         });
     }
 
-    /// Gives back what keeps other commands waiting.
+    /// Releases the claim and the turn of a command.
     pub(super) fn release(&mut self, index: usize) {
         if let Some(operation) = self.operations.get_mut(index) {
             let claim = std::mem::take(&mut operation.claim);
@@ -294,7 +293,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             .get_mut(usize::from(slot.0))
             .ok_or(Status::INTERNAL_ERROR)?;
         operation.begin(sqe);
-        // Each change in the list makes the next one cost more, and other queues of the poller wait meanwhile.
+        // Each change in the list makes later changes more expensive, which delays the poller's other queues.
         if matches!(opcode, NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES) && !lane.has_room() {
             return Ok(Step::Wait(Want::Place));
         }
@@ -316,7 +315,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 error!("No memory for a command that needs some of its own: {error}");
                 Status::INTERNAL_ERROR
             })?;
-            // Advice waits for no memory: its time counts from now on.
+            // A deallocation does not wait for memory, because its time limit starts now.
             if bounce.is_none() && opcode != NvmOpcode::DATASET_MANAGEMENT {
                 return Ok(Step::Wait(Want::Memory(need)));
             }
@@ -405,11 +404,11 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.go_on(slot, memory)
     }
 
-    /// Looks after commands that wait for others or for their turn.
+    /// Retries commands that wait for other commands or for their turn.
     #[cold]
     fn unblock(&mut self, memory: HostMemory<'_>) {
         std::mem::swap(&mut self.blocked, &mut self.unblocking);
-        // The turn is the queue's, so one command asks for all that wait for it.
+        // The turn belongs to the queue: one command asks on behalf of all that wait for it.
         let mut refused = None;
         for index in 0..self.unblocking.len() {
             let slot = CommandId(self.unblocking[index]);
@@ -426,14 +425,14 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.unblocking.clear();
     }
 
-    /// Returns whether a command waits for the file's turn at a moment.
+    /// Returns whether a command waits for the file's turn at `now`.
     fn waits_for_turn(&self, slot: CommandId, now: Ticks) -> bool {
         let operation = self.operations.get(usize::from(slot.0));
         operation
             .is_some_and(|operation| operation.next == Next::Turn && now <= operation.last_turn)
     }
 
-    /// Goes on with the Flushes that waited for a sync.
+    /// Resumes Flushes that waited for a sync.
     #[cold]
     fn resume_flushes(&mut self, memory: HostMemory<'_>) {
         let slots = self.syncs.take_waiting();
@@ -444,7 +443,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.syncs.resumed(slots);
     }
 
-    /// Returns whether it is time to read the clock.
+    /// Returns whether to read the clock in this pass.
     #[inline]
     fn watches(&mut self, ended: bool) -> bool {
         self.passes = self.passes.wrapping_add(1);
@@ -519,7 +518,7 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
         if self.syncs.may_resume() {
             self.resume_flushes(memory);
         }
-        // A command that failed without a request gives memory back, too.
+        // A command that failed without a request also releases memory.
         if !self.waiting.is_empty() && (ended || !self.completed.is_empty()) {
             self.start_waiting(memory);
         }
@@ -550,7 +549,7 @@ impl<R: Ring, C: Clock> HostQueue for FileQueue<R, C> {
         [look, retry].into_iter().flatten().min()
     }
 
-    /// The kernel may not write to memory that goes away with the queue.
+    /// Waits for the kernel, which must not write to memory after the queue has freed it.
     fn settle(&mut self) -> bool {
         if self.is_given_up {
             return false;
@@ -588,7 +587,7 @@ impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
         self.file.lanes.remove(&self.lane);
         if !settled {
             nvme_mpt::kept::keep_for_good(std::mem::take(&mut self.operations));
-            // And with it the lock on the range.
+            // The lease holds the lock on the range.
             nvme_mpt::kept::keep_for_good(self.lease.clone());
         }
     }
@@ -596,7 +595,7 @@ impl<R: Ring, C: Clock> Drop for FileQueue<R, C> {
 
 #[cfg(test)]
 thread_local! {
-    /// Attempts to start a command, on this thread.
+    /// Attempts to start a command on this thread.
     pub(super) static STARTS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 

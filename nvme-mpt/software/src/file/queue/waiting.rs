@@ -1,23 +1,23 @@
-//! Commands of a queue that wait before they start, in a line for each thing that they wait for.
+//! Commands that wait to be started, in one line per resource.
 //!
-//! If the first command of a line is refused, all others of the line would be. So a look at the lines costs the same for any
-//! number of commands.
+//! If the first command of a line is refused, all others in the line would be refused too. So checking the lines costs the same
+//! for any number of commands.
 
 use std::collections::VecDeque;
 
 use super::super::bounces::Need;
 
-/// Thing that a command waits for before it starts.
+/// A resource that a command needs to start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::file) enum Want {
     /// A place in the list of changes.
     Place,
-    /// Memory of the queue's own.
+    /// Bounce memory of the queue.
     Memory(Need),
 }
 
 impl Want {
-    /// All, those first after which a command may still want another.
+    /// All resources, in the order in which a command acquires them.
     pub(super) const ALL: [Self; 3] = [
         Self::Place,
         Self::Memory(Need::Small),
@@ -33,12 +33,12 @@ impl Want {
     }
 }
 
-/// The lines, of slots.
+/// One line of slots per resource.
 #[derive(Debug)]
 pub(super) struct Waiting([VecDeque<u16>; 3]);
 
 impl Waiting {
-    /// Empty lines, each of which has room for so many slots.
+    /// Creates empty lines with a capacity of `slots` each.
     pub(super) fn new(slots: usize) -> Self {
         Self(std::array::from_fn(|_| VecDeque::with_capacity(slots)))
     }
@@ -47,7 +47,7 @@ impl Waiting {
         self.0.iter().all(VecDeque::is_empty)
     }
 
-    /// Puts a slot at the end of a line.
+    /// Appends a slot to a line.
     pub(super) fn push(&mut self, want: Want, slot: u16) {
         self.0[want.line()].push_back(slot);
     }
@@ -57,12 +57,12 @@ impl Waiting {
         self.0[want.line()].pop_front()
     }
 
-    /// Gives a slot its place at the start of a line back.
+    /// Puts a slot back at the front of a line.
     pub(super) fn give_back(&mut self, want: Want, slot: u16) {
         self.0[want.line()].push_front(slot);
     }
 
-    /// Takes a slot out of any line.
+    /// Takes a slot from any line.
     pub(super) fn take_any(&mut self) -> Option<u16> {
         self.0.iter_mut().find_map(VecDeque::pop_front)
     }

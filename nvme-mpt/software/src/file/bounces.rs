@@ -1,4 +1,4 @@
-//! Memory of a queue's own for commands that cannot have the kernel use the guest's.
+//! Bounce buffers of a queue, for commands whose guest memory the kernel cannot use directly.
 
 use std::io;
 
@@ -6,12 +6,12 @@ use super::way::STAGE_MAX;
 use nvme_mpt::host::Mdts;
 use nvme_mpt::memory::{Mapping, RawBytes};
 
-/// Size of a command's need of such memory.
+/// Size class of a bounce buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
     /// A stage of a few blocks.
     Small,
-    /// A stage for the longest transfer, and as much for data: Compare, Verify, Copy.
+    /// A stage for the longest transfer plus the same amount of data, for Compare, Verify and Copy.
     Large,
 }
 
@@ -21,12 +21,12 @@ const SMALL: usize = 32 << 10;
 /// Bytes of data beside a large stage: the most that one command moves.
 const DATA: usize = Mdts::MAX.bytes() as usize;
 
-/// Most pieces of memory at once; commands that find none wait.
+/// Maximum of buffers per size class. Further commands wait.
 const SMALL_MAX: usize = 64;
 const LARGE_MAX: usize = 4;
 
 impl Need {
-    /// The need of a stage of so many bytes.
+    /// Returns the size class for a stage of `len` bytes.
     pub(super) fn of_stage(len: usize) -> Self {
         if len <= SMALL {
             Self::Small
@@ -36,7 +36,7 @@ impl Need {
     }
 }
 
-/// A piece of memory.
+/// A bounce buffer.
 #[derive(Debug)]
 pub(super) struct Bounce {
     need: Need,
@@ -44,12 +44,12 @@ pub(super) struct Bounce {
 }
 
 impl Bounce {
-    /// Part of the stage.
+    /// Returns part of the stage.
     pub(super) fn stage(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         self.memory.bytes(offset, len)
     }
 
-    /// Part of the data, which starts at a multiple of the page size.
+    /// Returns part of the data area, which starts at a multiple of the page size.
     pub(super) fn data(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
         match self.need {
             Need::Small => None,
@@ -58,7 +58,7 @@ impl Bounce {
     }
 }
 
-/// Memory of one size.
+/// Buffers of one size class.
 #[derive(Debug)]
 struct Pool {
     need: Need,
@@ -89,13 +89,13 @@ impl Pool {
         self.in_use -= 1;
         self.free.push(bounce);
         if self.in_use == 0 {
-            // One is kept for a guest with one such command at a time.
+            // Keep one buffer for a guest that issues such commands one at a time.
             self.free.truncate(1);
         }
     }
 }
 
-/// The memory of one queue, which grows with its commands up to a bound and shrinks when they are done.
+/// The bounce buffers of one queue. They are allocated on demand up to a limit, and freed when unused.
 #[derive(Debug)]
 pub(super) struct Bounces {
     small: Pool,
@@ -124,7 +124,7 @@ impl Bounces {
         }
     }
 
-    /// Takes memory; `None` if as much as there may be is in use.
+    /// Takes a buffer, or returns `None` if the limit is reached.
     ///
     /// # Errors
     /// Returns the error of `mmap`.
@@ -137,7 +137,7 @@ impl Bounces {
         }
     }
 
-    /// Takes memory back.
+    /// Returns a buffer.
     pub(super) fn put(&mut self, bounce: Bounce) {
         self.of(bounce.need).put(bounce);
     }
@@ -145,7 +145,7 @@ impl Bounces {
 
 #[cfg(test)]
 impl Bounces {
-    /// Bytes of memory that there are, in use or not.
+    /// Total bytes of buffers, used or free.
     pub(super) fn bytes(&self) -> usize {
         let of = |pool: &Pool| (pool.in_use + pool.free.len()) * pool.bytes;
         of(&self.small) + of(&self.large)

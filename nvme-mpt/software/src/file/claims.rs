@@ -3,7 +3,7 @@
 //!
 //! A partial change reads a block, modifies it and writes it back. Another write in between would be undone. Partial changes
 //! are rare, so while there are none, all other writes take a fast lane: each queue counts its writes on its own lane, and then
-//! checks for a partial change. A partial change announces itself first, and then waits until each lane has been empty once. So
+//! checks for a partial change. A partial change announces itself first, and then waits until it has seen all lanes empty. So
 //! at least one of the two sees the other.
 //!
 //! While there are partial changes, every change enters a list, in order of arrival. A change may begin when no earlier

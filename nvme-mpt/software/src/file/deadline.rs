@@ -1,7 +1,7 @@
-//! Requests that the kernel does not complete in time: each is reported, cancelled, and repeated in another way. The queue
-//! then waits as long as the storage takes. It fails only if the operator has set a timeout, and only after that time. A
-//! request that the kernel gives back undone, interrupted or for want of resources, is made again until it is as old. Then
-//! its command fails.
+//! Handling of overdue requests. A request that the kernel does not complete in time is logged, cancelled, and repeated in a
+//! worker thread. The queue then waits indefinitely. Only if the operator has set a timeout, the queue fails after that time. A
+//! request that the kernel returns undone, because of an interruption or lack of resources, is repeated until it would be
+//! overdue. Then its command fails.
 
 use log::{error, warn};
 
@@ -13,11 +13,11 @@ use crate::model::Clock;
 use nvme_mpt::clock::Ticks;
 use nvme_mpt::spec::ids::CommandId;
 
-/// Marks the tags of cancellations.
+/// Bit in the tags of cancellations.
 const CANCELLATION: u64 = 1 << 32;
 
 impl<R: Ring, C: Clock> FileQueue<R, C> {
-    /// Looks at the requests that the kernel has.
+    /// Checks the age of all requests that the kernel has.
     #[cold]
     pub(super) fn look(&mut self, now: Ticks) {
         self.looks.look(now);
@@ -39,7 +39,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
     }
 
-    /// Cancels an overdue request, but not twice, as the first attempt did not help.
+    /// Cancels an overdue request. A repeated request is not cancelled again, as the first cancellation did not help.
     fn cancel(&mut self, slot: usize) {
         self.operations[slot].overdue = true;
         if self.operations[slot].repeats > 0 {
@@ -55,9 +55,9 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     fn fail(&mut self, slot: usize) {
         error!("{}, its timeout: its queue fails", self.report(slot));
         self.failed = true;
-        // Nothing looks after its requests from now on, so it makes no further ones.
+        // No thread checks the queue's requests from now on, so it makes no further ones.
         self.cut_short = true;
-        // Others wait for it no more, whichever of its commands has the turn.
+        // Other queues must not wait for the turn and the lane of a failed queue.
         for operation in &mut self.operations {
             if std::mem::take(&mut operation.zeroing.has_turn) {
                 self.file.turns.give_back();
@@ -67,7 +67,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.lease.claims.close_lane(&self.lane);
     }
 
-    /// Names a request.
+    /// Describes an overdue request for the log.
     pub(super) fn report(&self, slot: usize) -> String {
         let operation = &self.operations[slot];
         let (what, fd, offset, len) = match operation.next {
@@ -102,13 +102,13 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         )
     }
 
-    /// The slot whose request a completion ends; `None` for that of a cancellation.
+    /// Returns the slot of a completed request, or `None` for the completion of a cancellation.
     #[inline]
     pub(super) fn slot_of(&self, tag: u64, result: Result<usize, i32>) -> Option<CommandId> {
         if tag & CANCELLATION == 0 {
             return Some(CommandId(tag as u16));
         }
-        // The request itself tells if it was cancelled.
+        // A cancelled request completes by itself with an error.
         if let Err(errno) = result {
             let error = std::io::Error::from_raw_os_error(errno);
             warn!(

@@ -15,8 +15,8 @@ use super::way::Way;
 
 /// Lock bytes that announce how a process uses a file: through the page cache, or with direct I/O. Both lie beyond all data.
 ///
-/// A direct write to part of a large folio that is dirty elsewhere leaves stale pages behind. The kernel then reports an error
-/// to all users of the file. So all users of a file must use the same path.
+/// A direct write leaves stale pages behind if the page cache holds them in one folio with a dirty page. The kernel then
+/// reports an error to all users of the file. So all users of a file must use the same path.
 const WAYS: [u64; 2] = [1 << 62, (1 << 62) + 1];
 
 /// Locks on the bytes of a lease.

@@ -1,15 +1,16 @@
-//! Losses of completed writes of which leases of a file were told.
+//! Count of losses of completed writes that leases of a file have learned of.
 //!
-//! The kernel reports no failed write-back to a description that is opened after another one was told of it. A lease
-//! that goes on after another process can be opened that late, as functions are taken up one after the other. Its writes
-//! are older, and may be lost. So the file counts the losses, and such a lease asks for those that are new to it.
+//! The kernel does not report a failed write-back to a description that is opened after another description received the
+//! report. A lease that continues after another process may be opened that late, because functions are restored one after the
+//! other. Some of its writes are older and may be lost. So the file counts losses, and such a lease checks for losses that are
+//! new to it.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
-/// Names that are remembered. A lease whose name is forgotten counts as told of nothing.
+/// Maximum of remembered names. A forgotten lease counts as knowing no loss.
 const NAMES_MAX: usize = 1024;
 
 /// Losses of a file's leases in this process.
@@ -19,7 +20,7 @@ pub(super) struct Losses(Mutex<Told>);
 #[derive(Debug, Default)]
 struct Told {
     count: u64,
-    /// The count at the end of the last lease of a name, if it was not 0.
+    /// The count when the latest lease of each name ended, if it was not 0.
     ended: BTreeMap<String, u64>,
 }
 
@@ -28,12 +29,12 @@ impl Losses {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a loss of which a lease was told. All open leases are asked after this.
+    /// Counts a loss that a lease learned of. The caller then checks all open leases.
     pub(super) fn count(&self) {
         self.lock().count += 1;
     }
 
-    /// Notes the end of a lease that knows all losses until now.
+    /// Records the end of a lease, which knows all losses so far.
     pub(super) fn end(&self, name: &str) {
         let mut told = self.lock();
         let count = told.count;
@@ -46,7 +47,7 @@ impl Losses {
         told.ended.insert(name.to_owned(), count);
     }
 
-    /// Returns whether there were losses since the last lease of this name ended, or since the file was opened.
+    /// Returns whether losses occurred since the latest lease of this name ended, or since the file was opened.
     pub(super) fn are_new_to(&self, name: &str) -> bool {
         let told = self.lock();
         told.count > told.ended.get(name).copied().unwrap_or_default()

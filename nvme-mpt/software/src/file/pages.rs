@@ -1,15 +1,15 @@
 //! Pages of a file in memory (tmpfs), which commands copy from and to without the kernel.
 //!
-//! The file is mapped. A read of a hole through the mapping would take memory for it, and a write into a hole of a full
-//! tmpfs would raise SIGBUS. So commands copy only where all pages are known to be there. The kernel carries out all
-//! other transfers: it reads holes as zeroes, and reports that there is no room.
+//! The file is mapped. Reading a hole through the mapping would allocate memory, and writing into a hole of a full tmpfs would
+//! raise SIGBUS. So commands copy only if all pages are known to be resident. The kernel performs all other transfers: it reads
+//! holes as zeroes and reports a full file system.
 //!
-//! A page is known to be there after a write through the kernel. After a read, a system call for each page looks, until
-//! one look of a batch finds nothing. So each page is looked at once, and holes cost one look per batch. Deallocation
-//! forgets pages. A page that others deallocate may be taken for one that is there: the first copy takes memory for it.
+//! A page is known to be resident after a write through the kernel. After a read, a system call checks each page, until one
+//! check of a batch finds none. So each page is checked once, and holes cost one check per batch. A deallocation marks pages as
+//! not resident. If others deallocate a page, it still counts as resident, and the first copy allocates it again.
 //!
-//! SIGBUS therefore means that the file was cut short, or that a page is damaged. The handler puts zeroes there and
-//! marks the mapping. The command, and all that follow, then go to the kernel, which reports what is wrong.
+//! SIGBUS therefore means that the file was truncated or that a page is damaged. The signal handler maps zeroes there and marks
+//! the mapping as lost. That command and all later ones then use the kernel, which reports the error.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -20,17 +20,17 @@ use super::kernel::{self, File, next_data};
 use super::way::UNIT;
 use nvme_mpt::memory::{Mapping, RawBytes};
 
-/// The pages of a file, mapped.
+/// The mapped pages of a file.
 #[derive(Debug)]
 pub(super) struct Pages {
     mapping: Mapping,
-    /// A bit for each [`UNIT`] of the file: 1 if it is known to be there.
+    /// One bit for each [`UNIT`] of the file: 1 if it is known to be resident.
     there: Box<[AtomicU64]>,
     reported: AtomicBool,
 }
 
 impl Pages {
-    /// Maps all of a file in memory. `None` if the kernel does not: of a sealed file, or without address space.
+    /// Maps a whole file. Returns `None` if that fails, for example for a sealed file or without address space.
     pub(super) fn map(file: &File, bytes: u64) -> Option<Self> {
         let len = usize::try_from(bytes).ok()?;
         let mapping = kernel::map(file, len).ok()?;
@@ -42,7 +42,7 @@ impl Pages {
         })
     }
 
-    /// Returns these bytes of the file if all of their pages are known to be there.
+    /// Returns these bytes of the file if all of their pages are known to be resident.
     #[inline]
     pub(super) fn bytes(&self, offset: u64, len: usize) -> Option<RawBytes<'_>> {
         let mut words = Words::of(offset, len as u64);
@@ -56,13 +56,13 @@ impl Pages {
         self.mapping.bytes(usize::try_from(offset).ok()?, len)
     }
 
-    /// Returns whether some page was lost, so that what was copied may have gone nowhere.
+    /// Returns whether a page was lost, in which case copied data may be lost.
     #[inline]
     pub(super) fn is_lost(&self) -> bool {
         self.mapping.is_lost()
     }
 
-    /// Reports once that pages were lost.
+    /// Logs once that pages were lost.
     #[cold]
     pub(super) fn report(&self, path: &Path) {
         if !self.reported.swap(true, Ordering::Relaxed) {
@@ -74,7 +74,7 @@ impl Pages {
         }
     }
 
-    /// Notes that the kernel wrote these bytes.
+    /// Records that the kernel wrote these bytes.
     pub(super) fn note(&self, offset: u64, len: u64) {
         for (word, bits) in Words::of(offset, len) {
             if let Some(there) = self.there.get(word) {
@@ -83,7 +83,7 @@ impl Pages {
         }
     }
 
-    /// Forgets pages that are about to be deallocated.
+    /// Marks pages as not resident before a deallocation.
     pub(super) fn forget(&self, offset: u64, len: u64) {
         for (word, bits) in Words::of(offset, len) {
             if let Some(there) = self.there.get(word) {
@@ -92,7 +92,7 @@ impl Pages {
         }
     }
 
-    /// Looks which pages of these bytes are there, and returns whether some are.
+    /// Searches these bytes for resident pages, and returns whether there are any.
     pub(super) fn look(&self, file: &File, offset: u64, len: u64) -> bool {
         let (mut at, end) = (offset, offset + len);
         let mut found = false;
@@ -108,9 +108,9 @@ impl Pages {
     }
 }
 
-/// The words of the bits of a range of bytes, each with those bits.
+/// Iterator over the words of the bitmap that cover a range of bytes, each with the bits in range.
 struct Words {
-    /// First bit that is left, and the one behind the last.
+    /// First remaining bit, and the end of the bits.
     next: u64,
     end: u64,
 }

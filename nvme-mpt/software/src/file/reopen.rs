@@ -1,4 +1,4 @@
-//! Descriptions of their own for files that are open.
+//! Additional file descriptions for open files.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -6,15 +6,15 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Opens what `file` has open once more, for a description of its own. `path` may lead to another file by now;
-/// the kernel's name of the descriptor does not.
+/// Opens an open file again, for a separate description. If `path` leads to another file by now, the descriptor is opened
+/// through `/proc/self/fd` instead.
 pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(flags);
     open(file, path, &options)
 }
 
-/// The same, for a description that cannot write.
+/// Opens an open file again like [`reopen`], read-only.
 pub(super) fn reopen_to_read(file: &File, path: Option<&Path>) -> io::Result<File> {
     open(file, path, OpenOptions::new().read(true))
 }
@@ -34,14 +34,14 @@ fn open(file: &File, path: Option<&Path>, options: &OpenOptions) -> io::Result<F
 /// Identity of a file.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Place {
-    /// Device that it is on.
+    /// Device that holds the file.
     on: u64,
     inode: u64,
-    /// Device that a special file stands for.
+    /// Device that a special file represents.
     device: u64,
 }
 
-/// Returns the identity of a file that is open.
+/// Returns the identity of an open file.
 pub(super) fn place(file: &File) -> io::Result<Place> {
     let metadata = file.metadata()?;
     Ok(Place {

@@ -1,4 +1,4 @@
-//! The steps of a command on a file drive, from one request to the next.
+//! Execution of a command on a file drive, from one request to the next.
 #![expect(unsafe_code, reason = "promises the kernel that memory stays")]
 
 use std::io;
@@ -24,7 +24,7 @@ use nvme_mpt::spec::nvm::{CopyCommand, CopyRange0, DatasetManagement, DsmRange, 
 use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::status::Status;
 
-/// The longest slice over holes, in bytes. It is bounded because the kernel drops cached pages of holes.
+/// Maximum bytes of a slice over holes. Bounded because the kernel drops cached pages of holes too.
 const HOLE_MAX: u64 = 1 << 30;
 
 impl<R: Ring, C: Clock> FileQueue<R, C> {
@@ -52,7 +52,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.go_on(slot, memory)
     }
 
-    /// Starts to write a command's data, once nothing excludes it.
+    /// Starts to write a command's data, or waits for changes that exclude the write.
     pub(super) fn write(
         &mut self,
         slot: CommandId,
@@ -92,7 +92,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.go_on(slot, memory)
     }
 
-    /// Sets up the write that may begin now.
+    /// Sets up a write that may begin now.
     fn begin_write(&mut self, slot: CommandId) -> Result<(), Status> {
         let operation = &mut self.operations[usize::from(slot.0)];
         if operation.fills[0].is_some() || operation.fills[1].is_some() {
@@ -103,7 +103,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Makes the next request of a command, or completes it.
+    /// Executes the steps of a command until it has a request in the kernel, has to wait, or is complete.
     pub(super) fn go_on(
         &mut self,
         slot: CommandId,
@@ -255,7 +255,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.read(slot, plan, Next::CopyRange, memory)
     }
 
-    /// Takes up the next range of a Dataset Management command.
+    /// Begins the next range of a Dataset Management command.
     fn next_range(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<(), Status> {
         let Self {
             operations, file, ..
@@ -263,7 +263,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let operation = &mut operations[usize::from(slot.0)];
         let DatasetManagement { nr_z, .. } = DatasetManagement::from(&operation.sqe);
         let mut joined: Option<(u64, u64)> = None;
-        // Neighbours are one range.
+        // Merge adjacent ranges.
         while operation.ranges <= usize::from(nr_z) && file.punches_holes() {
             let range: DsmRange = range(&operation.sqe, memory, operation.ranges)?;
             let start = range.slba.0 << file.lba_shift;
@@ -287,8 +287,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Zeroes the next part of a range: whole blocks by the file system where it can, parts of blocks by hand. A
-    /// Deallocate that found no memory for parts of blocks leaves them as they are.
+    /// Zeroes the next part of a range. Whole blocks are left to the file system if possible, and partial blocks are written. A
+    /// deallocation without bounce memory leaves partial blocks unchanged.
     fn zero(&mut self, slot: CommandId, memory: HostMemory<'_>) -> Result<Option<Step>, Status> {
         let Self {
             operations, file, ..
@@ -299,7 +299,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let zeroing = &mut operation.zeroing;
         let (at, end) = (zeroing.at, zeroing.end);
         if at >= end {
-            // A mark hides old data, so it ends with the data alone. Write Zeroes clears its own at its end.
+            // A mark hides old data, so it is cleared only after the data is gone. Write Zeroes clears its marks when it
+            // completes.
             let then = zeroing.then;
             if is_advice && !zeroing.keeps_data {
                 let (start, shift) = (zeroing.start, file.lba_shift);
@@ -344,7 +345,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.write(slot, plan, Next::Zero, memory).map(Some)
     }
 
-    /// Surveys the next bytes of a range. Returns `false` if the command has to wait for that.
+    /// Surveys the next bytes of a range. Returns `false` if the command has to wait for the answer.
     fn survey(&mut self, slot: CommandId) -> bool {
         let now = self.now();
         let Self {
@@ -383,7 +384,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         } = self;
         let operation = &mut operations[usize::from(slot.0)];
         if now > operation.last_turn {
-            // Advice ends here. Zeroes that must be there are written without a turn.
+            // The command has waited too long. A deallocation ends here, and Write Zeroes writes the zeroes instead.
             if operation.is_advice() {
                 operation.next = Next::Done;
             } else {
@@ -430,7 +431,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         true
     }
 
-    /// A slice has ended.
+    /// Processes the end of a slice.
     fn slice_ended(&mut self, slot: CommandId, result: Result<usize, i32>) -> Result<(), Status> {
         let now = self.now();
         let Self {
@@ -445,7 +446,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let claim = std::mem::take(&mut operation.claim);
         lease.claims.leave(lane, claim);
         let zeroing = &mut operation.zeroing;
-        // A queue that failed meanwhile has given the turn back, and another command may have it.
+        // If the queue has failed in the meantime, the turn was returned and may belong to another command.
         if std::mem::take(&mut zeroing.has_turn) {
             let transfers = file.lanes.take_transfers();
             file.turns
@@ -473,15 +474,14 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         Ok(())
     }
 
-    /// Looks at the file's size, once per batch.
+    /// Checks the file's size, once per batch.
     fn look_at_size(&mut self) {
         if !std::mem::replace(&mut self.looked, true) {
             self.file.look_at_size();
         }
     }
 
-    /// Gives up the rest of a range to deallocate that reaches beyond the end of a file that was cut short. Returns
-    /// `true` if it did.
+    /// Skips the rest of a deallocation if its next request reaches beyond the end of a truncated file. Returns whether it did.
     fn skips_lost_range(&mut self, slot: CommandId) -> bool {
         let index = usize::from(slot.0);
         if !self.operations[index].is_advice() {
@@ -500,14 +500,14 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         true
     }
 
-    /// Makes a transfer by a copy, if the file has its pages at hand. Returns whether it did.
+    /// Performs a transfer as a copy, if the file's pages are mapped and resident. Returns whether it did.
     #[inline]
     fn copies_pages(&mut self, slot: CommandId) -> Result<bool, Status> {
         let next = self.operations[usize::from(slot.0)].next;
         if self.file.pages.is_none() || !matches!(next, Next::Read | Next::Write) {
             return Ok(false);
         }
-        // Behind the end of a file, its last page reads as zeroes and takes writes that get lost.
+        // Beyond the end of a truncated file, its last page reads as zeroes and loses writes.
         self.look_at_size();
         let Self {
             operations,
@@ -519,7 +519,8 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         let Some(pages) = &file.pages else {
             return Ok(false);
         };
-        // Zeroes by hand may be many times as long as a transfer, and give others a turn between their pieces.
+        // Written zeroes may be many times as long as a transfer. As separate requests, their pieces let other commands run in
+        // between.
         if operation.then == Next::Zero || !file.watched.has(operation.reach()) {
             return Ok(false);
         }
@@ -547,7 +548,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.transferred(slot, len)
     }
 
-    /// Learns from a transfer of the kernel's which pages of the file are there.
+    /// Records which pages of the file a transfer by the kernel has shown to be resident.
     fn learn_pages(&mut self, slot: CommandId, done: usize) {
         let Some(pages) = &self.file.pages else {
             return;
@@ -561,12 +562,12 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         }
     }
 
-    /// Asks the kernel for what a command's step is.
+    /// Submits the kernel request of a command's current step.
     fn request(&mut self, slot: CommandId) -> Result<Step, Status> {
         if self.cut_short {
             return Err(Status::ABORTED_SQ_DELETION);
         }
-        // Ahead of the first write of a batch: none may make a file longer that was cut short.
+        // Check before the first write of a batch, because no write may extend a truncated file.
         let next = self.operations[usize::from(slot.0)].next;
         if matches!(next, Next::Write | Next::Slice) {
             self.look_at_size();
@@ -607,8 +608,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 } else {
                     &operation.vectors
                 },
-                // Copy and Write Zeroes write too; all three have FUA in the same place. Of a Write Zeroes, a sync
-                // follows.
+                // Write, Copy and Write Zeroes have FUA in the same place. A sync follows the zeroes of a Write Zeroes.
                 durable: operation.then != Next::Zero && ReadWrite::from(&operation.sqe).fua,
             },
             Next::Sync => Request::Sync { fd: sync },
@@ -659,7 +659,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         Ok(Step::Requested)
     }
 
-    /// A request of the kernel has ended.
+    /// Processes the completion of a request.
     pub(super) fn ended(
         &mut self,
         slot: CommandId,
@@ -684,21 +684,21 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         };
         match (operation.next, result) {
             (Next::Slice, result) => self.slice_ended(slot, result)?,
-            // The kernel could not start it, was interrupted, or cancelled it for want of a thread.
+            // The kernel could not start the request, was interrupted, or cancelled it for lack of a worker thread.
             (next, Err(errno @ (libc::EAGAIN | libc::EINTR | libc::ECANCELED))) => {
                 let since = operation.since;
                 let age = self.looks.count.wrapping_sub(since);
                 if age >= OVERDUE && !was_overdue {
                     return Err(failure(errno, next));
                 }
-                // A sync that was interrupted may have taken the only report of an error of its description.
+                // An interrupted sync may have consumed the only report of an error on its description.
                 let fua = next == Next::Write && ReadWrite::from(&operation.sqe).fua;
                 if fua || matches!(next, Next::Sync | Next::SyncCompanion) {
                     self.lease.ask(&self.witness)?;
                 }
                 let step = self.request(slot)?;
                 if !was_overdue {
-                    // It is as old as its first attempt.
+                    // Keep the age of the first attempt.
                     self.operations[usize::from(slot.0)].since = since;
                 }
                 return Ok(step);
@@ -714,7 +714,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
                 return Err(self.lease.lose_writes(&cause));
             }
             (next, Err(errno)) => {
-                // RWF_DSYNC reports by the same error that another write's write-back failed.
+                // RWF_DSYNC returns the same error if the write-back of another write failed.
                 if next == Next::Write && ReadWrite::from(&operation.sqe).fua {
                     self.lease.ask(&self.witness)?;
                 }
@@ -732,21 +732,21 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
         self.go_on(slot, memory)
     }
 
-    /// Fails a command that would promise durable data, if the kernel told another one, of this queue or of another,
-    /// that completed writes are lost.
+    /// Fails a command that would promise durable data if completed writes were lost, whichever command received the kernel's
+    /// report.
     fn promise_durability(&self, opcode: NvmOpcode) -> Result<(), Status> {
         self.lease.ask(&self.witness)?;
         if opcode == NvmOpcode::FLUSH {
             self.file.look_at_size();
         }
         match self.lease.check(opcode) {
-            // It was not refused at its start, so the loss is news.
+            // The command was not refused at its start, so the loss is new.
             Err(_) => Err(lease::LOST),
             Ok(()) => Ok(()),
         }
     }
 
-    /// Takes note of the bytes that a request transferred. Returns whether that was all of them.
+    /// Records the bytes that a request transferred. Returns whether the transfer is complete.
     fn transferred(&mut self, slot: CommandId, done: usize) -> Result<bool, Status> {
         let Self {
             operations,
@@ -768,7 +768,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             let step = file.way.step(direction) as usize;
             let done = done - done % step;
             if done == 0 {
-                // The file ends before the drive does: it was cut short.
+                // The file ends before the drive does: it was truncated.
                 file.look_at_size();
                 return Err(failure(libc::EIO, operation.next));
             }
@@ -777,7 +777,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
             return Ok(false);
         }
         match operation.next {
-            // The next block to keep a part of, if there is one.
+            // Go on with the next partial block, if there is one.
             Next::Fill => {}
             Next::Write => {
                 let claim = std::mem::replace(&mut operation.claim, Claim::None);
@@ -790,7 +790,7 @@ impl<R: Ring, C: Clock> FileQueue<R, C> {
     }
 }
 
-/// Puts the command's data into its stage, if it has one, and makes the write its next step.
+/// Copies the command's data to the bounce buffer, if it uses one, and makes the write the next step.
 fn prepare_write(operation: &mut Operation) -> Result<(), Status> {
     operation.next = Next::Write;
     let Some((start, end)) = operation.staged else {

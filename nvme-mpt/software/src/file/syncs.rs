@@ -1,12 +1,12 @@
 //! Flushes of one queue, which share syncs.
 //!
-//! The kernel carries a sync out in a worker thread, and a poller's thread has a bounded number of workers for all of its
-//! queues. So a queue has one sync in the kernel at a time. Flushes that arrive meanwhile share the next one, which
-//! begins after all of them.
+//! The kernel executes a sync in a worker thread, and each poller thread has a limited number of workers for all its queues. So
+//! a queue has one sync in the kernel at a time. Flushes that arrive meanwhile share the next sync, which begins after all of
+//! them.
 
 use nvme_mpt::spec::ids::CommandId;
 
-/// Number of a sync of a queue, from 1.
+/// Number of a sync of a queue, counted from 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct SyncNumber(u64);
 
@@ -16,14 +16,14 @@ impl SyncNumber {
     }
 }
 
-/// Part of a Flush in a sync.
+/// Role of a Flush in the syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
-    /// A sync that began after the Flush has made all durable.
+    /// A sync that began after the Flush has succeeded.
     Done,
-    /// It makes the sync of this number.
+    /// The Flush performs the sync with this number.
     Leads(SyncNumber),
-    /// It waits for the sync under way.
+    /// The Flush waits for the sync in progress.
     Waits,
 }
 
@@ -31,10 +31,10 @@ pub(super) enum Part {
 #[derive(Debug)]
 pub(super) struct Syncs {
     begun: SyncNumber,
-    /// The last one that succeeded.
+    /// The latest successful sync.
     succeeded: SyncNumber,
     under_way: bool,
-    /// Slots of Flushes that wait for the one under way.
+    /// Slots of Flushes that wait for the sync in progress.
     waiting: Vec<u16>,
     resuming: Vec<u16>,
 }
@@ -50,12 +50,12 @@ impl Syncs {
         }
     }
 
-    /// Returns the first sync that makes durable what a Flush that arrives now promises.
+    /// Returns the first sync that covers a Flush arriving now.
     pub(super) fn next(&self) -> SyncNumber {
         self.begun.next()
     }
 
-    /// Takes part in the syncs for a Flush that needs the sync `needed`, or a later one.
+    /// Assigns a role to a Flush that needs the sync `needed` or a later one.
     pub(super) fn join(&mut self, needed: SyncNumber) -> Part {
         if self.succeeded >= needed {
             return Part::Done;
@@ -68,12 +68,12 @@ impl Syncs {
         Part::Leads(self.begun)
     }
 
-    /// Has the Flush in a slot wait.
+    /// Makes the Flush in a slot wait.
     pub(super) fn wait(&mut self, slot: CommandId) {
         self.waiting.push(slot.0);
     }
 
-    /// Ends the sync under way.
+    /// Ends the sync in progress.
     pub(super) fn end(&mut self, number: SyncNumber, succeeded: bool) {
         self.under_way = false;
         if succeeded {
@@ -81,24 +81,24 @@ impl Syncs {
         }
     }
 
-    /// Returns whether Flushes may go on that waited.
+    /// Returns whether waiting Flushes may resume.
     pub(super) fn may_resume(&self) -> bool {
         !self.under_way && !self.waiting.is_empty()
     }
 
-    /// Takes the slots of all Flushes that wait. [`Self::resumed`] gives the room back.
+    /// Takes the slots of all waiting Flushes. [`Self::resumed`] returns the vector for reuse.
     pub(super) fn take_waiting(&mut self) -> Vec<u16> {
         std::mem::swap(&mut self.waiting, &mut self.resuming);
         std::mem::take(&mut self.resuming)
     }
 
-    /// Gives back the room of [`Self::take_waiting`].
+    /// Returns the vector of [`Self::take_waiting`] for reuse.
     pub(super) fn resumed(&mut self, mut slots: Vec<u16>) {
         slots.clear();
         self.resuming = slots;
     }
 
-    /// Removes a Flush that waits.
+    /// Removes a waiting Flush.
     pub(super) fn pop(&mut self) -> Option<u16> {
         self.waiting.pop()
     }

@@ -1,4 +1,4 @@
-//! Requests of the file store to the kernel, and their ends. `kernel` carries them out.
+//! Requests of the file store to the kernel and their completions. The `kernel` module executes them.
 #![expect(unsafe_code, reason = "copies from and to memory that requests name")]
 
 use std::io;
@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use nvme_mpt::memory::RawBytes;
 
-/// Parts of memory for one transfer, in the kernel's form.
+/// Memory parts of one transfer, as the kernel expects them.
 #[derive(Debug, Default)]
 pub struct Vectors {
     vectors: Vec<libc::iovec>,
-    /// Vectors before this one are done.
+    /// Index of the first vector that is not done.
     first: usize,
 }
 
@@ -25,7 +25,7 @@ impl Vectors {
         self.first = 0;
     }
 
-    /// Adds a part, as one with the last where they touch.
+    /// Appends a part, merged with the last part if they are adjacent.
     pub(super) fn push(&mut self, part: RawBytes<'_>) {
         let start = part.as_ptr().cast::<libc::c_void>();
         if let Some(last) = self.vectors.last_mut()
@@ -40,25 +40,25 @@ impl Vectors {
         });
     }
 
-    /// Address and length of each part that is left.
+    /// Returns address and length of each remaining part.
     pub(super) fn parts(&self) -> impl Iterator<Item = (usize, usize)> {
         self.vectors[self.first..]
             .iter()
             .map(|v| (v.iov_base.expose_provenance(), v.iov_len))
     }
 
-    /// The parts that are left, as the kernel takes them.
+    /// Returns the remaining parts as the kernel expects them.
     #[cfg(not(simulation))]
     pub(super) fn left(&self) -> &[libc::iovec] {
         &self.vectors[self.first..]
     }
 
-    /// Bytes that are left.
+    /// Returns the number of remaining bytes.
     pub(super) fn len(&self) -> usize {
         self.parts().map(|(_, len)| len).sum()
     }
 
-    /// Copies the bytes of all parts to `target`, as many as it has.
+    /// Copies the remaining parts to `target`, up to the length of `target`.
     ///
     /// # Safety
     /// The memory that the parts name must be mapped.
@@ -76,10 +76,10 @@ impl Vectors {
         }
     }
 
-    /// Copies the bytes of `source` to all parts, as many as it has.
+    /// Copies `source` to the remaining parts, up to the length of `source`.
     ///
     /// # Safety
-    /// The memory that the parts name must be mapped, and may be written.
+    /// The memory that the parts name must be mapped and writable.
     pub(super) unsafe fn copy_from(&self, source: RawBytes<'_>) {
         let mut done = 0;
         for (address, len) in self.parts() {
@@ -93,7 +93,7 @@ impl Vectors {
         }
     }
 
-    /// `done` bytes were transferred.
+    /// Skips `done` transferred bytes.
     pub(super) fn advance(&mut self, mut done: usize) {
         while let Some(vector) = self.vectors.get_mut(self.first) {
             if done < vector.iov_len {
@@ -136,51 +136,51 @@ pub enum Request<'a> {
     },
 }
 
-/// Manner in which the kernel is to carry a request out.
+/// How the kernel executes a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Manner {
-    /// At once if it can, else by a thread of its own.
+    /// Inline if possible, otherwise in a worker thread.
     AtOnce,
-    /// By a thread of its own, which may wait: another way through the kernel.
+    /// In a worker thread, which takes another code path in the kernel and may block.
     ByThread,
 }
 
-/// A request that has ended.
+/// A completed request.
 #[derive(Debug)]
 pub struct Ended {
-    /// Tag that it was prepared with.
+    /// Tag of the request.
     pub tag: u64,
-    /// Bytes of the transfer, or the error's number.
+    /// Transferred bytes, or the errno.
     pub result: Result<usize, i32>,
 }
 
-/// The way to the kernel of one queue.
+/// Interface of one queue to the kernel's asynchronous I/O.
 pub trait Ring: std::fmt::Debug {
-    /// Prepares a request, named by `tag` in its completion.
+    /// Prepares a request. Its completion carries `tag`.
     ///
     /// # Safety
-    /// The vectors must stay where they are, and the memory they name must stay mapped, until the
-    /// completion with this tag was taken.
+    /// The vectors must stay in place, and the memory they name must stay mapped, until the completion with this tag was taken.
     unsafe fn prepare(&mut self, tag: u64, request: Request<'_>, manner: Manner) -> io::Result<()>;
 
-    /// Prepares the cancellation of the request that `target` names, named by `tag` itself.
+    /// Prepares the cancellation of the request with tag `target`. Its own completion carries `tag`.
     fn cancel(&mut self, tag: u64, target: u64) -> io::Result<()>;
 
-    /// Hands the prepared requests to the kernel. Requests that it does not take now go with the next call.
+    /// Submits the prepared requests to the kernel. Requests that the kernel does not accept are submitted again by the next
+    /// call.
     fn submit(&mut self);
 
-    /// Returns whether the kernel did not take all that was prepared.
+    /// Returns whether the kernel did not accept all prepared requests.
     fn is_behind(&self) -> bool;
 
     /// Takes one completion.
     fn take(&mut self) -> Option<Ended>;
 
-    /// Requests that were prepared and whose completions were not taken.
+    /// Returns the number of prepared requests whose completions were not taken.
     fn in_flight(&self) -> usize;
 
-    /// Readable when completions are there.
+    /// Returns a descriptor that is readable when completions are available.
     fn fd(&self) -> RawFd;
 
-    /// Waits until nothing is in flight. Returns whether that is so; else the kernel has kept some request for so long.
+    /// Waits until no request is in flight, for at most `patience`. Returns whether all requests have completed.
     fn settle(&mut self, patience: Duration) -> bool;
 }

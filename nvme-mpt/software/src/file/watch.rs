@@ -1,8 +1,7 @@
-//! Changes of a drive's file that none of its users made: it was cut short, removed, or replaced.
+//! Detection of changes to a drive's file by others: truncation, removal, or replacement.
 //!
-//! No kernel interface keeps others from cutting a file short. So its size is looked at once per batch of commands
-//! that write, before any of them is made. Both its size and its path are looked at whenever the control thread
-//! asks for damage.
+//! No kernel interface prevents others from truncating a file. So each batch of commands that write checks the file's size
+//! first. The control thread checks both size and path whenever it asks for damage.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,11 +13,11 @@ use super::kernel::{MetadataExt, metadata};
 use super::{LeasedFile, SharedFile};
 use nvme_mpt::memory::sync::Mutex;
 
-/// The state of a regular file; nothing changes that of a block device.
+/// State of a regular file. A block device cannot change.
 #[derive(Debug)]
 pub(super) struct Watched {
     regular: bool,
-    /// The fewest bytes that the file had. A part that grows again has lost its content.
+    /// Smallest size seen, in bytes. A part that was cut off has lost its content even if the file grows again.
     left: AtomicU64,
     replaced: AtomicBool,
     leases: Mutex<Vec<Weak<LeasedFile>>>,
@@ -34,25 +33,25 @@ impl Watched {
         }
     }
 
-    /// Tells a lease of changes from now on.
+    /// Registers a lease for reports of changes.
     pub(super) fn tell(&self, lease: &Arc<LeasedFile>) {
         let mut leases = self.leases.lock().unwrap_or_else(PoisonError::into_inner);
         leases.retain(|lease| lease.strong_count() > 0);
         leases.push(Arc::downgrade(lease));
     }
 
-    /// Returns whether the bytes before `end` are those that were there when the file was opened.
+    /// Returns whether the bytes before `end` still have the content from when the file was opened.
     #[inline]
     pub(super) fn has(&self, end: u64) -> bool {
         end <= self.left.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the file can change at all.
+    /// Returns whether the file can change.
     pub(super) const fn can_change(&self) -> bool {
         self.regular
     }
 
-    /// Returns whether the path of the file leads to another one, or to none.
+    /// Returns whether the file's path leads to another file or to none.
     pub(super) fn is_replaced(&self) -> bool {
         self.replaced.load(Ordering::Relaxed)
     }
@@ -71,12 +70,12 @@ impl Watched {
 }
 
 impl SharedFile {
-    /// Looks whether the file was cut short.
+    /// Checks whether the file was truncated.
     pub(super) fn look_at_size(&self) {
         if !self.watched.regular {
             return;
         }
-        // It is open: nothing but a file system that is gone fails this, and then all I/O fails.
+        // The file is open, so this fails only if the file system is gone, and then all I/O fails.
         let Ok(metadata) = self.opened.metadata() else {
             return;
         };
@@ -92,7 +91,7 @@ impl SharedFile {
         }
     }
 
-    /// Looks whether the file's path leads to another one.
+    /// Checks whether the file's path leads to another file.
     pub(super) fn look_at_path(&self) {
         if !self.watched.regular || self.watched.is_replaced() {
             return;
@@ -102,7 +101,7 @@ impl SharedFile {
         };
         let replaced = match metadata(&self.path) {
             Ok(found) => (found.dev(), found.ino()) != (opened.dev(), opened.ino()),
-            // A sandbox may hide what is there.
+            // A sandbox may hide the path, so other errors mean nothing.
             Err(error) => error.kind() == io::ErrorKind::NotFound,
         };
         if replaced && !self.watched.replaced.swap(true, Ordering::Relaxed) {

@@ -1,9 +1,10 @@
-//! A simulated file on a simulated disk: what all see, what the device has, and what is stable.
+//! A simulated file on a simulated disk, with three versions of its content: as processes see it, as the device has it, and as
+//! it is stable.
 //!
-//! Through the page cache, a write is seen at once, and written back later, or by a sync. A write-back that fails leaves
-//! the page as it is and counts it as written: the next crash loses it. Each open description is told of that once, as
-//! `lib/errseq.c` of Linux does it. The device has a cache of its own, which a sync makes stable. A crash keeps any part
-//! of that cache, and any of the pages that were not written back.
+//! A write through the page cache is visible at once, and is written back later or by a sync. A failed write-back leaves the
+//! page unchanged and marks it as clean, so the next crash loses it. Each open description receives the error once, as in
+//! `lib/errseq.c` of Linux. The device has a volatile cache, which a sync makes stable. A crash keeps any subset of that cache
+//! and of the dirty pages.
 
 use std::collections::BTreeMap;
 
@@ -15,32 +16,32 @@ pub(super) const SECTOR: usize = 512;
 /// Bytes of a page of the cache, and of a block of the file system.
 pub(super) const PAGE: usize = 4096;
 
-/// Habits of the simulated disk. Of what happens at times, it has one time in so many; 0 for never.
+/// Parameters of the simulated disk. A rate of N makes an event happen once in N times on average; 0 means never.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Habits {
-    /// True for a file that is read and written past the page cache.
+    /// True for direct I/O.
     pub is_direct: bool,
-    /// True for a file system that punches holes.
+    /// True if the file system punches holes.
     pub punches_holes: bool,
-    /// Write-backs of a page that fail.
+    /// Rate of failed write-backs of a page.
     pub failed_write_backs: u64,
-    /// Syncs whose flush of the device fails.
+    /// Rate of syncs whose flush of the device fails.
     pub failed_flushes: u64,
-    /// Requests that are interrupted, or find no resources.
+    /// Rate of requests that are interrupted or lack resources.
     pub interruptions: u64,
-    /// Transfers that move a part alone.
+    /// Rate of short transfers.
     pub short_transfers: u64,
-    /// Slices that the file system refuses.
+    /// Rate of slices that the file system refuses.
     pub refused_slices: u64,
-    /// Calls that hand over no request.
+    /// Rate of submission calls that submit no request.
     pub refused_calls: u64,
-    /// Requests that stay until they are cancelled, or for many seconds.
+    /// Rate of requests that stay until they are cancelled, or for many seconds.
     pub kept_requests: u64,
-    /// Longest time of a request in nanoseconds, as a power of two.
+    /// Maximum duration of a request in nanoseconds, as a power of two.
     pub time_bits: u64,
 }
 
-/// Returns whether something happens that happens one time in so many.
+/// Returns `true` once in `one_in` calls on average.
 pub(super) fn happens(one_in: u64) -> bool {
     one_in > 0 && random().is_multiple_of(one_in)
 }
@@ -56,9 +57,9 @@ struct Page {
 #[derive(Clone, Copy, Debug)]
 struct Description {
     process: u64,
-    /// The last error that it was told of.
+    /// Number of the last error that the description received.
     told: u64,
-    /// Rings and requests that keep it open.
+    /// Number of rings and requests that keep the description open.
     keepers: u64,
     is_closed: bool,
 }
@@ -72,25 +73,24 @@ struct Lock {
     end: u64,
 }
 
-/// The disk.
 #[derive(Debug, Default)]
 pub(super) struct Disk {
     pub(super) habits: Habits,
-    /// Requests that it may still keep.
+    /// Number of requests that the disk may still hold.
     pub(super) keeps: u64,
     stable: Vec<u8>,
-    /// Content of the device, in its cache or not.
+    /// Content of the device, including its volatile cache.
     device: Vec<u8>,
-    /// Writes in the device's cache.
+    /// Writes in the device's volatile cache.
     volatile: Vec<(usize, Vec<u8>)>,
     cache: BTreeMap<usize, Page>,
-    /// Number of the last error of write-back.
+    /// Number of the last write-back error.
     error: u64,
-    /// True if some description was told of it.
+    /// True if a description has received the last error.
     is_error_seen: bool,
-    /// Failures of write-backs and flushes.
+    /// Number of failed write-backs and flushes.
     pub(super) failures: u64,
-    /// Errors of which descriptions were told.
+    /// Number of errors that descriptions received.
     pub(super) tellings: u64,
     descriptions: BTreeMap<u64, Description>,
     locks: Vec<Lock>,
@@ -98,7 +98,7 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    /// A disk with a file of zeroes.
+    /// Creates a disk with a file of zeroes.
     pub(super) fn new(bytes: usize, habits: Habits, keeps: u64) -> Self {
         Self {
             habits,
@@ -120,7 +120,7 @@ impl Disk {
     /// Opens the file.
     pub(super) fn open(&mut self, process: u64) -> u64 {
         self.opened += 1;
-        // An error that no description was told of is news to a new one.
+        // A new description still receives an error that none has received before.
         let told = match self.is_error_seen {
             true => self.error,
             false => 0,
@@ -142,7 +142,7 @@ impl Disk {
         }
     }
 
-    /// Lets go of a description that was kept for a ring or a request.
+    /// Releases a description that was kept open for a ring or a request.
     pub(super) fn let_go(&mut self, open: u64) {
         if let Some(description) = self.descriptions.get_mut(&open) {
             description.keepers -= 1;
@@ -170,7 +170,7 @@ impl Disk {
         its.into_iter().for_each(|open| self.close(open));
     }
 
-    /// Returns whether another description has a lock that excludes this one.
+    /// Returns whether another description has a conflicting lock.
     pub(super) fn is_locked(&self, open: u64, is_exclusive: bool, start: u64, end: u64) -> bool {
         self.locks.iter().any(|lock| {
             lock.open != open
@@ -230,7 +230,7 @@ impl Disk {
         }
     }
 
-    /// Zeroes a range, by the file system.
+    /// Zeroes a range, as the file system does.
     pub(super) fn zero(&mut self, offset: usize, len: usize) {
         for (at, part) in pages(offset, len) {
             let is_whole = part == PAGE;
@@ -249,7 +249,7 @@ impl Disk {
         self.volatile.push((offset, bytes.to_vec()));
     }
 
-    /// Writes pages of a range back.
+    /// Writes the dirty pages of a range back.
     pub(super) fn write_back(&mut self, offset: usize, len: usize) {
         let dirty = |page: &Page| page.is_dirty;
         let (first, end) = (offset / PAGE, (offset + len).div_ceil(PAGE));
@@ -280,7 +280,7 @@ impl Disk {
         self.cache.values().any(|page| page.is_dirty)
     }
 
-    /// Writes a page back that is chosen by chance, if there is one.
+    /// Writes a random dirty page back, if there is one.
     pub(super) fn write_some_back(&mut self) {
         let dirty = self.cache.iter().filter(|(_, page)| page.is_dirty);
         let dirty: Vec<usize> = dirty.map(|(number, _)| *number).collect();
@@ -290,7 +290,7 @@ impl Disk {
         }
     }
 
-    /// Tells a description of an error of write-back that it was not told of.
+    /// Reports a write-back error to a description that has not received it.
     pub(super) fn tell(&mut self, open: u64) -> Result<(), i32> {
         let Some(description) = self.descriptions.get_mut(&open) else {
             return Ok(());
@@ -304,7 +304,7 @@ impl Disk {
         Err(libc::EIO)
     }
 
-    /// Makes a range durable, and with it all that is in the device's cache.
+    /// Makes a range durable, together with the whole volatile cache of the device.
     pub(super) fn sync(&mut self, open: u64, offset: usize, len: usize) -> Result<(), i32> {
         self.write_back(offset, len);
         let told = self.tell(open);
@@ -318,7 +318,7 @@ impl Disk {
         told
     }
 
-    /// Leaves what a crash of the machine leaves.
+    /// Simulates a crash of the machine.
     pub(super) fn crash(&mut self) {
         for (number, page) in std::mem::take(&mut self.cache) {
             if page.is_dirty && happens(2) {
@@ -350,7 +350,7 @@ impl Disk {
     }
 }
 
-/// Returns the parts of a range by pages: offset and length of each.
+/// Splits a range at page boundaries, into offset and length of each part.
 fn pages(offset: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let end = offset + len;
     let mut at = offset;

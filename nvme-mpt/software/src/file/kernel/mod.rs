@@ -1,5 +1,4 @@
-//! All that the file store asks of the kernel: files, locks and io_uring, or a simulator's disk in their place
-//! (`cfg(simulation)`).
+//! The file store's interface to the kernel: files, locks and io_uring. With `cfg(simulation)`, a simulated disk replaces them.
 
 #[cfg(simulation)]
 mod disk;
@@ -23,20 +22,20 @@ pub(super) use simulated::{
 
 use super::way::DirectAlignment;
 
-/// A file or block device that was opened, with what is known of it.
+/// An opened file or block device with its properties.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) path: PathBuf,
     pub(super) origin: Origin,
     pub(super) file: File,
     pub(super) bytes: u64,
-    /// True for a file, which others can cut short; false for a block device.
+    /// True for a regular file, which others can truncate. False for a block device.
     pub(super) is_regular: bool,
-    /// True for a file of tmpfs or hugetlbfs, which has nothing but the page cache.
+    /// True for a file of tmpfs or hugetlbfs, which exists in the page cache only.
     pub(super) in_memory: bool,
-    /// Demands on transfers past the page cache; `None` if there are no such transfers.
+    /// Required alignment for direct I/O; `None` if it is not supported.
     pub(super) direct: Option<DirectAlignment>,
-    /// True if it can deallocate, after which a range reads as zeroes.
+    /// True if ranges can be deallocated and then read as zeroes.
     pub(super) punches_holes: bool,
     /// True if the kernel may wait for another process or host.
     pub(super) may_block: bool,

@@ -1,4 +1,4 @@
-//! Files of the kernel, and io_uring.
+//! Real files and io_uring.
 #![expect(unsafe_code, reason = "hands buffers to the kernel and calls it")]
 
 use std::ffi::OsStr;
@@ -29,12 +29,12 @@ use nvme_mpt::memory::{Access, Mapping, presence};
 use nvme_mpt::origin::BackingFile;
 use nvme_mpt_paths::{Entry, FileId};
 
-/// Opens a file or block device to read and write.
+/// Opens a file or block device for reading and writing.
 ///
 /// # Errors
-/// Returns the kernel's error, and `InvalidInput` for something that is neither.
+/// Returns the kernel's error, or `InvalidInput` if the path is neither a file nor a block device.
 pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
-    // A link of another user could lead to the file of a third one.
+    // A symbolic link of one user could lead to the file of another.
     let entry = Entry::find(path)?;
     let path = entry.path().to_owned();
     let kind = path.symlink_metadata()?.file_type();
@@ -45,7 +45,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
     let origin = Origin::of(&path)?;
     let mut options = OpenOptions::new();
     options.read(true).write(true);
-    // A block device that is mounted or otherwise in use refuses an exclusive open.
+    // An exclusive open fails if a block device is mounted or otherwise in use.
     let exclusive = if kind.is_block_device() {
         libc::O_EXCL
     } else {
@@ -68,7 +68,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
     };
     let punches_holes = deallocates(&file, kind, bytes)?;
     let may_block = may_block(&file, kind);
-    // Said now, not when a guest creates its first queue.
+    // Fail now instead of when a guest creates its first queue.
     Uring::new(1).map_err(|error| {
         let what = format!("io_uring cannot be used (is kernel.io_uring_disabled 0?): {error}");
         io::Error::new(error.kind(), what)
@@ -86,7 +86,7 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
     })
 }
 
-/// Returns another descriptor of an open description, for another process.
+/// Duplicates the descriptor of a file, to pass it to another process.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -94,15 +94,15 @@ pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     Ok(file.try_clone()?.into())
 }
 
-/// Returns the open description of a descriptor.
+/// Converts a descriptor to a file.
 ///
 /// # Errors
-/// None: a simulated disk has some.
+/// Never fails. The simulated counterpart can fail.
 pub(in crate::file) fn of_descriptor(descriptor: OwnedFd) -> io::Result<File> {
     Ok(descriptor.into())
 }
 
-/// Maps all of a file in memory.
+/// Maps a whole file in memory.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -126,18 +126,18 @@ impl std::fmt::Debug for Uring {
     }
 }
 
-/// Workers that the kernel may have for the requests of a thread that wait: more than queues that make a sync each, so
-/// that one tenant's syncs keep no request of another waiting.
+/// Maximum of io_uring worker threads per poller thread, for blocking requests. It exceeds the number of queues that sync at
+/// the same time, so that one tenant's syncs do not delay another's requests.
 const WORKERS: u32 = 256;
 
-/// Workers for requests on what is no file.
+/// Leaves the limit of workers for requests on non-files unchanged.
 const UNCHANGED: u32 = 0;
 
 impl Uring {
     pub(in crate::file) fn new(entries: u32) -> io::Result<Self> {
         let ring = IoUring::new(entries)?;
-        // Without it, a thread has as many workers for all of its rings as its first ring has entries. Kernels before
-        // 5.15 know no such limit to set.
+        // By default, a thread has as many workers for all its rings as its first ring has entries. Kernels before 5.15 cannot
+        // set the limit.
         let mut most = [WORKERS, UNCHANGED];
         if let Err(error) = ring.submitter().register_iowq_max_workers(&mut most) {
             log::debug!("Cannot set the number of workers of an io_uring: {error}");
@@ -149,8 +149,8 @@ impl Uring {
         })
     }
 
-    /// Keeps files open until the last request has ended, also if this process ends before. VMs whose memory the requests
-    /// reach do not take the process for gone until then, either ([`presence`]).
+    /// Keeps files open until the last request has ended, even if this process ends earlier. VMs whose memory the requests
+    /// access also regard the process as present until then ([`presence`]).
     pub(in crate::file) fn keep_open<'a>(
         &self,
         files: impl Iterator<Item = &'a File>,
@@ -276,7 +276,7 @@ impl Ring for Uring {
 
 const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 
-/// Zeroes a range, and does not make a file longer.
+/// Zeroes a range without extending the file.
 const ZERO: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 
 fn fallocate(fd: RawFd, offset: u64, len: u64, mode: i32) -> squeue::Entry {
@@ -286,7 +286,7 @@ fn fallocate(fd: RawFd, offset: u64, len: u64, mode: i32) -> squeue::Entry {
         .build()
 }
 
-/// Returns what transfers past the page cache have to keep to; `None` for files that have no such transfers.
+/// Returns the alignment that direct I/O requires, or `None` if the file does not support direct I/O.
 fn direct_alignment(file: &File) -> Option<DirectAlignment> {
     // SAFETY: statx is a plain structure that the call fills, and the path is a C string.
     let stat = unsafe {
@@ -299,7 +299,7 @@ fn direct_alignment(file: &File) -> Option<DirectAlignment> {
         stat
     };
     if stat.stx_mask & libc::STATX_DIOALIGN == 0 {
-        // A kernel that cannot tell: a memory page suits every file system and device.
+        // The kernel does not report the alignment. 4 KiB suits every file system and device.
         return Some(DirectAlignment {
             memory: 4096,
             offset: 4096,
@@ -310,8 +310,8 @@ fn direct_alignment(file: &File) -> Option<DirectAlignment> {
     (memory > 0 && offset > 0).then_some(DirectAlignment { memory, offset })
 }
 
-/// Returns the error of a write-back of the file that its open file description has not heard of yet. It waits for
-/// nothing: no page lies where it looks.
+/// Returns a write-back error that this open file description has not received yet. Does not block, because the probed offset
+/// has no pages.
 pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     const BEYOND: libc::off64_t = i64::MAX - 4095;
     // SAFETY: the call takes numbers alone.
@@ -329,8 +329,8 @@ pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the offset of the first data from `offset` on; `None` if only a hole follows. A file system without holes has
-/// data everywhere.
+/// Returns the offset of the first data at or after `offset`, or `None` if only a hole follows. A file system without holes
+/// reports data everywhere.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -349,7 +349,7 @@ pub(in crate::file) fn next_data(file: &File, offset: u64) -> io::Result<Option<
 }
 
 /// Returns the first extents of a range of the file, `most` at most, as start and end. They include allocated extents that were
-/// never written. The call may wait for the file system.
+/// never written. The call may block on the file system.
 ///
 /// # Errors
 /// Returns the kernel's error. Only local file systems report extents.
@@ -378,7 +378,7 @@ pub(in crate::file) fn extents(
     Ok(ends.collect())
 }
 
-/// As [`extents`], of a file in memory, which has data and holes.
+/// Returns extents like [`extents`], for a file in memory.
 fn data_extents(file: &File, start: u64, end: u64, most: usize) -> io::Result<Vec<(u64, u64)>> {
     let (mut at, mut found) = (start, Vec::new());
     while found.len() < most
@@ -396,7 +396,7 @@ fn data_extents(file: &File, start: u64, end: u64, most: usize) -> io::Result<Ve
     Ok(found)
 }
 
-/// Extents that a map has room for.
+/// Capacity of a map in extents.
 const EXTENTS_MAX: usize = 64;
 
 /// `_IOWR('f', 11, struct fiemap)` of linux/fs.h.
@@ -442,7 +442,7 @@ struct MappedExtent {
 
 const _: () = assert!(size_of::<ExtentMap>() == 32 + 56 * EXTENTS_MAX);
 
-/// Returns whether ranges of the file can be deallocated. It tries behind the file's end, where there is nothing.
+/// Returns whether ranges of the file can be deallocated. Tries to deallocate beyond the end of the file.
 fn can_punch_holes(file: &File, bytes: u64) -> bool {
     let Ok(offset) = libc::off_t::try_from(bytes) else {
         return false;
@@ -457,7 +457,7 @@ fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
     if kind.is_file() {
         return Ok(can_punch_holes(file, bytes));
     }
-    // A device that cannot write zeroes deallocates nothing on demand: what its discarded blocks read is not known.
+    // A device that cannot write zeroes does not deallocate: the content of its discarded blocks is undefined.
     let device = file.metadata()?.rdev();
     let folder = format!(
         "/sys/dev/block/{}:{}",
@@ -473,9 +473,9 @@ fn deallocates(file: &File, kind: FileType, bytes: u64) -> io::Result<bool> {
     Ok(limit.unwrap_or(0_u64) > 0)
 }
 
-/// Returns whether a file, or the file of a loop device, depends on another process or host. io_uring makes the submitting
-/// thread wait for such files: FUSE and NFS have no transfers that return at once, and a loop device submits them in the
-/// caller's context (Linux 6.18).
+/// Returns whether a file, or the file below a loop device, depends on another process or host. On such files, io_uring blocks
+/// the submitting thread: FUSE and NFS have no non-blocking transfers, and a loop device submits them in the caller's context
+/// (Linux 6.18).
 fn may_block(file: &File, kind: FileType) -> bool {
     if kind.is_file() {
         return type_of(file.as_fd()).is_some_and(|name| waits_for_others(&name));
@@ -496,12 +496,12 @@ fn may_block(file: &File, kind: FileType) -> bool {
         .read(true)
         .custom_flags(libc::O_PATH)
         .open(path);
-    // One whose file is hidden here may be anything.
+    // Assume the worst if the file cannot be opened here.
     let name = opened.ok().and_then(|file| type_of(file.as_fd()));
     name.is_none_or(|name| waits_for_others(&name))
 }
 
-/// Returns whether a file system, as mount(8) names it, depends on another process or host.
+/// Returns whether a file system, by its name in mount(8), depends on another process or host.
 fn waits_for_others(file_system: &str) -> bool {
     let name = file_system.split('.').next().unwrap_or_default();
     matches!(
@@ -529,7 +529,7 @@ fn waits_for_others(file_system: &str) -> bool {
     )
 }
 
-/// Opens the file of a loop device for locks.
+/// Opens the file below a loop device for locking.
 pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
     let file = OpenOptions::new().read(true).write(true).open(&below.path);
     let opened = file.and_then(|file| match below.is(&file)? {

@@ -1,10 +1,9 @@
 //! Files on a simulated disk, and a simulated io_uring.
 //!
-//! A request takes effect at one moment, and its completion comes at a later one. An actor, [`run`], brings both about, in
-//! any order. What a process that died has requested is cancelled, or takes effect later. Until then, its files stay
-//! open, and its locks with them.
+//! A request takes effect at one moment and completes at a later one. An actor, [`run`], performs both, in any order. When a
+//! process dies, its requests are cancelled or take effect later. Until then, its files and locks stay open.
 //!
-//! The kernel tells a description of an error once. A process may die before it noted that.
+//! The kernel reports an error to a description once. A process may die before it has recorded the error.
 #![expect(
     unsafe_code,
     reason = "copies from and to memory that requests name, as the kernel does"
@@ -36,16 +35,16 @@ use nvme_mpt::origin::{BackingFile, Identity};
 
 pub use super::disk::Habits;
 
-/// Time for which a claim of a range waits for the locks of others.
+/// Time that a range lock waits for the locks of others.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Longest pause between write-backs of pages that nothing asks for.
+/// Maximum pause between spontaneous write-backs of pages.
 const WRITE_BACK: Duration = Duration::from_millis(2);
 
-/// Times for which a worker of the kernel loses its processor, in nanoseconds, as powers of two.
+/// Durations for which a kernel worker loses its processor, in nanoseconds, as powers of two.
 const ABSENCE_BITS: Range<u64> = 14..21;
 
-/// Longest time of a request that is kept: it is cancelled before, at times.
+/// Maximum duration of a held request, unless it is cancelled earlier.
 const KEPT: Duration = Duration::from_secs(14);
 
 thread_local! {
@@ -63,19 +62,19 @@ struct Kernel {
     requests: Vec<Asked>,
     rings: BTreeMap<u64, State>,
     made: u64,
-    /// Until this moment, the disk does nothing.
+    /// The disk does nothing until this moment.
     stands_until: Duration,
-    /// Time for which a call that hands requests over waits in the kernel.
+    /// Time that a submission call blocks in the kernel.
     submission: Duration,
 }
 
-/// A ring, as the kernel has it.
+/// The kernel's state of a ring.
 #[derive(Debug)]
 struct State {
     process: u64,
     completions: VecDeque<Ended>,
     event: Arc<EventFd>,
-    /// Descriptions that it keeps open.
+    /// Descriptions that the ring keeps open.
     kept: Vec<u64>,
     is_dead: bool,
 }
@@ -101,13 +100,13 @@ struct Asked {
     open: u64,
     offset: u64,
     what: What,
-    /// Moment at which it takes effect; the moment of its completion after that.
+    /// When the request takes effect; afterwards, when it completes.
     due: Duration,
     is_kept: bool,
     result: Option<Result<usize, i32>>,
 }
 
-/// Begins with a file of so many zeroes, on a disk that keeps so many requests at most.
+/// Starts with a file of `bytes` zeroes, on a disk that holds at most `keeps` requests.
 pub fn format(bytes: u64, habits: Habits, keeps: u64) {
     with(|kernel| {
         *kernel = Kernel {
@@ -117,7 +116,7 @@ pub fn format(bytes: u64, habits: Habits, keeps: u64) {
     });
 }
 
-/// Crashes the machine. All processes have ended before.
+/// Crashes the machine. All processes must have ended before.
 pub fn crash() {
     with(|kernel| {
         kernel.requests.clear();
@@ -126,7 +125,7 @@ pub fn crash() {
     });
 }
 
-/// Ends all that a process has open. Requests of its rings are cancelled, or take effect later.
+/// Closes everything that a process has open. Requests of its rings are cancelled or take effect later.
 pub fn end_process(process: u64) {
     with(|kernel| {
         let rings = kernel.rings.iter_mut();
@@ -147,13 +146,13 @@ pub fn end_process(process: u64) {
     });
 }
 
-/// Has the disk stand still for some time: no request takes effect or completes, and none can be cancelled.
+/// Pauses the disk for some time. No request takes effect, completes or can be cancelled meanwhile.
 pub fn stand_still(time: Duration) {
     with(|kernel| kernel.stands_until = now() + time);
     acted();
 }
 
-/// Returns the number of transfers from and to memory that have not taken effect.
+/// Returns the number of reads and writes that have not taken effect.
 #[must_use]
 pub fn transfers() -> usize {
     with(|kernel| {
@@ -165,7 +164,7 @@ pub fn transfers() -> usize {
     })
 }
 
-/// Sets the time for which each call that hands requests over waits in the kernel, as for a file without asynchronous I/O.
+/// Makes each submission call block for `time` in the kernel, as for a file without asynchronous I/O.
 pub fn slow_submissions(time: Duration) {
     with(|kernel| kernel.submission = time);
 }
@@ -176,24 +175,24 @@ pub fn stable(offset: u64, len: usize) -> Vec<u8> {
     with(|kernel| kernel.disk.stable(offset as usize, len))
 }
 
-/// Returns the number of write-backs and of flushes that failed.
+/// Returns the number of failed write-backs and flushes.
 #[must_use]
 pub fn failures() -> u64 {
     with(|kernel| kernel.disk.failures)
 }
 
-/// Tells of an error, unless there is none.
+/// Converts the result of a disk operation.
 fn told(result: Result<(), i32>) -> io::Result<()> {
     result.map_err(io::Error::from_raw_os_error)
 }
 
-/// Waits for a disk that stands still.
+/// Waits until the disk is not paused.
 fn await_disk() {
     let until = with(|kernel| kernel.stands_until);
     block(until.saturating_sub(now()));
 }
 
-/// Carries requests out, and writes pages back, until the simulation is over.
+/// Executes requests and writes pages back, until the simulation is over.
 pub fn run(is_over: &AtomicBool) {
     let mut write_back = now();
     while !is_over.load(Ordering::Relaxed) {
@@ -219,7 +218,7 @@ pub fn run(is_over: &AtomicBool) {
     }
 }
 
-/// Takes the next step of a request: its effect or its completion.
+/// Executes the next step of a request: its effect or its completion.
 fn carry_out() {
     let next = with(|kernel| {
         let requests = kernel.requests.iter();
@@ -236,11 +235,11 @@ fn carry_out() {
                 let result = kernel.take_effect(&asked);
                 let tells = kernel.disk.tellings > before;
                 let mut after = kernel.time();
-                // Others sync meanwhile, by the same description, and no error is left for them.
+                // Lets other syncs on the same description run meanwhile: no error is left for them.
                 if tells {
                     after += absence();
                 }
-                // A cancellation may have ended a request, and none is added or taken out.
+                // The request is still at this index: only a cancellation can have changed it.
                 let asked = &mut kernel.requests[index];
                 asked.result = Some(result);
                 asked.due = now() + after;
@@ -270,7 +269,7 @@ fn carry_out() {
     turn(step, [asked.tag, asked.offset]);
 }
 
-/// Returns the time for which a worker loses its processor after its request took effect.
+/// Returns how long a worker loses its processor after its request took effect.
 fn absence() -> Duration {
     let bits = ABSENCE_BITS.start + random() % (ABSENCE_BITS.end - ABSENCE_BITS.start);
     Duration::from_nanos(1 << bits)
@@ -281,13 +280,13 @@ impl Kernel {
         self.requests.iter().map(|asked| asked.due).min()
     }
 
-    /// Returns the time of one step of a request.
+    /// Returns the duration of one step of a request.
     fn time(&self) -> Duration {
         let bits = random() % (self.disk.habits.time_bits + 1);
         Duration::from_nanos(random() % (2 << bits))
     }
 
-    /// Closes what rings of processes that ended keep open, once they have no request.
+    /// Closes the files that rings of ended processes keep open, once the rings have no requests.
     fn bury(&mut self) {
         let Self {
             disk,
@@ -304,7 +303,7 @@ impl Kernel {
         });
     }
 
-    /// Has a request take effect. Returns its result.
+    /// Makes a request take effect and returns its result.
     fn take_effect(&mut self, asked: &Asked) -> Result<usize, i32> {
         let offset = asked.offset as usize;
         let habits = self.disk.habits;
@@ -322,7 +321,7 @@ impl Kernel {
             }
             What::Write { from, is_durable } => {
                 let mut bytes = gather(from);
-                // Past the page cache, a write of less than a block is the sign of a file that was cut short.
+                // With direct I/O, a write shorter than a block would mean a truncated file.
                 let unit = if habits.is_direct { PAGE } else { SECTOR };
                 bytes.truncate(self.moved(from, unit));
                 self.disk.write(offset, &bytes);
@@ -334,7 +333,7 @@ impl Kernel {
             What::Sync => {
                 let all = self.disk.bytes() as usize;
                 if is_interrupted {
-                    // It may have written pages back, and have been told of errors.
+                    // The sync may have written pages back and consumed errors.
                     if happens(2) {
                         self.disk.write_back(0, all);
                         let _told = self.disk.tell(asked.open);
@@ -360,7 +359,7 @@ impl Kernel {
         }
     }
 
-    /// Answers requests to cancel others, of a disk that stands still.
+    /// Answers all cancellations with a refusal, while the disk is paused.
     fn refuse_cancellations(&mut self) {
         let (refused, others) = std::mem::take(&mut self.requests)
             .into_iter()
@@ -381,7 +380,7 @@ impl Kernel {
         }
     }
 
-    /// Returns the number of bytes that a transfer moves, of which a part has whole units alone.
+    /// Returns the number of bytes that a transfer moves. A short transfer moves whole units only.
     fn moved(&self, parts: &[(usize, usize)], unit: usize) -> usize {
         let len: usize = parts.iter().map(|(_, len)| len).sum();
         let units = len / unit;
@@ -427,7 +426,7 @@ fn scatter(mut bytes: &[u8], parts: &[(usize, usize)]) {
     }
 }
 
-/// As [`std::fs::File`]: an open description of the file.
+/// Counterpart of [`std::fs::File`]: an open description of the file.
 #[derive(Debug)]
 pub struct File {
     open: u64,
@@ -442,12 +441,12 @@ impl File {
         }
     }
 
-    /// As [`std::fs::File::metadata`].
+    /// Counterpart of [`std::fs::File::metadata`].
     pub(in crate::file) fn metadata(&self) -> io::Result<Metadata> {
         Ok(Metadata(with(|kernel| kernel.disk.bytes())))
     }
 
-    /// As [`std::fs::File::sync_data`].
+    /// Counterpart of [`std::fs::File::sync_data`].
     pub(in crate::file) fn sync_data(&self) -> io::Result<()> {
         turn(Step::SyncFile, [self.open, 0]);
         await_disk();
@@ -467,28 +466,28 @@ impl AsRawFd for File {
 
 impl Drop for File {
     fn drop(&mut self) {
-        // A thread that ends has no kernel any more.
+        // The thread-local kernel is gone if the thread is ending.
         let _ended = KERNEL.try_with(|kernel| kernel.borrow_mut().disk.close(self.open));
         acted();
     }
 }
 
-/// As [`std::fs::Metadata`]: the number of bytes.
+/// Counterpart of [`std::fs::Metadata`] with the size only.
 #[derive(Clone, Copy, Debug)]
 pub struct Metadata(u64);
 
 impl Metadata {
-    /// As [`std::fs::Metadata::len`].
+    /// Counterpart of [`std::fs::Metadata::len`].
     pub(in crate::file) const fn len(&self) -> u64 {
         self.0
     }
 }
 
-/// As [`std::os::unix::fs::MetadataExt`]: there is one file.
+/// Counterpart of [`std::os::unix::fs::MetadataExt`], for the only file.
 pub(in crate::file) trait MetadataExt {
-    /// Returns the file system.
+    /// Returns the device.
     fn dev(&self) -> u64;
-    /// Returns the file.
+    /// Returns the inode.
     fn ino(&self) -> u64;
 }
 
@@ -502,22 +501,22 @@ impl MetadataExt for Metadata {
     }
 }
 
-/// As [`std::fs::metadata`].
+/// Counterpart of [`std::fs::metadata`].
 pub(in crate::file) fn metadata(_: &Path) -> io::Result<Metadata> {
     Ok(Metadata(with(|kernel| kernel.disk.bytes())))
 }
 
-/// As [`nvme_mpt::origin::Origin`].
+/// Counterpart of [`nvme_mpt::origin::Origin`].
 #[derive(Clone, Debug)]
 pub(in crate::file) struct Origin(Identity);
 
 impl Origin {
-    /// Returns the names of the bytes.
+    /// Returns the identity of the stored bytes.
     pub(in crate::file) fn identity(&self) -> &Identity {
         &self.0
     }
 
-    /// Returns the files below a loop device: none.
+    /// Returns the files below a loop device: always none.
     pub(in crate::file) const fn files(&self) -> &[BackingFile] {
         &[]
     }
@@ -543,22 +542,22 @@ pub(in crate::file) fn open(path: &Path) -> io::Result<Opened> {
     })
 }
 
-/// Opens the file once more, for a description of its own.
+/// Opens the file again, for a separate description.
 pub(in crate::file) fn reopen(_: &File, _: Option<&Path>, _: i32) -> io::Result<File> {
     Ok(File::open())
 }
 
-/// The same.
+/// Opens the file again, like [`reopen`].
 pub(in crate::file) fn reopen_to_read(_: &File, _: Option<&Path>) -> io::Result<File> {
     Ok(File::open())
 }
 
-/// Returns nothing: there is one file.
+/// Returns nothing, because there is only one file.
 pub(in crate::file) const fn place(_: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns a descriptor of an open description for another process, in which the description stays open.
+/// Returns a descriptor through which another process can take over the description. The description stays open meanwhile.
 pub(in crate::file) fn to_descriptor(file: &File) -> io::Result<OwnedFd> {
     let descriptor = memfd(c"simulated-file", 0)?;
     std::fs::File::from(descriptor.try_clone()?).write_all_at(&file.open.to_le_bytes(), 0)?;
@@ -574,7 +573,7 @@ pub(in crate::file) fn of_descriptor(descriptor: OwnedFd) -> io::Result<File> {
     Ok(File { open })
 }
 
-/// Maps nothing: no file is in memory.
+/// Fails, because no simulated file is in memory.
 pub(in crate::file) fn map(_: &File, _: usize) -> io::Result<Mapping> {
     Err(io::ErrorKind::Unsupported.into())
 }
@@ -584,23 +583,23 @@ pub(in crate::file) fn next_data(_: &File, offset: u64) -> io::Result<Option<u64
     Ok(Some(offset))
 }
 
-/// Returns no extents: nothing is surveyed in a simulation.
+/// Fails, because nothing is surveyed in a simulation.
 pub(in crate::file) fn extents(_: &File, _: u64, _: u64, _: usize) -> io::Result<Vec<(u64, u64)>> {
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// Returns the error of a write-back that the description has not been told of.
+/// Returns a write-back error that the description has not received yet.
 pub(in crate::file) fn write_back_error(file: &File) -> io::Result<()> {
     turn(Step::ReadFile, [file.open, 0]);
     told(with(|kernel| kernel.disk.tell(file.open)))
 }
 
-/// Opens the file of a loop device: there is none.
+/// Fails, because no loop device is simulated.
 pub(in crate::file) fn lock_below(below: &BackingFile) -> Result<RangeLock, String> {
     Err(format!("{} is not simulated", below.path.display()))
 }
 
-/// As [`nvme_mpt::range_lock::RangeLock`].
+/// Counterpart of [`nvme_mpt::range_lock::RangeLock`].
 #[derive(Debug)]
 pub(in crate::file) struct RangeLock {
     file: File,
@@ -709,7 +708,7 @@ impl Uring {
         })
     }
 
-    /// Keeps files open until the last request has ended, also if this process ends before.
+    /// Keeps files open until the last request has ended, even if this process ends earlier.
     pub(in crate::file) fn keep_open<'a>(
         &self,
         files: impl Iterator<Item = &'a File>,
@@ -759,8 +758,8 @@ impl Ring for Uring {
             Request::Punch { fd, offset, len } => (fd, offset, What::Punch(len)),
         };
         self.push(tag, fd, offset, what);
-        // A thread of the kernel's own may wait, and keeps nothing. A request that others are blocked by would have pollers
-        // look for its end millions of times.
+        // A request in a worker thread may block, so it is never held. A held request that blocks others would make pollers
+        // poll millions of times.
         if let (Manner::AtOnce, Some(asked)) = (manner, self.prepared.last_mut()) {
             asked.is_kept = with(|kernel| {
                 let disk = &mut kernel.disk;
@@ -817,7 +816,7 @@ impl Ring for Uring {
             Some((ended, state.completions.is_empty()))
         })?;
         if is_last {
-            // As the kernel's, it is readable while completions are there.
+            // Like the kernel's event, this one is readable only while completions are available.
             let _empty = self.event.read();
         }
         self.in_flight -= 1;

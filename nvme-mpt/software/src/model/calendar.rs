@@ -1,27 +1,25 @@
-//! Completions until they are due: a calendar with a page for each unit of the near future, in a ring,
-//! and a heap for what is further away.
+//! Held completions until they are due: a ring of pages, one per time unit of the near future, and a heap for later ones.
 //!
-//! Nearly all that a drive has in flight is due within a millisecond. To put such a completion on its
-//! page and to take it off again costs far less than the heap takes. Nothing is allocated after it was
-//! made. Completions that are due in the same unit come out in no order, as a
-//! drive promises none among commands (Base 2.0, section 3.4.1).
+//! Nearly all commands in flight are due within a millisecond. Adding such a completion to its page and removing it costs far
+//! less than a heap operation. No memory is allocated after creation. Completions due in the same unit come out in any order,
+//! because a drive promises no order among commands (Base 2.0, section 3.4.1).
 
 use super::due::DueQueue;
 use nvme_mpt::host::HostCompletion;
 use nvme_mpt::spec::status::Status;
 
-/// Pages in the ring.
+/// Number of pages in the ring.
 const PAGES: u64 = 64 * 64;
 
 const NONE: u16 = u16::MAX;
 
-/// A time in ticks, plus one tick less than a unit. Cut to whole units it is rounded up, so nothing comes out before
-/// it is due. A time counted from it is rounded up, too, without a further addition.
+/// A time in ticks plus one tick less than a unit. Truncating it to units rounds up, so no completion comes out early. Times
+/// computed from it are rounded up too, without a further addition.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RoundedUp(pub(crate) u64);
 
-/// A slot's completion: its status in the upper half, and the next slot on its page in the lower one. As a word, it
-/// is written and read at once.
+/// The entry of a slot: its status in the upper half, and the next slot on the same page in the lower half. One word, so that
+/// it is read and written at once.
 #[derive(Clone, Copy, Debug)]
 struct Entry(u32);
 
@@ -42,27 +40,27 @@ impl Entry {
     }
 }
 
-/// The pages of the near future, in units of time.
+/// The pages of the near future, one per time unit.
 #[derive(Debug)]
 struct Ring {
-    /// The unit from which on there are pages: nothing is on an earlier one.
+    /// The first unit that has a page. All earlier pages are empty.
     begin: u64,
-    /// Pages that are not empty.
+    /// One bit per page: 1 if the page is not empty.
     occupied: [u64; 64],
     /// The first slot on each page.
     pages: [u16; PAGES as usize],
-    /// By slot.
+    /// Entries, indexed by slot.
     entries: Box<[Entry]>,
 }
 
 impl Ring {
-    /// Returns whether there is a page for a unit.
+    /// Returns whether a unit has a page.
     #[inline]
     fn has(&self, unit: u64) -> bool {
         unit.wrapping_sub(self.begin) < PAGES
     }
 
-    /// Puts a completion on the page of a unit.
+    /// Adds a completion to the page of a unit.
     #[inline]
     fn enter(&mut self, slot: u16, status: Status, unit: u64) {
         let Some(entry) = self.entries.get_mut(usize::from(slot)) else {
@@ -74,21 +72,22 @@ impl Ring {
         self.occupied[page / 64] |= 1 << (page % 64);
     }
 
-    /// Puts a completion on the page of a unit that was kept for later.
+    /// Adds the completion of a slot from the later heap to the page of a unit.
     fn enter_kept(&mut self, slot: u32, unit: u64) {
         if let Some(entry) = self.entries.get(slot as usize) {
             self.enter(slot as u16, entry.status(), unit);
         }
     }
 
-    /// Takes out what is on the pages up to that of a unit.
+    /// Removes all completions on the pages up to that of unit `until`.
     #[inline]
     fn release_until(&mut self, until: u64, mut done: impl FnMut(HostCompletion)) {
-        // Not before its time by the clock of another processor, which may be behind.
+        // The clock of another processor may be behind.
         let Some(ahead) = until.checked_sub(self.begin) else {
             return;
         };
-        // By words of pages. Those before the first page, if they are asked for, come last.
+        // Scan the bitmap word by word. In the first word, pages before the first page belong to the end of the ring and come
+        // last.
         let last = self.begin + ahead.min(PAGES - 1);
         let (mut word, mut asked) = (self.begin / 64, u64::MAX << (self.begin % 64));
         loop {
@@ -109,7 +108,7 @@ impl Ring {
         }
     }
 
-    /// Takes out what is on those pages of a word that are asked for.
+    /// Removes the completions on the pages of a word that `asked` selects.
     #[inline(always)]
     fn release_word(&mut self, word: usize, asked: u64, done: &mut impl FnMut(HostCompletion)) {
         let mut due = self.occupied[word] & asked;
@@ -126,10 +125,10 @@ impl Ring {
         }
     }
 
-    /// The first unit whose page is not empty.
+    /// Returns the first unit whose page is not empty.
     fn first(&self) -> Option<u64> {
         let (word, bit) = ((self.begin % PAGES / 64) as usize, self.begin % 64);
-        // The first word's pages before the first page are the last ones of the ring.
+        // In the first word, the pages before the first page are the last pages of the ring.
         let words = (0..=64).map(|i| match i {
             0 => self.occupied[word] >> bit << bit,
             64 => self.occupied[word] & !(u64::MAX << bit),
@@ -141,21 +140,20 @@ impl Ring {
     }
 }
 
-/// Completions, known by their slots, that wait until they are due.
+/// Completions, identified by slot, that are held until they are due.
 #[derive(Debug)]
 pub(crate) struct Calendar {
-    /// Ticks per unit as a power of two.
+    /// Ticks per unit, as a power of two.
     shift: u32,
-    /// Ticks added to round a time up: one less than a unit.
+    /// Ticks to add for rounding up: one less than a unit.
     round: u64,
     near: Ring,
-    /// Beyond the ring.
+    /// Completions beyond the ring.
     later: DueQueue,
 }
 
 impl Calendar {
-    /// A calendar for slots 0 to `slots`-1 that tells times apart that are `resolution` ticks apart,
-    /// or less.
+    /// Creates a calendar for slots 0 to `slots`-1, with time units of at most `resolution` ticks.
     pub(crate) fn new(slots: u16, resolution: u64) -> Self {
         let nothing = Entry::new(Status::SUCCESS, NONE);
         let shift = resolution.max(1).ilog2();
@@ -166,25 +164,25 @@ impl Calendar {
                 begin: 0,
                 occupied: [0; 64],
                 pages: [NONE; PAGES as usize],
-                // One less than there are numbers at most, so that one of them is nobody's.
+                // At most 65,535 slots, so `NONE` is never a valid slot.
                 entries: vec![nothing; slots.into()].into_boxed_slice(),
             },
             later: DueQueue::new(slots.into(), resolution),
         }
     }
 
-    /// It is at least `now`: what is put in next is near. Returns `now` rounded up, for due times to be counted from.
+    /// Sets the current time to at least `now`. Returns `now` rounded up, as the base for due times.
     #[inline]
     pub(crate) fn begin(&mut self, now: u64) -> RoundedUp {
         let unit = now >> self.shift;
-        // Nothing was released for long: most likely there was nothing.
+        // Skip ahead if no completion was held for a long time.
         if unit > self.near.begin + PAGES / 2 && self.near.first().is_none() {
             self.near.begin = unit;
         }
         RoundedUp(now.wrapping_add(self.round))
     }
 
-    /// Puts in a completion, for a slot that has none in it. A completion that is due already comes out next.
+    /// Adds a completion for a slot without one. A completion that is already due comes out next.
     #[inline]
     pub(crate) fn hold(&mut self, slot: u16, status: Status, due: RoundedUp) {
         let unit = due.0 >> self.shift;
@@ -195,20 +193,20 @@ impl Calendar {
         }
     }
 
-    /// Puts a completion in for which there is no page.
+    /// Adds a completion whose time has no page.
     #[cold]
     fn hold_elsewhere(&mut self, slot: u16, status: Status, due: RoundedUp) {
         if due.0 >> self.shift < self.near.begin {
             self.near.enter(slot, status, self.near.begin);
         } else if let Some(entry) = self.near.entries.get_mut(usize::from(slot)) {
             *entry = Entry::new(status, NONE);
-            // It rounds by itself.
+            // `later` rounds up itself.
             self.later.insert(slot.into(), due.0 - self.round);
         }
     }
 
-    /// Takes out all that is due at `now`; or everything, as if it were due, and then time goes on from
-    /// where it was. In one place for both, so that what is done with completions is, too.
+    /// Removes all completions that are due at `now`, or all completions if `now` is `None`. In the second case, the calendar's
+    /// time stays unchanged. One function for both cases, so that `done` is inlined once.
     #[inline]
     pub(crate) fn release(&mut self, now: Option<u64>, done: impl FnMut(HostCompletion)) {
         let Self {
@@ -218,7 +216,7 @@ impl Calendar {
         let until = match now {
             Some(now) => {
                 if later.is_due(now) {
-                    // By the page that comes out next.
+                    // Move them to the page that comes out next.
                     later.advance(now, |slot| near.enter_kept(slot, begin));
                 }
                 now >> *shift
@@ -234,7 +232,7 @@ impl Calendar {
         }
     }
 
-    /// A time in ticks until which nothing comes out; `None` if there is nothing in it.
+    /// Returns a time in ticks before which no completion comes out, or `None` if the calendar is empty.
     pub(crate) fn next_due(&self) -> Option<u64> {
         let near = self.near.first().map(|unit| unit << self.shift);
         [near, self.later.next_due()].into_iter().flatten().min()

@@ -1,32 +1,32 @@
-//! Commands in the order in which they are due, for times that are too far off for a [calendar](super::calendar)'s ring.
+//! A priority queue of commands by due time, for times beyond a [calendar](super::calendar)'s ring.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// An entry of the heap, in the order in which entries come out.
+/// An entry of the heap, ordered by due time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Entry {
-    /// In units.
+    /// Due time in units.
     due: u64,
-    /// Number of entries that went in before it.
+    /// Number of earlier entries.
     turn: u64,
     number: u32,
 }
 
-/// Entries, known by their number, in the order in which they are due. Entries that are due in the same unit of time
-/// come out in the order in which they went in. Nothing is allocated after it was made.
+/// Entries ordered by due time. Entries due in the same time unit come out in insertion order. No memory is allocated after
+/// creation.
 #[derive(Debug)]
 pub(crate) struct DueQueue {
     /// Ticks per unit of time, as a power of two.
     shift: u32,
-    /// In units: nothing that is due before it is in here.
+    /// Current time in units. No entry is due earlier.
     now: u64,
     turn: u64,
     entries: BinaryHeap<Reverse<Entry>>,
 }
 
 impl DueQueue {
-    /// A queue for `entries` entries at a time that tells times apart that are `resolution` ticks apart, or less.
+    /// Creates a queue for up to `entries` entries, with time units of at most `resolution` ticks.
     pub(crate) fn new(entries: usize, resolution: u64) -> Self {
         Self {
             shift: resolution.max(1).ilog2(),
@@ -36,30 +36,30 @@ impl DueQueue {
         }
     }
 
-    /// Returns whether something is to be taken out at `now`.
+    /// Returns whether an entry is due at `now`.
     #[inline]
     pub(crate) fn is_due(&self, now: u64) -> bool {
         let now = now >> self.shift;
         self.entries.peek().is_some_and(|first| first.0.due <= now)
     }
 
-    /// Puts in a new entry. An entry that is due already comes out next.
+    /// Adds an entry. An entry that is already due comes out next.
     pub(crate) fn insert(&mut self, number: u32, due: u64) {
-        // Rounded up: never before it is due.
+        // Round up, so that no entry comes out early.
         let due = due.saturating_add((1 << self.shift) - 1) >> self.shift;
         let (due, turn) = (due.max(self.now), self.turn);
         self.turn += 1;
         self.entries.push(Reverse(Entry { due, turn, number }));
     }
 
-    /// Takes out all that is due at `now`, in order.
+    /// Removes all entries that are due at `now`, in order.
     pub(crate) fn advance(&mut self, now: u64, due: impl FnMut(u32)) {
         let now = now >> self.shift;
         self.take_out(now, due);
         self.now = self.now.max(now);
     }
 
-    /// Takes out everything, in order, as if it were due. Time goes on from where it was.
+    /// Removes all entries in order. The queue's time stays unchanged.
     pub(crate) fn drain(&mut self, due: impl FnMut(u32)) {
         self.take_out(u64::MAX, due);
     }
@@ -73,7 +73,7 @@ impl DueQueue {
         }
     }
 
-    /// Returns a time in ticks until which nothing has to be done; `None` if there is nothing to do.
+    /// Returns a time in ticks before which no entry is due, or `None` if the queue is empty.
     pub(crate) fn next_due(&self) -> Option<u64> {
         self.entries.peek().map(|first| first.0.due << self.shift)
     }

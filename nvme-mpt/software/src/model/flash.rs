@@ -1,5 +1,5 @@
-//! Flash of a drive: dies, the channels to them and the write buffer before them. It defines what takes how long, and
-//! what waits for what. The models of flash share it; each defines which data lies where.
+//! Flash of a modelled drive: the dies, their channels and the write buffer, with the duration of each operation and the
+//! waiting between operations. The flash models share it; each decides where data lies.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -18,14 +18,14 @@ pub(super) struct FlashParts {
     pub(super) read: Span,
     pub(super) program: Span,
     pub(super) erase: Span,
-    /// Of each channel.
+    /// Bandwidth of each channel, in bytes per second.
     pub(super) channel_bandwidth: Size,
     pub(super) write_buffer: Size,
     /// Bytes that a die programs at once.
     pub(super) program_unit: Size,
 }
 
-/// Times for which operations keep a die busy, in ticks.
+/// Duration of each operation of a die, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct Busy {
     read: u64,
@@ -66,39 +66,39 @@ impl Flash {
         }
     }
 
-    /// Moves bytes between a die and the controller.
+    /// Transfers bytes between a die and the controller. Returns when the transfer is done.
     pub(super) fn transfer(&mut self, die: usize, from: u64, bytes: u64) -> u64 {
-        // Dies next to one another are on channels next to one another.
+        // Consecutive dies are on consecutive channels.
         let channel = die % self.channels.len();
         self.channels[channel].transfer(from, bytes)
     }
 
-    /// Reads from a die. Returns when the bytes are with the controller.
+    /// Reads from a die. Returns when the controller has the data.
     pub(super) fn read(&mut self, die: usize, now: u64, bytes: u64) -> u64 {
         let sensed = self.dies.occupy(die, now, self.busy.read);
         self.transfer(die, sensed, bytes)
     }
 
-    /// Programs a unit. Returns when it is done.
+    /// Programs a unit. Returns when the die is done.
     pub(super) fn program(&mut self, die: usize, now: u64, bytes: u64) -> u64 {
         let there = self.transfer(die, now, bytes);
         self.dies.occupy(die, there, self.busy.program)
     }
 
-    /// Erases a block. Returns when it is done.
+    /// Erases a block. Returns when the die is done.
     pub(super) fn erase(&mut self, die: usize, now: u64) -> u64 {
         self.dies.occupy(die, now, self.busy.erase)
     }
 }
 
-/// Buffer of the host's data until it is programmed. A write is done for the host once its data is here.
+/// Buffer of host data until it is programmed. A write completes once its data is in the buffer.
 #[derive(Debug)]
 pub(super) struct WriteBuffer {
     bytes: u64,
     used: u64,
-    /// When how much of it becomes free, the first first.
+    /// Time and size of each future release of space, earliest first.
     releases: BinaryHeap<Reverse<(u64, u64)>>,
-    /// When all that was to be programmed is.
+    /// When everything handed to a die so far is programmed.
     programmed: u64,
 }
 
@@ -113,10 +113,10 @@ impl WriteBuffer {
         }
     }
 
-    /// Takes room for some bytes. Returns when there is.
+    /// Reserves space for some bytes. Returns when there is enough space.
     pub(super) fn admit(&mut self, mut now: u64, bytes: u64) -> u64 {
         while let Some(&Reverse((time, released))) = self.releases.peek() {
-            // Room that is free by now is given back. Later releases are waited for only if the bytes need them.
+            // Releases up to `now` are always applied. Later releases are waited for only if the bytes need them.
             if time > now && self.used + bytes <= self.bytes {
                 break;
             }
@@ -128,18 +128,18 @@ impl WriteBuffer {
         now
     }
 
-    /// Gives room back at some time, when its data is programmed.
+    /// Releases space at `time`, when its data is programmed.
     pub(super) fn release(&mut self, time: u64, bytes: u64) {
         self.programmed = self.programmed.max(time);
         self.releases.push(Reverse((time, bytes)));
     }
 
-    /// Gives room back whose data is not to be programmed any more.
+    /// Releases the space of data that is not programmed after all.
     pub(super) fn give_back(&mut self, bytes: u64) {
         self.used = self.used.saturating_sub(bytes);
     }
 
-    /// When all is programmed that was given to a die.
+    /// Returns when everything handed to a die so far is programmed.
     pub(super) fn programmed(&self) -> u64 {
         self.programmed
     }

@@ -1,11 +1,11 @@
-//! `model = "kv"`: the time of operations on keys, of a latency for each kind and a bandwidth for values.
+//! `model = "kv"`: the timing of operations on keys, with a latency per kind of operation and a bandwidth for values.
 //!
-//! The drive has parallel units, each of which does one operation after the other. An operation goes to the unit that
-//! is free first, and keeps it busy for the latency of its kind. A value that is stored moves to the drive before
-//! that; a value or a list that is read moves to the host after it. Values move one after the other in each direction.
-//! So an operation on an idle drive takes its latency and the time of its value.
+//! The drive has parallel units, each executing one operation at a time. An operation goes to the unit that is free first, and
+//! occupies it for the latency of its kind. A stored value is transferred to the drive before that. A retrieved value or a list
+//! is transferred to the host after it. Each direction transfers one value at a time. So an operation on an idle drive takes
+//! its latency plus the transfer time of its value.
 //!
-//! The model is asked when the store is done with an operation, and counts from the operation's arrival.
+//! The model is consulted when the store has executed an operation, and counts from the operation's arrival.
 
 use std::sync::PoisonError;
 
@@ -24,14 +24,14 @@ pub(crate) enum KvAccess {
     List,
 }
 
-/// An operation, and the bytes of its value or list that move.
+/// An operation, and the transferred bytes of its value or list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct KvWork {
     pub(crate) access: KvAccess,
     pub(crate) bytes: u64,
 }
 
-/// The time of a drive of keys and values. All its queues share it.
+/// The timing model of a key-value drive, shared by all its queues.
 #[derive(Debug)]
 pub(crate) struct KvModel {
     store: u64,
@@ -39,26 +39,26 @@ pub(crate) struct KvModel {
     delete: u64,
     exist: u64,
     list: u64,
-    /// Ticks of a byte in each direction.
+    /// Ticks per byte in each direction.
     to_drive: f64,
     to_host: f64,
     state: Mutex<State>,
 }
 
-/// Each operation depends on all before it, so there is a lock, as a key space has one.
+/// State under one lock, because each operation depends on all before it.
 #[derive(Debug)]
 struct State {
     units: Timelines,
-    /// A part for each direction.
+    /// One timeline per direction.
     links: Timelines,
 }
 
-/// Parts of the link.
+/// Indices of `links`.
 const TO_DRIVE: usize = 0;
 const TO_HOST: usize = 1;
 
 impl KvModel {
-    /// A timing is sound when its profile was loaded.
+    /// Creates the model. The timing was checked when its profile was loaded.
     pub(crate) fn new(timing: &KvTiming, timebase: Timebase) -> Self {
         let per_byte = |rates: &KvRates| {
             let many = 1 << 30;
@@ -79,7 +79,7 @@ impl KvModel {
         }
     }
 
-    /// When an operation that arrived `now` is done, in ticks.
+    /// Computes when an operation that arrived at `now` completes, in ticks.
     pub(crate) fn due(&self, work: KvWork, now: u64) -> u64 {
         // A poisoned model returns wrong times at worst.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,18 +1,16 @@
-//! Software drives that keep time like hardware. A model returns the moment at which a command is done. A timed queue
-//! in front of a store's queue completes the command then, and not before. The store executes the command.
+//! Timing models for software drives. A model computes when a command would complete on the modelled hardware. A timed queue in
+//! front of a store's queue lets the store execute the command, and holds the completion back until then.
 //!
-//! `calendar` holds completions until they are due (`due` those that are far away). `timed` is the queue, `profile`
-//! describes a drive, and `simulation` has a model by itself. `flash`, `timeline` and `tokens` are what models
-//! are made of: dies behind a write buffer, parts that do one thing at a time, bandwidth that is shared. There is a file
-//! for each model.
+//! `timed` is the queue. `calendar` holds completions until they are due, with `due` for those far in the future. `profile`
+//! describes a drive, and `simulation` runs a model without a drive. `flash`, `timeline` and `tokens` are building blocks of
+//! models: dies behind a write buffer, units that do one operation at a time, and shared bandwidth. Each model has a file.
 //!
-//! The timed queue executes a command at once, or in the turns of its store, and holds its completion back. A poller asks each queue for
-//! `next_due()`: it does not sleep for less than 100 us, and wakes 100 us early and spins for the rest. A queue that
-//! stops is hurried: held completions complete at once.
+//! The store executes a command at once, or in several steps. A poller asks each queue for `next_due()`. It does not sleep for
+//! less than 100 us, and wakes 100 us early and spins for the rest. When a queue is stopped, held completions complete at once.
 //!
-//! Model `nvm` has an atomic per unit, models `ssd` and `zns` on flash one lock, taken once per batch. Model `kv` is asked by the queues of
-//! keys and values (`key_value/pace.rs`), and has a lock per command. To add a model: a file here, a
-//! variant of `Profile` and of `Model`, a TOML file in `resources/drives/`.
+//! Model `nvm` has one atomic per unit. The flash models `ssd` and `zns` have one lock, taken once per batch. Model `kv` is
+//! used by key-value queues (`key_value/pace.rs`) and has a lock per command. To add a model, add a file here, a variant of
+//! `Profile` and of `Model`, and a TOML file in `resources/drives/`.
 
 mod calendar;
 mod due;
@@ -56,18 +54,18 @@ use nvme_mpt::spec::status::Status;
 use ssd::SsdModel;
 use zns::ZnsModel;
 
-/// Demand of a command, or of a part of it, on the drive's media.
+/// Kind of access to the drive's media.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
     Read,
     Write,
-    /// The blocks hold nothing any more.
+    /// Removes the blocks' data.
     Deallocate,
-    /// Nothing that was completed is to be volatile.
+    /// Makes all completed writes durable.
     Flush,
 }
 
-/// An access and the blocks that it is to.
+/// An access and its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Work {
     access: Access,
@@ -75,20 +73,18 @@ pub(crate) struct Work {
     blocks: u64,
 }
 
-/// The model of a drive, which all its queues share.
+/// The timing model of a drive, shared by all its queues.
 #[derive(Debug)]
 pub(crate) enum Model {
     Nvm(NvmModel),
-    /// Everything in it depends on everything else, so it has a lock, which a queue takes once for
-    /// what it rings in together.
+    /// NAND flash. One lock for all state, because every operation depends on all others; a queue takes it once per batch.
     Ssd(Box<Mutex<SsdModel>>),
-    /// As that.
+    /// Zones on NAND flash. Locked like `Ssd`.
     Zns(Box<Mutex<ZnsModel>>),
 }
 
 impl Model {
-    /// The model that a profile describes, of a drive with so many blocks; `None` if it describes no
-    /// time.
+    /// Creates the model of a profile for a drive of `blocks` blocks. Returns `None` if the profile has no timing.
     pub(crate) fn new(profile: &Profile, blocks: u64, lba_shift: u8) -> Option<Self> {
         Self::with_timebase(profile, blocks, lba_shift, Timebase::Host)
     }
@@ -113,12 +109,12 @@ impl Model {
                 }
                 None => profile.timing.as_ref().map(nvm),
             },
-            // It is asked about keys, not about blocks.
+            // The Key Value Command Set has its own model.
             Profile::Kv(_) => None,
         }
     }
 
-    /// Returns the effects on the drive's flash so far; `None` if it has none.
+    /// Returns the wear of the flash, or `None` if the model counts none.
     pub(crate) fn wear(&self) -> Option<Wear> {
         match self {
             Self::Nvm(_) | Self::Zns(_) => None,
@@ -126,21 +122,22 @@ impl Model {
         }
     }
 
-    /// Zones hold so many blocks each, in the order in which they lie on the drive. A model without zones takes no note.
+    /// Initialises the model's zones: `written` is the number of written blocks of each zone, in order. Models without zones
+    /// ignore it.
     pub(crate) fn fill_zones(&self, written: impl Iterator<Item = u64>) {
         if let Self::Zns(model) = self {
             lock(model).fill(written);
         }
     }
 
-    /// The zones in a range of bytes are empty. A model without zones takes no note.
+    /// Empties the zones in a range of bytes. Models without zones ignore it.
     pub(crate) fn empty_zones(&self, bytes: std::ops::Range<u64>) {
         if let Self::Zns(model) = self {
             lock(model).empty(bytes);
         }
     }
 
-    /// Takes up the state that a drive in a file was closed with. A model without one has none.
+    /// Loads the flash state of the drive in this file. Models without saved state do nothing.
     pub(crate) fn restore(&self, drive: &Path) {
         if let Self::Ssd(model) = self
             && let Err(error) = lock(model).restore(&ssd::beside(drive))
@@ -153,7 +150,7 @@ impl Model {
         }
     }
 
-    /// Keeps the state for the next time that the drive is opened.
+    /// Saves the flash state for the next opening of the drive.
     pub(crate) fn save(&self, drive: &Path) {
         if let Self::Ssd(model) = self
             && let Err(error) = lock(model).save(&ssd::beside(drive))
@@ -166,8 +163,7 @@ impl Model {
         }
     }
 
-    /// When each of some commands that arrive `now` is done, in ticks: `due` has a place for each
-    /// slot.
+    /// Computes when commands that arrive at `now` complete, in ticks. `due` is indexed by slot.
     fn admit<'a>(
         &self,
         commands: impl Iterator<Item = &'a Sqe>,
@@ -216,7 +212,7 @@ fn admit<'a>(
     }
 }
 
-/// When a command is done: what it asks of the media, one thing after the other where it has to be.
+/// Computes when a command completes.
 fn due_of(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -229,7 +225,7 @@ fn due_of(
     }
 }
 
-/// Returns the demand of a Read or Write on the media, as nearly all commands are; `None` for others.
+/// Returns the access of a Read or Write, or `None` for the rarer other commands.
 #[inline]
 fn read_or_write(sqe: &Sqe) -> Option<Work> {
     match NvmOpcode(sqe.opcode()) {
@@ -239,10 +235,10 @@ fn read_or_write(sqe: &Sqe) -> Option<Work> {
     }
 }
 
-/// An access to the blocks that a command names.
+/// Returns an access to the blocks that a command names.
 #[inline]
 fn work(access: Access, sqe: &Sqe) -> Work {
-    // Compare, Verify, Write Zeroes and Write Uncorrectable have both fields there, too.
+    // Compare, Verify, Write Zeroes and Write Uncorrectable have both fields in the same place.
     let ReadWrite { slba, nlb_z, .. } = ReadWrite::from(sqe);
     Work {
         access,
@@ -260,10 +256,10 @@ fn due_of_other(
 ) -> u64 {
     let access = match NvmOpcode(sqe.opcode()) {
         NvmOpcode::COMPARE | NvmOpcode::VERIFY => Access::Read,
-        // No data comes from the guest and none has to be stored: a mark in the drive's tables.
+        // These commands store no data: the drive changes its tables only.
         NvmOpcode::WRITE_ZEROES | NvmOpcode::WRITE_UNCORRECTABLE => Access::Deallocate,
         NvmOpcode::FLUSH => Access::Flush,
-        // The store fails a command whose lists cannot be read; it does so at once.
+        // If the ranges cannot be read, the store fails the command at once.
         NvmOpcode::DATASET_MANAGEMENT => {
             return due_of_ranges(sqe, memory, now, model).unwrap_or(now);
         }
@@ -282,7 +278,7 @@ fn due_of_ranges(
 ) -> Result<u64, Status> {
     let DatasetManagement { nr_z, ad, .. } = DatasetManagement::from(sqe);
     let mut due = now;
-    // A hint that nothing is done about takes no time.
+    // A hint that is ignored takes no time.
     for index in (0..=usize::from(nr_z)).take_while(|_| ad) {
         let DsmRange { slba, nlb, .. } = range(sqe, memory, index)?;
         let work = Work {
@@ -319,6 +315,6 @@ fn due_of_copy(
         slba: sdlba.0,
         blocks,
     };
-    // The copied blocks have to be read before they are written.
+    // The copied blocks are written after all have been read.
     Ok(model(work, read))
 }

@@ -1,9 +1,8 @@
-//! `model = "nvm"`: a drive without erase blocks, as of phase-change memory.
+//! `model = "nvm"`: a drive without erase blocks, such as phase-change memory.
 //!
-//! It has parallel units. Blocks lie on them in stripes, one after the other; a command keeps each
-//! unit that it touches busy for each stripe of its there, and waits where the unit is busy with
-//! others' stripes. A command of one stripe on an idle drive takes the latency; all units together
-//! move the bandwidth. A part of a stripe takes as long as a whole one does.
+//! The drive has parallel units, and blocks are striped across them. A command occupies each unit that it touches, for each of
+//! its stripes there, after the stripes of earlier commands. A command of one stripe on an idle drive takes the latency, and
+//! all units together provide the bandwidth. Part of a stripe takes as long as a whole one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,16 +10,16 @@ use super::profile::{NvmProfile, NvmRates};
 use super::time::Timebase;
 use super::{Access, Work};
 
-/// A unit, on a cache line of its own, as pollers share it.
+/// A unit, on its own cache line because pollers share it.
 #[derive(Debug, Default)]
 #[repr(align(64))]
 struct Unit {
-    /// When it is done with all that it was given, in ticks.
+    /// When the unit has done all work assigned to it, in ticks.
     free: AtomicU64,
 }
 
 impl Unit {
-    /// Keeps it busy for some ticks from `now` on, or from when it is free. Returns when it begins.
+    /// Occupies the unit for `busy` ticks from `now` on, or from when it is free. Returns the start.
     fn occupy(&self, now: u64, busy: u64) -> u64 {
         loop {
             if let Some(start) = self.try_occupy(now, busy) {
@@ -29,14 +28,14 @@ impl Unit {
         }
     }
 
-    /// As [`Self::occupy`]; `None` if another queue came between.
+    /// Tries to occupy the unit like [`Self::occupy`]. Returns `None` if another queue interfered.
     #[inline]
     fn try_occupy(&self, now: u64, busy: u64) -> Option<u64> {
         let free = self.free.load(Ordering::Relaxed);
         let start = free.max(now);
-        // A sum that wraps is centuries away, and due at once.
+        // A sum wraps only after centuries, and then the command is due at once.
         let done = start.wrapping_add(busy);
-        // A unit orders nothing but its own time.
+        // Relaxed: the unit's time orders no other memory.
         self.free
             .compare_exchange(free, done, Ordering::Relaxed, Ordering::Relaxed)
             .ok()?;
@@ -47,14 +46,13 @@ impl Unit {
 /// Cost of reads or writes, in ticks.
 #[derive(Clone, Copy, Debug)]
 struct Cost {
-    /// Time that a stripe keeps its unit busy.
+    /// Time for which a stripe occupies its unit.
     stripe: u64,
-    /// From when a unit begins with its first stripe until the command is done, less the time the
-    /// stripes take where they take longer.
+    /// Minimum time from a unit's start to the command's end.
     latency: u64,
     /// Latency beyond the time of one stripe.
     beyond: u64,
-    /// Time from the unit's beginning with a command of one stripe to its end.
+    /// Time from a unit's start to the end of a command of one stripe.
     of_one: u64,
 }
 
@@ -71,17 +69,16 @@ impl Cost {
         }
     }
 
-    /// Returns the time from a unit's beginning with a command's stripes to their end.
+    /// Returns the time from a unit's start to the end of stripes that occupy it for `busy` ticks.
     #[inline]
     fn of_stripes(&self, busy: u64) -> u64 {
         self.latency.max(busy + self.beyond)
     }
 }
 
-/// Remainders of a divisor that does not change, which cost two multiplications.
+/// Remainders by a constant divisor, at the cost of two multiplications.
 ///
-/// Exact for dividends of 32 bits: D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation",
-/// 2019.
+/// Exact for dividends of 32 bits: D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation", 2019.
 #[derive(Clone, Copy, Debug)]
 struct Remainder {
     divisor: u64,
@@ -90,12 +87,12 @@ struct Remainder {
 }
 
 impl Remainder {
-    /// The divisor is not 0.
+    /// Creates the remainder by a divisor, which must not be 0.
     fn by(divisor: u16) -> Self {
         let divisor = u64::from(divisor.max(1));
         Self {
             divisor,
-            // Of 1 it is 2^64, which leaves 0, and so does every remainder.
+            // For divisor 1, 2^64 wraps to 0, which yields remainder 0 as required.
             reciprocal: (u64::MAX / divisor).wrapping_add(1),
         }
     }
@@ -107,10 +104,10 @@ impl Remainder {
     }
 }
 
-/// The units of a drive, which all its queues share.
+/// The units of a drive, shared by all its queues.
 #[derive(Debug)]
 pub(crate) struct NvmModel {
-    /// Logical blocks of a stripe as a power of two.
+    /// Logical blocks of a stripe, as a power of two.
     stripe_shift: u32,
     read: Cost,
     write: Cost,
@@ -119,7 +116,7 @@ pub(crate) struct NvmModel {
 }
 
 impl NvmModel {
-    /// A profile is sound when it was loaded.
+    /// Creates the model. The profile was checked when it was loaded.
     pub(super) fn new(profile: &NvmProfile, lba_shift: u8, timebase: Timebase) -> Self {
         let stripe_blocks = (profile.stripe.0 >> lba_shift).max(1);
         let units = std::iter::repeat_with(Unit::default);
@@ -132,7 +129,7 @@ impl NvmModel {
         }
     }
 
-    /// When something that arrives `now` is done.
+    /// Computes when work that arrives at `now` completes.
     pub(super) fn due(&self, work: &Work, now: u64) -> u64 {
         if let Some(due) = self.due_of_stripe(work, now) {
             return due;
@@ -140,9 +137,9 @@ impl NvmModel {
         let cost = match work.access {
             Access::Read => &self.read,
             Access::Write => &self.write,
-            // It changes tables, and moves no data.
+            // The drive changes tables and moves no data.
             Access::Deallocate => return now.saturating_add(self.write.latency),
-            // Nothing that was completed is volatile.
+            // Completed writes are never volatile.
             Access::Flush => return now,
         };
         let (first, last) = self.stripes(work);
@@ -150,8 +147,8 @@ impl NvmModel {
         self.due_of_many(index.into(), last - first + 1, cost, now)
     }
 
-    /// As [`Self::due`], for nearly all that is asked: reads and writes of one stripe, while no other queue
-    /// comes between. `None` for what else there is, and nothing is done about it yet.
+    /// Fast path of [`Self::due`] for reads and writes of one stripe. Returns `None`, without changing anything, for other work
+    /// and if another queue interfered.
     #[inline]
     pub(super) fn due_of_stripe(&self, work: &Work, now: u64) -> Option<u64> {
         let cost = match work.access {
@@ -163,13 +160,13 @@ impl NvmModel {
         if first != last {
             return None;
         }
-        // They are numbered by 32 bits: beyond, the numbers begin again.
+        // Stripe numbers are taken modulo 2^32.
         let unit = self.units.get(self.by_units.of(first as u32) as usize)?;
         let start = unit.try_occupy(now, cost.stripe)?;
         Some(start.wrapping_add(cost.of_one))
     }
 
-    /// The first and the last stripe of some blocks.
+    /// Returns the first and the last stripe of the work's blocks.
     #[inline]
     fn stripes(&self, work: &Work) -> (u64, u64) {
         let last = work.slba + work.blocks.saturating_sub(1);

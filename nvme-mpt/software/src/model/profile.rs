@@ -1,5 +1,4 @@
-//! Profiles: what a modelled drive is like, written in TOML. `resources/drives/` has those that come
-//! along, with every field explained; they are part of the program.
+//! Profiles: descriptions of modelled drives in TOML. The built-in profiles in `resources/drives/` explain every field.
 
 use std::fmt;
 use std::fs;
@@ -12,7 +11,7 @@ use serde::de::{self, Deserialize, Deserializer};
 use super::time::Span;
 use nvme_mpt::range::Bytes;
 
-/// The profiles that come along, by name.
+/// The built-in profiles, by name.
 const BUILT_IN: &[(&str, &str)] = &[
     ("nvm", include_str!("../../drives/nvm.toml")),
     ("ssd", include_str!("../../drives/ssd.toml")),
@@ -22,56 +21,56 @@ const BUILT_IN: &[(&str, &str)] = &[
     ("kv-ssd", include_str!("../../drives/kv-ssd.toml")),
 ];
 
-/// Longest profile that is read: a mistaken path must not be read for ever.
+/// Maximum size of a profile in bytes, in case of a mistaken path.
 const LONGEST: u64 = 64 << 10;
 
-/// A profile cannot be used.
+/// Reason why a profile cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ProfileError {
-    /// No profile of that name comes along.
+    /// There is no built-in profile of that name.
     #[error(
         "There is no profile `{name}`; use {}, or a path with a slash to one of your own, as in ./drive.toml",
         names()
     )]
     Unknown {
-        /// Name that was asked for.
+        /// The requested name.
         name: String,
     },
-    /// Its file cannot be read.
+    /// The profile's file cannot be read.
     #[error("Profile `{path}` cannot be read")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// This build reads no profiles.
+    /// This build cannot parse profiles.
     #[error("Profile `{origin}` cannot be read: this program was built without the feature `toml`")]
     NotBuilt {
-        /// Its name or path.
+        /// Name or path of the profile.
         origin: String,
     },
-    /// It is not written as profiles are.
+    /// The text is not a valid profile.
     #[cfg(feature = "toml")]
     #[error(
         "Profile `{origin}` is not one; resources/drives has examples with every field explained"
     )]
     Syntax {
-        /// Its name or path.
+        /// Name or path of the profile.
         origin: String,
-        /// Cause, and its place.
+        /// The parse error with its position.
         source: Box<toml::de::Error>,
     },
-    /// A value that no drive can have.
+    /// A field has a value out of range.
     #[error("Profile `{origin}`: {field} cannot be {value}; {allowed}")]
     Value {
-        /// Its name or path.
+        /// Name or path of the profile.
         origin: String,
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field.
         value: String,
-        /// Values that are allowed.
+        /// Description of the allowed values.
         allowed: &'static str,
     },
 }
@@ -85,7 +84,7 @@ fn names() -> String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Size(pub u64);
 
-/// Reads a value that is written as text.
+/// Deserializes a value from a string.
 fn from_text<'de, T, D>(deserializer: D) -> Result<T, D::Error>
 where
     T: FromStr<Err: fmt::Display>,
@@ -115,9 +114,9 @@ pub enum Profile {
     Nvm(NvmProfile),
     /// A drive of NAND flash.
     Ssd(SsdProfile),
-    /// A drive that is divided into zones.
+    /// A zoned drive.
     Zns(ZnsProfile),
-    /// A drive of keys and values.
+    /// A key-value drive.
     Kv(KvProfile),
 }
 
@@ -125,9 +124,9 @@ pub enum Profile {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NvmProfile {
-    /// Parts that work at the same time, each on one stripe; 1 to 1024.
+    /// Units that work in parallel, each on one stripe; 1 to 1024.
     pub units: u16,
-    /// Bytes that lie together on one unit: a power of two, 4K to 1M.
+    /// Consecutive bytes on one unit: a power of two, 4K to 1M.
     pub stripe: Size,
     /// Rates of reads.
     pub read: NvmRates,
@@ -139,13 +138,13 @@ pub struct NvmProfile {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NvmRates {
-    /// A command of one stripe on an idle drive.
+    /// Latency of a command of one stripe on an idle drive.
     pub latency: Span,
-    /// All units together, in bytes per second.
+    /// Bandwidth of all units together, in bytes per second.
     pub bandwidth: Size,
 }
 
-/// `model = "ssd"`. The drive's capacity is that of what it is in.
+/// `model = "ssd"`. The backing store determines the drive's capacity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SsdProfile {
@@ -153,7 +152,7 @@ pub struct SsdProfile {
     pub channels: u16,
     /// Dies on each channel; 1 to 64.
     pub dies_per_channel: u16,
-    /// FTL instances, each with as many dies; 1 to 64.
+    /// FTL instances, each with the same number of dies; 1 to 64.
     pub instances: u16,
     /// Bytes that a die reads at once: a multiple of 4K.
     pub flash_page: Size,
@@ -161,7 +160,7 @@ pub struct SsdProfile {
     pub program_unit: Size,
     /// Bytes that a die erases at once: a multiple of a program unit, up to 64M.
     pub block: Size,
-    /// Flash beyond the drive's capacity, in percent of it; 3 to 100.
+    /// Flash beyond the drive's capacity, in percent of the capacity; 3 to 100.
     pub over_provisioning: u8,
     /// Time in which a die reads a flash page.
     pub read: Span,
@@ -169,44 +168,44 @@ pub struct SsdProfile {
     pub program: Span,
     /// Time in which a die erases a block.
     pub erase: Span,
-    /// Of each channel, in bytes per second.
+    /// Bandwidth of each channel, in bytes per second.
     pub channel_bandwidth: Size,
-    /// Of the link to the host, in bytes per second.
+    /// Bandwidth of the link to the host, in bytes per second.
     pub link_bandwidth: Size,
-    /// Memory for data that is not programmed yet: two program units per instance at least.
+    /// Memory for data that is not programmed yet: at least two program units per instance.
     pub write_buffer: Size,
-    /// Time of the controller itself for a read.
+    /// Controller time per read.
     pub read_overhead: Span,
-    /// Time of the controller itself for a write.
+    /// Controller time per write.
     pub write_overhead: Span,
 }
 
-/// `model = "zns"`. The drive has as many zones as fit into what it is in.
+/// `model = "zns"`. The drive has as many zones as fit into the backing store.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZnsProfile {
-    /// Bytes from the start of a zone to that of the next: a multiple of 4K, 64K to 64G. Linux takes powers of two.
+    /// Bytes from the start of a zone to the start of the next: a multiple of 4K, 64K to 64G. Linux requires a power of two.
     pub zone_size: Size,
-    /// Those of them that can be written: a multiple of 4K.
+    /// Writable bytes of a zone: a multiple of 4K.
     pub zone_capacity: Size,
-    /// Zones that can be open at a time, on the whole drive; 1 to 1024.
+    /// Maximum of open zones on the whole drive; 1 to 1024.
     pub max_open: u32,
-    /// Zones that can be open or closed at a time; as many at least, and 1024 at most.
+    /// Maximum of open and closed zones together: at least `max_open`, at most 1024.
     pub max_active: u32,
-    /// Most bytes of a Zone Append: a power of two, 4K to 1M.
+    /// Maximum bytes of a Zone Append: a power of two, 4K to 1M.
     pub append_limit: Size,
-    /// Speed, as of a drive without erase blocks; without it and without `flash`, as fast as it can be.
+    /// Timing as of a drive without erase blocks. Without `timing` and `flash`, commands are not delayed.
     pub timing: Option<NvmProfile>,
-    /// The flash that the zones lie on, in place of `timing`.
+    /// The flash that holds the zones, instead of `timing`.
     pub flash: Option<ZnsFlash>,
 }
 
 impl ZnsProfile {
-    /// Most zones of a drive: a report of all is made while other queues of the poller wait.
+    /// Maximum of zones per drive. A report of all zones blocks the poller's other queues.
     pub const ZONES_MAX: u64 = 1 << 16;
 }
 
-/// Flash of a drive of zones.
+/// Flash of a zoned drive.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ZnsFlash {
@@ -214,7 +213,7 @@ pub struct ZnsFlash {
     pub channels: u16,
     /// Dies on each channel; 1 to 64.
     pub dies_per_channel: u16,
-    /// Dies that a zone lies on: a divisor of all dies.
+    /// Number of dies that hold a zone: a divisor of the number of all dies.
     pub dies_per_zone: u16,
     /// Bytes that a die reads at once: a multiple of 4K, up to 1M.
     pub flash_page: Size,
@@ -226,37 +225,37 @@ pub struct ZnsFlash {
     pub program: Span,
     /// Time in which a die erases its block of a zone.
     pub erase: Span,
-    /// Of each channel, in bytes per second.
+    /// Bandwidth of each channel, in bytes per second.
     pub channel_bandwidth: Size,
-    /// Of the link to the host, in bytes per second.
+    /// Bandwidth of the link to the host, in bytes per second.
     pub link_bandwidth: Size,
     /// Memory for data that is not programmed yet: at least a program unit for each active zone, and one more.
     pub write_buffer: Size,
-    /// Time of the controller itself for a read.
+    /// Controller time per read.
     pub read_overhead: Span,
-    /// Time of the controller itself for a write.
+    /// Controller time per write.
     pub write_overhead: Span,
 }
 
-/// `model = "kv"`. The drive has room for as much as what it is in.
+/// `model = "kv"`. The backing store determines the drive's capacity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvProfile {
     /// Bytes of the largest value; 1 to 1M.
     pub max_value: Size,
-    /// Speed; without it, as fast as it can be.
+    /// Timing. Without it, commands are not delayed.
     pub timing: Option<KvTiming>,
 }
 
-/// Speed of a drive of keys and values.
+/// Timing of a key-value drive.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvTiming {
-    /// Operations that are done at the same time; 1 to 256.
+    /// Operations that run in parallel; 1 to 256.
     pub units: u16,
     /// Rates of Store.
     pub store: KvRates,
-    /// Rates of Retrieve. A List moves its keys at this bandwidth.
+    /// Rates of Retrieve. A List transfers its keys at this bandwidth.
     pub retrieve: KvRates,
     /// Time of a Delete.
     pub delete: Span,
@@ -270,20 +269,20 @@ pub struct KvTiming {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvRates {
-    /// An operation with an empty value, on an idle drive.
+    /// Latency of an operation with an empty value on an idle drive.
     pub latency: Span,
-    /// Of all values in this direction, in bytes per second.
+    /// Bandwidth of all values in this direction, in bytes per second.
     pub bandwidth: Size,
 }
 
-/// A model's bandwidths, in bytes per second: 1 MiB/s to 1 TiB/s.
+/// Allowed bandwidths of a model, in bytes per second: 1 MiB/s to 1 TiB/s.
 const BANDWIDTHS: std::ops::RangeInclusive<u64> = 1 << 20..=1 << 40;
 
 impl Profile {
-    /// A profile that comes along, by its name, or another one, by a path with a slash.
+    /// Loads a built-in profile by name, or a profile file by a path that contains a slash.
     ///
     /// # Errors
-    /// All of [`ProfileError`].
+    /// Returns any [`ProfileError`].
     pub fn load(name: &str) -> Result<Self, ProfileError> {
         if !name.contains('/') {
             return Self::named(name);
@@ -299,13 +298,13 @@ impl Profile {
         Self::parse(name, &fs::read_to_string(path).map_err(failed)?)
     }
 
-    /// Returns whether a drive in a regular file keeps state of the model in a second file beside it.
+    /// Returns whether a drive in a regular file has a second file beside it with state of the model.
     #[must_use]
     pub fn keeps_state(&self) -> bool {
         matches!(self, Self::Ssd(_) | Self::Zns(_))
     }
 
-    /// A profile that comes along.
+    /// Returns a built-in profile.
     ///
     /// # Errors
     /// [`ProfileError::Unknown`] and [`ProfileError::NotBuilt`].
@@ -318,7 +317,7 @@ impl Profile {
         }
     }
 
-    /// Reads a profile; `origin` says where the text is from.
+    /// Parses a profile. `origin` names the source of the text in errors.
     ///
     /// # Errors
     /// `ProfileError::Syntax`, [`ProfileError::Value`], and [`ProfileError::NotBuilt`] without the feature `toml`.
@@ -361,7 +360,7 @@ impl Profile {
     }
 }
 
-/// A value that no drive can have.
+/// A field's value that is out of range.
 #[derive(Debug)]
 pub(super) struct Unusable {
     field: &'static str,
@@ -369,7 +368,7 @@ pub(super) struct Unusable {
     allowed: &'static str,
 }
 
-/// Fails for a value that is not as it has to be.
+/// Returns an error for the field unless `holds`.
 pub(super) fn require(
     holds: bool,
     field: &'static str,
@@ -386,13 +385,13 @@ pub(super) fn require(
     })
 }
 
-/// Fails for a bandwidth that is out of range.
+/// Returns an error for a bandwidth out of range.
 pub(super) fn require_bandwidth(field: &'static str, size: Size) -> Result<(), Unusable> {
     let allowed = "a bandwidth is 1M to 1T bytes per second";
     require(BANDWIDTHS.contains(&size.0), field, Bytes(size.0), allowed)
 }
 
-/// Fails for dies that no flash has.
+/// Returns an error for a number of channels or dies out of range.
 fn require_dies(channels: u16, dies_per_channel: u16) -> Result<(), Unusable> {
     let few = |number: u16| (1..=64).contains(&number);
     let allowed = "a drive has 1 to 64";
@@ -401,12 +400,12 @@ fn require_dies(channels: u16, dies_per_channel: u16) -> Result<(), Unusable> {
     require(few(dies), "dies_per_channel", dies, allowed)
 }
 
-/// A size that is a multiple of another, and not 0.
+/// Returns whether a size is a multiple of another, and not 0.
 fn is_multiple(size: Size, of: u64) -> bool {
     size.0 != 0 && size.0.is_multiple_of(of)
 }
 
-/// Fails for sizes of what a die reads and programs at once that do not fit one another.
+/// Returns an error for inconsistent sizes of a flash page and a program unit.
 fn require_units(flash_page: Size, program_unit: Size) -> Result<(), Unusable> {
     let sound = is_multiple(flash_page, 4096) && flash_page.0 <= 1 << 20;
     let allowed = "a flash page is a multiple of 4K, up to 1M";
@@ -451,7 +450,7 @@ impl SsdProfile {
         let sound = is_multiple(self.block, self.program_unit.0) && self.block.0 <= 64 << 20;
         let allowed = "a block is a multiple of a program unit, up to 64M";
         require(sound, "block", shown(self.block), allowed)?;
-        // A unit of each instance waits to be full, while room for the next has to come free.
+        // One unit per instance is being filled, while space for the next must become free.
         let least = 2 * u64::from(self.instances) * self.program_unit.0;
         let sound = (least..=1 << 30).contains(&self.write_buffer.0);
         let allowed =
@@ -499,7 +498,7 @@ impl ZnsFlash {
         require(sound, "dies_per_zone", self.dies_per_zone, allowed)?;
         require_units(self.flash_page, self.program_unit)?;
         let Size(buffer) = self.write_buffer;
-        // Each active zone may have a unit that is not full, and the next one needs room.
+        // Each active zone may have a partial unit, and the next unit needs space.
         let least = (u64::from(zns.max_active) + 1).saturating_mul(self.program_unit.0);
         let allowed =
             "a write buffer has a program unit for each active zone and one more, and 1G at most";
@@ -511,7 +510,7 @@ impl ZnsFlash {
 }
 
 impl KvProfile {
-    /// Most bytes that a command transfers, and so of a value.
+    /// Maximum bytes of a value, which is the most that a command transfers.
     const MAX_VALUE: u32 = 1 << 20;
 
     fn check(&self) -> Result<(), Unusable> {
@@ -521,7 +520,7 @@ impl KvProfile {
         self.timing.as_ref().map_or(Ok(()), KvTiming::check)
     }
 
-    /// [`Self::max_value`] as a number of bytes, which is no more than it may be.
+    /// Returns [`Self::max_value`] as a number, capped at the maximum.
     pub(crate) fn max_value_bytes(&self) -> u32 {
         u32::try_from(self.max_value.0).map_or(Self::MAX_VALUE, |bytes| bytes.min(Self::MAX_VALUE))
     }

@@ -1,5 +1,4 @@
-//! A model by itself, on a clock that moves from one command to the next: hours of a drive in
-//! seconds, and the same figures on every machine.
+//! Runs a model without a drive, on a simulated clock. Hours of a drive take seconds, and results are equal on every machine.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,10 +6,10 @@ use std::collections::BinaryHeap;
 use super::time::Timebase;
 use super::{Access, Model, Profile, Wear, Work, lock};
 
-/// Blocks are as small as they can be, so that every size of a command is whole.
+/// Smallest block size, so that every command size is a whole number of blocks.
 const LBA_SHIFT: u8 = 9;
 
-/// A modelled drive that holds nothing.
+/// A modelled drive without data.
 #[derive(Debug)]
 pub struct Simulation {
     model: Model,
@@ -22,58 +21,58 @@ pub struct Simulation {
 /// Direction of commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// They read.
+    /// Reads.
     Read,
-    /// They write.
+    /// Writes.
     Write,
 }
 
-/// Which blocks commands are to.
+/// Access pattern.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// One after the other, from the first, and again from there.
+    /// Consecutive blocks from the first, starting over at the end.
     Sequential,
-    /// Any that begin at a multiple of a command's size.
+    /// Random multiples of the command size.
     Random,
 }
 
-/// Commands that are kept in flight.
+/// A workload with a constant number of commands in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
-    /// Direction.
+    /// Direction of the commands.
     pub direction: Direction,
-    /// Which blocks they are to.
+    /// Access pattern of the commands.
     pub order: Order,
-    /// Bytes of a command: a multiple of 512, and no more than the drive has.
+    /// Bytes per command: a multiple of 512, and at most the size of the drive.
     pub bytes: u64,
     /// Commands in flight, at least one.
     pub depth: usize,
-    /// Commands in all.
+    /// Total number of commands.
     pub commands: usize,
 }
 
-/// Result of a load. All times are in nanoseconds.
+/// Result of a workload. All times are in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// When it began.
+    /// Start of the workload.
     pub began: u64,
-    /// When its last command was done.
+    /// Completion of the last command.
     pub ended: u64,
-    /// When each command was done, in the order of their arrival.
+    /// Completion of each command, in order of arrival.
     pub done: Vec<u64>,
-    /// Latency of each command, in the same order.
+    /// Latency of each command, in order of arrival.
     pub latencies: Vec<u64>,
 }
 
 impl Outcome {
-    /// Bytes per second, of commands with so many bytes.
+    /// Returns the bandwidth in bytes per second, for commands of `bytes` bytes.
     #[must_use]
     pub fn bandwidth(&self, bytes: u64) -> f64 {
         let nanoseconds = (self.ended - self.began).max(1);
         bytes as f64 * self.done.len() as f64 * 1e9 / nanoseconds as f64
     }
 
-    /// Returns the longest latency of this many of a thousand commands; 0 without commands.
+    /// Returns the latency that `per_mille` of a thousand commands do not exceed, or 0 without commands.
     #[must_use]
     pub fn quantile(&self, per_mille: f64) -> u64 {
         let mut sorted = self.latencies.clone();
@@ -84,7 +83,7 @@ impl Outcome {
 }
 
 impl Simulation {
-    /// A drive of so many bytes, as new; `None` if its profile tells of no time.
+    /// Creates a new drive of `bytes` bytes. Returns `None` if the profile has no timing.
     #[must_use]
     pub fn new(profile: &Profile, bytes: u64) -> Option<Self> {
         let blocks = bytes >> LBA_SHIFT;
@@ -97,7 +96,7 @@ impl Simulation {
         })
     }
 
-    /// Carries out a load, on an idle drive: what came before has been done for a second.
+    /// Runs a workload on an idle drive, a second after the previous workload.
     pub fn run(&mut self, load: &Load) -> Outcome {
         let mut outcome = Outcome {
             began: self.now,
@@ -134,7 +133,7 @@ impl Simulation {
         outcome
     }
 
-    /// Returns the effects on the drive's flash so far; `None` if it has none.
+    /// Returns the wear of the flash, or `None` if the model counts none.
     #[must_use]
     pub fn wear(&self) -> Option<Wear> {
         self.model.wear()
@@ -157,7 +156,7 @@ impl Simulation {
         .max(self.now)
     }
 
-    /// A linear congruential generator: the same places each time.
+    /// Linear congruential generator, for reproducible results.
     fn random_below(&mut self, limit: u64) -> u64 {
         self.random = self
             .random

@@ -1,4 +1,4 @@
-//! Time as models count it: ticks of the host's clock, or of one that tests move by hand.
+//! Time of models: ticks of the host's clock, or of a clock that tests advance.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use nvme_mpt::clock::{Ticks, ticks_in};
 
-/// Source of a [`TimedQueue`](super::TimedQueue)'s time.
+/// Time source of a [`TimedQueue`](super::TimedQueue).
 pub trait Clock: fmt::Debug {
-    /// Ticks since some moment in the past. They never go back.
+    /// Returns the ticks since some moment in the past. Monotonic.
     fn now(&self) -> u64;
 }
 
@@ -23,7 +23,7 @@ impl Clock for HostClock {
     }
 }
 
-/// Meaning of a tick, to be asked when a model is made.
+/// Unit of ticks, chosen when a model is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Timebase {
     /// A tick of the host's clock.
@@ -33,9 +33,9 @@ pub(crate) enum Timebase {
 }
 
 impl Timebase {
-    /// Ticks in so many nanoseconds, rounded to the nearest.
+    /// Converts nanoseconds to ticks, rounded to the nearest.
     pub(crate) fn ticks(self, nanoseconds: f64) -> u64 {
-        // A second's ticks tell the rate to nine digits.
+        // The ticks of one second give the rate to nine digits.
         let per_second = match self {
             Self::Host => ticks_in(Duration::from_secs(1)) as f64,
             Self::Nanoseconds => 1e9,
@@ -47,17 +47,17 @@ impl Timebase {
         self.ticks(span.0 as f64)
     }
 
-    /// Ticks that `bytes` take at `bandwidth` bytes per second.
+    /// Returns the ticks that `bytes` take at `bandwidth` bytes per second.
     pub(crate) fn transfer(self, bytes: u64, bandwidth: u64) -> u64 {
         self.ticks(bytes as f64 / bandwidth as f64 * 1e9)
     }
 }
 
-/// A span of time, in nanoseconds; written as a number with a suffix ns, us, ms or s.
+/// A duration in nanoseconds, written as a number with a suffix ns, us, ms or s.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Span(pub u64);
 
-/// Longest span of a profile: a minute. Drivers give up on a command sooner.
+/// Maximum duration in a profile: one minute. Drivers time out earlier.
 const LONGEST: u64 = 60_000_000_000;
 
 const SUFFIXES: [(&str, u64); 4] = [
@@ -67,7 +67,7 @@ const SUFFIXES: [(&str, u64); 4] = [
     ("s", 1_000_000_000),
 ];
 
-/// A text that is no [`Span`].
+/// A text that is not a valid [`Span`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "\"{0}\" is not a time: write a whole number with ns, us, ms or s, up to 60s, such as 12us"

@@ -1,4 +1,4 @@
-//! A queue pair whose commands complete when a model says so.
+//! A queue pair whose commands complete at the times of a model.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -14,36 +14,36 @@ use nvme_mpt::shadow::CommandSet;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Times that are told apart. A completion is late by so much at most, beside what its poller takes.
+/// Time resolution. A completion is at most this late, not counting the poller's own delay.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// A store's queue, as a timed queue drives it. Its commands leave Dword 0 of their completions 0.
+/// A queue of a store that a timed queue can drive. Completions must have 0 in Dword 0.
 pub trait TimedStore: HostQueue<Commands: CommandSet> {
-    /// True if every command completes while it is rung in, but for those that are [put off](HostQueue::puts_off).
+    /// True if every command completes while the doorbell is rung, except those that are [put off](HostQueue::puts_off).
     const AT_ONCE: bool;
 
-    /// The commands that were submitted and not rung in.
+    /// Returns the submitted commands whose doorbell was not rung.
     fn arriving(&self) -> impl Iterator<Item = &Sqe>;
 
-    /// As [`HostBatch::ring`], and hands over the commands that complete meanwhile, instead of their
-    /// completions.
+    /// Rings the doorbell like [`HostBatch::ring`], and passes each command that completes meanwhile to `done` instead of
+    /// queueing its completion.
     fn ring_through(&mut self, memory: HostMemory<'_>, done: impl FnMut(&Sqe, Status));
 
-    /// The commands that are [put off](HostQueue::puts_off), in the order in which they were rung in.
+    /// Returns the commands that are [put off](HostQueue::puts_off), in submission order.
     fn put_off(&self) -> impl Iterator<Item = &Sqe> {
         std::iter::empty()
     }
 }
 
-/// A queue of a store, and a model in front of it. A command is executed at once, or in turns where the store puts it
-/// off, and its completion is held back until it is due; or until the store is done with it, where that takes longer.
+/// A store's queue with a model in front. The store executes a command at once or in steps. The completion is held until it is
+/// due, or until the store is done if that is later.
 #[derive(Debug)]
 pub struct TimedQueue<Q, C = HostClock> {
     store: Q,
     model: Arc<Model>,
     clock: C,
-    /// When each slot's command is due, counted from a time that is [rounded up](RoundedUp), where that is not
-    /// known as it completes.
+    /// Due time of each slot's command, computed from a [rounded-up](RoundedUp) time. Used if the command does not complete
+    /// while the doorbell is rung.
     due: Box<[u64]>,
     held: Calendar,
     hurried: bool,
@@ -68,8 +68,8 @@ impl<Q: TimedStore, C: Clock> TimedQueue<Q, C> {
     }
 }
 
-/// Rings in what completes meanwhile, and holds it until model `nvm` is done with it. A function of its own, called
-/// once per batch, whose loop has all of the processor's registers.
+/// Rings the doorbell and holds the completions until model `nvm` says they are due. A separate function, called once per
+/// batch, so that its loop can use all registers.
 #[inline(never)]
 fn ring_at_once<Q: TimedStore>(
     store: &mut Q,
@@ -86,7 +86,7 @@ fn ring_at_once<Q: TimedStore>(
     });
 }
 
-/// Holds what is not done with one stripe.
+/// Holds the completion of a command that is not a read or write of one stripe.
 #[cold]
 fn hold_other(
     sqe: &Sqe,
@@ -106,13 +106,13 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
 
     #[inline]
     fn submit(&mut self, sqe: &Sqe) {
-        // The store keeps the commands of its batch until the batch is rung.
+        // The store queues the commands of its batch until the doorbell is rung.
         self.store.batch().submit(sqe);
     }
 
     #[inline]
     fn ring(self, memory: HostMemory<'_>) {
-        // Before the store has its turn, which takes time that the model counts already.
+        // Read the clock before the store executes commands, because the model's time includes their execution.
         let now = self.held.begin(self.clock.now());
         let TimedQueue {
             store,
@@ -122,7 +122,7 @@ impl<Q: TimedStore, C: Clock> HostBatch for &mut TimedQueue<Q, C> {
             ..
         } = self;
         match &**model {
-            // It takes no lock, so it can be asked while the store has its turn.
+            // This model takes no lock, so the store can consult it while executing.
             Model::Nvm(model) if Q::AT_ONCE => {
                 let before = match store.puts_off() {
                     true => store.put_off().count(),
@@ -190,7 +190,7 @@ impl<Q: TimedStore, C: Clock> HostQueue for TimedQueue<Q, C> {
         self.store.settle()
     }
 
-    /// A reset of a drive takes no longer for what it has in flight.
+    /// Lets a reset of the drive finish without waiting for held completions.
     fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;
     }

@@ -1,9 +1,9 @@
-//! Parts of a drive that do one thing after the other: dies of flash, units of a drive of keys and values.
+//! Units of a drive that do one operation at a time: dies of flash, units of a key-value drive.
 
-/// Parts, each of which does one thing at a time.
+/// Units, each of which does one operation at a time.
 #[derive(Debug)]
 pub(super) struct Timelines {
-    /// When each part is done with all that it was given, in ticks.
+    /// When each unit has done all its operations, in ticks.
     free: Box<[u64]>,
 }
 
@@ -14,7 +14,7 @@ impl Timelines {
         }
     }
 
-    /// Keeps a part busy for some ticks from `from` on, or from when it is free. Returns when it is done.
+    /// Occupies a unit for some ticks from `from` on, or from when it is free. Returns when the operation ends.
     pub(super) fn occupy(&mut self, part: usize, from: u64, ticks: u64) -> u64 {
         let Some(free) = self.free.get_mut(part) else {
             return from;
@@ -23,7 +23,7 @@ impl Timelines {
         *free
     }
 
-    /// As [`Self::occupy`], of the part that is free first.
+    /// Occupies the unit that is free first, like [`Self::occupy`].
     pub(super) fn occupy_first(&mut self, from: u64, ticks: u64) -> u64 {
         let first = self.free.iter().zip(0..).min().map(|(_, part)| part);
         self.occupy(first.unwrap_or(0), from, ticks)

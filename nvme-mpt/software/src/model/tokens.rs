@@ -1,30 +1,30 @@
-//! Shared bandwidth: of a flash channel, of the link to the host.
+//! Shared bandwidth, of a flash channel or of the link to the host.
 //!
-//! Time is cut into slots, and each slot has tokens for the bytes that can move in it. A transfer takes
-//! the tokens that are left from its beginning on. So one that begins later, because its data is not
-//! there yet, delays no transfer that can begin before it.
+//! Time is divided into slots, and each slot has tokens for the bytes that it can transfer. A transfer takes free tokens from
+//! its start on. So a transfer that starts later, because its data arrives later, does not delay transfers that can start
+//! earlier.
 
 use crate::model::time::{Span, Timebase};
 
 /// Length of a slot.
 const SLOT: Span = Span(4_000);
 
-/// Number of slots that are remembered. They reach 65 ms ahead; a transfer beyond them moves as if alone.
+/// Number of tracked slots. They reach 65 ms ahead; transfers beyond them do not compete.
 const SLOTS: u64 = 1 << 14;
 
-/// A bandwidth and who has how much of it when.
+/// A bandwidth and its reservations.
 #[derive(Debug)]
 pub(super) struct Tokens {
     slot_ticks: u64,
     slot_bytes: u64,
     ticks_per_byte: f64,
-    /// Bytes that are taken of each slot, around.
+    /// Reserved bytes of each slot, as a ring.
     taken: Box<[u32]>,
-    /// The first slot that is remembered.
+    /// The first tracked slot.
     first: u64,
-    /// All slots before it are taken entirely.
+    /// All slots before this one are full.
     open: u64,
-    /// Nothing is taken of it, nor of what follows.
+    /// This slot and all later ones have no reservations.
     end: u64,
 }
 
@@ -42,7 +42,7 @@ impl Tokens {
         }
     }
 
-    /// Forgets what was before `now`: nothing begins there any more.
+    /// Drops reservations before `now`, where no later transfer starts.
     pub(super) fn forget(&mut self, now: u64) {
         let first = now / self.slot_ticks;
         if first <= self.first {
@@ -55,7 +55,7 @@ impl Tokens {
         self.open = self.open.max(first);
     }
 
-    /// Moves `bytes` from `start` on. Returns when the last of them has moved.
+    /// Transfers `bytes` from `start` on. Returns when the last byte has moved.
     pub(super) fn transfer(&mut self, start: u64, bytes: u64) -> u64 {
         let alone = start + (bytes as f64 * self.ticks_per_byte).round() as u64;
         let mut slot = (start / self.slot_ticks).max(self.open);

@@ -1,21 +1,21 @@
-//! The flash as an FTL instance uses it.
+//! The flash from the view of an FTL instance.
 
 use super::ftl::Media;
 use super::geometry::{FlashPage, Geometry, PAGE};
 use crate::model::flash::Flash;
 
-/// Pages that an FTL instance collects for a program unit until it is full.
+/// Progress of the program units that an FTL instance is filling.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Units {
-    /// Bytes of the host's that the open unit holds.
+    /// Bytes of host data in the current unit.
     host: u64,
-    /// When the pages that were copied are with the controller.
+    /// When the controller has all copied pages of the current unit.
     copied: u64,
-    /// Pages that were read last to be copied, and when they were.
+    /// The last group of pages read for a copy, and when it was read.
     group: Option<(u32, u64)>,
 }
 
-/// The flash as one FTL instance uses it, from some moment on.
+/// The flash of one FTL instance, for operations that start at `now`.
 pub(super) struct Timed<'a> {
     pub(super) flash: &'a mut Flash,
     pub(super) units: &'a mut Units,
@@ -54,7 +54,7 @@ impl Media for Timed<'_> {
         let group = self.geometry.read_group(from);
         let die = self.die(from);
         let there = match self.units.group {
-            // Sensed with the page before it.
+            // The previous read has already sensed this page.
             Some((sensed, at)) if sensed == group => self.flash.transfer(die, at, PAGE),
             _ => self.flash.read(die, self.now, PAGE),
         };
@@ -71,7 +71,7 @@ impl Media for Timed<'_> {
     }
 
     fn erase(&mut self, _: u32) {
-        // The line is written anew with other data, so the pages that were read last do not count any more.
+        // The erased line gets other data, so the last read group is no longer valid.
         self.units.group = None;
         for die in self.first_die..self.first_die + self.geometry.dies as usize {
             let from = self.units.copied.max(self.now);

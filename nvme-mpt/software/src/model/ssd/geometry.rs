@@ -1,16 +1,16 @@
 //! Layout of the flash of an FTL instance.
 //!
-//! Pages are counted in the order in which they are written. A program unit lies on one die, the next
-//! unit on the next die, and so on around; a line is one erase block of each die.
+//! Pages are numbered in write order. A program unit lies on one die, the next unit on the next die, and so on in turn. A line
+//! consists of one erase block of each die.
 
 /// Bytes of a logical page, the unit of the mapping.
 pub(super) const PAGE: u64 = 4096;
 
-/// Lines that an instance has beyond what its logical pages fill, whatever its over-provisioning:
-/// two are written to, two are kept free, and with one more there is always something to collect.
+/// Lines of an instance beyond those that its logical pages fill, regardless of over-provisioning. Two are being written, two
+/// are kept free, and one more guarantees that there is something to collect.
 const SPARE_LINES: u32 = 5;
 
-/// A page of the flash of an instance.
+/// Number of a flash page of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct FlashPage(pub(super) u32);
 
@@ -28,13 +28,13 @@ pub(super) struct Geometry {
     pub(super) logical_pages: u32,
 }
 
-/// Pages of each thing that a die does at once.
+/// Number of pages per operation of a die.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PagesPer {
     pub(super) read: u32,
-    /// Program unit.
+    /// Pages per program unit.
     pub(super) unit: u32,
-    /// Block, which is erased at once.
+    /// Pages per erase block.
     pub(super) block: u32,
 }
 
@@ -46,7 +46,7 @@ impl PagesPer {
 }
 
 impl Geometry {
-    /// Flash for `logical_pages` and so many percent more.
+    /// Creates the layout for `logical_pages` pages plus `over_provisioning` percent.
     pub(super) fn new(
         dies: u32,
         pages: PagesPer,
@@ -71,22 +71,22 @@ impl Geometry {
         self.lines as usize * self.line_pages as usize
     }
 
-    /// The line that a page is of.
+    /// Returns the line of a page.
     pub(super) fn line(&self, page: FlashPage) -> u32 {
         page.0 / self.line_pages
     }
 
-    /// The die that a page is on.
+    /// Returns the die of a page.
     pub(super) fn die(&self, page: FlashPage) -> u32 {
         page.0 % self.line_pages / self.unit_pages % self.dies
     }
 
-    /// The program unit that a page is in.
+    /// Returns the program unit of a page.
     pub(super) fn unit(&self, page: FlashPage) -> u32 {
         page.0 / self.unit_pages
     }
 
-    /// The pages that are read at once with a page.
+    /// Returns the group of pages that a die reads together with a page.
     pub(super) fn read_group(&self, page: FlashPage) -> u32 {
         page.0 / self.read_pages
     }

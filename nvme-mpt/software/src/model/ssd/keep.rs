@@ -1,5 +1,5 @@
-//! The state of a drive's flash beside its file: read when the drive is opened, written when it is
-//! closed. After a crash it is that of the last time the drive was closed.
+//! Persistence of the flash state in a file beside the drive's file. The state is loaded when the drive is opened and saved
+//! when it is closed. After a crash, the state is from the last time the drive was closed.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Write};
@@ -10,10 +10,10 @@ use nvme_mpt_paths::{Directory, OFlags};
 use super::SsdModel;
 use super::ftl::{Ftl, StateError};
 
-/// First bytes of such a file, with its version.
+/// Magic number of the file, with its version.
 const MAGIC: &[u8; 8] = b"nvmeftl1";
 
-/// The file beside a drive's file.
+/// Returns the path of the state file of a drive's file.
 pub(crate) fn beside(drive: &Path) -> PathBuf {
     with_suffix(drive, ".ftl")
 }
@@ -25,10 +25,10 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 }
 
 impl SsdModel {
-    /// Takes up what was saved. Returns whether there was anything.
+    /// Loads the saved state. Returns whether there was any.
     ///
     /// # Errors
-    /// All of [`StateError`]; then nothing is taken up.
+    /// Returns any [`StateError`]; the model is unchanged then.
     pub(crate) fn restore(&mut self, path: &Path) -> Result<bool, StateError> {
         let opened = Directory::holding(path)
             .and_then(|(directory, name)| directory.open_entry(name, OFlags::RDONLY));
@@ -53,12 +53,12 @@ impl SsdModel {
         Ok(true)
     }
 
-    /// Saves the state: there is all of it, or what was there before.
+    /// Saves the state, replacing the file atomically.
     ///
     /// # Errors
     /// Returns the kernel's error.
     pub(crate) fn save(&self, path: &Path) -> io::Result<()> {
-        // The drive's file may lie in a directory of another user.
+        // The drive's file may lie in another user's directory.
         let (directory, name) = Directory::holding(path)?;
         directory.replace(name, 0o666, |file| self.write_to(file))?;
         Ok(())

@@ -1,12 +1,12 @@
 //! `model = "ssd"`: a drive of NAND flash, with a page-mapped translation layer and garbage collection.
 //!
-//! Logical pages of 4 KiB go around the FTL instances, which have dies of their own each. A write is
-//! done when it is in the write buffer; when a program unit of it is full, it goes over its die's
-//! channel and is programmed, and its room is free again. A read waits for its die, for the channel
-//! and for the link. Copies and erasures of garbage collection keep dies and channels busy as the
-//! host's commands do, and whoever comes after them waits.
+//! Logical pages of 4 KiB are distributed round-robin to the FTL instances, each with its own dies. A write completes when it
+//! is in the write buffer. When a program unit in the buffer is full, it is transferred over its die's channel and programmed,
+//! which frees its buffer space. A read waits for its die, the channel and the link. Copies and erasures of garbage collection
+//! occupy dies and channels like host commands, and delay later commands.
 //!
-//! `geometry` defines where pages lie, and `ftl` maps them and collects garbage. `flash` has the instances use dies. `keep` keeps the map beside a drive's file.
+//! `geometry` defines where pages lie. `ftl` maps them and collects garbage. `flash` connects an instance to its dies. `keep`
+//! saves the map beside a drive's file.
 
 mod flash;
 mod ftl;
@@ -25,7 +25,7 @@ use flash::{Timed, Units};
 use ftl::Ftl;
 use geometry::{FlashPage, Geometry, PAGE, PagesPer};
 
-/// Logical pages of an instance at most, so that its flash pages have numbers of 32 bits.
+/// Maximum of logical pages per instance, so that its flash pages have 32-bit numbers.
 const MOST_PAGES: u64 = 1 << 30;
 
 /// An FTL instance with its part of the flash.
@@ -64,10 +64,10 @@ impl SsdProfile {
     }
 }
 
-/// A drive of flash. All its queues share it.
+/// The timing model of a flash drive, shared by all its queues.
 #[derive(Debug)]
 pub(crate) struct SsdModel {
-    /// Logical blocks of a page as a power of two.
+    /// Logical blocks of a page, as a power of two.
     page_shift: u32,
     block_bytes: u64,
     read_overhead: u64,
@@ -78,7 +78,7 @@ pub(crate) struct SsdModel {
 }
 
 impl SsdModel {
-    /// A profile is sound when it was loaded.
+    /// Creates the model. The profile was checked when it was loaded.
     pub(super) fn new(
         profile: &SsdProfile,
         blocks: u64,
@@ -97,7 +97,7 @@ impl SsdModel {
                 unit: in_pages(profile.program_unit.0),
                 block: in_pages(profile.block.0),
             },
-            // Pages beyond what a map can name are never mapped, and cost what an unwritten one does.
+            // Pages beyond the map are never mapped and cost as much as unwritten pages.
             pages.min(MOST_PAGES) as u32,
             profile.over_provisioning.into(),
         );
@@ -117,7 +117,7 @@ impl SsdModel {
         }
     }
 
-    /// Returns the effects on the flash so far.
+    /// Returns the wear of all instances.
     pub(crate) fn wear(&self) -> Wear {
         let mut sum = Wear::default();
         for instance in &self.instances {
@@ -130,13 +130,13 @@ impl SsdModel {
         sum
     }
 
-    /// Commands arrive at `now`, and none before it any more.
+    /// Starts a batch of commands that arrive at `now`. No later command arrives earlier.
     pub(super) fn begin(&mut self, now: u64) {
         self.link.forget(now);
         self.flash.forget(now);
     }
 
-    /// When something that arrives `now` is done.
+    /// Computes when work that arrives at `now` completes.
     pub(super) fn due(&mut self, work: &Work, now: u64) -> u64 {
         match work.access {
             Access::Read => self.read(work, now),
@@ -146,17 +146,17 @@ impl SsdModel {
         }
     }
 
-    /// The logical pages that hold blocks.
+    /// Returns the logical pages that contain the work's blocks.
     fn pages(&self, work: &Work) -> std::ops::Range<u64> {
         let first = work.slba >> self.page_shift;
         let end = (work.slba + work.blocks).div_ceil(1 << self.page_shift);
         first..end.max(first)
     }
 
-    /// Returns the instance that has a page, and the page's number there.
+    /// Returns the instance of a page, and the page's number in the instance.
     fn instance_of(&self, page: u64) -> (usize, u32) {
         let instances = self.instances.len() as u64;
-        // Pages beyond the map's numbers are mapped nowhere.
+        // Pages beyond the map are never mapped.
         let logical = u32::try_from(page / instances).unwrap_or(u32::MAX);
         ((page % instances) as usize, logical)
     }
@@ -167,14 +167,14 @@ impl SsdModel {
         self.link.transfer(there, work.blocks * self.block_bytes)
     }
 
-    /// Reads blocks from flash. Returns when they are with the controller.
+    /// Reads blocks from flash. Returns when the controller has them.
     fn fetch(&mut self, work: &Work, now: u64) -> u64 {
         let pages = self.pages(work);
-        // Less than a page is read of one that holds all of them.
+        // If the blocks are smaller than a page, only their bytes are transferred.
         let bytes = PAGE.min(work.blocks * self.block_bytes);
         let instances = self.instances.len() as u64;
         let mut there = now;
-        // Each instance in turn, so that what a die reads at once is found to lie together.
+        // Process each instance separately, so that pages that a die reads together are adjacent.
         for first in (pages.start..pages.end).take(self.instances.len()) {
             let (instance, logical) = self.instance_of(first);
             let count = (pages.end - first).div_ceil(instances) as u32;
@@ -196,7 +196,7 @@ impl SsdModel {
             let first = page << self.page_shift;
             let mut there = sent;
             if first < work.slba || first + page_blocks > end {
-                // The rest of the page is kept, and has to be read for that.
+                // A partial write reads the rest of the page first.
                 let rest = Work {
                     access: Access::Read,
                     slba: first,
@@ -215,7 +215,7 @@ impl SsdModel {
         done
     }
 
-    /// Pages that are deallocated in part stay as they are.
+    /// Partly deallocated pages stay mapped.
     fn deallocate(&mut self, work: &Work, now: u64) -> u64 {
         let first = work.slba.div_ceil(1 << self.page_shift);
         for page in first..(work.slba + work.blocks) >> self.page_shift {
@@ -236,7 +236,7 @@ impl SsdModel {
     }
 }
 
-/// Reads pages of one instance, so many bytes of each. Returns when they are with the controller.
+/// Reads `bytes` bytes of each page of an instance. Returns when the controller has them.
 fn fetch(
     instance: &Instance,
     flash: &mut Flash,
@@ -252,7 +252,7 @@ fn fetch(
     let mut there = now;
     let mut group: Option<(FlashPage, u64)> = None;
     for logical in pages {
-        // The drive's memory serves pages that were never written, and those that wait to be programmed.
+        // Unwritten pages and pages in the write buffer are served from the drive's memory.
         let Some(found) = ftl.find(logical).filter(|page| !ftl.is_buffered(*page)) else {
             continue;
         };

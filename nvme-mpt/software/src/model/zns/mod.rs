@@ -1,18 +1,18 @@
 //! `model = "zns"` with `[flash]`: zones on the dies of a drive of NAND flash.
 //!
-//! A zone lies on some of the dies, a block on each, and its program units go around them. Zones that follow one
-//! another lie on other dies, until all dies have one. So a zone has the bandwidth of its dies, and zones on other
-//! dies add theirs.
+//! A zone lies on a group of dies, one block on each, and its program units alternate between them. Consecutive zones lie on
+//! different groups, until all dies hold a zone. So each zone has the bandwidth of its dies, and zones on different dies add
+//! up.
 //!
-//! A write is done when it is in the write buffer. A unit that is full goes over its die's channel and is programmed as
-//! a whole, and its room is free again. A unit that is not full waits in the buffer, and is read from there. The buffer
-//! outlives a power failure, so a Flush waits for nothing. A read waits for its dies, for their channels and for the
-//! link. A reset erases the zone's block on each of its dies, after what these were given before.
+//! A write completes when it is in the write buffer. A full unit is transferred over its die's channel and programmed, which
+//! frees its buffer space. A partial unit stays in the buffer and is read from there. The buffer survives a power failure, so a
+//! Flush takes no time. A read waits for its dies, their channels and the link. A reset erases the zone's block on each of its
+//! dies, after their earlier operations.
 //!
-//! The model sees what a drive's store gets, below the layer of zones: a reset is a Deallocate of what was written of a
-//! zone, from its start. It counts what is written to a zone, as queues may hand on their writes in another order.
-//! A Finish is invisible. So at most as many units stay in the buffer as zones can be active, and beyond that the unit
-//! that has waited longest is programmed as it is.
+//! The model sees the commands below the zone layer: a reset is a Deallocate of a zone's written blocks, from its start. The
+//! model counts the bytes written to a zone, because queues may pass on writes in a different order. A Finish is invisible. So
+//! the buffer holds at most as many partial units as zones can be active, and beyond that the oldest partial unit is
+//! programmed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -26,22 +26,22 @@ use super::{Access, Work};
 /// Content of a zone, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Zone {
-    /// Written since it was reset.
+    /// Bytes written since the last reset.
     written: u64,
-    /// Bytes in the buffer, in a unit that is not full.
+    /// Bytes of the partial unit in the buffer.
     held: u64,
-    /// Bytes before its last reset, until the next write. Deallocations below it are parts of that reset.
+    /// Bytes before the last reset, or 0 after the next write. Deallocations below it belong to that reset.
     was: u64,
 }
 
 impl Zone {
-    /// Those that were given to a die.
+    /// Returns the bytes that were handed to a die.
     fn on_flash(&self) -> u64 {
         self.written - self.held
     }
 }
 
-/// A drive of zones on flash. All its queues share it.
+/// The timing model of a zoned flash drive, shared by all its queues.
 #[derive(Debug)]
 pub(crate) struct ZnsModel {
     block_bytes: u64,
@@ -50,17 +50,17 @@ pub(crate) struct ZnsModel {
     flash_page: u64,
     unit: u64,
     dies_per_zone: u64,
-    /// Groups of so many dies.
+    /// Number of groups of `dies_per_zone` dies.
     groups: u64,
     read_overhead: u64,
     write_overhead: u64,
     link: Tokens,
     flash: Flash,
     zones: Box<[Zone]>,
-    /// Zones with a unit in the buffer that is not full, the one that has waited longest first.
+    /// Zones with a partial unit in the buffer, oldest first.
     open: VecDeque<u32>,
     open_max: usize,
-    /// When a write last found room after it had waited: those after it find none before.
+    /// When a write last got buffer space after waiting. Later writes get space no earlier.
     room_at: u64,
 }
 
@@ -80,7 +80,7 @@ impl ZnsFlash {
 }
 
 impl ZnsModel {
-    /// A drive with so many blocks, all of whose zones are empty. A profile is sound when it was loaded.
+    /// Creates the model of a drive of `blocks` blocks with empty zones. The profile was checked when it was loaded.
     pub(super) fn new(
         profile: &ZnsProfile,
         flash: &ZnsFlash,
@@ -103,7 +103,7 @@ impl ZnsModel {
             write_overhead: timebase.of(flash.write_overhead),
             link: Tokens::new(flash.link_bandwidth.0, timebase),
             flash: Flash::new(&flash.parts(), timebase),
-            // A drive with more of them is refused when it is divided.
+            // A drive with more zones is refused when its zones are created.
             zones: vec![Zone::default(); zones.min(ZnsProfile::ZONES_MAX) as usize]
                 .into_boxed_slice(),
             open: VecDeque::with_capacity(open_max + 1),
@@ -112,7 +112,7 @@ impl ZnsModel {
         }
     }
 
-    /// The zones hold so many blocks each, all of them on flash.
+    /// Initialises the zones with `written` blocks each, all of them on flash.
     pub(super) fn fill(&mut self, written: impl Iterator<Item = u64>) {
         for (zone, blocks) in self.zones.iter_mut().zip(written) {
             let written = (blocks * self.block_bytes).min(self.capacity);
@@ -123,7 +123,7 @@ impl ZnsModel {
         }
     }
 
-    /// The zones that have a byte of a range are empty, however they became so.
+    /// Empties all zones that overlap a range of bytes.
     pub(super) fn empty(&mut self, bytes: Range<u64>) {
         let end = bytes.end.div_ceil(self.zone_bytes);
         let zones = self.zones.len().min(end as usize);
@@ -136,13 +136,13 @@ impl ZnsModel {
         }
     }
 
-    /// Commands arrive at `now`, and none before it any more.
+    /// Starts a batch of commands that arrive at `now`. No later command arrives earlier.
     pub(super) fn begin(&mut self, now: u64) {
         self.link.forget(now);
         self.flash.forget(now);
     }
 
-    /// When something that arrives `now` is done.
+    /// Computes when work that arrives at `now` completes.
     pub(super) fn due(&mut self, work: &Work, now: u64) -> u64 {
         match work.access {
             Access::Read => self.read(work, now),
@@ -163,7 +163,7 @@ impl ZnsModel {
         }
     }
 
-    /// Zones that have some of the blocks of a command, and which bytes of them.
+    /// Splits the work's blocks into zones, with the byte range in each zone.
     fn parts(&self, work: &Work) -> impl Iterator<Item = (u32, Range<u64>)> + use<> {
         let zone_bytes = self.zone_bytes;
         let first = work.slba.saturating_mul(self.block_bytes);
@@ -176,7 +176,7 @@ impl ZnsModel {
         })
     }
 
-    /// The die that a program unit of a zone lies on.
+    /// Returns the die of a zone's program unit.
     fn die(&self, zone: u32, unit: u64) -> usize {
         let group = u64::from(zone) % self.groups;
         (group * self.dies_per_zone + unit % self.dies_per_zone) as usize
@@ -186,7 +186,7 @@ impl ZnsModel {
         let now = now.saturating_add(self.read_overhead);
         let mut there = now;
         for (zone, bytes) in self.parts(work) {
-            // The drive's memory serves what was never written, and what waits to be programmed.
+            // Unwritten data and data in the write buffer are served from the drive's memory.
             let on_flash = self.zones.get(zone as usize).map_or(0, Zone::on_flash);
             let end = bytes.end.min(on_flash);
             let mut at = bytes.start;
@@ -201,12 +201,12 @@ impl ZnsModel {
         self.link.transfer(there, work.blocks * self.block_bytes)
     }
 
-    /// Takes bytes that are with the controller. Returns when they are in the buffer.
+    /// Writes bytes that the controller has. Returns when they are in the buffer.
     fn write(&mut self, zone: u32, bytes: u64, sent: u64) -> u64 {
         let Some(&Zone { written, .. }) = self.zones.get(zone as usize) else {
             return sent;
         };
-        // A full zone is written from its start only if it was emptied unseen, as by another process.
+        // Writing to a full zone means that the model missed its reset, for example by another process.
         let full = written >= self.capacity;
         let mut here = match full {
             true => Zone::default(),
@@ -243,7 +243,7 @@ impl ZnsModel {
         done
     }
 
-    /// Programs the unit that a zone has in the buffer.
+    /// Programs the unit of a zone in the buffer.
     fn program(&mut self, zone: u32, here: &mut Zone, now: u64) {
         let held = std::mem::take(&mut here.held);
         let die = self.die(zone, here.written.saturating_sub(1) / self.unit);
@@ -251,7 +251,7 @@ impl ZnsModel {
         self.flash.buffer.release(programmed, held);
     }
 
-    /// A zone has no unit in the buffer any more.
+    /// Removes a zone from the zones with a partial unit.
     fn close(&mut self, zone: u32) {
         self.open.retain(|open| *open != zone);
     }
@@ -271,11 +271,11 @@ impl ZnsModel {
             let dies = first..first + self.dies_per_zone as usize;
             return dies.fold(now, |done, die| done.max(self.flash.erase(die, now)));
         }
-        // The rest of a reset: the blocks are erased.
+        // Part of a reset whose blocks are already erased.
         if bytes.start < here.was {
             return now;
         }
-        // Zeroes, which are programmed like other data.
+        // Zeroes are programmed like other data.
         self.write(zone, bytes.end - bytes.start, now)
     }
 }

@@ -1,9 +1,9 @@
-//! A page-mapped flash translation layer: where each logical page lies in flash, and how room is made
-//! for more. It knows no time; what it does to the flash it tells a [`Media`].
+//! A page-mapped flash translation layer with garbage collection. It maps logical pages to flash pages, has no notion of time,
+//! and reports its flash operations to a [`Media`].
 //!
-//! Host pages and copied pages are written to a line each, so that data that lives long comes to lie
-//! with its like. The line with the least valid pages is collected first. A few of its pages are
-//! collected for each page that the host writes, so that no write waits for all of it.
+//! Host pages and copied pages are written to separate lines, so that long-lived data is stored together. Collection chooses
+//! the line with the fewest valid pages. It copies a few pages for each page that the host writes, so that no write waits for a
+//! whole line.
 
 mod state;
 
@@ -12,46 +12,46 @@ use std::collections::VecDeque;
 use super::geometry::{FlashPage, Geometry};
 pub(crate) use state::StateError;
 
-/// Collection begins when fewer lines than these are free.
+/// Collection begins when fewer lines than this are free.
 const COLLECT_BELOW: usize = 4;
 
-/// Lines that only collection may take.
+/// Free lines reserved for collection.
 const RESERVED: usize = 1;
 
-/// Flash, as the FTL uses it.
+/// Receiver of the FTL's flash operations.
 pub(super) trait Media {
-    /// A page of the host's is written.
+    /// Writes a host page.
     fn write(&mut self, to: FlashPage);
-    /// A page is copied to make room.
+    /// Copies a page for garbage collection.
     fn copy(&mut self, from: FlashPage, to: FlashPage);
-    /// The program unit that ends with this page is programmed although not all of it was written.
+    /// Programs the partial program unit that ends with page `last`.
     fn pad(&mut self, last: FlashPage);
-    /// All blocks of a line are erased.
+    /// Erases all blocks of a line.
     fn erase(&mut self, line: u32);
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Free,
-    /// Some write point is in it.
+    /// A write point is in the line.
     Open,
-    /// Written to its end, or given up.
+    /// The line is fully written, or was given up.
     Closed,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Line {
     state: State,
-    /// Pages that a logical page is mapped to.
+    /// Number of pages that a logical page is mapped to.
     valid: u32,
     /// Number of erasures.
     erased: u32,
 }
 
-/// Place of the next write of pages of one kind.
+/// Position of the next write for one kind of pages.
 #[derive(Clone, Copy, Debug, Default)]
 struct WritePoint {
-    /// A page of an open line, and the pages that are left of it.
+    /// The next page of an open line, and the number of pages left in the line.
     next: u32,
     left: u32,
 }
@@ -60,22 +60,22 @@ struct WritePoint {
 #[derive(Clone, Copy, Debug)]
 struct Victim {
     line: u32,
-    /// Offset in it of the page to look at next.
+    /// Offset in the line of the next page to check.
     next: u32,
-    /// Pages to copy for each that the host writes, to be done in time.
+    /// Pages to copy per host page, so that the line is free in time.
     rate: u32,
 }
 
-/// Effects on the flash since the drive was made.
+/// Wear of the flash since the drive was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wear {
     /// Pages that the host wrote.
     pub host_pages: u64,
-    /// Pages that were copied to make room.
+    /// Pages that garbage collection copied.
     pub copied_pages: u64,
-    /// Pages that were left empty by a flush.
+    /// Pages that flushes left empty.
     pub padded_pages: u64,
-    /// Erase blocks that were erased.
+    /// Erased blocks.
     pub erased_blocks: u64,
 }
 
@@ -83,10 +83,10 @@ pub struct Wear {
 #[derive(Debug)]
 pub(super) struct Ftl {
     geometry: Geometry,
-    /// The flash page of each logical page, plus one; 0 if it has none. Zeroes, so that a large
-    /// drive takes memory only for what was written.
+    /// Flash page plus one of each logical page, or 0 if unmapped. Zero-initialised, so that a large drive allocates memory
+    /// only for written pages.
     map: Vec<u32>,
-    /// The logical page of each flash page, plus one; 0 if what is there is not needed.
+    /// Logical page plus one of each flash page, or 0 if the flash page is not valid.
     owner: Vec<u32>,
     lines: Vec<Line>,
     free: VecDeque<u32>,
@@ -124,7 +124,7 @@ impl Ftl {
         self.wear
     }
 
-    /// Returns the place of a logical page; `None` if it was never written, or deallocated since.
+    /// Returns the flash page of a logical page, or `None` if it is unmapped.
     pub(super) fn find(&self, logical: u32) -> Option<FlashPage> {
         self.map
             .get(logical as usize)?
@@ -132,14 +132,14 @@ impl Ftl {
             .map(FlashPage)
     }
 
-    /// Returns whether a page waits in the write buffer for the rest of its program unit.
+    /// Returns whether a page is in the write buffer until its program unit is full.
     pub(super) fn is_buffered(&self, page: FlashPage) -> bool {
         self.host.left != 0
             && page.0 < self.host.next
             && self.geometry.unit(page) == self.geometry.unit(FlashPage(self.host.next))
     }
 
-    /// The host writes a logical page. One that does not exist is not written.
+    /// Writes a logical page. Ignores a page beyond the drive.
     pub(super) fn write(&mut self, logical: u32, media: &mut impl Media) {
         if logical >= self.geometry.logical_pages {
             return;
@@ -147,7 +147,7 @@ impl Ftl {
         self.keep_up(media);
         self.forget(logical);
         if self.host.left == 0 {
-            // As each line that is collected gains a page at least, this comes to an end.
+            // Terminates, because each collected line gains at least one page.
             while self.free.len() <= RESERVED && self.collect(u32::MAX, media) {}
             self.host = self.open();
         }
@@ -158,12 +158,12 @@ impl Ftl {
         }
     }
 
-    /// The host needs a logical page no more.
+    /// Unmaps a logical page.
     pub(super) fn deallocate(&mut self, logical: u32) {
         self.forget(logical);
     }
 
-    /// Programs the host's buffered writes, whole units or not.
+    /// Programs the host's buffered pages, including a partial unit.
     pub(super) fn flush(&mut self, media: &mut impl Media) {
         let unit = self.geometry.unit_pages;
         let padding = (unit - self.host.next % unit) % unit;
@@ -199,7 +199,7 @@ impl Ftl {
         }
     }
 
-    /// Begins a free line.
+    /// Opens a free line.
     fn open(&mut self) -> WritePoint {
         let Some(line) = self.free.pop_front() else {
             return WritePoint::default();
@@ -211,7 +211,7 @@ impl Ftl {
         }
     }
 
-    /// The next page of a write point.
+    /// Takes the next page of a write point.
     fn take(point: &mut WritePoint, geometry: &Geometry, lines: &mut [Line]) -> Option<FlashPage> {
         point.left = point.left.checked_sub(1)?;
         let page = FlashPage(point.next);
@@ -222,7 +222,7 @@ impl Ftl {
         Some(page)
     }
 
-    /// Collects as much as a page of the host's costs.
+    /// Collects as many pages as one host page requires.
     fn keep_up(&mut self, media: &mut impl Media) {
         if self.free.len() < COLLECT_BELOW {
             let rate = self.victim.map_or(1, |victim| victim.rate);
@@ -230,8 +230,8 @@ impl Ftl {
         }
     }
 
-    /// Copies up to `pages` out of the line that is collected, and erases it if none is left.
-    /// Returns whether there was a line to gain anything from.
+    /// Copies up to `pages` pages of the victim line, and erases the line if no page is left. Returns `false` if no line is
+    /// worth collecting.
     fn collect(&mut self, pages: u32, media: &mut impl Media) -> bool {
         let Some(mut victim) = self.victim.or_else(|| self.choose()) else {
             return false;
@@ -265,7 +265,7 @@ impl Ftl {
         if self.copies.left == 0 {
             self.copies = self.open();
         }
-        // There is room: a line is reserved for it, and given back when this one is erased.
+        // There is space: one line is reserved for copies, and erasing the victim replaces it.
         if let Some(to) = Self::take(&mut self.copies, &self.geometry, &mut self.lines) {
             self.forget(logical);
             self.set(logical, to);
@@ -274,7 +274,7 @@ impl Ftl {
         }
     }
 
-    /// The closed line with the least to copy, if anything is gained by it.
+    /// Chooses the closed line with the fewest valid pages, if collecting it gains any space.
     fn choose(&self) -> Option<Victim> {
         let closed = (0_u32..).zip(&self.lines);
         let closed = closed.filter(|(_, line)| line.state == State::Closed);

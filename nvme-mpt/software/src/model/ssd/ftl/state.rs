@@ -1,29 +1,29 @@
-//! The state of a translation layer as it is kept between two lives of a drive: where pages lie, and
-//! how often blocks were erased. Nothing of a drive's data depends on it, only its timing.
+//! Saved state of a translation layer, stored while the drive is closed: the mapping of pages and the erase counts. Only the
+//! drive's timing depends on it, not its data.
 //!
-//! It is a sequence of 32-bit little-endian numbers. Whatever is read is checked as far as the layer
-//! relies on it, as anybody may have written it.
+//! The format is a sequence of 32-bit little-endian numbers. The layer validates everything it relies on, because the file may
+//! come from anywhere.
 
 use std::io::{self, Read, Write};
 
 use super::super::geometry::{FlashPage, Geometry};
 use super::{Ftl, Line, State, Wear, WritePoint};
 
-/// A state cannot be taken up.
+/// Reason why a saved state cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StateError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("It cannot be read")]
     Read(#[from] io::Error),
-    /// It is of a drive with other flash.
+    /// The state belongs to different flash.
     #[error("It is that of a drive of another size or profile")]
     OtherDrive,
-    /// It contradicts itself.
+    /// The state is inconsistent.
     #[error("It is damaged")]
     Damaged,
 }
 
-/// Erasures of a block that leave room for more than any flash endures.
+/// Maximum plausible erase count of a block.
 const MOST_ERASED: u32 = u32::MAX >> 4;
 
 fn put(out: &mut impl Write, number: u32) -> io::Result<()> {
@@ -41,7 +41,7 @@ fn put_wide(out: &mut impl Write, number: u64) -> io::Result<()> {
     put(out, (number >> 32) as u32)
 }
 
-/// Reads a count that can still grow as long as any drive lives.
+/// Reads a counter, and rejects values close to overflow.
 fn get_count(input: &mut impl Read) -> Result<u64, StateError> {
     let (low, high) = (get(input)?, get(input)?);
     if high > u32::MAX >> 4 {
@@ -72,7 +72,7 @@ impl Geometry {
 }
 
 impl Ftl {
-    /// Writes the state. A line that is being collected is begun anew after it was read.
+    /// Saves the state. A line that is being collected is collected from the start after loading.
     pub(in super::super) fn save(&self, out: &mut impl Write) -> io::Result<()> {
         let Self {
             geometry,
@@ -114,7 +114,7 @@ impl Ftl {
         Ok(())
     }
 
-    /// The layer of such flash whose state was saved.
+    /// Loads the saved state of a layer with this geometry.
     pub(in super::super) fn restore(
         geometry: Geometry,
         input: &mut impl Read,
@@ -156,7 +156,7 @@ impl Ftl {
         Ok(ftl)
     }
 
-    /// Maps a page to where nothing else is.
+    /// Maps a logical page to a flash page that has no other mapping.
     fn put_back(&mut self, logical: u32, page: FlashPage) -> Result<(), StateError> {
         match self.owner.get(page.0 as usize) {
             Some(0) => {
@@ -167,7 +167,7 @@ impl Ftl {
         }
     }
 
-    /// Makes a line free or open that was neither so far.
+    /// Marks a closed line as free or open.
     fn claim(&mut self, line: u32, state: State) -> Result<(), StateError> {
         match self.lines.get_mut(line as usize) {
             Some(Line {
@@ -202,7 +202,7 @@ impl Ftl {
         Ok(point)
     }
 
-    /// Collection has a line to copy to, without which pages would be lost.
+    /// Checks that collection has space for copies, because pages would be lost otherwise.
     fn check_room(&self) -> Result<(), StateError> {
         let closed = self.lines.iter();
         let closed = closed.filter(|line| line.state == State::Closed);

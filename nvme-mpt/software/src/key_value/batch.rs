@@ -1,7 +1,7 @@
-//! Batch, a vendor specific command: several operations on keys in one command.
+//! Batch, a vendor specific command that combines several operations on keys.
 //!
-//! The operations are carried out in their order, with no other command in between. One that fails leaves the others as
-//! they are. Each has its status in dword 0 of the completion.
+//! The operations are executed in order, with no other command in between. A failed operation does not affect the others. Dword
+//! 0 of the completion holds a status per operation.
 
 use super::pairs::{Change, Presence, Step};
 use nvme_mpt::spec::key_value::{Batch, BatchOperation, Key, StepStatus};
@@ -9,11 +9,11 @@ use nvme_mpt::spec::opcode::KvOpcode;
 use nvme_mpt::spec::status::Status;
 use zerocopy::FromBytes;
 
-/// Returns the steps of a Batch with so many operations, whose data a guest wrote. Those that cannot be carried out are
-/// their status.
+/// Parses the `count` operations of a Batch from data that the guest wrote. An operation that cannot be executed yields its
+/// status.
 ///
 /// # Errors
-/// Invalid Field if the data is not that of a Batch; nothing of it is carried out then.
+/// Returns Invalid Field if the data is malformed. Then no operation may be executed.
 pub(super) fn steps(
     data: &[u8],
     count: u8,
@@ -27,7 +27,7 @@ pub(super) fn steps(
                 .map_err(|_too_short| Status::INVALID_FIELD)?;
             operations = rest;
             if KvOpcode(operation.opcode) == KvOpcode::STORE {
-                // Values that share their bytes would be more memory than the data is.
+                // Overlapping values could otherwise take more memory than the data.
                 bytes += u64::from(operation.value_size);
             }
             if bytes > data.len() as u64 {
@@ -44,7 +44,7 @@ fn step(
     value_bytes_max: u32,
 ) -> Result<Result<Step, StepStatus>, Status> {
     let opcode = KvOpcode(operation.opcode);
-    // The value's place is that of the guest's program, and an error there is one of the whole.
+    // An invalid value offset is an error of the guest's driver, so it fails the whole command.
     let value = match opcode {
         KvOpcode::STORE => {
             let start = operation.value_offset as usize;

@@ -1,5 +1,5 @@
-//! Translation of commands of the Key Value Command Set. A guest's keys are in a space of their own, so that a
-//! key needs no translation; its values' data does.
+//! Translation of Key Value commands. Each guest has its own key space, so keys need no translation. Only the data pointers of
+//! values do.
 
 use nvme_mpt::dma::Direction;
 use nvme_mpt::host::{CommandSetDescription, IoCommand};
@@ -27,7 +27,7 @@ impl CommandSet for KeyValueCommands {
         keys.describe()
     }
 
-    /// Returns the bytes that a Store transfers, and most that a Retrieve or List can.
+    /// Returns the bytes that a Store transfers, or the maximum that a Retrieve or List can transfer.
     fn translate(
         translator: &mut Translator,
         guest: &Sqe,
@@ -37,12 +37,13 @@ impl CommandSet for KeyValueCommands {
         Ok(translate_command(translator, guest, slot, host)?)
     }
 
-    /// There are no LBAs.
+    /// Returns 0, because the command set has no LBAs.
     fn named_lba(_: &Sqe) -> u64 {
         0
     }
 
-    /// All but those that succeed or fail by what they have changed themselves.
+    /// Returns whether a second execution of the command has the same result. Delete, Batch and a conditional Store depend on
+    /// their own effect.
     fn is_repeatable(guest: &Sqe) -> bool {
         match KvOpcode(guest.opcode()) {
             KvOpcode::STORE => !Store::from(guest).must_not_exist,
@@ -51,7 +52,7 @@ impl CommandSet for KeyValueCommands {
         }
     }
 
-    /// Store and Retrieve have the opcodes of Write and Read. A value may be smaller than the host's buffer.
+    /// Store and Retrieve share the opcodes of Write and Read. A retrieved value may be smaller than the host's buffer.
     fn traffic(completed: &CompletedCommand) -> Traffic {
         if completed.opcode.0 == KvOpcode::BATCH.0 {
             return Traffic::Written(completed.bytes);
@@ -112,7 +113,7 @@ fn store(
 ) -> Result<u32, Failure> {
     let command = Store::from(guest);
     let key = key(guest)?;
-    // Nothing could ever be stored.
+    // Contradictory conditions: the command could never succeed.
     if command.must_exist && command.must_not_exist {
         return Err(Failure::at(Status::INVALID_FIELD, location::CDW11));
     }
@@ -174,7 +175,7 @@ fn list(
     )
 }
 
-/// The operations are in the guest's memory, and are looked at once they are copied.
+/// Translates a Batch. Its operations lie in guest memory and are checked after they are copied.
 fn batch(
     translator: &mut Translator,
     guest: &Sqe,
@@ -200,7 +201,7 @@ fn batch(
     )
 }
 
-/// Translates where a command's data lies, if it has any.
+/// Translates the data pointer of a command, if it has data.
 fn value(
     translator: &mut Translator,
     guest: &Sqe,
@@ -220,7 +221,7 @@ fn value(
 
 const KEY_SIZE: Failure = Failure::at(Status::INVALID_KEY_SIZE, location::CDW11);
 
-/// The key of a command that needs one.
+/// Returns the key of a command that requires one.
 fn key(guest: &Sqe) -> Result<Key, Failure> {
     Key::of(guest).filter(|key| !key.is_empty()).ok_or(KEY_SIZE)
 }

@@ -1,4 +1,4 @@
-//! Format of a namespace of keys and values, and its description for its guest.
+//! Format of a key-value namespace, and its description for the guest.
 
 use core::mem::offset_of;
 
@@ -24,7 +24,7 @@ pub(super) const COMMANDS: [IoCommand; 7] = [
     IoCommand::writing(KvOpcode::BATCH.0),
 ];
 
-/// Facts that the function enters into Identify Namespace.
+/// Fields of Identify Namespace that the function fills in.
 const FACTS: [PlacedFact; 3] = [
     PlacedFact {
         offset: offset_of!(IdentifyNamespaceKv, nuse) as u16,
@@ -40,17 +40,17 @@ const FACTS: [PlacedFact; 3] = [
     },
 ];
 
-/// Format of a namespace of keys and values.
+/// Format of a key-value namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceKeys {
-    /// Bytes of all keys and values, with what is kept for each.
+    /// Bytes for all keys and values, including the overhead per pair.
     pub capacity: u64,
-    /// Most bytes of a value.
+    /// Maximum bytes of a value.
     pub value_bytes_max: u32,
 }
 
 impl NamespaceKeys {
-    /// Describes the namespace to its guest. All of Identify Controller is reserved.
+    /// Describes the namespace to its guest. Identify Controller of this command set is all reserved.
     pub(super) fn describe(&self) -> CommandSetDescription {
         let format = self.format();
         CommandSetDescription {
@@ -68,7 +68,7 @@ impl NamespaceKeys {
         }
     }
 
-    /// Keys with empty values fill the namespace with the most of them.
+    /// The maximum number of keys is reached with empty values.
     fn format(&self) -> KvFormat {
         KvFormat {
             kml: KEY_LENGTH_MAX as u16,

@@ -1,4 +1,4 @@
-//! Pairs in this process's memory. They end with the process.
+//! Pairs in this process's memory. They are lost when the process ends.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -8,7 +8,7 @@ use super::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, carry_out, ch
 use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 use nvme_mpt::spec::key_value::Key;
 
-/// A key space in memory. It has a lock of its own, so no guest waits for another one's.
+/// A key space in memory. It has its own lock, so guests do not wait for each other.
 #[derive(Debug, Default)]
 pub(super) struct MemorySpace(Mutex<State>);
 
@@ -23,7 +23,7 @@ impl MemorySpace {
         self.lock().usage
     }
 
-    /// Carries out a request.
+    /// Executes a request.
     pub(super) fn execute(&self, request: Request, capacity: u64) -> Reply {
         let State { pairs, usage } = &mut *self.lock();
         let result = match request {
@@ -37,7 +37,7 @@ impl MemorySpace {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change is complete before anything can panic.
+        // The state is consistent wherever a panic can occur.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

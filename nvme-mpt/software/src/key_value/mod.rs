@@ -1,15 +1,15 @@
-//! Drives of keys and values: the Key Value Command Set over memory or a file.
+//! Key-value drives: the Key Value Command Set over memory or a file.
 //!
-//! `format` describes a namespace to its guest. `pairs` is what commands do, `batch` has several of them in one, `memory` and `file` are where pairs are
-//! kept, `queue` takes commands and moves values. A lease has a key space of its own, and a capacity; the two have a name in common, which
-//! is where the lease starts in the drive. `pace` holds completions back where the profile has a timing.
+//! `format` describes a namespace to its guest. `pairs` defines the effects of commands, and `batch` those of combined
+//! commands. `memory` and `file` store pairs. `queue` receives commands and transfers values. Each lease has its own key space
+//! and capacity, named by the start of the lease on the drive. If the profile has a timing, `pace` delays completions.
 //!
-//! A guest's keys need no translation: a lease is a key space, and its queues know no other. Values move between guest
-//! memory and requests in the poller alone, so values are allocated. A queue of a file has at most 4 MiB of them on the
-//! way. `commands` translates them for these queues alone.
+//! A guest's keys need no translation, because a queue accesses only the key space of its lease. `commands` translates the data
+//! pointers of values. Only the poller copies values between guest memory and requests, so values are allocated. A queue of a
+//! file has at most 4 MiB of values in flight.
 //!
-//! A Retrieve or List whose memory the VMM takes away meanwhile fails with Data Transfer Error: its address is
-//! resolved when the reply is there.
+//! If the VMM unmaps the memory of a Retrieve or List before the reply arrives, the command fails with Data Transfer Error,
+//! because the address is resolved then.
 
 mod batch;
 mod commands;
@@ -52,34 +52,34 @@ use nvme_mpt::shadow::{CommandSet, HostQueuePair};
 use nvme_mpt::spec::identify::Oncs;
 use nvme_mpt::spec::ids::Nsid;
 
-/// Ranges are whole multiples of so many bytes, as those of drives with logical blocks are.
+/// Granularity of leases in bytes, as a power of two, equal to that of drives with logical blocks.
 const GRANULARITY_LOG2: u8 = 9;
 
-/// Why a drive cannot hold keys and values.
+/// Reason why a drive cannot store keys and values.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyValueError {
-    /// `null:`
+    /// A `null:` drive.
     #[error("A null drive keeps no keys and values: use memory:SIZE or a file")]
     Null,
-    /// A block device, for one.
+    /// The path is not a regular file, but for example a block device.
     #[error(
         "{} is no regular file, and keys and values need one that can grow: use a file on it, or memory:SIZE",
         .0.display()
     )]
     NotAFile(PathBuf),
-    /// The file is not as large as the drive is to be.
+    /// The file is smaller than the smallest drive.
     #[error(
         "{path} is too small for a drive: make it as large as the drive is to be with truncate -s 16G {path}",
         path = .0.display()
     )]
     TooSmall(PathBuf),
-    /// Something else is in the file.
+    /// The file has other content.
     #[error(
         "{} holds something else than keys and values: use an empty file, made with truncate -s SIZE FILE",
         .0.display()
     )]
     Foreign(PathBuf),
-    /// A later version wrote it.
+    /// A later version wrote the file.
     #[error(
         "{} has keys and values in format {version}, and this version knows format {known}: use the version \
          that made it, or an empty file",
@@ -87,50 +87,50 @@ pub enum KeyValueError {
         known = file::VERSION
     )]
     Version {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its format.
+        /// Format version of the file.
         version: u32,
     },
-    /// Somebody has the file open.
+    /// Another process has the file open.
     #[error(
         "{} is in use by another process: functions that share a drive of keys and values are served by one",
         path.display()
     )]
     InUse {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Which process that is.
+        /// The process that holds the lock.
         source: ClaimError,
     },
     /// The file cannot be read or written.
     #[error("{} cannot be used for keys and values", .path.display())]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// This build has no drives of keys and values in files.
+    /// This build does not support key-value drives in files.
     #[error(
         "{} cannot be used for keys and values: this program was built without the feature `key-value-files`; \
          use memory:SIZE",
         .0.display()
     )]
     NotBuilt(PathBuf),
-    /// The file's content cannot be read.
+    /// The database cannot be read.
     #[cfg(feature = "key-value-files")]
     #[error(
         "The keys and values in {} cannot be read: restore the file from a backup, or use an empty one",
         .path.display()
     )]
     Store {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Cause.
+        /// The database's error.
         source: Box<redb::Error>,
     },
-    /// Faults are about logical blocks.
+    /// Faults concern logical blocks, which a key-value drive does not have.
     #[error(
         "Faults are of drives with logical blocks, which a drive of keys and values has none of: leave \
          faults= out, or choose another profile"
@@ -138,7 +138,7 @@ pub enum KeyValueError {
     Faults,
 }
 
-/// An NVMe controller in this process, with one namespace of keys and values.
+/// An NVMe controller in this process, with one key-value namespace.
 #[derive(Debug)]
 pub struct KeyValueController {
     identity: Identity,
@@ -146,18 +146,18 @@ pub struct KeyValueController {
     namespace: HostNamespace,
     limits: Limits,
     value_bytes_max: u32,
-    /// Says when commands complete; without one they do when the store is done.
+    /// Decides when commands complete. If `None`, commands complete as soon as the store is done.
     timing: Option<Arc<KvModel>>,
     home: Home,
     iova_space: Arc<IovaSpace>,
 }
 
-/// Place of the pairs.
+/// Storage of the pairs.
 #[derive(Debug)]
 enum Home {
-    /// In memory, by the name of their key space.
+    /// Key spaces in memory, by name.
     Memory(Mutex<BTreeMap<u64, Arc<MemorySpace>>>),
-    /// In a file.
+    /// Key spaces in a file.
     File(Arc<FilePairs>),
 }
 
@@ -170,7 +170,7 @@ impl KeyValueController {
         home: Home,
     ) -> Self {
         let limits = Limits {
-            // Of the NVM Command Set there are none.
+            // No optional commands of the NVM Command Set.
             commands: Oncs(0),
             volatile_write_cache: false,
             deallocated_reads_zeroes: false,
@@ -197,7 +197,7 @@ impl KeyValueController {
         }
     }
 
-    /// A drive in memory with room for so many bytes.
+    /// Creates a drive in memory with a capacity of `capacity` bytes.
     #[must_use]
     pub fn memory(capacity: u64, profile: &KvProfile) -> Self {
         let identity = format!("memory:{capacity}");
@@ -206,11 +206,11 @@ impl KeyValueController {
         Self::new(identity.into(), model, capacity, profile, home)
     }
 
-    /// A drive in a file, which one of `threads` reads and writes. A file without anything in it becomes
-    /// one with room for as many bytes as it is long.
+    /// Creates a drive in a file, which one of `threads` reads and writes. An empty file becomes a drive with the file's length
+    /// as its capacity.
     ///
     /// # Errors
-    /// All of [`KeyValueError`] but [`KeyValueError::Null`] and [`KeyValueError::Faults`].
+    /// Returns any [`KeyValueError`] except [`KeyValueError::Null`] and [`KeyValueError::Faults`].
     pub fn file(
         path: &Path,
         profile: &KvProfile,
@@ -228,7 +228,8 @@ impl KeyValueController {
         Ok(Self::new(identity, model, capacity, profile, home))
     }
 
-    /// Sets the time after which a transaction on the file fails the queues. Without a timeout, they wait as long as it takes.
+    /// Sets the timeout after which a pending transaction on the file fails the queues. Without a timeout, queues wait
+    /// indefinitely.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
         if let Home::File(pairs) = &self.home {
@@ -259,7 +260,7 @@ impl HostController for KeyValueController {
         &self.iova_space
     }
 
-    /// A file of pairs is locked as a whole when it is opened.
+    /// Takes no locks, because a file of pairs is locked as a whole when it is opened.
     fn open_lease(
         self: Arc<Self>,
         request: &HostLeaseRequest<'_>,
@@ -268,7 +269,7 @@ impl HostController for KeyValueController {
         let name = bytes.start();
         let home = match &self.home {
             Home::Memory(spaces) => {
-                // Each change is complete before anything can panic.
+                // The state is consistent wherever a panic can occur.
                 let mut spaces = spaces.lock().unwrap_or_else(PoisonError::into_inner);
                 SpaceHome::Memory(spaces.entry(name).or_default().clone())
             }
@@ -293,7 +294,7 @@ impl HostController for KeyValueController {
     }
 }
 
-/// The keys of a lease.
+/// The key space of a lease.
 #[derive(Clone, Debug)]
 pub struct KeySpace {
     format: NamespaceKeys,
@@ -304,7 +305,7 @@ pub struct KeySpace {
 #[derive(Clone, Debug)]
 enum SpaceHome {
     Memory(Arc<MemorySpace>),
-    /// By its name in the file.
+    /// A key space in a file, and its name.
     File(Arc<FilePairs>, u64),
 }
 

@@ -1,7 +1,7 @@
-//! Completions that wait until the model of their drive is done with them.
+//! Completions that are held until the drive's timing model says they are due.
 //!
-//! A store carries a command out at once, or as soon as it can. The model counts the command's time from its arrival,
-//! so a store that takes longer adds nothing to that.
+//! The store executes a command as soon as it can. The model counts the command's time from its arrival, so the store's own
+//! time is included.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use crate::model::{Calendar, Clock, HostClock, KvModel, KvWork, RoundedUp};
 use nvme_mpt::clock::{Ticks, ticks_in};
 use nvme_mpt::host::{CompletionTaker, HostCompletion};
 
-/// Times that are told apart. A completion is late by so much at most, beside what its poller takes.
+/// Time resolution. A completion is at most this late, not counting the poller's own delay.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// A command that waits.
+/// Arrival and result of a command.
 #[derive(Clone, Copy, Debug, Default)]
 struct Waiting {
     arrived: RoundedUp,
@@ -26,7 +26,7 @@ pub(super) struct Pace<C = HostClock> {
     model: Arc<KvModel>,
     clock: C,
     held: Calendar,
-    /// By slot.
+    /// Waiting commands, indexed by slot.
     waiting: Box<[Waiting]>,
     hurried: bool,
 }
@@ -48,7 +48,7 @@ impl<C: Clock> Pace<C> {
         }
     }
 
-    /// Commands of some slots arrive now.
+    /// Records that commands in these slots arrive now.
     pub(super) fn arrive(&mut self, slots: impl Iterator<Item = u16>) {
         let arrived = self.held.begin(self.clock.now());
         for slot in slots {
@@ -58,7 +58,7 @@ impl<C: Clock> Pace<C> {
         }
     }
 
-    /// Holds a completion until its work is done, which the drive has only then.
+    /// Holds a completion until the model has done the command's work. The work is known only when the command is executed.
     pub(super) fn hold<'a>(
         &mut self,
         completion: HostCompletion,
@@ -75,7 +75,7 @@ impl<C: Clock> Pace<C> {
         self.held.hold(slot, status, RoundedUp(due));
     }
 
-    /// Hands over what is due.
+    /// Hands over completions that are due.
     pub(super) fn release(&mut self, mut taker: impl CompletionTaker) {
         let Self { held, waiting, .. } = self;
         let now = match self.hurried {
@@ -89,7 +89,7 @@ impl<C: Clock> Pace<C> {
         });
     }
 
-    /// A reset of a drive takes no longer for what it has in flight.
+    /// Lets a reset of the drive finish without waiting for held completions.
     pub(super) fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;
     }

@@ -1,19 +1,19 @@
-//! Effects of the Key Value Command Set's commands on the pairs of a key space, wherever those are.
+//! Effects of Key Value commands on the pairs of a key space, independent of the storage.
 
 use nvme_mpt::spec::key_value::{Batch, Key, KeyList, StepStatus};
 use nvme_mpt::spec::status::Status;
 
 use crate::model::{KvAccess, KvWork};
 
-/// Bytes of a capacity that a pair takes besides its value: the key, and its overhead.
+/// Bytes of capacity for a pair's key and overhead, and the granularity of its value.
 pub(super) const PAIR_BYTES: u64 = 64;
 
-/// Returns the bytes of a capacity that a pair with a value of this many bytes takes.
+/// Returns the bytes of capacity that a pair with a value of `value` bytes uses.
 pub(super) fn footprint(value: usize) -> u64 {
     PAIR_BYTES + (value as u64).next_multiple_of(PAIR_BYTES)
 }
 
-/// Part of its capacity that a key space uses.
+/// Used part of a key space's capacity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Usage {
     pub(super) bytes: u64,
@@ -25,22 +25,22 @@ pub(super) struct Usage {
 pub(super) enum Request {
     Query(Query),
     Change(Change),
-    /// Steps that are carried out together, or the status of those that cannot be.
+    /// Steps of a Batch. A step that cannot be executed is replaced by its status.
     Batch(Vec<Result<Step, StepStatus>>),
 }
 
-/// Step of a batch.
+/// Step of a Batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     Change(Change),
-    /// Asks whether a key is there.
+    /// Checks whether a key exists.
     Exist {
         key: Key,
     },
 }
 
 impl Step {
-    /// Returns the work that a drive has with it.
+    /// Returns the step as work for the timing model.
     fn work(&self) -> KvWork {
         let (access, bytes) = match self {
             Self::Change(Change::Store { value, .. }) => (KvAccess::Store, value.len() as u64),
@@ -54,24 +54,24 @@ impl Step {
 /// Request that changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Query {
-    /// The first bytes of a value.
+    /// Returns the first `room` bytes of a value.
     Retrieve { key: Key, room: usize },
-    /// Asks whether a key is there.
+    /// Checks whether a key exists.
     Exist { key: Key },
-    /// Keys from one on.
+    /// Lists the keys from `from` on, in up to `room` bytes.
     List { from: Key, room: usize },
 }
 
 /// Request that changes pairs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Change {
-    /// A value for a key, if the key is there or not there as it has to be.
+    /// Stores a value, if the presence of the key meets the condition.
     Store {
         key: Key,
         value: Vec<u8>,
         only_if: Option<Presence>,
     },
-    /// No value for a key any more.
+    /// Deletes a key and its value.
     Delete { key: Key },
 }
 
@@ -82,23 +82,23 @@ pub(super) enum Presence {
     Absent,
 }
 
-/// End of a command.
+/// Result of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reply {
     pub(super) status: Status,
     /// Dword 0 of the completion.
     pub(super) dw0: u32,
-    /// Data for the host, if it has as much room.
+    /// Data for the host's buffer.
     pub(super) data: Vec<u8>,
-    /// The work of the steps of a batch.
+    /// Work of the steps of a Batch for the timing model.
     pub(super) steps: Vec<KvWork>,
 }
 
 impl Reply {
-    /// A command that did what it is for and has nothing to tell.
+    /// Success without further results.
     pub(super) const DONE: Self = Self::of(Status::SUCCESS);
 
-    /// A status, and nothing else.
+    /// Returns a reply with a status only.
     pub(super) const fn of(status: Status) -> Self {
         Self {
             status,
@@ -111,30 +111,30 @@ impl Reply {
 
 /// The pairs of a key space.
 pub(super) trait Pairs {
-    /// Error of the place in which they are kept.
+    /// Error of the storage.
     type Error;
 
-    /// Shows the value of a key, if there is one.
+    /// Calls `show` with the value of a key, if the key exists.
     fn with_value<R>(
         &self,
         key: &Key,
         show: impl FnOnce(&[u8]) -> R,
     ) -> Result<Option<R>, Self::Error>;
 
-    /// Shows keys in their order, from one on, until `show` has seen enough.
+    /// Calls `show` with each key from `from` on, in order, until it returns `false`.
     fn for_each_key(&self, from: &Key, show: impl FnMut(&Key) -> bool) -> Result<(), Self::Error>;
 }
 
 /// Pairs that can be changed.
 pub(super) trait PairsMut: Pairs {
-    /// Gives a key a value, in place of the one that it may have.
+    /// Stores a value, replacing an existing one.
     fn insert(&mut self, key: &Key, value: Vec<u8>) -> Result<(), Self::Error>;
 
-    /// Takes a key and its value away.
+    /// Deletes a key and its value.
     fn remove(&mut self, key: &Key) -> Result<(), Self::Error>;
 }
 
-/// Answers a query.
+/// Executes a query.
 pub(super) fn answer<P: Pairs>(pairs: &P, query: Query) -> Result<Reply, P::Error> {
     match query {
         Query::Retrieve { key, room } => {
@@ -161,7 +161,7 @@ pub(super) fn answer<P: Pairs>(pairs: &P, query: Query) -> Result<Reply, P::Erro
 
 const MISSING: Reply = Reply::of(Status::KV_KEY_DOES_NOT_EXIST);
 
-/// Tells of a value of so many bytes: no more than a command can have.
+/// Returns a successful reply with the size of a value. Values are limited to less than 4 GiB.
 fn sized(value: usize) -> Reply {
     Reply {
         dw0: value as u32,
@@ -169,7 +169,7 @@ fn sized(value: usize) -> Reply {
     }
 }
 
-/// Carries out the steps of a batch in their order. One that fails leaves the others as they are.
+/// Executes the steps of a Batch in order. A failed step does not affect the others.
 pub(super) fn carry_out<P: PairsMut>(
     pairs: &mut P,
     usage: &mut Usage,
@@ -194,7 +194,7 @@ pub(super) fn carry_out<P: PairsMut>(
     Ok(reply)
 }
 
-/// Returns the status of a step that ended as a command of its own would.
+/// Converts the status of a command to the status of a step.
 fn status_of(status: Status) -> StepStatus {
     match status {
         Status::SUCCESS => StepStatus::DONE,
@@ -205,7 +205,7 @@ fn status_of(status: Status) -> StepStatus {
     }
 }
 
-/// Makes a change to pairs that use some of a capacity.
+/// Executes a change, within the capacity of the key space.
 pub(super) fn change<P: PairsMut>(
     pairs: &mut P,
     usage: &mut Usage,
@@ -226,8 +226,8 @@ pub(super) fn change<P: PairsMut>(
             }
             let left = usage.bytes.saturating_sub(there.map_or(0, footprint));
             let bytes = left + footprint(value.len());
-            // A smaller value for a key that is there is always taken. So a lease that became
-            // smaller than what it holds can be brought back below its capacity.
+            // Replacing a value by a smaller one always succeeds. This lets a guest shrink its usage after its lease became
+            // smaller than its content.
             if bytes > capacity && bytes >= usage.bytes {
                 return Ok(Reply::of(Status::CAPACITY_EXCEEDED));
             }

@@ -1,5 +1,5 @@
-//! A queue pair of a drive of keys and values. Values move between guest memory and requests here, in the
-//! poller; requests are carried out at once in memory, and by a thread of the drive's own in a file.
+//! A queue pair of a key-value drive. The poller copies values between guest memory and requests. Requests on memory are
+//! executed at once; requests on a file are executed by the drive's thread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -25,30 +25,30 @@ use nvme_mpt::spec::opcode::KvOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Most bytes of values that a queue has on the way to or from a file: several of the largest, and not all
-/// that a guest can name at once.
+/// Maximum bytes of values in flight between a queue and a file: several of the largest values, but less than a guest can
+/// request at once.
 const BYTES_ON_THE_WAY: usize = 4 << 20;
 
-/// A queue of a key space.
+/// A queue pair of a key space.
 #[derive(Debug)]
 pub struct KeyValueQueue {
     format: NamespaceKeys,
     lane: Lane,
-    /// Commands that were submitted and not rung in.
+    /// Submitted commands whose doorbell was not rung.
     arriving: Vec<Sqe>,
     ended: Ended,
 }
 
-/// Commands that ended.
+/// Completed commands.
 #[derive(Debug)]
 struct Ended {
     completed: Vec<HostCompletion>,
-    /// Those that are not due, on a drive that keeps time.
+    /// Completions that are not due, if the drive has a timing model.
     pace: Option<Pace>,
 }
 
 impl Ended {
-    /// A command ended with a reply, whose data goes into guest memory first.
+    /// Adds a completed command, after copying its data to guest memory.
     fn add(&mut self, sqe: &Sqe, reply: &Reply, memory: HostMemory<'_>) {
         let completion = complete(sqe, reply, memory);
         match &mut self.pace {
@@ -58,23 +58,23 @@ impl Ended {
     }
 }
 
-/// Way of requests.
+/// Path of requests to the storage.
 #[derive(Debug)]
 enum Lane {
     Memory(Arc<MemorySpace>),
     File(FileLane),
 }
 
-/// Requests of one queue that a file's thread has or is to get.
+/// Requests of one queue to the thread of a file.
 #[derive(Debug)]
 struct FileLane {
     pairs: Arc<FilePairs>,
-    /// The key space.
+    /// Name of the key space.
     name: u64,
     mailbox: Arc<Mailbox>,
     /// Commands that the thread has, by slot.
     asked: Box<[Sqe]>,
-    /// Commands that wait for others to leave room.
+    /// Commands that wait until fewer bytes are in flight.
     waiting: VecDeque<Sqe>,
     bytes: usize,
     /// Replies of the thread.
@@ -82,27 +82,27 @@ struct FileLane {
     /// Number of requests that the thread has.
     requests: usize,
     progress: Progress,
-    /// True if the thread does not go on.
+    /// True if the thread makes no progress.
     failed: bool,
 }
 
-/// Progress of the file's thread, as a queue sees it that waits for replies.
+/// Progress of the file's thread, as observed by a queue that waits for replies.
 #[derive(Debug)]
 struct Progress {
     looks: Looks,
-    /// Number of batches that the thread had taken, and the count of looks by then.
+    /// Number of batches taken at the last progress, and the look count then.
     batches: u64,
     since: u32,
 }
 
-/// Time for which the thread has not gone on.
+/// How long the thread has made no progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Standstill {
-    /// None that is worth a word.
+    /// Within the normal range.
     Short,
-    /// Longer than a drive needs that is well: returned once.
+    /// Longer than a healthy drive needs. Returned once per pause.
     Overdue,
-    /// Longer than the timeout of the drive.
+    /// Longer than the drive's timeout.
     Lost,
 }
 
@@ -115,13 +115,13 @@ impl Progress {
         }
     }
 
-    /// Begins anew: nothing was waited for.
+    /// Restarts the measurement.
     fn begin(&mut self, batches: u64) {
         self.batches = batches;
         self.since = self.looks.count;
     }
 
-    /// Looks at the number of batches that the thread took.
+    /// Compares the number of batches with the last look.
     fn look(&mut self, now: Ticks, batches: u64, timeout: Option<u32>) -> Standstill {
         self.looks.look(now);
         if batches != self.batches {
@@ -166,7 +166,7 @@ impl KeyValueQueue {
 }
 
 impl FileLane {
-    /// Hands requests over to the thread while there is room for what they move.
+    /// Passes waiting requests to the thread while their bytes are within the limit.
     fn advance(&mut self, format: &NamespaceKeys, memory: HostMemory<'_>, ended: &mut Ended) {
         let mut asked = Vec::new();
         while let Some(sqe) = self.waiting.front() {
@@ -206,7 +206,7 @@ impl FileLane {
         self.pairs.ask(self.name, asked);
     }
 
-    /// Looks now and then whether the thread goes on.
+    /// Checks the thread's progress periodically.
     fn look(&mut self) {
         let now = Ticks::now();
         if self.failed || self.requests == 0 || now < self.progress.looks.next {
@@ -232,7 +232,7 @@ impl FileLane {
         }
     }
 
-    /// Takes what the thread is done with.
+    /// Takes the thread's replies.
     fn take_replies(&mut self, memory: HostMemory<'_>, ended: &mut Ended) {
         self.mailbox.take(&mut self.replies);
         for (slot, reply) in self.replies.drain(..) {
@@ -246,9 +246,9 @@ impl FileLane {
     }
 }
 
-/// Bytes that a command moves at most, and something for the request itself.
+/// Returns the maximum of bytes that a command transfers, plus the size of the request.
 fn bytes_of(sqe: &Sqe) -> usize {
-    // Those with data have its length in the same place.
+    // All commands with data have its length in the same place.
     let data = match KvOpcode(sqe.opcode()) {
         KvOpcode::STORE | KvOpcode::RETRIEVE | KvOpcode::LIST | KvOpcode::BATCH => {
             Retrieve::from(sqe).hbs
@@ -258,7 +258,7 @@ fn bytes_of(sqe: &Sqe) -> usize {
     data as usize + size_of::<Asked>()
 }
 
-/// Returns the request of a command; nothing if it is complete.
+/// Converts a command to a request, or returns `None` if the command is already complete.
 fn request(
     sqe: &Sqe,
     format: &NamespaceKeys,
@@ -266,14 +266,14 @@ fn request(
 ) -> Result<Option<Request>, Status> {
     if KvOpcode(sqe.opcode()) == KvOpcode::BATCH {
         let Batch { length, count } = Batch::from(sqe);
-        // The guest may write to it meanwhile, so it is looked at here.
+        // Copy the data before checking it, because the guest may write to it at any time.
         let data = fetch(sqe, length, memory)?;
         let steps = batch::steps(&data, count, format.value_bytes_max)?;
         return Ok(Some(Request::Batch(steps)));
     }
     let key = Key::of(sqe).ok_or(Status::INVALID_KEY_SIZE)?;
     Ok(Some(match KvOpcode(sqe.opcode()) {
-        // The effect of a completed command is durable, or ends with the process.
+        // A completed command is durable, or ends with the process.
         KvOpcode::FLUSH => return Ok(None),
         KvOpcode::STORE => {
             let Store {
@@ -308,7 +308,7 @@ fn request(
     }))
 }
 
-/// Returns the work of a command that ended with a reply; nothing if the drive has none with it, or with its steps alone.
+/// Returns the work of a command for the timing model. A Flush has no work, and a Batch has only the work of its steps.
 fn work(sqe: &Sqe, reply: &Reply) -> Option<KvWork> {
     let (access, bytes) = match KvOpcode(sqe.opcode()) {
         KvOpcode::STORE => (KvAccess::Store, Store::from(sqe).vs.into()),
@@ -321,7 +321,7 @@ fn work(sqe: &Sqe, reply: &Reply) -> Option<KvWork> {
     Some(KvWork { access, bytes })
 }
 
-/// Copies a value out of guest memory.
+/// Copies a value from guest memory.
 fn fetch(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, Status> {
     let mut value = vec![0; len as usize];
     if value.is_empty() {
@@ -336,7 +336,7 @@ fn fetch(sqe: &Sqe, len: u32, memory: HostMemory<'_>) -> Result<Vec<u8>, Status>
     Ok(value)
 }
 
-/// The completion of a command, whose data goes into guest memory first.
+/// Creates the completion of a command, after copying its data to guest memory.
 fn complete(sqe: &Sqe, reply: &Reply, memory: HostMemory<'_>) -> HostCompletion {
     let handed_over = hand_over(sqe, &reply.data, memory);
     let status = match handed_over {
@@ -345,18 +345,18 @@ fn complete(sqe: &Sqe, reply: &Reply, memory: HostMemory<'_>) -> HostCompletion 
     };
     HostCompletion {
         slot: sqe.cid().0,
-        // None of them is healed by time.
+        // A retry would not succeed.
         status: status.with_dnr(!status.is_success()),
         dw0: reply.dw0,
     }
 }
 
-/// Copies data to where a command wants it; what follows it stays as it is.
+/// Copies data to the command's buffer. The rest of the buffer is unchanged.
 fn hand_over(sqe: &Sqe, data: &[u8], memory: HostMemory<'_>) -> Result<(), Status> {
     if data.is_empty() {
         return Ok(());
     }
-    // The length of the host's buffer decides whether the second PRP entry is a list.
+    // The length of the host's buffer decides whether PRP2 points to a list.
     let room = Retrieve::from(sqe).hbs;
     let mut rest = data;
     DataPointer::of(sqe).for_each(memory, room.into(), |part| {
@@ -428,12 +428,12 @@ impl HostQueue for KeyValueQueue {
         }
     }
 
-    /// The thread of a file owns copies of all that its requests name.
+    /// Nothing to wait for: the thread owns copies of all data.
     fn settle(&mut self) -> bool {
         true
     }
 
-    /// Requests that wait for room do not reach the thread any more.
+    /// Ends the requests that the thread does not have yet.
     fn cut_short(&mut self) {
         if let Lane::File(lane) = &mut self.lane {
             let ended = lane.waiting.drain(..).map(|sqe| HostCompletion {

@@ -1,4 +1,4 @@
-//! Desk between queues and the thread of a file of pairs: requests, and their replies.
+//! Request queue between the queue pairs and the thread of a file of pairs, and the mailboxes for replies.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -12,25 +12,25 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::key_value::pairs::{Change, Query, Reply, Request, Step};
 use nvme_mpt::memory::sync::{Condvar, Mutex, MutexGuard};
 
-/// Most requests on one key space in a transaction, and bytes that they move after which no more of them
-/// are added: a guest that asks for a lot makes others wait for that much of it.
+/// Maximum of requests per key space in a transaction, and of bytes after which no more are added. They bound how long a guest
+/// with many requests delays others.
 const BATCH_REQUESTS: usize = 64;
 const BATCH_BYTES: usize = 4 << 20;
 
-/// A request of a queue.
+/// A request of a queue pair.
 #[derive(Debug)]
 pub(in super::super) struct Asked {
-    /// Mailbox of its reply.
+    /// Mailbox for the reply.
     pub(in super::super) mailbox: Arc<Mailbox>,
-    /// Which command of the queue it is.
+    /// Slot of the command in its queue.
     pub(in super::super) slot: u16,
-    /// Bytes of pairs that the key space has room for.
+    /// Capacity of the key space in bytes.
     pub(in super::super) capacity: u64,
     pub(in super::super) request: Request,
 }
 
 impl Asked {
-    /// Bytes that it moves at most.
+    /// Returns the maximum of bytes that the request transfers.
     fn bytes(&self) -> usize {
         match &self.request {
             Request::Change(Change::Store { value, .. }) => value.len(),
@@ -47,18 +47,18 @@ impl Asked {
     }
 }
 
-/// Requests that wait for the thread. Each queue bounds its own.
+/// Requests that wait for the thread. Each queue bounds its own requests.
 #[derive(Debug, Default)]
 pub(super) struct Desk {
     state: Mutex<State>,
     bell: Condvar,
-    /// Number of batches that the thread took.
+    /// Number of batches that the thread has taken.
     batches: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// By key space, in the order that they came in.
+    /// Requests by key space, in order of arrival.
     asked: BTreeMap<u64, VecDeque<Asked>>,
     closed: bool,
 }
@@ -69,18 +69,19 @@ impl Desk {
         self.bell.notify_one();
     }
 
-    /// Number of batches that the thread took: while it stays, the thread has not done the last one.
+    /// Returns the number of batches that the thread has taken. While the number is unchanged, the thread is processing the
+    /// last batch.
     pub(super) fn batches(&self) -> u64 {
         self.batches.load(Ordering::Relaxed)
     }
 
-    /// No more requests will come.
+    /// Announces that no more requests follow.
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.bell.notify_one();
     }
 
-    /// Waits for requests, and takes some of each key space; `None` once no more will come.
+    /// Waits for requests and takes some of each key space. Returns `None` once the queue is closed and empty.
     pub(super) fn next_batch(&self) -> Option<Vec<(u64, Asked)>> {
         let state = self.lock();
         let mut state = self
@@ -107,19 +108,19 @@ impl Desk {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change is complete before anything can panic.
+        // The state is consistent wherever a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Replies to a queue's requests.
+/// Replies to the requests of a queue pair.
 ///
-/// The event is signalled while there are any, and changes with them under the lock: a poller that sleeps
-/// is woken for each, and never for none.
+/// The event is signalled while there are replies, and changes under the same lock. So every reply wakes a sleeping poller, and
+/// an empty mailbox never does.
 #[derive(Debug)]
 pub(in super::super) struct Mailbox {
     replies: Mutex<Vec<(u16, Reply)>>,
-    /// Spares a poller that looks the lock.
+    /// True if there are replies. Lets a poller check without the lock.
     any: AtomicBool,
     event: EventFd,
 }
@@ -133,7 +134,7 @@ impl Mailbox {
         })
     }
 
-    /// Becomes readable when there are replies.
+    /// Returns a descriptor that is readable while there are replies.
     pub(in super::super) fn wait_fd(&self) -> RawFd {
         self.event.as_raw_fd()
     }
@@ -169,7 +170,7 @@ impl Mailbox {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<(u16, Reply)>> {
-        // Each change is complete before anything can panic.
+        // The state is consistent wherever a panic can occur.
         self.replies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

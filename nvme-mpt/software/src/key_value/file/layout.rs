@@ -1,5 +1,4 @@
-//! The file that pairs are in: a page that says so, and how much there is room for; the database behind it
-//! is as long as it has to be.
+//! Layout of a file of pairs: a header page with format and capacity, followed by the database, which grows as needed.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -18,13 +17,13 @@ use nvme_mpt_paths::{Entry, OFlags};
 
 const MAGIC: [u8; 8] = *b"mpt-kv\r\n";
 
-/// Start of the database.
+/// Offset of the database.
 const DATABASE: u64 = 4096;
 
-/// First bytes of the database once it has been made.
+/// First bytes of a complete database.
 const DATABASE_MAGIC: [u8; 4] = *b"redb";
 
-/// Bytes of a file that are examined together for content.
+/// Bytes that are read at a time when checking for content.
 const LOOK: usize = 1 << 20;
 
 #[repr(C)]
@@ -37,7 +36,7 @@ struct Header {
     capacity: u64,
 }
 
-/// A file of pairs.
+/// An open file of pairs.
 #[derive(Clone, Debug)]
 pub(super) struct PairsFile {
     path: PathBuf,
@@ -46,20 +45,20 @@ pub(super) struct PairsFile {
 }
 
 impl PairsFile {
-    /// Opens a file of pairs, or makes one of an empty file, and keeps everybody else from it.
+    /// Opens a file of pairs, or formats an empty file. Locks the file against other processes.
     pub(super) fn open(path: &Path) -> Result<(Self, RangeLock), KeyValueError> {
         let io = |source| KeyValueError::Io {
             path: path.to_owned(),
             source,
         };
-        // A link of another user could lead to the file of a third one.
+        // A symbolic link of one user could lead to the file of another.
         let entry = Entry::find(path).map_err(|error| io(error.into()))?;
         let path = entry.path().to_owned();
         if !path.symlink_metadata().map_err(io)?.is_file() {
             return Err(KeyValueError::NotAFile(path));
         }
         let open = || entry.reopen(OFlags::RDWR);
-        // To the end of what can be locked.
+        // Length 0 locks up to the largest offset.
         let lock = RangeLock::claim(open().map_err(io)?, 0, 0).map_err(|error| match error {
             ClaimError::Io(source) => io(source),
             taken @ ClaimError::Taken { .. } => KeyValueError::InUse {
@@ -68,7 +67,7 @@ impl PairsFile {
             },
         })?;
         let file = open().map_err(io)?;
-        // The process before may have ended after a sync that failed: the page cache then has what the disk has not.
+        // If a sync failed before the old server ended, the page cache differs from the disk. Drop it.
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
             .map_err(|errno| io(errno.into()))?;
         let capacity = match read_header(&file).map_err(io)? {
@@ -84,7 +83,7 @@ impl PairsFile {
             None if is_empty(&file).map_err(io)? => make(&file).map_err(io)?,
             None => return Err(KeyValueError::Foreign(path)),
         };
-        // The process ended before there was a database: there is nothing to lose.
+        // A process ended before it created the database, so there is no data to lose.
         if !has_database(&file).map_err(io)? {
             file.set_len(DATABASE).map_err(io)?;
             file.sync_all().map_err(io)?;
@@ -107,7 +106,7 @@ impl PairsFile {
     }
 }
 
-/// The header, if it is that of a file of pairs.
+/// Reads the header. Returns `None` if the file is not a file of pairs.
 fn read_header(file: &File) -> io::Result<Option<Header>> {
     let mut bytes = [0; size_of::<Header>()];
     if file.metadata()?.len() < DATABASE {
@@ -118,7 +117,7 @@ fn read_header(file: &File) -> io::Result<Option<Header>> {
     Ok(header.filter(|header| header.magic == MAGIC))
 }
 
-/// Makes a file of pairs of an empty one. Returns its capacity, which is how long it was.
+/// Writes the header of an empty file. Returns the capacity, which is the file's length.
 fn make(file: &File) -> io::Result<u64> {
     let capacity = file.metadata()?.len();
     let header = Header {
@@ -141,9 +140,9 @@ fn has_database(file: &File) -> io::Result<bool> {
     Ok(magic == DATABASE_MAGIC)
 }
 
-/// Returns whether a file has nothing but zeroes in it. Anything else could be somebody's data.
+/// Returns whether a file contains only zeroes. Anything else could be data.
 fn is_empty(file: &File) -> io::Result<bool> {
-    // A file system keeps content without a block of its own only at the beginning of a file.
+    // A file without blocks can have content only at its beginning, stored in the inode.
     let has_blocks = file.metadata()?.blocks() > 0;
     let mut file = file;
     let mut bytes = vec![0; LOOK];
@@ -158,7 +157,7 @@ fn is_empty(file: &File) -> io::Result<bool> {
     }
 }
 
-/// The part of the file that the database has.
+/// Gives the database the part of the file after the header.
 impl StorageBackend for PairsFile {
     fn len(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len().saturating_sub(DATABASE))

@@ -1,11 +1,11 @@
-//! Pairs in a file, which outlive the process: what completed is there after a crash or a power failure.
+//! Pairs in a file. A completed command survives a crash and a power failure.
 //!
-//! `layout` is the file, and `synced` has a sync cover all writes before it. `store` carries requests out in
-//! transactions of an embedded database. `desk` is between the queues and the thread that does so. A transaction takes
-//! a sync of the file, so it makes no poller wait, and has as many requests in it as there are.
+//! `layout` defines the file, and `synced` makes a sync cover all earlier writes. `store` executes requests in transactions of
+//! an embedded database. `desk` passes requests from the queues to the thread that does so. A transaction includes a sync of
+//! the file, so it runs outside the pollers and combines all requests that wait.
 //!
-//! After an error of the file system the database is opened again, which undoes the transaction; the commands in it get
-//! Unrecovered Error.
+//! After a file system error the database is reopened, which rolls the transaction back. Its commands end with Unrecovered
+//! Error.
 
 mod desk;
 #[cfg(feature = "key-value-files")]
@@ -36,10 +36,10 @@ use nvme_mpt::poller::Threads;
 #[cfg(feature = "key-value-files")]
 use store::PairStore;
 
-/// Format of a file of pairs.
+/// Version of the file format.
 pub(super) const VERSION: u32 = 1;
 
-/// Usage of each key space, by name, as of the last transaction.
+/// Usage of each key space by name, as of the last transaction.
 #[derive(Debug, Default)]
 struct Usages(Mutex<BTreeMap<u64, Usage>>);
 
@@ -53,15 +53,15 @@ impl Usages {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u64, Usage>> {
-        // Each change is complete before anything can panic.
+        // The state is consistent wherever a panic can occur.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Longest wait for the thread at the end.
+/// Time to wait for the thread when the drive is closed.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A file of pairs that is open, and its thread.
+/// An open file of pairs, with its thread.
 #[derive(Debug)]
 pub(super) struct FilePairs {
     path: PathBuf,
@@ -71,18 +71,18 @@ pub(super) struct FilePairs {
     thread: Option<JoinHandle<()>>,
     /// Disconnected when the thread ends.
     end: Mutex<Receiver<()>>,
-    /// Time after which a transaction fails the queues that wait for it, if there is one.
+    /// Time after which a transaction fails the queues that wait for it.
     timeout: OnceLock<Duration>,
 }
 
 impl FilePairs {
-    /// Refuses: this build has no database for them.
+    /// Fails, because this build has no database.
     #[cfg(not(feature = "key-value-files"))]
     pub(super) fn open(path: &Path, _: &Threads) -> Result<Self, KeyValueError> {
         Err(KeyValueError::NotBuilt(path.to_owned()))
     }
 
-    /// Opens a file of pairs, or makes one of an empty file.
+    /// Opens a file of pairs, or formats an empty file.
     #[cfg(feature = "key-value-files")]
     pub(super) fn open(path: &Path, threads: &Threads) -> Result<Self, KeyValueError> {
         let (file, lock) = PairsFile::open(path)?;
@@ -100,7 +100,8 @@ impl FilePairs {
         let work = Box::new({
             let desk = desk.clone();
             move || {
-                // Nobody else opens the file before the kernel has done with it here.
+                // Keep the lock until the thread ends, so that no other process opens the file while the kernel may still write
+                // to it.
                 let _until_the_end = (ending, lock);
                 while let Some(asked) = desk.next_batch() {
                     store.carry_out(asked);
@@ -125,43 +126,43 @@ impl FilePairs {
         })
     }
 
-    /// Sets the time that a transaction may take.
+    /// Sets the timeout of a transaction.
     pub(super) fn set_timeout(&self, timeout: Duration) {
-        // The first one stays: a drive has one.
+        // A drive has one timeout: later calls are ignored.
         let _ = self.timeout.set(timeout);
     }
 
-    /// Returns the time that a transaction may take, if there is a bound.
+    /// Returns the timeout of a transaction.
     pub(super) fn timeout(&self) -> Option<Duration> {
         self.timeout.get().copied()
     }
 
-    /// Its path without links.
+    /// Returns the path without symbolic links.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// For how many bytes it was made.
+    /// Returns the capacity in bytes.
     pub(super) fn capacity(&self) -> u64 {
         self.capacity
     }
 
-    /// Returns the part of its capacity that a key space uses.
+    /// Returns the usage of a key space.
     pub(super) fn usage(&self, name: u64) -> Usage {
         self.usages.get(name)
     }
 
-    /// Hands requests on a key space over to the thread. Their replies come to their mailboxes.
+    /// Passes requests on a key space to the thread, which replies to their mailboxes.
     pub(super) fn ask(&self, name: u64, asked: Vec<Asked>) {
         self.desk.ask(name, asked);
     }
 
-    /// Number of batches that the thread took.
+    /// Returns the number of batches that the thread has taken.
     pub(super) fn batches(&self) -> u64 {
         self.desk.batches()
     }
 
-    /// Ends the thread, and waits for that. Returns whether it has ended.
+    /// Stops the thread and waits for it. Returns whether it has ended.
     fn end(&mut self, patience: Duration) -> bool {
         self.desk.close();
         let Some(thread) = self.thread.take() else {
@@ -175,7 +176,7 @@ impl FilePairs {
             );
             return false;
         }
-        // It has nothing to tell: what it panicked of is in the log.
+        // A panic of the thread is already logged.
         let _ended = thread.join();
         true
     }

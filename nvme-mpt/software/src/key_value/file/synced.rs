@@ -1,9 +1,9 @@
-//! A file whose successful sync covers every write before it.
+//! A file whose successful sync covers every earlier write.
 //!
-//! What the kernel cannot write back counts as written from then on: the page cache still has it, and the next sync
-//! succeeds without it (Linux, `mm/filemap.c` and `lib/errseq.c`). A database would then build on pages that no disk
-//! has. So what a failed sync was to write is read and written again before the next one. The page cache may have given
-//! it up meanwhile; then the disk's content is read, and the two agree again.
+//! After a failed write-back, the kernel treats pages as clean: the page cache keeps their content, and the next sync succeeds
+//! without writing them (Linux, `mm/filemap.c` and `lib/errseq.c`). A database would then rely on data that is not on disk. So
+//! after a failed sync, all unsynced ranges are read and written again before the next sync. If the page cache has dropped them
+//! in between, the disk's content is read, and cache and disk agree again.
 
 use std::io;
 use std::ops::Range;
@@ -13,10 +13,10 @@ use nvme_mpt::memory::sync::{Mutex, MutexGuard};
 
 use redb::StorageBackend;
 
-/// Most bytes that are written again together.
+/// Maximum bytes that are rewritten at a time.
 const PIECE: u64 = 1 << 20;
 
-/// A file, and its writes since the last sync that succeeded.
+/// A file with its writes since the last successful sync.
 #[derive(Clone, Debug)]
 pub(super) struct Synced<B> {
     file: B,
@@ -26,12 +26,12 @@ pub(super) struct Synced<B> {
 #[derive(Debug)]
 struct Unsynced {
     writes: Vec<Range<u64>>,
-    /// The last sync failed.
+    /// True if the last sync failed.
     failed: bool,
 }
 
 impl<B: StorageBackend> Synced<B> {
-    /// A file that a process before this one may have written without a sync.
+    /// Wraps a file that the old server may have written without a sync.
     pub(super) fn new(file: B) -> Self {
         let mut unsynced = Unsynced {
             writes: Vec::new(),
@@ -44,7 +44,7 @@ impl<B: StorageBackend> Synced<B> {
         }
     }
 
-    /// Reads and writes a range again, up to the end of the file.
+    /// Reads and rewrites a range, up to the end of the file.
     fn write_again(&self, range: &Range<u64>) -> io::Result<()> {
         let end = range.end.min(self.file.len()?);
         let mut at = range.start;
@@ -58,7 +58,7 @@ impl<B: StorageBackend> Synced<B> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Unsynced> {
-        // At worst, more is written again than has to be.
+        // At worst, more than necessary is rewritten.
         self.unsynced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

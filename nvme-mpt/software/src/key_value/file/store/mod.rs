@@ -1,4 +1,4 @@
-//! Requests on pairs in a file, carried out in transactions.
+//! Execution of requests on pairs in a file, in transactions.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,30 +18,30 @@ use crate::key_value::pairs::{Pairs, PairsMut, Reply, Request, Usage, answer, ca
 use nvme_mpt::spec::key_value::{KEY_LENGTH_MAX, Key};
 use nvme_mpt::spec::status::Status;
 
-/// Values by the name of their key space and their key.
+/// Values, by key space name and key.
 const PAIRS: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("pairs");
 
-/// Bytes and keys by the name of their key space.
+/// Bytes and keys, by key space name.
 const USAGE: TableDefinition<'_, u64, (u64, u64)> = TableDefinition::new("usage");
 
-/// Most memory for parts of the file, in bytes.
+/// Maximum size of the database's cache, in bytes.
 const CACHE: usize = 64 << 20;
 
-/// The database.
+/// The database of a file of pairs.
 #[derive(Debug)]
 pub(super) struct PairStore<B> {
-    /// For the log.
+    /// Path for the log.
     path: PathBuf,
     file: Synced<B>,
-    /// Closed after a failure, until it can be opened again.
+    /// `None` after a failure, until the database can be reopened.
     database: Option<Database>,
-    /// True if the log says so already.
+    /// True if the failure is already logged.
     failing: bool,
     usages: Arc<Usages>,
 }
 
 impl<B: StorageBackend + Clone> PairStore<B> {
-    /// Opens the database, which undoes what a crash left unfinished, or makes one.
+    /// Opens or creates the database. Opening rolls back a transaction that a crash interrupted.
     pub(super) fn open(path: PathBuf, file: B, usages: Arc<Usages>) -> Result<Self, redb::Error> {
         let mut store = Self {
             path,
@@ -55,7 +55,8 @@ impl<B: StorageBackend + Clone> PairStore<B> {
     }
 
     fn open_database(&self) -> Result<Database, redb::Error> {
-        // The database would take what the page cache has for what the disk has. After a sync that succeeds, it is.
+        // The database trusts the page cache, which differs from the disk after a failed sync. A successful sync makes them
+        // equal.
         let synced = self.file.sync_data().or_else(|_| self.file.sync_data());
         synced.map_err(StorageError::Io)?;
         let database = Database::builder()
@@ -77,8 +78,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
         Ok(database)
     }
 
-    /// Carries requests out, all that change something in one transaction, and replies when that is
-    /// durable.
+    /// Executes requests, with all changes in one transaction, and replies once the transaction is durable.
     pub(super) fn carry_out(&mut self, asked: Vec<(u64, Asked)>) {
         let (places, requests): (Vec<_>, Vec<_>) = asked
             .into_iter()
@@ -87,7 +87,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
                 (place, (name, asked.capacity, asked.request))
             })
             .unzip();
-        // A damaged file must leave no guest without an answer, whatever the database makes of it.
+        // If the database panics on a damaged file, guests must still get replies.
         let replies = catch_unwind(AssertUnwindSafe(|| self.replies(requests)));
         let replies = replies.unwrap_or_else(|_panic| {
             Err(StorageError::Corrupted("the database panicked".to_owned()).into())
@@ -98,7 +98,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
                 let path = self.path.display();
                 error!("The keys and values in {path} cannot be read or written: {error}");
             }
-            // After an error it refuses everything: opened again, it is as before the transaction.
+            // After an error the database refuses all requests. Reopening it restores the state before the transaction.
             self.database = None;
             let failed = Reply::of(Status::UNRECOVERED_ERROR);
             vec![failed; places.len()]
@@ -133,7 +133,7 @@ impl<B: StorageBackend + Clone> PairStore<B> {
     }
 }
 
-/// Carries requests out in a transaction, and commits it if anything changed.
+/// Executes requests in a transaction, and commits it if anything changed.
 fn change_all(
     transaction: WriteTransaction,
     requests: Vec<(u64, u64, Request)>,
@@ -183,7 +183,7 @@ fn change_all(
     Ok(replies)
 }
 
-/// A key in the table: the name of its key space, so that those lie together, and its bytes.
+/// A key in the table: the key space name, so that the keys of a space are adjacent, followed by the key's bytes.
 #[derive(Clone, Copy, Debug)]
 struct TableKey {
     bytes: [u8; Self::NAME + KEY_LENGTH_MAX],
@@ -196,7 +196,7 @@ impl TableKey {
     fn new(name: u64, key: &Key) -> Self {
         let mut bytes = [0; Self::NAME + KEY_LENGTH_MAX];
         let (space, rest) = bytes.split_at_mut(Self::NAME);
-        // The highest byte first, so that they are sorted as their numbers are.
+        // Big-endian, so that bytes sort like numbers.
         space.copy_from_slice(&name.to_be_bytes());
         let key = key.as_bytes();
         for (place, byte) in rest.iter_mut().zip(key) {
@@ -253,7 +253,7 @@ impl<T: ReadableTable<&'static [u8], &'static [u8]>> Pairs for Space<'_, T> {
     }
 }
 
-/// As [`Space`], in a transaction that changes it.
+/// A key space like [`Space`], in a write transaction.
 struct SpaceMut<'a, 'txn> {
     table: &'a mut Table<'txn, &'static [u8], &'static [u8]>,
     name: u64,

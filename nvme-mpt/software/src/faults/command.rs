@@ -1,4 +1,4 @@
-//! The blocks that a command touches, and which way.
+//! The blocks that a command reads or writes.
 
 use std::ops::Range;
 
@@ -10,11 +10,11 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Blocks that a command touches.
+/// Blocks that a command reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub(super) blocks: Range<u64>,
-    /// Status of its command if the media fails there.
+    /// Status of the command if the media fails at these blocks.
     pub(super) media_error: Status,
 }
 
@@ -25,7 +25,7 @@ fn extent(Lba(start): Lba, count: u64, media_error: Status) -> Extent {
     }
 }
 
-/// Returns whether `wanted` accepts an extent that a command touches; `false` if it touches none.
+/// Returns whether `wanted` accepts any extent of a command.
 pub(super) fn any_extent(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -34,8 +34,8 @@ pub(super) fn any_extent(
     find_extent(sqe, memory, |extent| wanted(extent).then_some(())).is_some()
 }
 
-/// The first answer about an extent that a command touches. Translated commands have ranges that
-/// were checked; a list that cannot be read is found out by the store.
+/// Returns the first answer about an extent of a command. Ranges of translated commands were checked. If a list cannot be read,
+/// the store fails the command.
 pub(super) fn find_extent<T>(
     sqe: &Sqe,
     memory: HostMemory<'_>,
@@ -44,7 +44,7 @@ pub(super) fn find_extent<T>(
     let read = Status::UNRECOVERED_READ_ERROR;
     let written = Status::WRITE_FAULT;
     match NvmOpcode(sqe.opcode()) {
-        // All of them have both fields there.
+        // All of these commands have both fields in the same place.
         opcode @ (NvmOpcode::READ
         | NvmOpcode::COMPARE
         | NvmOpcode::VERIFY

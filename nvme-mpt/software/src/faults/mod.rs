@@ -1,19 +1,20 @@
-//! Faults of a software drive, declared as data: what goes wrong, with which commands, how often.
+//! Fault injection for a software drive. A declarative plan says what fails, for which commands, and how often.
 //!
-//! `plan` is what is written, and this file decides what strikes which command. `queue` is the layer
-//! in front of a drive's queue that lets it happen. A drive that has no faults has no such layer.
+//! `plan` defines the plan, and this file decides which fault hits which command. `queue` is the layer in front of a drive's
+//! queue that applies the faults. A drive without faults has no such layer.
 //!
-//! All queues of a drive share what decides, under one lock that a queue takes once for what it rings
-//! in together. Every fault draws random numbers of its own, for the commands that it is about alone:
-//! the same commands in the same order have the same faults, whatever others do.
+//! All queues of a drive share the fault state, under one lock that a queue takes once per batch. Each fault has its own random
+//! number generator, which advances only for commands that the fault concerns. So the same commands in the same order get the
+//! same faults, whatever other commands run.
 //!
-//! A command that the media fails goes to the store as a Verify of its blocks, so it takes its time and touches
-//! nothing. The fault's block range decides which guests see it. A queue that broke reports it by
-//! `HostQueue::has_failed`, and the guest's controller sets CSTS.CFS. A lost command ends when its queue is hurried;
-//! until then, an unmap of its memory waits. A resized drive keeps the blocks that it has (`resizes_in_place`), so a
-//! guest whose lease is cut sees the rest of it.
+//! If the media fails a command, the store gets a Verify of the command's blocks instead. This takes realistic time and changes
+//! nothing. The fault's block range determines which guests see it. A broken queue reports it by `HostQueue::has_failed`, and
+//! the guest's controller sets CSTS.CFS. A lost command ends when its queue is hurried; until then, an unmap of its memory
+//! waits. A resized drive keeps its remaining blocks (`resizes_in_place`), so a guest with a truncated lease sees the rest of
+//! the lease.
 //!
-//! To add a kind: `Kind` and `Effect` in `plan.rs`, its effect here, an entry in `resources/faults/example.toml`.
+//! To add a kind of fault, extend `Kind` and `Effect` in `plan.rs`, implement the effect here, and add an entry to
+//! `resources/faults/example.toml`.
 
 mod command;
 mod occasions;
@@ -47,24 +48,24 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Status of commands of a drive that was removed: no driver is to try them again.
+/// Status of commands to a removed drive. Drivers must not retry.
 const REMOVED: Status = Status::INTERNAL_ERROR.with_dnr(true);
 
-/// A fault of a drive, and how it fared.
+/// A fault with its state.
 #[derive(Debug)]
 struct Armed {
     fault: Fault,
-    /// The blocks of its range.
+    /// The blocks of the fault's range.
     blocks: Option<Range<u64>>,
-    /// State of its random numbers.
+    /// State of the random number generator.
     random: u64,
     occasions: Occasions,
-    /// Ticks that a latency adds.
+    /// Ticks that a latency fault adds.
     ticks: u64,
 }
 
 impl Armed {
-    /// Returns the status of a media error, if the fault strikes the command; of another kind it means nothing.
+    /// Returns the status of a media error if the fault hits the command. Faults of other kinds ignore the status.
     fn strikes(&mut self, sqe: &Sqe, memory: HostMemory<'_>) -> Option<Status> {
         if !self.fault.operations.contain(NvmOpcode(sqe.opcode())) {
             return None;
@@ -85,7 +86,7 @@ impl Armed {
     }
 }
 
-/// The next of a series of random numbers (`SplitMix64`).
+/// Returns the next random number (`SplitMix64`).
 fn split_mix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let mut z = *state;
@@ -97,54 +98,54 @@ fn split_mix(state: &mut u64) -> u64 {
 /// Decision about a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// It is carried out, and completes so many ticks later than it would.
+    /// Execute the command, and complete it this many ticks late.
     Pass(u64),
-    /// It takes as long as the drive takes to look at its blocks, and so many ticks more, and fails.
+    /// Replace the command by a Verify of its blocks, and fail it this many ticks late.
     Fail(Status, u64),
-    /// It is not carried out, and completes at once.
+    /// Fail the command at once without executing it.
     Refuse(Status),
-    /// It is not carried out, and does not complete.
+    /// Neither execute nor complete the command.
     Lose,
-    /// As [`Self::Lose`], and its controller reports a fatal status.
+    /// Like [`Self::Lose`], and the guest's controller reports a fatal status.
     Break,
 }
 
-/// A fault of a drive, as it is told.
+/// Statistics of a fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FaultStats {
-    /// Its kind.
+    /// Kind of the fault.
     pub kind: Kind,
-    /// The part of the drive that it is about, if not all.
+    /// Byte range of the drive that the fault concerns; `None` for the whole drive.
     pub range: Option<String>,
-    /// Commands that it was about so far.
+    /// Number of commands that the fault concerned so far.
     pub seen: u64,
-    /// Commands that it struck.
+    /// Number of commands that the fault hit.
     pub struck: u64,
-    /// Most commands that it strikes.
+    /// Maximum number of commands that the fault hits.
     pub count: Option<u64>,
 }
 
-/// The faults of a drive, and what has become of it.
+/// The faults of a drive and their lasting effects.
 #[derive(Debug)]
 pub struct Faults {
-    /// As it was opened.
+    /// The namespace when the drive was opened.
     namespace: HostNamespace,
-    /// Unit of the namespace, in blocks: its zones, if it has zones.
+    /// Granularity of the namespace's size in blocks: the zone size, if the drive is zoned.
     unit: u64,
     armed: Mutex<Vec<Armed>>,
-    /// True if there are any.
+    /// True if there are any faults.
     any: AtomicBool,
-    /// Blocks that the namespace has now.
+    /// Current number of blocks of the namespace.
     blocks: AtomicU64,
     gone: AtomicBool,
     subscribers: Mutex<Vec<Weak<EventQueue>>>,
     timebase: Timebase,
-    /// Copy of the faults and their state for the next process, if one may follow.
+    /// Copy of the faults and their state for a successor process.
     record: Option<FaultRecord>,
 }
 
 impl Faults {
-    /// Faults of a drive with one namespace, which consists of units of so many blocks.
+    /// Creates the faults of a drive with one namespace, whose size is a multiple of `unit` blocks.
     ///
     /// # Errors
     /// As [`Self::inject`].
@@ -156,7 +157,8 @@ impl Faults {
         Self::with_timebase(plan, namespace, unit, Timebase::Host)
     }
 
-    /// The same, recorded in a memory file. If the file has faults of an earlier process, the drive continues with those.
+    /// Creates faults like [`Self::new`], recorded in a memory file. If the file holds faults of a predecessor, the drive
+    /// continues with those and ignores the plan.
     ///
     /// # Errors
     /// As [`Self::inject`]; [`FaultError::Kept`].
@@ -183,7 +185,7 @@ impl Faults {
         Ok(faults)
     }
 
-    /// Continues with the faults of an earlier process.
+    /// Continues with the faults of a predecessor.
     fn resume(&self, recorded: Recorded) -> Result<(), FaultError> {
         let Recorded {
             faults,
@@ -242,11 +244,11 @@ impl Faults {
         Ok(faults)
     }
 
-    /// Adds faults to those that are there.
+    /// Adds faults.
     ///
     /// # Errors
-    /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`] and
-    /// [`FaultError::TooMany`], [`FaultError::Kept`]. No fault is added then.
+    /// [`FaultError::Range`], [`FaultError::TooLarge`], [`FaultError::LessThanZone`], [`FaultError::TooMany`] and
+    /// [`FaultError::Kept`]. On an error, no fault is added.
     pub fn inject(&self, plan: &FaultPlan) -> Result<(), FaultError> {
         let armed = plan.faults.iter().zip(1..);
         let armed = armed.map(|(fault, number)| self.arm(fault, number, plan.seed));
@@ -265,7 +267,7 @@ impl Faults {
         Ok(())
     }
 
-    /// Takes all faults away. Their effects stay: a drive that was removed is gone.
+    /// Removes all faults. Their effects remain: a removed drive stays removed.
     pub fn clear(&self) {
         let mut all = lock(&self.armed);
         all.clear();
@@ -275,7 +277,7 @@ impl Faults {
         }
     }
 
-    /// Returns the figures of each fault.
+    /// Returns the statistics of each fault.
     #[must_use]
     pub fn stats(&self) -> Vec<FaultStats> {
         let stats = |armed: &Armed| FaultStats {
@@ -306,7 +308,7 @@ impl Faults {
                     capacity: Bytes(blocks << lba_shift),
                 });
             }
-            // A namespace of no block is none; a part of a block is none either.
+            // A namespace must have at least one block, and whole blocks only.
             let whole = ByteRange::new(0, size);
             let whole = whole.map_err(|source| FaultError::Range { number, source })?;
             fits(whole)?;
@@ -319,7 +321,7 @@ impl Faults {
             }
         }
         let mut random = seed.wrapping_add(number as u64);
-        // Seeds that are close to one another begin far from one another.
+        // Mix, so that nearby seeds start far apart.
         let random = split_mix(&mut random);
         Ok(Armed {
             fault: fault.clone(),
@@ -333,7 +335,7 @@ impl Faults {
         })
     }
 
-    /// Decides about commands, in the order in which they arrive.
+    /// Decides about commands, in order of arrival.
     fn judge(&self, commands: &[Sqe], memory: HostMemory<'_>, mut act: impl FnMut(&Sqe, Verdict)) {
         let mut armed = lock(&self.armed);
         for sqe in commands {
@@ -378,7 +380,7 @@ impl Faults {
         if blocks < self.namespace.blocks
             && any_extent(sqe, memory, |extent| extent.blocks.end > blocks)
         {
-            // NVM 1.0, section 2.1.1: no command reaches beyond the namespace.
+            // NVM 1.0, section 2.1.1: a command must not reach beyond the namespace.
             return Verdict::Refuse(Status::LBA_OUT_OF_RANGE.with_dnr(true));
         }
         Verdict::Pass(delay)
@@ -391,8 +393,8 @@ impl Faults {
         self.tell(DriveEvent::Gone);
     }
 
-    /// Gives the namespace another size. Zones are all of one size (ZNS 1.1, section 2.1). So a last zone that is not
-    /// there as a whole is not there at all.
+    /// Changes the size of the namespace. All zones have the same size (ZNS 1.1, section 2.1), so a partial last zone is
+    /// dropped.
     fn resize(&self, blocks: u64) {
         let blocks = blocks - blocks % self.unit;
         warn!("A fault makes the drive {blocks} blocks long");
@@ -411,7 +413,7 @@ impl Faults {
         });
     }
 
-    /// Tells of what becomes of the drive from now on.
+    /// Reports removal and size changes to `events`.
     pub(crate) fn subscribe(&self, events: &Arc<EventQueue>) {
         lock(&self.subscribers).push(Arc::downgrade(events));
         if self.is_gone() {
@@ -424,12 +426,12 @@ impl Faults {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Blocks that the namespace has now.
+    /// Returns the current number of blocks of the namespace.
     pub(crate) fn blocks(&self) -> u64 {
         self.blocks.load(Ordering::Acquire)
     }
 
-    /// Returns whether every command passes: no fault is there, and none has left anything behind.
+    /// Returns whether all commands pass: there are no faults, and no lasting effects.
     fn is_idle(&self) -> bool {
         !self.any.load(Ordering::Acquire)
             && !self.is_gone()
@@ -438,7 +440,7 @@ impl Faults {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Each change is complete before anything can panic.
+    // The state is consistent wherever a panic can occur.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -1,18 +1,18 @@
-//! Occasions of a fault: the commands, of those that it is about, that it strikes.
+//! Schedule of a fault: which of the commands that the fault concerns it hits.
 
-/// Occasions of a fault, and those that came so far: it lets some commands pass, then strikes a number of them.
+/// Schedule of a fault, with its progress. The fault lets some commands pass, and then hits a limited number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Occasions {
-    /// Commands that pass first.
+    /// Number of commands that pass first.
     pub after: u64,
-    /// Most commands that are struck; `None` without a bound.
+    /// Maximum number of commands that are hit; `None` for no limit.
     pub count: Option<u64>,
     seen: u64,
     struck: u64,
 }
 
 impl Occasions {
-    /// Occasions after `after` commands, at most `count` of them.
+    /// Creates a schedule that lets `after` commands pass and then hits at most `count`.
     #[must_use]
     pub const fn new(after: u64, count: Option<u64>) -> Self {
         Self {
@@ -23,7 +23,7 @@ impl Occasions {
         }
     }
 
-    /// Occasions that continue the counts of an earlier process.
+    /// Creates a schedule that continues the counts of a predecessor.
     pub(super) const fn resumed(after: u64, count: Option<u64>, seen: u64, struck: u64) -> Self {
         Self {
             after,
@@ -33,7 +33,8 @@ impl Occasions {
         }
     }
 
-    /// Notes a command that the fault is about. Returns whether the fault strikes it, which `chance` decides where it may.
+    /// Counts a command that the fault concerns. Returns whether the fault hits it; `chance` decides if the schedule allows a
+    /// hit.
     pub fn come(&mut self, chance: impl FnOnce() -> bool) -> bool {
         if self.are_over() {
             return false;
@@ -44,19 +45,19 @@ impl Occasions {
         strikes
     }
 
-    /// Returns whether the fault strikes no more commands.
+    /// Returns whether the fault hits no more commands.
     #[must_use]
     pub fn are_over(&self) -> bool {
         self.count.is_some_and(|count| self.struck >= count)
     }
 
-    /// Returns the number of commands that the fault was about so far.
+    /// Returns the number of commands that the fault concerned so far.
     #[must_use]
     pub const fn seen(&self) -> u64 {
         self.seen
     }
 
-    /// Returns the number of commands that it struck.
+    /// Returns the number of commands that the fault hit.
     #[must_use]
     pub const fn struck(&self) -> u64 {
         self.struck

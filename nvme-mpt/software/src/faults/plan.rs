@@ -1,5 +1,4 @@
-//! Fault plans: what is to go wrong with a drive, written in TOML. `resources/faults/example.toml`
-//! explains every field.
+//! Fault plans in TOML: which faults to inject into a drive. `resources/faults/example.toml` explains every field.
 
 use std::fmt;
 use std::fs;
@@ -13,35 +12,35 @@ use crate::model::{Size, Span};
 use nvme_mpt::range::{ByteRange, Bytes, RangeError};
 use nvme_mpt::spec::opcode::NvmOpcode;
 
-/// Longest plan that is read, in bytes: a mistaken path must not be read for ever.
+/// Maximum size of a plan in bytes, in case of a mistaken path.
 pub const LONGEST: u64 = 64 << 10;
 
-/// Most faults that a drive has at a time: each one is looked at for each command.
+/// Maximum number of faults of a drive. Every command is checked against each fault.
 pub const MAX_FAULTS: usize = 64;
 
-/// The plan that has no faults yet, by name.
+/// Name of the empty plan.
 const NONE: &str = "none";
 
-/// Faults cannot be made.
+/// Reason why faults cannot be injected.
 #[derive(Debug, thiserror::Error)]
 pub enum FaultError {
     /// The plan's file cannot be read.
     #[error("Fault plan `{path}` cannot be read; name a file, or `none` to begin without faults")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// This build reads no fault plans.
+    /// This build cannot parse fault plans.
     #[error(
         "Fault plan `{origin}` cannot be read: this program was built without the feature `toml`"
     )]
     NotBuilt {
-        /// Origin of the plan.
+        /// Source of the plan.
         origin: String,
     },
-    /// It is not written as fault plans are.
+    /// The text is not a valid fault plan.
     #[cfg(feature = "toml")]
     #[error(
         "Fault plan `{origin}` is not one; resources/faults/example.toml has every field explained"
@@ -49,74 +48,74 @@ pub enum FaultError {
     Syntax {
         /// Source of the plan.
         origin: String,
-        /// Cause, and its place.
+        /// The parse error with its position.
         source: Box<toml::de::Error>,
     },
-    /// A value that means nothing.
+    /// A field has an invalid value.
     #[error("Fault plan `{origin}`, fault {number}: {field} cannot be {value}; {allowed}")]
     Value {
         /// Source of the plan.
         origin: String,
-        /// Which fault, from 1 on.
+        /// Number of the fault, from 1.
         number: usize,
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field.
         value: String,
-        /// Values that are allowed.
+        /// Description of the allowed values.
         allowed: &'static str,
     },
-    /// A field that a kind of fault cannot do without, or has no use for.
+    /// A field is missing, or does not apply to the kind of fault.
     #[error("Fault plan `{origin}`, fault {number}: {field} {advice}")]
     Field {
         /// Source of the plan.
         origin: String,
-        /// Which fault, from 1 on.
+        /// Number of the fault, from 1.
         number: usize,
-        /// The field.
+        /// Name of the field.
         field: &'static str,
-        /// Remedy.
+        /// How to correct the field.
         advice: &'static str,
     },
-    /// A range or a size that the drive does not have.
+    /// The drive does not have that range or size.
     #[error("Fault {number} does not fit the drive")]
     Range {
-        /// Which fault, from 1 on.
+        /// Number of the fault, from 1.
         number: usize,
-        /// Why.
+        /// The reason.
         source: RangeError,
     },
-    /// A namespace cannot become larger than what it is stored in.
+    /// A namespace cannot become larger than its backing store.
     #[error("Fault {number} cannot resize the drive to {size}: it has {capacity} at most")]
     TooLarge {
-        /// Which fault, from 1 on.
+        /// Number of the fault, from 1.
         number: usize,
-        /// The size.
+        /// Requested size.
         size: Bytes,
         /// Capacity of the drive.
         capacity: Bytes,
     },
-    /// A drive with zones has one at least.
+    /// A zoned drive must keep at least one zone.
     #[error("Fault {number} cannot resize the drive to {size}: its zones are of {zone} each")]
     LessThanZone {
-        /// Which fault, from 1 on.
+        /// Number of the fault, from 1.
         number: usize,
-        /// The size.
+        /// Requested size.
         size: Bytes,
-        /// The size of a zone.
+        /// Size of a zone.
         zone: Bytes,
     },
-    /// The memory file that keeps the faults for the next process cannot be used.
+    /// The memory file that records the faults for a successor cannot be used.
     #[error("The faults of the drive cannot be kept for the next process")]
     Kept(#[source] io::Error),
-    /// More faults than a drive can have.
+    /// The drive would have too many faults.
     #[error(
         "A drive has at most {MAX_FAULTS} faults, and these would be {0}: clear those that are there first"
     )]
     TooMany(usize),
 }
 
-/// Kind of a command, as far as faults distinguish commands.
+/// Kind of command, as far as faults distinguish commands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Operation {
@@ -141,7 +140,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// All of them.
+    /// All operations.
     const ALL: [Self; 9] = [
         Self::Flush,
         Self::Write,
@@ -169,7 +168,7 @@ impl Operation {
     }
 }
 
-/// Operations that a fault is about: a bit for each opcode, which are below 20h.
+/// Set of operations: a bit per opcode, all of which are below 20h.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Operations(pub(super) u32);
 
@@ -186,21 +185,21 @@ impl Operations {
     }
 }
 
-/// Probability that a fault strikes, of [`Self::CERTAIN`].
+/// Probability that a fault hits, in units of 1/[`Self::CERTAIN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Probability(pub(super) u64);
 
 impl Probability {
-    /// As many values as a number with 53 bits has, and an `f64` tells apart.
+    /// Number of distinct values: 53 bits, the precision of an `f64`.
     const CERTAIN: u64 = 1 << 53;
 
-    /// `None` for what is no share of one, and for never.
+    /// Returns `None` unless `share` is above 0 and at most 1.
     fn new(share: f64) -> Option<Self> {
         let times = (share * Self::CERTAIN as f64).round();
         (share > 0.0 && share <= 1.0).then_some(Self((times as u64).max(1)))
     }
 
-    /// Returns whether a fault strikes, by a random number.
+    /// Returns whether a fault hits, for a random number.
     pub(super) fn strikes(self, random: u64) -> bool {
         random >> 11 < self.0
     }
@@ -209,33 +208,33 @@ impl Probability {
 /// Effect of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Effect {
-    /// Unrecovered Read Error, or Write Fault.
+    /// Fails the command with Unrecovered Read Error or Write Fault.
     MediaError,
-    /// The command takes so much longer.
+    /// Delays the command by this time.
     Latency(Span),
-    /// The command never completes.
+    /// Never completes the command.
     Lost,
-    /// The controller that the command came through reports a fatal status.
+    /// Makes the guest's controller report a fatal status.
     Fatal,
-    /// The drive is removed.
+    /// Removes the drive.
     Removal,
-    /// The namespace has so many bytes from now on.
+    /// Sets the size of the namespace, in bytes.
     Resize(u64),
-    /// The process aborts.
+    /// Aborts the process.
     Crash,
 }
 
-/// Something that is to go wrong, and when.
+/// A fault of a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Fault {
     pub(super) effect: Effect,
     pub(super) operations: Operations,
-    /// Bytes of the drive that the command has to touch; any command if not given.
+    /// Byte range of the drive that a command must touch; `None` for any command.
     pub(super) range: Option<ByteRange>,
     pub(super) probability: Probability,
-    /// Commands that it lets pass first.
+    /// Number of commands that pass first.
     pub(super) after: u64,
-    /// Most times that it strikes.
+    /// Maximum number of commands that the fault hits.
     pub(super) count: Option<u64>,
 }
 
@@ -253,7 +252,7 @@ impl Effect {
     }
 }
 
-/// A kind of fault, as it is written.
+/// Kind of fault in a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
@@ -288,7 +287,7 @@ impl fmt::Display for Kind {
 }
 
 impl Kind {
-    /// The operations that it is about if nobody chose: those that can fail that way.
+    /// Returns the default operations for this kind of fault.
     fn operations(self) -> Operations {
         let media = |operation: &Operation| {
             !matches!(operation, Operation::Flush | Operation::DatasetManagement)
@@ -300,7 +299,7 @@ impl Kind {
         }
     }
 
-    /// Returns the default number of strikes: one for faults with lasting effects.
+    /// Returns the default number of commands to hit: one for faults with lasting effects.
     const fn count(self) -> Option<u64> {
         match self {
             Self::MediaError | Self::Latency | Self::Crash => None,
@@ -309,7 +308,7 @@ impl Kind {
     }
 }
 
-/// A range as it is written.
+/// A range in the TOML text.
 #[derive(Debug)]
 struct Range(ByteRange);
 
@@ -320,7 +319,7 @@ impl<'de> Deserialize<'de> for Range {
     }
 }
 
-/// A plan as it is written.
+/// A plan in the TOML text.
 #[derive(Debug, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WrittenPlan {
@@ -347,7 +346,7 @@ impl WrittenPlan {
     }
 }
 
-/// A fault as it is written.
+/// A fault in the TOML text.
 #[derive(Debug, serde::Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WrittenFault {
@@ -361,7 +360,7 @@ struct WrittenFault {
     size: Option<Size>,
 }
 
-/// Mistake in a fault.
+/// Error in a fault of the TOML text.
 enum Unusable {
     Value(&'static str, String, &'static str),
     Field(&'static str, &'static str),
@@ -423,7 +422,7 @@ impl WrittenFault {
     }
 }
 
-/// Faults that a drive is to have.
+/// Faults to inject into a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct FaultPlan {
     pub(super) seed: u64,
@@ -431,8 +430,7 @@ pub struct FaultPlan {
 }
 
 impl FaultPlan {
-    /// The plan in a file; or, for the name `none`, one without faults, of a drive that gets them
-    /// later.
+    /// Loads a plan from a file. The name `none` returns an empty plan, for a drive that gets faults later.
     ///
     /// # Errors
     /// [`FaultError::Read`] and those of [`Self::parse`].
@@ -443,7 +441,7 @@ impl FaultPlan {
         Self::parse(name, &Self::read(name)?)
     }
 
-    /// The text of the plan in a file.
+    /// Reads the text of a plan from a file.
     ///
     /// # Errors
     /// [`FaultError::Read`].
@@ -459,11 +457,11 @@ impl FaultPlan {
         fs::read_to_string(path).map_err(failed)
     }
 
-    /// Reads a plan; `origin` says where the text is from.
+    /// Parses a plan. `origin` names the source of the text in errors.
     ///
     /// # Errors
-    /// `FaultError::Syntax`, [`FaultError::Value`], [`FaultError::Field`],
-    /// [`FaultError::TooMany`], and [`FaultError::NotBuilt`] without the feature `toml`.
+    /// `FaultError::Syntax`, [`FaultError::Value`], [`FaultError::Field`], [`FaultError::TooMany`], and
+    /// [`FaultError::NotBuilt`] without the feature `toml`.
     pub fn parse(origin: &str, text: &str) -> Result<Self, FaultError> {
         let written = WrittenPlan::read(origin, text)?;
         if written.fault.len() > MAX_FAULTS {

@@ -1,4 +1,4 @@
-//! A queue pair of a drive that things go wrong with: a layer in front of the drive's own.
+//! A queue pair of a drive with faults: a layer in front of the drive's own queue.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -15,41 +15,41 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::Status;
 
-/// Times that are told apart.
+/// Time resolution of delays.
 const RESOLUTION: Duration = Duration::from_nanos(250);
 
-/// Decision about a command that the drive has.
+/// Decision about a command that the drive is executing.
 #[derive(Clone, Copy, Debug, Default)]
 struct Fate {
-    /// Ticks that it completes later than the drive has it.
+    /// Ticks by which the completion is delayed.
     delay: u64,
-    /// Status of its completion, if not the drive's.
+    /// Status of the completion, if it replaces the drive's.
     status: Option<Status>,
 }
 
-/// A queue of a drive, and the drive's faults in front of it.
+/// A drive's queue with the drive's faults in front.
 #[derive(Debug)]
 pub struct FaultQueue<C = HostClock> {
     pub(super) drive: HostQueuePair,
     faults: Arc<Faults>,
     clock: C,
-    /// Commands that were submitted and not rung in.
+    /// Submitted commands whose doorbell was not rung.
     arriving: Vec<Sqe>,
-    /// Those of them that the drive gets.
+    /// Commands of the batch that go to the drive.
     passing: Vec<Sqe>,
-    /// By slot.
+    /// Decisions, indexed by slot.
     fates: Box<[Fate]>,
     /// Completions of the drive.
     reaped: Vec<HostCompletion>,
-    /// Commands that completed without the drive.
+    /// Completions of commands that the drive did not get.
     refused: Vec<HostCompletion>,
     /// Slots of commands that never complete.
     lost: Vec<u16>,
-    /// Completion of each slot's delayed command.
+    /// Completions of delayed commands, indexed by slot.
     delayed: Box<[HostCompletion]>,
     held: DueQueue,
     hurried: bool,
-    /// A command came upon a fault that breaks the controller.
+    /// True if a fault breaks the guest's controller.
     broken: bool,
 }
 
@@ -91,16 +91,15 @@ impl<C> FaultQueue<C> {
     }
 }
 
-/// A command that takes as long as the drive takes to look at its blocks (Verify; NVM 1.0, section
-/// 3.2.5). It does nothing with them and nothing with the guest's memory. For a command that names
-/// its blocks in a list, it looks at one.
+/// Returns a Verify of the command's blocks (NVM 1.0, section 3.2.5). It takes realistic time, but changes neither blocks nor
+/// guest memory. For a command with a list of ranges, it verifies one block.
 fn looks_only(sqe: &Sqe) -> Sqe {
     let mut verify = Sqe::new(NvmOpcode::VERIFY.0);
     verify.set_cid(sqe.cid());
     verify.nsid = sqe.nsid;
     let ReadWrite { slba, nlb_z, .. } = match NvmOpcode(sqe.opcode()) {
         NvmOpcode::COPY | NvmOpcode::DATASET_MANAGEMENT | NvmOpcode::FLUSH => ReadWrite::default(),
-        // All others have both fields there.
+        // All other commands have both fields in the same place.
         _ => ReadWrite::from(sqe),
     };
     let blocks = CompareVerify {
@@ -199,7 +198,7 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
             ..
         } = self;
         let gone = faults.is_gone();
-        // Whatever a drive was about to say that is not there any more.
+        // Commands on a removed drive end with this status.
         let told = |status| if gone { REMOVED } else { status };
         drive.reap_into(memory, reaped);
         for completion in reaped.drain(..) {
@@ -259,7 +258,7 @@ impl<C: Clock> HostQueue for FaultQueue<C> {
         true
     }
 
-    /// Commands that never complete do so, too.
+    /// Also completes commands that would otherwise never complete.
     fn hurry(&mut self, hurried: bool) {
         self.hurried = hurried;
         self.drive.hurry(hurried);

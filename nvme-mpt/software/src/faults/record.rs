@@ -1,8 +1,8 @@
-//! Record of a drive's faults in a memory file, for the next process.
+//! Record of a drive's faults in a memory file, for a successor process.
 //!
-//! The first word has the offset of the valid list of faults. A change writes the list to another place, and then the first
-//! word. Other words have the state of each fault and of the drive. A fault's words are stored before it strikes, so a fault
-//! that ends the process does not strike too often.
+//! The first word has the offset of the current list of faults. A change writes the list to the other place, and then updates
+//! the first word. Other words hold the state of each fault and of the drive. The state of a fault is stored before the fault
+//! takes effect. So a fault that ends the process does not hit too often.
 
 use std::fs::File;
 use std::io;
@@ -19,20 +19,20 @@ use crate::model::Span;
 use nvme_mpt::memory::{Access, Cell64, Mapping};
 use nvme_mpt::range::ByteRange;
 
-/// Bytes of the file.
+/// Size of the file in bytes.
 const BYTES: usize = 4096 + 2 * LIST_BYTES;
 
-/// Places of the lists. Each begins with its length.
+/// Offsets of the two lists. Each list begins with its length.
 const PLACES: [u64; 2] = [4096, 4096 + LIST_BYTES as u64];
 
-/// Most bytes of a list: some hundred for each fault.
+/// Maximum bytes of a list: several hundred per fault.
 const LIST_BYTES: usize = 64 << 10;
 
-/// Offsets of the drive's words: 1 if the drive is gone; its number of blocks.
+/// Offsets of the drive's words: 1 if the drive was removed, and the number of blocks.
 const GONE: usize = 8;
 const BLOCKS: usize = 16;
 
-/// Offset of the words of the first fault, and their number.
+/// Offset of the first fault's words, and the number of words per fault.
 const FIRST: usize = 64;
 const WORDS: usize = 3;
 const _: () = assert!(FIRST + 8 * WORDS * MAX_FAULTS <= 4096);
@@ -53,12 +53,12 @@ struct RecordedFault {
 #[serde(rename_all = "snake_case")]
 enum RecordedEffect {
     MediaError,
-    /// Nanoseconds.
+    /// Delay in nanoseconds.
     Latency(u64),
     Lost,
     Fatal,
     Removal,
-    /// Bytes.
+    /// Size in bytes.
     Resize(u64),
     Crash,
 }
@@ -115,15 +115,14 @@ impl From<RecordedFault> for Fault {
     }
 }
 
-/// Faults and state that an earlier process has recorded.
+/// Faults and state that a predecessor recorded.
 pub(super) struct Recorded {
-    /// Faults, each with the state of its random numbers and its occasions.
+    /// Faults, each with the state of its random number generator and its schedule.
     pub(super) faults: Vec<(Fault, u64, Occasions)>,
     pub(super) gone: bool,
     pub(super) blocks: u64,
 }
 
-/// The record of a drive's faults.
 #[derive(Debug)]
 pub(super) struct FaultRecord {
     file: File,
@@ -134,7 +133,8 @@ pub(super) struct FaultRecord {
 }
 
 impl FaultRecord {
-    /// Takes a file, which is empty at first. Returns the record of an earlier process; `None` for a new file.
+    /// Opens a record in a memory file, which must be empty at first. Also returns what a predecessor recorded, or `None` for a
+    /// new file.
     pub(super) fn open(file: &OwnedFd) -> io::Result<(Self, Option<Recorded>)> {
         let file = File::from(file.try_clone()?);
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "no record of faults");

@@ -43,13 +43,14 @@ impl CommandSet for ZonedCommands {
         translate(translator, guest, slot, host)
     }
 
-    /// All but Zone Append, which would go behind what it has appended. The drive knows a write that is carried out
-    /// again ([`submit_again`](nvme_mpt::host::HostBatch::submit_again)), although its write pointer may have moved.
+    /// Returns whether a command can be executed again. A repeated Zone Append would append twice. A repeated write is safe
+    /// although the write pointer may have moved, because the drive recognises it
+    /// ([`submit_again`](nvme_mpt::host::HostBatch::submit_again)).
     fn is_repeatable(guest: &Sqe) -> bool {
         NvmOpcode(guest.opcode()) != NvmOpcode::ZONE_APPEND && NvmCommands::is_repeatable(guest)
     }
 
-    /// A successful Zone Append reports the LBA that it wrote (ZNS 1.1, section 3.4.1, `ALBA`).
+    /// Returns the LBA that a successful Zone Append wrote (ZNS 1.1, section 3.4.1, `ALBA`).
     #[inline]
     fn result(translator: &Translator, completed: &CompletedCommand) -> (u32, u32) {
         if completed.opcode != NvmOpcode::ZONE_APPEND || !completed.status.is_success() {
@@ -68,8 +69,8 @@ impl CommandSet for ZonedCommands {
     }
 }
 
-/// Returns the guest's LBA to which a Zone Append to the guest's zone at `zslba` went, by dword 0 of the host's
-/// completion. A zone has fewer blocks than a dword counts, so the rest of the host's LBA is known.
+/// Returns the guest's LBA that a Zone Append wrote. Dword 0 of the host's completion has the low half of the host's LBA. This
+/// suffices, because a zone has less than 2^32 blocks.
 fn appended_at(translator: &Translator, zslba: Lba, dw0: u32) -> Lba {
     let host_zslba = translator.blocks().first().0.wrapping_add(zslba.0);
     let offset = dw0.wrapping_sub(host_zslba as u32);
@@ -93,11 +94,11 @@ fn zone_append(
     } = ZoneAppend::from(guest);
     let invalid = Failure::at(Status::INVALID_FIELD, location::CDW12);
     let len = (u64::from(nlb_z) + 1) << translator.blocks().lba_shift();
-    // ZASL; and no protection information is offered that could be remapped.
+    // The length is limited by ZASL. The drive offers no protection information to remap.
     if len > translator.limits().own_bytes_max || piremap || prinfo.pract() {
         return Err(invalid.into());
     }
-    // The first block of a zone is leased with all of it.
+    // Translating the first block suffices, because a lease consists of whole zones.
     let zslba = translator.blocks().translate(zslba, 1)?;
     translator.begin(host, NvmOpcode::ZONE_APPEND.0, slot);
     ZoneAppend {
@@ -137,12 +138,12 @@ fn zone_management_send(
     host: &mut Sqe,
 ) -> Result<u32, Untranslated> {
     let command = ZoneManagementSend::from(guest);
-    // The one action with data sets a zone descriptor extension, which there are none of. The
-    // host would take it from where nothing was translated to.
+    // Set Zone Descriptor Extension is the only action with data, and there are no extensions. Its data pointer is not
+    // translated.
     if command.zsa == ZoneSendAction::SET_ZONE_DESCRIPTOR_EXTENSION {
         return Err(Failure::at(Status::INVALID_FIELD, location::CDW13).into());
     }
-    // All zones are those of the lease; which LBA is named then means nothing.
+    // All zones means those of the lease. The command's SLBA is ignored then.
     let slba = match command.select_all {
         true => translator.blocks().first(),
         false => translator.blocks().translate(command.slba, 1)?,

@@ -1,4 +1,4 @@
-//! Zones of a namespace, and their description for its guest.
+//! Format of a zoned namespace, and its description for the guest.
 
 use nvme_mpt::address::log2_pages;
 use nvme_mpt::host::{
@@ -13,34 +13,34 @@ use nvme_mpt::spec::opcode::NvmOpcode;
 use nvme_mpt::spec::zns::{IdentifyControllerZns, IdentifyNamespaceZns, Ozcs};
 use zerocopy::FromZeros;
 
-/// Commands beside those of the NVM Command Set.
+/// Commands that the command set adds to the NVM Command Set.
 pub(super) const COMMANDS: [IoCommand; 3] = [
     IoCommand::writing(NvmOpcode::ZONE_MANAGEMENT_SEND.0),
     IoCommand::reading(NvmOpcode::ZONE_MANAGEMENT_RECEIVE.0),
     IoCommand::writing(NvmOpcode::ZONE_APPEND.0),
 ];
 
-/// Zones of a namespace.
+/// Format of a zoned namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamespaceZones {
     /// Division into zones.
     pub geometry: Geometry,
-    /// Most zones in use at a time.
+    /// Limits of open and active zones.
     pub resources: Resources,
-    /// Most bytes of a Zone Append command, a power of two of memory pages.
+    /// Maximum bytes of a Zone Append: a power-of-two number of memory pages.
     pub append_bytes_max: u64,
 }
 
 /// Division of a lease into zones, in logical blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// Zone Size: from the start of a zone to that of the next.
+    /// Zone Size: from the start of a zone to the start of the next.
     pub size: u64,
-    /// Zone Capacity: those of them that can be written.
+    /// Zone Capacity: writable blocks of a zone.
     pub capacity: u64,
 }
 
-/// Most zones that can be in use at a time.
+/// Maximum numbers of open and active zones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resources {
     /// Maximum Open Resources: zones that are open, implicitly or explicitly.
@@ -82,8 +82,8 @@ impl NamespaceZones {
         }
     }
 
-    /// ZNS 1.1, section 4.1.5.1. No zone descriptor extensions, no random write areas, no limits after which
-    /// anything is recommended.
+    /// Builds Identify Namespace (ZNS 1.1, section 4.1.5.1). There are no zone descriptor extensions, no random write areas,
+    /// and no recommended limits.
     fn identify_namespace(&self) -> IdentifyNamespaceData {
         let mut id = IdentifyNamespaceZns::new_zeroed();
         id.ozcs = Ozcs::default().with_razb(true);
@@ -96,7 +96,7 @@ impl NamespaceZones {
         }
     }
 
-    /// ZNS 1.1, section 4.1.5.2.
+    /// Builds Identify Controller (ZNS 1.1, section 4.1.5.2).
     fn identify_controller(&self) -> Structure {
         let mut id = IdentifyControllerZns::new_zeroed();
         id.zasl = log2_pages(self.append_bytes_max);

@@ -1,11 +1,11 @@
-//! States of zones on disk: a word for each, in memory that is shared with a file beside the drive's. So they
-//! are what they were however the process ends, and several processes can each have zones of one drive.
+//! Persistent zone states: one word per zone, in memory that is mapped from a file beside the drive's file. The states survive
+//! any end of the process, and several processes can use different zones of a drive.
 //!
-//! The file is made durable with the drive's data, by a Flush or a write with FUA.
+//! The file is synced together with the drive's data, by a Flush or a write with FUA.
 //!
-//! All of its blocks are written when it is opened, since a store into a hole is lost on a full disk. Words are still
-//! lost if the file is cut short or its disk fails. The states in memory outlive no process then, so the drive takes no
-//! more changes.
+//! All blocks of the file are allocated when it is opened, because on a full disk a store into a hole is lost. Words can still
+//! be lost if the file is truncated or its disk fails. The states then exist only in this process's memory, so the drive
+//! accepts no more changes.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -22,13 +22,13 @@ use nvme_mpt::memory::{Access, Mapping, SharedWords};
 use nvme_mpt::range::Bytes;
 use nvme_mpt_paths::{Directory, OFlags};
 
-/// First bytes of such a file, with its version.
+/// Magic number of the file, with its version.
 const MAGIC: &[u8; 8] = b"nvmezns1";
 
 /// Bytes before the words.
 const HEADER: usize = 4096;
 
-/// The words of a drive's zones.
+/// The state words of a drive's zones.
 #[derive(Debug)]
 pub(super) struct KeptZones {
     words: SharedWords,
@@ -37,7 +37,7 @@ pub(super) struct KeptZones {
     lost: AtomicBool,
 }
 
-/// Description of the words in a file.
+/// Header of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     geometry: Geometry,
@@ -80,7 +80,7 @@ impl Header {
     }
 }
 
-/// The file beside a drive's file.
+/// Returns the path of the state file of a drive's file.
 fn path_beside(drive: &Path) -> PathBuf {
     with_suffix(drive, ".zones")
 }
@@ -96,7 +96,7 @@ fn bytes_of(count: u32) -> usize {
 }
 
 impl KeptZones {
-    /// Words that end with the process.
+    /// Creates words in memory, which end with the process.
     pub(super) fn in_memory(count: u32) -> io::Result<Self> {
         let mapping = Mapping::anonymous(bytes_of(count))?;
         let words = SharedWords::new(Arc::new(mapping), 0);
@@ -108,7 +108,7 @@ impl KeptZones {
         })
     }
 
-    /// The words beside a drive, which are made if there are none: all zones are empty then.
+    /// Opens the state file beside a drive. A missing file is created with all zones empty.
     ///
     /// # Errors
     /// [`ZoneError::OtherZones`], [`ZoneError::NotZones`], [`ZoneError::NoRoom`] and [`ZoneError::Keep`].
@@ -154,7 +154,7 @@ impl KeptZones {
         }
         let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite).map_err(failed)?;
         allocate(&file, &mapping).map_err(failed)?;
-        // Also of a file that was there: the process that made it may have ended before this.
+        // Sync the name of an existing file too: the process that created it may have ended before its sync.
         sync_name(&path).map_err(failed)?;
         let words = SharedWords::new(Arc::new(mapping), HEADER);
         Ok(Self {
@@ -182,12 +182,12 @@ impl KeptZones {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Returns the error for words that are lost.
+    /// Returns the error for lost words.
     pub(super) fn error(&self) -> ZoneError {
         ZoneError::Lost(self.path.clone())
     }
 
-    /// Notes that words are lost, which stays so until the drive is opened anew.
+    /// Records that words are lost, until the drive is opened again.
     pub(super) fn lose(&self) {
         if !self.lost.swap(true, Ordering::Relaxed) {
             error!(
@@ -199,21 +199,21 @@ impl KeptZones {
     }
 }
 
-/// Gives a file blocks for all that is mapped of it: each page is written once. Others may store to it meanwhile.
+/// Allocates blocks for the whole mapping by writing each page once. Safe while other processes store to the file.
 fn allocate(file: &File, mapping: &Mapping) -> io::Result<()> {
     match mapping.populate() {
-        // In place of SIGBUS.
+        // Reported instead of SIGBUS when the disk is full.
         Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
             return Err(io::ErrorKind::StorageFull.into());
         }
-        // Kernels before 5.14 cannot do it. Files that this version made have their blocks.
+        // Kernels before 5.14 do not support it. Files created by this version are already allocated.
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => {}
         done => done?,
     }
     file.sync_all()
 }
 
-/// Makes a file's name durable.
+/// Makes the name of a file durable.
 fn sync_name(path: &Path) -> io::Result<()> {
     let path = std::path::absolute(path)?;
     let Some(folder) = path.parent() else {
@@ -227,14 +227,14 @@ fn sync_name(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Folders whose names this thread made durable.
+    /// Directories whose names this thread made durable.
     static SYNCED: std::cell::RefCell<Vec<PathBuf>> = const { std::cell::RefCell::new(Vec::new()) };
 }
 
-/// The file at a path. One that is not there is made elsewhere, and moved there unless somebody else
-/// was faster: whoever opens it sees all of it, and all see the same.
+/// Opens a file, or creates it if it is missing. A new file is written under another name and then moved, unless another
+/// process was faster. So every process sees the same complete file.
 fn open_or_make(path: &Path, header: &Header) -> io::Result<File> {
-    // The drive's file may lie in a directory of another user.
+    // The drive's file may lie in another user's directory.
     let (directory, name) = Directory::holding(path)?;
     let open = || directory.open_entry(name, OFlags::RDWR);
     match open() {

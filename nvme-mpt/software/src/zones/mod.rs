@@ -1,19 +1,18 @@
-//! Drives that are divided into zones: the Zoned Namespace Command Set in front of any store.
+//! Zoned drives: the Zoned Namespace Command Set in front of any store.
 //!
-//! `format` describes them to a guest. `table` has the zones and the effects of commands on them. `keep` makes their states outlive the process, and
-//! `report` is the form in which a guest reads them. `queue` is the layer in front of a drive's queue. The store gets
-//! reads and writes of blocks.
+//! `format` describes the zones to a guest. `table` has the zones and the effects of commands on them. `keep` makes their
+//! states persistent, and `report` encodes them for the guest. `queue` is the layer in front of a drive's queue. The store gets
+//! only reads and writes of blocks.
 //!
-//! A lease has whole zones, and its share of the drive's resources. Its zones have a lock of their own,
-//! which a queue takes once for what it rings in together: no guest waits for another one's.
+//! A lease has whole zones and a share of the drive's open and active resources. The zones of a lease have their own lock,
+//! which a queue takes once per batch, so guests do not wait for each other.
 //!
-//! A write pointer moves when a write is taken up, not when it is done, so later commands are judged by it. A failed
-//! write leaves blocks of unknown content; a failure of the media makes the zone read only, and the guest gets an
-//! event. A reset makes a zone empty at once and then gives its blocks back, by steps of Write Zeroes in the slot of
-//! its command. Until that is done, the zone takes no writes.
+//! A write pointer moves when a write is accepted, not when it completes, and later commands are checked against it. A failed
+//! write leaves blocks of unknown content. If the media fails, the zone becomes read only, and the guest gets an event. A reset
+//! makes a zone empty at once and then deallocates its blocks, by steps of Write Zeroes in the slot of the Reset. Until that is
+//! done, the zone accepts no writes.
 //!
-//! Zone Append returns the LBA as the drive numbers its blocks; `commands` makes it the guest's, for these queues
-//! alone.
+//! Zone Append returns an LBA of the drive, which `commands` translates to the guest's LBA.
 
 mod commands;
 mod format;
@@ -43,10 +42,10 @@ use nvme_mpt::range::{ByteRange, Bytes, LbaRange};
 use nvme_mpt::shadow::CommandSet;
 use nvme_mpt::spec::ids::Lba;
 
-/// Why a drive cannot be divided into zones, or a range of it not be leased.
+/// Reason why a drive cannot be divided into zones, or why a range cannot be leased.
 #[derive(Debug, thiserror::Error)]
 pub enum ZoneError {
-    /// Not a single zone fits.
+    /// The drive is smaller than a zone.
     #[error(
         "The drive's {capacity} are less than one zone of {zone}: make the drive larger, or choose \
          a profile with a smaller zone_size"
@@ -57,7 +56,7 @@ pub enum ZoneError {
         /// Size of a zone.
         zone: Bytes,
     },
-    /// More zones than are supported.
+    /// The drive would have more zones than supported.
     #[error(
         "Zones of {zone} make {zones} of the drive's {capacity}, and there can be {}: \
          choose a profile with a zone_size of {least} or more",
@@ -68,12 +67,12 @@ pub enum ZoneError {
         capacity: Bytes,
         /// Size of a zone.
         zone: Bytes,
-        /// Number of zones that there would be.
+        /// Resulting number of zones.
         zones: u64,
-        /// A size that would do.
+        /// A zone size that would work.
         least: Bytes,
     },
-    /// There is no place to keep the zones' states.
+    /// A block device has no directory for the file of zone states.
     #[error(
         "Block device {} has no place beside it for the states of its zones: use a file, or memory:SIZE",
         .0.display()
@@ -86,40 +85,40 @@ pub enum ZoneError {
         .path.display()
     )]
     OtherZones {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Which zones it is about.
+        /// Description of the zones in the file.
         there: String,
-        /// Which zones there are.
+        /// Description of the drive's zones.
         here: String,
     },
-    /// The file has no states of zones.
+    /// The file contains no zone states.
     #[error(
         "{} has no zone states: restore it from a copy, or, if the data of the drive is not needed, move it away to begin with \
          empty zones",
         .0.display()
     )]
     NotZones(PathBuf),
-    /// The states cannot be kept.
+    /// The states cannot be stored.
     #[error("The states of the zones cannot be kept in {}", .path.display())]
     Keep {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// There is no room for the states.
+    /// The file system has no space for the states.
     #[error(
         "The file system of {} has no room for the {bytes} bytes of the zone states in that file: make room on it, \
          or move the drive to a larger one",
         .path.display()
     )]
     NoRoom {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its length.
+        /// Length of the file.
         bytes: usize,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The states were lost while the drive was open.
@@ -137,13 +136,13 @@ pub enum ZoneError {
     NotWholeZones {
         /// `start` or `length`.
         part: &'static str,
-        /// Its value.
+        /// Value of the part.
         value: Bytes,
         /// Size of a zone.
         zone: Bytes,
-        /// The next lower value that would do.
+        /// The next lower valid value.
         below: Bytes,
-        /// The next higher value that would do.
+        /// The next higher valid value.
         above: Bytes,
     },
 }
@@ -160,10 +159,10 @@ pub struct Zones {
 }
 
 impl Zones {
-    /// Divides a drive; `file` is what it is in, if not in memory.
+    /// Divides a drive into zones. `file` is the drive's file, or `None` for a drive in memory.
     ///
     /// # Errors
-    /// All of [`ZoneError`] but [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
+    /// Returns any [`ZoneError`] except [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
     pub(super) fn new(
         profile: &ZnsProfile,
         namespace: &HostNamespace,
@@ -218,30 +217,29 @@ impl Zones {
         })
     }
 
-    /// Blocks of each of them.
+    /// Returns the zone size in blocks.
     pub(super) fn size(&self) -> u64 {
         self.geometry.size
     }
 
-    /// Blocks that were written to each of them.
+    /// Returns the written blocks of each zone.
     pub(super) fn written(&self) -> impl Iterator<Item = u64> {
         let words = self.kept.words();
         (0..self.count as usize)
             .map(|zone| table::written(words.load(zone), self.geometry.capacity))
     }
 
-    /// Blocks of all of them.
+    /// Returns the total blocks of all zones.
     pub(super) fn blocks(&self) -> u64 {
         u64::from(self.count) * self.geometry.size
     }
 
-    /// The file that their states are kept in.
+    /// Returns the file with the zone states.
     pub(super) fn file(&self) -> Option<&Arc<std::fs::File>> {
         self.kept.file()
     }
 
-    /// The zones of a lease, with its share of the resources: as many of a hundred as it has of a
-    /// hundred zones, and one at least.
+    /// Returns the zones of a lease, with a proportional share of the open and active resources, but at least one of each.
     ///
     /// # Errors
     /// [`ZoneError::NotWholeZones`] and [`ZoneError::Lost`].
@@ -260,7 +258,7 @@ impl Zones {
                 });
             }
         }
-        // A range lies in the namespace, which has fewer zones than fit.
+        // The range lies in the namespace, so its zone numbers fit.
         let (first, count) = ((range.start.0 / size) as u32, (range.blocks / size) as u32);
         let share = |all: u32| {
             let share = u64::from(all) * u64::from(count) / u64::from(self.count);
@@ -276,7 +274,7 @@ impl Zones {
             count,
         };
         let table = ZoneTable::new(self.geometry, resources, kept);
-        // Lost words are zeroes: zones that look empty.
+        // Lost words read as zeroes, which look like empty zones.
         if self.kept.are_lost() {
             return Err(self.kept.error());
         }
@@ -303,15 +301,15 @@ impl Zones {
 struct State {
     table: ZoneTable,
     changes: Changes,
-    /// Says to the next process whether there are changes.
+    /// Tells a successor process whether there are unreported changes.
     record: Option<ChangeRecord>,
     listener: Weak<EventQueue>,
 }
 
 impl State {
-    /// The media failed a write to a zone: it is read only from now on, and its guest is told.
+    /// Makes a zone read only after the media failed a write, and notifies the guest.
     fn fail_media(&mut self, zone: u32) {
-        // Before the zone changes, as the process may end in between.
+        // Record it first, because the process may end before the zone's state changes.
         self.note(true);
         if self.table.fail_media(zone) {
             self.changes.add(self.table.start(zone).0);
@@ -320,14 +318,14 @@ impl State {
         self.note(!self.changes.is_empty());
     }
 
-    /// Has the guest told that there are changes.
+    /// Notifies the guest of changes.
     fn tell(&self) {
         if let Some(events) = self.listener.upgrade() {
             events.report(Event::Changes);
         }
     }
 
-    /// Notes for the next process whether there are changes of which the guest was not told.
+    /// Records for a successor process whether there are unreported changes.
     fn note(&self, untold: bool) {
         if let Some(record) = &self.record {
             record.set(untold);
@@ -347,24 +345,24 @@ pub struct LeasedZones {
 }
 
 impl LeasedZones {
-    /// Returns the format of their namespace.
+    /// Returns the format of the namespace.
     #[must_use]
     pub fn format(&self) -> NamespaceZones {
         self.format
     }
 
-    /// Returns the description of their namespace.
+    /// Returns the description of the namespace for the guest.
     pub(crate) fn describe(&self) -> CommandSetDescription {
         ZonedCommands::describe(&self.format)
     }
 
-    /// Reports zones that change by themselves from now on ([`Event::Changes`]).
+    /// Reports zones that change on the drive's initiative to `events` ([`Event::Changes`]).
     pub fn subscribe(&self, events: &Arc<EventQueue>) {
         self.lock().listener = Arc::downgrade(events);
     }
 
-    /// Records from now on whether there are zones of whose change the guest was not told. The process before may have
-    /// known of some: then any zone is one that may have changed, and the guest is told so.
+    /// Makes `record` follow whether there are unreported changes. If the predecessor had some, any zone may have changed, and
+    /// the guest is notified of that.
     pub(crate) fn record_changes(&self, record: ChangeRecord) {
         let mut state = self.lock();
         if record.is_set() {
@@ -375,17 +373,17 @@ impl LeasedZones {
         state.note(!state.changes.is_empty());
     }
 
-    /// Makes the zones empty that have a byte of a range of the drive, whose blocks are zeroes already.
+    /// Empties the zones that overlap a range of the drive, whose blocks are already zero.
     pub(crate) fn empty(&self, range: &ByteRange) {
         let size = self.format.geometry.size;
         let block = |byte: u64| (byte >> self.lba_shift).saturating_sub(self.start.0);
         let end = block(range.end()).div_ceil(size);
-        // A drive has 65,536 zones at most.
+        // A drive has at most 65,536 zones.
         let zones = (block(range.start()) / size) as u32..end.min(ZnsProfile::ZONES_MAX) as u32;
         self.lock().table.empty(zones);
     }
 
-    /// Compares the states with those that are kept. It takes no longer than a report of all zones.
+    /// Compares the states with their stored copies. Takes no longer than a report of all zones.
     ///
     /// # Errors
     /// [`ZoneError::Lost`].
@@ -401,7 +399,7 @@ impl LeasedZones {
         }
     }
 
-    /// Writes all states again. If the kernel failed to write some of them to the disk, it does not try by itself.
+    /// Stores all states again, because the kernel does not retry a failed write-back.
     pub(crate) fn begin_anew(&self) {
         if self.check().is_ok() {
             self.lock().table.keep();
@@ -409,12 +407,12 @@ impl LeasedZones {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Each change is complete before anything can panic.
+        // The state is consistent wherever a panic can occur.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Zones that changed by themselves, by their Zone Start LBAs.
+/// The log of changed zones, by Zone Start LBA.
 impl ChangeLog for LeasedZones {
     fn changes(&self) -> Changes {
         self.lock().changes.clone()
@@ -435,7 +433,7 @@ impl ChangeLog for LeasedZones {
 
 #[cfg(test)]
 thread_local! {
-    /// Comparisons of states with those that are kept, on this thread.
+    /// Number of comparisons with stored states on this thread.
     static CHECKS: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
 }
 

@@ -1,6 +1,5 @@
-//! A queue pair of a drive that is divided into zones: a layer in front of the drive's own. It decides
-//! what a command may do; the drive gets reads and writes of blocks, and gives back the blocks of
-//! zones that are reset.
+//! A queue pair of a zoned drive: a layer in front of the drive's own queue. The layer checks commands against the zones. The
+//! drive gets reads and writes of blocks, and deallocates the blocks of reset zones.
 
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -20,65 +19,65 @@ use nvme_mpt::spec::sqe::Sqe;
 use nvme_mpt::spec::status::{Status, StatusCodeType};
 use nvme_mpt::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend, ZoneSendAction};
 
-/// Most bytes that are given back at once: other queues of the poller wait meanwhile, 2 ms at most, as they do for a
-/// range that is deallocated. In the smallest blocks, a command can name as much.
+/// Maximum bytes that a reset deallocates per step. A step delays other queues of the poller by 2 ms at most, like the
+/// deallocation of a range. With the smallest blocks, a Write Zeroes can cover that many bytes.
 const RESET_BYTES: u64 = 32 << 20;
 
-/// Fate of a command after the drive's part of it.
+/// How to complete a command after the drive has executed its part.
 #[derive(Clone, Copy, Debug, Default)]
 enum Fate {
-    /// It is complete.
+    /// Pass the completion on.
     #[default]
     Complete,
-    /// A Flush is complete.
+    /// Complete a Flush.
     Flush,
-    /// A write to a zone is complete.
+    /// Complete a write to this zone.
     Write(u32),
-    /// As that, and dword 0 of its completion is this part of the LBA that it was written to.
+    /// Complete an append to this zone. The second value is the low half of the written LBA, for dword 0.
     Append(u32, u32),
-    /// A zone that was reset has given back some of its blocks.
+    /// Continue or complete a reset after a step of deallocation.
     Reset(Reset),
 }
 
-/// A zone whose blocks are given back.
+/// A reset zone whose blocks are being deallocated.
 #[derive(Clone, Copy, Debug)]
 struct Reset {
     zone: u32,
-    /// Blocks of it that are left to be given back, as the drive names them.
+    /// Blocks that are left to deallocate, as LBAs of the drive.
     next: u64,
     end: u64,
-    /// Other zones follow.
+    /// True for a reset of all zones.
     all: bool,
 }
 
-/// Time at which a command is given.
+/// Whether a command is new or repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Time {
     First,
-    /// A process that ended had the command, and may have moved the write pointer for it.
+    /// The old server had the command, and may have moved the write pointer for it.
     Again,
 }
 
-/// A queue of a drive, and the zones of a lease in front of it.
+/// A drive's queue with the zones of a lease in front.
 #[derive(Debug)]
 pub struct ZonedQueue {
     drive: HostQueuePair,
     zones: Arc<LeasedZones>,
-    /// Commands that were submitted and not rung in.
+    /// Submitted commands whose doorbell was not rung.
     arriving: Vec<(Sqe, Time)>,
-    /// Commands that the drive gets.
+    /// Commands that go to the drive.
     passing: Vec<Sqe>,
-    /// By slot.
+    /// Completion actions, indexed by slot.
     fates: Box<[Fate]>,
     /// Completions of the drive.
     reaped: Vec<HostCompletion>,
-    /// Commands that completed without the drive.
+    /// Completions of commands that the drive did not get.
     completed: Vec<HostCompletion>,
-    /// The report that was made last.
+    /// Buffer of the latest report.
     report: Vec<u8>,
-    /// Resets that the drive has a step of.
+    /// Number of resets with a step in the drive.
     resets: usize,
-    /// No further step of a reset begins.
+    /// True once no further step of a reset may begin.
     cut_short: bool,
 }
 
@@ -99,12 +98,12 @@ impl ZonedQueue {
         }
     }
 
-    /// Decides about what was submitted, and hands on what the drive is to do.
+    /// Checks the submitted commands, and prepares the commands for the drive.
     fn take_up(&mut self, memory: HostMemory<'_>) {
         let zones = self.zones.clone();
         let mut state = zones.lock();
         let mut arriving = std::mem::take(&mut self.arriving);
-        // A drive that is gone fails whatever it is given, zone management too.
+        // A removed drive fails all commands, including zone management.
         let gone = self.drive.is_gone();
         let blocks = self.drive.blocks().unwrap_or(u64::MAX);
         state
@@ -135,7 +134,7 @@ impl ZonedQueue {
         self.arriving = arriving;
     }
 
-    /// As [`Self::begin`]. Once states of zones are lost, the lease is read only.
+    /// Begins a command like [`Self::begin`]. If zone states are lost, the lease is read only.
     fn begin_kept(
         &mut self,
         state: &mut State,
@@ -155,14 +154,15 @@ impl ZonedQueue {
             return Err(refusal);
         }
         let begun = self.begin(state, sqe, time, memory)?;
-        // The change of a state finds it, too.
+        // Changing a state may also discover the loss.
         match self.zones.kept.are_lost() {
             true => Err(Status::WRITE_FAULT),
             false => Ok(begun),
         }
     }
 
-    /// Returns the drive's part of a command, and the command's fate after it; nothing if it is complete.
+    /// Checks a command and applies it to the zones. Returns the command for the drive and the completion action, or `None` if
+    /// the command is already complete.
     fn begin(
         &mut self,
         state: &mut State,
@@ -171,11 +171,11 @@ impl ZonedQueue {
         memory: HostMemory<'_>,
     ) -> Result<Option<(Sqe, Fate)>, Status> {
         let first = self.zones.start;
-        // It was translated, so it lies in the lease.
+        // The translated LBA lies in the lease.
         let in_lease = |Lba(lba): Lba| Lba(lba.wrapping_sub(first.0));
         let table = &mut state.table;
         match NvmOpcode(sqe.opcode()) {
-            // All of them have both fields there.
+            // All of these commands have both fields in the same place.
             opcode @ (NvmOpcode::READ
             | NvmOpcode::COMPARE
             | NvmOpcode::VERIFY
@@ -246,7 +246,7 @@ impl ZonedQueue {
         sqe: &Sqe,
         send: ZoneManagementSend,
     ) -> Result<Option<(Sqe, Fate)>, Status> {
-        // An option of actions on zone random write areas, which there are none of (OZCS.ZRWASUP).
+        // The option concerns zone random write areas, which are not supported (OZCS.ZRWASUP).
         if send.zsaso {
             return Err(Status::INVALID_FIELD);
         }
@@ -274,7 +274,7 @@ impl ZonedQueue {
         }
     }
 
-    /// The blocks that a zone gives back after it was reset; none if none of them was written.
+    /// Returns the deallocation of a reset zone, or `None` if the zone had no written blocks.
     fn reset(&self, state: &State, zone: u32, written: u64, all: bool) -> Option<Reset> {
         let next = self.zones.start.0 + state.table.start(zone).0;
         (written > 0).then_some(Reset {
@@ -285,7 +285,7 @@ impl ZonedQueue {
         })
     }
 
-    /// Resets zones from one on, up to the first that has blocks to give back.
+    /// Resets zones from `from` on, up to the first zone with blocks to deallocate.
     fn reset_all(&self, state: &mut State, from: u32) -> Option<Reset> {
         let mut from = from;
         loop {
@@ -297,7 +297,7 @@ impl ZonedQueue {
         }
     }
 
-    /// Returns the command by which the drive gives back the next blocks of a zone.
+    /// Returns the drive's command for the next step of a deallocation.
     fn give_back(&self, sqe: &Sqe, reset: Reset) -> (Sqe, Fate) {
         let most = RESET_BYTES >> self.zones.lba_shift;
         let count = (reset.end - reset.next).min(most);
@@ -306,7 +306,7 @@ impl ZonedQueue {
         zeroes.nsid = sqe.nsid;
         WriteZeroes {
             slba: Lba(reset.next),
-            // One to 65,536 of them.
+            // The count is 1 to 65,536.
             nlb_z: (count - 1) as u16,
             deac: true,
             ..WriteZeroes::default()
@@ -316,7 +316,7 @@ impl ZonedQueue {
         (zeroes, Fate::Reset(Reset { next, ..reset }))
     }
 
-    /// Goes on with a reset whose last step the drive is done with. Returns whether it goes on.
+    /// Continues a reset after a step of the drive. Returns `false` if the reset is complete.
     fn go_on(&mut self, state: &mut State, slot: u16, reset: Reset) -> bool {
         let next = if reset.next < reset.end {
             Some(reset)
@@ -345,8 +345,7 @@ impl ZonedQueue {
         matches!(fate, Some(Fate::Flush))
     }
 
-    /// Returns the guest's completion of a command after the drive's part of it; nothing if the command goes
-    /// on.
+    /// Returns the guest's completion after the drive has executed its part, or `None` if the command continues.
     fn end(&mut self, completion: HostCompletion) -> Option<HostCompletion> {
         let HostCompletion {
             slot,
@@ -357,7 +356,7 @@ impl ZonedQueue {
         let fate = std::mem::take(fate);
         match fate {
             Fate::Complete => return Some(completion),
-            // What all of them look at was looked at for those that were reaped together.
+            // The zone states were checked once for all reaped completions.
             Fate::Flush => {}
             Fate::Write(zone) | Fate::Append(zone, _) if is_of_media(status) => {
                 self.zones.lock().fail_media(zone);
@@ -380,7 +379,7 @@ impl ZonedQueue {
                 self.resets -= 1;
             }
         }
-        // Data whose zone's state is lost is lost with the process.
+        // If the zone's state is lost, its data is lost when the process ends.
         if status.is_success() && self.zones.kept.are_lost() {
             status = lasting(Status::WRITE_FAULT);
         }
@@ -388,8 +387,7 @@ impl ZonedQueue {
     }
 }
 
-/// Returns the place of a command among those that are carried out again in no order of their own. Writes to a zone
-/// follow each other from its start on, and come before what closes it.
+/// Returns the sort key of a repeated command. Writes to a zone must be in LBA order, and before commands that close the zone.
 fn place_in_order(sqe: &Sqe) -> u64 {
     match NvmOpcode(sqe.opcode()) {
         NvmOpcode::WRITE | NvmOpcode::WRITE_ZEROES => ReadWrite::from(sqe).slba.0,
@@ -397,17 +395,17 @@ fn place_in_order(sqe: &Sqe) -> u64 {
     }
 }
 
-/// Returns whether a write failed at its own blocks. One that finds what was lost elsewhere tells nothing of its zone.
+/// Returns whether a write failed at its own blocks. The status for writes that were lost elsewhere does not concern its zone.
 fn is_of_media(status: Status) -> bool {
     status.sct() == StatusCodeType::MEDIA && status != LOST
 }
 
-/// A status as a guest is told it: all but those that time heals are no use to retry on.
+/// Sets DNR unless the status is temporary.
 fn lasting(status: Status) -> Status {
     status.with_dnr(status != Status::COMMAND_INTERRUPTED)
 }
 
-/// Copies a report to where a command wants it; what follows it is zero.
+/// Copies a report to the command's buffer, and zeroes the rest of the buffer.
 fn hand_over(report: &[u8], sqe: &Sqe, length: u64, memory: HostMemory<'_>) -> Result<(), Status> {
     let mut rest = report;
     DataPointer::of(sqe).for_each(memory, length, |part| {
@@ -433,7 +431,7 @@ impl HostBatch for &mut ZonedQueue {
     }
 
     fn ring(self, memory: HostMemory<'_>) {
-        // The repeats of a queue are a batch of their own.
+        // Repeated commands form a separate batch.
         if matches!(self.arriving.last(), Some((_, Time::Again))) {
             self.arriving.sort_by_key(|(sqe, _)| place_in_order(sqe));
         }
@@ -458,7 +456,7 @@ impl HostQueue for ZonedQueue {
         }
         let mut reaped = std::mem::take(&mut self.reaped);
         self.drive.reap_into(memory, &mut reaped);
-        // It notes what it finds. One look does for all: other queues of the poller wait meanwhile.
+        // `check` records its result. One check suffices for all Flushes, because the poller's other queues wait meanwhile.
         if reaped.iter().any(|completion| self.is_flush(completion)) {
             let _ = self.zones.check();
         }
@@ -483,7 +481,8 @@ impl HostQueue for ZonedQueue {
         self.drive.settle()
     }
 
-    /// Nothing notifies when a store is done with a step of a reset that was made while the last one was reaped.
+    /// The queue must be polled, because no event announces the end of a step that was submitted while the previous step was
+    /// reaped.
     fn is_polled(&self) -> bool {
         self.drive.is_polled() || (self.resets > 0 && self.drive.wait_fd().is_none())
     }
@@ -506,7 +505,7 @@ impl HostQueue for ZonedQueue {
 }
 
 impl Drop for ZonedQueue {
-    /// Whatever was being given back, its zones can be written again.
+    /// Ends pending resets, so that their zones can be written again.
     fn drop(&mut self) {
         let mut state = self.zones.lock();
         for fate in &self.fates {

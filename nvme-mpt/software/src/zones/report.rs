@@ -10,18 +10,17 @@ use nvme_mpt::spec::zns::{
     ZoneState, ZoneStateByte, ZoneType, ZoneTypeByte,
 };
 
-/// `WP` of a zone that has none.
+/// `WP` of a zone without a write pointer.
 const NO_WRITE_POINTER: Lba = Lba(u64::MAX);
 
-/// Makes the report that a command asks for, whose SLBA is the lease's: as many bytes of it as the
-/// command takes at most.
+/// Builds the report for a command, up to the length that the command requests. The command's SLBA is relative to the lease.
 pub(super) fn report(
     table: &ZoneTable,
     command: &ZoneManagementReceive,
     capacity: u64,
     report: &mut Vec<u8>,
 ) -> Result<(), Status> {
-    // Extended reports are of zone descriptor extensions, which there are none of (LBAFE.ZDES).
+    // Extended reports contain zone descriptor extensions, which are not supported (LBAFE.ZDES).
     if command.zra != ZoneReceiveAction::REPORT_ZONES || command.zrasf > ReportingOptions::OFFLINE {
         return Err(Status::INVALID_FIELD);
     }
@@ -44,7 +43,7 @@ pub(super) fn report(
         ..ReportZonesHeader::new_zeroed()
     };
     report[..size_of::<ReportZonesHeader>()].copy_from_slice(header.as_bytes());
-    // A command may ask for less than the header has.
+    // A command may request less than the header.
     report.truncate(length);
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! The zones of a lease: their states and write pointers, and what each command does to them
-//! (ZNS 1.1, section 2.1.1). LBAs here are the lease's own: its first zone starts at 0.
+//! The zones of a lease: their states and write pointers, and the effects of commands (ZNS 1.1, section 2.1.1). LBAs in this
+//! module are relative to the lease.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,13 +10,13 @@ use nvme_mpt::spec::ids::Lba;
 use nvme_mpt::spec::status::Status;
 use nvme_mpt::spec::zns::{ReportingOptions, ZoneSendAction, ZoneState};
 
-/// A zone.
+/// State of a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Zone {
     pub(super) state: ZoneState,
-    /// Blocks from its start on that were written: where the write pointer is, in those that have one.
+    /// Written blocks from the start of the zone. This is the write pointer's offset, for states that have a write pointer.
     pub(super) written: u64,
-    /// It was reset, and the store is giving its blocks back: what was written meanwhile would go, too.
+    /// True while the store deallocates the blocks of a reset zone. New writes would be deallocated too.
     pub(super) resetting: bool,
 }
 
@@ -27,12 +27,12 @@ impl Zone {
         resetting: false,
     };
 
-    /// As it is kept: 0 for one that was never written.
+    /// Encodes a zone for storage. An empty zone is 0.
     fn to_word(self) -> u64 {
         self.written << 8 | u64::from(self.state.0 ^ ZoneState::EMPTY.0)
     }
 
-    /// A word that no zone of this capacity is kept as is that of a zone whose media nobody can trust: it is offline.
+    /// Decodes a stored zone. An invalid word reads as Offline.
     fn from_word(word: u64, capacity: u64) -> Self {
         let state = ZoneState(word as u8 ^ ZoneState::EMPTY.0);
         let written = word >> 8;
@@ -69,7 +69,7 @@ impl Zone {
     }
 }
 
-/// Returns the blocks that were written to a zone that is kept as a word.
+/// Returns the written blocks of a stored zone.
 pub(super) fn written(word: u64, capacity: u64) -> u64 {
     Zone::from_word(word, capacity).written
 }
@@ -80,30 +80,30 @@ pub(super) struct ZoneTable {
     geometry: Geometry,
     resources: Resources,
     zones: Box<[Zone]>,
-    /// Those of them, from the first on, that the namespace has: it may have been cut.
+    /// Number of zones that the namespace currently has. Smaller than the lease if the namespace shrank.
     there: u32,
-    /// Words that keep them.
+    /// Storage of the zone states.
     words: SharedWords,
     first_word: usize,
     open: u32,
     active: u32,
     offline: u32,
-    /// Zones that were opened implicitly, the longest open first: those that may be closed for others.
+    /// Implicitly opened zones, oldest first. They may be closed to open others.
     implicit: VecDeque<u32>,
 }
 
-/// Place of a table's zones among all that a drive keeps.
+/// Location of a table's zones in the drive's storage.
 pub(super) struct TableZones {
-    /// A word for each zone of the drive.
+    /// One word for each zone of the drive.
     pub(super) words: SharedWords,
-    /// The drive's zone that the table begins with.
+    /// The drive's zone number of the table's first zone.
     pub(super) first: u32,
     /// Number of zones of the table.
     pub(super) count: u32,
 }
 
 impl ZoneTable {
-    /// Zones of a drive, as they were kept.
+    /// Loads the zones of a lease from storage.
     pub(super) fn new(geometry: Geometry, resources: Resources, kept: TableZones) -> Self {
         let TableZones {
             words,
@@ -134,19 +134,19 @@ impl ZoneTable {
         }
     }
 
-    /// The namespace has so many blocks from the lease's first on, all of them in whole zones: others are not there
-    /// until it has them again.
+    /// Limits the table to the zones within `blocks` blocks from the lease's start. Other zones are inaccessible until the
+    /// namespace grows again.
     pub(super) fn cut_to(&mut self, blocks: u64) {
         let whole = blocks / self.geometry.size;
         self.there = whole.min(self.zones.len() as u64) as u32;
     }
 
-    /// Zones that are there.
+    /// Returns the number of accessible zones.
     pub(super) fn count(&self) -> u32 {
         self.there
     }
 
-    /// The zone that an LBA lies in, and how far.
+    /// Returns the zone of an LBA, and the offset in the zone.
     fn locate(&self, Lba(lba): Lba) -> Result<(u32, u64), Status> {
         let index = lba / self.geometry.size;
         if index >= u64::from(self.there) {
@@ -155,7 +155,7 @@ impl ZoneTable {
         Ok((index as u32, lba % self.geometry.size))
     }
 
-    /// The zone that starts at an LBA.
+    /// Returns the zone that starts at an LBA.
     pub(super) fn starting_at(&self, slba: Lba) -> Result<u32, Status> {
         match self.locate(slba)? {
             (index, 0) => Ok(index),
@@ -163,7 +163,7 @@ impl ZoneTable {
         }
     }
 
-    /// The zone that an LBA lies in.
+    /// Returns the zone of an LBA.
     pub(super) fn containing(&self, lba: Lba) -> Result<u32, Status> {
         self.locate(lba).map(|(index, _)| index)
     }
@@ -173,14 +173,14 @@ impl ZoneTable {
     }
 
     fn zone(&self, index: u32) -> Zone {
-        // Indices are this table's own.
+        // Indices come from this table, so the zone exists.
         self.zones.get(index as usize).copied().unwrap_or(Zone {
             state: ZoneState::OFFLINE,
             ..Zone::EMPTY
         })
     }
 
-    /// Makes a zone what it is from now on, counts it as that, and keeps it.
+    /// Sets a zone, updates the counters, and stores the zone.
     fn set(&mut self, index: u32, zone: Zone) {
         let Some(place) = self.zones.get_mut(index as usize) else {
             return;
@@ -206,7 +206,7 @@ impl ZoneTable {
             .store(self.first_word + index as usize, zone.to_word());
     }
 
-    /// Returns whether the words are those of the zones.
+    /// Returns whether the stored words match the zones.
     pub(super) fn is_kept(&self) -> bool {
         let capacity = self.geometry.capacity;
         (self.first_word..).zip(&self.zones).all(|(index, zone)| {
@@ -215,14 +215,14 @@ impl ZoneTable {
         })
     }
 
-    /// Keeps all zones once more.
+    /// Stores all zones again.
     pub(super) fn keep(&self) {
         for (index, zone) in (self.first_word..).zip(&self.zones) {
             self.words.store(index, zone.to_word());
         }
     }
 
-    /// Makes zones empty, but for those whose media failed.
+    /// Empties zones, except those whose media failed.
     pub(super) fn empty(&mut self, zones: Range<u32>) {
         for index in zones.start..zones.end.min(self.count()) {
             let failed = [ZoneState::READ_ONLY, ZoneState::OFFLINE];
@@ -237,7 +237,7 @@ impl ZoneTable {
         self.set(index, Zone { state, ..zone });
     }
 
-    /// Checks whether blocks can be read; across zone boundaries, too (`OZCS.RAZB`).
+    /// Checks whether blocks can be read. A read may cross zone boundaries (`OZCS.RAZB`).
     pub(super) fn read(&self, slba: Lba, count: u64) -> Result<(), Status> {
         if self.offline == 0 {
             return Ok(());
@@ -251,7 +251,7 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Takes up a write at the write pointer.
+    /// Accepts a write at the write pointer.
     pub(super) fn write(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
         let (index, offset) = self.locate(slba)?;
         let zone = self.writable(index)?;
@@ -261,8 +261,8 @@ impl ZoneTable {
         self.advance(index, count)
     }
 
-    /// Takes up a write that a process which ended may have taken up. Blocks below the write pointer are written once
-    /// more: that process moved the pointer before the drive had the data.
+    /// Accepts a write that the old server may already have accepted. Blocks below the write pointer are written again, because
+    /// the old server moved the pointer before the drive had the data.
     pub(super) fn write_again(&mut self, slba: Lba, count: u64) -> Result<(), Status> {
         let (index, offset) = self.locate(slba)?;
         let zone = self.settled(index)?;
@@ -274,7 +274,7 @@ impl ZoneTable {
         }
     }
 
-    /// Takes up an append to the zone that starts at an LBA. Returns where its first block goes.
+    /// Accepts an append to the zone that starts at `zslba`. Returns the LBA of its first block.
     pub(super) fn append(&mut self, zslba: Lba, count: u64) -> Result<Lba, Status> {
         let index = self.starting_at(zslba)?;
         let zone = self.writable(index)?;
@@ -282,7 +282,7 @@ impl ZoneTable {
         Ok(Lba(zslba.0 + zone.written))
     }
 
-    /// A zone that can be written to, as far as its state goes (ZNS 1.1, section 2.1.1).
+    /// Returns a zone if its state permits writes (ZNS 1.1, section 2.1.1).
     fn writable(&self, index: u32) -> Result<Zone, Status> {
         let zone = self.settled(index)?;
         match zone.state {
@@ -293,7 +293,7 @@ impl ZoneTable {
         }
     }
 
-    /// A zone that is not being reset. A host that does not wait for its reset may try again.
+    /// Returns a zone that is not being reset. Otherwise the host can retry after the reset.
     fn settled(&self, index: u32) -> Result<Zone, Status> {
         let zone = self.zone(index);
         if zone.resetting {
@@ -333,8 +333,8 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Makes room for one more open zone, closing one that was opened implicitly if it has to
-    /// (ZNS 1.1, section 2.1.1).
+    /// Reserves resources for another open zone. Closes the oldest implicitly opened zone if necessary (ZNS 1.1, section
+    /// 2.1.1).
     fn take_resources(&mut self, index: u32) -> Result<(), Status> {
         if !self.zone(index).is_active() && self.active >= self.resources.active {
             return Err(Status::TOO_MANY_ACTIVE_ZONES);
@@ -344,14 +344,14 @@ impl ZoneTable {
             let oldest = oldest.ok_or(Status::TOO_MANY_OPEN_ZONES)?;
             self.set_state(oldest, ZoneState::CLOSED);
         }
-        // More are open than may be where a lease became smaller.
+        // The limit may still be exceeded if the lease shrank.
         if self.open >= self.resources.open {
             return Err(Status::TOO_MANY_OPEN_ZONES);
         }
         Ok(())
     }
 
-    /// Carries out an action but Reset on one zone (ZNS 1.1, section 3.4.3).
+    /// Executes an action other than Reset on one zone (ZNS 1.1, section 3.4.3).
     pub(super) fn act(&mut self, index: u32, action: ZoneSendAction) -> Result<(), Status> {
         let Zone { state, .. } = self.settled(index)?;
         let open = matches!(
@@ -386,7 +386,7 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Carries out an action but Reset on all zones in a state that it is meant for.
+    /// Executes an action other than Reset on all zones whose state the action applies to.
     pub(super) fn act_on_all(&mut self, action: ZoneSendAction) -> Result<(), Status> {
         let meant = |zone: Zone| match action {
             ZoneSendAction::OPEN => zone.state == ZoneState::CLOSED,
@@ -396,7 +396,7 @@ impl ZoneTable {
             _ => false,
         };
         if action == ZoneSendAction::OPEN {
-            // All of them or none.
+            // Open all closed zones or none.
             let closed = self.active - self.open;
             if self.open.saturating_add(closed) > self.resources.open {
                 return Err(Status::TOO_MANY_OPEN_ZONES);
@@ -417,8 +417,8 @@ impl ZoneTable {
         Ok(())
     }
 
-    /// Resets a zone. Returns how many of its blocks were written; unless that is 0, nothing can be
-    /// written to it before [`Self::end_reset`].
+    /// Resets a zone and returns the number of its written blocks. If the number is not 0, the zone accepts no writes until
+    /// [`Self::end_reset`].
     pub(super) fn reset(&mut self, index: u32) -> Result<u64, Status> {
         let zone = self.settled(index)?;
         match zone.state {
@@ -437,20 +437,20 @@ impl ZoneTable {
         Ok(zone.written)
     }
 
-    /// Resets the next of all zones, from `from` on, that is meant by a reset of all. Returns which
-    /// one, and as [`Self::reset`].
+    /// Resets the next zone from `from` on that a reset of all zones applies to. Returns its number and its written blocks, as
+    /// [`Self::reset`] does.
     pub(super) fn reset_next(&mut self, from: u32) -> Option<(u32, u64)> {
         let meant = |index: &u32| {
             let zone = self.zone(*index);
             !zone.resetting && (zone.is_active() || zone.state == ZoneState::FULL)
         };
         let index = (from..self.count()).find(meant)?;
-        // It is in a state that can be reset.
+        // The filter selects only zones that can be reset.
         let written = self.reset(index).unwrap_or(0);
         Some((index, written))
     }
 
-    /// The blocks of a zone that was reset are given back.
+    /// Ends the deallocation of a reset zone.
     pub(super) fn end_reset(&mut self, index: u32) {
         let zone = self.zone(index);
         self.set(
@@ -462,8 +462,7 @@ impl ZoneTable {
         );
     }
 
-    /// The media failed a write: what is in the zone can be read, and nothing can be added. Returns
-    /// whether that is news.
+    /// Makes a zone read only after the media failed a write. Returns `false` if the media had already failed.
     pub(super) fn fail_media(&mut self, index: u32) -> bool {
         let failed = matches!(
             self.zone(index).state,
@@ -475,7 +474,7 @@ impl ZoneTable {
         !failed
     }
 
-    /// The zones from one on that are in a report.
+    /// Returns the zones from `from` on that match the options of a report.
     pub(super) fn reported(
         &self,
         from: u32,

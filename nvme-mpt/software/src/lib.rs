@@ -1,8 +1,8 @@
 //! NVMe drives in software: host controllers that run in this process, for tests and for hosts without a spare drive.
 //!
-//! A [`SoftwareController`] keeps logical blocks in a [`Medium`]: nowhere, in memory, or in a file. Between the guest and the
-//! backing store, commands pass optional layers: [zones], [faults] and a timing [model]. Drives of the Key Value Command Set
-//! ([`key_value`]) are a separate host controller.
+//! A [`SoftwareController`] stores logical blocks in a backing store ([`Medium`]): memory, a file, or a null store that keeps
+//! no data. Between the guest and the backing store, commands pass optional layers: [zones], [faults] and a timing [model].
+//! Drives of [keys and values](key_value) have a separate host controller.
 //!
 //! # Example: a store
 //!

@@ -157,7 +157,7 @@ impl Faults {
         Self::with_timebase(plan, namespace, unit, Timebase::Host)
     }
 
-    /// Creates faults like [`Self::new`], recorded in a memory file. If the file holds faults of a predecessor, the drive
+    /// Creates faults like `new`, recorded in a memory file. If the file holds faults of a predecessor, the drive
     /// continues with those and ignores the plan.
     ///
     /// # Errors

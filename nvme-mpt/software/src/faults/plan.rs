@@ -74,7 +74,7 @@ pub enum FaultError {
         number: usize,
         /// Name of the field.
         field: &'static str,
-        /// How to correct the field.
+        /// Advice for correcting the field.
         advice: &'static str,
     },
     /// The drive does not have that range or size.

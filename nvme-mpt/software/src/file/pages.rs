@@ -24,7 +24,7 @@ use nvme_mpt::memory::{Mapping, RawBytes};
 #[derive(Debug)]
 pub(super) struct Pages {
     mapping: Mapping,
-    /// One bit for each [`UNIT`] of the file: 1 if it is known to be resident.
+    /// Bitmap with a bit for each [`UNIT`] of the file: 1 if it is known to be resident.
     there: Box<[AtomicU64]>,
     reported: AtomicBool,
 }

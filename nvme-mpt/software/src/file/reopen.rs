@@ -14,7 +14,7 @@ pub(super) fn reopen(file: &File, path: Option<&Path>, flags: i32) -> io::Result
     open(file, path, &options)
 }
 
-/// Opens an open file again like [`reopen`], read-only.
+/// Opens an open file again like `reopen`, read-only.
 pub(super) fn reopen_to_read(file: &File, path: Option<&Path>) -> io::Result<File> {
     open(file, path, OpenOptions::new().read(true))
 }

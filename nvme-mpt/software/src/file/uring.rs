@@ -136,7 +136,7 @@ pub enum Request<'a> {
     },
 }
 
-/// How the kernel executes a request.
+/// Execution mode of a request in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Manner {
     /// Inline if possible, otherwise in a worker thread.

@@ -7,7 +7,7 @@ use nvme_mpt::memory::{Mapping, RawBytes};
 /// Size of the buffer, which is the most that one write of zeroes uses.
 pub(super) const BYTES: usize = 1 << 20;
 
-/// Returns `len` bytes of zeroes, or `None` if `len` exceeds [`BYTES`] or the buffer cannot be mapped.
+/// Returns `len` bytes of zeroes, or `None` if `len` exceeds `BYTES` or the buffer cannot be mapped.
 pub(super) fn bytes(len: usize) -> Option<RawBytes<'static>> {
     // Untouched anonymous memory maps the kernel's single zero page, so the buffer takes no memory.
     static ZEROES: OnceLock<Option<Mapping>> = OnceLock::new();

@@ -161,7 +161,7 @@ pub(super) fn answer<P: Pairs>(pairs: &P, query: Query) -> Result<Reply, P::Erro
 
 const MISSING: Reply = Reply::of(Status::KV_KEY_DOES_NOT_EXIST);
 
-/// Returns a successful reply with the size of a value. Values are limited to less than 4 GiB.
+/// Returns a successful reply with the size of a value, which is far below 2^32.
 fn sized(value: usize) -> Reply {
     Reply {
         dw0: value as u32,

@@ -95,7 +95,7 @@ struct Progress {
     since: u32,
 }
 
-/// How long the thread has made no progress.
+/// Classified time for which the thread has made no progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Standstill {
     /// Within the normal range.

@@ -1,4 +1,5 @@
-//! Held completions until they are due: a ring of pages, one per time unit of the near future, and a heap for later ones.
+//! Held completions until they are due: a ring of pages, one per time unit of the near future, and a heap for later
+//! completions.
 //!
 //! Nearly all commands in flight are due within a millisecond. Adding such a completion to its page and removing it costs far
 //! less than a heap operation. No memory is allocated after creation. Completions due in the same unit come out in any order,
@@ -45,7 +46,7 @@ impl Entry {
 struct Ring {
     /// The first unit that has a page. All earlier pages are empty.
     begin: u64,
-    /// One bit per page: 1 if the page is not empty.
+    /// Bitmap of the pages: 1 for a page that is not empty.
     occupied: [u64; 64],
     /// The first slot on each page.
     pages: [u16; PAGES as usize],

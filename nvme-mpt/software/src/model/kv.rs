@@ -49,7 +49,7 @@ pub(crate) struct KvModel {
 #[derive(Debug)]
 struct State {
     units: Timelines,
-    /// One timeline per direction.
+    /// Timelines of the link, one per direction.
     links: Timelines,
 }
 

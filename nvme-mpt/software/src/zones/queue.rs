@@ -23,7 +23,7 @@ use nvme_mpt::spec::zns::{ZoneAppend, ZoneManagementReceive, ZoneManagementSend,
 /// deallocation of a range. With the smallest blocks, a Write Zeroes can cover that many bytes.
 const RESET_BYTES: u64 = 32 << 20;
 
-/// How to complete a command after the drive has executed its part.
+/// Completion action of a command after the drive has executed its part.
 #[derive(Clone, Copy, Debug, Default)]
 enum Fate {
     /// Pass the completion on.
@@ -50,7 +50,7 @@ struct Reset {
     all: bool,
 }
 
-/// Whether a command is new or repeated.
+/// Distinguishes new commands from repeated ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Time {
     First,

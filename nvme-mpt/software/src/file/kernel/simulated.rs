@@ -547,7 +547,7 @@ pub(in crate::file) fn reopen(_: &File, _: Option<&Path>, _: i32) -> io::Result<
     Ok(File::open())
 }
 
-/// Opens the file again, like [`reopen`].
+/// Opens the file again, like `reopen`.
 pub(in crate::file) fn reopen_to_read(_: &File, _: Option<&Path>) -> io::Result<File> {
     Ok(File::open())
 }

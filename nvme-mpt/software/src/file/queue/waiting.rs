@@ -33,7 +33,7 @@ impl Want {
     }
 }
 
-/// One line of slots per resource.
+/// Lines of waiting slots, one per resource.
 #[derive(Debug)]
 pub(super) struct Waiting([VecDeque<u16>; 3]);
 

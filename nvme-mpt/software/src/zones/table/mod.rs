@@ -94,7 +94,7 @@ pub(super) struct ZoneTable {
 
 /// Location of a table's zones in the drive's storage.
 pub(super) struct TableZones {
-    /// One word for each zone of the drive.
+    /// State words, one for each zone of the drive.
     pub(super) words: SharedWords,
     /// The drive's zone number of the table's first zone.
     pub(super) first: u32,

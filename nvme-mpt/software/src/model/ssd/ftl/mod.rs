@@ -79,7 +79,7 @@ pub struct Wear {
     pub erased_blocks: u64,
 }
 
-/// One instance of the translation layer.
+/// An instance of the translation layer.
 #[derive(Debug)]
 pub(super) struct Ftl {
     geometry: Geometry,

@@ -1,21 +1,22 @@
 //! The `nvme-mpt` command.
 //!
-//! `nvme-mpt serve` opens drives, leases their parts, and offers each function over vfio-user ([`serve`]). An
-//! [`adaptor`] makes an NVMe function a `vfio_user_server::Device`, and a [`function_thread`] runs the
-//! two. Other commands ask a server on its control socket ([`control`]): for its figures ([`stats`]) and its drives' room ([`room`]), to change its
-//! functions ([`change`]) and the faults of its drives ([`faults`]). The rest find the host's physical drives
-//! ([`drives`]), take them from the host's own driver ([`mod@bind`]), make profiles of drives ([`profile`]), and report on
-//! a host and a drive ([`doctor`]).
+//! `nvme-mpt serve` opens drives, leases parts of them and serves each function over vfio-user ([`serve`]). An [`adaptor`]
+//! presents an NVMe function as a `vfio_user_server::Device`, and a [`function_thread`] runs both.
 //!
-//! [`confine`] has the kernel confine a server. `kept` has what outlives it in its keeper ([`nvme_mpt_keep`]), with which its successor goes on. `set_aside` has functions
-//! that brought a server down.
+//! Other commands talk to a running server on its control socket ([`control`]). They read its statistics ([`stats`]) and the
+//! free capacity of its drives ([`room`]), and change its functions ([`change`]) and injected faults ([`faults`]). The
+//! remaining commands list the host's physical drives ([`drives`]), unbind them from the kernel driver ([`mod@bind`]), measure
+//! drive profiles ([`profile`]), and check a host or a drive ([`doctor`]).
 //!
-//! [`top`] shows rates in a terminal. [`metrics`] offers a server's figures to Prometheus. [`logging`] is what a program of ours logs with.
+//! [`confine`] restricts a server with Landlock and seccomp. `kept` stores the state of a server with its keeper
+//! ([`nvme_mpt_keep`]), so that a successor can restore it. `set_aside` serves quarantined functions, which crashed a server.
+//!
+//! [`top`] shows rates in a terminal. [`metrics`] exports statistics to Prometheus. [`logging`] is the logger of the commands.
 //!
 //! # Not implemented
 //!
-//! Options of functions, drives and leases are `nvme-mpt-vmm`'s, the protocol is `vfio-user-server`'s. A VMM that holds
-//! functions in its own process needs nothing of this crate.
+//! `nvme-mpt-vmm` defines the options of functions, drives and leases. `vfio-user-server` implements the protocol. A VMM that
+//! embeds functions in its own process does not need this crate.
 
 pub mod adaptor;
 pub mod attach;

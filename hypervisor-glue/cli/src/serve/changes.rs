@@ -1,4 +1,4 @@
-//! Changes of a running server's functions, one after the other, on a thread of their own.
+//! The thread that changes a running server's functions, one change at a time.
 
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
@@ -18,21 +18,21 @@ use crate::kept::crashes::end_by_panic;
 use crate::kept::predecessor::UpgradeError;
 use crate::logging;
 
-/// Changes that wait while another one is made.
+/// Maximum number of queued changes.
 const QUEUE: usize = 64;
 
-/// Time between two attempts to offer functions whose VMs wait.
+/// Interval between attempts to restore functions that VMs wait for.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A change, and its reply; `None` for a signal.
+/// A change and its reply channel. The channel is `None` for a reload by signal.
 type Request = (Change, Option<Reply>);
 
-/// Place to hand changes in.
+/// Handle that submits changes to the thread.
 #[derive(Clone, Debug)]
 pub(super) struct ChangeQueue(SyncSender<Request>);
 
 impl ChangeQueue {
-    /// Hands a change in, which is replied to when it is made, or refused.
+    /// Submits a change. The reply arrives when it is done or refused.
     pub(super) fn push(&self, change: Change, reply: Reply) {
         let (reply, reason) = match self.0.try_send((change, Some(reply))) {
             Ok(()) => return,
@@ -50,7 +50,7 @@ impl ChangeQueue {
     }
 }
 
-/// Thread that makes changes. It ends when no [`ChangeQueue`] is left.
+/// Thread that changes functions. Ends when the last [`ChangeQueue`] is dropped.
 #[derive(Debug)]
 pub(super) struct ChangeThread {
     thread: JoinHandle<Roster>,
@@ -58,10 +58,10 @@ pub(super) struct ChangeThread {
 }
 
 impl ChangeThread {
-    /// Makes changes of `roster`.
+    /// Starts the thread, which owns `roster`.
     ///
     /// # Errors
-    /// Returns the kernel's error. Then the functions have ended.
+    /// Returns the kernel's error. All functions have ended then.
     pub(super) fn start(
         roster: Roster,
         comparer: Comparer,
@@ -73,7 +73,7 @@ impl ChangeThread {
         Ok((Self { thread, queue }, changes))
     }
 
-    /// Requests a reload of the file after a signal. The log has the result.
+    /// Requests a reload of the file on SIGHUP. The result is logged.
     pub(super) fn reload(&self) {
         log::info!("SIGHUP: the file is reloaded");
         if let Err(error) = self
@@ -85,7 +85,7 @@ impl ChangeThread {
         }
     }
 
-    /// Waits for the last change, and returns the roster; `None` if the thread panicked, which ended all functions.
+    /// Waits for the last change and returns the roster. Returns `None` if the thread panicked, which ended all functions.
     pub(super) fn end(self) -> Option<Roster> {
         let Self { thread, queue } = self;
         drop(queue);
@@ -95,7 +95,7 @@ impl ChangeThread {
 
 fn run(mut roster: Roster, comparer: &Comparer, requests: &Receiver<Request>) -> Roster {
     end_by_panic();
-    // Functions wait that the start of the server had no time for.
+    // The first retry is immediate, for functions postponed by the start.
     let mut pause = Duration::ZERO;
     loop {
         let request = match roster.is_waited_for() {
@@ -128,14 +128,14 @@ fn run(mut roster: Roster, comparer: &Comparer, requests: &Receiver<Request>) ->
     roster
 }
 
-/// Has another process take this one's place, which ends then.
+/// Starts a successor process, and exits once it has taken over.
 fn upgrade(roster: &Roster, binary: Option<&Path>, pending: Vec<String>, reply: Reply) {
     match roster.upgrade(binary) {
         Ok(process) => {
             log::info!("Process {process} takes the place of this server");
             reply.send(Ok(Changed::Upgraded { process, pending }));
             logging::flush(logging::CRASH_PATIENCE);
-            // At once: whatever this process did now would be done to what its successor has.
+            // Exit at once: any further action here would affect state that the successor now owns.
             std::process::exit(0);
         }
         Err(error) => {
@@ -188,7 +188,7 @@ fn make(roster: &mut Roster, change: Change) -> Result<Changed, ChangeError> {
             log::info!(lease = id.as_str(); "Lease {id} is reserved for user {owner}");
             Changed::Reserved(reserved)
         }
-        // It ends the process: see `upgrade`.
+        // Handled by `upgrade`, which exits the process.
         Change::Upgrade { .. } => return Err(ChangeError::Ending),
         Change::Reload { force } => {
             let reloaded = roster.reload(force)?;

@@ -1,4 +1,4 @@
-//! Functions and drives as they are declared: on the command line, in a file, or by `nvme-mpt add`.
+//! Functions and drives as declared on the command line, in a file or by `nvme-mpt add`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,39 +22,39 @@ use nvme_mpt_vmm::options::{
 use thiserror::Error;
 use toml::{Table, Value};
 
-/// Longest file that is read, in bytes: a mistaken path must not be read for ever.
+/// Maximum size of a configuration file, in bytes. Protects against a wrong path such as a device.
 const LONGEST: u64 = 4 << 20;
 
-/// Contents of the files that options name, by the keys `profile` and `faults`.
+/// Contents of the files that options name, by key (`profile` or `faults`).
 pub(super) type FileContents = BTreeMap<String, String>;
 
-/// A function or drive, with the options that describe it.
+/// A function or drive with the option text it was parsed from.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Given<T> {
-    /// The function or drive.
+    /// The parsed function or drive.
     pub(super) value: T,
     pub(super) text: OptionText,
-    /// Files that they name, as they were read.
+    /// Contents of the files that the options name.
     pub(super) files: FileContents,
 }
 
 impl<T: FromStr<Err = OptionError>> Given<T> {
-    /// Reads options, and the files that they name.
+    /// Parses options and reads the files that they name.
     ///
     /// # Errors
     /// [`OptionError`].
     pub fn read(text: OptionText) -> Result<Self, OptionError> {
-        // First, as its error names the file.
+        // Parse first: its error names the file.
         let value = text.to_string().parse()?;
         let files = contents(&text);
         match files.is_empty() {
             true => Ok(Self { value, text, files }),
-            // A file may have changed between the two reads.
+            // The file may have changed between the two reads.
             false => Self::with_files(text, files),
         }
     }
 
-    /// Reads options whose files have these contents.
+    /// Parses options with the given contents of their files.
     pub(super) fn with_files(text: OptionText, files: FileContents) -> Result<Self, OptionError> {
         let mut open: Vec<OwnedFd> = Vec::new();
         let mut readable = text.clone();
@@ -75,7 +75,7 @@ impl<T: FromStr<Err = OptionError>> Given<T> {
         Ok(Self { value, text, files })
     }
 
-    /// The same, with paths as seen from another folder.
+    /// Makes the paths in the text absolute, relative to `folder`.
     #[must_use]
     pub fn absolute(mut self, folder: &Path) -> Self {
         self.text = self.text.absolute(folder);
@@ -84,14 +84,14 @@ impl<T: FromStr<Err = OptionError>> Given<T> {
 }
 
 impl Given<ServedDrive> {
-    /// Returns the options, with a path that does not depend on folders and links.
+    /// Returns the options with a path that does not depend on the working directory or on links.
     pub(super) fn resolved_text(&self) -> OptionText {
         let path = self.value.drive.path.to_string();
         self.text.clone().with("path", Some(&path))
     }
 }
 
-/// Returns the contents of the files that options name, as far as they can be read.
+/// Returns the readable contents of the files that options name.
 fn contents(text: &OptionText) -> FileContents {
     let named = |(key, path): (&'static str, PathBuf)| {
         let content = read(&path).ok()?;
@@ -101,7 +101,7 @@ fn contents(text: &OptionText) -> FileContents {
 }
 
 fn read(path: &Path) -> io::Result<String> {
-    // A profile or a plan may have changed since it was read.
+    // The file may have changed since the options were parsed.
     let metadata = fs::metadata(path)?;
     match metadata.is_file() && metadata.len() <= LONGEST {
         true => fs::read_to_string(path),
@@ -109,7 +109,7 @@ fn read(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Returns a memory file of this process with this content.
+/// Returns a memory file with this content.
 fn file_of(content: &str) -> io::Result<OwnedFd> {
     let file = memfd(c"nvme-mpt-options", content.len() as u64)?;
     let file = fs::File::from(file);
@@ -117,32 +117,30 @@ fn file_of(content: &str) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Id and range of a lease, for a function whose options name neither a range nor a size.
+/// Id and range of a lease. Stored for a function whose options name neither a range nor a size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ServedLease {
     pub(super) id: String,
     pub(super) range: ByteRange,
 }
 
-/// A function, with the origin of its declaration.
+/// A function and the origin of its declaration.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DeclaredFunction {
     pub(super) origin: Origin,
-    /// The declaration.
+    /// The option text.
     pub(super) text: OptionText,
     pub(super) files: FileContents,
     pub(super) function: ServedFunction,
-    /// Its lease, if its options name neither a range nor a size: the drive may have grown.
+    /// The lease, if the options name neither a range nor a size. Pinned because the drive may have grown since.
     pub(super) lease: Option<ServedLease>,
 }
 
 impl DeclaredFunction {
-    /// Returns the function of an argument of the command line.
     pub(super) fn argument(given: Given<ServedFunction>) -> Self {
         Self::given(Origin::CommandLine, given)
     }
 
-    /// Reads a function from an option string.
     pub(super) fn read(origin: Origin, text: OptionText) -> Result<Self, OptionError> {
         Ok(Self::given(origin, Given::read(text)?))
     }
@@ -158,7 +156,7 @@ impl DeclaredFunction {
         }
     }
 
-    /// Returns its options, with the lease that it has.
+    /// Returns the options, completed with the stored lease.
     pub(super) fn leased(&self) -> FunctionOptions {
         let mut options = self.function.function.clone();
         if let Some(ServedLease { id, range }) = &self.lease {
@@ -168,7 +166,7 @@ impl DeclaredFunction {
         options
     }
 
-    /// Returns its declaration, with paths that do not depend on folders and links.
+    /// Returns the option text with paths that do not depend on the working directory or on links.
     pub(super) fn resolved_text(&self) -> OptionText {
         let ServedFunction {
             socket, function, ..
@@ -178,21 +176,21 @@ impl DeclaredFunction {
             .with("path", Some(&function.path.to_string()))
     }
 
-    /// Returns whether a served function equals this one, except for limits and the lease's size, which can change while it is
+    /// Returns whether this function equals a served one, apart from limits and lease size. Those two can change while it is
     /// served.
     pub(super) fn is_same_as(&self, served: &ServedFunction) -> bool {
         let rates = served.function.rates;
         self.with_rates(rates).with_size_of(served).function == *served
     }
 
-    /// Returns the function with other limits.
+    /// Returns a copy with other limits.
     pub(super) fn with_rates(&self, rates: RateLimits) -> Self {
         let mut other = self.clone();
         other.function.function.rates = rates;
         other
     }
 
-    /// The same function, whose lease has the size of another one's.
+    /// Returns the function with the lease size of another one.
     pub(super) fn with_size_of(mut self, other: &ServedFunction) -> Self {
         if let (Some(size), Some(other)) = (&mut self.function.function.size, &other.function.size)
         {
@@ -201,7 +199,7 @@ impl DeclaredFunction {
         self
     }
 
-    /// Changes the size of its lease, also in its text.
+    /// Sets the lease size, also in the option text.
     pub(super) fn set_size(&mut self, size: Bytes) {
         if let Some(asked) = &mut self.function.function.size {
             asked.size = size;
@@ -209,7 +207,7 @@ impl DeclaredFunction {
         self.text = self.text.clone().with("size", Some(&size.to_string()));
     }
 
-    /// Sets the fate of data that another id left, unless the function has its own.
+    /// Sets the policy for another id's data, unless the function has its own.
     pub(super) fn with_data(mut self, data: FormerData) -> Self {
         if self.function.function.data == FormerData::Refused {
             self.function.function.data = data;
@@ -218,7 +216,7 @@ impl DeclaredFunction {
     }
 }
 
-/// A file of functions or drives cannot be used.
+/// Error of a configuration file.
 #[derive(Debug, Error)]
 pub enum FileError {
     /// The file cannot be read, or another user could write it.
@@ -245,7 +243,7 @@ pub enum FileError {
         /// Cause, and its place.
         source: Box<toml::de::Error>,
     },
-    /// A table that means nothing.
+    /// The file has an unknown table.
     #[error("{} has \"{key}\"; a file has [[drive]], [[function]] and [[landlock-rule]] alone", path.display())]
     Unknown {
         /// The file.
@@ -253,46 +251,46 @@ pub enum FileError {
         /// The key.
         key: String,
     },
-    /// A key whose value is no option's.
+    /// A value is neither a string nor a number.
     #[error("{}, {kind} {number}: the value of \"{key}\" is a string or a number, as in {key} = \"…\"", path.display())]
     Kind {
         /// The file.
         path: PathBuf,
         /// `function` or `drive`.
         kind: &'static str,
-        /// Place in the file, from 1 on.
+        /// Position in the file, from 1.
         number: usize,
         /// The key.
         key: String,
     },
-    /// A function or drive with wrong options.
+    /// A function or drive has invalid options.
     #[error("{}, {kind} {number} is not one", path.display())]
     Option {
         /// The file.
         path: PathBuf,
         /// `function` or `drive`.
         kind: &'static str,
-        /// Place in the file, from 1 on.
+        /// Position in the file, from 1.
         number: usize,
         /// Why.
         source: OptionError,
     },
 }
 
-/// Functions and drives of a file.
+/// Contents of a configuration file.
 #[derive(Debug, Default)]
 pub(super) struct Declarations {
     pub(super) functions: Vec<DeclaredFunction>,
     pub(super) drives: Vec<Given<ServedDrive>>,
-    /// Files of `profile=` and `faults=`.
+    /// Files named by `profile=` and `faults=`.
     pub(super) described: Vec<PathBuf>,
-    /// Rules for Landlock.
+    /// Landlock rules.
     pub(super) rules: Vec<FileRule>,
 }
 
 impl Declarations {
-    /// Reads the file at an absolute path, or that to which a link there leads now. Relative paths in it are as seen from
-    /// its folder.
+    /// Reads the file at an absolute path, following links. Relative paths in it are resolved against the directory of the
+    /// link's target.
     pub(super) fn read(path: &Path) -> Result<Self, FileError> {
         let unreadable = |source| FileError::Read {
             path: path.to_owned(),
@@ -333,7 +331,7 @@ pub(crate) fn descriptions(text: &OptionText) -> Vec<PathBuf> {
     described.map(|(_, path)| path).collect()
 }
 
-/// Returns the files that `profile=` and `faults=` name, with these keys.
+/// Returns the files that `profile=` and `faults=` name, with their keys.
 fn described(text: &OptionText) -> Vec<(&'static str, PathBuf)> {
     let profile = text.get("profile").filter(|name| name.contains('/'));
     let profile = profile.map(|path| ("profile", path.into()));
@@ -342,13 +340,13 @@ fn described(text: &OptionText) -> Vec<(&'static str, PathBuf)> {
     profile.into_iter().chain(faults).collect()
 }
 
-/// The tables of a file.
+/// Parser of a configuration file's tables.
 struct Tables<'a> {
     path: &'a Path,
 }
 
 impl Tables<'_> {
-    /// Reads the option strings of the functions, of the drives and of the rules for Landlock.
+    /// Returns the option texts of the functions, the drives and the Landlock rules.
     fn read(&self, text: &str) -> Result<[Vec<OptionText>; 3], FileError> {
         let mut table: Table = toml::from_str(text).map_err(|source| FileError::Syntax {
             path: self.path.to_owned(),
@@ -363,7 +361,7 @@ impl Tables<'_> {
         }
     }
 
-    /// Takes all `[[kind]]` out, each as an option string.
+    /// Removes all `[[kind]]` tables and returns each as an option text.
     fn take(&self, table: &mut Table, kind: &'static str) -> Result<Vec<OptionText>, FileError> {
         let entries = match table.remove(kind) {
             None => return Ok(Vec::new()),
@@ -388,7 +386,7 @@ impl Tables<'_> {
         for (key, value) in entry {
             let value = match value {
                 Value::String(text) => text,
-                // As in `mode = 0o660`.
+                // Octal, as in `mode = 0o660`.
                 Value::Integer(value) if key == "mode" => format!("{value:o}"),
                 Value::Integer(value) => value.to_string(),
                 _ => {
@@ -423,14 +421,14 @@ impl Tables<'_> {
     }
 }
 
-/// A drive that a server keeps open, with the origin of its declaration.
+/// A drive that the server keeps open, and the origin of its declaration.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct DeclaredDrive {
     pub(super) origin: Origin,
     pub(super) given: Given<ServedDrive>,
 }
 
-/// A declaration that this program cannot read.
+/// A function declaration that this release cannot parse.
 #[derive(Debug)]
 pub(super) struct Unreadable {
     pub(super) origin: Origin,
@@ -440,7 +438,7 @@ pub(super) struct Unreadable {
 }
 
 impl Unreadable {
-    /// Returns a function that was added in an earlier run.
+    /// Returns an unreadable function of an earlier run's `nvme-mpt add`.
     pub(super) fn added(text: OptionText, error: OptionError) -> Self {
         Self {
             origin: Origin::Added,
@@ -451,24 +449,24 @@ impl Unreadable {
     }
 }
 
-/// Functions, drives and rules that a server starts with.
+/// Initial configuration of a server.
 #[derive(Debug, Default)]
 pub(super) struct Declared {
-    /// Functions in the order in which they are offered.
+    /// In the order in which they are served.
     pub(super) functions: Vec<DeclaredFunction>,
     pub(super) drives: Vec<DeclaredDrive>,
-    /// Functions that were added in an earlier run, without a look at their options.
+    /// Option texts of functions added in an earlier run, not parsed yet.
     pub(super) added: Vec<OptionText>,
-    /// Functions of the previous server that this program cannot read.
+    /// Functions of the old server that this release cannot parse.
     pub(super) unreadable: Vec<Unreadable>,
-    /// Rules for Landlock.
+    /// Landlock rules.
     pub(super) rules: Vec<FileRule>,
-    /// True if it is the previous server's configuration. Command line and file are then not used.
+    /// True if the old server stored this configuration. Command line and file are then ignored.
     pub(super) was_served: bool,
 }
 
 impl Declared {
-    /// Returns what the command line, the file and earlier runs declare. The file, if there is one, has an absolute path.
+    /// Reads the configuration from the command line, the file (an absolute path) and earlier runs.
     pub(super) fn read(
         functions: Vec<Given<ServedFunction>>,
         drives: Vec<Given<ServedDrive>>,
@@ -491,23 +489,23 @@ impl Declared {
     }
 }
 
-/// File with the functions that were added at run time, for the next start of the server.
+/// File of the functions that were added at run time, for the next start.
 ///
-/// It lies beside the control socket, which only one server at a time has. Nothing else writes it.
+/// It lies next to the control socket, which only one server can hold. Only that server writes it.
 #[derive(Debug)]
 pub(super) struct AddedFile {
     path: PathBuf,
 }
 
 impl AddedFile {
-    /// The file of the server with this control socket.
+    /// Returns the file of the server with this control socket.
     pub(super) fn beside(control: &Path) -> Self {
         let mut path = control.as_os_str().to_owned();
         path.push(".functions.toml");
         Self { path: path.into() }
     }
 
-    /// Reads the functions, without a look at their options; none without a file.
+    /// Returns the option texts of added functions, unparsed. Returns none if the file is missing.
     pub(super) fn read(&self) -> Result<Vec<OptionText>, FileError> {
         let (_, text) = match read_obeyed(&self.path, LONGEST) {
             Ok(read) => read,
@@ -523,7 +521,7 @@ impl AddedFile {
         Ok(functions)
     }
 
-    /// Replaces the file, durably. A crash leaves the old one or the new one.
+    /// Replaces the file atomically and durably.
     pub(super) fn write<'a>(
         &self,
         functions: impl Iterator<Item = &'a OptionText>,
@@ -546,9 +544,9 @@ impl AddedFile {
 
     fn replace(&self, bytes: &[u8]) -> Result<(), PathError> {
         let (directory, name) = Directory::holding(&self.path)?;
-        // The next server would not obey it there.
+        // The next server would refuse a file that other users can replace.
         directory.check_not_exposed(name)?;
-        // Users of sockets in the directory have no part in it.
+        // Mode 0600: users who may access sockets in this directory must not read it.
         directory.replace(name, 0o600, |file| {
             file.write_all(bytes)?;
             file.sync_all()
@@ -557,13 +555,13 @@ impl AddedFile {
     }
 }
 
-/// Returns a function with paths that name the same file the same way, and with a server's defaults.
+/// Returns the function with resolved paths and the server's defaults.
 pub(super) fn resolved_function(declared: DeclaredFunction, data: FormerData) -> DeclaredFunction {
     let mut declared = declared.with_data(data);
     let ServedFunction {
         socket, function, ..
     } = &mut declared.function;
-    // Fails for an empty path alone, which no option has.
+    // Fails only for an empty path, which options cannot have.
     if let Ok(absolute) = std::path::absolute(&*socket) {
         *socket = absolute;
     }
@@ -571,8 +569,7 @@ pub(super) fn resolved_function(declared: DeclaredFunction, data: FormerData) ->
     declared
 }
 
-/// Returns the path with which a file is named the same way by all. A file that does not exist is reported when it is
-/// opened.
+/// Resolves links in a path, so that equal files have equal paths. A missing file is reported later, when it is opened.
 pub(super) fn resolved(path: &DrivePath) -> DrivePath {
     match path {
         DrivePath::File(file) => {

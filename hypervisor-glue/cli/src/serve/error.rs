@@ -1,4 +1,4 @@
-//! Errors of the functions of a server.
+//! Errors of serving and changing functions.
 
 use std::io;
 use std::path::PathBuf;
@@ -20,40 +20,40 @@ use crate::confine::LandlockRefusal;
 use crate::function_thread::FunctionThreadError;
 use crate::owner::UnknownOwner;
 
-/// One function cannot be offered.
+/// Error of serving one function.
 #[derive(Debug, Error)]
 pub enum OfferError {
-    /// Another function has the socket.
+    /// Another function uses the socket.
     #[error("Two functions have the socket {}: give each its own", .0.display())]
     SocketTaken(PathBuf),
-    /// Another function has the id.
+    /// Another function uses the id.
     #[error("Two functions have the id \"{0}\": give each its own")]
     IdTaken(String),
-    /// Its drive cannot be opened.
+    /// The drive cannot be opened.
     #[error(transparent)]
     Drive(#[from] DriveError),
-    /// Its part of the drive cannot be opened.
+    /// The lease or its attachment failed.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The owner of its socket is not known.
+    /// The owner of the socket is unknown.
     #[error(transparent)]
     Owner(#[from] UnknownOwner),
-    /// The server may not use its files.
+    /// Landlock denies the server a file.
     #[error(transparent)]
     Landlock(#[from] LandlockRefusal),
-    /// Its doorbells cannot be offered.
+    /// The doorbell memory cannot be shared.
     #[error("Cannot share the doorbells; raise the limit on open files")]
     Doorbells(#[source] io::Error),
-    /// Its socket cannot be offered.
+    /// The socket cannot be served.
     #[error(transparent)]
     Server(#[from] vfio_user_server::Error),
-    /// It cannot be kept for the next process.
+    /// The keeper cannot store the function.
     #[error("The keeper cannot keep the function")]
     Keeper(#[source] Box<KeepError>),
-    /// A function of the previous server cannot continue now.
+    /// A function of the old server cannot be restored now.
     #[error("The function of the server before cannot go on now")]
     Resume(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// Error serving a function.
+    /// The function's thread failed.
     #[error(transparent)]
     Thread(#[from] FunctionThreadError),
 }
@@ -65,7 +65,7 @@ impl From<KeepError> for OfferError {
 }
 
 impl OfferError {
-    /// Returns whether the files that the server before has kept do not fit the function, as with other queues=.
+    /// Returns whether the old server's files do not match the function, for example after a change of `queues=`.
     pub(super) fn is_of_kept_files(&self) -> bool {
         match self {
             Self::Open(OpenError::Attach(AttachError::Io(error))) => {
@@ -75,8 +75,8 @@ impl OfferError {
         }
     }
 
-    /// Returns whether another user of the drive or of its range is the cause. A server that was killed is one for a
-    /// moment: its io_uring ends after it.
+    /// Returns whether another user holds the drive or its range. A killed server briefly counts as one, until the kernel has
+    /// closed its io_uring.
     pub(super) fn is_of_another_user(&self) -> bool {
         match self {
             Self::Drive(DriveError::Open(error)) => match error {
@@ -97,7 +97,7 @@ impl OfferError {
         }
     }
 
-    /// Returns the number of the process that has the lease in the way; `None` for other errors.
+    /// Returns the process id of the conflicting lease's holder, or `None` for other errors.
     pub(super) fn lease_holder(&self) -> Option<u32> {
         match self {
             Self::Open(OpenError::Lease(
@@ -108,7 +108,7 @@ impl OfferError {
     }
 }
 
-/// Limits of a lease that a VMM has cannot be recorded, or the recorded ones cannot be read.
+/// Error of recording or reading the limits of a VMM's lease.
 #[derive(Debug, Error)]
 pub enum LimitsError {
     /// The ledger cannot be used.
@@ -117,7 +117,7 @@ pub enum LimitsError {
     /// The drive has no such limit.
     #[error(transparent)]
     Option(#[from] OptionError),
-    /// Limits in the ledger are none.
+    /// The limits in the ledger are invalid.
     #[error(
         "The ledger has limits of lease \"{id}\" that this program cannot read, \"{limits}\": use the version that \
          wrote them, or forget them with `nvme-mpt leases release {id} --keep`"
@@ -132,16 +132,16 @@ pub enum LimitsError {
     },
 }
 
-/// A change of the functions cannot be made. Nothing has changed, unless the error says so.
+/// Error of changing the functions. Nothing has changed unless the variant says so.
 #[derive(Debug, Error)]
 pub enum ChangeError {
-    /// The function's options are wrong.
+    /// The options are invalid.
     #[error(transparent)]
     Option(#[from] OptionError),
-    /// The server may not use the files that options name.
+    /// Landlock denies a file that the options name.
     #[error(transparent)]
     Landlock(#[from] LandlockRefusal),
-    /// A function cannot be offered.
+    /// A function cannot be served.
     #[error("Cannot offer the function on {}", socket.display())]
     Function {
         /// Its socket.
@@ -157,27 +157,27 @@ pub enum ChangeError {
         /// Why.
         source: DriveError,
     },
-    /// There is no such function.
+    /// No function has this id.
     #[error("There is no function \"{id}\"; the functions are: {}", known(.functions))]
     NoFunction {
-        /// Id that was asked for.
+        /// The requested id.
         id: String,
-        /// Ids that there are.
+        /// The existing ids.
         functions: Vec<String>,
     },
-    /// A VMM has the function.
+    /// A VMM is connected to the function.
     #[error(
         "A VMM is connected to function {0}: detach it there first, or say --force, and its guest loses the drive"
     )]
     Connected(String),
-    /// The file no longer names drives of which VMMs have leases.
+    /// The file omits drives on which VMMs have leases.
     #[error(
         "The file no longer names the drives of leases that functions in VMMs have: {}. Detach these functions first, \
          or say --force, and their guests lose the drives",
         .0.join(", ")
     )]
     Abandoned(Vec<String>),
-    /// The function's thread is busy.
+    /// The function's thread does not answer.
     #[error("Function {0} does not answer, as it waits for commands in flight: try again later")]
     Busy(String),
     /// A lease cannot be reserved.
@@ -188,7 +188,7 @@ pub enum ChangeError {
         /// Why.
         source: OfferError,
     },
-    /// The limits of a lease cannot be recorded, and stay as they are.
+    /// The limits cannot be recorded, and are unchanged.
     #[error("Cannot change the limits of function {id}")]
     Limits {
         /// The function.
@@ -196,17 +196,17 @@ pub enum ChangeError {
         /// Why.
         source: Box<LimitsError>,
     },
-    /// The limits of a function in a VMM are recorded, and the VMM went meanwhile.
+    /// The limits are recorded, but the VMM disconnected during the change.
     #[error(
         "The VMM of function {0} disconnected meanwhile: its limits are recorded, and hold when it connects again"
     )]
     LimitedWithoutVmm(String),
-    /// The lease of a function in a VMM is larger, and the VMM went meanwhile.
+    /// The lease has grown, but the VMM disconnected during the change.
     #[error(
         "The VMM of function {0} disconnected meanwhile: its lease has grown, and has the new size when it connects again"
     )]
     GrownWithoutVmm(String),
-    /// The function is declared in the server's file.
+    /// The function is declared in the configuration file.
     #[error("Function {id} is declared in {}: take it out there, then run `nvme-mpt reload`", file.display())]
     Declared {
         /// The function.
@@ -214,7 +214,7 @@ pub enum ChangeError {
         /// The file.
         file: PathBuf,
     },
-    /// The lease of a function cannot be made larger.
+    /// The lease cannot grow.
     #[error("Cannot resize function {id}")]
     Grow {
         /// The function.
@@ -222,7 +222,7 @@ pub enum ChangeError {
         /// Why.
         source: Box<GrowError>,
     },
-    /// The lease of a function cannot be made smaller.
+    /// The lease cannot shrink.
     #[error("Cannot resize function {id}")]
     Truncate {
         /// The function.
@@ -230,12 +230,12 @@ pub enum ChangeError {
         /// Why.
         source: Box<OpenError>,
     },
-    /// A VMM has the function, whose lease is to become smaller.
+    /// The lease cannot shrink while a VMM is connected.
     #[error(
         "A VMM is connected to function {0}, whose lease shrinks only without one: detach it there first"
     )]
     Shrinks(String),
-    /// The size of a function is in the server's file.
+    /// The size is declared in the configuration file.
     #[error("Function {id} has its size in {}: change it there, then run `nvme-mpt reload`", file.display())]
     SizeInFile {
         /// The function.
@@ -243,23 +243,23 @@ pub enum ChangeError {
         /// The file.
         file: PathBuf,
     },
-    /// The server has no file.
+    /// The server has no configuration file.
     #[error(
         "The server was started without --config, so there is no file to match: start it with --config FILE"
     )]
     NoFile,
-    /// A file of functions cannot be used.
+    /// The configuration file cannot be used.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The server is about to end.
+    /// The server is ending.
     #[error("The server is about to end: repeat the change when it runs again")]
     Ending,
-    /// The state before a failed reload could not be restored as a whole.
+    /// A reload failed, and some functions could not be restored.
     #[error("{error}\nThe functions before could not all be restored: {}", failed.join("; "))]
     NotRestored {
-        /// Why the reload failed.
+        /// Cause of the failed reload.
         error: Box<Self>,
-        /// Functions that are not offered any more, each with the reason.
+        /// Functions that are not served now, each with the reason.
         failed: Vec<String>,
     },
 }

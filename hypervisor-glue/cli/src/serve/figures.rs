@@ -1,4 +1,4 @@
-//! Figures of a server, for its control socket and for its metrics.
+//! Statistics of a server, for its control socket and for metrics.
 
 use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +17,7 @@ use crate::metrics::{HealthAnswers, ProcessFigures, Snapshot, Source};
 use crate::room::DriveRoom;
 use crate::stats::{DriveStats, FunctionFailure, KeeperState, ServerStats};
 
-/// Places of a server's figures.
+/// Sources of a server's statistics.
 #[derive(Clone)]
 pub(super) struct Figures {
     pub(super) view: Arc<Mutex<Arc<View>>>,
@@ -29,13 +29,13 @@ pub(super) struct Figures {
 }
 
 impl Figures {
-    /// Returns the present functions.
+    /// Returns the current functions and drives.
     pub(super) fn view(&self) -> Arc<View> {
         let view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
         view.clone()
     }
 
-    /// Returns all figures. It waits for functions for a second at most, and for leases of VMMs for another one.
+    /// Returns all statistics. Waits at most one second for functions, and another for leases of VMMs.
     pub(super) fn stats(&self) -> ServerStats {
         self.stats_of(&self.view())
     }
@@ -63,7 +63,7 @@ impl Figures {
 }
 
 impl Figures {
-    /// Returns the room of all drives, by namespaces.
+    /// Returns the capacity of each drive namespace.
     pub(super) fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, LeaseError> {
         let view = self.view();
         let drives = view.namespaces.iter();

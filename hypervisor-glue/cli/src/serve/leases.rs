@@ -1,11 +1,11 @@
-//! Leases of functions that are in VMMs: the server's side of the lease protocol.
+//! Leases of functions that run inside VMMs: the server's side of the lease protocol.
 //!
-//! The server listens on a socket in the state folder, where VMMs look for the server that has their drive. Each VMM's
-//! function has a connection and a thread. The lease ends with the connection.
+//! The server listens on a socket in the state directory, where VMMs look for the server of their drive. Each function in a VMM
+//! has a connection and a thread. The lease ends with the connection.
 //!
-//! The server's own user and root may have every lease. Other users may have leases that the operator reserved for them,
-//! and decide nothing about the drive, the pollers and former tenants. The ledger has the owners, and the limits that an
-//! operator gave to functions in VMMs.
+//! The server's own user and root may use every lease. Other users may use only leases that the operator reserved for them.
+//! They cannot configure the drive or the pollers, or decide about previous owners' data. The ledger stores the owners and the
+//! operator's limits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -53,29 +53,29 @@ use crate::logging::{Budget, work_for};
 use crate::owner::account_of;
 use crate::stats::{FunctionStats, Stall};
 
-/// Most ids of leases that are remembered for stalls. Later ones have none.
+/// Maximum number of lease ids remembered for pause statistics. Later ids have none.
 const STALLS_MAX: usize = 65_536;
 
-/// Time between two looks for a lease that is about to end.
+/// Retry interval while a lease ends.
 const RETRY: Duration = Duration::from_millis(20);
 
-/// Longest wait for figures of leases whose queues or memory change.
+/// Timeout for statistics of leases whose queues or memory are changing.
 const STATS_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Most connections at a time.
+/// Maximum number of connections.
 const CONNECTIONS_MAX: usize = 1024;
 
-/// Most connections without a lease that a user may have who is neither root nor the server's own.
+/// Maximum number of connections without a lease for one untrusted user. Trusted are root and the server's own user.
 const OTHERS_WAITING_MAX: usize = 64;
 
-/// Most connections without a lease that all users may have except root and the server's own.
+/// Maximum number of connections without a lease for all untrusted users.
 const ALL_WAITING_MAX: usize = 256;
 
-/// Most connections that all users may have except root and the server's own. The last eighth is for these two.
+/// Maximum number of connections for all untrusted users. The last eighth is reserved for trusted ones.
 const OTHERS_MAX: usize = CONNECTIONS_MAX / 8 * 7;
 
-/// Keys that a VMM may give whose user is neither root nor the server's own. The others name files that the server
-/// would read, take threads and queue pairs from other guests, or decide about data of former tenants.
+/// Option keys allowed to VMMs of untrusted users. The others would make the server read files, take threads or queue pairs
+/// from other guests, or decide about previous owners' data.
 const OTHERS_KEYS: &[&str] = &[
     "path",
     "range",
@@ -95,27 +95,27 @@ const OTHERS_KEYS: &[&str] = &[
     "reconnect",
 ];
 
-/// Number of I/O queue pairs that is too large for a VMM whose user is neither root nor the server's own: each takes memory
-/// of the server, which a physical drive pins.
+/// First number of I/O queue pairs refused to VMMs of untrusted users. Each pair takes server memory, which a physical drive
+/// pins.
 const OTHERS_QUEUES: u16 = 65;
 
-/// A lease of a function in a VMM.
+/// A lease held by a function in a VMM.
 #[derive(Debug)]
 struct Lease {
     entry: FunctionEntry,
     path: DrivePath,
-    /// Limits that the VMM asks for.
+    /// Limits that the VMM requested.
     asked: RateLimits,
-    /// Limits of the operator, which go before them.
+    /// Limits set by the operator, which take precedence.
     ordered: Option<RateChange>,
     attachment: Arc<Attachment>,
     peer: Peer,
-    /// Stall that ended with this lease; `None` for a function that has no server before this one.
+    /// Pause that ended with this lease. `None` if the function was not served before.
     stall: Option<Stall>,
 }
 
 impl Lease {
-    /// Limits the function as the operator and the VMM want.
+    /// Applies the VMM's limits, overridden by the operator's.
     fn set_rates(&mut self) {
         let rates = self
             .ordered
@@ -125,7 +125,7 @@ impl Lease {
     }
 }
 
-/// Returns the operator's limits of a lease, as they are recorded.
+/// Returns the operator's limits of a lease from the ledger.
 fn recorded(lease: &nvme_mpt::lease::Lease) -> Result<Option<OptionText>, LimitsError> {
     let Some(limits) = lease.limits()? else {
         return Ok(None);
@@ -138,7 +138,7 @@ fn recorded(lease: &nvme_mpt::lease::Lease) -> Result<Option<OptionText>, Limits
     limits.parse().map(Some).map_err(failed)
 }
 
-/// Returns the change that limits in text are.
+/// Parses limits of the ledger.
 fn as_change(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError> {
     let limits = limits.to_string();
     limits.parse().map_err(|source| LimitsError::Recorded {
@@ -148,22 +148,22 @@ fn as_change(id: &str, limits: &OptionText) -> Result<RateChange, LimitsError> {
     })
 }
 
-/// A connection, which may have a lease.
+/// A VMM's connection, with or without a lease.
 #[derive(Debug)]
 struct Connection {
     stream: UnixStream,
     peer: Peer,
-    /// The user whose account it counts against.
+    /// User against whose quota the connection counts.
     account: u32,
-    /// True if it was ended to make room.
+    /// True if it was closed to make room for another one.
     is_sent_away: bool,
     thread: Option<JoinHandle<()>>,
     lease: Option<Lease>,
-    /// Cause of its end.
+    /// Reason of the end, for the VMM.
     end: End,
 }
 
-/// Means of making leases, and the leases that there are.
+/// All leases of VMMs, and what is needed to create them.
 #[derive(Debug)]
 pub(super) struct LeaseTable {
     ledgers: Arc<Ledgers>,
@@ -171,28 +171,28 @@ pub(super) struct LeaseTable {
     socket: PathBuf,
     access: SocketAccess,
     connections: Mutex<BTreeMap<u64, Connection>>,
-    /// Use of the limits of leases that ended, by their ids: a VMM that connects again finds no new credit.
+    /// Used limits of ended leases, by id. Prevents a VMM from regaining credit by reconnecting.
     used: Mutex<BTreeMap<String, Used>>,
-    /// Ids of all leases that there were. A function that comes back after an end of its connection alone has no stall.
+    /// Ids of all leases so far. A function that only reconnects has no pause.
     had: Mutex<BTreeSet<String>>,
-    /// Begin of the stall of functions that come from the server before.
+    /// Start of the pause of functions restored from the old server.
     stall_begin: StallBegin,
-    /// Messages about the VMMs of each user, who could connect without end.
+    /// Log budgets of the users, as a user could reconnect endlessly.
     budgets: Mutex<BTreeMap<u32, Budget>>,
     making: Mutex<Making>,
-    /// The server ends.
+    /// True when the server ends.
     ends: AtomicBool,
 }
 
-/// Leases that are being made.
+/// Counter of leases under construction.
 #[derive(Debug, Default)]
 struct Making {
     count: usize,
-    /// No more leases are made.
+    /// True if no more leases may be created.
     is_over: bool,
 }
 
-/// A lease that is being made, until this is dropped.
+/// Guard that counts a lease under construction.
 #[derive(Debug)]
 struct BeingMade<'a>(&'a LeaseTable);
 
@@ -203,7 +203,7 @@ impl Drop for BeingMade<'_> {
 }
 
 impl LeaseTable {
-    /// A table without leases, of a server whose socket lies in a state folder.
+    /// Creates an empty table for a server with this state directory.
     pub(super) fn new(
         state_dir: &Path,
         access: SocketAccess,
@@ -231,14 +231,14 @@ impl LeaseTable {
         self.making.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether VMMs have leases, or are about to get some.
+    /// Returns whether VMMs have leases or are getting some.
     pub(super) fn are_there(&self) -> bool {
         let are_made = self.making().count > 0;
         are_made || self.connections().values().any(|one| one.lease.is_some())
     }
 
-    /// Returns a lease whose commands in flight do not end within `time`, because its drive does not answer. This process
-    /// could not end before those commands. Each lease rests only until its own commands have ended.
+    /// Returns a lease whose in-flight commands do not end within `time`, as its drive does not answer. This process could not
+    /// end before them. Pauses each lease only until its own commands end.
     pub(super) fn find_busy(&self, time: Duration) -> Option<String> {
         let leases: Vec<_> = {
             let connections = self.connections();
@@ -254,21 +254,22 @@ impl LeaseTable {
             .map(|(id, _)| id)
     }
 
-    /// Makes no more leases, as another process takes the place of this one. Returns whether no VMM has a lease, or is
-    /// about to get one. With one, this process has to end before the next one goes on. The next one finds no leases of
-    /// private drives. The kernel would report a lost write to one process alone.
+    /// Refuses new leases, as a successor is taking over. Returns whether no VMM has or is getting a lease.
+    ///
+    /// If a VMM has one, this process must end before the successor starts serving. The successor cannot find leases of private
+    /// drives, and the kernel reports a lost write to only one process.
     pub(super) fn leave(&self) -> bool {
         let are_made = {
             let mut making = self.making();
             making.is_over = true;
             making.count > 0
         };
-        // A thread that makes a lease may read the ledger with the lock. One that has made it has left it in the table.
+        // A thread that is creating a lease may hold the ledger's lock. A finished one has added its lease to the table.
         !are_made && !self.are_there()
     }
 
-    /// Notes that a lease is being made. A VMM that comes after [`Self::leave`] waits for the end of this process. Returns
-    /// `None` if the VMM waits no more.
+    /// Counts a lease under construction. After [`Self::leave`], blocks the VMM until this process ends. Returns `None` if
+    /// `stop` is set.
     fn begin_to_make(&self, stop: &AtomicBool) -> Option<BeingMade<'_>> {
         loop {
             {
@@ -297,7 +298,7 @@ impl LeaseTable {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes what a lease has used of its limits, for its next VMM.
+    /// Records how far a lease has used its limits, for the next VMM with the id.
     fn note_used(&self, lease: &Lease) {
         let now = Ticks::now();
         let mut used = self.used();
@@ -305,24 +306,24 @@ impl LeaseTable {
         used.insert(lease.entry.id.clone(), lease.attachment.limits_used());
     }
 
-    /// Notes that an id has a lease. Returns the stall that ends with it, if the function had another server before.
+    /// Records that an id has a lease. Returns the pause that ended, if another server had the function before.
     fn end_stall(&self, id: &str, has_server_before: bool) -> Option<Stall> {
         // Each change is complete before anything can panic.
         let mut had = self.had.lock().unwrap_or_else(PoisonError::into_inner);
-        // A VMM chooses its ids.
+        // Bounded, because VMMs choose the ids.
         let is_new = had.len() < STALLS_MAX && had.insert(id.to_owned());
         (has_server_before && is_new).then(|| self.stall_begin.until(system::host_time()))
     }
 
-    /// Returns the functions that have leases.
+    /// Returns the functions with leases.
     pub(super) fn entries(&self) -> Vec<FunctionEntry> {
         let connections = self.connections();
         let leases = connections.values().filter_map(|one| one.lease.as_ref());
         leases.map(|lease| lease.entry.clone()).collect()
     }
 
-    /// Returns the figures of the leases, but for those whose queues or memory change for long. Those of admin queues are
-    /// in the VMMs.
+    /// Returns the statistics of the leases. Omits leases whose queues or memory stay busy changing. Admin queues are not
+    /// included: the VMMs process them.
     pub(super) fn stats(&self) -> Vec<FunctionStats> {
         let deadline = Deadline::after(&SystemClock::shared(), STATS_PATIENCE);
         let mut found = BTreeMap::new();
@@ -331,13 +332,13 @@ impl LeaseTable {
             if is_complete || deadline.left().is_zero() {
                 return found.into_values().collect();
             }
-            // Without the lock, which all other VMMs need.
+            // Sleep without the lock, which other VMMs need.
             clock::sleep(RETRY);
         }
     }
 
-    /// Adds the figures of leases that are not there yet, by their ids. Returns whether all are there: those whose queues
-    /// or memory change now are not.
+    /// Adds statistics of missing leases to `found`, by id. Returns whether it is complete: leases whose queues or memory are
+    /// changing are skipped.
     fn add_stats(&self, found: &mut BTreeMap<String, FunctionStats>) -> bool {
         let mut is_complete = true;
         let connections = self.connections();
@@ -373,18 +374,18 @@ impl LeaseTable {
         is_complete
     }
 
-    /// Ends a lease, and the drive of its VMM's guest. Returns its entry; `None` if there is no such lease.
+    /// Ends a lease, so that its guest loses the drive. Returns its entry, or `None` if there is no such lease.
     pub(super) fn end_lease(&self, id: &str) -> Option<FunctionEntry> {
         let (entry, thread) = {
             let mut connections = self.connections();
             let connection = connections.values_mut().find(|one| one.has(id))?;
             connection.end = End::Removed;
-            // Requests are not read any more. The VMM sees the end when the lease has ended.
+            // Stops reading requests. The VMM notices once the lease has ended.
             let _ = connection.stream.shutdown(Shutdown::Read);
             let entry = connection.lease.as_ref()?.entry.clone();
             (entry, connection.thread.take())
         };
-        // Its thread takes the connection out, for which it needs the lock.
+        // Join without the lock, which the thread needs to remove the connection.
         if let Some(thread) = thread
             && thread.join().is_err()
         {
@@ -393,7 +394,7 @@ impl LeaseTable {
         Some(entry)
     }
 
-    /// Returns whether a function in a VMM has the lease.
+    /// Returns whether a VMM has the lease.
     pub(super) fn has(&self, id: &str) -> bool {
         self.connections().values().any(|one| one.has(id))
     }
@@ -406,20 +407,20 @@ impl LeaseTable {
         leases.map(|lease| lease.entry.id.clone()).collect()
     }
 
-    /// Changes the limits of a lease, and records them in the ledger first: they hold for the next lease of the id, too.
-    /// Returns its entry, or `None` within if its VMM went after they were recorded; `None` if there is no such lease.
+    /// Sets the operator's limits of a lease. Records them in the ledger first, so that they also apply to the next lease of
+    /// the id. Returns `None` if there is no such lease, and an inner `None` if its VMM disconnected after the recording.
     pub(super) fn limit(
         &self,
         id: &str,
         given: &OptionText,
     ) -> Option<Result<Option<FunctionEntry>, LimitsError>> {
         let (attachment, path) = self.attachment_of(id)?;
-        // Without the lock, as another process may be changing the ledger.
+        // Without the lock, as another process may hold the ledger.
         let change = record(attachment.lease(), &path, given);
         Some(change.map(|change| self.take_up_limits(id, change)))
     }
 
-    /// Returns the host side of a lease and its drive; `None` if there is no such lease.
+    /// Returns a lease's attachment and drive, or `None` if there is no such lease.
     fn attachment_of(&self, id: &str) -> Option<(Arc<Attachment>, DrivePath)> {
         let connections = self.connections();
         let connection = connections.values().find(|one| one.has(id))?;
@@ -427,9 +428,9 @@ impl LeaseTable {
         Some((lease.attachment.clone(), lease.path.clone()))
     }
 
-    /// Limits a lease as the operator wants, which is recorded already. Returns its entry; `None` if there is no such lease.
+    /// Applies the operator's recorded limits. Returns the entry, or `None` if there is no such lease.
     fn take_up_limits(&self, id: &str, change: RateChange) -> Option<FunctionEntry> {
-        // A VMM that has got the lease meanwhile read the ledger before or after the change.
+        // If a VMM got the lease since, it may have read the ledger before the change.
         let mut connections = self.connections();
         let lease = lease_of(&mut connections, id)?;
         lease.ordered = Some(change);
@@ -437,22 +438,22 @@ impl LeaseTable {
         Some(lease.entry.clone())
     }
 
-    /// Takes up limits that a VMM asks for.
+    /// Applies limits that a VMM requests.
     fn ask_for_rates(&self, number: u64, rates: RateLimits) {
         let mut connections = self.connections();
         let connection = connections.get_mut(&number);
         if let Some(lease) = connection.and_then(|one| one.lease.as_mut()) {
             lease.asked = rates;
             if !lease.peer.is_trusted() {
-                // It would take places from others.
+                // A weight would take shares from other guests.
                 lease.asked.weight = None;
             }
             lease.set_rates();
         }
     }
 
-    /// Makes a lease larger, under its guest. Returns its entry, or `None` within if its VMM went meanwhile: the ledger has
-    /// the size for the next lease of the id. `None` if there is no such lease.
+    /// Grows a lease while its guest runs. Returns `None` if there is no such lease. Returns an inner `None` if the VMM
+    /// disconnected: the ledger keeps the size for the next lease of the id.
     pub(super) fn grow(
         &self,
         id: &str,
@@ -466,7 +467,7 @@ impl LeaseTable {
         Some(grown.map(|()| entry))
     }
 
-    /// Takes up the extents that a lease has by now. Returns its entry; `None` if there is no such lease.
+    /// Updates an entry with the lease's current extents. Returns it, or `None` if there is no such lease.
     fn take_up_extents(&self, id: &str, attachment: &Attachment) -> Option<FunctionEntry> {
         let mut connections = self.connections();
         let lease = lease_of(&mut connections, id)?;
@@ -477,7 +478,7 @@ impl LeaseTable {
         Some(lease.entry.clone())
     }
 
-    /// Attaches to a drive. A range or an id that a VMM had which has just gone is waited for.
+    /// Attaches to a drive. If the range or id belongs to a VMM that has just disconnected, waits for its lease to end.
     fn open(
         &self,
         options: &FunctionOptions,
@@ -591,7 +592,7 @@ impl LeaseTable {
             peer,
             stall: None,
         };
-        // With the lock, so that a change of the limits either is in the ledger by now, or finds the lease.
+        // Hold the lock, so that a change of limits is either in the ledger by now or finds this lease.
         let mut connections = self.connections();
         let ordered = recorded(attachment.lease()).and_then(|limits| {
             let change = limits.map(|limits| as_change(attachment.lease().id(), &limits));
@@ -619,7 +620,7 @@ impl LeaseTable {
     }
 }
 
-/// Returns the lease of an id, if a VMM has it.
+/// Returns the lease with this id, if a VMM has it.
 fn lease_of<'a>(connections: &'a mut BTreeMap<u64, Connection>, id: &str) -> Option<&'a mut Lease> {
     let mut leases = connections
         .values_mut()
@@ -627,7 +628,7 @@ fn lease_of<'a>(connections: &'a mut BTreeMap<u64, Connection>, id: &str) -> Opt
     leases.find(|lease| lease.entry.id == id)
 }
 
-/// Checks and records a change of the operator's limits of a lease on a drive. Returns all of them.
+/// Checks and records a change of the operator's limits. Returns the complete limits.
 fn record(
     lease: &nvme_mpt::lease::Lease,
     drive: &DrivePath,
@@ -643,7 +644,7 @@ fn record(
     Ok(change)
 }
 
-/// Checks the options of a VMM whose user may not have every lease, before any of them is used.
+/// Checks the options of an untrusted user's VMM before any of them takes effect.
 fn check_others_keys(options: &str, uid: u32) -> Result<(), Admission> {
     let refused = |error: &OptionError| Admission::Refused(report::chain(error));
     let options: OptionText = options.parse().map_err(|error| refused(&error))?;
@@ -672,7 +673,7 @@ fn check_others_keys(options: &str, uid: u32) -> Result<(), Admission> {
     }
 }
 
-/// Returns the facts of a lease for a person.
+/// Returns a lease's one-line description.
 fn summary(drive: &str, attachment: &Attachment, peer: Peer) -> String {
     let Peer { pid, uid, .. } = peer;
     let extents = attachment.lease().extents();
@@ -680,7 +681,7 @@ fn summary(drive: &str, attachment: &Attachment, peer: Peer) -> String {
 }
 
 impl Connection {
-    /// Returns whether its VMM has gone. Its lease ends then.
+    /// Returns whether the VMM has disconnected, so that its lease is ending.
     fn is_ending(&self) -> bool {
         let mut stream = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
         let polled = poll(&mut stream, PollTimeout::ZERO);
@@ -695,7 +696,7 @@ impl Connection {
     }
 }
 
-/// One connection's view of the table.
+/// The table as seen by one connection.
 struct Admitting<'a> {
     table: &'a LeaseTable,
     number: u64,
@@ -745,11 +746,11 @@ impl Leases for Admitting<'_> {
     }
 }
 
-/// Thread that takes VMMs in. Dropped, no VMM has a lease any more.
+/// Thread that accepts VMMs. Dropping it ends all their leases.
 #[derive(Debug)]
 pub(super) struct LeaseServer {
     table: Arc<LeaseTable>,
-    /// Closed to end the thread.
+    /// Closing it ends the thread.
     stop: Option<PipeWriter>,
     thread: Option<JoinHandle<()>>,
     /// Threads of leases that are ending.
@@ -757,10 +758,10 @@ pub(super) struct LeaseServer {
 }
 
 impl LeaseServer {
-    /// Listens on the socket of `table`.
+    /// Binds the socket of `table` and starts the thread.
     ///
     /// # Errors
-    /// Returns the error of the socket or of the kernel.
+    /// Returns the error of the socket or the kernel.
     pub(super) fn start(table: Arc<LeaseTable>) -> io::Result<Self> {
         if let Some(folder) = table.socket.parent() {
             let sockets = Directory::make(folder, 0o700)?;
@@ -782,7 +783,7 @@ impl LeaseServer {
         })
     }
 
-    /// Takes no more VMMs in, and begins the end of all leases. The drop waits until they have ended.
+    /// Stops accepting VMMs and starts ending all leases. Dropping the server waits for them.
     pub(super) fn begin_end(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take()
@@ -811,7 +812,7 @@ impl Drop for LeaseServer {
     }
 }
 
-/// Lets other users find the sockets of servers. The mode of each socket decides about the rest.
+/// Lets other users find the servers' sockets. Each socket's own mode decides who may connect.
 fn let_others_in(folder: &Path, sockets: &Directory) -> io::Result<()> {
     if let Some(state_dir) = folder.parent() {
         open_state_folder(state_dir).map_err(io::Error::other)?;
@@ -819,7 +820,7 @@ fn let_others_in(folder: &Path, sockets: &Directory) -> io::Result<()> {
     Ok(sockets.set_mode(0o755)?)
 }
 
-/// Returns a name of this server that is unique on the host. Its process number is unique only in its PID namespace.
+/// Returns a host-wide unique name of this server. Process ids are unique only within a PID namespace.
 fn server_name() -> String {
     let number = process::id();
     match fs::metadata("/proc/self/ns/pid") {
@@ -828,19 +829,19 @@ fn server_name() -> String {
     }
 }
 
-/// Removes the sockets of servers that were killed or crashed. Only the socket tells whether its server is alive: in another
-/// PID namespace, another process may have the server's process number.
+/// Removes sockets of dead servers. Only a connection attempt shows whether a server is alive, as process ids differ between
+/// PID namespaces.
 fn remove_stale(sockets: &Directory) {
     for name in sockets.names().unwrap_or_default() {
         let path = Path::new(&name);
-        // Another name is that of a socket which a server is about to offer, and which refuses connections until then.
+        // Other names belong to sockets under construction, which refuse connections until they are renamed.
         if path.extension().is_none_or(|extension| extension != "sock") {
             continue;
         }
         if let Ok(Some(entry)) = sockets.entry(&name)
             && entry.occupant().is_ok_and(|found| found == Occupant::Stale)
         {
-            // Another server may have removed it.
+            // Another server may have removed it already.
             sockets.remove(&name, entry.id());
         }
     }
@@ -875,8 +876,8 @@ fn take_in(mut listener: Listener, stopped: &PipeReader, table: &Arc<LeaseTable>
     }
 }
 
-/// Makes room for a connection, or refuses it. The last part of the room is reserved for root and the server's user. If
-/// connections without a lease fill the rest, the user with the most of them loses its oldest one.
+/// Makes room for a connection, or refuses it. Some connections are reserved for trusted users. If connections without a lease
+/// use up the others' limit, the user with the most of them loses the oldest.
 fn make_room(
     connections: &mut BTreeMap<u64, Connection>,
     peer: &Peer,
@@ -909,7 +910,7 @@ fn make_room(
                 "other users have {ALL_WAITING_MAX} connections without a lease, and user {account} the most of them"
             ));
         }
-        // The first one has waited longest.
+        // The lowest number has waited longest.
         let first = connections.values_mut().find(|one| {
             let waits = one.lease.is_none() && !one.is_sent_away;
             waits && !one.peer.is_trusted() && Some(one.account) == most
@@ -951,7 +952,7 @@ fn begin(stream: UnixStream, number: u64, table: &Arc<LeaseTable>) -> io::Result
         }
         owned.connections().remove(&number);
     };
-    // The thread waits for the lock before it takes the connection out.
+    // The new thread cannot remove the connection before this inserts it: the lock is held.
     let thread = start_thread(&format!("lease-{number}"), work)?;
     connections.insert(
         number,

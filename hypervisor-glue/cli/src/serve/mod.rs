@@ -1,9 +1,19 @@
-//! `nvme-mpt serve`: drives are opened, leased in parts and offered as NVMe functions, until a
-//! signal asks for the end. Functions come and go meanwhile.
+//! `nvme-mpt serve`: opens drives, leases parts of them and serves NVMe functions until a signal ends the server. Functions can
+//! be added and removed at run time.
 //!
-//! `declared` has functions as they are declared, `drives` the drives that are open, `figures` what control socket and metrics report, `offer` one function that is
-//! offered, `roster` all of them, `served` what the next server begins with, `pending` its differences to the file, `leases` those of functions that are in VMMs, `needs` the files that all of it uses, `reload` their match with a file, `upgrade` the process that takes the server's place, `changes` the thread that changes them, `view`
-//! their report to other threads.
+//! - `declared`: functions and drives as configured
+//! - `drives`: open drives
+//! - `offer`: one served function
+//! - `roster`: all served functions, and changes to them
+//! - `leases`: leases of functions that run inside VMMs
+//! - `changes`: the thread that changes functions
+//! - `reload`: applies the configuration file
+//! - `pending`: differences between the configuration file and the served functions
+//! - `upgrade`: replaces the server process
+//! - `served`: the configuration stored for the next server
+//! - `needs`: files that Landlock has to allow
+//! - `figures`: statistics for the control socket and for metrics
+//! - `view`: a snapshot of functions and drives for other threads
 
 mod changes;
 mod declared;
@@ -78,43 +88,42 @@ pub use self::error::{ChangeError, LimitsError, OfferError};
 pub(crate) use crate::owner::user_name;
 pub use crate::owner::{UnknownOwner, user_number};
 
-/// Longest wait for pollers that were just started.
+/// Timeout for the first pass of newly started pollers.
 const START_PATIENCE: Duration = Duration::from_millis(100);
 
-/// Functions of a server, and the places of its state.
+/// Configuration of a server.
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
-    /// Functions that it begins with.
+    /// Functions of the command line.
     pub functions: Vec<Given<ServedFunction>>,
-    /// Drives that it keeps open.
+    /// Drives of the command line, which stay open even without functions.
     pub drives: Vec<Given<ServedDrive>>,
-    /// Messages about invalid functions and drives of the command line. A server that starts with its predecessor's
-    /// configuration ignores them.
+    /// Errors in functions and drives of the command line. A server that restores its predecessor's configuration ignores them.
     pub mistakes: Vec<String>,
-    /// File with more functions and drives.
+    /// Configuration file with more functions and drives.
     pub file: Option<PathBuf>,
-    /// Fate of data that another id left in a range, for functions that leave it open.
+    /// Policy for data that another id left in a range. Applies to functions without `data=`.
     pub data: FormerData,
-    /// Memory limit of functions that have none of their own, those of VMMs included.
+    /// Memory limit of functions without one of their own, including functions in VMMs.
     pub memory_limit: Option<Bytes>,
-    /// Folder with the ledger of leases.
+    /// Directory of the lease ledger.
     pub state_dir: PathBuf,
-    /// Control socket.
+    /// Path of the control socket.
     pub control: PathBuf,
-    /// Permissions of the socket on which VMMs ask for leases.
+    /// Permissions of the socket on which VMMs request leases.
     pub vmm_socket: VmmSocket,
-    /// Ways in which it offers its metrics.
+    /// Where metrics are exported.
     pub metrics: MetricsOptions,
-    /// Its confinement by the kernel.
+    /// Restrictions by Landlock and seccomp.
     pub confinement: Confinement,
-    /// Files of `profile=` and `faults=` of [`Self::functions`] and [`Self::drives`], which the next server reads again.
+    /// Files that `profile=` and `faults=` name in [`Self::functions`] and [`Self::drives`]. The next server reads them again.
     pub described: Vec<PathBuf>,
 }
 
-/// A server cannot be started, or did not end well.
+/// Error of starting or ending a server.
 #[derive(Debug, Error)]
 pub enum ServeError {
-    /// Its functions cannot be offered.
+    /// The functions cannot be served.
     #[error(transparent)]
     Functions(Box<ChangeError>),
     /// A path cannot be made absolute.
@@ -125,10 +134,10 @@ pub enum ServeError {
         /// Why.
         source: io::Error,
     },
-    /// The state folder cannot be had for our user alone.
+    /// The state directory cannot be made private to the server's user.
     #[error("Cannot use the state folder; choose another one with --state-dir")]
     StateDir(#[source] PrivateError),
-    /// The folder of the control socket cannot be made.
+    /// The directory of the control socket cannot be created.
     #[error("Cannot create the folder {} for the control socket; choose another place with --control", path.display())]
     ControlDir {
         /// The folder.
@@ -136,52 +145,52 @@ pub enum ServeError {
         /// Why.
         source: PathError,
     },
-    /// The control socket cannot be offered.
+    /// The control socket cannot be served.
     #[error(transparent)]
     Control(#[from] ControlError),
-    /// Metrics cannot be offered.
+    /// Metrics cannot be exported.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
-    /// VMMs with functions of their own cannot be taken in.
+    /// The socket for leases of VMMs cannot be served.
     #[error("Cannot offer leases to VMMs; look at the folder `servers` in the state folder")]
     Leases(#[source] io::Error),
-    /// The owner of the socket for VMMs is not known.
+    /// The owner of the socket for VMMs is unknown.
     #[error(transparent)]
     Owner(#[from] UnknownOwner),
     /// A function or drive of the command line is invalid.
     #[error("{0}")]
     Argument(String),
-    /// The entries of the server before cannot be had.
+    /// The state of the old server cannot be restored.
     #[error(transparent)]
     Keeping(#[from] KeepingError),
-    /// The configuration of the previous server cannot be read.
+    /// The stored configuration of the old server cannot be read.
     #[error(transparent)]
     Served(#[from] ServedError),
-    /// The thread of changes cannot be started.
+    /// The thread that changes functions cannot be started.
     #[error("Cannot start the thread that changes functions")]
     Thread(#[source] io::Error),
-    /// The thread that names this process in the ledger cannot be started.
+    /// The thread that writes this process into the ledger cannot be started.
     #[error("Cannot start the thread that names this process in the ledger of leases")]
     Clerk(#[source] io::Error),
-    /// Crashes of this server cannot be counted.
+    /// The signal handlers that count crashes cannot be installed.
     #[error("Cannot count crashes of this server for the functions that cause them")]
     Crashes(#[source] io::Error),
     /// The process cannot be confined.
     #[error(transparent)]
     Confine(#[from] ConfineError),
-    /// Signals cannot be waited for.
+    /// Signals cannot be awaited.
     #[error("Cannot wait for SIGTERM and SIGINT")]
     Signals(#[source] io::Error),
-    /// The thread of the log cannot be started.
+    /// The log thread cannot be started.
     #[error("Cannot start the thread that writes the log")]
     Log(#[source] io::Error),
-    /// The offered functions cannot be printed.
+    /// The list of served functions cannot be printed.
     #[error("Cannot print what is offered")]
     Print(#[source] io::Error),
-    /// The thread of changes panicked, and all functions ended with it.
+    /// The thread that changes functions panicked, which ended all functions.
     #[error("The thread that changes functions panicked")]
     Panicked,
-    /// A function did not end well.
+    /// A function ended with an error.
     #[error("The function on {} did not end well", socket.display())]
     End {
         /// Its socket.
@@ -204,12 +213,12 @@ impl From<ChangeError> for ServeError {
     }
 }
 
-/// Offers functions until SIGTERM or SIGINT comes, and reports it on `out`: a block for each function,
-/// and "ready". The process is confined from its start on, for good.
+/// Serves functions until SIGTERM or SIGINT arrives. Prints a block for each function and then "ready" to `out`. Confines the
+/// process for good before it opens any drive.
 ///
 /// # Errors
-/// Something cannot be offered: then nothing is, and nothing stays behind; with Landlock, the state folder does. Or
-/// something did not end well.
+/// If something cannot be served, nothing is, and nothing is left behind except the state directory that Landlock needs. Errors
+/// of the end are returned as well.
 pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeError> {
     let inherited = Inherited::from_env()?;
     let failure = FailureReport::to_predecessor(&inherited);
@@ -220,7 +229,7 @@ pub fn serve(options: ServeOptions, out: &mut dyn Write) -> Result<(), ServeErro
     served
 }
 
-/// As [`serve`], with the state from a keeper or from a server that is to be replaced.
+/// Serves functions, with the state inherited from a keeper or from the server to replace.
 fn serve_inherited(
     options: ServeOptions,
     inherited: Inherited,
@@ -229,31 +238,31 @@ fn serve_inherited(
 ) -> Result<(), ServeError> {
     let signals = EndSignals::hold_back().map_err(ServeError::Signals)?;
     let declared = declared(&options, &inherited, replaces)?;
-    // All threads inherit it.
+    // Confine first: threads started later inherit the restrictions.
     let rules = needs::of_server(&options, &declared)?;
     let confined = confine(&options.confinement, rules)?;
     logging::write_on_a_thread().map_err(ServeError::Log)?;
     system::count_preemptions();
     let stop = Arc::new(AtomicBool::new(false));
-    // A wait at the start, as for a range that is wiped, ends with a signal as well.
+    // Long waits of the start, such as for wiping a range, must end with a signal as well.
     let signal = await_signal(signals, stop.clone()).map_err(ServeError::Signals)?;
     record_crashes().map_err(ServeError::Crashes)?;
-    // It is measured once, for some milliseconds: better before the end of a server that this one replaces.
+    // The measurement takes some milliseconds. Do it here, before the old server pauses its functions.
     let _ = Rate::of_this_machine();
-    // All that can be wrong with the arguments is found before the server that this one replaces ends.
+    // Errors in the arguments must show up before the old server ends.
     let metrics = options.metrics.clone();
     let control = options.control.clone();
     let mut prepared = None;
     let mut late = None;
     let keeping = Keeping::find(inherited, || -> Result<(), ServeError> {
-        // Without this thread, the sockets are bound once functions are offered.
+        // If the thread cannot be started, the sockets are bound after the functions are served.
         late = LateSockets::prepare(control.clone(), metrics.clone()).ok();
         prepared = Some(prepare(&options, &declared)?);
         Ok(())
     })?;
     let keeper = keeping.as_deref();
     let goes_on = declared.was_served || keeper.is_some_and(Keeping::goes_on);
-    // Guests wait for their functions alone, and the server before may have its sockets still.
+    // Guests wait only for their functions. The old server may still own the sockets.
     let replacing = keeping
         .as_ref()
         .filter(|keeping| keeping.replaces_a_server());
@@ -268,13 +277,13 @@ fn serve_inherited(
     let bound = match (listener.zip(bound), late.and_then(LateSockets::bound)) {
         (Some(bound), _) => Ok(bound),
         (None, Some(bound)) => bound,
-        // There was no thread for it.
+        // The thread could not be started.
         (None, None) => bind_late(keeper, &control, &metrics, goes_on),
     };
     let (listener, metrics) = match bound {
         Ok(bound) => bound,
         Err(error) => {
-            // Functions that are dropped end for good. As they are, the next process goes on with them.
+            // Dropping the functions would end them for good. Leaked, they stay restorable for the next process.
             std::mem::forget(roster);
             return Err(error);
         }
@@ -294,11 +303,10 @@ fn serve_inherited(
             "The end of the keeper will be noticed late, as no thread can be started: {error}"
         );
     }
-    // A process that reads the line may end this one at once, and a keeper starts none again that was never ready. Nothing
-    // waits for the reader of the output before this.
+    // "ready" goes to the keeper first. A reader of the line may kill this process at once, and a keeper does not restart a
+    // server that never became ready.
     kept::notify(keeping.as_deref(), "READY=1");
-    // Functions may have been restored after a crash: their log lines are written before the process can be killed by its
-    // reader.
+    // Functions may have been restored after a crash. Flush the log before the reader of "ready" can kill this process.
     logging::flush(logging::END_PATIENCE);
     writeln!(out, "ready")
         .and_then(|()| out.flush())
@@ -317,7 +325,7 @@ fn serve_inherited(
     server.end()
 }
 
-/// Returns the configuration to start with: the previous server's, else that of the command line and the file.
+/// Returns the initial configuration: the stored one of the old server, else the command line and the file.
 fn declared(
     options: &ServeOptions,
     inherited: &Inherited,
@@ -336,7 +344,7 @@ fn declared(
             return Ok(served);
         }
         Ok(None) => {}
-        // The server before goes on.
+        // A live old server keeps serving, so fail.
         Err(error) if replaces => return Err(error),
         Err(error) => log::error!(
             "The server begins with its command line and its file: {}",
@@ -353,7 +361,7 @@ fn declared(
     Ok(declared.map_err(ChangeError::from)?)
 }
 
-/// Waits for a signal on a thread, which sets `stop` and passes the signal on.
+/// Waits for signals on a thread. The signal that ends the server also sets `stop`.
 fn await_signal(
     signals: EndSignals,
     stop: Arc<AtomicBool>,
@@ -362,24 +370,24 @@ fn await_signal(
     let wait = move || {
         let signal = loop {
             match signals.wait() {
-                // It may come before functions are offered, and waits until then.
+                // A reload signal may arrive before functions are served. It waits in the channel until then.
                 Ok(Signal::Reload) => drop(sender.send(Ok(Signal::Reload))),
                 signal => break signal,
             }
         };
         stop.store(true, Ordering::Relaxed);
-        // To the end: a signal that ends the process now would leave leases behind, for data that is not yet
-        // durable. Each wait on the way has its own bound.
+        // Keep signals blocked to the end. A signal that killed the process now would leave leases behind whose data is not
+        // durable. Each remaining wait is bounded.
         signals.hold_for_good();
-        // A start that failed meanwhile ends the process by itself.
+        // If the start failed, the receiver is gone and the process ends anyway.
         let _ = sender.send(signal);
     };
     start_thread("signals", wait)?;
     Ok(receiver)
 }
 
-/// Offers the functions that the server begins with. Its control socket is bound, and not served yet; it is `None` for a
-/// server that replaces another one.
+/// Serves the initial functions. Returns the bound control socket, which is not served yet. If this server replaces another
+/// one, the socket is `None`.
 fn start(
     options: ServeOptions,
     declared: Declared,
@@ -412,15 +420,16 @@ fn start(
         access => access?,
     };
     survey_files();
-    // Before anything is opened: a folder that others may use is reported at once.
+    // Report a directory that other users can access before anything is opened.
     make_state_folder(&state_dir).map_err(ServeError::StateDir)?;
     let file = match declared.was_served {
-        // It may be gone.
+        // The file may have been removed.
         true => file.map(|file| path::absolute(&file).unwrap_or(file)),
         false => file.map(absolute).transpose()?,
     };
     let replaces = keeping.as_deref().is_some_and(Keeping::replaces_a_server);
-    // The socket keeps a second server from the file with the functions that were added. So does that of the server before.
+    // The control socket locks the file of added functions against a second server. During an upgrade, the old server's socket
+    // does that.
     let listener = match replaces {
         true => None,
         false => Some(bind_control(&control)?),
@@ -466,7 +475,7 @@ fn start(
         pollers,
         data,
         rules: declared.rules.clone(),
-        // As other processes name it.
+        // Other processes need an absolute path.
         state_dir: path::absolute(&state_dir).unwrap_or(state_dir),
         file,
         added,
@@ -490,13 +499,12 @@ fn make_control_folder(control: &Path) -> Result<(), ServeError> {
     })
 }
 
-/// Binds the control socket.
 fn bind_control(control: &Path) -> Result<ControlListener, ServeError> {
     make_control_folder(control)?;
     Ok(ControlListener::bind(control)?)
 }
 
-/// Binds the sockets of a server that replaces another one, once that has ended.
+/// Binds the sockets of a server that replaces another one, after the old server has ended.
 fn bind_late(
     keeping: Option<&Keeping>,
     control: &Path,
@@ -510,20 +518,21 @@ fn bind_late(
     Ok((bind_control(control)?, metrics))
 }
 
-/// Sockets of a server and its metrics.
+/// Control socket and metrics socket of a server.
 type Sockets = (ControlListener, MetricsListener);
 
-/// Sockets of a server that replaces another one. A thread binds them as soon as that has ended, while functions are offered,
-/// which may take long. So no other server can have the control socket meanwhile, and with it the file of added functions.
+/// Sockets of a server that replaces another one. A thread binds them as soon as the old server ends, while functions are still
+/// being restored, which can take long. Binding early keeps other servers from the control socket and from the file of added
+/// functions.
 #[derive(Debug)]
 struct LateSockets {
     orders: Sender<(Arc<Keeping>, bool)>,
-    /// Returns `None` if there was no order.
+    /// Returns `None` if `begin` was never called.
     thread: JoinHandle<Option<Result<Sockets, ServeError>>>,
 }
 
 impl LateSockets {
-    /// Starts the thread. While functions rest, the kernel could run it in the place of a poller.
+    /// Starts the thread. It must exist before functions pause: a new thread could then take a poller's processor.
     fn prepare(control: PathBuf, metrics: MetricsOptions) -> io::Result<Self> {
         let (orders, inbox) = mpsc::channel();
         let bind = move || {
@@ -535,13 +544,13 @@ impl LateSockets {
         Ok(Self { orders, thread })
     }
 
-    /// Begins to wait for the end of the server before.
+    /// Starts waiting for the end of the old server.
     fn begin(&self, keeping: Arc<Keeping>, goes_on: bool) {
-        // The thread ends after this order, or by a panic, which ends the process.
+        // A send fails only if the thread has panicked, which ends the process.
         let _ = self.orders.send((keeping, goes_on));
     }
 
-    /// Waits until they are bound; `None` without a [begin](Self::begin).
+    /// Waits until the sockets are bound. Returns `None` without a [begin](Self::begin).
     fn bound(self) -> Option<Result<Sockets, ServeError>> {
         let Self { orders, thread } = self;
         drop(orders);
@@ -552,7 +561,8 @@ impl LateSockets {
     }
 }
 
-/// Opens the place of the metrics. VMs of the server before, which go on, do not lose their drives for one that cannot be had.
+/// Binds the metrics listener. A server that restores functions starts without metrics on an error, so that VMs keep their
+/// drives.
 fn metrics_listener(
     options: &MetricsOptions,
     goes_on: bool,
@@ -566,18 +576,19 @@ fn metrics_listener(
     }
 }
 
-/// Work of a server that is to replace another one, before functions rest.
+/// Preparation of a server that replaces another one, done before functions pause.
 #[derive(Debug)]
 struct Prepared {
-    /// Without the ledger of private drives that the server before has kept.
+    /// Without the predecessor's ledger of private drives.
     ledgers: Ledgers,
-    /// Drives that both servers can have open.
+    /// Drives that can be open in both servers at once.
     drives: OpenDrives,
-    /// With a thread for each way of polling that functions share.
+    /// With a poller thread for each poll mode that functions share.
     pollers: Arc<Pollers>,
 }
 
-/// Opens the ledgers of a state folder, for a server that may go on from another one if `is_kept`.
+/// Opens the ledgers of a state directory. If `is_kept`, starts the ledger writer thread for a server that may restore another
+/// one.
 fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<Ledgers, ServeError> {
     let ledgers = Ledgers::open(state_dir);
     match is_kept {
@@ -586,7 +597,7 @@ fn open_ledgers(state_dir: &Path, is_kept: bool) -> Result<Ledgers, ServeError> 
     }
 }
 
-/// Starts surveys for files that are opened from now on.
+/// Starts the thread that maps the holes of files opened later.
 fn survey_files() {
     if let Err(error) = nvme_software::survey_files(&nvme_mpt::poller::Threads::default()) {
         log::warn!(
@@ -595,12 +606,12 @@ fn survey_files() {
     }
 }
 
-/// Checks what is known of the options without a lease, opens drives and starts pollers. Returns once those run.
+/// Checks options, opens drives and starts pollers, without any lease. Returns when the pollers run.
 fn prepare(options: &ServeOptions, declared: &Declared) -> Result<Prepared, ServeError> {
     let VmmSocket { mode, owner } = &options.vmm_socket;
     socket_access(*mode, owner.as_ref())?;
     survey_files();
-    // As the roster opens them.
+    // The roster resolves paths the same way.
     let resolved = |function: &FunctionOptions| FunctionOptions {
         path: declared::resolved(&function.path),
         ..function.clone()
@@ -619,11 +630,11 @@ fn prepare(options: &ServeOptions, declared: &Declared) -> Result<Prepared, Serv
     let pollers = Pollers::on(crashes::threads());
     for function in &functions {
         if function.poll.check().is_ok() {
-            // What cannot be had now is asked for again with the first queue.
+            // On an error, the first queue of the function asks again.
             let _ = pollers.prepare(&function.poll, function.fixed);
         }
     }
-    // Threads that begin while functions rest would have the processors that the server before needs for that.
+    // Threads that start while functions are paused would compete with the old server for processors.
     pollers.await_passes(START_PATIENCE);
     Ok(Prepared {
         ledgers,
@@ -632,7 +643,7 @@ fn prepare(options: &ServeOptions, declared: &Declared) -> Result<Prepared, Serv
     })
 }
 
-/// Returns the absolute path of a file that is there. Links stay, as they may lead to another file later.
+/// Returns the absolute path of an existing file. Symbolic links stay unresolved, as they may be changed later.
 fn absolute(path: PathBuf) -> Result<PathBuf, ServeError> {
     let found = fs::metadata(&path).and_then(|_| path::absolute(&path));
     found.map_err(|source| ServeError::Path { path, source })
@@ -650,7 +661,7 @@ fn announce(roster: &Roster, out: &mut dyn Write) -> io::Result<()> {
     Ok(())
 }
 
-/// Prints a function, with the arguments that attach it.
+/// Prints a function with the VMM arguments that attach it.
 ///
 /// # Errors
 /// Returns the error of `out`.
@@ -669,10 +680,10 @@ pub fn introduce(entry: &FunctionEntry, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "    {}", attach::qemu(id, socket))
 }
 
-/// A server that runs. Dropped, nothing is offered any more.
+/// A running server. Dropping it ends all functions.
 #[derive(Debug)]
 struct Server {
-    // First, since it hands in changes.
+    // Dropped first, as it submits changes.
     control: ControlServer,
     metrics: MetricsServer,
     leases: LeaseServer,
@@ -693,7 +704,7 @@ impl Server {
             health: HealthAnswers::default(),
             keeping: roster.terms.keeping.clone(),
         };
-        // VMMs that came before the drives are open would open them themselves.
+        // Start before anything is reported: a VMM without a lease server would open the drive itself.
         let lease_server =
             LeaseServer::start(figures.leases.clone()).map_err(ServeError::Leases)?;
         let metrics = MetricsServer::start(metrics, figures.clone())?;
@@ -723,7 +734,7 @@ impl Server {
         })
     }
 
-    /// Ends all functions, and returns the first error.
+    /// Ends all functions and returns the first error.
     fn end(self) -> Result<(), ServeError> {
         let Self {
             control,
@@ -731,27 +742,27 @@ impl Server {
             mut leases,
             changes,
         } = self;
-        // No more changes come. Those that wait are refused, and the one that is made ends early.
+        // No new changes arrive. Waiting changes are refused, and the current one ends early.
         drop((control, metrics));
-        // Leases and functions end at the same time, since each of them may wait for as long as it may.
+        // End leases and functions concurrently: each may use its whole timeout.
         leases.begin_end();
         let roster = changes.end().ok_or(ServeError::Panicked)?;
         roster.forget_configuration();
         roster.begin_end();
         drop(leases);
         let keeping = roster.terms.keeping.clone();
-        // The keeper is not to be the last to close a block device, which would have it wait for writes.
+        // The keeper must not close a block device last: the kernel would make it wait for writes.
         let _open = keeping.as_ref().map(|_| roster.drives.controllers());
         let ended = roster.end();
         if let Some(keeping) = keeping {
-            // Those of leases to which no VMM came back. No file stays open for them.
+            // Leases to which no VMM returned: close their spare files.
             keeping.spares().forget_drives_but(&[]);
         }
         ended.map_err(|(socket, source)| ServeError::End { socket, source })
     }
 }
 
-/// State behind the control socket.
+/// Implementation of the control socket's requests.
 struct Controlled {
     figures: Figures,
     comparer: Comparer,

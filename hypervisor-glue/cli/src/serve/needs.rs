@@ -1,4 +1,4 @@
-//! Files that a server uses, as rules for Landlock.
+//! The files that a server uses, as Landlock rules.
 
 use std::fs;
 use std::path::{self, Path};
@@ -14,8 +14,8 @@ use super::{ServeError, ServeOptions, make_control_folder};
 use crate::confine::{FileAccess, FileRule, FileRules};
 use crate::metrics::MetricsAddress;
 
-/// Returns the rules of a server with these options, if it is to be confined by Landlock. Makes its folders, as a rule is for
-/// what is there.
+/// Returns the Landlock rules for a server, or `None` without Landlock. Creates the server's directories first: a rule needs an
+/// existing path.
 pub(super) fn of_server(
     options: &ServeOptions,
     declared: &Declared,
@@ -66,11 +66,11 @@ pub(super) fn of_server(
     rules.extend(declared.rules.iter().cloned());
     if let Some(file) = file {
         let file = path::absolute(file).unwrap_or_else(|_| file.clone());
-        // A link may be replaced, and its file lies elsewhere.
+        // The link may be replaced later, and its target is in another directory.
         let linked = fs::canonicalize(&file);
         let files = std::iter::once(file.clone()).chain(linked);
         needed.extend(files.map(|file| of_folder_of(&file, FileAccess::READ)));
-        // Also what a reload of the file may ask for. It may be none by now.
+        // A reload may ask for the file's current contents. The file may be invalid by now.
         if let Ok(file) = Declarations::read(&file) {
             let functions = file.functions.iter();
             needed.extend(functions.flat_map(|declared| of_function(&declared.function)));
@@ -85,34 +85,34 @@ pub(super) fn of_server(
     let added = AddedFile::beside(control).read();
     for text in added.unwrap_or_default() {
         needed.extend(descriptions(&text).iter().map(|path| of_description(path)));
-        // One that cannot be read is listed as failed.
+        // An unreadable function is listed as failed later.
         let function = text.to_string().parse::<ServedFunction>();
         needed.extend(function.iter().flat_map(of_function));
     }
     Ok(Some(FileRules::new(needed, port).with(rules)))
 }
 
-/// Returns the files of a function.
+/// Returns the rules for a function's files.
 pub(super) fn of_function(served: &ServedFunction) -> Vec<FileRule> {
     let mut needed = of_drive(&served.function);
     needed.push(of_folder_of(&served.socket, FileAccess::WRITE));
     needed
 }
 
-/// Returns the files of a drive.
+/// Returns the rules for a drive's files.
 pub(super) fn of_drive(options: &FunctionOptions) -> Vec<FileRule> {
     match &options.path {
         DrivePath::File(file) => {
-            // The folder of a link is another one than that of its file.
+            // A link's target may be in another directory.
             let file = &fs::canonicalize(file).unwrap_or_else(|_| file.clone());
-            // A model's state is in a file beside it, which is written under another name first.
+            // A drive model stores its state in a file beside the drive, replaced by way of a temporary name.
             let profile = options.profile.as_deref();
             let has_file = profile.is_some_and(Profile::keeps_state) && !is_block_device(file);
             let first = match has_file {
                 true => of_folder_of(file, FileAccess::WRITE),
                 false => FileRule::new(file, FileAccess::WRITE),
             };
-            // The file of a loop device is opened for its locks.
+            // The backing file of a loop device is opened for its locks.
             let origin = Origin::of(file);
             let below = origin.map(|origin| origin.files().to_vec());
             let below = below.unwrap_or_default().into_iter();
@@ -120,17 +120,17 @@ pub(super) fn of_drive(options: &FunctionOptions) -> Vec<FileRule> {
             std::iter::once(first).chain(below).collect()
         }
         DrivePath::Pci(_) => vec![FileRule::new("/dev/vfio", FileAccess::WRITE)],
-        // Others are in memory. A kind of drive that has files has to name them here.
+        // Other drives are in memory. A new kind of drive with files must list them here.
         _ => Vec::new(),
     }
 }
 
-/// Returns the rule for a file that describes a drive.
+/// Returns the rule for a file named by `profile=` or `faults=`.
 pub(super) fn of_description(path: &Path) -> FileRule {
     of_folder_of(path, FileAccess::READ)
 }
 
-/// Returns the rule for a file that is made or replaced: it is for the folder.
+/// Returns the rule for a file that is created or replaced, which needs access to its directory.
 fn of_folder_of(path: &Path, access: FileAccess) -> FileRule {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     FileRule::new(folder.unwrap_or(Path::new(".")), access)

@@ -1,4 +1,4 @@
-//! One function that is offered: its lease, its socket and its thread.
+//! One served function: its lease, its socket and its thread.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;
@@ -32,23 +32,23 @@ use crate::kept::{Keeping, StallBegin};
 use crate::owner::socket_access;
 use crate::set_aside::SetAsideDevice;
 
-/// A function that is offered.
+/// A served function.
 #[derive(Debug)]
 pub(super) struct Offer {
     pub(super) declared: DeclaredFunction,
     pub(super) entry: FunctionEntry,
-    /// Queue pairs of the drive that it may use.
+    /// Number of the drive's queue pairs that the function may use.
     pub(super) queues: u16,
     pub(super) drive: Arc<Drive>,
-    /// The function alone keeps its attachment.
+    /// Weak, so that the function's thread alone keeps the attachment alive.
     attachment: Weak<Attachment>,
-    /// It was that of the server before.
+    /// True if the function was restored from the old server.
     pub(super) goes_on: bool,
     pub(super) thread: FunctionThread,
 }
 
 impl Offer {
-    /// Leases what the function asks for of its drive, and serves it on its socket. If the server before had it, it goes on
+    /// Leases the function's part of the drive and serves it on its socket. If the old server had the function, restores it
     /// with its VMM.
     pub(super) fn new(
         declared: &DeclaredFunction,
@@ -92,7 +92,7 @@ impl Offer {
         Self::start(declared, drive, &attachment, server)
     }
 
-    /// Goes on with a function of the server before, or sets it aside; `None` if it does not go on.
+    /// Restores or quarantines a function of the old server. Returns `None` if it is lost.
     fn go_on(
         declared: &DeclaredFunction,
         drive: &Arc<Drive>,
@@ -104,7 +104,7 @@ impl Offer {
         let shelf = before.shelf();
         let reason = before.reason_to_set_aside();
         let parts = match reason {
-            // The files of the server before stay as they are.
+            // Leave the old server's files unchanged for the report.
             Some(_) => FunctionParts::Continued(None),
             None => before.parts(),
         };
@@ -124,7 +124,7 @@ impl Offer {
                             ..offer
                         }));
                     }
-                    // Its thread cannot be made now.
+                    // The thread cannot be started now. A later attempt may succeed.
                     Ok(Err(error)) => {
                         attachment.leave_spare();
                         keeping.take_back(&shelf);
@@ -151,13 +151,13 @@ impl Offer {
             "The function on {} does not go on, and a VMM that has it loses its drive: {error}",
             socket.display()
         );
-        // The socket is closed then, and its path is free.
+        // Once the keeper drops the function, its socket is closed and the path is free.
         keeping.outlast_predecessor();
         shelf.forget_now();
         Ok(None)
     }
 
-    /// Sets a function aside.
+    /// Quarantines a function: it reports a fatal controller status and stays connected.
     fn set_aside(
         declared: &DeclaredFunction,
         drive: &Arc<Drive>,
@@ -200,12 +200,12 @@ impl Offer {
         }))
     }
 
-    /// Returns whether the function is set aside.
+    /// Returns whether the function is quarantined.
     pub(super) fn is_set_aside(&self) -> bool {
         matches!(self.entry.state, FunctionState::Failed { .. })
     }
 
-    /// Serves a function that is ready.
+    /// Starts the thread that serves a function.
     fn start<D: Served + Send + 'static>(
         declared: &DeclaredFunction,
         drive: Arc<Drive>,
@@ -218,7 +218,7 @@ impl Offer {
         let id = attachment.lease().id().to_owned();
         let extents = attachment.lease().extents();
         let thread = FunctionThread::start(&id, server)?;
-        // The next server gives it the same, however large the drive is by then.
+        // The next server must lease the same range, even if the drive has grown.
         let whole = extents.only();
         let whole = whole.filter(|_| function.range.is_none() && function.size.is_none());
         let lease = whole.map(|range| ServedLease {
@@ -250,7 +250,7 @@ impl Offer {
         })
     }
 
-    /// Ends the function. Returns the error for a person, if it did not end well.
+    /// Ends the function. Returns the error as text, if there was one.
     pub(super) fn end(self) -> Option<String> {
         let Self { entry, thread, .. } = self;
         let error = thread.end().err()?;
@@ -261,32 +261,32 @@ impl Offer {
         ))
     }
 
-    /// Makes the queues rest for a moment. Returns whether their commands in flight end within `time`.
+    /// Pauses the queues briefly. Returns whether their in-flight commands end within `time`.
     pub(super) fn rests_within(&self, time: Duration) -> bool {
-        // A function that has ended by itself has no commands.
+        // A function whose thread has ended has no commands.
         let attachment = self.attachment.upgrade();
         attachment.is_none_or(|attachment| attachment.rest_once(time).is_ok())
     }
 
-    /// Lets go of what keeps the next server from the lease. The function rests, and this process ends at once.
+    /// Releases the locks on the lease for the next server. The function must be paused, and this process must exit soon.
     pub(super) fn let_go(&self) {
         if let Some(attachment) = self.attachment.upgrade() {
             attachment.let_go();
         }
     }
 
-    /// Returns whether the guest has less than `size`, and its lease no more than that.
+    /// Returns whether `size` exceeds the guest's capacity and is at least the lease's size.
     pub(super) fn grows_to(&self, size: Bytes) -> bool {
-        // A function that has ended by itself has no lease.
+        // A function whose thread has ended has no lease.
         self.attachment.upgrade().is_some_and(|attachment| {
             let leased = attachment.lease().extents().length();
             attachment.stats().capacity_bytes < size.0 && leased <= size.0
         })
     }
 
-    /// Makes the lease larger, under the guest.
+    /// Grows the lease while the guest runs.
     pub(super) fn grow(&mut self, size: Bytes, stop: &AtomicBool) -> Result<(), GrowError> {
-        // A function that has ended by itself has no lease.
+        // A function whose thread has ended has no lease.
         if let Some(attachment) = self.attachment.upgrade() {
             let grown = attachment.grow(size.0, stop);
             let summary = summary(&self.declared.function.function, &self.drive, &attachment);
@@ -298,11 +298,11 @@ impl Offer {
         Ok(())
     }
 
-    /// Changes the limits, under the guest.
+    /// Changes the limits while the guest runs.
     pub(super) fn set_rates(&mut self, rates: RateLimits) {
         self.declared.function.function.rates = rates;
         self.entry.limits = rates.to_string();
-        // A function that has ended by itself has no queues to limit.
+        // A function whose thread has ended has no queues.
         if let Some(attachment) = self.attachment.upgrade() {
             attachment.set_rates(rates);
         }
@@ -314,7 +314,7 @@ fn access(declared: &DeclaredFunction) -> Result<SocketAccess, OfferError> {
     Ok(socket_access(*mode, owner.as_ref())?)
 }
 
-/// Attaches to the lease of a function.
+/// Attaches to the function's lease.
 fn attach(
     declared: &DeclaredFunction,
     drive: &Arc<Drive>,
@@ -334,7 +334,7 @@ fn attach(
     Ok(Arc::new(attachment))
 }
 
-/// Goes on with a function of the server before, and with its VMM.
+/// Restores a function of the old server, with its VMM's connection.
 fn resume(
     before: SurvivingFunction,
     declared: &DeclaredFunction,
@@ -355,7 +355,7 @@ fn resume(
         function: options,
         ..
     } = &declared.function;
-    // The keeper stands before the function goes on: what that changes is stored first.
+    // Attach the keeper before the client is restored, so that every change is stored first.
     let mut device = NvmeDevice::new(function)?.kept(kept, options.memory);
     device.take_up(client, &control)?;
     let stall = stream.is_some().then(|| stall.until(system::host_time()));
@@ -371,7 +371,7 @@ fn resume(
     Ok(server)
 }
 
-/// Offers a new function, with all in the keeper that the next process needs.
+/// Serves a new function and stores its state with the keeper.
 fn offer_kept(
     declared: &DeclaredFunction,
     keeping: &Keeping,
@@ -397,7 +397,7 @@ fn offer_kept(
     Ok(server)
 }
 
-/// Returns the facts of a function for a person.
+/// Returns a function's one-line description.
 fn summary(options: &FunctionOptions, drive: &Drive, attachment: &Attachment) -> String {
     let namespace = attachment.namespace();
     let contents = match &namespace.command_sets.own().contents {

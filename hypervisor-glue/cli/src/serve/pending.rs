@@ -1,6 +1,6 @@
-//! Differences of the server's file to what is served, which wait for `nvme-mpt reload`.
+//! Differences between the configuration file and the served functions, pending until `nvme-mpt reload`.
 //!
-//! A separate thread reads the file, because a read of a network file system has no bounded time.
+//! A separate thread reads the file, because reading from a network file system can block indefinitely.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -18,45 +18,45 @@ use super::declared::{Declarations, DeclaredFunction};
 use super::declared::{resolved, resolved_function};
 use crate::change::{FunctionEntry, Origin};
 
-/// Longest wait for the file.
+/// Timeout for reading the file.
 const READ_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Functions and drives of the file, as they are served.
+/// The served functions and drives that came from the file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Comparable {
-    /// The file, by an absolute path; `None` without one.
+    /// Absolute path of the file, if there is one.
     pub(super) file: Option<PathBuf>,
-    /// The server's choice for data of a former id, for functions without `data=`.
+    /// The server's policy for another id's data, for functions without `data=`.
     pub(super) data: FormerData,
     pub(super) functions: Vec<DeclaredFunction>,
     pub(super) drives: Vec<ServedDrive>,
 }
 
-/// Difference of the file to what is served.
+/// A difference between the file and the served configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Difference {
-    /// The file has the function with other options.
+    /// The file has other options for the function.
     Changed { socket: PathBuf, keys: String },
-    /// The file does not have the function.
+    /// The file omits the function.
     Removed { socket: PathBuf },
-    /// The function is not served.
+    /// The file has a function that is not served.
     Added { id: String },
-    /// The file lists other drives to keep open.
+    /// The file has other drives to keep open.
     Drives,
 }
 
-/// All differences of the file to what is served.
+/// All differences between the file and the served configuration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Differences {
-    /// The file cannot be read, for this reason.
+    /// Why the file cannot be read, if so.
     unreadable: Option<String>,
     all: Vec<Difference>,
-    /// Ids of functions that are served, by their sockets.
+    /// Ids of the served functions, by socket.
     ids: Vec<(PathBuf, String)>,
 }
 
 impl Differences {
-    /// Returns the differences in sentences.
+    /// Returns one sentence per difference.
     pub(super) fn sentences(&self) -> Vec<String> {
         let reason = self.unreadable.iter();
         let reason = reason.map(|reason| format!("The file is not applied: {reason}"));
@@ -85,7 +85,7 @@ impl Differences {
         id.map_or_else(|| socket.display().to_string(), |(_, id)| id.clone())
     }
 
-    /// Marks the functions that differ.
+    /// Sets `pending` on the functions that differ.
     pub(super) fn note_in(&self, entries: &mut [FunctionEntry]) {
         for entry in entries.iter_mut() {
             if self.unreadable.is_some() && entry.origin == Origin::File {
@@ -107,7 +107,7 @@ impl Differences {
 }
 
 impl Comparable {
-    /// Reads the file, and compares.
+    /// Reads the file and compares it.
     pub(super) fn compare(&self) -> Differences {
         let ids = self.functions.iter();
         let ids = ids.map(|served| (served.function.socket.clone(), id_of(&served.function)));
@@ -125,7 +125,7 @@ impl Comparable {
         differences
     }
 
-    /// Returns what a reload of these declarations would change.
+    /// Returns the changes that a reload of these declarations would make.
     fn differences(&self, file: Declarations) -> Vec<Difference> {
         let functions = file.functions.into_iter();
         let mut wanted: Vec<DeclaredFunction> = functions
@@ -177,14 +177,14 @@ impl Comparable {
     }
 }
 
-/// Returns the keys with different values, for a person.
+/// Returns the option keys with different values, for display.
 fn different_keys(served: &OptionText, other: &OptionText) -> String {
     let keys = served.pairs().chain(other.pairs()).map(|(key, _)| key);
     let keys: BTreeSet<&str> = keys
         .filter(|key| served.get(key) != other.get(key))
         .collect();
     match keys.is_empty() {
-        // Of `profile=` or `faults=`.
+        // The content named by `profile=` or `faults=` differs.
         true => "content of a file that it names".to_owned(),
         false => keys.into_iter().collect::<Vec<_>>().join(", "),
     }
@@ -195,7 +195,7 @@ fn id_of(function: &ServedFunction) -> String {
     id.unwrap_or_else(|| function.socket.display().to_string())
 }
 
-/// Compares the file with what is served, whenever it is asked.
+/// Handle of the thread that compares the file with the served configuration on request.
 #[derive(Clone, Debug)]
 pub(super) struct Comparer {
     orders: Sender<SyncSender<Differences>>,
@@ -203,7 +203,7 @@ pub(super) struct Comparer {
 }
 
 impl Comparer {
-    /// Starts the thread, which logs the differences that there are.
+    /// Starts the thread, which first logs the present differences.
     pub(super) fn start(present: impl Fn() -> Differences + Send + 'static) -> io::Result<Self> {
         let (orders, inbox): (_, Receiver<SyncSender<Differences>>) = mpsc::channel();
         let last = Arc::new(Mutex::new(Differences::default()));
@@ -221,7 +221,7 @@ impl Comparer {
                 log::warn!("{sentence}: `nvme-mpt reload` applies the file");
             }
             for order in inbox {
-                // Who asked may have gone.
+                // The requester may have timed out.
                 let _ = order.send(compare());
             }
         };
@@ -229,7 +229,7 @@ impl Comparer {
         Ok(Self { orders, last })
     }
 
-    /// Returns the present differences, or the last known ones if the file cannot be read soon.
+    /// Returns the current differences. If the file is not read in time, returns the last known ones.
     pub(super) fn differences(&self) -> Differences {
         let (order, answer) = mpsc::sync_channel(1);
         let sent = self.orders.send(order).ok();

@@ -1,4 +1,4 @@
-//! `nvme-mpt reload`: the functions become those of the server's file, or stay as they are.
+//! `nvme-mpt reload`: applies the configuration file, or leaves all functions as they are.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::change::{Origin, Reloaded};
 use crate::function_thread::FunctionHandle;
 
 impl Roster {
-    /// Makes the functions those of the file, without touching one that did not change.
+    /// Applies the file. Unchanged functions are not interrupted.
     pub(super) fn reload(&mut self, force: bool) -> Result<Reloaded, ChangeError> {
         let file = self.terms.file.as_ref().ok_or(ChangeError::NoFile)?;
-        // Rules for Landlock hold for the process.
+        // Landlock rules cannot change while the process runs.
         let Declarations {
             functions, drives, ..
         } = Declarations::read(file)?;
@@ -29,7 +29,7 @@ impl Roster {
             .collect();
         self.check_taken(&wanted)?;
 
-        // Those of the file that stay are in `wanted` no more, and those that go are in `going`.
+        // The loop moves unchanged functions out of `wanted`, and collects functions that end in `going`.
         let mut reloaded = Reloaded::default();
         let mut going = Vec::new();
         let mut limited = Vec::new();
@@ -46,7 +46,7 @@ impl Roster {
                 continue;
             };
             let stays = wanted.remove(stays);
-            // A smaller size than the present one makes no lease smaller.
+            // A reload never shrinks a lease.
             let asked = stays.function.function.size.map(|asked| asked.size);
             let larger = asked.filter(|size| offer.grows_to(*size));
             grown.extend(larger.map(|size| (place, size)));
@@ -66,7 +66,7 @@ impl Roster {
         if !force && !abandoned.is_empty() {
             return Err(ChangeError::Abandoned(abandoned));
         }
-        // First, since it may fail: a lease that has grown harms nobody if another step fails.
+        // Grow first, as it may fail. A lease that has grown does no harm if a later step fails.
         for (place, size) in grown {
             self.grow(place, size)?;
             reloaded.resized.push(self.offers[place].entry.id.clone());
@@ -118,8 +118,8 @@ impl Roster {
         Ok(reloaded)
     }
 
-    /// Returns the leases of VMMs on drives that neither the file names any more nor anything else keeps open. The next
-    /// server would not have these drives.
+    /// Returns the VMMs' leases on drives that would close: the file omits them, and nothing else keeps them open. The next
+    /// server would not open these drives.
     fn abandoned(
         &self,
         going: &[usize],
@@ -146,13 +146,13 @@ impl Roster {
         let going = going.filter(|(path, drive)| !stays(path, drive));
         let leases = going.flat_map(|(_, drive)| self.terms.leases.on(drive));
         let mut leases: Vec<String> = leases.collect();
-        // Namespaces of a drive that have leases come by themselves.
+        // Namespaces of one drive each yield the same leases.
         leases.sort();
         leases.dedup();
         leases
     }
 
-    /// Checks that the sockets and ids of functions of the file are not taken, by each other or by other functions.
+    /// Checks that sockets and ids in the file are unique, among themselves and against other functions.
     fn check_taken(&self, wanted: &[DeclaredFunction]) -> Result<(), ChangeError> {
         let others = self.offers.iter().map(|offer| &offer.declared);
         let others = others.filter(|declared| declared.origin != Origin::File);
@@ -165,7 +165,7 @@ impl Roster {
         Ok(())
     }
 
-    /// Ends functions that may go, all or none.
+    /// Ends all functions at `places`. If one cannot end, serves the others again.
     fn take_out(
         &mut self,
         places: &[usize],
@@ -195,7 +195,7 @@ impl Roster {
         }
     }
 
-    /// Checks that no VMM is connected to some functions, before one of them ends.
+    /// Checks that no VMM is connected to the functions, before any of them ends.
     pub(super) fn check_unused(&self, places: &[usize]) -> Result<(), ChangeError> {
         let offers = places.iter().map(|place| &self.offers[*place]);
         let handles: Vec<FunctionHandle> = offers.map(|offer| offer.thread.handle()).collect();
@@ -213,7 +213,7 @@ impl Roster {
         Ok(())
     }
 
-    /// Ends functions at ascending places, and returns their declarations.
+    /// Ends the functions at `places`, in ascending order, and returns their declarations.
     fn end_functions(&mut self, places: &[usize]) -> Vec<DeclaredFunction> {
         let mut functions = Vec::new();
         for place in places.iter().rev() {
@@ -239,7 +239,7 @@ impl Roster {
         self.offer_back(error, functions)
     }
 
-    /// Offers functions again that ended for a reload that failed with `error`. Until then, their drives stay open.
+    /// Serves functions again that ended for a reload which failed with `error`. Their drives stay open until then.
     fn offer_back(&mut self, error: ChangeError, functions: Vec<DeclaredFunction>) -> ChangeError {
         let mut failed = Vec::new();
         for declared in functions {

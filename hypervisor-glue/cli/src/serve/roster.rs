@@ -1,7 +1,7 @@
-//! Functions that a server offers, and the changes of them.
+//! All functions of a server, and the operations that change them.
 //!
-//! One thread owns the roster: the main thread while the server starts and ends, the thread of changes in between. Other
-//! threads see a [`View`] that is replaced after each change.
+//! One thread at a time owns the roster: the main thread during start and end, the change thread in between. Other threads read
+//! a [`View`], which is replaced after each change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
@@ -37,34 +37,34 @@ use crate::function_thread::{FunctionThreadError, Leave};
 use crate::kept::function::Turn;
 use crate::owner::user_number;
 
-/// Longest wait for a drive or range that the server before still has in the kernel.
+/// Timeout for a drive or range that the old server still holds in the kernel.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 20 });
 
-/// Longest wait for pollers to look at queues that were taken up. The server before ends after it.
+/// Timeout for pollers to reach restored queues. The old server ends afterwards.
 const PASS_PATIENCE: Duration = Duration::from_millis(100);
 
-/// Time in which functions in VMMs come back to a new server, and find their memory mapped. They look for one once a second at
-/// least.
+/// Grace period for functions in VMMs to reconnect to a new server. Their memory stays mapped until then. They look for a
+/// server at least once a second.
 const RETURN: Duration = Duration::from_secs(5);
 
-/// Memory of a function, in bytes, that a drive pins in a moment. Nothing waits for more than that to be pinned.
+/// Bytes of guest memory that a drive pins quickly. Functions with more unpinned memory are restored last.
 const PINNED_AT_ONCE: u64 = 1 << 30;
 
-/// Pause between two tries.
+/// Interval between attempts.
 const RELEASE_PAUSE: Duration = Duration::from_millis(1);
 
-/// A function that could not be offered beside others that are.
+/// A function that could not be served, while others are.
 #[derive(Debug)]
 pub(super) struct Failed {
     declaration: FailedFunction,
     entry: FunctionEntry,
 }
 
-/// Declaration of a function that failed.
+/// Declaration of a failed function.
 #[derive(Debug)]
 enum FailedFunction {
     Declared(Box<DeclaredFunction>),
-    /// This program cannot read its options.
+    /// This release cannot parse its options.
     Unreadable(Box<Unreadable>),
 }
 
@@ -111,21 +111,21 @@ impl FailedFunction {
     }
 }
 
-/// A drive that is kept open, whether functions use it or not.
+/// A drive that is kept open even without functions.
 #[derive(Debug)]
 pub(super) struct HeldDrive {
     pub(super) declared: DeclaredDrive,
     pub(super) drive: Arc<Drive>,
 }
 
-/// All functions of a server. Dropped, none is offered any more.
+/// All functions of a server. Dropping it ends them.
 #[derive(Debug)]
 pub(super) struct Roster {
     pub(super) terms: Terms,
     pub(super) offers: Vec<Offer>,
     failed: Vec<Failed>,
     pub(super) held: Vec<HeldDrive>,
-    /// Drives that the previous server kept open and this one cannot open.
+    /// Drives that the old server kept open and this one cannot open.
     missing: Vec<DeclaredDrive>,
     pub(super) drives: OpenDrives,
     view: Arc<Mutex<Arc<View>>>,
@@ -144,12 +144,12 @@ impl Roster {
         }
     }
 
-    /// Offers the previous server's functions; without one, the functions of the command line, of the file, and functions
-    /// that were added in an earlier run.
+    /// Serves the initial functions. These are the old server's, or else those of the command line, of the file, and added in
+    /// an earlier run.
     ///
     /// # Errors
-    /// A function of the command line or of the file cannot be offered. One of an earlier run is listed as failed, and each
-    /// one of a server that goes on from another one.
+    /// A function of the command line or of the file cannot be served. Functions of an earlier run are listed as failed
+    /// instead, as are all functions if this server restores another one.
     pub(super) fn start(&mut self, declared: Declared) -> Result<(), ChangeError> {
         let Declared {
             functions,
@@ -162,7 +162,7 @@ impl Roster {
         let keeping = self.terms.keeping.as_ref();
         let goes_on = was_served || keeping.is_some_and(|kept| kept.goes_on());
         if goes_on {
-            // VMs of the server before are not to lose their drives for another function or drive.
+            // One failed function or drive must not cost other VMs their drives.
             for drive in drives {
                 if let Err(error) = self.hold(vec![drive.clone()]) {
                     log::error!("{}", report::chain(&error));
@@ -190,7 +190,7 @@ impl Roster {
         }
         if let Some(keeping) = &self.terms.keeping {
             if goes_on {
-                // All else can wait: guests have had no completion since the server before rests.
+                // Everything else can wait: guests have had no completions since the old server paused.
                 self.terms.pollers.await_passes(PASS_PATIENCE);
             }
             keeping.let_predecessor_end();
@@ -202,7 +202,7 @@ impl Roster {
         }
         if let Some(keeping) = &self.terms.keeping {
             keeping.forget_drives_but(&controllers);
-            // A drive that cannot be opened now may have leases whose VMs wait.
+            // Leases on a drive that cannot be opened now may have VMs that wait.
             if !self.is_waited_for() && self.missing.is_empty() {
                 keeping.spares().forget_drives_but(&controllers);
             }
@@ -211,7 +211,7 @@ impl Roster {
         Ok(())
     }
 
-    /// Refuses changes of a server that is about to end.
+    /// Returns an error if the server is ending.
     pub(super) fn check_runs(&self) -> Result<(), ChangeError> {
         match self.terms.stop.load(Ordering::Relaxed) {
             true => Err(ChangeError::Ending),
@@ -219,10 +219,9 @@ impl Roster {
         }
     }
 
-    /// Adds a function, also for the next start of the server.
+    /// Adds a function, which also persists over restarts.
     pub(super) fn add(&mut self, text: OptionText) -> Result<FunctionEntry, ChangeError> {
-        // A decision about the data of a tenant before holds once, not at each start: by then the range may
-        // have been another tenant's.
+        // `data=` applies once, not at every start: by then, the range may have had another owner.
         let again = text.clone().with("data", None);
         let described = || {
             descriptions(&again)
@@ -252,7 +251,7 @@ impl Roster {
         Ok(self.offers[place].entry.clone())
     }
 
-    /// Removes a function. Returns it, and the error of its end, if there was one: it is gone in any case.
+    /// Removes a function. Returns its entry, and the error of its end if it ended badly.
     pub(super) fn remove(
         &mut self,
         id: &str,
@@ -275,7 +274,7 @@ impl Roster {
                 return Err(ChangeError::Connected(id.to_owned()));
             }
             let ended = self.terms.leases.end_lease(id);
-            // Its VMM may have gone meanwhile.
+            // The VMM may have disconnected since the check.
             let entry = ended.ok_or_else(|| self.no_function(id))?;
             return Ok((entry, None));
         }
@@ -294,7 +293,7 @@ impl Roster {
         if !force {
             self.check_unused(&[place])?;
         }
-        // First, as a function that was removed must not be there again after a restart.
+        // Store first: a removed function must not return after a restart.
         if is_added {
             self.store_added_but(place)?;
         }
@@ -314,7 +313,7 @@ impl Roster {
         Ok((entry, trouble))
     }
 
-    /// Reserves a lease for VMMs of a user.
+    /// Reserves a lease for a user's VMMs.
     pub(super) fn reserve(&mut self, reservation: Reservation) -> Result<Reserved, ChangeError> {
         let Reservation {
             owner,
@@ -352,8 +351,8 @@ impl Roster {
         })
     }
 
-    /// Changes the limits of a function. Those of an added function are there again after a restart, and those of a
-    /// function in a VMM whenever it gets its lease again.
+    /// Changes the limits of a function. The limits of an added function persist over restarts. Those of a function in a VMM
+    /// apply whenever it leases again.
     pub(super) fn limit(&mut self, id: &str, limits: &str) -> Result<FunctionEntry, ChangeError> {
         let change: RateChange = limits.parse()?;
         let given: OptionText = limits.parse()?;
@@ -388,7 +387,7 @@ impl Roster {
         Ok(self.offers[place].entry.clone())
     }
 
-    /// Changes the size of the lease of a function. That of an added function is there again after a restart.
+    /// Resizes a function's lease. The size of an added function persists over restarts.
     pub(super) fn resize(
         &mut self,
         id: &str,
@@ -401,7 +400,7 @@ impl Roster {
         };
         if self.terms.leases.has(id) {
             let grown = self.terms.leases.grow(id, size, &self.terms.stop);
-            // Its VMM may have gone meanwhile.
+            // The VMM may have disconnected since the check.
             return match grown.ok_or_else(|| self.no_function(id))? {
                 Err(GrowError::Lease(LeaseError::HasMore { .. })) if truncate => {
                     Err(ChangeError::Shrinks(id.to_owned()))
@@ -430,7 +429,7 @@ impl Roster {
             _ => {
                 self.grow(place, size)?;
                 if origin == Origin::Added {
-                    // The lease keeps its size in any case: the ledger has it.
+                    // Even if this fails, the ledger keeps the new size.
                     self.store_added()?;
                 }
             }
@@ -438,7 +437,7 @@ impl Roster {
         Ok(self.offers[place].entry.clone())
     }
 
-    /// Makes the lease of a function larger. One that has as much already stays as it is.
+    /// Grows a function's lease. A lease that is large enough stays as it is.
     pub(super) fn grow(&mut self, place: usize, size: Bytes) -> Result<(), ChangeError> {
         let grown = self.offers[place].grow(size, &self.terms.stop);
         self.publish();
@@ -448,11 +447,11 @@ impl Roster {
         })
     }
 
-    /// Gives back the end of the lease of a function without a VMM, which is offered anew.
+    /// Shrinks the lease of a function without a VMM, and serves it again.
     ///
-    /// The file of added functions has the smaller size before the lease is shorter. A process that ends in between leaves a
-    /// lease that keeps what it has. For a function that asks for more than its lease has, the next process would have to
-    /// find room, which another lease may have by then.
+    /// The file of added functions gets the smaller size before the lease shrinks. A crash in between leaves a larger lease,
+    /// which is harmless. The other order could leave a function that asks for more than it has. The next process would have to
+    /// find free space, which another lease may have taken.
     fn truncate(&mut self, place: usize, size: Bytes) -> Result<(), ChangeError> {
         let Offer {
             declared, entry, ..
@@ -494,14 +493,14 @@ impl Roster {
         let again = self.offer_all(vec![declared]);
         match (&again, text) {
             (Ok(()), _) => self.offers[place..].rotate_right(1),
-            // It is there again after a restart, and listed as failed until then.
+            // A restart serves it again. Until then it is listed as failed.
             (Err(_), text) if added => self.offer_again(text),
             (Err(_), _) => {}
         }
         drop(drive);
         self.close_unused();
         self.publish();
-        // Also the size of a lease that was not truncated after all.
+        // Restores the old size in the file if the lease was not truncated.
         let stored = match added {
             true => self.store_added(),
             false => Ok(()),
@@ -511,14 +510,14 @@ impl Roster {
         stored
     }
 
-    /// Asks all functions to end. [`Self::end`] waits until they have.
+    /// Asks all functions to end. [`Self::end`] waits for them.
     pub(super) fn begin_end(&self) {
         for offer in &self.offers {
             offer.thread.stop();
         }
     }
 
-    /// Ends all functions, at the same time. Returns the socket and the error of the first that did not end well.
+    /// Ends all functions concurrently. Returns the socket and error of the first that failed.
     pub(super) fn end(self) -> Result<(), (PathBuf, FunctionThreadError)> {
         self.begin_end();
         let Self {
@@ -528,7 +527,7 @@ impl Roster {
             view,
             ..
         } = self;
-        // Only the functions hold the drives from here on.
+        // From here on, only the functions hold the drives.
         drop((held, drives, view));
         let mut result = Ok(());
         for Offer { entry, thread, .. } in offers {
@@ -538,27 +537,25 @@ impl Roster {
         result
     }
 
-    /// Returns the pollers of all functions.
     pub(super) fn pollers(&self) -> Arc<Pollers> {
         self.terms.pollers.clone()
     }
 
-    /// Returns the leases of functions that are in VMMs.
     pub(super) fn leases(&self) -> Arc<LeaseTable> {
         self.terms.leases.clone()
     }
 
-    /// Returns the place where other threads find the present functions.
+    /// Returns the shared view of the current functions.
     pub(super) fn view(&self) -> Arc<Mutex<Arc<View>>> {
         self.view.clone()
     }
 
-    /// Returns the functions that are offered.
+    /// Returns the served functions.
     pub(super) fn entries(&self) -> impl Iterator<Item = &FunctionEntry> {
         self.offers.iter().map(|offer| &offer.entry)
     }
 
-    /// Returns the facts that a person needs to know of each drive with a number of queues of its own.
+    /// Returns a one-line description of each drive with a fixed number of queue pairs.
     pub(super) fn drive_summaries(&self) -> Vec<String> {
         let drives = self.drives.controllers();
         let summaries = drives.iter().filter_map(|drive| self.summary_of(drive));
@@ -585,15 +582,15 @@ impl Roster {
         Some(summary)
     }
 
-    /// Returns a function with paths that name the same file the same way, and with the server's defaults.
+    /// Returns a function with resolved paths and the server's defaults.
     pub(super) fn resolved(&self, declared: DeclaredFunction) -> DeclaredFunction {
         resolved_function(declared, self.terms.data)
     }
 
-    /// Offers functions, all or none, but for those whose VMs go on: they are not to lose their drives.
+    /// Serves all functions, or none if one fails. Restored functions stay even then, so that their VMs keep their drives.
     ///
-    /// A drive that this opened in vain is open until [`Self::close_unused`]: others that no function uses now may be those
-    /// of functions that are to be offered again.
+    /// Drives opened for a failed attempt stay open until [`Self::close_unused`]. Other unused drives may belong to functions
+    /// that will be served again.
     pub(super) fn offer_all(
         &mut self,
         functions: Vec<DeclaredFunction>,
@@ -618,8 +615,7 @@ impl Roster {
         Ok(())
     }
 
-    /// Offers functions as [`Self::offer_all`] does. A function whose lease the server before has still waits for the end
-    /// of that server.
+    /// Serves functions like [`Self::offer_all`]. If the old server still has a function's lease, waits for that server to end.
     fn offer_all_beside(&mut self, functions: &[DeclaredFunction]) -> Result<(), ChangeError> {
         let deadline = clock::monotonic() + RELEASE_PATIENCE;
         let mut outlasts = false;
@@ -634,7 +630,7 @@ impl Roster {
             let is_before = |number| keeping.replaces(number);
             outlasts |= source.lease_holder().is_some_and(is_before);
             let is_late = clock::monotonic() > deadline || self.check_runs().is_err();
-            // Once that server has ended, the kernel may have its ring of the file for a moment.
+            // After the server's end, the kernel may briefly hold its io_uring on the file.
             if is_late || !outlasts || !source.is_of_another_user() {
                 return Err(error);
             }
@@ -643,7 +639,7 @@ impl Roster {
         }
     }
 
-    /// Offers a function. `batch` are those that are offered with it.
+    /// Serves a function. `batch` are the functions served together with it.
     fn offer(
         &mut self,
         declared: &DeclaredFunction,
@@ -653,7 +649,7 @@ impl Roster {
         offered.map_err(|error| self.explained(error, || of_function(&declared.function)))
     }
 
-    /// Returns the error with its cause, if that is Landlock.
+    /// Adds the cause to the error if Landlock denies a file.
     fn explained(&self, error: OfferError, wanted: impl FnOnce() -> Vec<FileRule>) -> OfferError {
         let explained = self.terms.confined.explain(error, wanted);
         explained.unwrap_or_else(OfferError::from)
@@ -693,11 +689,11 @@ impl Roster {
         Ok(())
     }
 
-    /// Offers functions beside each other. Those that cannot be offered are listed as failed.
+    /// Serves functions independently. Functions that fail are listed as failed.
     ///
-    /// A function of the server before may have to wait for the end of what that server has left in the kernel. So does one
-    /// whose lease that server has still, as it removed the function with commands in flight. No other function waits for
-    /// it. Nor does one wait for the memory of another, which may take long to pin: see [`Turn`].
+    /// A restored function may wait until the kernel has released the old server's resources. So does a function whose lease
+    /// the old server still has, because it removed the function with commands in flight. Other functions do not wait for
+    /// either. Pinning a large guest memory delays no other function: see [`Turn`].
     fn offer_each(&mut self, functions: Vec<DeclaredFunction>) {
         let functions: Vec<DeclaredFunction> = functions
             .into_iter()
@@ -707,7 +703,7 @@ impl Roster {
         let mut waiting: Vec<&DeclaredFunction> = functions.iter().collect();
         waiting.sort_by_key(|declared| in_turn(self.turn_of(&declared.function.socket)));
         waiting.retain(|declared| !self.postpone(declared, &functions));
-        // Sockets of functions whose leases the server before had still.
+        // Sockets of functions whose leases the old server still held.
         let mut outlasting: BTreeSet<PathBuf> = BTreeSet::new();
         while !waiting.is_empty() {
             let is_late = clock::monotonic() > deadline || self.check_runs().is_err();
@@ -721,7 +717,7 @@ impl Roster {
                 if error.lease_holder().is_some_and(is_before) {
                     outlasting.insert(socket.clone());
                 }
-                // Once that server has ended, the kernel may have its ring of the file for a moment.
+                // After the server's end, the kernel may briefly hold its io_uring on the file.
                 let waits = !is_late
                     && error.is_of_another_user()
                     && (outlasting.contains(socket)
@@ -738,20 +734,20 @@ impl Roster {
                 clock::sleep(RELEASE_PAUSE);
             }
         }
-        // They are listed as they were declared.
+        // List functions in the order of their declaration.
         let sockets = functions.iter().map(|declared| &declared.function.socket);
         let places: BTreeMap<&PathBuf, usize> = sockets.zip(0..).collect();
         self.offers
             .sort_by_key(|offer| places.get(&offer.entry.socket).copied());
     }
 
-    /// Returns the place of a function in the order in which those of the server before are taken up.
+    /// Returns the function's position in the order of restoring.
     fn turn_of(&self, socket: &Path) -> Option<Turn> {
         self.terms.keeping.as_ref()?.turn_of(socket)
     }
 
-    /// Lists a function of the server before as failed whose memory a drive would have to pin for long. It is offered once
-    /// all others are, and once VMMs get their leases. Returns whether it is listed.
+    /// Lists a restored function as failed if pinning its memory would take long. It is served after all others, and after VMMs
+    /// have their leases. Returns whether it was postponed.
     fn postpone(&mut self, declared: &DeclaredFunction, batch: &[DeclaredFunction]) -> bool {
         let ServedFunction {
             socket, function, ..
@@ -765,10 +761,10 @@ impl Roster {
         }
         let sharing = batch.iter().map(|other| &other.function.function);
         let Ok(drive) = self.drives.open(function, sharing, Some(keeping)) else {
-            // The offer says why.
+            // Serving the function will report the error.
             return false;
         };
-        // What the drive has of other functions does not help this one.
+        // Memory mapped for other functions does not help this one.
         let space = drive.controller().iova_space();
         let Ok(lease) = open::lease_id(function, &drive, &self.terms.ledgers) else {
             return false;
@@ -786,7 +782,7 @@ impl Roster {
         true
     }
 
-    /// Offers a function of an earlier run, or lists it as failed: the others are not to wait for it.
+    /// Serves a function of an earlier run. On an error, lists it as failed, so that others are served.
     fn offer_again(&mut self, text: OptionText) {
         match DeclaredFunction::read(Origin::Added, text.clone()) {
             Ok(declared) => {
@@ -803,7 +799,6 @@ impl Roster {
         self.fail_for(FailedFunction::Unreadable(Box::new(function)), reason);
     }
 
-    /// Lists a function as failed.
     fn fail(&mut self, declaration: FailedFunction, error: &dyn Error) {
         self.fail_for(declaration, report::chain(error));
     }
@@ -823,7 +818,7 @@ impl Roster {
         self.failed.push(Failed { declaration, entry });
     }
 
-    /// Returns whether VMs wait for functions that failed.
+    /// Returns whether VMs wait for failed functions.
     pub(super) fn is_waited_for(&self) -> bool {
         let keeping = self.terms.keeping.as_ref();
         keeping.is_some_and(|keeping| {
@@ -832,7 +827,7 @@ impl Roster {
         })
     }
 
-    /// Tries again to offer failed functions whose VMs wait: a missing resource may be available now.
+    /// Retries failed functions whose VMs wait. A missing resource may be available now.
     pub(super) fn offer_waiting(&mut self) {
         let Some(keeping) = self.terms.keeping.clone() else {
             return;
@@ -854,7 +849,7 @@ impl Roster {
         }
     }
 
-    /// Tries again to offer the failed function with this socket. All that is stored lists it, offered or failed.
+    /// Retries the failed function with this socket. The stored configuration lists it in either case.
     fn offer_failed(&mut self, socket: &Path) {
         let mut failed = self.failed.iter();
         let Some(place) = failed.position(|failed| failed.entry.socket == *socket) else {
@@ -884,7 +879,7 @@ impl Roster {
         self.publish();
     }
 
-    /// Takes out the functions of an origin that failed.
+    /// Removes and returns the failed functions of an origin.
     pub(super) fn take_failed(&mut self, origin: Origin) -> Vec<Failed> {
         let all = std::mem::take(&mut self.failed);
         let (taken, left) = all
@@ -894,7 +889,7 @@ impl Roster {
         taken
     }
 
-    /// Gives back functions that [`Self::take_failed`] took, but for those that are offered by now.
+    /// Puts back functions of [`Self::take_failed`], except those that are served by now.
     pub(super) fn give_failed_back(&mut self, failed: Vec<Failed>) {
         let offers = &self.offers;
         let is_offered = |failed: &Failed| {
@@ -905,7 +900,7 @@ impl Roster {
             .extend(failed.into_iter().filter(|failed| !is_offered(failed)));
     }
 
-    /// Has the keeper let go of functions of the server before that this one has not, not even as failed.
+    /// Releases the old server's functions that are neither served nor listed as failed.
     pub(super) fn forget_unlisted(&self) {
         if let Some(keeping) = &self.terms.keeping {
             let listed = |socket: &Path| {
@@ -916,7 +911,7 @@ impl Roster {
         }
     }
 
-    /// Keeps drives open.
+    /// Opens drives and keeps them open.
     pub(super) fn hold(&mut self, drives: Vec<DeclaredDrive>) -> Result<(), ChangeError> {
         for mut declared in drives {
             let options = &mut declared.given.value.drive;
@@ -947,7 +942,7 @@ impl Roster {
         released
     }
 
-    /// Asks a function to end, unless a VMM is connected.
+    /// Asks a function to end. Refused while a VMM is connected, unless `force`.
     pub(super) fn ask_to_leave(&self, place: usize, force: bool) -> Result<(), ChangeError> {
         let Offer { entry, thread, .. } = &self.offers[place];
         match thread.leave(force) {
@@ -961,14 +956,14 @@ impl Roster {
         self.store_added_and(None)
     }
 
-    /// Stores the added functions but for the one at a place.
+    /// Stores the added functions except the one at `place`.
     fn store_added_but(&self, place: usize) -> Result<(), ChangeError> {
         let others = self.offers.iter().enumerate();
         let others = others.filter(|(other, _)| *other != place);
         self.store_added_of(others.map(|(_, offer)| offer), None)
     }
 
-    /// Stores the added functions, and one that is not offered at the moment.
+    /// Stores the added functions, and `other`, which is not served at the moment.
     fn store_added_and(&self, other: Option<&OptionText>) -> Result<(), ChangeError> {
         self.store_added_of(self.offers.iter(), other)
     }
@@ -987,7 +982,7 @@ impl Roster {
         Ok(self.terms.added.write(added.chain(failed).chain(other))?)
     }
 
-    /// Stores the present configuration for the next server.
+    /// Stores the current configuration for the next server.
     fn keep_configuration(&self) {
         let Some(keeping) = &self.terms.keeping else {
             return;
@@ -1022,7 +1017,7 @@ impl Roster {
         }
     }
 
-    /// Closes drives that neither a function nor the server uses. The content of `memory:` is gone with its drive.
+    /// Closes drives that no function uses and the server need not keep open. Closing a `memory:` drive loses its content.
     pub(super) fn close_unused(&mut self) {
         let Self {
             terms,
@@ -1033,7 +1028,7 @@ impl Roster {
             drives,
             ..
         } = self;
-        // A VM waits for its function and for what it has written.
+        // A waiting VM needs its function and the data it wrote.
         let waits = |failed: &&Failed| {
             let keeping = terms.keeping.as_ref();
             keeping.is_some_and(|keeping| keeping.has(&failed.entry.socket))
@@ -1041,7 +1036,7 @@ impl Roster {
         let waiting = failed.iter().filter(waits);
         let waiting = waiting.filter_map(|failed| failed.entry.drive.parse().ok());
         let waiting: Vec<DrivePath> = waiting.collect();
-        // The keeper is not to be the last to close a block device, which would have it wait for writes.
+        // The keeper must not close a block device last: the kernel would make it wait for writes.
         let _open = terms.keeping.as_ref().map(|_| drives.controllers());
         let closed = drives
             .close_unused(|path, drive| is_used(drive, offers, held) || waiting.contains(path));
@@ -1060,7 +1055,7 @@ impl Roster {
         }
     }
 
-    /// Returns served functions and drives for the comparison with the file.
+    /// Returns the served functions and drives of the file, for comparison.
     fn comparable(&self) -> Comparable {
         let of_file = |declared: &&DeclaredFunction| declared.origin == Origin::File;
         let offered = self.offers.iter().map(|offer| &offer.declared);
@@ -1097,7 +1092,7 @@ impl Roster {
             drives: self.drives.controllers(),
             namespaces: self.drives.iter().map(|(_, drive)| drive.clone()).collect(),
         };
-        // A view is replaced as a whole, so that a panic leaves none half made.
+        // Replaced as a whole, so that a panic cannot leave a partial view.
         let mut place = self.view.lock().unwrap_or_else(PoisonError::into_inner);
         *place = Arc::new(view);
     }
@@ -1113,12 +1108,12 @@ impl Roster {
     }
 }
 
-/// Returns the key that sorts functions in their turns. Functions that no VM waits for come last.
+/// Sort key of the order of restoring. Functions without a waiting VM come last.
 fn in_turn(turn: Option<Turn>) -> (bool, Option<Turn>) {
     (turn.is_none(), turn)
 }
 
-/// Returns the error for a function that has the socket or the id of another one.
+/// Returns an error if the two functions have the same socket or id.
 pub(super) fn taken(function: &ServedFunction, other: &ServedFunction) -> Option<OfferError> {
     if function.socket == other.socket {
         return Some(OfferError::SocketTaken(function.socket.clone()));
@@ -1134,7 +1129,7 @@ pub(super) fn cannot_offer(declared: &DeclaredFunction, source: OfferError) -> C
     }
 }
 
-/// Returns whether a function has the drive, or the server keeps it open.
+/// Returns whether a function uses the drive or the server keeps it open.
 fn is_used(drive: &Arc<Drive>, offers: &[Offer], held: &[HeldDrive]) -> bool {
     let mut drives = offers.iter().map(|offer| &offer.drive);
     let mut held = held.iter().map(|held| &held.drive);

@@ -1,8 +1,8 @@
 //! Configuration of the served functions and drives, stored for the next server.
 //!
-//! The next server starts with it and uses neither the functions of the command line nor the file. So an upgrade, or a
-//! restart after a crash, replaces only the program. The keeper has it. It is stored after each change, and deleted when the
-//! server ends in order. `nvme-mpt reload` applies differences to the file.
+//! The next server starts with the stored configuration and ignores the functions of the command line and the file. An upgrade
+//! or a restart after a crash therefore replaces only the program. The keeper holds the configuration. It is stored after each
+//! change and deleted at an orderly end. `nvme-mpt reload` applies differences to the file.
 
 use nvme_mpt::range::ByteRange;
 use nvme_mpt_vmm::options::{OptionError, OptionText};
@@ -15,26 +15,26 @@ use super::declared::{
 use crate::change::Origin;
 use crate::confine::FileRule;
 
-/// Version of the stored configuration.
+/// Format version of the stored configuration.
 const VERSION: u32 = 1;
 
-/// A stored configuration cannot be read.
+/// Error of reading a stored configuration.
 #[derive(Debug, Error)]
 pub enum ServedError {
-    /// It is damaged, or another program wrote it.
+    /// The configuration is damaged, or another program wrote it.
     #[error("The configuration that the server before has kept cannot be read")]
     Syntax(#[from] serde_json::Error),
-    /// Another release stored it.
+    /// Another release wrote it in another version.
     #[error(
         "The configuration that the server before has kept has version {0}, and this program reads version {VERSION}"
     )]
     Version(u32),
-    /// This program cannot read a drive or a rule.
+    /// This release cannot parse a drive or a rule.
     #[error("The configuration that the server before has kept is none to this program")]
     Option(#[from] OptionError),
 }
 
-/// The stored configuration.
+/// Stored configuration, as JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ServedState {
@@ -42,7 +42,7 @@ struct ServedState {
     version: u32,
     functions: Vec<FunctionState>,
     drives: Vec<DriveState>,
-    /// Rules for Landlock, of the file.
+    /// Landlock rules of the file.
     rules: Vec<String>,
 }
 
@@ -73,7 +73,7 @@ struct DriveState {
     files: FileContents,
 }
 
-/// Returns the bytes to store.
+/// Encodes the configuration to store.
 pub(super) fn encode<'a>(
     functions: impl Iterator<Item = &'a DeclaredFunction>,
     unreadable: impl Iterator<Item = &'a Unreadable>,
@@ -109,7 +109,7 @@ pub(super) fn encode<'a>(
     Ok(serde_json::to_vec(&state)?)
 }
 
-/// Reads a stored configuration. Functions that this program cannot read are returned apart from the others.
+/// Decodes a stored configuration. Functions that this release cannot parse go to `Declared::unreadable`.
 pub(super) fn decode(bytes: &[u8]) -> Result<Declared, ServedError> {
     #[derive(Deserialize)]
     struct OnlyVersion {

@@ -1,4 +1,4 @@
-//! Terms on which a server offers functions.
+//! Resources and settings that all functions of a server share.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,26 +13,26 @@ use super::leases::LeaseTable;
 use crate::confine::{Confined, FileRule};
 use crate::kept::Keeping;
 
-/// Places and choices of a server.
+/// Shared resources and settings of a server.
 #[derive(Debug)]
 pub(super) struct Terms {
     pub(super) ledgers: Arc<Ledgers>,
-    /// Leases of functions that are in VMMs.
+    /// Leases of functions that run inside VMMs.
     pub(super) leases: Arc<LeaseTable>,
     pub(super) pollers: Arc<Pollers>,
-    /// Fate of data that another id left, for functions that leave it open.
+    /// Policy for data that another id left. Applies to functions without `data=`.
     pub(super) data: FormerData,
-    /// Rules for Landlock of the file that the server began with.
+    /// Landlock rules of the file at the start.
     pub(super) rules: Vec<FileRule>,
-    /// Folder of the ledger, and of reports on functions that were set aside.
+    /// Directory of the ledger, and of reports on quarantined functions.
     pub(super) state_dir: PathBuf,
-    /// The file of `--config`, by an absolute path.
+    /// Absolute path of the `--config` file.
     pub(super) file: Option<PathBuf>,
     pub(super) added: AddedFile,
-    /// Entries that outlive this process, if it has a keeper.
+    /// State that outlives this process, if it has a keeper.
     pub(super) keeping: Option<Arc<Keeping>>,
-    /// Set when the server is to end: long waits end early.
+    /// Set when the server ends, to end long waits early.
     pub(super) stop: Arc<AtomicBool>,
-    /// Confinement that the next process inherits.
+    /// Restrictions, inherited by the next process.
     pub(super) confined: Confined,
 }

@@ -1,4 +1,4 @@
-//! `nvme-mpt upgrade`: another process takes this server's place, and VMs notice a pause alone.
+//! `nvme-mpt upgrade`: replaces the server process. VMs notice only a pause.
 
 use std::env;
 use std::ffi::OsString;
@@ -19,14 +19,14 @@ use crate::function_thread::FunctionHandle;
 use crate::kept::predecessor::{Successor, UpgradeError, lease_protocol};
 use crate::kept::{FIRST_STAGE, Keeping};
 
-/// Time that commands of functions and of VMMs' leases have to end in the check before an upgrade.
+/// Time for in-flight commands to end in the check before an upgrade.
 const CHECK: Duration = Duration::from_secs(5);
 
-/// End of the path of a program that was replaced or removed, as the kernel reports it.
+/// Suffix that the kernel appends to the path of a deleted executable.
 const DELETED: &[u8] = b" (deleted)";
 
 impl Roster {
-    /// Hands all functions over to a new process, and returns its number. Then this process has to end at once.
+    /// Hands all functions over to a new process and returns its process id. The caller must then exit at once.
     pub(super) fn upgrade(&self, binary: Option<&Path>) -> Result<u32, UpgradeError> {
         let keeping = self.terms.keeping.as_ref().ok_or(UpgradeError::NoKeeper)?;
         let program = match binary {
@@ -36,14 +36,14 @@ impl Roster {
         let mut command: Vec<OsString> = vec![program.clone().into()];
         command.extend(env::args_os().skip(1));
         let ends = || self.terms.stop.load(Ordering::Relaxed);
-        // The next server could not even open the file of a drive that stands still.
+        // A drive with stuck commands would keep the next server from even opening its file.
         self.check_drives()?;
-        // It would take them from their VMs.
+        // The next server would open another file than its VMs use.
         let deadline = Deadline::after(&SystemClock::shared(), CHECK);
         if let Some(moved) = self.drives.find_moved(&deadline) {
             return Err(UpgradeError::Moved(moved.to_string()));
         }
-        // A keeper that does not answer could not start the next server again.
+        // A keeper that does not answer could not restart the next server after a crash.
         keeping.await_keeper()?;
         let mut successor = Successor::start(
             keeping,
@@ -61,7 +61,8 @@ impl Roster {
         let goes_on_beside = successor.goes_on_beside() && self.leaves_all_beside();
         let offers = self.offers.iter();
         let handles: Vec<_> = offers.map(|offer| offer.thread.handle()).collect();
-        // Found while all go on: with such a lease this process ends late, and everybody would wait for that.
+        // Check while functions still run. This process would end late with such a lease, and all functions would stay paused
+        // for it.
         if !goes_on_beside || self.terms.leases.are_there() {
             let ending = self.terms.ledgers.find_ending();
             if let Some(id) = ending.map_err(UpgradeError::Ledger)? {
@@ -86,21 +87,21 @@ impl Roster {
             keeping.spares().leave(false);
             return Err(error);
         }
-        // They rest until the process has ended.
+        // Functions and drives stay paused until the process has ended.
         std::mem::forget((resting, drives));
         for offer in &self.offers {
             offer.let_go();
         }
-        // Functions in VMMs go on until this process ends.
+        // Functions in VMMs continue until this process ends.
         let have_vmms_none = self.terms.leases.leave();
-        // A function that was removed may have commands in flight, and ends with them.
+        // A removed function may still wait for its in-flight commands, which keeps its lease.
         let are_all_let_go = self.terms.ledgers.leave();
         let goes_on_beside = goes_on_beside && have_vmms_none && are_all_let_go;
         if goes_on_beside && let Err(error) = successor.let_go_on() {
             let error = report::chain(&error);
             log::warn!("Process {number} does not serve all functions yet, or has ended: {error}");
         }
-        // A service manager may not know messages of a process that has ended.
+        // A service manager may reject messages of a process that has already ended.
         if let Err(error) = keeping.await_keeper() {
             let error = report::chain(&error);
             log::warn!("The keeper may not know that process {number} is the server now: {error}");
@@ -108,8 +109,7 @@ impl Roster {
         Ok(number)
     }
 
-    /// Refuses the upgrade while a drive does not answer. Each function and lease rests briefly, only until its own commands
-    /// end.
+    /// Refuses the upgrade if a drive does not answer. Pauses each function and lease briefly, only until its own commands end.
     fn check_drives(&self) -> Result<(), UpgradeError> {
         let deadline = Deadline::after(&SystemClock::shared(), CHECK);
         let mut offers = self.offers.iter();
@@ -123,7 +123,7 @@ impl Roster {
         }
     }
 
-    /// Refuses the upgrade while the drive of a VMM's lease does not answer.
+    /// Refuses the upgrade if the drive of a VMM's lease does not answer.
     fn check_leases(&self) -> Result<(), UpgradeError> {
         match self.terms.leases.find_busy(CHECK) {
             None => Ok(()),
@@ -131,7 +131,7 @@ impl Roster {
         }
     }
 
-    /// Returns whether another process can take up all functions while this one has them, and they rest.
+    /// Returns whether the successor can restore all functions before this process ends, while they are paused.
     fn leaves_all_beside(&self) -> bool {
         let mut offers = self.offers.iter();
         let mut drives = self.drives.controllers().into_iter();
@@ -139,7 +139,7 @@ impl Roster {
             && drives.all(|drive| drive.controller().opens_beside())
     }
 
-    /// Returns the error of a successor with its cause, if Landlock lets the server execute no such program.
+    /// Adds the cause to a successor's error if Landlock denies executing the program.
     fn explain_upgrade(&self, error: UpgradeError, program: &Path) -> UpgradeError {
         let executed = FileRule::new(program, FileAccess::EXECUTE);
         match self.terms.confined.refused([executed]) {
@@ -151,14 +151,14 @@ impl Roster {
     }
 }
 
-/// Drives that rest for the next server. They go on when this is dropped.
+/// Drives paused for the next server. Dropping it resumes them.
 struct RestingDrives<'a> {
     keeping: &'a Keeping,
     drives: Vec<Arc<Drive>>,
 }
 
 impl<'a> RestingDrives<'a> {
-    /// Has drives rest that go on in the next process. A drive that cannot is reset by that process.
+    /// Pauses all drives that can be handed over. The next process resets the others.
     fn begin(keeping: &'a Keeping, drives: Vec<Arc<Drive>>) -> Self {
         let mut resting = Self {
             keeping,
@@ -193,7 +193,7 @@ impl Drop for RestingDrives<'_> {
     }
 }
 
-/// Returns the path of this program, also if another one lies there by now.
+/// Returns the path of this program, even if the file was replaced or deleted.
 fn own_program() -> Result<PathBuf, UpgradeError> {
     let program = env::current_exe()?.into_os_string();
     let path = program.as_bytes();

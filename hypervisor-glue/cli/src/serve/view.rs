@@ -1,4 +1,4 @@
-//! Functions and drives of a server, as other threads see them.
+//! Snapshot of a server's functions and drives for other threads.
 
 use std::sync::Arc;
 
@@ -8,21 +8,20 @@ use super::pending::Comparable;
 use crate::change::{FunctionEntry, FunctionState};
 use crate::function_thread::FunctionHandle;
 
-/// Functions and drives, as other threads see them.
 #[derive(Debug, Default)]
 pub(super) struct View {
     pub(super) functions: Vec<(FunctionHandle, FunctionEntry)>,
     pub(super) failed: Vec<FunctionEntry>,
     /// Functions and drives to compare with the file.
     pub(super) declared: Comparable,
-    /// One drive of each host controller.
+    /// One drive per host controller.
     pub(super) drives: Vec<Arc<Drive>>,
-    /// All drives: each namespace that is used.
+    /// All drives, one per namespace in use.
     pub(super) namespaces: Vec<Arc<Drive>>,
 }
 
 impl View {
-    /// Returns all functions with their present states. It waits for answers for a second at most.
+    /// Returns all functions with their current states. Waits at most one second for answers.
     pub(super) fn entries(&self) -> Vec<FunctionEntry> {
         let handles = self.functions.iter().map(|(handle, _)| handle);
         let figures = FunctionHandle::stats_of(handles);

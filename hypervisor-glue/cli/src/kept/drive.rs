@@ -1,16 +1,14 @@
-//! A physical drive that goes on in the next process without a reset.
+//! Physical drives that a successor takes over without a reset.
 //!
-//! The keeper has a bag for each drive that is open. A server that is
-//! replaced has its drives rest, and puts [what the next one needs](nvme_mpt::drive::HostController::hand_over) into
-//! their bags. The next server takes that out of a bag before it uses it. After a death of the server, there
-//! is nothing of the kind in the bag, and the next server resets the drive.
+//! The keeper has a bag for each open drive. In an upgrade, the old server pauses the drive and puts [what the successor
+//! needs](nvme_mpt::drive::HostController::hand_over) into the bag. The successor removes these descriptors before it uses the
+//! drive. After a crash, the bag has no such descriptors, and the next server resets the drive.
 //!
-//! A server that dies leaves no drive that works: the kernel resets the function with its last descriptor. But the bag
-//! holds the drive's IOMMU and the table of its mappings, as long as the drive is open, so that the memory of VMs stays
-//! pinned and mapped. See `nvme_vfio::DescriptorKeeper`.
+//! If a server crashes, the kernel resets the device when its last descriptor closes. The bag still holds the drive's IOMMU and
+//! its mapping table while the drive is open. So guest memory stays pinned and mapped. See `nvme_vfio::DescriptorKeeper`.
 //!
-//! A drive that is handed over still carries out commands in flight of functions in VMMs, even while no server runs. So
-//! the bag also holds the old server's end of its [presence] pipe, until the drive is open again.
+//! A handed-over drive may still execute in-flight commands of functions in VMMs, even while no server runs. Therefore, the bag
+//! also holds the old server's end of its [presence] pipe until the drive is open again.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -27,23 +25,23 @@ use nvme_vfio::DescriptorKeeper;
 use super::registry::Registry;
 use super::{Keeping, KeepingError};
 
-/// Prefix of the names of drives.
+/// Name prefix of drives.
 pub(super) const DRIVE: &str = "drive-";
 
-/// Number of the message with what the next server needs.
+/// Number of the message with the descriptors for the successor.
 const HANDED_OVER: u64 = 0;
 
-/// Number of the message with the old server's end of its presence pipe.
+/// Number of the message with the old server's end of the presence pipe.
 const PRESENCE: u64 = 1;
 
-/// Number of the message with the drive's IOMMU and the table of its mappings.
+/// Number of the message with the IOMMU and the mapping table.
 const MAPPINGS: u64 = 2;
 
-/// Bags of physical drives, by their names in the keeper.
+/// Bags of physical drives, by entry name.
 #[derive(Debug, Default)]
 pub(super) struct DriveBags(BTreeMap<String, SharedBag>);
 
-/// Bag of a drive, which puts its IOMMU into it.
+/// A drive's bag, shared with the driver, which stores the IOMMU in it.
 #[derive(Clone, Debug)]
 struct SharedBag(Arc<Mutex<Bag>>);
 
@@ -62,7 +60,7 @@ impl DescriptorKeeper for SharedBag {
     fn keep(&self, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
         let mut bag = self.bag();
         bag.put(MAPPINGS, descriptors).map_err(io::Error::other)?;
-        // What it replaces is of no use, but keeps memory.
+        // Remove the replaced message: it keeps memory for nothing.
         if let Err(error) = bag.retain(|_| true) {
             log::warn!(
                 "The keeper has an older table of mappings: {}",
@@ -78,13 +76,13 @@ impl DescriptorKeeper for SharedBag {
     }
 }
 
-/// Returns a drive's name in the keeper, whose names have no colons.
+/// Returns a drive's entry name. Names cannot contain colons.
 fn name_of(path: &str) -> String {
     format!("{DRIVE}{path}").replace(':', "_")
 }
 
 impl DriveBags {
-    /// Takes up a bag of the process before.
+    /// Adds a bag of the old server.
     pub(super) fn add(&mut self, name: String, ends: Vec<OwnedFd>) -> Result<(), KeepError> {
         self.0.insert(name, SharedBag::new(Bag::from_kept(ends)?));
         Ok(())
@@ -105,7 +103,7 @@ impl DriveBags {
             });
         }
         let bag = Bag::new()?;
-        // After a death of this server, the next one resets the drive, whether the keeper has an empty bag or none.
+        // An empty bag that the keeper has no room for makes no difference: the next server resets the drive either way.
         registry.keep(&name, &bag.ends())?;
         let bag = SharedBag::new(bag);
         self.0.insert(name, bag.clone());
@@ -117,7 +115,7 @@ impl DriveBags {
 }
 
 impl Keeping {
-    /// Returns what the server before has left of a drive that is opened. VMMs take that server for present until
+    /// Returns the descriptors that the old server left for a drive. VMMs see the old server as present until
     /// [`Self::take_drive_back`].
     ///
     /// # Errors
@@ -127,7 +125,7 @@ impl Keeping {
         Ok(state.drives.take(&self.registry, name_of(path))?)
     }
 
-    /// Keeps what the next server needs of a drive that rests.
+    /// Stores the descriptors of a paused drive for the successor.
     pub(crate) fn hand_drive_over(
         &self,
         path: &str,
@@ -145,7 +143,7 @@ impl Keeping {
         Ok(())
     }
 
-    /// Empties the bag of a drive that no other process has any more, as it works in this process, but for its IOMMU.
+    /// Removes everything but the IOMMU from the bag of a drive that works in this process.
     pub(crate) fn take_drive_back(&self, path: &str) {
         self.retain_of_drive(path, |number| number == MAPPINGS);
     }
@@ -165,14 +163,15 @@ impl Keeping {
         }
     }
 
-    /// Has the keeper let go of drives that this server has not open.
+    /// Removes drives that this server does not have open from the keeper.
     pub(crate) fn forget_drives_but(&self, open: &[Arc<Drive>]) {
         let mut state = self.state();
         let open: Vec<String> = open.iter().map(|drive| name_of(drive.path())).collect();
         state.drives.0.retain(|name, bag| {
             let is_open = open.contains(name);
             if !is_open {
-                // The keeper may take a moment, and nobody else can have the drive while its IOMMU is in use.
+                // Empty the bag first: the keeper may take a moment, and no other process can use the drive while its IOMMU is
+                // held.
                 if let Err(error) = bag.let_go() {
                     log::error!("{name} stays with the keeper: {error}");
                 }

@@ -1,16 +1,16 @@
-//! A function whose VM outlives the server's process: its descriptors, and its state beside them.
+//! Stored state of a function whose VM outlives the server process.
 //!
-//! All descriptors of a function lie in its bag, by numbers:
+//! All descriptors of a function are in its bag, numbered:
 //!
 //! | number | descriptor |
 //! |---|---|
-//! | 0 | the journal: the connection with the client, and the [state](DeviceState) |
+//! | 0 | the journal: the request log of the client's connection, and the [state](DeviceState) |
 //! | 1 | the listening socket |
-//! | 2, 3 | doorbells, live state |
-//! | 4 and up | of the client: its socket, its memory's files, its vectors' eventfds; a number is used once |
+//! | 2, 3 | doorbells, in-flight state |
+//! | 4 and up | the client's socket, files of its memory and eventfds of its vectors; each number is used once |
 //!
-//! A descriptor is put into the bag before the journal has a state that names it. It is removed after a state without it
-//! was committed.
+//! A descriptor is put into the bag before the journal has a state that names it. It is removed after a state without it is
+//! committed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -42,16 +42,16 @@ use vmm_sys_util::eventfd::EventFd;
 use super::crashes::{CRASHES_LET_GO, CRASHES_SET_ASIDE, ReportError, write_report};
 use super::registry::Registry;
 
-/// Version of [`DeviceState`], and of the layouts of doorbells and live state. Those up to it are read. A successor looks
-/// at it before the server ends, and at the layouts after that.
+/// Version of [`DeviceState`] and of the layouts of doorbells and in-flight state. Earlier versions are read as well. A
+/// successor checks the version before the old server ends, and the layouts afterwards.
 ///
-/// | version | since then |
+/// | version | change |
 /// |---|---|
 /// | 1 | |
-/// | 2 | the type of a client's interrupts, and the eventfd of the pin's acknowledgements |
+/// | 2 | interrupt type of a client, and the eventfd that acknowledges the INTx pin |
 const VERSION: u32 = 2;
 
-/// Version of the state of a client that uses MSI-X. The release before reads it as well.
+/// Version for a client that uses MSI-X, which the previous release reads as well.
 const VERSION_MSIX_ALONE: u32 = 1;
 
 const JOURNAL: u64 = 0;
@@ -60,31 +60,31 @@ const DOORBELLS: u64 = 2;
 const LIVE: u64 = 3;
 const FIRST_OF_CLIENT: u64 = 4;
 
-/// Messages in a bag that nothing names, until they are removed.
+/// Number of unused messages in a bag that triggers their removal.
 const WASTE: usize = 64;
 
-/// Error reading what the process before has kept of a function.
+/// Error of reading a stored function.
 #[derive(Debug, Error)]
 pub(crate) enum SurvivorError {
-    /// The descriptors are no bag, or cannot be read.
+    /// The descriptors are not a valid bag.
     #[error(transparent)]
     Bag(#[from] KeepError),
-    /// The bag has no such descriptor.
+    /// The bag lacks a descriptor.
     #[error("descriptor {0} is missing")]
     Missing(u64),
-    /// The journal is none.
+    /// The journal is invalid.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// The state is none.
+    /// The state is invalid.
     #[error("its state cannot be read")]
     State(#[from] serde_json::Error),
     /// Another release wrote the state.
     #[error("its state has version {0}, which this program does not know")]
     Version(u32),
-    /// Another release wrote the state of its controller.
+    /// Another release wrote the controller's state.
     #[error(transparent)]
     Control(#[from] TakeUpError),
-    /// Nothing of it is looked at any more.
+    /// The function crashed the server too often, so its state is not read.
     #[error("it brought the server down {0} times")]
     Crashes(u32),
     /// The kernel's error.
@@ -92,7 +92,7 @@ pub(crate) enum SurvivorError {
     Io(#[from] io::Error),
 }
 
-/// Place of a function in the keeper.
+/// Entry of a function in the keeper.
 #[derive(Clone, Debug)]
 pub(crate) struct Shelf {
     pub(super) name: String,
@@ -100,7 +100,6 @@ pub(crate) struct Shelf {
 }
 
 impl Shelf {
-    /// A place in a keeper that is a socket in `folder`, which takes messages and reads none.
     #[cfg(test)]
     pub(crate) fn of_silent_keeper(folder: &Path) -> (Self, std::os::unix::net::UnixDatagram) {
         let path = folder.join("notify");
@@ -113,7 +112,7 @@ impl Shelf {
         (shelf, keeper)
     }
 
-    /// Has the keeper let go of the function, and waits until it has: then its socket is closed.
+    /// Removes the function from the keeper and waits until the keeper has closed its socket.
     pub(crate) fn forget_now(&self) {
         self.forget();
         if let Err(error) = self.registry.await_keeper() {
@@ -125,7 +124,7 @@ impl Shelf {
         }
     }
 
-    /// Has the keeper let go of the function.
+    /// Removes the function from the keeper.
     pub(crate) fn forget(&self) {
         if let Err(error) = self.registry.forget(&self.name) {
             log::error!(
@@ -137,7 +136,7 @@ impl Shelf {
     }
 }
 
-/// State of a function for the next process, all that is not in its files.
+/// State of a function for the next process, apart from the contents of its files.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceState {
@@ -147,25 +146,25 @@ struct DeviceState {
     client: ClientState,
 }
 
-/// State of a client.
+/// State of a function's client.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ClientState {
-    /// Number of its socket.
+    /// Number of the client's socket in the bag.
     stream: Option<u64>,
-    /// User of its process.
+    /// User id of the client's process.
     pub(crate) user: Option<u32>,
     regions: Vec<RegionState>,
     pub(crate) vectors: Vec<VectorState>,
-    /// Type of the interrupts that are connected. It is left out where that is MSI-X.
+    /// Type of the connected interrupts. Omitted for MSI-X.
     #[serde(default, skip_serializing_if = "Interrupts::are_msix")]
     interrupts: Interrupts,
-    /// Number of the eventfd by which the client reports that the pin's level fell. It is left out where there is none.
+    /// Number of the eventfd by which the client reports that the INTx pin's level fell. Omitted if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     acknowledged: Option<u64>,
 }
 
-/// Type of the interrupts that a client has connected: one at a time.
+/// Type of a client's connected interrupts. Only one type is connected at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Interrupts {
@@ -173,7 +172,7 @@ pub(crate) enum Interrupts {
     Pin,
     /// MSI.
     Msi,
-    /// MSI-X, and none at first.
+    /// MSI-X, or nothing connected yet.
     #[default]
     Msix,
 }
@@ -184,30 +183,30 @@ impl Interrupts {
     }
 }
 
-/// A region of the client's memory.
+/// A mapped region of the client's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RegionState {
     gpa: u64,
     len: u64,
-    /// Number of the file.
+    /// Number of the region's file in the bag.
     file: u64,
     offset: u64,
     readable: bool,
     writable: bool,
 }
 
-/// A vector of the client.
+/// An interrupt vector of the client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct VectorState {
-    /// Number of the eventfds that came with it, and its place among them.
+    /// Number of the message with the eventfd, and the eventfd's position in it.
     eventfd: Option<(u64, usize)>,
     pub(crate) masked: bool,
 }
 
 impl ClientState {
-    /// Returns the version of its state.
+    /// Returns the oldest version that can represent this state.
     fn version(&self) -> u32 {
         match (self.interrupts, self.acknowledged) {
             (Interrupts::Msix, None) => VERSION_MSIX_ALONE,
@@ -228,7 +227,7 @@ impl ClientState {
     }
 }
 
-/// A file of the client's memory, by the rights that its descriptor gives.
+/// A file of the client's memory, distinguished by access mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct FileKey {
     device: u64,
@@ -248,27 +247,27 @@ impl FileKey {
     }
 }
 
-/// Parts of a client that the process before had.
+/// Restored parts of a client.
 #[derive(Debug)]
 pub(crate) struct KeptClient {
-    /// User of its process.
+    /// User id of the client's process.
     pub(crate) user: Option<u32>,
     pub(crate) regions: Vec<MemoryRegion>,
     pub(crate) vectors: Vec<KeptVector>,
-    /// Type of the interrupts that it has connected.
+    /// Type of the connected interrupts.
     pub(crate) interrupts: Interrupts,
-    /// Eventfd by which it reports that the pin's level fell.
+    /// Eventfd by which the client reports that the INTx pin's level fell.
     pub(crate) acknowledged: Option<EventFd>,
 }
 
-/// A vector of a client that the process before had.
+/// Restored interrupt vector of a client.
 #[derive(Debug)]
 pub(crate) struct KeptVector {
     pub(crate) masked: bool,
     pub(crate) eventfd: Option<EventFd>,
 }
 
-/// A function of the process before.
+/// A stored function of the old server.
 #[derive(Debug)]
 pub(crate) struct SurvivingFunction {
     shelf: Shelf,
@@ -276,20 +275,20 @@ pub(crate) struct SurvivingFunction {
     state: DeviceState,
     contents: BTreeMap<u64, Vec<OwnedFd>>,
     journal: Journal,
-    /// Record of crashes of work for it; `None` if its live state is none, which is not taken up then.
+    /// Crash record of the function. `None` if its in-flight state is invalid, which prevents restoring.
     crashes: Option<CrashRecord>,
-    /// Bytes of its memory that were being pinned when the process before ended.
+    /// Bytes of guest memory that were being pinned when the old server ended.
     pinning: Option<u64>,
-    /// The same, if the kernel has ended a process for lack of memory since.
+    /// Bytes being pinned when the kernel killed a process for lack of memory, if that happened.
     exhausting: Option<u64>,
 }
 
-/// Reason for which a function is set aside.
+/// Reason for quarantining a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SetAsideReason {
-    /// It brought the server down so many times.
+    /// Number of server crashes that the function caused.
     Crashes(u32),
-    /// The kernel ended the server for lack of memory, while so many bytes of its memory were being pinned.
+    /// The kernel killed the server for lack of memory while this many bytes were being pinned.
     Exhaustion(u64),
 }
 
@@ -307,18 +306,18 @@ impl fmt::Display for SetAsideReason {
     }
 }
 
-/// Place of a surviving function in the order in which functions are taken up: the least comes first.
+/// Position of a function in the order of restoring. Smaller values come first.
 ///
-/// Fields compare from the first to the last, so a reason to come last stands before the memory.
+/// The order compares `was_pinning` before `memory`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Turn {
-    /// True if its memory was being pinned when the server before ended, which may have been the reason.
+    /// True if memory was being pinned when the old server ended. That may have caused its end, so such functions come last.
     pub(crate) was_pinning: bool,
-    /// Bytes that its client has mapped. A physical drive may have to pin them, which takes seconds for tens of GiB.
+    /// Bytes that the client has mapped. Pinning tens of GiB for a physical drive takes seconds.
     pub(crate) memory: u64,
 }
 
-/// Parts of a surviving function that its successor is made of.
+/// Parts of a stored function, for restoring it.
 #[derive(Debug)]
 pub(crate) struct Survivors {
     pub(crate) control: ControlState,
@@ -329,7 +328,7 @@ pub(crate) struct Survivors {
     pub(crate) kept: Arc<KeptFunction>,
 }
 
-/// Parts of a surviving function that is set aside.
+/// Parts of a stored function, for quarantining it.
 #[derive(Debug)]
 pub(crate) struct SetAside {
     pub(crate) control: ControlState,
@@ -340,17 +339,17 @@ pub(crate) struct SetAside {
     pub(crate) crashes: CrashRecord,
 }
 
-/// Resources that the next server needs for a function beside this one.
+/// Resources that a successor needs for a function while the old server still runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct FunctionNeeds {
-    /// Descriptors that its state names.
+    /// Number of descriptors in the client's state.
     pub(super) descriptors: usize,
-    /// True if its client is not trusted and has connected vectors.
+    /// True if the client is not trusted and has connected vectors.
     pub(super) notifies_untrusted: bool,
 }
 
-/// Checks whether this program can read the state in a journal that another process still owns and may change meanwhile.
-/// Returns the resources that the function needs.
+/// Checks that this release can read a journal that a running server may still change. Returns the resources that the function
+/// needs.
 pub(super) fn check_state(journal: OwnedFd) -> Result<FunctionNeeds, SurvivorError> {
     let record = Record::of_running(journal)?;
     let DeviceState { client, .. } = read_state(record.device())?;
@@ -372,7 +371,7 @@ fn read_state(bytes: &[u8]) -> Result<DeviceState, SurvivorError> {
 }
 
 impl SurvivingFunction {
-    /// Reads what a keeper has of a function.
+    /// Reads a function from its keeper entry.
     pub(super) fn read(shelf: Shelf, descriptors: Vec<OwnedFd>) -> Result<Self, SurvivorError> {
         let mut bag = Bag::from_kept(descriptors)?;
         let mut contents: BTreeMap<_, _> = bag.contents()?.into_iter().collect();
@@ -403,12 +402,11 @@ impl SurvivingFunction {
         })
     }
 
-    /// Returns the record of crashes of work for it.
     pub(crate) fn crashes(&self) -> Option<CrashRecord> {
         self.crashes.clone()
     }
 
-    /// Returns the reason for which it is to be set aside, if there is one.
+    /// Returns why the function must be quarantined, if so.
     pub(crate) fn reason_to_set_aside(&self) -> Option<SetAsideReason> {
         let crashes = self.crashes.as_ref().map(CrashRecord::crashes);
         let crashes = crashes.filter(|crashes| *crashes >= CRASHES_SET_ASIDE);
@@ -416,15 +414,15 @@ impl SurvivingFunction {
         crashes.map(SetAsideReason::Crashes).or(exhausting)
     }
 
-    /// Stores its state for a report on the defect. Returns the folder.
+    /// Writes the function's state to a defect report. Returns the report's directory.
     pub(crate) fn write_report(&self, state_dir: &Path, id: &str) -> Result<PathBuf, ReportError> {
-        // It was read from this form.
+        // Serializing cannot fail, as the state was parsed from JSON.
         let state = serde_json::to_vec_pretty(&self.state).unwrap_or_default();
         let live = self.contents.get(&LIVE).and_then(|live| live.first());
         write_report(state_dir, id, &state, live.map(AsFd::as_fd))
     }
 
-    /// Takes apart what goes on of a function that is set aside: its control state and its sockets.
+    /// Returns the parts that a quarantined function keeps: its control state and sockets.
     pub(crate) fn set_aside(self) -> Result<SetAside, SurvivorError> {
         let Self {
             shelf,
@@ -450,8 +448,8 @@ impl SurvivingFunction {
         })
     }
 
-    /// Blames one of several functions for a shortage: the one of whose memory the most bytes were being pinned. The others go
-    /// on, and are taken up late. Functions that were blamed before stay so.
+    /// Blames one function for a memory shortage: the one with the most bytes being pinned. The others are restored, but late.
+    /// Functions blamed earlier stay blamed.
     pub(super) fn blame_one<'a>(functions: impl Iterator<Item = &'a mut Self>) {
         let mut suspects: Vec<_> = functions
             .filter_map(|function| {
@@ -475,12 +473,12 @@ impl SurvivingFunction {
         LiveState::pinning_in(live.as_fd()).ok()
     }
 
-    /// The socket's path.
+    /// Returns the path of the function's socket.
     pub(crate) fn socket(&self) -> &Path {
         &self.state.socket
     }
 
-    /// Returns its place in the order in which functions are taken up.
+    /// Returns the function's position in the order of restoring.
     pub(super) fn turn(&self) -> Turn {
         let regions = self.state.client.regions.iter();
         let memory = regions.fold(0_u64, |all, region| all.saturating_add(region.len));
@@ -491,7 +489,7 @@ impl SurvivingFunction {
         }
     }
 
-    /// Returns its client's memory, by places in files and their lengths, without that whose file cannot be asked.
+    /// Returns the client's memory as file ranges with lengths. Omits files that cannot be queried.
     pub(super) fn memory(&self) -> Vec<(MappedFile, u64)> {
         let key = |fds: &Vec<OwnedFd>| FileKey::of(fds.first()?).ok();
         let regions = &self.state.client.regions;
@@ -513,27 +511,25 @@ impl SurvivingFunction {
         places.collect()
     }
 
-    /// Returns its files, for the attachment of its successor. Without them, the successor has new ones, and cannot take
-    /// queues up.
+    /// Returns the function's shared files for attaching. Without these files, queues cannot be restored.
     pub(crate) fn parts(&self) -> FunctionParts {
         let clone = |number| clone_of(&self.contents, number, 0).ok();
         let files = clone(DOORBELLS).zip(clone(LIVE));
         FunctionParts::Continued(files.map(|(doorbells, live)| KeptFiles { doorbells, live }))
     }
 
-    /// Returns its place in the keeper.
     pub(crate) fn shelf(&self) -> Shelf {
         self.shelf.clone()
     }
 
-    /// Closes it for good: a VMM that has it loses its drive.
+    /// Releases the function for good. A connected VMM loses the drive.
     pub(crate) fn give_up(self) {
         let shelf = self.shelf.clone();
         drop(self);
         shelf.forget_now();
     }
 
-    /// Takes it apart, for its successor.
+    /// Splits the function into the parts for restoring it.
     pub(crate) fn take_apart(self) -> Result<Survivors, SurvivorError> {
         let Self {
             shelf,
@@ -600,7 +596,7 @@ impl SurvivingFunction {
                 client,
                 committed: named,
                 committing: None,
-                // The process before may have ended before it let go of some.
+                // The old server may have ended before it removed unused files.
                 has_left_files: true,
                 is_changed: false,
                 last: Vec::new(),
@@ -641,9 +637,9 @@ fn clone_of(
         .try_clone()?)
 }
 
-/// A function of this process for which the keeper has all that the next one needs.
+/// A served function whose state is stored with the keeper.
 ///
-/// Its control thread alone uses it. The lock is there because the function's keeper shares it.
+/// Only the function's control thread uses it. The lock exists because `StoreBetween` shares it.
 #[derive(Debug)]
 pub(crate) struct KeptFunction {
     shelf: Shelf,
@@ -661,23 +657,23 @@ struct Inner {
     messages: usize,
     files: BTreeMap<FileKey, u64>,
     client: ClientState,
-    /// Numbers that the last committed state names.
+    /// Numbers named by the last committed state.
     committed: BTreeSet<u64>,
-    /// Numbers that the state names which is being committed.
+    /// Numbers named by the state that is being committed.
     committing: Option<BTreeSet<u64>>,
-    /// The bag has files of memory that the client has no more, or the socket of a client that is gone, with files in its
-    /// queue. They may be all that is left of a VM with its memory.
+    /// True if the bag has files of unmapped memory, or the socket of a disconnected client with files in its queue. These may
+    /// be the last references to the memory of a dead VM.
     has_left_files: bool,
     is_changed: bool,
-    /// Bytes of the last state.
+    /// Last encoded state.
     last: Vec<u8>,
 }
 
 impl KeptFunction {
-    /// Puts the parts of a new function into a bag, and the bag into the keeper.
+    /// Creates a function's bag. [`Self::begin`] stores it with the keeper.
     ///
     /// # Errors
-    /// The kernel's or the keeper's.
+    /// Returns the kernel's or the keeper's error.
     pub(crate) fn new(
         shelf: Shelf,
         socket: &Path,
@@ -709,7 +705,7 @@ impl KeptFunction {
         })
     }
 
-    /// Keeps the function from now on, as its listening socket is there.
+    /// Stores the function with the keeper, now that its listening socket exists.
     pub(crate) fn begin(
         &self,
         listener: BorrowedFd<'_>,
@@ -725,12 +721,12 @@ impl KeptFunction {
         self.shelf.registry.show(&self.shelf.name, journal)
     }
 
-    /// Lets go of all: the function has ended.
+    /// Removes the function from the keeper, as it has ended.
     pub(crate) fn forget(&self) {
         self.shelf.forget();
     }
 
-    /// Keeps the socket of a new client.
+    /// Stores a new client's socket.
     pub(crate) fn keep_stream(&self, stream: BorrowedFd<'_>) -> io::Result<()> {
         let mut inner = self.inner();
         let number = inner.put(&[stream])?;
@@ -742,14 +738,14 @@ impl KeptFunction {
         Ok(())
     }
 
-    /// Notes the user of a new client.
+    /// Records the user of a new client.
     pub(crate) fn set_user(&self, user: Option<u32>) {
         let mut inner = self.inner();
         inner.client.user = user;
         inner.is_changed = true;
     }
 
-    /// Forgets the client.
+    /// Removes the client from the state.
     pub(crate) fn forget_client(&self) {
         let mut inner = self.inner();
         inner.has_left_files |= inner.client.stream.is_some();
@@ -758,7 +754,7 @@ impl KeptFunction {
         inner.is_changed = true;
     }
 
-    /// Keeps the file of a region that is about to be mapped, and returns its number.
+    /// Stores the file of a region before it is mapped. Returns the file's number.
     pub(crate) fn keep_file(&self, file: &OwnedFd) -> io::Result<u64> {
         let key = FileKey::of(file)?;
         let mut inner = self.inner();
@@ -770,13 +766,11 @@ impl KeptFunction {
         Ok(number)
     }
 
-    /// Returns how many messages with descriptors the keeper was given in all.
     #[cfg(test)]
     pub(crate) fn puts(&self) -> u64 {
         self.inner().next - FIRST_OF_CLIENT
     }
 
-    /// Returns the number of files that the keeper has of the client, those of its memory and others.
     #[cfg(test)]
     pub(crate) fn files_of_client(&self) -> usize {
         let contents = self.inner().bag.contents().unwrap();
@@ -784,7 +778,7 @@ impl KeptFunction {
         numbers.filter(|number| *number >= FIRST_OF_CLIENT).count()
     }
 
-    /// Notes a region that is mapped.
+    /// Records a mapped region.
     pub(crate) fn add_region(&self, region: KeptRegion) {
         let KeptRegion {
             gpa,
@@ -806,7 +800,7 @@ impl KeptFunction {
         inner.is_changed = true;
     }
 
-    /// Notes that the regions in a range are unmapped.
+    /// Records that the regions in a range are unmapped. `None` stands for all regions.
     pub(crate) fn remove_regions(&self, range: Option<(u64, u64)>) {
         let mut inner = self.inner();
         let inner = &mut *inner;
@@ -822,12 +816,12 @@ impl KeptFunction {
         inner.is_changed = true;
     }
 
-    /// Forgets files of no region: one that was not mapped.
+    /// Forgets files without a region, such as one whose mapping failed.
     pub(crate) fn forget_unused_files(&self) {
         self.inner().forget_unused_files();
     }
 
-    /// Notes that the last [state](Self::state) was committed, and lets go of files of memory that the client has no more.
+    /// Records that the last [state](Self::state) is committed. Then removes files of unmapped memory from the bag.
     pub(crate) fn committed(&self) {
         let mut inner = self.inner();
         if let Some(named) = inner.committing.take() {
@@ -837,7 +831,7 @@ impl KeptFunction {
             return;
         }
         let named = inner.client.numbers();
-        // After an error, the next file that is forgotten tries again.
+        // If this fails, the next forgotten file triggers another attempt.
         if let Err(error) = inner.remove_waste(&named) {
             log::warn!(
                 "{}: files of memory that nobody uses stay with the keeper: {error}",
@@ -846,7 +840,7 @@ impl KeptFunction {
         }
     }
 
-    /// Keeps eventfds of vectors from `start` on, or notes that these `count` vectors have none.
+    /// Stores the eventfds of the `count` vectors from `start`. Vectors beyond `eventfds` are disconnected.
     pub(crate) fn connect(
         &self,
         start: usize,
@@ -866,7 +860,7 @@ impl KeptFunction {
         Ok(())
     }
 
-    /// Notes that interrupts of this type are connected from now on, and none of another type any more.
+    /// Records the type of the connected interrupts. Disconnects all vectors of the previous type.
     pub(crate) fn set_interrupts(&self, interrupts: Interrupts) {
         let mut inner = self.inner();
         let client = &mut inner.client;
@@ -876,7 +870,7 @@ impl KeptFunction {
         inner.is_changed = true;
     }
 
-    /// Keeps the eventfd by which the client reports that the pin's level fell, or notes that there is none.
+    /// Stores the eventfd by which the client reports that the INTx pin's level fell, or records that there is none.
     pub(crate) fn set_acknowledged(&self, eventfd: Option<BorrowedFd<'_>>) -> io::Result<()> {
         let mut inner = self.inner();
         let number = eventfd.map(|eventfd| inner.put(&[eventfd]));
@@ -885,18 +879,18 @@ impl KeptFunction {
         Ok(())
     }
 
-    /// Notes that a vector is masked or not.
+    /// Records whether a vector is masked.
     pub(crate) fn set_masked(&self, vector: usize, masked: bool) {
         let mut inner = self.inner();
         let vector = inner.vector(vector);
-        // A client unmasks the pin after each interrupt, which changes nothing.
+        // Clients unmask the INTx pin after each interrupt. Skip unchanged values to avoid needless commits.
         if vector.masked != masked {
             vector.masked = masked;
             inner.is_changed = true;
         }
     }
 
-    /// Returns the state for the next process, unless it is as it was.
+    /// Returns the encoded state to commit, or `None` if it is unchanged.
     pub(crate) fn state(
         &self,
         control: impl FnOnce() -> ControlState,
@@ -940,7 +934,7 @@ impl KeptFunction {
     }
 }
 
-/// A region that is mapped, whose file has a number.
+/// A mapped region, with the number of its file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeptRegion {
     pub(crate) gpa: Gpa,
@@ -952,7 +946,7 @@ pub(crate) struct KeptRegion {
 }
 
 impl Inner {
-    /// Forgets files of no region. One that is mapped again gets another number, since the bag may lose this one by then.
+    /// Forgets files without a region. If such a file is mapped again, it gets a new number, as the bag may have dropped it.
     fn forget_unused_files(&mut self) {
         let used = self.client.regions.iter().map(|region| region.file);
         let used: BTreeSet<u64> = used.collect();
@@ -969,7 +963,7 @@ impl Inner {
         &mut vectors[number]
     }
 
-    /// Puts descriptors into the bag, and returns their number.
+    /// Puts descriptors into the bag as one message. Returns the message's number.
     fn put(&mut self, descriptors: &[BorrowedFd<'_>]) -> io::Result<u64> {
         let named = self.client.numbers();
         if self.messages > 2 * (named.len() + self.files.len()) + WASTE {
@@ -990,7 +984,7 @@ impl Inner {
         Ok(number)
     }
 
-    /// Removes what neither the last committed state nor this one names.
+    /// Removes messages that neither the committed state nor the current one names.
     fn remove_waste(&mut self, named: &BTreeSet<u64>) -> io::Result<()> {
         let files: BTreeSet<u64> = self.files.values().copied().collect();
         let used = |number: u64| {
@@ -1005,7 +999,7 @@ impl Inner {
     }
 }
 
-/// Stores the control state of a function while one of its accesses or turns is under way.
+/// Stores the control state in the middle of a register access or turn of the control thread.
 #[derive(Debug)]
 pub(crate) struct StoreBetween(pub(crate) Arc<KeptFunction>);
 

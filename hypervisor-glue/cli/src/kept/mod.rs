@@ -1,17 +1,17 @@
-//! Entries of a server in its keeper, with which its VMs outlive it.
+//! State that a server stores with its keeper, so that VMs outlive the server.
 //!
-//! | name in the keeper | descriptors |
+//! | name | descriptors |
 //! |---|---|
 //! | `function-N` | both ends of a function's [bag](nvme_mpt_keep::Bag), see `function` |
-//! | `memory-BYTES` | the content of the drive `memory:BYTES` |
-//! | `faults-HASH` | the faults of the drive with this hash of its path |
+//! | `memory-BYTES` | memory file of the drive `memory:BYTES` |
+//! | `faults-HASH` | memory file of a drive's injected faults, by the hash of its path |
 //! | `drive-PCI` | both ends of a physical drive's bag, see `drive` |
-//! | `spare-DRIVE-LEASE` | spare descriptions of a lease's files, see `spares` |
-//! | `leases` | the ledger of drives that no other process reaches |
-//! | `configuration` | functions and drives that the next server starts with, in a journal |
+//! | `spare-DRIVE-LEASE` | spare file descriptors of a lease, see `spares` |
+//! | `leases` | ledger of private drives, such as `memory:`, that only this process uses |
+//! | `configuration` | initial functions and drives of the next server, in a journal |
 //!
-//! A descriptor is kept before anything names it, and forgotten after nothing names it any more. So a server that ends in
-//! between leaves a descriptor that nothing names, which the next one closes.
+//! A descriptor is stored before the state names it, and removed after the state stops naming it. A crash in between leaves an
+//! unused descriptor, which the next server closes.
 
 pub(crate) mod crashes;
 mod drive;
@@ -49,22 +49,22 @@ use spares::Spares;
 
 use crate::stats::{KeeperState, Stall, StallCause};
 
-/// First argument of the step between a keeper and its command, which people have no use for.
+/// First argument of the internal process between a keeper and its command.
 pub(crate) const FIRST_STAGE: &str = "keep-first-stage";
 
-/// Prefix of the names of functions.
+/// Name prefix of functions.
 const FUNCTION: &str = "function-";
 
-/// Prefix of the names of contents of `memory:` drives.
+/// Name prefix of `memory:` drives.
 const MEMORY: &str = "memory-";
 
-/// Prefix of the names of drives' faults.
+/// Name prefix of injected faults.
 const FAULTS: &str = "faults-";
 
-/// Longest wait for the keeper.
+/// Timeout for the keeper.
 const KEEPER_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Pause between two looks at the keeper.
+/// Interval of checking whether the keeper runs.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Name of the ledger of private drives.
@@ -73,51 +73,51 @@ const LEASES: &str = "leases";
 /// Name of the stored configuration of functions and drives.
 const CONFIGURATION: &str = "configuration";
 
-/// Error using the keeper.
+/// Error of using the keeper.
 #[derive(Debug, Error)]
 pub enum KeepingError {
-    /// The keeper cannot be asked, or what it keeps cannot be read.
+    /// The keeper cannot be reached, or its contents cannot be read.
     #[error("Cannot use the keeper of this server")]
     Keeper(#[from] KeepError),
-    /// The kernel has no memory file.
+    /// The kernel cannot create a memory file.
     #[error("Cannot make a memory file that outlives this server")]
     Memory(#[source] std::io::Error),
-    /// The server before goes on, or its successor cannot.
+    /// The old server stays in place, or handing over failed.
     #[error(transparent)]
     Predecessor(#[from] PredecessorError),
     /// The ledger of private drives cannot be read.
     #[error("Cannot read the ledger of memory: and null: drives that the server before has kept")]
     Ledger(#[from] LeaseError),
-    /// The configuration cannot be kept, or read.
+    /// The configuration cannot be stored or read.
     #[error("Cannot use the configuration that outlives this server")]
     Configuration(#[from] JournalError),
 }
 
-/// Returns the configuration that the previous server kept; `None` if it kept none.
+/// Returns the stored configuration of the old server, or `None` if there is none.
 ///
 /// # Errors
-/// It cannot be read.
+/// The configuration cannot be read.
 pub(crate) fn kept_configuration(inherited: &Inherited) -> Result<Option<Vec<u8>>, KeepingError> {
     let Some(file) = inherited.get(CONFIGURATION).next() else {
         return Ok(None);
     };
     let file = file.try_clone_to_owned().map_err(KeepingError::Memory)?;
-    // The server that has it may go on.
+    // The old server may still run and write the journal.
     match Record::of_running(file) {
         Ok(record) => Ok(Some(record.device().to_vec())),
-        // That server ended before it stored any.
+        // The old server ended before it stored a configuration.
         Err(JournalError::Empty) => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Returns whether the previous server kept a configuration for this process. Does not read it.
+/// Returns whether the old server left a configuration for this process. Does not read it.
 pub(crate) fn has_kept_configuration() -> bool {
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     names.split(':').any(|name| name == CONFIGURATION)
 }
 
-/// Reports the server's state to its keeper, or to a service manager that keeps nothing, as sd_notify(3) has it.
+/// Reports the server's state to the keeper or service manager, as in sd_notify(3).
 pub(crate) fn notify(keeping: Option<&Keeping>, assignments: &str) {
     let notified = match keeping {
         Some(keeping) => keeping.registry.store().notify(assignments),
@@ -134,30 +134,30 @@ pub(crate) fn notify(keeping: Option<&Keeping>, assignments: &str) {
     }
 }
 
-/// A server's descriptors in its keeper.
+/// A server's state in its keeper.
 #[derive(Debug)]
 pub(crate) struct Keeping {
     registry: Arc<Registry>,
-    /// True while descriptors are being stored with a new keeper.
+    /// True while a new keeper is receiving the descriptors.
     is_adopted: AtomicBool,
     state: Mutex<State>,
     spares: Arc<Spares>,
-    /// Begin of the stall of functions that this process takes up.
+    /// Start of the pause of functions that this process restores.
     stall_begin: StallBegin,
-    /// The server that this process replaces.
+    /// Old server that this process replaces.
     leaving: Option<Leaving>,
 }
 
-/// Begin of the stall of functions that another process takes up.
+/// Start of the pause of functions that a successor restores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StallBegin {
     cause: StallCause,
-    /// By the clock of the host.
+    /// Time on the host's clock.
     at: Duration,
 }
 
 impl StallBegin {
-    /// Returns the begin for functions in VMMs. They outlive a server without a keeper, and one that ends in order.
+    /// Returns the start for functions in VMMs. Such functions survive even an orderly restart, or one without a keeper.
     pub(crate) fn of_vmms(keeping: Option<&Keeping>) -> Self {
         match keeping.map(Keeping::stall_begin) {
             Some(begin) if begin.cause == StallCause::Upgrade => begin,
@@ -168,10 +168,10 @@ impl StallBegin {
         }
     }
 
-    /// Returns the stall that ends at `end`.
+    /// Returns the pause from this start to `end`.
     pub(crate) fn until(self, end: Duration) -> Stall {
         let Self { cause, at } = self;
-        // The moment comes from another process, which may be of another release.
+        // The start comes from another process, perhaps of another release.
         let seconds = end.saturating_sub(at).as_secs_f64();
         Stall { cause, seconds }
     }
@@ -179,28 +179,28 @@ impl StallBegin {
 
 #[derive(Debug)]
 struct State {
-    /// Stored configuration of functions and drives; `None` until it is first kept.
+    /// Journal of the stored configuration. `None` until it is first stored.
     configuration: Option<Journal>,
-    /// Functions of the process before that are not taken up yet, by their sockets.
+    /// Functions of the old server that are not restored yet, by socket.
     surviving: BTreeMap<PathBuf, SurvivingFunction>,
     /// Ledger of private drives.
     private: Ledger,
-    /// Contents of `memory:` drives, by their bytes.
+    /// Contents of `memory:` drives, by size in bytes.
     memory: BTreeMap<u64, MemoryFile>,
-    /// Faults of drives that this process has not opened yet, by their names in the keeper.
+    /// Faults of drives that this process has not opened yet, by name in the keeper.
     faults: BTreeMap<String, MemoryFile>,
     drives: DriveBags,
     next_function: u64,
 }
 
 impl Keeping {
-    /// Finds the keeper of this process, and what it has kept; `None` without a keeper.
+    /// Connects to the keeper and reads the stored state. Returns `None` without a keeper.
     ///
-    /// If a server is to be replaced by this one, `check` has to succeed. Then this waits until that server has let go of its
-    /// functions. It [may not have ended](Self::await_predecessor) yet.
+    /// If this process replaces a running server, first calls `check`, which must succeed. Then waits until the old server has
+    /// released its functions. The old server [may still run](Self::await_predecessor) after that.
     ///
     /// # Errors
-    /// See [`KeepingError`]; the error of `check`.
+    /// See [`KeepingError`]. Returns the error of `check`.
     pub(crate) fn find<E: From<KeepingError>>(
         mut inherited: Inherited,
         check: impl FnOnce() -> Result<(), E>,
@@ -250,7 +250,7 @@ impl Keeping {
         let mut state = State {
             configuration: match configuration {
                 Some(Ok((journal, _))) => Some(journal),
-                // It was looked at before. Another one takes its place.
+                // Unreadable, as `kept_configuration` has reported. A new journal will replace it.
                 Some(Err(_)) => {
                     registry.forget(CONFIGURATION)?;
                     None
@@ -283,7 +283,7 @@ impl Keeping {
                             leaving.let_end();
                             leaving.await_end().map_err(PredecessorError::from)?;
                         }
-                        // Its socket is closed then, and its path is free for a function that is offered anew.
+                        // With its keeper entry gone, the socket is closed, and a new function can use its path.
                         shelf.forget_now();
                     }
                 }
@@ -302,7 +302,7 @@ impl Keeping {
                     registry.forget(&name)?;
                 }
             } else if name.starts_with(SPARE) {
-                // Its lease takes it up, or it is forgotten with its drive.
+                // Restored with its lease, or removed with its drive.
             } else {
                 log::warn!("The keeper has \"{name}\", which this server does not know");
             }
@@ -319,7 +319,6 @@ impl Keeping {
         })
     }
 
-    /// That of a process which replaces another one, and has nothing of it. Nothing answers for the keeper.
     #[cfg(test)]
     pub(crate) fn beside(folder: &Path, before: OwnedFd) -> Self {
         let (keeping, ..) = Self::beside_with(folder, before);
@@ -361,27 +360,26 @@ impl Keeping {
         (keeping, keeper, server)
     }
 
-    /// Returns whether this process replaces another server, which may have sockets until it has
+    /// Returns whether this process replaces another server. The old server may own sockets until it has
     /// [ended](Self::await_predecessor).
     pub(crate) fn replaces_a_server(&self) -> bool {
         self.leaving.is_some()
     }
 
-    /// Returns whether this process replaces the server with this process number.
+    /// Returns whether this process replaces the server with this process id.
     pub(crate) fn replaces(&self, number: u32) -> bool {
         let leaving = self.leaving.as_ref();
         leaving.is_some_and(|leaving| leaving.is_process(number))
     }
 
-    /// Lets the server end that this process replaces: all functions are served that can be.
+    /// Tells the old server that it may end, as all functions that can be restored are served.
     pub(crate) fn let_predecessor_end(&self) {
         if let Some(leaving) = &self.leaving {
             leaving.let_end();
         }
     }
 
-    /// Lets the server end that this process replaces, and waits for that. Then no process but this one has sockets of
-    /// functions.
+    /// Tells the old server to end and waits for it. Afterwards, only this process has functions' sockets.
     pub(crate) fn outlast_predecessor(&self) {
         self.let_predecessor_end();
         if let Err(error) = self.await_predecessor() {
@@ -389,7 +387,7 @@ impl Keeping {
         }
     }
 
-    /// Waits for the end of the server that this process replaces.
+    /// Waits until the old server has ended.
     ///
     /// # Errors
     /// [`KeepingError::Predecessor`] with the kernel's error.
@@ -400,12 +398,12 @@ impl Keeping {
         }
     }
 
-    /// Returns whether functions of the process before are to go on.
+    /// Returns whether the old server left functions that are not restored yet.
     pub(crate) fn goes_on(&self) -> bool {
         !self.state().surviving.is_empty()
     }
 
-    /// Returns the begin of the stall of functions that this process takes up.
+    /// Returns the start of the pause of functions that this process restores.
     pub(crate) fn stall_begin(&self) -> StallBegin {
         self.stall_begin
     }
@@ -413,12 +411,11 @@ impl Keeping {
     /// Waits until the keeper has processed all messages of this process.
     ///
     /// # Errors
-    /// It is gone, or late.
+    /// The keeper has ended or is late.
     pub(crate) fn await_keeper(&self) -> Result<(), KeepError> {
         self.registry.store().barrier(KEEPER_PATIENCE)
     }
 
-    /// Returns the state of the keeper.
     pub(crate) fn state_of_keeper(&self) -> KeeperState {
         match self.registry.has_ended() {
             true => KeeperState::Ended,
@@ -426,7 +423,7 @@ impl Keeping {
         }
     }
 
-    /// Starts a thread that checks each second whether the keeper has ended.
+    /// Starts a thread that checks every second whether the keeper has ended.
     pub(crate) fn watch(self: &Arc<Self>) -> io::Result<()> {
         let watched = Arc::downgrade(self);
         let watch = move || {
@@ -439,11 +436,11 @@ impl Keeping {
         start_thread("keeper", watch).map(drop)
     }
 
-    /// Stores all descriptors with the new keeper at this address, as the former one has ended. A thread sends the messages after
-    /// this has returned.
+    /// Stores all descriptors with a new keeper at this address, after the previous one has ended. A background thread sends
+    /// them.
     ///
     /// # Errors
-    /// Why it is not taken, in words.
+    /// Returns as text why the new keeper is refused.
     pub(crate) fn adopt(self: &Arc<Self>, address: &OsStr, max: u64) -> Result<(), String> {
         self.registry.look();
         if !self.registry.has_ended() {
@@ -470,12 +467,12 @@ impl Keeping {
         })
     }
 
-    /// Returns all that is in the keeper, for a process that takes this one's place.
+    /// Returns all entries in the keeper, for a successor process.
     pub(crate) fn registry(&self) -> &Registry {
         &self.registry
     }
 
-    /// Keeps the configuration of all functions and drives.
+    /// Stores the configuration of all functions and drives.
     pub(crate) fn keep_configuration(&self, bytes: &[u8]) {
         if let Err(error) = self.try_to_keep_configuration(bytes) {
             log::error!(
@@ -499,7 +496,7 @@ impl Keeping {
         Ok(())
     }
 
-    /// Forgets the configuration: the server ends in order, and the next one begins anew.
+    /// Deletes the stored configuration at an orderly end, so that the next server reads its command line and file.
     pub(crate) fn forget_configuration(&self) {
         self.state().configuration = None;
         if let Err(error) = self.registry.forget(CONFIGURATION) {
@@ -508,8 +505,8 @@ impl Keeping {
         }
     }
 
-    /// Takes back a function that could not be restored and whose parts are closed. This process, or its successor, may restore
-    /// it later.
+    /// Returns a function that could not be restored and whose descriptors are closed. A later attempt or a successor may
+    /// restore it.
     pub(crate) fn take_back(&self, shelf: &Shelf) {
         let descriptors = self.registry.descriptors(&shelf.name);
         let read = descriptors.map_err(SurvivorError::from);
@@ -523,37 +520,36 @@ impl Keeping {
         }
     }
 
-    /// Returns the function of the process before that had this socket.
+    /// Removes and returns the old server's function with this socket.
     pub(crate) fn take(&self, socket: &Path) -> Option<SurvivingFunction> {
         self.state().surviving.remove(socket)
     }
 
-    /// Gives a function back that cannot be taken up now. The next process may.
+    /// Returns a function that cannot be restored now. A later attempt or a successor may restore it.
     pub(crate) fn give_back(&self, function: SurvivingFunction) {
         let socket = function.socket().to_owned();
         self.state().surviving.insert(socket, function);
     }
 
-    /// Returns whether the process before had a function with this socket, which is not taken up.
+    /// Returns whether the old server's function with this socket is not restored yet.
     pub(crate) fn has(&self, socket: &Path) -> bool {
         self.state().surviving.contains_key(socket)
     }
 
-    /// Returns the place of the function with this socket in the order in which functions are taken up; `None` if the
-    /// process before had no such function.
+    /// Returns the function's position in the order of restoring, or `None` if the old server had no such function.
     pub(crate) fn turn_of(&self, socket: &Path) -> Option<Turn> {
         let state = self.state();
         state.surviving.get(socket).map(SurvivingFunction::turn)
     }
 
-    /// Returns the memory of the function with this socket, by places in files and their lengths.
+    /// Returns the function's guest memory, as file ranges with lengths.
     pub(crate) fn memory_of(&self, socket: &Path) -> Vec<(MappedFile, u64)> {
         let state = self.state();
         let function = state.surviving.get(socket);
         function.map_or_else(Vec::new, SurvivingFunction::memory)
     }
 
-    /// Gives functions of the process before up that this server does not have.
+    /// Releases the old server's functions that `is_wanted` rejects.
     pub(crate) fn forget_all_but(&self, is_wanted: impl Fn(&Path) -> bool) {
         let mut state = self.state();
         let all = std::mem::take(&mut state.surviving);
@@ -569,7 +565,7 @@ impl Keeping {
         }
     }
 
-    /// Returns a place for a new function.
+    /// Allocates a keeper entry for a new function.
     pub(crate) fn shelf(&self) -> Shelf {
         let mut state = self.state();
         let number = state.next_function;
@@ -580,17 +576,15 @@ impl Keeping {
         }
     }
 
-    /// Returns the spare descriptions of leases.
     pub(crate) fn spares(&self) -> &Arc<Spares> {
         &self.spares
     }
 
-    /// Returns the ledger of private drives.
     pub(crate) fn private_ledger(&self) -> Ledger {
         self.state().private.clone()
     }
 
-    /// Returns the content of the drive `memory:BYTES`, which is empty at first.
+    /// Returns the memory file of the drive `memory:BYTES`. A new one is empty.
     ///
     /// # Errors
     /// [`KeepingError::Memory`], [`KeepingError::Keeper`].
@@ -608,8 +602,8 @@ impl Keeping {
         Ok(file)
     }
 
-    /// Returns the memory file with the faults of a drive that this process opens. The first call for a drive returns its
-    /// predecessor's file. Later calls return a new file: a drive that was closed starts without recorded faults.
+    /// Returns the memory file for the faults of a drive that this process opens. The first call for a drive returns the old
+    /// server's file. Later calls return a new file, as reopening a drive clears its recorded faults.
     ///
     /// # Errors
     /// [`KeepingError::Memory`], [`KeepingError::Keeper`].
@@ -627,7 +621,7 @@ impl Keeping {
         Ok(MemoryFile(Arc::new(file)))
     }
 
-    /// Forgets the faults of a drive that is closed.
+    /// Removes the faults of a closed drive.
     pub(crate) fn forget_faults(&self, path: &DrivePath) {
         let name = faults_name(path);
         self.state().faults.remove(&name);
@@ -639,7 +633,7 @@ impl Keeping {
         }
     }
 
-    /// Forgets the content of a drive that is closed.
+    /// Removes the content of a closed drive.
     pub(crate) fn forget_memory(&self, bytes: u64) {
         if self.state().memory.remove(&bytes).is_some()
             && let Err(error) = self.registry.forget(&memory_name(bytes))
@@ -657,7 +651,7 @@ impl Keeping {
     }
 }
 
-/// Returns the number of a name that is a prefix and a number.
+/// Returns the number after a prefix.
 fn number_after(prefix: &str, name: &str) -> Option<u64> {
     name.strip_prefix(prefix)?.parse().ok()
 }
@@ -666,19 +660,19 @@ fn memory_name(bytes: u64) -> String {
     format!("{MEMORY}{bytes}")
 }
 
-/// Returns the name of a drive's faults. It is a hash, as names may not contain colons and are shorter than paths.
+/// Returns the entry name of a drive's faults. Uses a hash, as names must be short and cannot contain colons.
 fn faults_name(path: &DrivePath) -> String {
     format!("{FAULTS}{:016x}", hash(&path.to_string()))
 }
 
-/// Returns a hash that stays the same in all releases, FNV-1a.
+/// Returns the FNV-1a hash, which is the same in all releases.
 fn hash(text: &str) -> u64 {
     text.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
     })
 }
 
-/// Opens the ledger of private drives, or makes it.
+/// Opens or creates the ledger of private drives.
 fn private_ledger(registry: &Registry, kept: Vec<OwnedFd>) -> Result<Ledger, KeepingError> {
     let file = match kept.into_iter().next() {
         Some(file) => file,

@@ -1,4 +1,4 @@
-//! All that this server has in its keeper, for a process that takes its place.
+//! Copies of everything a server has stored with its keeper, to pass on to a successor.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,29 +10,29 @@ use nvme_mpt_keep::{KeepError, Store};
 use super::KEEPER_PATIENCE;
 use crate::stats::KEEPER_ENDED;
 
-/// Prefix of spare descriptions. A full keeper drops these first.
+/// Name prefix of spare descriptors, which are dropped first when the keeper is full.
 pub(super) const SPARE: &str = "spare-";
 
-/// Message about a lease without spare descriptions.
+/// Consequence of missing spare descriptors, for log messages.
 pub(super) const LEFT_OUT: &str =
     "if this server is killed, a write of the lease may be lost without a word";
 
-/// The keeper, with copies of the descriptors that it has.
+/// The keeper, with copies of the descriptors stored there.
 #[derive(Debug)]
 pub(crate) struct Registry {
     store: Mutex<Arc<Store>>,
-    /// The keeper has ended. Nothing is sent to it, and nothing is lost with it but its copies.
+    /// True if the keeper has ended. Nothing is sent then, and only the keeper's copies are lost.
     has_ended: AtomicBool,
     entries: Mutex<BTreeMap<String, Entry>>,
 }
 
-/// Descriptors of a name.
+/// Descriptors stored under one name.
 #[derive(Debug, Default)]
 struct Entry {
     kept: Vec<OwnedFd>,
-    /// The keeper has no room for them.
+    /// True if the keeper has no room for them.
     is_left_out: bool,
-    /// Journal of a function, which a successor may read before it takes over.
+    /// Journal of a function, which a successor checks before it takes over.
     journal: Option<OwnedFd>,
 }
 
@@ -50,12 +50,11 @@ impl Registry {
         store.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Returns whether the keeper is known to have ended.
     pub(crate) fn has_ended(&self) -> bool {
         self.has_ended.load(Ordering::Relaxed)
     }
 
-    /// Looks whether the keeper has ended, and logs it the first time.
+    /// Checks whether the keeper has ended, and logs it once.
     pub(super) fn look(&self) {
         if !self.has_ended() && self.store().has_ended() {
             self.note_end();
@@ -68,7 +67,7 @@ impl Registry {
         }
     }
 
-    /// Sends something to the keeper. Returns `false` if it has ended.
+    /// Sends a message to the keeper. Returns `false` if the keeper has ended.
     fn send(&self, send: impl FnOnce(&Store) -> Result<(), KeepError>) -> Result<bool, KeepError> {
         if self.has_ended() {
             return Ok(false);
@@ -82,13 +81,13 @@ impl Registry {
         }
     }
 
-    /// Waits until the keeper has processed all messages of this process, if there is one.
+    /// Waits until the keeper has processed all messages. Returns at once if the keeper has ended.
     pub(super) fn await_keeper(&self) -> Result<(), KeepError> {
         self.send(|store| store.barrier(KEEPER_PATIENCE)).map(drop)
     }
 
-    /// Stores all descriptors with a new keeper, as the former one has ended. The lock is held until the new keeper has all, so
-    /// an upgrade passes the descriptors on either before or after that.
+    /// Stores all descriptors with a new keeper. Holds the lock throughout, so that an upgrade passes descriptors on either
+    /// before or after.
     pub(super) fn adopt(&self, store: Store) -> Result<(), KeepError> {
         let mut entries = self.entries();
         let mut room = store.max();
@@ -110,8 +109,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Keeps descriptors under a name. Returns whether the keeper has room for them; if not, a successor gets them from this
-    /// process alone.
+    /// Stores descriptors under a name. Returns whether the keeper had room. If not, only an upgrade passes them to a
+    /// successor.
     pub(super) fn keep(
         &self,
         name: &str,
@@ -127,7 +126,7 @@ impl Registry {
         Ok(has_room)
     }
 
-    /// As [`Self::keep`]. Logs that `what` is lost with this process if the keeper has no room for it.
+    /// Calls [`Self::keep`], and logs that `what` would be lost in a crash if the keeper has no room.
     pub(super) fn keep_or_report(
         &self,
         what: &str,
@@ -141,7 +140,7 @@ impl Registry {
     }
 
     fn report_left_out(&self, what: &str) {
-        // It was reported for all of them.
+        // The end of the keeper was logged once for all entries.
         if self.has_ended() {
             return;
         }
@@ -153,8 +152,8 @@ impl Registry {
         );
     }
 
-    /// Has the keeper store what it has room for of all that this process [knows](Self::know). A server passes all on to its
-    /// successor, also what the keeper has no room for, and the successor counts in another order.
+    /// Makes the keeper's contents match the entries that this process [knows](Self::know). A predecessor passes on all
+    /// entries, including those without room, and this process may choose others to leave out.
     pub(super) fn settle(&self) -> Result<(), KeepError> {
         let entries = self.entries();
         let (left_out, stored): (Vec<_>, Vec<_>) =
@@ -167,19 +166,19 @@ impl Registry {
             self.report_left_out(name);
         }
         for (name, entry) in stored {
-            // The keeper stores no descriptor twice.
+            // Storing again is harmless: the keeper ignores descriptors that it has.
             let descriptors: Vec<_> = entry.kept.iter().map(AsFd::as_fd).collect();
             self.send(|store| store.keep(name, &descriptors))?;
         }
         Ok(())
     }
 
-    /// Notes descriptors that are kept already.
+    /// Records descriptors that the keeper already has.
     pub(super) fn know(&self, name: &str, descriptors: &[impl AsFd]) -> Result<(), KeepError> {
         self.note(name, descriptors).map(|_| ())
     }
 
-    /// Notes descriptors of a name. Returns whether the keeper has room for them.
+    /// Records the descriptors of a name. Returns whether the keeper has room for them.
     fn note(&self, name: &str, descriptors: &[impl AsFd]) -> Result<bool, KeepError> {
         let clones = descriptors.iter().map(|fd| clone(fd.as_fd()));
         let kept = clones.collect::<Result<Vec<_>, _>>()?;
@@ -198,7 +197,7 @@ impl Registry {
         Ok(has_room)
     }
 
-    /// Returns whether the keeper has room for so many descriptors beside these.
+    /// Returns whether the keeper has room for `more` descriptors besides `entries`.
     fn has_room(&self, entries: &BTreeMap<String, Entry>, more: usize) -> bool {
         if self.has_ended() {
             return false;
@@ -208,8 +207,8 @@ impl Registry {
         (stored + more) as u64 <= self.store().max()
     }
 
-    /// Drops spare descriptions from the keeper until `more` descriptors fit. An upgrade still passes the dropped ones on. Returns
-    /// whether there is room.
+    /// Drops spare descriptors from the keeper until `more` descriptors fit. An upgrade still passes them on. Returns whether
+    /// there is room.
     fn make_room(
         &self,
         entries: &mut BTreeMap<String, Entry>,
@@ -228,14 +227,13 @@ impl Registry {
         Ok(!self.has_ended())
     }
 
-    /// Returns the names that begin with `prefix`.
     pub(super) fn names(&self, prefix: &str) -> Vec<String> {
         let entries = self.entries();
         let names = entries.keys().filter(|name| name.starts_with(prefix));
         names.cloned().collect()
     }
 
-    /// Keeps what the keeper had no room for, as far as it has room now.
+    /// Stores entries that were left out, as far as there is room now.
     fn fill_up(&self) -> Result<(), KeepError> {
         let mut entries = self.entries();
         let left_out = entries.iter().filter(|(_, entry)| entry.is_left_out);
@@ -253,14 +251,13 @@ impl Registry {
         Ok(())
     }
 
-    /// Lets successors read the journal of a function.
+    /// Lets a successor read a function's journal before it takes over.
     pub(super) fn show(&self, name: &str, journal: BorrowedFd<'_>) -> Result<(), KeepError> {
         let journal = Some(clone(journal)?);
         self.entries().entry(name.to_owned()).or_default().journal = journal;
         Ok(())
     }
 
-    /// Returns copies of the descriptors of a name.
     pub(super) fn descriptors(&self, name: &str) -> Result<Vec<OwnedFd>, KeepError> {
         let entries = self.entries();
         let kept = entries.get(name).map(|entry| entry.kept.iter());
@@ -268,14 +265,14 @@ impl Registry {
         copies.collect()
     }
 
-    /// Forgets a name.
+    /// Removes a name from the keeper, and uses the room for entries that were left out.
     pub(super) fn forget(&self, name: &str) -> Result<(), KeepError> {
         self.entries().remove(name);
         self.send(|store| store.forget(name))?;
         self.fill_up()
     }
 
-    /// Calls `pass` with all descriptors, each with its name, and with the journals as `journal`.
+    /// Calls `pass` with all descriptors and their names. Journals have the name `journal`.
     pub(crate) fn pass_on<T>(
         &self,
         journal: &str,

@@ -1,4 +1,4 @@
-//! An NVMe function as the vfio-user server wants a PCI function to be.
+//! Adapts an NVMe function to the vfio-user server's `Device` trait.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,27 +24,27 @@ use vfio_user_server::{
     MappableArea, Region, RegionIndex,
 };
 
-/// A function of the process before does not go on.
+/// Error of restoring a function.
 #[derive(Debug, Error)]
 pub(crate) enum ResumeError {
-    /// Its client's memory cannot be mapped.
+    /// The client's memory cannot be mapped.
     #[error(transparent)]
     Memory(#[from] DmaError),
-    /// Its vectors are more than the function has now.
+    /// The client has more vectors than the function.
     #[error("The client has {had} vectors, and the function has {has}")]
     Vectors {
-        /// Vectors of the client.
+        /// Number of the client's vectors.
         had: usize,
-        /// Vectors of the function.
+        /// Number of the function's vectors.
         has: usize,
     },
-    /// Its state is not taken up.
+    /// The controller's state cannot be restored.
     #[error(transparent)]
     State(#[from] TakeUpError),
-    /// Its kept state is no good.
+    /// The stored state is invalid.
     #[error(transparent)]
     Survivor(#[from] SurvivorError),
-    /// Its connection does not go on.
+    /// The client's connection cannot be resumed.
     #[error(transparent)]
     Server(#[from] vfio_user_server::Error),
     /// The kernel's error.
@@ -53,62 +53,60 @@ pub(crate) enum ResumeError {
 }
 
 impl ResumeError {
-    /// Returns true if this process, its host or the drive lacks a resource now: a later attempt may succeed.
+    /// Returns whether the host or the drive lacks a resource, so that a later attempt may succeed.
     pub(crate) fn may_pass(&self) -> bool {
         let lacks_room = matches!(self, Self::Memory(error) if error.lacks_room());
         lacks_room || system::is_exhaustion(self)
     }
 }
 
-/// Device of a function that has a control thread.
+/// A vfio-user device with a control thread.
 pub(crate) trait Served: Device {
-    /// Returns the function.
     fn function(&self) -> &NvmeFunction;
 
-    /// Returns the function.
     fn function_mut(&mut self) -> &mut NvmeFunction;
 
-    /// Has the keeper let go of the function, which has ended.
+    /// Removes the function from the keeper, as it has ended.
     fn forget(&self);
 
-    /// Returns the stall in which it was taken up.
+    /// Returns the pause during which the function was restored, if any.
     fn stall(&self) -> Option<Stall>;
 
-    /// Returns the record of crashes of work for the function, if it outlives the process.
+    /// Returns the function's crash record, if its state outlives the process.
     fn crashes(&self) -> Option<CrashRecord>;
 
-    /// Returns the eventfd by which the client reports that the level of the pin fell, if it has sent one. The client may
-    /// change it in any way, and it is not read: each signal counts.
+    /// Returns the eventfd by which the client reports that the INTx pin's level fell, if any. Each signal counts: the eventfd
+    /// is never read, since the client may change its value and flags.
     fn acknowledged(&self) -> Option<&Arc<EventFd>> {
         None
     }
 }
 
-/// An NVMe function behind a vfio-user server.
+/// An NVMe function as a vfio-user device.
 #[derive(Debug)]
 pub struct NvmeDevice {
     function: NvmeFunction,
     registers: Region,
-    /// Signals the eventfds of its clients.
+    /// Signals the client's eventfds.
     signals: Arc<ClientSignals>,
-    /// Type of the interrupts that the client has connected.
+    /// Type of the connected interrupts.
     interrupts: Interrupts,
     acknowledged: Option<Arc<EventFd>>,
-    /// Descriptors and state for the next process, if there is one.
+    /// State stored for the next process, if there is a keeper.
     kept: Option<Arc<KeptFunction>>,
-    /// Files that are kept: those that the function takes.
+    /// Kinds of memory files that the function accepts, and that are therefore stored.
     memory: MemoryKinds,
-    /// Stall in which it was taken up.
+    /// Pause during which the function was restored.
     stall: Option<Stall>,
-    /// Admin commands before the present client connected.
+    /// Value of the admin command counter when the client connected.
     admin_before: u64,
 }
 
 impl NvmeDevice {
-    /// Offers `function`, which was made for a client that emulates the MSI-X table.
+    /// Creates a device for `function`, which must be configured for a client that emulates the MSI-X table.
     ///
     /// # Errors
-    /// Returns the kernel's error when there are no file descriptors left.
+    /// Returns the kernel's error if file descriptors run out.
     pub fn new(function: NvmeFunction) -> io::Result<Self> {
         let mappable = match function.doorbell_region() {
             None => None,
@@ -140,8 +138,8 @@ impl NvmeDevice {
         })
     }
 
-    /// Offers a function whose descriptors and state are kept for the next process, and that takes these kinds of
-    /// memory.
+    /// Stores the function's state with the keeper from now on. `memory` are the kinds of memory files that the function
+    /// accepts.
     pub(crate) fn kept(mut self, kept: Arc<KeptFunction>, memory: MemoryKinds) -> Self {
         let keeper = StoreBetween(kept.clone());
         self.function.keep_with(Box::new(keeper));
@@ -150,12 +148,11 @@ impl NvmeDevice {
         self
     }
 
-    /// Goes on with the client and the guest of the process before. The function is as after power-on, and has the files
-    /// of that process.
+    /// Restores the old server's client and guest. The function must be in its power-on state and have the old server's files.
     ///
     /// # Errors
-    /// The function promises something else, or the client's memory or vectors are no good. Then nothing was carried out
-    /// for the guest.
+    /// The function's properties differ, or the client's memory or vectors are invalid. No command was executed for the guest
+    /// then.
     pub(crate) fn take_up(
         &mut self,
         client: KeptClient,
@@ -168,17 +165,17 @@ impl NvmeDevice {
             interrupts,
             acknowledged,
         } = client;
-        // Without a client there are no eventfds whose reader decides how they are signalled.
+        // A stored function may have no client, and then no eventfds either.
         if user.is_some() || vectors.iter().any(|vector| vector.eventfd.is_some()) {
             self.meet(user);
         }
         let host = self.function.host();
-        // The process before has checked these.
+        // The old server checked these regions.
         host.set_memory_holder(MemoryHolder::Trusted);
         for region in regions {
             host.map_kept(region)?;
         }
-        // The one that has the connection is looked for among those of its user.
+        // The client's pid is not stored. Pid 0 makes the holder search the user's processes for the connection.
         let process = user.map(|user| ClientProcess { pid: 0, user });
         host.set_memory_holder(holder(process));
         let known = self.function.vectors();
@@ -198,7 +195,7 @@ impl NvmeDevice {
         Ok(self.function.take_up(control)?)
     }
 
-    /// The client is of this user.
+    /// Sets whether the client's user is trusted.
     fn meet(&self, user: Option<u32>) {
         self.signals
             .meet(match user.is_some_and(system::is_trusted) {
@@ -207,23 +204,23 @@ impl NvmeDevice {
             });
     }
 
-    /// Notes the stall that ended with [`Self::take_up`].
+    /// Sets the pause that ended with [`Self::take_up`].
     pub(crate) fn set_stall(&mut self, stall: Stall) {
         self.stall = Some(stall);
     }
 
-    /// The function.
+    /// Returns the function.
     #[must_use]
     pub fn function(&self) -> &NvmeFunction {
         &self.function
     }
 
-    /// The function.
+    /// Returns the function mutably.
     pub fn function_mut(&mut self) -> &mut NvmeFunction {
         &mut self.function
     }
 
-    /// Makes the first vector what the client has connected it as.
+    /// Makes the first vector an INTx pin or not, as the client has connected it.
     fn follow_interrupts(&self) {
         let fall = match &self.acknowledged {
             Some(_) => PinFall::Acknowledgement,
@@ -233,7 +230,7 @@ impl NvmeDevice {
         self.function.set_pin(is_pin.then_some(fall));
     }
 
-    /// Disconnects interrupts of another type, as a function has one at a time.
+    /// Switches the interrupt type. Disconnects interrupts of the previous type, as only one type can be active.
     fn switch_to(&mut self, interrupts: Interrupts) {
         if interrupts == self.interrupts {
             return;
@@ -250,7 +247,8 @@ impl NvmeDevice {
         }
     }
 
-    /// Takes over the eventfd by which the client reports that the pin's level fell, or has it report that by messages.
+    /// Sets the eventfd by which the client reports that the INTx pin's level fell. Without one, the client reports it by
+    /// messages.
     fn acknowledge_by(&mut self, fds: Vec<OwnedFd>) -> io::Result<()> {
         let eventfd = fds.into_iter().next().map(eventfd::take).transpose()?;
         if let Some(kept) = &self.kept {
@@ -262,8 +260,8 @@ impl NvmeDevice {
         Ok(())
     }
 
-    /// Connects vectors, from number `start` on, with the eventfds in order, and disconnects those that get none. The next
-    /// process finds them so.
+    /// Connects the `count` vectors from `start` to the eventfds in order. Disconnects vectors without an eventfd. Stores the
+    /// result for the next process.
     fn connect(
         &mut self,
         interrupts: Interrupts,
@@ -271,7 +269,7 @@ impl NvmeDevice {
         count: usize,
         fds: Vec<OwnedFd>,
     ) -> io::Result<()> {
-        // All or none.
+        // Check all eventfds before changing anything.
         let eventfds = fds
             .into_iter()
             .map(eventfd::take)
@@ -283,7 +281,7 @@ impl NvmeDevice {
             kept.connect(start, count, &shared)?;
         }
         if interrupts == Interrupts::Pin {
-            // Its level is low.
+            // Reconnecting sets the pin's level low.
             self.follow_interrupts();
         }
         let mut eventfds = eventfds.into_iter();
@@ -296,7 +294,7 @@ impl NvmeDevice {
         Ok(())
     }
 
-    /// Carries out an action on a vector, for the next process too.
+    /// Masks, unmasks or triggers a vector. Stores the mask for the next process.
     fn act(&mut self, number: usize, action: IrqAction) {
         let Some(vector) = self.function.vectors().get(number) else {
             return;
@@ -315,8 +313,8 @@ impl NvmeDevice {
         }
     }
 
-    /// Forgets the client: the next one to attach finds the function as after power-on, and nothing of the
-    /// guest's before.
+    /// Resets the function to its power-on state and forgets the client, so that the next client sees nothing of the previous
+    /// guest.
     fn forget_client(&mut self) {
         for vector in self.function.vectors() {
             vector.set_eventfd(None);
@@ -325,7 +323,7 @@ impl NvmeDevice {
         self.interrupts = Interrupts::default();
         self.acknowledged = None;
         self.follow_interrupts();
-        // The reset comes first, so that no queue finds its memory gone.
+        // Reset first, so that no queue uses unmapped memory.
         if let Err(error) = self.function.reset_and_unmap() {
             log::error!("Memory of a client that is gone is still in use: {error}");
         }
@@ -392,7 +390,7 @@ impl Device for NvmeDevice {
             RegionIndex::Bar0 => self.function.read_bar(Bar::Registers, offset, data),
             RegionIndex::Bar4 => self.function.read_bar(Bar::Msix, offset, data),
             RegionIndex::Config => self.function.read_config(offset, data),
-            // All ones are there already.
+            // `data` is already filled with ones.
             _ => {}
         }
     }
@@ -401,14 +399,14 @@ impl Device for NvmeDevice {
         match region {
             RegionIndex::Bar0 => self.function.write_bar(Bar::Registers, offset, data),
             RegionIndex::Bar4 => self.function.write_bar(Bar::Msix, offset, data),
-            // The client sees the same write and follows the BARs by itself.
+            // The client sees the same write and maps the BARs itself.
             RegionIndex::Config => drop(self.function.write_config(offset, data)),
             _ => {}
         }
     }
 
     fn max_dma_maps(&self) -> u32 {
-        // Some thousands.
+        // The constant is a few thousand.
         MAX_REGIONS as u32
     }
 
@@ -420,13 +418,13 @@ impl Device for NvmeDevice {
             writable,
             memory,
         } = region;
-        // The function cannot reach memory that the client cannot share: a command that points there fails like
-        // one that points nowhere.
+        // The function cannot access memory without a file descriptor. A command that uses it fails like one with an unmapped
+        // address.
         let Some(DmaMemory { fd, offset }) = memory else {
             return Ok(());
         };
         let gpa = Gpa(iova);
-        // A file that is refused is asked nothing before, and the keeper never has it: both may wait for its file system.
+        // Do not query or store a file that will be refused: both may block on its file system.
         let is_kept = self.memory.admits(fd.as_fd());
         let kept = self.kept.as_ref().filter(|_| is_kept);
         let kept = kept.map(|kept| -> io::Result<_> {
@@ -465,7 +463,7 @@ impl Device for NvmeDevice {
             Some((iova, size)) => host.unmap(Gpa(iova), size),
             None => host.unmap_all(),
         };
-        // Commands in flight keep the memory of a region that is busy, which is gone for all others.
+        // If the region is busy, only in-flight commands still use its memory. For everything else, it is unmapped.
         if let (Some(kept), Ok(_) | Err(DmaError::Busy { .. })) = (&self.kept, &unmapped) {
             kept.remove_regions(range);
         }
@@ -476,7 +474,7 @@ impl Device for NvmeDevice {
         let count = match index {
             IrqIndex::Intx => u32::from(self.function.has_pin()),
             IrqIndex::Msi => self.function.msi_messages().into(),
-            // At most 128.
+            // At most 128 vectors.
             IrqIndex::Msix => self.function.vectors().len() as u32,
             IrqIndex::Err | IrqIndex::Req => 0,
         };
@@ -500,7 +498,7 @@ impl Device for NvmeDevice {
             IrqIndex::Intx => Interrupts::Pin,
             IrqIndex::Msi => Interrupts::Msi,
             IrqIndex::Msix => Interrupts::Msix,
-            // There are none of the others: clients disconnect them all the same.
+            // The device has no such interrupts, but clients disconnect them anyway.
             IrqIndex::Err | IrqIndex::Req => return Ok(()),
         };
         let all = self.irq(index).count as usize;
@@ -509,7 +507,7 @@ impl Device for NvmeDevice {
         let chosen = start..end.ok_or_else(invalid)?;
         let connects = action == IrqAction::Trigger && matches!(data, IrqData::Connect(_));
         if interrupts != self.interrupts && !connects {
-            // None of this type are connected.
+            // No interrupts of this type are connected.
             return Ok(());
         }
         match (action, data) {
@@ -538,7 +536,7 @@ impl Device for NvmeDevice {
             (IrqAction::Unmask, IrqData::Disconnect) if interrupts == Interrupts::Pin => {
                 self.acknowledge_by(Vec::new())
             }
-            // To be told when the guest masks or unmasks an interrupt is for the pin, which masks itself.
+            // Eventfds for masking exist only for the INTx pin, which masks itself.
             (IrqAction::Mask | IrqAction::Unmask, IrqData::Connect(_) | IrqData::Disconnect) => {
                 Err(invalid())
             }
@@ -590,14 +588,14 @@ impl Device for NvmeDevice {
 
 /// Returns the process that may resolve page faults in a client's memory.
 fn holder(process: Option<ClientProcess>) -> MemoryHolder {
-    // A client that the kernel names nothing of cannot be looked at.
+    // Without credentials from the kernel, the client cannot be inspected.
     process.map_or(MemoryHolder::Trusted, |process| MemoryHolder::Client {
         pid: process.pid,
         uid: process.user,
     })
 }
 
-/// Returns the error for a client, as an errno, and logs it for a person.
+/// Returns the error as an errno for the client, and logs its cause.
 fn refused(error: DmaError) -> io::Error {
     log::warn!(
         "A request of the client about its memory is refused: {}",
@@ -626,7 +624,7 @@ fn invalid() -> io::Error {
     io::Error::from_raw_os_error(libc::EINVAL)
 }
 
-/// Returns advice for a client that left, if it may have needed a BAR0 that it can map.
+/// Returns advice to log if the client probably left because BAR0 cannot be mapped.
 fn advice(registers: &Region, sent_nothing: bool) -> Option<&'static str> {
     (sent_nothing && registers.mappable.is_none()).then_some(
         "The client left without an admin command. SPDK's driver leaves so where it cannot map BAR0: it needs \

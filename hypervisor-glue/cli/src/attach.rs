@@ -1,17 +1,17 @@
-//! The arguments with which a VMM attaches a function that a server offers, ready to be pasted.
+//! VMM arguments that attach a served function, ready to paste.
 
 use std::path::Path;
 
 use serde_json::json;
 
-/// Memory of the guest in the examples. Whatever its size, it must be shared with the server.
+/// Guest memory size in the examples. The memory must be shared with the server.
 const EXAMPLE_MEMORY: &str = "2G";
 
-/// Arguments for a stock Cloud Hypervisor.
+/// Returns the arguments for Cloud Hypervisor.
 #[must_use]
 pub fn cloud_hypervisor(id: &str, socket: &Path) -> String {
     let socket = socket.to_string_lossy();
-    // Its option parser splits at commas outside double quotes.
+    // Cloud Hypervisor splits options at commas outside double quotes.
     let socket = if socket.contains(',') {
         format!("\"{socket}\"")
     } else {
@@ -23,7 +23,7 @@ pub fn cloud_hypervisor(id: &str, socket: &Path) -> String {
     )
 }
 
-/// Arguments for QEMU 10.1 or newer.
+/// Returns the arguments for QEMU 10.1 or newer.
 #[must_use]
 pub fn qemu(id: &str, socket: &Path) -> String {
     let device = json!({
@@ -39,7 +39,7 @@ pub fn qemu(id: &str, socket: &Path) -> String {
     )
 }
 
-/// `text` as one word of a shell command.
+/// Quotes `text` as one shell word, if necessary.
 fn shell_word(text: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-+=:,@%".contains(&byte);
     if !text.is_empty() && text.bytes().all(is_plain) {

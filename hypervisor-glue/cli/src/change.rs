@@ -1,4 +1,4 @@
-//! Changes of a server's functions, and the functions, as clients and servers exchange them.
+//! Changes of a server's functions and the list of functions, as exchanged on the control socket.
 
 use std::path::PathBuf;
 
@@ -12,45 +12,45 @@ use serde::{Deserialize, Serialize};
 pub enum Change {
     /// Adds a function.
     Add {
-        /// Its option string, with absolute paths.
+        /// Option string with absolute paths.
         options: String,
     },
     /// Removes a function.
     Remove {
-        /// Its id, or its socket.
+        /// Id or socket of the function.
         id: String,
-        /// Also if a VMM is connected.
+        /// Remove the function even if a VMM is connected.
         force: bool,
     },
-    /// Changes the limits of a function, which goes on meanwhile.
+    /// Changes the limits of a running function.
     Limit {
-        /// Its id, or its socket.
+        /// Id or socket of the function.
         id: String,
         /// New limits, as in `iops=20000,bandwidth=none`.
         limits: String,
     },
-    /// Changes the size of the lease of a function.
+    /// Resizes the lease of a function.
     Resize {
-        /// Its id, or its socket.
+        /// Id or socket of the function.
         id: String,
         /// New size in bytes.
         bytes: u64,
-        /// Also if data at the end is lost.
+        /// Shrink the lease even though data at its end is lost.
         truncate: bool,
     },
-    /// Reserves a lease for VMMs of a user.
+    /// Reserves a lease for a user's VMMs.
     Reserve {
-        /// Its option string, with absolute paths.
+        /// Option string with absolute paths.
         options: String,
     },
-    /// Has another process take the server's place, without its VMs noticing.
+    /// Replaces the server process. VMs notice only a pause.
     Upgrade {
-        /// Program of the next server; `None` for the server's own.
+        /// Program of the successor. `None` uses the server's own.
         binary: Option<PathBuf>,
     },
-    /// Makes the functions those of the server's file.
+    /// Applies the configuration file.
     Reload {
-        /// Also if a VMM is connected to a function that changes or goes, or has a lease on a drive that goes.
+        /// Apply it even if a VMM loses a changed or removed function, or a lease on a drive that closes.
         force: bool,
     },
 }
@@ -59,63 +59,63 @@ pub enum Change {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Changed {
-    /// Of [`Change::Add`].
+    /// Result of [`Change::Add`].
     Added(FunctionEntry),
-    /// Of [`Change::Remove`].
+    /// Result of [`Change::Remove`].
     Removed {
-        /// The function.
+        /// The removed function.
         function: FunctionEntry,
-        /// Error of its end, for a person.
+        /// Error of the function's end, if any, as text.
         trouble: Option<String>,
     },
-    /// Of [`Change::Limit`].
+    /// Result of [`Change::Limit`].
     Limited(FunctionEntry),
-    /// Of [`Change::Resize`].
+    /// Result of [`Change::Resize`].
     Resized(FunctionEntry),
-    /// Of [`Change::Reserve`].
+    /// Result of [`Change::Reserve`].
     Reserved(Reserved),
-    /// Of [`Change::Reload`].
+    /// Result of [`Change::Reload`].
     Reloaded(Reloaded),
-    /// Of [`Change::Upgrade`]: the process that takes over.
+    /// Result of [`Change::Upgrade`].
     Upgraded {
-        /// Its number.
+        /// Process id of the successor.
         process: u32,
-        /// Differences of the file to what is served, for a person.
+        /// Differences between the file and the served configuration, as text.
         #[serde(default)]
         pending: Vec<String>,
     },
 }
 
-/// Result of a reload.
+/// Result of a reload. Functions are listed by id.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reloaded {
-    /// Functions that are new.
+    /// New functions.
     pub added: Vec<String>,
-    /// Functions that were made anew, as their options changed.
+    /// Functions restarted with changed options.
     pub changed: Vec<String>,
-    /// Functions that go on with other limits.
+    /// Running functions with changed limits.
     #[serde(default)]
     pub limited: Vec<String>,
-    /// Functions that go on with a larger lease.
+    /// Running functions with a larger lease.
     #[serde(default)]
     pub resized: Vec<String>,
-    /// Functions that are gone.
+    /// Functions that ended.
     pub removed: Vec<String>,
-    /// Number of functions that were not touched.
+    /// Number of unchanged functions.
     pub unchanged: usize,
 }
 
-/// Origin of a declaration.
+/// Where a function or drive is declared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Origin {
     /// An argument of `nvme-mpt serve`.
     CommandLine,
-    /// The file of `--config`.
+    /// The `--config` file.
     File,
-    /// A request of `nvme-mpt add`.
+    /// An `nvme-mpt add` request.
     Added,
-    /// A VMM that has the function in its own process.
+    /// A VMM that runs the function in its own process.
     Vmm,
 }
 
@@ -123,62 +123,62 @@ pub enum Origin {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FunctionState {
-    /// It waits for a VMM.
+    /// No VMM is connected.
     Waiting,
     /// A VMM is connected.
     Connected,
-    /// It waits for commands in flight, and does not report its state.
+    /// The function does not report its state, as it waits for in-flight commands.
     Busy,
-    /// It could not be offered when the server was started, or it is set aside as it brought the server down.
+    /// The function could not be served, or is quarantined because it crashed the server.
     Failed {
-        /// Why.
+        /// Reason of the failure.
         reason: String,
     },
 }
 
-/// A function, as `nvme-mpt list` reports it.
+/// A function in the list of `nvme-mpt list`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FunctionEntry {
-    /// Name of the function and of its lease. A function that failed may have its socket instead.
+    /// Id of the function and of its lease. A failed function may have its socket here instead.
     pub id: String,
-    /// Socket on which a VMM connects.
+    /// Socket to which a VMM connects.
     pub socket: PathBuf,
     /// The drive, as in `path=`.
     pub drive: String,
-    /// Leased bytes of the drive, if they are one part of it; `None` if the function failed.
+    /// Leased range of the drive. `None` if the function failed or has several extents.
     pub range: Option<ByteRange>,
-    /// Leased parts of the drive, in the order of the guest's blocks; `None` if the function failed.
+    /// Leased extents of the drive, in the order of the guest's blocks. `None` if the function failed.
     #[serde(default)]
     pub extents: Option<Extents>,
-    /// Origin of its declaration.
+    /// Where the function is declared.
     pub origin: Origin,
-    /// Its limits, as in `iops=20000,bandwidth=100M`; empty if it has none.
+    /// Limits, as in `iops=20000,bandwidth=100M`. Empty if there are none.
     #[serde(default)]
     pub limits: String,
     /// Its state.
     pub state: FunctionState,
-    /// Facts of the function for a person.
+    /// One-line description.
     pub summary: String,
-    /// Difference of the server's file to the function, which `nvme-mpt reload` applies; `None` if there is none.
+    /// Difference from the configuration file, which `nvme-mpt reload` would apply.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<String>,
 }
 
-/// A lease that is reserved for VMMs of a user.
+/// A lease that is reserved for a user's VMMs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reserved {
     /// Id of the lease.
     pub id: String,
-    /// Number of the user that owns it.
+    /// User id of the owner.
     pub owner: u32,
     /// The drive, as in `path=`.
     pub drive: String,
-    /// Parts of the drive, in the order of the guest's blocks.
+    /// Extents of the drive, in the order of the guest's blocks.
     pub extents: Extents,
 }
 
 impl FunctionEntry {
-    /// Takes up the extents that the lease has now, and the facts of it.
+    /// Updates the extents and the description of the lease.
     pub(crate) fn set_extents(&mut self, extents: Extents, summary: String) {
         self.range = extents.only();
         self.extents = Some(extents);

@@ -1,11 +1,10 @@
-//! The control socket: one line of JSON asks, one line of JSON answers, and the connection ends.
+//! The control socket. A client sends one line of JSON, the server answers with one line of JSON, and the connection ends.
 //!
-//! The socket has a thread of its own, so that asking for figures disturbs no function. The thread serves all clients beside
-//! each other. One that has written nothing yet, or half of its request, holds up no other one. Nor does one that does not
-//! take its answer.
+//! One thread serves all clients concurrently, apart from the functions. A client that sends or reads slowly delays no other
+//! client.
 //!
-//! A change of the functions may take long: a range may have to be wiped. So it is handed to the service, which answers
-//! when it is done. A client that goes meanwhile changes nothing about that.
+//! A change of functions may take long, for example to wipe a range. The service makes it elsewhere and replies when it is
+//! done, even if the client has disconnected.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -36,47 +35,47 @@ use crate::room::DriveRoom;
 use crate::stats::ServerStats;
 use vfio_user_server::Listener;
 
-/// Clients that may be connected. The next one ends the connection of the first.
+/// Maximum number of connected clients. A further client replaces the oldest.
 const CLIENTS_MAX: usize = 64;
 
-/// Time that a client waits for its answer: several other clients may be served before it.
+/// Timeout of a client for its answer. Allows for several other clients being served first.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 10 });
 
-/// Longest wait for a server that takes over.
+/// Timeout for a new server to take over.
 const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(30);
 
-/// Pause between two looks at it.
+/// Interval of checking for the new server.
 const TAKE_OVER_PAUSE: Duration = Duration::from_millis(2);
 
-/// Longest request in bytes: a fault plan, and what JSON writes for its line ends and quotes.
+/// Maximum size of a request in bytes. Allows for a fault plan with JSON escapes.
 const REQUEST_MAX: usize = 128 << 10;
 
-/// Longest answer that is taken, in bytes: thousands of queues.
+/// Maximum size of an answer in bytes. Allows for thousands of queues.
 const ANSWER_MAX: usize = 64 << 20;
 
-/// The control socket cannot be offered, or a server does not answer on it.
+/// Error of the control socket or of a request on it.
 #[derive(Debug, Error)]
 pub enum ControlError {
-    /// The socket cannot be made.
+    /// The socket cannot be bound.
     #[error(
         "Cannot offer the control socket; choose another path with --control if one server is to run beside another"
     )]
     Offer(#[source] vfio_user_server::Error),
-    /// The thread or what it waits with cannot be made.
+    /// The thread or its event loop cannot be created.
     #[error("Cannot start the control thread")]
     Thread(#[source] io::Error),
-    /// Events cannot be waited for.
+    /// Waiting for events failed.
     #[error("Cannot wait for control clients")]
     Events(#[source] event_manager::Error),
-    /// No server listens.
+    /// No server listens on the socket.
     #[error("No server answers on {}: start `nvme-mpt serve`, or give its control socket with --control", path.display())]
     NoServer {
         /// The socket.
         path: PathBuf,
-        /// Why it cannot be connected to.
+        /// Cause of the failed connection.
         source: io::Error,
     },
-    /// This user may not ask.
+    /// This user may not connect.
     #[error(
         "User {user} may not use the control socket {}: run this as root or as the server's user", path.display()
     )]
@@ -88,7 +87,7 @@ pub enum ControlError {
         /// Kernel's error.
         source: io::Error,
     },
-    /// The server did not answer.
+    /// The server did not answer in time, or the connection failed.
     #[error("The server on {} does not answer", path.display())]
     NoAnswer {
         /// The socket.
@@ -96,7 +95,7 @@ pub enum ControlError {
         /// Why.
         source: io::Error,
     },
-    /// The answer is none.
+    /// The answer cannot be parsed.
     #[error("The server on {} answers what this version does not understand: use the version that runs it", path.display())]
     BadAnswer {
         /// The socket.
@@ -104,7 +103,7 @@ pub enum ControlError {
         /// Cause.
         source: serde_json::Error,
     },
-    /// The next server does not take over.
+    /// The successor did not take over the control socket.
     #[error(
         "Process {process} was to take over, and does not answer on {}: the log of the server has the reason; its keeper \
          starts it again",
@@ -113,115 +112,115 @@ pub enum ControlError {
     NotTakenOver {
         /// The socket.
         path: PathBuf,
-        /// The process.
+        /// Process id of the successor.
         process: u32,
     },
-    /// The server refused.
+    /// The server refused the request.
     #[error("The server on {} refused: {reason}", path.display())]
     Refused {
         /// The socket.
         path: PathBuf,
-        /// Its words.
+        /// The server's reason.
         reason: String,
     },
 }
 
-/// Request of a client.
+/// A client's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case", deny_unknown_fields)]
 enum Request {
-    /// The figures of the server.
+    /// Report the statistics.
     Stats {},
-    /// Something about the faults of its drives.
+    /// List or change injected faults.
     Faults {
-        /// Request.
+        /// The operation.
         request: FaultRequest,
     },
-    /// The functions of the server.
+    /// List the functions.
     List {},
-    /// The filter of its log, changed before if there is one in the request.
+    /// Report the log filter, after an optional change.
     Log {
         /// The new filter.
         filter: Option<String>,
     },
-    /// The room of its drives.
+    /// Report the capacity of the drives.
     Room {
-        /// Bytes of a unit, a power of two; `None` for the unit of each drive.
+        /// Unit in bytes, a power of two. `None` uses the unit of each drive.
         unit: Option<NonZeroU64>,
     },
-    /// The server is to use a new keeper, as its former one has ended.
+    /// Use a new keeper, as the previous one has ended.
     Adopt {
-        /// Address of its socket.
+        /// Address of the keeper's socket.
         keeper: PathBuf,
-        /// Number of descriptors that it stores at most.
+        /// Maximum number of descriptors that the keeper stores.
         max: u64,
     },
-    /// A change of its functions.
+    /// Change the functions.
     Change {
-        /// Request.
+        /// The change.
         change: Change,
     },
 }
 
-/// Answer of a server.
+/// A server's answer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Answer {
-    /// To [`Request::Stats`].
+    /// Answer to [`Request::Stats`].
     Stats(ServerStats),
-    /// To [`Request::Faults`]: those of all drives that can have some.
+    /// Answer to [`Request::Faults`]: the faults of all drives that support injection.
     Faults(Vec<DriveFaults>),
-    /// To [`Request::List`].
+    /// Answer to [`Request::List`].
     List(Vec<FunctionEntry>),
-    /// To [`Request::Log`]: the filter now.
+    /// Answer to [`Request::Log`]: the filter in effect.
     Log(String),
-    /// To [`Request::Room`].
+    /// Answer to [`Request::Room`].
     Room(Vec<DriveRoom>),
-    /// To [`Request::Adopt`]: the server begins to store its descriptors with the new keeper.
+    /// Answer to [`Request::Adopt`]: the server starts storing its descriptors with the new keeper.
     Adopted(()),
-    /// To [`Request::Change`].
+    /// Answer to [`Request::Change`].
     Changed(Changed),
-    /// To what is no request, or cannot be done.
+    /// The request is invalid or failed.
     Error(String),
 }
 
-/// Service behind a control socket.
+/// Implementation of the control socket's requests.
 pub trait Service: Send + 'static {
-    /// The figures of the server.
+    /// Returns the statistics.
     fn stats(&self) -> ServerStats;
 
-    /// Changes the faults of its drives, and returns those that there are.
+    /// Lists or changes injected faults. Returns the resulting faults.
     ///
     /// # Errors
-    /// Why it cannot be done, in words.
+    /// Returns the reason as text.
     fn faults(&self, request: &FaultRequest) -> Result<Vec<DriveFaults>, String>;
 
-    /// Returns its functions.
+    /// Returns the functions.
     fn list(&self) -> Vec<FunctionEntry>;
 
-    /// Changes the filter of its log, if there is a new one, and returns the one that it has then.
+    /// Sets a new log filter, if one is given. Returns the filter in effect.
     ///
     /// # Errors
-    /// Why it cannot be done, in words.
+    /// Returns the reason as text.
     fn log(&self, filter: Option<&str>) -> Result<String, String>;
 
-    /// Returns the room of its drives, for leases of `unit` bytes, or of the unit of each drive.
+    /// Returns the capacity of the drives, for leases in units of `unit` bytes, or in each drive's own unit.
     ///
     /// # Errors
-    /// Why it is not known, in words.
+    /// Returns the reason as text.
     fn room(&self, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, String>;
 
-    /// Has the server use a new keeper, as its former one has ended. Sends the new keeper no message before this returns.
+    /// Switches to a new keeper, as the previous one has ended. Must not send the new keeper any message before it returns.
     ///
     /// # Errors
-    /// Why it is not taken, in words.
+    /// Returns as text why the keeper is refused.
     fn adopt(&self, keeper: &Path, max: u64) -> Result<(), String>;
 
-    /// Changes its functions, which may take long, and replies when it is done.
+    /// Starts a change of the functions, and replies when it is done.
     fn change(&self, change: Change, reply: Reply);
 }
 
-/// Reply to a change, which a client waits for.
+/// Reply channel to the client that requested a change.
 #[derive(Debug)]
 pub struct Reply {
     stream: UnixStream,
@@ -229,8 +228,8 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// Replies with the result, or with the reason why there is none. It does not wait: if the client's socket is full, the
-    /// control thread writes the rest.
+    /// Sends the result, or the reason of the failure. Does not block: if the client's socket is full, the control thread sends
+    /// the rest.
     pub fn send(self, result: Result<Changed, String>) {
         let answer = match result {
             Ok(changed) => Answer::Changed(changed),
@@ -248,7 +247,7 @@ impl Reply {
     }
 }
 
-/// Clients whose answer to a change is not fully written, for the control thread.
+/// Clients with a partly sent answer to a change, on their way to the control thread.
 #[derive(Debug)]
 struct LateAnswers {
     clients: Mutex<Vec<Client>>,
@@ -267,21 +266,21 @@ impl LateAnswers {
     }
 }
 
-/// A control socket that takes connections, which wait until it is served.
+/// A bound control socket. Connections queue until it is served.
 #[derive(Debug)]
 pub struct ControlListener(Listener);
 
 impl ControlListener {
-    /// Makes a socket at `path`.
+    /// Binds a socket at `path`.
     ///
     /// # Errors
-    /// The socket cannot be made.
+    /// The socket cannot be bound.
     pub fn bind(path: &Path) -> Result<Self, ControlError> {
         Listener::bind(path).map(Self).map_err(ControlError::Offer)
     }
 }
 
-/// A control socket that is served until this is dropped.
+/// A running control socket. Dropping it ends the thread.
 #[derive(Debug)]
 pub struct ControlServer {
     stop: EventFd,
@@ -289,10 +288,10 @@ pub struct ControlServer {
 }
 
 impl ControlServer {
-    /// Offers `service` on a socket.
+    /// Starts serving `service` on the socket.
     ///
     /// # Errors
-    /// The thread cannot be made.
+    /// The thread cannot be started.
     pub fn start(listener: ControlListener, service: impl Service) -> Result<Self, ControlError> {
         let ControlListener(listener) = listener;
         let stop =
@@ -334,7 +333,7 @@ impl ControlServer {
 
 impl Drop for ControlServer {
     fn drop(&mut self) {
-        // The counter cannot be full: this is its one writer.
+        // The counter cannot overflow: only this line writes to it.
         let _ = self.stop.write(1);
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -344,34 +343,34 @@ impl Drop for ControlServer {
     }
 }
 
-/// The listening side, in the control thread.
+/// State of the control thread.
 struct Clients<S> {
     listener: Listener,
     late: Arc<LateAnswers>,
     stop: EventFd,
     stopped: bool,
-    /// Those that are connected, in the order in which they came.
+    /// Connected clients, oldest first.
     clients: VecDeque<Client>,
     service: S,
 }
 
-/// A client, whose stream does not block.
+/// A client with a non-blocking stream.
 #[derive(Debug)]
 struct Client {
     stream: UnixStream,
     exchange: Exchange,
 }
 
-/// State of what a client and the server say.
+/// Progress of a client's request and answer.
 #[derive(Debug)]
 enum Exchange {
-    /// The request has not come as a whole. Here is the part that has come.
+    /// The request is incomplete. Holds the received part.
     Asking(Vec<u8>),
-    /// The client has not taken the answer as a whole.
+    /// The answer is partly sent.
     Answered {
-        /// All of it, with its end.
+        /// The complete answer with its line end.
         answer: Vec<u8>,
-        /// Number of bytes that the client has taken.
+        /// Number of bytes sent.
         taken: usize,
     },
 }
@@ -383,7 +382,7 @@ impl Exchange {
         Ok(Self::Answered { answer, taken: 0 })
     }
 
-    /// Writes as much as the client's socket takes. Returns whether the client has its whole answer.
+    /// Sends as much as the socket accepts. Returns whether the answer is complete.
     fn write(&mut self, mut stream: &UnixStream) -> io::Result<bool> {
         let Self::Answered { answer, taken } = self else {
             return Ok(false);
@@ -401,13 +400,13 @@ impl Exchange {
     }
 }
 
-/// Fate of a client after a step.
+/// What to do with a client after it made progress.
 enum Step {
-    /// It waits for this.
+    /// Wait for these events.
     Waits(EventSet),
-    /// It is served, or has asked nothing.
+    /// Disconnect: the client has its answer, or sent nothing.
     Done,
-    /// It has asked for a change, which the service answers.
+    /// Hand the change to the service, which replies.
     Changes(Change),
 }
 
@@ -430,7 +429,7 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
         if fd == self.stop.as_raw_fd() {
             self.stopped = true;
         } else if fd == self.late.came.as_raw_fd() {
-            // It is not blocking, and readable.
+            // Cannot block, as the eventfd is readable.
             let _ = self.late.came.read();
             let late = std::mem::take(&mut *self.late.clients());
             for client in late {
@@ -452,7 +451,7 @@ impl<S: Service> MutEventSubscriber for Clients<S> {
 }
 
 impl<S: Service> Clients<S> {
-    /// Adds a client to those whose requests this thread waits for.
+    /// Adds a client and waits for its events. Disconnects the oldest client if there are too many.
     fn wait_for(&mut self, client: Client, events: EventSet, ops: &mut EventOps) {
         if self.clients.len() >= CLIENTS_MAX && self.take(0, ops).is_some() {
             log::warn!(
@@ -465,7 +464,7 @@ impl<S: Service> Clients<S> {
         }
     }
 
-    /// Takes a client from those that are waited for.
+    /// Removes a client and stops waiting for its events.
     fn take(&mut self, index: usize, ops: &mut EventOps) -> Option<UnixStream> {
         let Client { stream, .. } = self.clients.remove(index)?;
         if let Err(error) = ops.remove(Events::new(&stream, EventSet::IN)) {
@@ -474,7 +473,7 @@ impl<S: Service> Clients<S> {
         Some(stream)
     }
 
-    /// Goes on with a client that has written something, or has room for more of its answer.
+    /// Makes progress with a client whose socket is ready.
     fn go_on(&mut self, fd: RawFd, ops: &mut EventOps) -> io::Result<()> {
         let mut clients = self.clients.iter_mut().enumerate();
         let Some((index, client)) = clients.find(|(_, client)| client.stream.as_raw_fd() == fd)
@@ -500,13 +499,13 @@ impl<S: Service> Clients<S> {
 }
 
 impl Client {
-    /// Takes the next part of the request, or gives the next part of the answer.
+    /// Receives a part of the request, or sends a part of the answer.
     fn go_on(&mut self, service: &impl Service) -> io::Result<Step> {
         if let Exchange::Asking(request) = &mut self.exchange {
             match read_part(&self.stream, request, REQUEST_MAX) {
                 Ok(Progress::Whole) => {}
                 Ok(Progress::Part) => return Ok(Step::Waits(EventSet::IN)),
-                // One that asks nothing has looked for the process that listens, as `upgrade` does.
+                // A connection without a request, as `listening_process` makes to find the server's process.
                 Ok(Progress::Nothing) => return Ok(Step::Done),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Ok(Step::Waits(EventSet::IN));
@@ -531,7 +530,7 @@ impl Client {
     }
 }
 
-/// Returns the answer to a request, or the change that is asked for.
+/// Returns the answer to a request. Returns a requested change as the error.
 fn answer(service: &impl Service, request: Request) -> Result<Answer, Change> {
     let or_reason = |answer: Result<Answer, String>| answer.unwrap_or_else(Answer::Error);
     Ok(match request {
@@ -547,10 +546,10 @@ fn answer(service: &impl Service, request: Request) -> Result<Answer, Change> {
     })
 }
 
-/// Asks the server on the control socket at `path` for its figures.
+/// Requests the statistics of the server on the control socket at `path`.
 ///
 /// # Errors
-/// There is no server, or no answer that can be understood.
+/// There is no server, or its answer cannot be understood.
 pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
     match ask(path, &Request::Stats {})? {
         Answer::Stats(stats) => Ok(stats),
@@ -558,10 +557,10 @@ pub fn query_stats(path: &Path) -> Result<ServerStats, ControlError> {
     }
 }
 
-/// Has the server on the control socket at `path` use a new keeper, as its former one has ended.
+/// Asks the server on the control socket at `path` to use a new keeper.
 ///
 /// # Errors
-/// There is no server, or it does not take the keeper.
+/// There is no server, or it refuses the keeper.
 pub fn offer_keeper(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlError> {
     let keeper = keeper.to_owned();
     match ask(path, &Request::Adopt { keeper, max })? {
@@ -570,8 +569,8 @@ pub fn offer_keeper(path: &Path, keeper: &Path, max: u64) -> Result<(), ControlE
     }
 }
 
-/// Returns the number of the process that listens on the control socket at `path`, in the PID namespace of this process;
-/// `None` if it has none here, or does not listen.
+/// Returns the process id of the server that listens at `path`, in this process's PID namespace. Returns `None` if nothing
+/// listens, or if the server has no id in this namespace.
 #[must_use]
 pub fn listening_process(path: &Path) -> Option<u32> {
     let stream = UnixStream::connect(path).ok()?;
@@ -579,11 +578,11 @@ pub fn listening_process(path: &Path) -> Option<u32> {
     u32::try_from(peer.pid()).ok().filter(|number| *number != 0)
 }
 
-/// Waits until another process than `before` answers on the control socket at `path`. Returned numbers are of the server's PID
-/// namespace, which may differ from this process's.
+/// Waits until another process than `before` listens at `path`. `process` is the successor's id in the server's PID namespace,
+/// which may differ from this process's namespace.
 ///
 /// # Errors
-/// [`ControlError::NotTakenOver`] if another process answers, or none, for 30 seconds.
+/// [`ControlError::NotTakenOver`] if this takes more than 30 seconds.
 pub fn await_server(path: &Path, before: Option<u32>, process: u32) -> Result<(), ControlError> {
     let deadline = Deadline::after(&SystemClock::shared(), TAKE_OVER_PATIENCE);
     loop {
@@ -602,10 +601,10 @@ pub fn await_server(path: &Path, before: Option<u32>, process: u32) -> Result<()
     }
 }
 
-/// Asks the server on the control socket at `path` for something about the faults of its drives.
+/// Sends a request about injected faults to the server on the control socket at `path`.
 ///
 /// # Errors
-/// There is no server, it refuses, or there is no answer that can be understood.
+/// There is no server, it refuses, or its answer cannot be understood.
 pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFaults>, ControlError> {
     match ask(path, &Request::Faults { request })? {
         Answer::Faults(faults) => Ok(faults),
@@ -613,10 +612,10 @@ pub fn query_faults(path: &Path, request: FaultRequest) -> Result<Vec<DriveFault
     }
 }
 
-/// Asks the server on the control socket at `path` for its functions.
+/// Requests the functions of the server on the control socket at `path`.
 ///
 /// # Errors
-/// There is no server, or no answer that can be understood.
+/// There is no server, or its answer cannot be understood.
 pub fn query_functions(path: &Path) -> Result<Vec<FunctionEntry>, ControlError> {
     match ask(path, &Request::List {})? {
         Answer::List(functions) => Ok(functions),
@@ -624,10 +623,10 @@ pub fn query_functions(path: &Path) -> Result<Vec<FunctionEntry>, ControlError> 
     }
 }
 
-/// Has the server on the control socket at `path` log what passes `filter`, if there is one. Returns the filter of its log.
+/// Sets the log filter of the server on the control socket at `path`, if one is given. Returns the filter in effect.
 ///
 /// # Errors
-/// There is no server, it refuses, or there is no answer that can be understood.
+/// There is no server, it refuses, or its answer cannot be understood.
 pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, ControlError> {
     let filter = filter.map(LogFilter::to_string);
     match ask(path, &Request::Log { filter })? {
@@ -636,11 +635,11 @@ pub fn request_log(path: &Path, filter: Option<&LogFilter>) -> Result<String, Co
     }
 }
 
-/// Asks the server on the control socket at `path` for the room of its drives, for leases of `unit` bytes or of the unit of
-/// each drive.
+/// Requests the capacity of the drives of the server on the control socket at `path`. Leases are in units of `unit` bytes, or
+/// in each drive's own unit.
 ///
 /// # Errors
-/// There is no server, it refuses, or there is no answer that can be understood.
+/// There is no server, it refuses, or its answer cannot be understood.
 pub fn query_room(path: &Path, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom>, ControlError> {
     match ask(path, &Request::Room { unit })? {
         Answer::Room(room) => Ok(room),
@@ -648,10 +647,10 @@ pub fn query_room(path: &Path, unit: Option<NonZeroU64>) -> Result<Vec<DriveRoom
     }
 }
 
-/// Has the server on the control socket at `path` change its functions, and waits until it is done.
+/// Requests a change from the server on the control socket at `path`, and waits until it is done.
 ///
 /// # Errors
-/// There is no server, it refuses, or there is no answer that can be understood.
+/// There is no server, it refuses, or its answer cannot be understood.
 pub fn request_change(path: &Path, change: Change) -> Result<Changed, ControlError> {
     match ask(path, &Request::Change { change })? {
         Answer::Changed(changed) => Ok(changed),
@@ -660,7 +659,7 @@ pub fn request_change(path: &Path, change: Change) -> Result<Changed, ControlErr
 }
 
 impl Answer {
-    /// Returns the error for an answer that is not the one to the request.
+    /// Returns the error for an answer of another kind than the request.
     fn unexpected(self, path: &Path) -> ControlError {
         let reason = match self {
             Self::Error(reason) => reason,
@@ -698,7 +697,7 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
     let request_line = serde_json::to_vec(request).map_err(bad_answer)?;
     line.write(&request_line).map_err(no_answer)?;
     if matches!(request, Request::Change { .. }) {
-        // It takes as long as it takes. A server that ends closes the connection.
+        // A change may take arbitrarily long. A server that ends closes the connection.
         line.deadline = None;
     }
     let answer = line.read(ANSWER_MAX).map_err(no_answer)?;
@@ -706,17 +705,17 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
     serde_json::from_slice(&answer).map_err(bad_answer)
 }
 
-/// Progress of a line that is read.
+/// Progress of receiving a line.
 enum Progress {
-    /// More of it follows.
+    /// The line is incomplete.
     Part,
-    /// It has come as a whole.
+    /// The line is complete.
     Whole,
-    /// The connection has ended before its first byte.
+    /// The connection ended before the first byte.
     Nothing,
 }
 
-/// Reads the next part of a line, without its end.
+/// Receives a part of a line, without the line end.
 fn read_part(mut stream: &UnixStream, line: &mut Vec<u8>, limit: usize) -> io::Result<Progress> {
     let mut chunk = [0; 4096];
     let count = match stream.read(&mut chunk) {
@@ -736,10 +735,10 @@ fn read_part(mut stream: &UnixStream, line: &mut Vec<u8>, limit: usize) -> io::R
     }
 }
 
-/// A line in and a line out, before a deadline that is the same for both.
+/// Sends and receives lines with a common deadline.
 struct Line<'stream> {
     stream: &'stream UnixStream,
-    /// `None` to wait without a bound.
+    /// `None` to wait indefinitely.
     deadline: Option<Deadline>,
 }
 
@@ -759,7 +758,7 @@ impl<'stream> Line<'stream> {
         }
     }
 
-    /// Reads a line, without its end; `None` if the connection ends before the first byte.
+    /// Receives a line without its end. Returns `None` if the connection ends before the first byte.
     fn read(&self, limit: usize) -> io::Result<Option<Vec<u8>>> {
         let mut line = Vec::new();
         loop {
@@ -772,7 +771,7 @@ impl<'stream> Line<'stream> {
         }
     }
 
-    /// Writes a line and its end.
+    /// Sends a line and its end.
     fn write(&self, line: &[u8]) -> io::Result<()> {
         for mut part in [line, b"\n"] {
             while !part.is_empty() {

@@ -1,5 +1,4 @@
-//! `nvme-mpt drives`: the NVMe functions of the host, their drivers and users, and the obstacles to
-//! driving them from here.
+//! `nvme-mpt drives`: lists the host's NVMe functions, their drivers and users, and what prevents a server from using them.
 
 use std::fmt;
 
@@ -12,37 +11,37 @@ use serde::Serialize;
 use crate::bind::group_remarks;
 use crate::stats::{DriveStats, NamespaceStats, QueuePairStats};
 
-/// An NVMe function of the host.
+/// An NVMe PCI function of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct HostDrive {
-    /// Its PCI address.
+    /// PCI address.
     pub address: String,
-    /// Vendor ID and Device ID, as in `144d:a80a`.
+    /// Vendor and device ID, as in `144d:a80a`.
     pub id: String,
-    /// Model Number, if its driver or server reports it.
+    /// Model number, if the driver or server reports it.
     pub model: Option<String>,
-    /// Serial Number, if the host's own driver reports it.
+    /// Serial number, if the kernel's driver reports it.
     pub serial: Option<String>,
-    /// The driver that it is bound to.
+    /// Kernel driver that the function is bound to.
     pub driver: Option<String>,
-    /// The IOMMU group that it is in.
+    /// Number of the IOMMU group.
     pub iommu_group: Option<u32>,
-    /// The node of the host's memory that it is next to.
+    /// NUMA node of the function.
     pub numa_node: Option<u32>,
-    /// Its namespaces, if its driver or server reports them.
+    /// Namespaces, if the driver or server reports them.
     pub namespaces: Option<Vec<NamespaceStats>>,
-    /// Its I/O queue pairs, where a server drives it.
+    /// I/O queue pairs, if a server uses the drive.
     pub queue_pairs: Option<QueuePairStats>,
-    /// True if the server that was asked drives it.
+    /// True if the queried server uses the drive.
     pub served: bool,
-    /// Obstacles to driving it from here: none, if a server can have it now.
+    /// Obstacles to serving the drive. Empty if it can be served now.
     pub in_the_way: Vec<String>,
 }
 
-/// The NVMe functions of the host. `served` are the drives of a running server.
+/// Returns the host's NVMe functions. `served` are the drives of a running server.
 ///
 /// # Errors
-/// The kernel does not report something that is needed.
+/// The kernel does not report required information.
 pub fn drives(root: &HostRoot, served: &[DriveStats]) -> Result<Vec<HostDrive>, PciFunctionError> {
     PciFunction::list(root)?
         .iter()
@@ -96,7 +95,7 @@ fn namespaces(controller: &KernelController) -> Vec<NamespaceStats> {
         .collect()
 }
 
-/// Returns the steps that a person would have to take first, most important first.
+/// Returns the obstacles with their remedies, most important first.
 fn in_the_way(root: &HostRoot, function: &PciFunction) -> Result<Vec<String>, PciFunctionError> {
     let mut obstacles = Vec::new();
     let users = match (&function.controller, &function.iommu_group) {
@@ -162,7 +161,7 @@ impl fmt::Display for HostDrive {
                     lba_bytes,
                 } in namespaces
                 {
-                    // As ranges are written, and as drives are sold.
+                    // Once in the units of range options, and once in vendors' decimal gigabytes.
                     let size = Bytes(*bytes);
                     let gigabytes = *bytes as f64 / 1e9;
                     writeln!(

@@ -1,4 +1,4 @@
-//! `nvme-mpt fault`: what goes wrong with the drives of a running server.
+//! `nvme-mpt fault`: injects faults into drives of a running server.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,27 +12,27 @@ use thiserror::Error;
 
 use nvme_mpt_vmm::report;
 
-/// Request about the faults of a server's drives.
+/// Request about injected faults.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum FaultRequest {
-    /// List of their figures.
+    /// Lists the faults with their statistics.
     List {},
-    /// Adds faults to a drive's.
+    /// Adds faults to a drive.
     Inject {
         /// The drive, as in `path=`.
         drive: String,
-        /// The fault plan, as its file has it.
+        /// Fault plan, in the file's syntax.
         plan: String,
     },
-    /// Takes a drive's faults away.
+    /// Removes all faults of a drive.
     Clear {
         /// The drive, as in `path=`.
         drive: String,
     },
 }
 
-/// Faults cannot be injected or cleared.
+/// Error of injecting or clearing faults.
 #[derive(Debug, Error)]
 pub enum FaultRequestError {
     /// The server has no such drive.
@@ -41,17 +41,17 @@ pub enum FaultRequestError {
         known(drives)
     )]
     NoDrive {
-        /// Drive that was asked for.
+        /// The requested drive.
         drive: String,
-        /// Drives that there are.
+        /// Drives that support injection.
         drives: Vec<String>,
     },
-    /// The drive was opened without.
+    /// The drive was opened without fault injection.
     #[error(
         "Drive {0} was opened without faults, which cost a drive something: serve it with faults=none to inject them later"
     )]
     NoFaults(String),
-    /// The plan is none, or does not fit the drive.
+    /// The plan is invalid, or does not fit the drive.
     #[error("{}", report::chain(.0))]
     Plan(#[source] FaultError),
 }
@@ -63,19 +63,19 @@ fn known(drives: &[String]) -> String {
     }
 }
 
-/// The faults of a drive.
+/// Injected faults of a drive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DriveFaults {
     /// The drive, as in `path=`.
     pub drive: String,
-    /// Its faults, in the order in which they are looked at.
+    /// Faults in the order in which they are matched.
     pub faults: Vec<FaultStats>,
 }
 
-/// Fulfils a request, and returns the faults of all drives that can have some.
+/// Executes a request. Returns the faults of all drives that support injection.
 ///
 /// # Errors
-/// See [`FaultRequestError`]; then nothing has changed.
+/// See [`FaultRequestError`]. Nothing has changed then.
 pub fn carry_out(
     request: &FaultRequest,
     drives: &[Arc<Drive>],
@@ -113,13 +113,13 @@ fn find<'a>(path: &str, drives: &'a [Arc<Drive>]) -> Result<&'a Faults, FaultReq
     faults_of(drive).ok_or_else(none)
 }
 
-/// Returns a drive's injected faults; `None` for a drive that was opened without `faults=`.
+/// Returns a drive's faults, or `None` if it was opened without `faults=`.
 fn faults_of(drive: &Drive) -> Option<&Faults> {
     SoftwareController::of(drive.controller())?.faults()
 }
 
 impl fmt::Display for DriveFaults {
-    /// A table, or a line if there are no faults.
+    /// Formats a table, or one line if there are no faults.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.faults.is_empty() {
             return writeln!(f, "Drive {}: no faults", self.drive);

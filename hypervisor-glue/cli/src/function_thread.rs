@@ -1,8 +1,7 @@
-//! Control thread of a function over vfio-user. It serves the function's socket, carries out its admin commands, and
-//! answers requests for its figures.
+//! The control thread of a vfio-user function. It serves the socket, executes admin commands and reports statistics.
 //!
-//! Each function has a thread. A client or guest that keeps its function busy, or makes it wait for a reset, delays no
-//! other function.
+//! Each function has its own thread. A client or guest that keeps its function busy, or waits for a reset, delays no other
+//! function.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -31,64 +30,64 @@ use nvme_mpt_vmm::control::{ControlLoop, Controlled};
 use nvme_mpt_vmm::report;
 use vfio_user_server::Server;
 
-/// Time that a function has to report its figures. It needs microseconds, unless it waits for commands in
-/// flight.
+/// Timeout for statistics. A function needs microseconds, unless it waits for in-flight commands.
 const STATS_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Error serving a function.
+/// Error of serving a function.
 #[derive(Debug, Error)]
 pub enum FunctionThreadError {
-    /// The thread or what it waits with cannot be made.
+    /// The thread or its epoll cannot be created.
     #[error("Cannot start the control thread of {id}")]
     Thread {
         /// The function.
         id: String,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The function has not ended in order.
+    /// The function did not end cleanly.
     #[error(transparent)]
     End(#[from] EndError),
-    /// The thread died.
+    /// The thread panicked.
     #[error("The control thread panicked")]
     Panicked,
 }
 
-/// Time that a function has to answer whether it ends: longer than any of its own waits.
+/// Timeout for a function's decision to end. Longer than any wait of the function itself.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(45);
 
-/// Request to a function.
+/// Request to a control thread.
 #[derive(Debug)]
 enum Request {
-    /// For its figures: where they go.
+    /// Send statistics.
     Stats(SyncSender<FunctionStats>),
-    /// To end, also with a VMM if `force` is set. The answer is taken at once or not at all.
+    /// End the function, even with a connected VMM if `force` is set. The decision holds only if the requester is still
+    /// waiting.
     Leave {
         force: bool,
         answer: SyncSender<Leave>,
     },
-    /// Rest for the next server, by a deadline. The result goes to the sender.
+    /// Pause for the next server by a deadline, and send the result.
     Rest(Deadline, SyncSender<Result<Resting, String>>),
 }
 
-/// A function that does nothing, and whose state is that for the next server. It goes on when this is dropped.
+/// A paused function with its state committed for the next server. Dropping it resumes the function.
 #[derive(Debug)]
 pub(crate) struct Resting {
     _goes_on: Sender<()>,
 }
 
-/// Answer of a function that is asked to end.
+/// Response to a request to end a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Leave {
-    /// It ends, or has ended already.
+    /// The function is ending or has ended.
     Leaves,
-    /// It goes on, as a VMM is connected.
+    /// The function continues, as a VMM is connected.
     Connected,
-    /// It goes on, as it did not answer in time.
+    /// The function continues, as it did not respond in time.
     Busy,
 }
 
-/// A handle to ask a control thread, from any thread.
+/// Handle for sending requests to a control thread from any thread.
 #[derive(Clone, Debug)]
 pub struct FunctionHandle {
     requests: Sender<Request>,
@@ -96,10 +95,10 @@ pub struct FunctionHandle {
 }
 
 impl FunctionHandle {
-    /// The figures of all these functions, but for those that are busy for long, or gone.
+    /// Returns the statistics of functions. Omits functions that have ended or do not answer in time.
     #[must_use]
     pub fn stats_of<'a>(handles: impl IntoIterator<Item = &'a Self>) -> Vec<FunctionStats> {
-        // All are asked before the first is waited for, so that they share one deadline.
+        // Send all requests before waiting, so that they share one deadline.
         let answers: Vec<_> = handles.into_iter().filter_map(Self::ask).collect();
         let deadline = Deadline::after(&SystemClock::shared(), STATS_PATIENCE);
         let in_time = |answer: Receiver<FunctionStats>| answer.recv_timeout(deadline.left()).ok();
@@ -113,12 +112,10 @@ impl FunctionHandle {
         Some(figures)
     }
 
-    /// Has all these functions rest, at the same time.
-    ///
-    /// Also returns the moment of the last request to rest, by the host's clock.
+    /// Pauses all functions concurrently. Also returns the time of the last request to pause, by the host's clock.
     ///
     /// # Errors
-    /// The place of one that does not rest, and why. Then all go on.
+    /// Returns the index of a function that did not pause, and the reason. All functions are resumed then.
     pub(crate) fn rest(handles: &[Self]) -> Result<(Vec<Resting>, Duration), (usize, String)> {
         let mut asked = system::host_time();
         let resting = rest_all(handles.len(), |places, time| {
@@ -128,7 +125,7 @@ impl FunctionHandle {
         Ok((resting, asked))
     }
 
-    /// Asks functions to rest within a time. A function that does not rest in time continues.
+    /// Asks functions to pause within `time`. A function that is late continues.
     fn ask_to_rest(
         handles: &[Self],
         places: &[usize],
@@ -146,7 +143,7 @@ impl FunctionHandle {
         };
         let asked: Vec<_> = places.iter().map(ask).collect();
         let wait = |result: Receiver<Result<Resting, String>>| {
-            // One that answers later finds that nobody waits, and goes on.
+            // A function that answers later finds the receiver gone, and continues.
             match result.recv_timeout(deadline.left()) {
                 Ok(result) => result,
                 Err(RecvTimeoutError::Timeout) => {
@@ -162,7 +159,7 @@ impl FunctionHandle {
     }
 
     fn ask_to_leave(&self, force: bool) -> Leave {
-        // Without a buffer: an answer that nobody waits for any more is no answer, and the function goes on.
+        // Rendezvous channel: if the requester has timed out, the answer fails and the function continues.
         let (answer, decision) = mpsc::sync_channel(0);
         if self
             .requests
@@ -181,7 +178,7 @@ impl FunctionHandle {
     }
 }
 
-/// A function that is served until this is dropped.
+/// A running control thread. Dropping it ends the function.
 #[derive(Debug)]
 pub struct FunctionThread {
     handle: FunctionHandle,
@@ -189,10 +186,10 @@ pub struct FunctionThread {
 }
 
 impl FunctionThread {
-    /// Serves the function `id` on the socket of `server`.
+    /// Starts serving the function `id` on the socket of `server`.
     ///
     /// # Errors
-    /// The thread cannot be made.
+    /// The thread cannot be started.
     pub(crate) fn start<D: Served + Send + 'static>(
         id: &str,
         server: Server<D>,
@@ -233,30 +230,28 @@ impl FunctionThread {
         })
     }
 
-    /// Returns a handle to ask for the function's figures.
+    /// Returns a handle for requests to the function.
     #[must_use]
     pub fn handle(&self) -> FunctionHandle {
         self.handle.clone()
     }
 
-    /// Asks the function to end, unless a VMM is connected. With `force` it ends in any case. [`Self::end`] waits until
-    /// it has.
+    /// Asks the function to end. Refused while a VMM is connected, unless `force`. [`Self::end`] waits for the end.
     #[must_use]
     pub fn leave(&self, force: bool) -> Leave {
         self.handle.ask_to_leave(force)
     }
 
-    /// Asks the thread to end. [`Self::end`] waits until it has.
+    /// Asks the thread to end. [`Self::end`] waits for it.
     pub fn stop(&self) {
         self.handle.control.stop();
     }
 
-    /// Ends the thread: when this returns, nothing is written to the drive any more, and the lease
-    /// is given back.
+    /// Ends the thread. On success, nothing more is written to the drive, and the lease is released.
     ///
     /// # Errors
-    /// Commands did not end within 30 seconds, and keep the lease until they have; the drive could not be
-    /// flushed; or the thread panicked.
+    /// Commands did not end within 30 seconds, and hold the lease until they do; the drive could not be flushed; or the thread
+    /// panicked.
     pub fn end(mut self) -> Result<(), FunctionThreadError> {
         self.join()
     }
@@ -279,26 +274,26 @@ impl Drop for FunctionThread {
     }
 }
 
-/// Token of the function's events. The server's own tokens are [`Server::TOKENS`].
+/// Epoll token of the function's events. The server uses [`Server::TOKENS`].
 const EVENTS: u64 = 0x100;
-/// Token of the client's reports that the level of the pin fell.
+/// Epoll token of the client's reports that the INTx pin's level fell.
 const ACKNOWLEDGED: u64 = 0x101;
 
-/// State of the control thread: the server, with the function in it, and requests for figures.
+/// State of the control thread.
 struct Function<D: Served> {
     id: String,
     socket: PathBuf,
     server: Server<D>,
     inbox: Receiver<Request>,
     control: Arc<ControlLoop>,
-    /// Time of the function's last look at its drive.
+    /// Time of the last periodic check of the drive.
     looked: Duration,
-    /// The eventfd that is watched for the pin. It stays open as long as it is watched.
+    /// The watched eventfd of the INTx pin. Kept open while it is watched.
     acknowledged: Option<Arc<EventFd>>,
 }
 
 impl<D: Served> Function<D> {
-    /// Watches the eventfd that the client has sent for the pin, if it is another one than before.
+    /// Watches the client's current eventfd of the INTx pin.
     fn follow_acknowledged(&mut self) {
         let wanted = self.server.device().acknowledged();
         let watched = self.acknowledged.as_ref();
@@ -312,7 +307,7 @@ impl<D: Served> Function<D> {
             log::error!("{}: an eventfd is watched still: {error}", self.id);
         }
         if let Some(wanted) = &wanted {
-            // Each signal is an event of its own: the client may have it readable, or blocking, as it likes.
+            // Edge-triggered, so that each signal is one event, even if the client leaves the eventfd readable.
             let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
             let event = EpollEvent::new(events, ACKNOWLEDGED);
             let added = self
@@ -326,14 +321,14 @@ impl<D: Served> Function<D> {
         self.acknowledged = wanted;
     }
 
-    /// Leaves the drive as the guest may expect to find it again. The lease goes last.
+    /// Shuts the function down. Releases the lease last.
     fn end(mut self) -> Result<(), EndError> {
         let ended = self.server.device_mut().function_mut().end();
         self.server.device().forget();
         ended
     }
 
-    /// Returns the time that is left until the function looks at its drive again.
+    /// Returns the time until the next periodic check of the drive, if there are any.
     fn left(&mut self) -> Option<Duration> {
         let interval = self.server.device().function().events_interval()?;
         let elapsed = clock::monotonic().saturating_sub(self.looked);
@@ -345,7 +340,7 @@ impl<D: Served> Function<D> {
             match request {
                 Request::Rest(deadline, answer) => self.rest(&deadline, &answer),
                 Request::Stats(answer) => {
-                    // The thread that asked may have stopped waiting.
+                    // The requester may have timed out.
                     let _ = answer.try_send(self.stats());
                 }
                 Request::Leave { force, answer } => self.decide(force, &answer),
@@ -353,11 +348,11 @@ impl<D: Served> Function<D> {
         }
     }
 
-    /// Makes the function rest by a deadline. It rests until the thread that asked resumes it, or the process ends.
+    /// Pauses the function by a deadline. It stays paused until the requester resumes it or the process ends.
     fn rest(&mut self, deadline: &Deadline, answer: &SyncSender<Result<Resting, String>>) {
         let function = self.server.device_mut().function_mut();
         if let Err(error) = function.pause_within(deadline.left()) {
-            // The thread that asked may have stopped waiting.
+            // The requester may have timed out.
             let _ = answer.send(Err(report::chain(&error)));
             return;
         }
@@ -367,13 +362,13 @@ impl<D: Served> Function<D> {
             Ok(()) => Ok(Resting { _goes_on: goes_on }),
             Err(error) => Err(report::chain(&error)),
         };
-        // Its buffer has room. If nobody waits any more, the function goes on at once.
+        // The channel has room for one answer. If the requester is gone, the function resumes at once.
         let _ = answer.send(result);
         let _: Result<(), _> = end.recv();
         self.server.device_mut().function_mut().resume();
     }
 
-    /// Ends, unless a VMM is connected. The decision holds only if the thread that asked takes it.
+    /// Ends unless a VMM is connected. The decision holds only if the requester is still waiting.
     fn decide(&self, force: bool, answer: &SyncSender<Leave>) {
         if self.server.is_connected() && !force {
             let _ = answer.send(Leave::Connected);

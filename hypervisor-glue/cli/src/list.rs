@@ -1,13 +1,13 @@
-//! Table of `nvme-mpt list`.
+//! The table of `nvme-mpt list`.
 //!
-//! The reason why a function cannot be offered has a line below the table. In a column, a long reason would widen every line.
+//! Reasons of failures are printed below the table, as a long reason would widen every row.
 
 use std::fmt;
 
 use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::table::Table;
 
-/// Returns the table of a server's functions.
+/// Formats a server's functions as a table.
 pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
     let mut reasons = Vec::new();
     let mut table = Table::new(&[
@@ -66,7 +66,7 @@ pub(crate) fn table(functions: &[FunctionEntry]) -> impl fmt::Display {
     })
 }
 
-/// Joins a reason and its causes, which are on separate lines, into one line.
+/// Joins a reason and its causes, one per line, into a single line.
 pub(crate) fn one_line(reason: &str) -> String {
     reason.replace("\n  ", "; ").replace(char::is_control, " ")
 }

@@ -1,11 +1,11 @@
-//! Users and groups that own sockets and leases, by their names.
+//! Names and numbers of users and groups that own sockets and leases.
 
 use nix::unistd::{Group, User};
 use nvme_mpt_vmm::options::SocketOwner;
 use thiserror::Error;
 use vfio_user_server::SocketAccess;
 
-/// A user or a group is not known.
+/// Error of an unknown user or group.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("There is no {kind} \"{name}\": create it, or give its number")]
 pub struct UnknownOwner {
@@ -15,7 +15,7 @@ pub struct UnknownOwner {
     name: String,
 }
 
-/// Returns the number of a user, by name or by number.
+/// Returns the number of a user, given by name or number.
 ///
 /// # Errors
 /// [`UnknownOwner`].
@@ -35,7 +35,7 @@ fn number(
     name: &str,
     find: impl Fn(&str) -> Option<u32>,
 ) -> Result<u32, UnknownOwner> {
-    // The last one is no user and no group: chown(2) takes it for "unchanged".
+    // `u32::MAX` is no valid id: chown(2) takes it for "unchanged".
     let number = name.parse().ok().filter(|number| *number != u32::MAX);
     number.or_else(|| find(name)).ok_or_else(|| UnknownOwner {
         kind,
@@ -43,10 +43,10 @@ fn number(
     })
 }
 
-/// Returns the user whose account a user's connections count against. A user in a range of `/etc/subuid` counts as the range's
-/// owner, who can start processes as that user.
+/// Returns the user whose quota counts the connections of `user`. An id within a range of `/etc/subuid` counts for the range's
+/// owner, who can start processes with it.
 pub(crate) fn account_of(user: u32) -> u32 {
-    // Files that are not there have no ranges. Neither is asked of a service that may take long to answer.
+    // Read the files directly: an NSS service may take long to answer. A missing file has no ranges.
     let read = |path| std::fs::read_to_string(path).unwrap_or_default();
     owner_of_range(user, &read("/etc/subuid"), || read("/etc/passwd"))
 }
@@ -74,7 +74,7 @@ fn owner_of_range(user: u32, ranges: &str, passwd: impl Fn() -> String) -> u32 {
         .unwrap_or(user)
 }
 
-/// Returns the permissions of a socket.
+/// Returns the access settings of a socket.
 pub(crate) fn socket_access(
     mode: Option<u32>,
     owner: Option<&SocketOwner>,

@@ -1,4 +1,4 @@
-//! Report of `nvme-mpt room`: room of each drive of a server, and the ids that have parts of it.
+//! Report of `nvme-mpt room`: the capacity of each drive, and the ids that use it.
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -11,29 +11,29 @@ use serde::{Deserialize, Serialize};
 
 use crate::table::Table;
 
-/// Room of a namespace of a drive.
+/// Capacity of a drive's namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DriveRoom {
     /// The drive, as in `path=`.
     pub drive: String,
-    /// The namespace.
+    /// Id of the namespace.
     pub nsid: u32,
-    /// Bytes of the namespace.
+    /// Size of the namespace in bytes.
     pub bytes: u64,
-    /// Bytes of a logical block.
+    /// Size of a logical block in bytes.
     pub lba_bytes: u32,
-    /// Bytes of a unit of leases by size.
+    /// Unit of leases by size, in bytes.
     pub unit: u64,
-    /// Its room.
+    /// Used and free capacity.
     #[serde(flatten)]
     pub room: Room,
 }
 
 impl DriveRoom {
-    /// Returns the room of a drive for leases of `unit`, or of the drive's own unit.
+    /// Returns the capacity of a drive, for leases in units of `unit`, or in the drive's own unit.
     ///
     /// # Errors
-    /// The ledger's file cannot be used.
+    /// The ledger cannot be used.
     pub fn of(
         drive: &Drive,
         ledgers: &Ledgers,
@@ -52,7 +52,7 @@ impl DriveRoom {
     }
 }
 
-/// Returns the table of drives and of ids on them.
+/// Formats the capacity as a table with a row per id.
 pub(crate) fn table(rooms: &[DriveRoom]) -> impl fmt::Display {
     let mut table = Table::of_text();
     table.row(

@@ -1,4 +1,4 @@
-//! A function that is set aside, as a PCI function of the vfio-user server.
+//! A quarantined function as a vfio-user device.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -11,9 +11,9 @@ use crate::adaptor::{NvmeDevice, Served};
 use crate::kept::function::Shelf;
 use crate::stats::Stall;
 
-/// A function that is set aside, behind a vfio-user server.
+/// A quarantined function as a vfio-user device.
 ///
-/// Its client goes on with what it has. Nothing that the client asks for changes the state in the keeper.
+/// The client stays connected, but its memory and interrupt requests are ignored. Nothing changes the state in the keeper.
 #[derive(Debug)]
 pub(crate) struct SetAsideDevice {
     device: NvmeDevice,
@@ -22,7 +22,7 @@ pub(crate) struct SetAsideDevice {
 }
 
 impl SetAsideDevice {
-    /// Offers a function that was [set aside](NvmeFunction::set_aside).
+    /// Wraps a device whose function is [quarantined](NvmeFunction::set_aside).
     pub(crate) fn new(device: NvmeDevice, shelf: Shelf, crashes: CrashRecord) -> Self {
         Self {
             device,

@@ -1,5 +1,5 @@
-//! A descriptor for the signals that a server handles: SIGTERM and SIGINT end it, SIGHUP reloads its file. It ignores other
-//! signals whose default action would end or stop it.
+//! Signals of a server, received by a signalfd. SIGTERM and SIGINT end the server, and SIGHUP reloads its file. Other signals
+//! that would end or stop it by default are ignored.
 #![expect(unsafe_code, reason = "signalfd has no safe interface")]
 
 use std::fs::File;
@@ -8,11 +8,11 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::ptr;
 
-/// Signals that are waited for.
+/// Signals that the server handles.
 const SIGNALS: [libc::c_int; 3] = [libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
 
-/// Signals without a meaning for a server. A write beyond `RLIMIT_FSIZE` fails by itself, and one to a terminal of another
-/// process group goes through.
+/// Signals that the server ignores. With SIGXFSZ ignored, a write beyond `RLIMIT_FSIZE` just fails. With SIGTTOU ignored, a
+/// background write to the terminal succeeds.
 const IGNORED: [libc::c_int; 12] = [
     libc::SIGALRM,
     libc::SIGIO,
@@ -28,29 +28,29 @@ const IGNORED: [libc::c_int; 12] = [
     libc::SIGXFSZ,
 ];
 
-/// A signal that has come.
+/// A received signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
-    /// A request for an orderly end, by the signal's name.
+    /// Ends the server. Holds the signal's name.
     End(&'static str),
-    /// A request to reload the file.
+    /// Reloads the configuration file.
     Reload,
 }
 
-/// Bytes that a signalfd gives for each signal.
+/// Size of a signalfd record in bytes.
 const RECORD: usize = size_of::<libc::signalfd_siginfo>();
 
-/// SIGTERM, SIGINT and SIGHUP, held back from this thread and all that it starts later.
+/// SIGTERM, SIGINT and SIGHUP, blocked in this thread and in threads that it starts later.
 ///
-/// Dropping it lets them through again, as they were meant to.
+/// Dropping it unblocks the signals.
 #[derive(Debug)]
 pub struct EndSignals {
     fd: File,
 }
 
 impl EndSignals {
-    /// Blocks these signals, and ignores the meaningless ones for good. To be called before any thread is started, since a
-    /// signal goes to any thread that lets it through.
+    /// Blocks these signals and ignores the others for good. Call before starting any thread, since a signal is delivered to
+    /// any thread that does not block it.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -75,7 +75,7 @@ impl EndSignals {
         Ok(Self { fd })
     }
 
-    /// Waits for a signal and returns it.
+    /// Waits for the next signal.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -92,14 +92,14 @@ impl EndSignals {
         })
     }
 
-    /// Holds the signals back as long as the process lives: it is about to end by itself.
+    /// Keeps the signals blocked for the rest of the process, which is about to end.
     pub fn hold_for_good(self) {
         std::mem::forget(self);
     }
 }
 
 impl AsRawFd for EndSignals {
-    /// Readable once a signal has come.
+    /// Becomes readable when a signal arrives.
     fn as_raw_fd(&self) -> RawFd {
         self.fd.as_raw_fd()
     }
@@ -113,7 +113,7 @@ impl Drop for EndSignals {
     }
 }
 
-/// Starts threads that take no signal of the process.
+/// Calls `start` with all signals blocked, so that threads started by it receive none.
 pub(crate) fn without_signals<T>(start: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     let mut all = empty_set();
     let mut before = empty_set();

@@ -1,16 +1,16 @@
-//! Tables that a person reads.
+//! Text tables for the terminal.
 
 use std::fmt;
 
-/// Rows of cells, printed in columns that are as wide as they need be.
+/// A table with columns as wide as their widest cell.
 pub(crate) struct Table {
     rows: Vec<Vec<String>>,
-    /// True if cells begin at the left of their columns.
+    /// True to align cells to the left.
     of_text: bool,
 }
 
 impl Table {
-    /// A table of figures, with a head.
+    /// Creates a right-aligned table with a header row.
     pub(crate) fn new(head: &[&str]) -> Self {
         Self {
             rows: vec![head.iter().map(|&cell| cell.to_owned()).collect()],
@@ -18,7 +18,7 @@ impl Table {
         }
     }
 
-    /// A table of text, without a head.
+    /// Creates a left-aligned table without a header row.
     pub(crate) fn of_text() -> Self {
         Self {
             rows: Vec::new(),
@@ -26,7 +26,7 @@ impl Table {
         }
     }
 
-    /// Returns whether it has no row below its head.
+    /// Returns whether there is no row below the header.
     pub(crate) fn is_empty(&self) -> bool {
         self.rows.len() < 2
     }

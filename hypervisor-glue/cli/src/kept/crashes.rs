@@ -1,27 +1,25 @@
-//! Crashes of the server, and the functions that they are due to.
+//! Crashes of the server, and the functions that caused them.
 //!
-//! The live state of a function counts the crashes of servers that worked for it: see
-//! [`nvme_mpt::memory::crash`], which distinguishes a crash from a kill and names one function for it. The count is in the
-//! keeper, so it outlives the server.
+//! A function's in-flight state counts the crashes of servers while they worked for it. See [`nvme_mpt::memory::crash`], which
+//! tells a crash from a kill and attributes it to one function. The keeper holds the count, so it survives the crash.
 //!
 //! | crashes | the next server |
 //! |---|---|
-//! | 0, 1 | takes the function up |
-//! | 2, 3 | sets it aside: its state is stored as a [report](write_report), its VMM stays connected, and its guest finds `CSTS.CFS` |
-//! | 4 and more | lets go of it: it looks at nothing of the function, whose VMM loses the drive |
+//! | 0, 1 | restores the function |
+//! | 2, 3 | quarantines it: stores its state as a [report](write_report); its VMM stays connected, and its guest sees `CSTS.CFS` |
+//! | 4 and more | releases it without reading its state; its VMM loses the drive |
 //!
-//! A function whose missing memory was being pinned when the kernel ended a process for lack of memory is set aside at once
-//! ([`PinningRecord`](nvme_mpt::memory_account::PinningRecord)). Of several, it is the one with the most bytes. One whose memory
-//! was being pinned when the server ended for another reason is taken up last, as are the others of several.
+//! If memory was being pinned for a function when the kernel killed a process for lack of memory, the function is quarantined
+//! at once ([`PinningRecord`](nvme_mpt::memory_account::PinningRecord)). Of several such functions, the one with the most bytes
+//! is quarantined. The others are restored last, as are functions whose pinning was interrupted for another reason.
 //!
-//! A function in a VMM, whose live state the VMM has, gets no lease any more after two crashes.
+//! For a function in a VMM, the VMM holds the in-flight state. Such a function gets no lease after two crashes.
 //!
-//! A function that is set aside stays that way until an operator removes it. If its guest or its VMM could take it back, they
-//! could bring the server down twice each time. Its state in the keeper stays as it is, so that each later server sets it
-//! aside as well.
+//! A function stays quarantined until an operator removes it. If its guest or VMM could end the quarantine, it could crash the
+//! server twice each time. Its stored state stays unchanged, so that later servers quarantine it as well.
 //!
-//! Under a keeper, a thread that works for a function or runs functions ends the process when it panics
-//! ([`end_by_panic`]). To unwind would end functions in order, which lets go of them, or leave queues without a poller.
+//! With a keeper, a panic of a thread that serves functions ends the process ([`end_by_panic`]). Unwinding would instead end
+//! functions for good, or leave queues without a poller.
 
 use std::cell::Cell;
 use std::ffi::OsStr;
@@ -39,39 +37,39 @@ use nvme_mpt::poller::{Threads, start_thread};
 use nvme_mpt_paths::{Directory, PathError};
 use thiserror::Error;
 
-/// Crashes after which a function is set aside.
+/// Number of crashes from which a function is quarantined.
 pub(crate) const CRASHES_SET_ASIDE: u32 = 2;
 
-/// Crashes after which nothing of a function is looked at.
+/// Number of crashes from which a function is released unread.
 pub(super) const CRASHES_LET_GO: u32 = 4;
 
-/// Folder of the reports, in the state folder.
+/// Directory of the reports, in the state directory.
 const REPORTS: &str = "set-aside";
 
-/// Longest name of a report.
+/// Maximum length of a report's name.
 const NAME_MAX: usize = 200;
 
-/// Thread of keys and values, which catches the panics of its database.
+/// Name of the key-value thread, which catches panics of its database.
 const CATCHES: &str = "key-values";
 
-/// The state of a function that is set aside cannot be stored.
+/// Error of storing a report.
 #[derive(Debug, Error)]
 pub(crate) enum ReportError {
-    /// The folder cannot be had for our user alone.
+    /// The directory cannot be made private to the server's user.
     #[error("Cannot use the folder of reports")]
     Folder(#[from] PrivateError),
     /// A file cannot be written.
     #[error("Cannot write the report")]
     File(#[from] PathError),
-    /// The live state cannot be read.
+    /// The in-flight state cannot be read.
     #[error("Cannot read the state of the function")]
     State(#[source] io::Error),
 }
 
-/// Stores the state of a function for a report on the defect, in place of one before. Returns its folder.
+/// Stores a function's state for a defect report, replacing an earlier report. Returns the directory.
 ///
-/// The folder `set-aside/ID` of the state folder has `state.json` and `live`, the file of the live state. Both have guest
-/// addresses and commands, keys included, and no other data.
+/// The directory `set-aside/ID` in the state directory gets `state.json` and `live`, a copy of the in-flight state. Both
+/// contain guest addresses and commands, including keys of key-value commands, but no other data.
 pub(super) fn write_report(
     state_dir: &Path,
     id: &str,
@@ -95,13 +93,13 @@ pub(super) fn write_report(
 
 fn contents(file: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let file = fs::File::from(file.try_clone_to_owned()?);
-    // The server before made it: some megabytes.
+    // The old server created the file, with a size of some megabytes.
     let mut bytes = vec![0; usize::try_from(file.metadata()?.len()).unwrap_or(0)];
     file.read_exact_at(&mut bytes, 0)?;
     Ok(bytes)
 }
 
-/// Returns a file name for an id, which may have any characters.
+/// Returns a file name for an id with arbitrary characters.
 fn name_of(id: &str) -> String {
     let of = |(place, char): (usize, char)| match char {
         'a'..='z' | 'A'..='Z' | '0'..='9' | '-' | '_' => char,
@@ -112,16 +110,16 @@ fn name_of(id: &str) -> String {
 }
 
 thread_local! {
-    /// A panic of this thread ends the process.
+    /// True if a panic of this thread ends the process.
     static ENDS_PROCESS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Has panics of this thread end the process, if it has a keeper.
+/// Makes panics of this thread end the process, if the server has a keeper.
 pub(crate) fn end_by_panic() {
     ENDS_PROCESS.set(true);
 }
 
-/// Has panics of this thread, of pollers and of functions end the process: the keeper starts it again.
+/// Makes panics of this thread, of pollers and of functions end the process, so that the keeper restarts it.
 pub(super) fn let_panics_end_the_process() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -136,7 +134,7 @@ pub(super) fn let_panics_end_the_process() {
     end_by_panic();
 }
 
-/// Returns a source of threads whose panics end the process.
+/// Returns a thread spawner whose threads end the process by a panic.
 pub(crate) fn threads() -> Threads {
     Threads::from_spawn(|name, work| {
         let catches = name == CATCHES;

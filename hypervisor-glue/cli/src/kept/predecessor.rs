@@ -1,22 +1,22 @@
-//! A server that is replaced by another process while it runs.
+//! Replacing a running server by a new process: both sides of the protocol.
 //!
-//! | step | the server | its successor |
+//! | step | old server | successor |
 //! |---|---|---|
-//! | 1 | starts the successor, with all that is in the keeper, a socket and the version that its VMMs speak | checks its configuration, all states and that version, opens drives in files, has started its threads, says that it is ready |
-//! | 2 | has all functions rest, names the successor to the keeper, says that it ends | waits |
-//! | 3 | lets go of all leases, says so | takes up all functions, has its pollers look at them, says that it serves them |
-//! | 4 | ends | offers its other sockets |
+//! | 1 | starts the successor with all keeper entries, a socket and its VMMs' lease protocol version | checks its configuration, the functions' states and that version; opens drives in files; starts its threads; sends "ready" |
+//! | 2 | pauses all functions, names the successor to the keeper, sends "ends" | waits |
+//! | 3 | releases all leases, sends "released" | restores all functions, lets its pollers reach their queues, sends "serves" |
+//! | 4 | ends | serves its other sockets |
 //!
-//! Until step 2 is done, the server goes on if its successor is late or cannot read a state. From then on, the successor is
-//! what the keeper starts again after its death, and the server does nothing but end: its functions rest for good.
+//! Before step 2 is complete, the old server continues if the successor is late or cannot read a state. Afterwards, the keeper
+//! restarts the successor if it dies. The old server only ends, and its functions stay paused.
 //!
-//! | death | before the naming | between the naming and the word that it ends | after the word |
+//! | crash of | before the naming | between the naming and "ends" | after "ends" |
 //! |---|---|---|---|
-//! | of the server | the successor ends, the keeper starts another server | the same | the successor goes on |
-//! | of the successor | the server goes on | the keeper ends the server, and starts another one | the same |
+//! | the old server | the successor ends, the keeper starts a new server | the same | the successor continues |
+//! | the successor | the old server continues | the keeper ends the old server and starts a new one | the same |
 //!
-//! A server says nothing in step 3 if it has a lease of a VMM, or a drive that one process alone can have, such as a physical
-//! one. Its successor goes on once it has ended. So does the successor of a server of an earlier release.
+//! The old server skips "released" in step 3 if it has a VMM's lease, or a drive that only one process can open, such as a
+//! physical one. The successor then waits until the old server has ended. It does so with servers of earlier releases, too.
 
 use std::env;
 use std::ffi::OsString;
@@ -45,68 +45,67 @@ use crate::confine::LandlockRefusal;
 /// Name of the successor's end of the socket.
 const SOCKET: &str = "predecessor";
 
-/// Name of the journals that a successor may read at once.
+/// Name of the journals that a successor reads before it takes over.
 const JOURNAL: &str = "journal";
 
-/// Variable with the version of the lease protocol that VMMs with leases of the server speak; empty without such VMMs.
+/// Environment variable with the lease protocol version of the old server's VMMs. Empty without such VMMs.
 const LEASE_PROTOCOL: &str = "NVME_MPT_LEASE_PROTOCOL";
 
-/// Word of a successor that can take over.
+/// Message of a successor that is ready to take over.
 const READY: u8 = b'r';
 
-/// Word that follows [`READY`] in one message, of a successor that waits for [`LET_GO`] alone. One of an earlier release
-/// waits for the server's end.
+/// Follows [`READY`] in one message, if the successor waits only for [`LET_GO`]. Earlier releases wait for the old server's
+/// end.
 const BESIDE: u8 = b'b';
 
-/// Word of a server that ends for its successor. The moment at which its functions were asked to rest follows, in
-/// nanoseconds.
+/// Message of a server that ends for its successor. The time of asking its functions to pause follows, in nanoseconds.
 const ENDS: u8 = b'e';
 
-/// Word of a server that has let go of all leases, after [`ENDS`].
+/// Message of a server that has released all leases, after [`ENDS`].
 const LET_GO: u8 = b'l';
 
-/// Word of a successor that serves all functions which it can take up.
+/// Message of a successor that serves all functions that it can restore.
 const SERVES: u8 = b's';
 
-/// Word of a successor that cannot take over. Its reason follows. Earlier releases end without this word.
+/// Message of a successor that cannot take over. The reason follows as text. Earlier releases end without this message.
 const FAILED: u8 = b'f';
 
-/// Longest reason, in bytes.
+/// Maximum length of a reason, in bytes.
 const REASON_MAX: u64 = 16 << 10;
 
-/// Longest wait for a successor to become ready.
+/// Timeout for a successor to become ready.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Longest wait for a successor to serve. The server ends then in any case, as it does nothing any more.
+/// Timeout for a successor to serve its functions. The old server ends in any case.
 const SERVES_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Time between two looks at what a server waits for.
+/// Poll interval while waiting.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// A server does not take another one's place.
+/// Error of taking over from another server.
 #[derive(Debug, Error)]
 pub enum PredecessorError {
-    /// A state cannot be read.
+    /// The state of a function cannot be read.
     #[error("The state of a function cannot be taken over, so the server before goes on")]
     State(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// VMMs with leases could not go on.
+    /// VMMs with leases speak another version of the lease protocol.
     #[error(
         "VMMs speak version {version} of the lease protocol, and this server version {VERSION}, so the server before goes \
          on: use a release that speaks version {version}, or remove the functions of these VMMs first"
     )]
     LeaseProtocol {
-        /// Version that the VMMs speak.
+        /// Version of the VMMs.
         version: String,
     },
-    /// The next server would lack a resource.
+    /// A resource is too scarce for two servers.
     #[error("There is not enough for another server beside this one: {what}")]
     Scarce {
-        /// The thing, and what to do.
+        /// Name of the resource, and how to get more.
         what: &'static str,
         /// The kernel's error.
         source: io::Error,
     },
-    /// The server before is not replaced after all.
+    /// The old server continues, or has died.
     #[error("The server before goes on without this one, or has died and is started again")]
     GoesOn,
     /// The kernel's error.
@@ -114,19 +113,19 @@ pub enum PredecessorError {
     Io(#[from] io::Error),
 }
 
-/// Tells the server that this process is to replace why it cannot.
+/// Connection that tells the old server why this process cannot take over.
 #[derive(Debug)]
 pub(crate) struct FailureReport(UnixStream);
 
 impl FailureReport {
-    /// Returns the report to that server; `None` if there is none.
+    /// Returns the connection, or `None` if this process does not replace a server.
     pub(crate) fn to_predecessor(inherited: &Inherited) -> Option<Self> {
         let socket = inherited.get(SOCKET).next()?;
         let socket = socket.try_clone_to_owned().ok()?;
         Some(Self(socket.into()))
     }
 
-    /// Sends the reason, if that server waits for this process. Otherwise only the log has it.
+    /// Sends the reason, if the old server still waits for it.
     pub(crate) fn tell(mut self, reason: &str) {
         let mut message = vec![FAILED];
         message.extend(reason.as_bytes());
@@ -135,7 +134,7 @@ impl FailureReport {
     }
 }
 
-/// The server that this process is to replace.
+/// The server that started this process as its successor.
 #[derive(Debug)]
 pub(super) struct Predecessor {
     socket: UnixStream,
@@ -143,7 +142,7 @@ pub(super) struct Predecessor {
 }
 
 impl Predecessor {
-    /// Finds the server that started this process as its successor, and reads the states that it has now.
+    /// Finds the old server, and checks the present states of its functions.
     pub(super) fn find(inherited: &mut Inherited) -> Result<Option<Self>, PredecessorError> {
         let journals = inherited.take(JOURNAL);
         let Some(socket) = inherited.take(SOCKET).into_iter().next() else {
@@ -163,8 +162,7 @@ impl Predecessor {
         Ok(Some(Self { socket, process }))
     }
 
-    /// Tells it that this process can take over, and waits until all functions are free to be taken up. Returns the moment
-    /// at which they were asked to rest, by the clock of the host.
+    /// Sends "ready" and waits until all functions can be restored. Returns when they were asked to pause, by the host's clock.
     pub(super) fn await_turn(self) -> Result<(Duration, Leaving), PredecessorError> {
         let Self {
             mut socket,
@@ -178,7 +176,7 @@ impl Predecessor {
         }
         let told = system::host_time();
         let mut rested = [0; 8];
-        // A server of an earlier release says no more than the word.
+        // Earlier releases do not send the time.
         let rested = match socket.read_exact(&mut rested) {
             Ok(()) => Duration::from_nanos(u64::from_le_bytes(rested)),
             Err(_) => told,
@@ -196,28 +194,28 @@ impl Predecessor {
     }
 }
 
-/// Threads of a function: the one that serves it, and the one that flushes its lease.
+/// Threads per function: its control thread, and its lease's flush thread.
 const THREADS_EACH: usize = 2;
 
-/// Descriptors of a function beside those of its client: doorbells, live state, epoll, eventfds and what its drive needs.
+/// Descriptors per function without its client's: doorbells, in-flight state, epoll, eventfds and those of the drive.
 const DESCRIPTORS_EACH: usize = 28;
 
-/// Threads and descriptors of a server beside its functions.
+/// Threads and descriptors of the server itself.
 const SPARE: usize = 16;
 
-/// Reserves all resources that this process will need for its predecessor's functions, while the predecessor still serves them.
-/// So a missing resource is found before the predecessor releases them.
+/// Allocates, for a trial, all resources for the old server's functions while they are still served. A shortage is thus found
+/// before the old server releases them.
 fn try_resources(needs: &[FunctionNeeds]) -> Result<(), PredecessorError> {
     let scarce = |what| move |source| PredecessorError::Scarce { what, source };
     if needs.iter().any(|needs| needs.notifies_untrusted) {
-        // It stays.
+        // Stays allocated.
         let shared = Notifier::shared();
         shared.map_err(scarce(
             "contexts of asynchronous I/O, which carry interrupts to clients of other users",
         ))?;
     }
     let clients: usize = needs.iter().map(|needs| needs.descriptors).sum();
-    // The process has each descriptor of a client twice for a while: as it was kept, and in use.
+    // Each descriptor of a client briefly exists twice: stored, and in use.
     let descriptors = 2 * clients + DESCRIPTORS_EACH * needs.len() + SPARE;
     try_descriptors(descriptors).map_err(scarce(
         "open files; raise LimitNOFILE= of the unit, or RLIMIT_NOFILE",
@@ -242,7 +240,7 @@ fn try_threads(count: usize) -> io::Result<()> {
         let held = held.clone();
         start_thread("trial", move || {
             let held = held.lock().unwrap_or_else(PoisonError::into_inner);
-            // Until all were started, or one was not.
+            // Wait until all threads are started, or one fails.
             let _ = held.recv();
         })
     });
@@ -259,19 +257,19 @@ fn try_threads(count: usize) -> io::Result<()> {
     }
     drop(hold);
     for thread in threads {
-        // It cannot panic.
+        // The thread cannot panic.
         let _ = thread.join();
     }
     result
 }
 
-/// Returns the variable that names the version of the lease protocol to a successor, which takes VMMs over if there are some.
+/// Returns the environment variable that tells a successor the lease protocol version, if VMMs have leases.
 pub(crate) fn lease_protocol(are_vmms: bool) -> (&'static str, String) {
     let version = are_vmms.then(|| VERSION.to_string());
     (LEASE_PROTOCOL, version.unwrap_or_default())
 }
 
-/// Refuses VMMs of another version. A server of an earlier release names none.
+/// Refuses VMMs of another version. Earlier releases send no version.
 fn check_lease_protocol(version: &str) -> Result<(), PredecessorError> {
     if version.is_empty() || version.parse::<u32>() == Ok(VERSION) {
         return Ok(());
@@ -280,7 +278,7 @@ fn check_lease_protocol(version: &str) -> Result<(), PredecessorError> {
     Err(PredecessorError::LeaseProtocol { version })
 }
 
-/// The server before, which has nothing any more that this process needs, and may not have ended yet.
+/// The old server after its functions are released. It may still run.
 #[derive(Debug)]
 pub(super) struct Leaving {
     socket: UnixStream,
@@ -289,7 +287,6 @@ pub(super) struct Leaving {
 }
 
 impl Leaving {
-    /// A server whose end of the socket is in this process. Returns that end, too.
     #[cfg(test)]
     pub(super) fn of(process: OwnedFd) -> (Self, UnixStream) {
         let (socket, theirs) = UnixStream::pair().unwrap();
@@ -301,21 +298,21 @@ impl Leaving {
         (leaving, theirs)
     }
 
-    /// Returns whether a process has this number and is that server, ended or not.
+    /// Returns whether the old server had this process id.
     pub(super) fn is_process(&self, number: u32) -> bool {
         let credentials = getsockopt(&self.socket, PeerCredentials);
         credentials.is_ok_and(|peer| u32::try_from(peer.pid()) == Ok(number))
     }
 
-    /// Tells it that all functions are served which can be taken up beside it.
+    /// Tells the old server that all functions are served that can be restored while it runs.
     pub(super) fn let_end(&self) {
         self.told.call_once(|| {
-            // It may have ended.
+            // The old server may have ended.
             let _ = (&self.socket).write_all(&[SERVES]);
         });
     }
 
-    /// Waits for its end.
+    /// Waits until the old server has ended.
     pub(super) fn await_end(&self) -> io::Result<()> {
         let mut ends = [rustix::event::PollFd::new(
             &self.process,
@@ -326,10 +323,10 @@ impl Leaving {
     }
 }
 
-/// A server is not replaced, and goes on.
+/// Error of an upgrade. The server continues.
 #[derive(Debug, Error)]
 pub(crate) enum UpgradeError {
-    /// Nothing would outlive the server.
+    /// The server has no keeper.
     #[error(
         "The server has no keeper, so VMs would lose their drives: start it by `nvme-mpt keep`, or by systemd with \
          resources/nvme-mpt.service"
@@ -338,22 +335,22 @@ pub(crate) enum UpgradeError {
     /// The next server cannot be started.
     #[error("The next server cannot be started")]
     Start(#[from] KeeperError),
-    /// The next server ended before it could take over.
+    /// The successor ended before it was ready.
     #[error("The next server ended with {0} before it could take over; the log has its reason")]
     Ended(String),
-    /// The next server cannot take over, and has said why.
+    /// The successor reported that it cannot take over.
     #[error("The next server cannot take over, and this one goes on: {0}")]
     Failed(String),
-    /// This server may not execute the program of the next one.
+    /// Landlock forbids executing the successor's program.
     #[error(transparent)]
     Landlock(#[from] LandlockRefusal),
-    /// The next server does not become ready.
+    /// The successor is not ready in time.
     #[error("The next server is not ready after {} seconds", PATIENCE.as_secs())]
     Late,
-    /// The server was asked to end meanwhile.
+    /// The server was asked to end during the upgrade.
     #[error("The server ends")]
     Ending,
-    /// A function does not rest.
+    /// A function could not be paused.
     #[error(
         "Function {id} on {drive} cannot be handed over: {reason}. Nothing has changed; upgrade again once its drive answers"
     )]
@@ -365,13 +362,13 @@ pub(crate) enum UpgradeError {
         /// Why.
         reason: String,
     },
-    /// This process could not end, because the kernel has requests of a lease.
+    /// A lease has commands in flight, so this process could not end.
     #[error(
         "The drive of lease {0} has commands in flight, and no server can take over before they have ended. Nothing has \
          changed; upgrade again once the drive answers"
     )]
     Lease(String),
-    /// The next server opens drives by their paths.
+    /// A drive is no longer at its path, where the successor would open it.
     #[error(
         "{0}. The next server would not find it. Nothing has changed; move the drive back to its path, or remove its functions, \
          and upgrade again"
@@ -380,26 +377,26 @@ pub(crate) enum UpgradeError {
     /// The ledger cannot be read.
     #[error("The leases that end cannot be found")]
     Ledger(#[source] nvme_mpt::lease::LeaseError),
-    /// The keeper does not take the next server as its own.
+    /// The keeper cannot be told about the successor.
     #[error("The keeper cannot be told of the next server")]
     Keeper(#[from] KeepError),
-    /// The kernel's error.
+    /// Error of the socket to the successor.
     #[error("The next server cannot be spoken with")]
     Io(#[from] io::Error),
 }
 
-/// The process that is to replace this server. Dropped, it is ended, and this server goes on.
+/// The process that is to replace this server. Dropping it before the hand-over kills it, and this server continues.
 #[derive(Debug)]
 pub(crate) struct Successor {
     socket: UnixStream,
-    /// `None` once it takes over.
+    /// `None` after the hand-over.
     process: Option<Child>,
-    /// It can take over before this process has ended.
+    /// True if the successor can take over before this process has ended.
     goes_on_beside: bool,
 }
 
 impl Successor {
-    /// Starts a command as the successor of this server.
+    /// Starts a command as the successor.
     pub(crate) fn start(
         keeping: &Keeping,
         first_stage: &[OsString],
@@ -408,7 +405,7 @@ impl Successor {
     ) -> Result<Self, UpgradeError> {
         let (socket, theirs) = UnixStream::pair()?;
         let registry: &Registry = keeping.registry();
-        // It may have another keeper than this process was started by.
+        // A new keeper may have replaced the one that started this process.
         let keeper = registry.store().variables();
         let variables = variables
             .iter()
@@ -426,17 +423,16 @@ impl Successor {
         })
     }
 
-    /// Returns whether it can take over before this process has ended.
     pub(crate) fn goes_on_beside(&self) -> bool {
         self.goes_on_beside
     }
 
-    /// Number of its process.
+    /// Returns the successor's process id.
     pub(crate) fn number(&self) -> u32 {
         self.process.as_ref().map_or(0, Child::id)
     }
 
-    /// Waits until it can take over, unless `ends` says that this server is to end.
+    /// Waits until the successor is ready. Gives up if `ends` returns true.
     pub(crate) fn await_ready(&mut self, ends: impl Fn() -> bool) -> Result<(), UpgradeError> {
         self.socket.set_read_timeout(Some(LOOK))?;
         let deadline = clock::monotonic() + PATIENCE;
@@ -466,10 +462,10 @@ impl Successor {
         }
     }
 
-    /// Reads the rest of the reason why the successor cannot take over.
+    /// Reads the rest of the reason of a successor that cannot take over.
     fn failed(&mut self, first: &[u8]) -> UpgradeError {
         let mut reason = first.to_vec();
-        // It ends after it has told all, or takes too long.
+        // Reads until the successor ends, or the read timeout passes.
         let _ = (&self.socket).take(REASON_MAX).read_to_end(&mut reason);
         UpgradeError::Failed(String::from_utf8_lossy(&reason).into_owned())
     }
@@ -480,15 +476,15 @@ impl Successor {
         UpgradeError::Ended(status.map_or("no status".to_owned(), |status| status.to_string()))
     }
 
-    /// Hands over to it, as all functions rest that were asked to at `rested`. After that this process has to end: nothing of
-    /// it may touch what is kept.
+    /// Hands over all functions, which were asked to pause at `rested`. Afterwards, this process must end without touching the
+    /// stored state.
     pub(crate) fn hand_over(
         &mut self,
         keeping: &Keeping,
         rested: Duration,
     ) -> Result<(), UpgradeError> {
         let store = keeping.registry().store();
-        // The keeper reads it before it acts on the end of either process.
+        // The keeper reads this message before it notices the end of either process.
         store.notify(&format!("MAINPID={}", self.number()))?;
         let rested = u64::try_from(rested.as_nanos()).unwrap_or(u64::MAX);
         let mut words = vec![ENDS];
@@ -499,14 +495,14 @@ impl Successor {
                 Ok(())
             }
             Err(error) => {
-                // The keeper is not to take the successor's end for this server's.
+                // Otherwise the keeper would take the successor's end for this server's.
                 store.notify(&format!("MAINPID={}", std::process::id()))?;
                 Err(error.into())
             }
         }
     }
 
-    /// Has it go on beside this process, which has let go of all leases. Returns once it serves, has ended or is late.
+    /// Tells the successor that all leases are released. Returns once it serves, has ended or is late.
     pub(crate) fn let_go_on(&mut self) -> io::Result<()> {
         self.socket.set_read_timeout(Some(SERVES_PATIENCE))?;
         self.socket.write_all(&[LET_GO])?;
@@ -518,9 +514,10 @@ impl Successor {
 impl Drop for Successor {
     fn drop(&mut self) {
         if let Some(mut process) = self.process.take() {
-            // It may have ended by itself.
+            // The successor may have ended already.
             let _ = process.kill();
-            // One that opens a file on storage that stands still ends with it. Without a thread, nobody waits for it.
+            // A process blocked on stuck storage dies only when the storage answers. If no thread can be started, it stays a
+            // zombie.
             let _ = start_thread("reaper", move || drop(process.wait()));
         }
     }

@@ -1,6 +1,7 @@
-//! Spare descriptions of the files of leases, of which no process but the keeper's next server makes use.
+//! Spare open file descriptions of leases' files, held by the keeper. After a crash, the next server asks them for write errors
+//! that the old server did not see.
 //!
-//! They have the names of their leases. A VMM never gets one.
+//! Each entry is named after its lease. VMMs never get these descriptors.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -15,21 +16,22 @@ use nvme_mpt_vmm::report;
 use super::hash;
 use super::registry::{LEFT_OUT, Registry, SPARE};
 
-/// Spare descriptions in the keeper.
+/// Spare descriptors of leases, stored with the keeper.
 #[derive(Debug)]
 pub(crate) struct Spares {
     registry: Arc<Registry>,
-    /// The next server owns the entries.
+    /// True once the successor owns the entries.
     is_over: AtomicBool,
 }
 
-/// Returns the beginning of the names of a drive's leases.
+/// Returns the name prefix of a drive's leases.
 fn prefix_of(drive: &str) -> String {
-    // Half of a hash does: drives that share one have their entries longer. The identity may change while the drive is the same.
+    // Half of a hash is enough: a collision only keeps entries longer. `beginning` omits the part of the identity that may
+    // change while the drive is the same.
     format!("{SPARE}{:08x}-", hash(&beginning(drive)) >> 32)
 }
 
-/// Returns a lease's name, which is short: the keeper passes all names on in one variable.
+/// Returns a lease's entry name. It must be short, as the keeper passes all names in one environment variable.
 fn name_of(drive: &str, lease: &str) -> String {
     format!("{}{:016x}", prefix_of(drive), hash(lease))
 }
@@ -40,7 +42,7 @@ impl Spares {
         Self { registry, is_over }
     }
 
-    /// Stops all changes in the keeper if `is_over` is set: the next server owns its entries.
+    /// Stops all changes if `is_over` is set, because the successor then owns the entries.
     pub(crate) fn leave(&self, is_over: bool) {
         self.is_over.store(is_over, Ordering::Release);
     }
@@ -49,7 +51,7 @@ impl Spares {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Drops the entries of drives that are not open: no function will use them again.
+    /// Removes the entries of drives that are not open, as no function will use them.
     pub(crate) fn forget_drives_but(&self, open: &[Arc<Drive>]) {
         if self.is_over() {
             return;
@@ -100,7 +102,7 @@ impl SpareKeeper for Spares {
         }
         let name = name_of(drive, lease);
         let descriptors: Vec<_> = spare.iter().map(AsFd::as_fd).collect();
-        // The keeper adds to what it has of a name, also from a server that this one does not know of.
+        // The keeper appends to an existing name, which even an unknown earlier server may have stored. So remove it first.
         let kept = self
             .registry
             .forget(&name)

@@ -1,4 +1,4 @@
-//! Filters of the log: a least level, or levels of modules.
+//! Log filters: a default level and levels of modules.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,39 +7,39 @@ use env_filter::{Builder, Filter};
 use log::LevelFilter;
 use thiserror::Error;
 
-/// Levels, as a person writes them.
+/// Valid levels, for error messages.
 const LEVELS: &str = "off, error, warn, info, debug or trace";
 
-/// A text that is no filter.
+/// Error of parsing a filter.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum FilterError {
-    /// A level is none.
+    /// A level is unknown.
     #[error("no level: '{level}'; it is {LEVELS}")]
     Level {
-        /// The text.
+        /// The unknown level.
         level: String,
     },
-    /// A module has no name.
+    /// A module name is missing or invalid.
     #[error("'{part}' names no module: write MODULE=LEVEL, as in nvme_vfio=debug")]
     Module {
-        /// The text.
+        /// The invalid part.
         part: String,
     },
-    /// Two levels are for the same messages.
+    /// Two levels apply to the same messages.
     #[error("two levels are for {what}: leave one out")]
     Twice {
-        /// Messages, for a person.
+        /// The affected messages, as text.
         what: String,
     },
-    /// There is nothing in it.
+    /// The filter is empty.
     #[error(
         "a filter of the log is LEVEL or MODULE=LEVEL, separated by commas; a level is {LEVELS}"
     )]
     Empty,
 }
 
-/// A filter of the log, as in `info` or `warn,nvme_vfio=debug`. Modules without a level of their own have the least level
-/// that stands alone; without one, they log nothing.
+/// A log filter, as in `info` or `warn,nvme_vfio=debug`. A level without a module is the default of all modules. Without a
+/// default, other modules log nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogFilter {
     least: Option<LevelFilter>,
@@ -47,7 +47,7 @@ pub struct LogFilter {
 }
 
 impl LogFilter {
-    /// Returns the filter, which matches records.
+    /// Compiles the filter for matching records.
     pub(super) fn build(&self) -> Filter {
         let mut builder = Builder::new();
         builder.filter_level(self.least.unwrap_or(LevelFilter::Off));

@@ -1,6 +1,6 @@
-//! The log: to standard error, or to systemd's journal with fields. Its filter can be changed at run time.
+//! The log, written to standard error or, with fields, to systemd's journal. The filter can be changed at run time.
 //!
-//! A process that serves guests writes it on a separate thread (`wait_for_a_thread`), as the log's reader may take nothing.
+//! A process that serves guests writes the log on a separate thread (`wait_for_a_thread`), as the log's reader may block.
 
 mod budget;
 mod fields;
@@ -38,32 +38,31 @@ use self::queue::{Message, MessageQueue};
 use self::text::{FIELD_MAX, MESSAGE_MAX, line_of};
 use crate::signals::without_signals;
 
-/// Variable of the environment with a filter.
+/// Environment variable with a filter.
 const VARIABLE: &str = "RUST_LOG";
 
-/// Name of this program's messages in the journal.
+/// Syslog identifier of messages in the journal.
 const IDENTIFIER: &str = "nvme-mpt";
 
-/// Longest wait for the reader of the log by a process that ends.
+/// Timeout for the log's reader when a process ends.
 pub(crate) const END_PATIENCE: Duration = Duration::from_secs(1);
 
-/// As [`END_PATIENCE`], while guests wait for the process that takes this one's place.
+/// Timeout like [`END_PATIENCE`], for a crash or upgrade, when guests wait for the next process.
 pub(crate) const CRASH_PATIENCE: Duration = Duration::from_millis(100);
 
-/// Fields of a message, at most.
+/// Maximum number of fields of a message.
 const FIELDS_MAX: usize = 16;
 
-/// Messages on their way to the thread of the log.
+/// Messages for the log thread.
 static QUEUE: OnceLock<MessageQueue> = OnceLock::new();
 
-/// The thread that writes [`QUEUE`] was started.
+/// True once the thread that writes [`QUEUE`] is started.
 static HAS_THREAD: AtomicBool = AtomicBool::new(false);
 
-/// The logger of this process, from [`start`] on.
+/// Logger of this process, set by [`start`].
 static LOGGER: OnceLock<Logger> = OnceLock::new();
 
-/// Logs messages that pass `asked`; without it, those that pass the environment variable `RUST_LOG`, else those of a level
-/// and above.
+/// Starts logging. The filter is `asked`, or else the environment variable `RUST_LOG`, or else the level `least`.
 pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     let of_environment = || env::var(VARIABLE).ok().map(|text| text.parse());
     let (filter, trouble) = match asked.map(Ok).or_else(of_environment) {
@@ -72,7 +71,7 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
         None => (least.into(), None),
     };
     let logger = LOGGER.get_or_init(|| Logger::new(filter));
-    // An error means that there is a logger already, which then does the work.
+    // An error means that a logger is already installed, which then continues.
     let _ = log::set_logger(logger);
     log::set_max_level(logger.passing().built.filter());
     if let Some(error) = trouble {
@@ -80,15 +79,15 @@ pub fn start(asked: Option<LogFilter>, least: LevelFilter) {
     }
 }
 
-/// Queues messages for the log's thread, which [`write_on_a_thread`] starts. From now on, no other thread waits for the log's
+/// Queues messages for the log thread, which [`write_on_a_thread`] starts. From now on, no other thread waits for the log's
 /// reader.
 pub(crate) fn wait_for_a_thread() {
     QUEUE.get_or_init(MessageQueue::default);
 }
 
-/// Starts the thread that writes the log. It inherits the caller's sandbox and processors.
+/// Starts the log thread, which inherits the caller's sandbox and CPU affinity.
 ///
-/// A crash or a panic gives the thread [a moment](CRASH_PATIENCE) to write what was logged before it.
+/// In a crash or panic, waits [a moment](CRASH_PATIENCE) for the thread to write earlier messages.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -100,11 +99,11 @@ pub(crate) fn write_on_a_thread() -> io::Result<()> {
         return Ok(());
     }
     let write = move || queue.write_all(|message| logger.place.write(message));
-    // One that takes a signal would end the process in the place of the thread that waits for it.
+    // With unblocked signals, the log thread could receive a signal meant for the signal thread, and end the process.
     without_signals(|| start_thread("log", write))
         .inspect_err(|_| HAS_THREAD.store(false, Ordering::Relaxed))?;
     crash::await_before_the_end(|| !has_unwritten(), CRASH_PATIENCE);
-    // With a backtrace, the message is for a person who waits for it.
+    // With `RUST_BACKTRACE`, keep the default hook, which prints the backtrace.
     if env::var_os("RUST_BACKTRACE").is_none() {
         panic::set_hook(Box::new(|panic| {
             let text = format_args!("{panic}");
@@ -116,10 +115,10 @@ pub(crate) fn write_on_a_thread() -> io::Result<()> {
     Ok(())
 }
 
-/// Waits until what was logged so far is written, but no longer than `time`.
+/// Waits until all earlier messages are written, for at most `time`.
 pub(crate) fn flush(time: Duration) {
     if let Some(queue) = QUEUE.get() {
-        // A process that ends early has none yet.
+        // The log thread may not be started yet if the process ends early.
         let _ = write_on_a_thread();
         queue.flush(time);
     }
@@ -129,12 +128,12 @@ fn has_unwritten() -> bool {
     QUEUE.get().is_some_and(MessageQueue::has_unwritten)
 }
 
-/// Returns the number of messages that were dropped because the log's reader did not keep up.
+/// Returns the number of messages dropped because the log's reader was too slow.
 pub(crate) fn dropped_messages() -> u64 {
     QUEUE.get().map_or(0, MessageQueue::dropped)
 }
 
-/// Reports why the process ends, and gives the log's reader a [moment](END_PATIENCE).
+/// Logs why the process ends, and waits a [moment](END_PATIENCE) for the log's reader.
 pub(crate) fn last_words(text: &str) {
     let lines = text.lines();
     let lines = lines.map(|line| line_of(format_args!("{line}"), MESSAGE_MAX));
@@ -151,7 +150,7 @@ pub(crate) fn last_words(text: &str) {
     flush(END_PATIENCE);
 }
 
-/// Returns the filter of this process's log; `None` before [`start`].
+/// Returns the filter of this process's log, or `None` before [`start`].
 #[must_use]
 pub fn filter() -> Option<LogFilter> {
     Some(LOGGER.get()?.passing().filter.clone())
@@ -171,7 +170,7 @@ pub fn set_filter(filter: LogFilter) {
     log::set_max_level(most);
 }
 
-/// Filter, as it was given and as it is used.
+/// A filter as given, and compiled for matching.
 struct Passing {
     filter: LogFilter,
     built: Filter,
@@ -184,19 +183,19 @@ impl Passing {
     }
 }
 
-/// A logger that takes a bounded number of messages from each thread.
+/// Logger with a budget of messages per thread.
 struct Logger {
     passing: RwLock<Passing>,
     place: Place,
 }
 
-/// Place that messages go to.
+/// Output of the log.
 enum Place {
-    /// Standard error, which a person or a file reads.
+    /// Standard error, read by a person or a file.
     Error,
-    /// Standard error, which the journal reads: it has the time by itself.
+    /// Standard error connected to the journal, which adds the time itself.
     ErrorOfJournal,
-    /// The journal's own socket, which takes fields.
+    /// The journal's native socket, which accepts fields.
     Journal(JournalLog),
 }
 
@@ -207,7 +206,7 @@ impl Place {
         }
         match JournalLog::empty() {
             Ok(journal) => Self::Journal(journal.with_syslog_identifier(IDENTIFIER.to_owned())),
-            // A sandbox may hide its socket.
+            // A sandbox may hide the journal's socket.
             Err(_) => Self::ErrorOfJournal,
         }
     }
@@ -236,7 +235,7 @@ impl Place {
     }
 }
 
-/// Writes to standard error, without the lock of the standard library. If it is closed, the text is lost.
+/// Writes to standard error without the standard library's lock. The text is lost if standard error is closed.
 fn write_to_error(mut bytes: &[u8]) {
     while !bytes.is_empty() {
         match rustix::io::write(rustix::stdio::stderr(), bytes) {
@@ -248,7 +247,7 @@ fn write_to_error(mut bytes: &[u8]) {
     }
 }
 
-/// Waits for room in standard error, whose description another process made non-blocking.
+/// Waits until standard error is writable. Another process may have made its open file description non-blocking.
 fn await_room() {
     let stderr = rustix::stdio::stderr();
     let mut room = [rustix::event::PollFd::new(
@@ -272,7 +271,7 @@ fn send(journal: &JournalLog, message: &Message) -> io::Result<()> {
     journal.journal_send(&record)
 }
 
-/// Fields of a message, as the journal takes them.
+/// Fields of a message as a `log` source.
 struct Pairs<'a>(&'a [(String, String)]);
 
 impl Source for Pairs<'_> {
@@ -283,7 +282,7 @@ impl Source for Pairs<'_> {
     }
 }
 
-/// Takes fields out of a record, bounded in number and length.
+/// Collects the fields of a record, limited in number and length.
 #[derive(Default)]
 struct FieldCopies(Vec<(String, String)>);
 
@@ -297,7 +296,7 @@ impl<'kvs> VisitSource<'kvs> for FieldCopies {
     }
 }
 
-/// Returns a record as a message of this thread.
+/// Converts a record of this thread to a message.
 fn message_of(record: &Record<'_>) -> Message {
     let current = thread::current();
     let thread = current.name().unwrap_or("?");
@@ -308,7 +307,7 @@ fn message_of(record: &Record<'_>) -> Message {
         thread,
     };
     let mut copies = FieldCopies::default();
-    // Only a copy that fails would end it early.
+    // Copying does not fail, so the visit does not end early.
     let _ = fields.visit(&mut copies);
     Message {
         time: Timestamp::now(),
@@ -322,7 +321,7 @@ fn message_of(record: &Record<'_>) -> Message {
     }
 }
 
-/// Returns whether a stream is the connection to systemd's journal that `JOURNAL_STREAM` names, as `DEVICE:INODE`.
+/// Returns whether a stream is the journal connection that `JOURNAL_STREAM` names as `DEVICE:INODE`.
 fn is_journal(named: Option<OsString>, stream: impl AsFd) -> bool {
     let file = stream.as_fd().try_clone_to_owned().map(File::from);
     let Ok(status) = file.and_then(|file| file.metadata()) else {
@@ -332,7 +331,7 @@ fn is_journal(named: Option<OsString>, stream: impl AsFd) -> bool {
     named.is_some_and(|named| named == *is)
 }
 
-/// Returns the priority of a level, as [`JournalLog`] has it.
+/// Returns the syslog priority of a level, with the mapping of [`JournalLog`].
 const fn priority(level: Level) -> u8 {
     match level {
         Level::Error => 3,

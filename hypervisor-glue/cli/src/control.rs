@@ -84,7 +84,7 @@ pub enum ControlError {
         path: PathBuf,
         /// The user of this process.
         user: String,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The server did not answer in time, or the connection failed.
@@ -92,7 +92,7 @@ pub enum ControlError {
     NoAnswer {
         /// The socket.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
     /// The answer cannot be parsed.
@@ -256,7 +256,7 @@ struct LateAnswers {
 
 impl LateAnswers {
     fn clients(&self) -> MutexGuard<'_, Vec<Client>> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.clients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,7 +1,7 @@
-//! `nvme-mpt bind` and `nvme-mpt unbind`: a drive goes from the host's own driver to VFIO, and back.
+//! `nvme-mpt bind` and `nvme-mpt unbind`: rebind a drive from the kernel's NVMe driver to VFIO, and back.
 //!
-//! Nothing is loaded and nothing is stopped here. A drive that the host uses is refused. Any other
-//! drive is held while it changes its driver, so that no program can begin to use it in between.
+//! Neither command loads a module or stops a user of a drive. A drive that the host uses is refused. Other drives are held
+//! exclusively during the change, so that no program can start using them.
 
 use std::fmt;
 use std::fs::OpenOptions;
@@ -13,34 +13,34 @@ use nvme_vfio::function::{
 };
 use thiserror::Error;
 
-/// The host's own driver.
+/// The kernel's NVMe driver.
 const NVME: &str = "nvme";
 
-/// A drive cannot be bound to another driver.
+/// Error of binding a drive to another driver.
 #[derive(Debug, Error)]
 pub enum BindError {
-    /// Error of a function whose state cannot be read.
+    /// The function's state cannot be read.
     #[error(transparent)]
     Function(#[from] PciFunctionError),
-    /// Error of a drive whose use is not known.
+    /// The drive's users cannot be determined.
     #[error(transparent)]
     Users(#[from] UsersError),
-    /// Error of a function that is no drive.
+    /// The function is not an NVMe controller.
     #[error(
         "{address} is no NVMe controller: its class code is {class:06x}h, not 010802h; `nvme-mpt drives` lists those of this host"
     )]
     NotNvme {
         /// The function.
         address: PciAddress,
-        /// Its class code.
+        /// The function's class code.
         class: u32,
     },
-    /// Error of a drive without an IOMMU.
+    /// The drive has no IOMMU.
     #[error(
         "{0} has no IOMMU, without which it would reach all memory of the host; enable it in the firmware's setup (VT-d, AMD-Vi or SMMU), and with intel_iommu=on on the kernel's command line of an Intel host"
     )]
     NoIommu(PciAddress),
-    /// Error of a drive that the host uses.
+    /// The host uses the drive.
     #[error(
         "{address} is in use: {}; {}",
         list(users),
@@ -53,39 +53,39 @@ pub enum BindError {
     InUse {
         /// The function.
         address: PciAddress,
-        /// Its users.
+        /// The drive's users.
         users: Vec<User>,
     },
-    /// Error of a drive that a process holds through VFIO.
+    /// A process uses the drive through VFIO.
     #[error("{address} is in use: {}; end that first", list(users))]
     Driven {
         /// The function.
         address: PciAddress,
-        /// Its users.
+        /// The drive's users.
         users: Vec<User>,
     },
-    /// Error of a drive with a driver whose users are not known.
+    /// The drive has a driver whose users are unknown.
     #[error(
         "{address} is bound to the driver `{driver}`, and its users are not known; --force takes it all the same"
     )]
     OtherDriver {
         /// The function.
         address: PciAddress,
-        /// Its driver.
+        /// The drive's driver.
         driver: String,
     },
-    /// Some driver has it that is not VFIO's, so it was not bound here.
+    /// The drive has a driver other than vfio-pci, so it was not bound by `nvme-mpt bind`.
     #[error("{address} is bound to the driver `{driver}`, not to vfio-pci: it is left there")]
     NotVfio {
         /// The function.
         address: PciAddress,
-        /// Its driver.
+        /// The drive's driver.
         driver: String,
     },
-    /// The driver that it is to be bound to is not there.
+    /// The kernel does not have the driver.
     #[error("The host's kernel has no driver {0}; load it with: modprobe {0}")]
     NoDriver(&'static str),
-    /// A file of the kernel's cannot be written.
+    /// A sysfs file cannot be written.
     #[error(
         "Cannot write to {}{}",
         path.display(),
@@ -94,10 +94,10 @@ pub enum BindError {
     Write {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The driver does not take it.
+    /// The driver did not accept the drive.
     #[error(
         "The driver {wanted} does not take {address}, which is bound to {} now; the kernel's log (dmesg) has the cause",
         now.as_deref().unwrap_or("no driver")
@@ -105,9 +105,9 @@ pub enum BindError {
     NotTaken {
         /// The function.
         address: PciAddress,
-        /// Driver that was to have it.
+        /// The intended driver.
         wanted: &'static str,
-        /// Driver that has it.
+        /// The current driver.
         now: Option<String>,
     },
 }
@@ -117,22 +117,22 @@ fn list(users: &[User]) -> String {
     users.join(", ")
 }
 
-/// Result for a drive.
+/// Outcome of binding a drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bound {
     address: PciAddress,
-    /// The driver that has it.
+    /// The driver that the drive is bound to.
     driver: &'static str,
     change: Change,
-    /// Obstacles to its use there nevertheless.
+    /// Remaining obstacles to the drive's use.
     remarks: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Change {
-    /// The drive was bound already.
+    /// The drive was already bound to the driver.
     None,
-    /// From another driver, or from none.
+    /// The previous driver, if there was one.
     From(Option<String>),
 }
 
@@ -158,11 +158,11 @@ impl fmt::Display for Bound {
     }
 }
 
-/// Binds a drive to `vfio-pci`. With `force`, also one that a process has open, or that has a driver
-/// of which nothing is known; never one that is mounted, swap space or part of another device.
+/// Binds a drive to `vfio-pci`. With `force`, also takes a drive that a process has open, or that has an unknown driver. A
+/// drive that is mounted, swap space or part of another device is always refused.
 ///
 /// # Errors
-/// Returns the obstacle. The drive stays where it was.
+/// Returns the obstacle. The drive keeps its driver.
 pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, BindError> {
     let function = find(root, address)?;
     if function.iommu_group.is_none() {
@@ -195,10 +195,10 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, 
     let folder = root.function_folder(address);
     write(&folder.join("driver_override"), VFIO_PCI)?;
     let taken = rebind(root, &function, VFIO_PCI);
-    // Until here it could not be mounted.
+    // The claim has kept the drive from being mounted until now.
     drop(claim);
     if taken.is_err() {
-        // Back to any driver that takes it.
+        // Let the kernel choose a driver again.
         let back = write(&folder.join("driver_override"), "\n")
             .and_then(|()| write(&drivers_probe(root), &address.to_string()));
         if let Err(error) = back {
@@ -209,10 +209,10 @@ pub fn bind(root: &HostRoot, address: PciAddress, force: bool) -> Result<Bound, 
     Ok(done(Change::From(function.driver.clone())))
 }
 
-/// Binds a drive to the host's own driver, `nvme`.
+/// Binds a drive to the kernel's `nvme` driver.
 ///
 /// # Errors
-/// Returns the obstacle, such as a process that drives it.
+/// Returns the obstacle, such as a process that uses the drive.
 pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<Bound, BindError> {
     let function = find(root, address)?;
     let folder = root.function_folder(address);
@@ -222,7 +222,7 @@ pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<Bound, BindError> 
         change,
         remarks: Vec::new(),
     };
-    // Else the next driver that is loaded could not have it.
+    // A remaining override would keep the `nvme` driver from the drive.
     let clear = |function: &PciFunction| match function.driver_override {
         Some(_) => write(&folder.join("driver_override"), "\n"),
         None => Ok(()),
@@ -251,7 +251,7 @@ pub fn unbind(root: &HostRoot, address: PciAddress) -> Result<Bound, BindError> 
     Ok(done(Change::From(function.driver.clone())))
 }
 
-/// The function, which must be a drive.
+/// Returns the function, if it is an NVMe controller.
 fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, BindError> {
     let function = PciFunction::find(root, address)?;
     if !function.is_nvme() {
@@ -261,7 +261,7 @@ fn find(root: &HostRoot, address: PciAddress) -> Result<PciFunction, BindError> 
     Ok(function)
 }
 
-/// Returns the obstacles to the use of a drive that is bound to `vfio-pci`.
+/// Returns the obstacles within the IOMMU group to using a drive with `vfio-pci`.
 pub(crate) fn group_remarks(function: &PciFunction) -> Vec<String> {
     let Some(group) = &function.iommu_group else {
         return Vec::new();
@@ -279,7 +279,7 @@ fn drivers_probe(root: &HostRoot) -> PathBuf {
     root.sys.join("bus/pci/drivers_probe")
 }
 
-/// Checks that the kernel has a driver.
+/// Checks that the kernel has the driver.
 fn expect_driver(root: &HostRoot, driver: &'static str) -> Result<(), BindError> {
     if root.sys.join("bus/pci/drivers").join(driver).exists() {
         Ok(())
@@ -288,7 +288,7 @@ fn expect_driver(root: &HostRoot, driver: &'static str) -> Result<(), BindError>
     }
 }
 
-/// Takes a function from its driver, and has the kernel look for another one.
+/// Unbinds a function from its driver and lets the kernel probe for another.
 fn rebind(root: &HostRoot, function: &PciFunction, wanted: &'static str) -> Result<(), BindError> {
     let address = function.address;
     let text = address.to_string();
@@ -296,7 +296,7 @@ fn rebind(root: &HostRoot, function: &PciFunction, wanted: &'static str) -> Resu
         let folder = root.function_folder(address);
         write(&folder.join("driver/unbind"), &text)?;
     }
-    // The driver's answer comes back here. The address is right, so an error is the driver's.
+    // The write returns the result of the driver's probe.
     let probed = write(&drivers_probe(root), &text);
     let now = PciFunction::find(root, address)?.driver;
     if now.as_deref() == Some(wanted) {

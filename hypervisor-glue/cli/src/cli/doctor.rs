@@ -1,4 +1,4 @@
-//! `nvme-mpt doctor`.
+//! `nvme-mpt doctor`: checks a host or a drive.
 
 use std::error::Error;
 use std::io::{self, BufRead, Write};
@@ -94,7 +94,7 @@ impl Doctor {
     }
 }
 
-/// Asks on standard error for a namespace's data, so that standard output has the report alone.
+/// Asks for consent to erase a namespace. Uses standard error, so that standard output contains only the report.
 fn consents(subject: &Subject, yes: bool) -> bool {
     let Subject {
         drive,

@@ -154,7 +154,7 @@ pub(super) struct Upgrade {
     server: RunningServer,
 }
 
-/// The program of `nvme-mpt upgrade --binary` cannot be used.
+/// Error of the program given to `nvme-mpt upgrade --binary`.
 #[derive(Debug, Error)]
 #[error("Cannot use the program {}", path.display())]
 struct BinaryError {
@@ -162,7 +162,7 @@ struct BinaryError {
     source: io::Error,
 }
 
-/// The server's file differs from what is served.
+/// Error of `nvme-mpt upgrade --strict`: the file differs from the served configuration.
 #[derive(Debug, Error)]
 #[error("The file differs from what is served: apply it with `nvme-mpt reload`, or change it back")]
 pub(super) struct DiffersError;
@@ -192,7 +192,7 @@ impl Upgrade {
             false => writeln!(out, "Process {process} is the server now")?,
         }
         for sentence in &pending {
-            // If standard error is closed, the warning has no reader.
+            // If standard error is closed, the warning cannot be shown.
             let _ = writeln!(io::stderr(), "nvme-mpt: warning: {sentence}");
         }
         match self.strict && !pending.is_empty() {
@@ -316,7 +316,7 @@ impl List {
         drop(out);
         let stats = control::query_stats(&self.server.control())?;
         if stats.keeper == KeeperState::Ended {
-            // If standard error is closed, the warning has no reader.
+            // If standard error is closed, the warning cannot be shown.
             let _ = writeln!(io::stderr(), "nvme-mpt: warning: {KEEPER_ENDED}");
         }
         Ok(())
@@ -389,7 +389,7 @@ pub(super) fn function_help() -> String {
     )
 }
 
-/// A socket as the server knows it, if the text can be one: ids have no slash.
+/// Makes the path absolute if the text is a socket. Ids contain no slash.
 fn socket_or_id(text: String) -> String {
     match text.contains('/').then(|| std::path::absolute(&text)) {
         Some(Ok(path)) => path.display().to_string(),
@@ -397,5 +397,5 @@ fn socket_or_id(text: String) -> String {
     }
 }
 
-/// Error for an answer to another request.
+/// Error of an answer of the wrong kind.
 const UNEXPECTED: &str = "The server answers another request: use the version that runs it";

@@ -1,4 +1,4 @@
-//! `nvme-mpt leases`.
+//! `nvme-mpt leases`: lists and changes leases in the ledger.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -94,7 +94,7 @@ enum LeasesCommand {
 }
 
 impl LeasesCommand {
-    /// Returns the command, with the `--json` that was given before it.
+    /// Returns the command, with a `--json` that was given before it.
     fn in_json(self, wanted: bool) -> Result<Self, JsonError> {
         match self {
             Self::List { json } => Ok(Self::List {
@@ -109,12 +109,12 @@ impl LeasesCommand {
     }
 }
 
-/// A lease as `leases` shows it.
+/// A lease as shown by `nvme-mpt leases`.
 #[derive(Debug, Serialize)]
 struct ShownLease {
     #[serde(flatten)]
     entry: LeaseEntry,
-    /// Use of the drive's queue pairs; `None` if it has no bound on them, or no server of the lease answers.
+    /// Use of the drive's queue pairs. `None` if their number is not limited, or if the lease's server does not answer.
     queue_pairs: Option<LeasePairStats>,
 }
 
@@ -183,7 +183,7 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
         LeasesCommand::Release { id, keep, force } => {
             let (released, no_lease) = match ledger.release(&id, force) {
                 Ok(entry) => (Some(entry), None),
-                // It ended by itself, and its data is there.
+                // The lease has already ended, but its data may remain.
                 Err(error @ LeaseError::NoSuchLease { .. }) => (None, Some(error)),
                 Err(error) => return Err(error.into()),
             };
@@ -199,7 +199,7 @@ pub(super) fn run_leases(options: Leases) -> Result<(), Box<dyn Error>> {
                 (Err(LeaseError::NoData { .. }), Some(no_lease)) if !keep => {
                     return Err(no_lease.into());
                 }
-                // Its wipe was cut short: what is there is another id's, and stays marked.
+                // An interrupted wipe of the lease remains: the data is another id's and stays marked for wiping.
                 (Err(LeaseError::NoData { .. }), None) => {
                     writeln!(
                         out,
@@ -229,10 +229,10 @@ fn owner_name(owner: Option<u32>) -> String {
     owner.map_or_else(|| "-".to_owned(), user_name)
 }
 
-/// Returns leases with the use of their drives' queue pairs, as far as the server on `control` knows it.
+/// Adds the use of queue pairs to leases that the server on `control` knows.
 fn shown(leases: Vec<LeaseEntry>, control: &Path) -> Vec<ShownLease> {
     let held = leases.iter().any(|lease| lease.state == LeaseState::Held);
-    // Leases are shown without a server, too: those of VMMs and of servers with another socket.
+    // Leases of VMMs, and of servers with another control socket, are shown even without a server.
     let stats = held
         .then(|| control::query_stats(control).ok())
         .flatten()
@@ -254,7 +254,7 @@ fn write_leases(out: &mut dyn Write, leases: &[ShownLease]) -> io::Result<()> {
     let id_width = width(2, |lease| lease.id.len());
     let range_width = width(5, |lease| lease.extents.to_string().len());
     let owner_width = width(5, |lease| owner_name(lease.owner).len());
-    // Only physical drives have a bound on their queue pairs.
+    // Only physical drives have a limited number of queue pairs.
     let is_bounded =
         |lease: &ShownLease| lease.queue_pairs.is_some() || lease.entry.reserved_pairs > 0;
     let bounded = leases.iter().any(is_bounded);

@@ -1,4 +1,4 @@
-//! `nvme-mpt man` and `completions`: manual pages and completions, made of the command line itself.
+//! `nvme-mpt man` and `nvme-mpt completions`: generate manual pages and shell completions from the command line definition.
 
 use std::error::Error;
 use std::fs;
@@ -28,13 +28,13 @@ pub(super) struct Completions {
     shell: Shell,
 }
 
-/// Manual pages cannot be written.
+/// Error of writing manual pages.
 #[derive(Debug, Error)]
 #[error("Cannot write manual pages into {}", folder.display())]
 struct ManError {
-    /// Their folder.
+    /// The output directory.
     folder: PathBuf,
-    /// Why.
+    /// Cause.
     source: io::Error,
 }
 
@@ -52,11 +52,12 @@ impl Completions {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut Cli::command(), "nvme-mpt", &mut script);
         if self.shell == Shell::Bash {
-            // clap_complete 4.6.11 names the subcommands of a program with a hyphen in two ways, and finds none of them.
+            // clap_complete 4.6.11 writes the subcommands of a hyphenated program name in two ways, so that none is found.
+            // Unify them.
             let text = String::from_utf8(script)?;
             script = text.replace("nvme__subcmd__mpt__", "nvme__mpt__").into();
         }
-        // A reader that has seen enough is no error of the generator's.
+        // Not written by clap_complete, which would panic on a closed pipe.
         Ok(io::Write::write_all(&mut io::stdout(), &script)?)
     }
 }

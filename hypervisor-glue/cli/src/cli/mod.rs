@@ -55,10 +55,10 @@ use nvme_mpt_vmm::options::{
 };
 use nvme_mpt_vmm::report;
 
-/// Exit code of `nvme-mpt upgrade --strict` where the file differs from what is served.
+/// Exit code of `nvme-mpt upgrade --strict` if the file differs from the served configuration.
 const DIFFERS: u8 = 3;
 
-/// Help of what the log has.
+/// Help text about the log.
 const LOG_HELP: &str = "Environment:
   RUST_LOG  Least level of the log on standard error: error, warn (the default), info (that of serve), debug or trace; \
 or levels of modules, as in RUST_LOG=warn,nvme_mpt_cli=info";
@@ -372,12 +372,12 @@ struct RunningServer {
 }
 
 impl RunningServer {
-    /// Returns its control socket.
+    /// Returns the server's control socket.
     fn control(&self) -> PathBuf {
         self.control.path(&self.state)
     }
 
-    /// Asks it for a change.
+    /// Requests a change from the server.
     fn change(&self, change: Change) -> Result<Changed, ControlError> {
         control::request_change(&self.control(), change)
     }
@@ -391,15 +391,15 @@ impl Control {
     }
 }
 
-/// `--json` before a command that does not print a list.
+/// Error of `--json` with a command that does not print a list.
 #[derive(Debug, Error)]
 #[error("--json is an option of {0} alone: leave it out")]
 struct JsonError(&'static str);
 
-/// An argument that is made of options, with the files that these name.
+/// An option string argument, with the files that it names.
 #[derive(Clone, Debug)]
 struct Argument<T> {
-    /// The argument, or the message about an invalid one.
+    /// The parsed argument, or the message about an invalid one.
     given: Result<Given<T>, String>,
     described: Vec<PathBuf>,
 }
@@ -415,7 +415,7 @@ impl<T: FromStr<Err = OptionError>> Argument<T> {
                 given: Ok(given),
                 described,
             }),
-            // A file that it names may be another one by now. What was served goes on.
+            // A named file may have changed. As the old server's configuration is restored, the argument is not needed.
             Err(error) if has_kept_configuration() => Ok(Self {
                 given: Err(told(&error)),
                 described: Vec::new(),
@@ -428,7 +428,7 @@ impl<T: FromStr<Err = OptionError>> Argument<T> {
     }
 }
 
-/// Returns the valid arguments, with paths relative to `folder`. Messages about invalid ones go into `mistakes`.
+/// Returns the valid arguments with absolute paths, relative to `folder`. Appends messages about invalid ones to `mistakes`.
 fn given<T: FromStr<Err = OptionError>>(
     arguments: Vec<Argument<T>>,
     folder: &Path,
@@ -441,12 +441,12 @@ fn given<T: FromStr<Err = OptionError>>(
     all.collect()
 }
 
-/// An error and its causes, as the command line's parser shows it.
+/// Formats an error and its causes for clap.
 fn told(error: &dyn Error) -> String {
     report::chain(error)
 }
 
-/// Runs the command that the process was started as.
+/// Runs the command given on the command line.
 #[must_use]
 pub fn run() -> ExitCode {
     let mut arguments = env::args_os();
@@ -488,7 +488,7 @@ pub fn run() -> ExitCode {
     };
     let status = match result {
         Ok(()) => ExitCode::SUCCESS,
-        // The reader of the output has seen enough.
+        // The output's reader has closed the pipe, which is not an error.
         Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
         Err(error) if error.is::<DiffersError>() => {
             failure(&*error);
@@ -500,7 +500,7 @@ pub fn run() -> ExitCode {
     status
 }
 
-/// Ends the process because its arguments are wrong. Tells the server that it was to replace.
+/// Exits because of invalid arguments. Reports the error also to the server that this process should replace.
 fn refuse(error: &clap::Error) -> ! {
     if error.use_stderr()
         && let Ok(inherited) = Inherited::from_env()
@@ -511,7 +511,7 @@ fn refuse(error: &clap::Error) -> ! {
     error.exit()
 }
 
-/// Reports why a command failed.
+/// Reports the error of a command.
 fn failure(error: &dyn Error) -> ExitCode {
     logging::last_words(&format!("nvme-mpt: {}", report::chain(error)));
     ExitCode::FAILURE
@@ -538,7 +538,7 @@ fn run_keep(options: &Keep) -> ExitCode {
         true => {
             let control = options.control.clone();
             let control = control.unwrap_or_else(|| Path::new(STATE_DIR).join(CONTROL_SOCKET));
-            // No other one takes its place meanwhile: a server whose keeper has ended refuses upgrades.
+            // The process cannot change meanwhile, as a server without a keeper refuses upgrades.
             match control::listening_process(&control) {
                 None => return failure(&no_server(control)),
                 Some(number) => {
@@ -615,7 +615,7 @@ fn run_fault(options: Fault) -> Result<(), Box<dyn Error>> {
         }
         _ if as_json => return Err(JsonError("`fault list`").into()),
         FaultCommand::Inject { drive, plan } => {
-            // The plan's own errors are reported here, where its name is known.
+            // Parse the plan here too, where its file name is known for errors.
             let text = FaultPlan::read(&plan)?;
             FaultPlan::parse(&plan, &text)?;
             FaultRequest::Inject {
@@ -647,7 +647,7 @@ fn run_profile(options: &Profile) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The path as the server knows it, whose folder may be another one.
+/// Returns the path with links resolved, as the server may run in another directory.
 fn canonical(path: DrivePath) -> DrivePath {
     match path {
         DrivePath::File(file) => DrivePath::File(fs::canonicalize(&file).unwrap_or(file)),
@@ -659,7 +659,7 @@ fn run_drives(options: Drives) -> Result<(), Box<dyn Error>> {
     let path = options.server.control();
     let served = match control::query_stats(&path) {
         Ok(stats) => stats.drives,
-        // Without a server that answers, the kernel alone reports it.
+        // Without access to a server, show only what the kernel reports.
         Err(ControlError::NoServer { .. } | ControlError::Permission { .. }) => Vec::new(),
         Err(error) => return Err(error.into()),
     };

@@ -1,4 +1,4 @@
-//! Standard output of a server, with a bounded wait for its reader.
+//! Standard output of a server, with a timeout for its reader.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -8,11 +8,11 @@ use nvme_mpt::poller::start_thread;
 
 use crate::signals::without_signals;
 
-/// Longest wait for the reader.
+/// Timeout for the reader.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// An output that a thread writes. [`flush`](Write::flush) waits for the reader for a second at most. The thread writes the
-/// rest once there is room.
+/// Output written by a thread. [`flush`](Write::flush) waits at most one second for the reader. The thread writes the rest when
+/// the reader continues.
 #[derive(Debug)]
 pub(crate) struct PatientOutput<W> {
     out: Option<W>,
@@ -24,12 +24,12 @@ pub(crate) struct PatientOutput<W> {
 struct OutputThread {
     texts: Sender<Vec<u8>>,
     results: Receiver<io::Result<()>>,
-    /// A wait for the reader has timed out.
+    /// True after the reader has timed out. Later flushes do not wait.
     is_late: bool,
 }
 
 impl<W: Write + Send + 'static> PatientOutput<W> {
-    /// An output whose thread starts with the first [`flush`](Write::flush).
+    /// Creates an output, whose thread starts with the first [`flush`](Write::flush).
     pub(crate) fn new(out: W) -> Self {
         Self {
             out: Some(out),
@@ -47,7 +47,7 @@ impl<W: Write + Send + 'static> PatientOutput<W> {
         let write = move || {
             for text in inbox {
                 let written = out.write_all(&text).and_then(|()| out.flush());
-                // Without a receiver, the process is about to end.
+                // Without a receiver, the process is exiting.
                 let _ = outbox.send(written);
             }
         };
@@ -72,7 +72,7 @@ impl<W: Write + Send + 'static> Write for PatientOutput<W> {
         let Some(thread) = &mut self.thread else {
             return Ok(());
         };
-        // It ends by a panic alone.
+        // The thread ends early only by a panic.
         let ended = || io::Error::other("the thread of the output has ended");
         let text = std::mem::take(&mut self.unsent);
         thread.texts.send(text).map_err(|_| ended())?;

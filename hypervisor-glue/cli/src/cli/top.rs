@@ -1,4 +1,4 @@
-//! `nvme-mpt top`.
+//! `nvme-mpt top`: shows rates in a terminal.
 
 use std::error::Error;
 use std::io;

@@ -1,4 +1,4 @@
-//! `nvme-mpt stats`.
+//! `nvme-mpt stats`: prints statistics once or repeatedly.
 
 use std::error::Error;
 use std::io::{self, IsTerminal, Write};
@@ -13,7 +13,7 @@ use super::RunningServer;
 use crate::control;
 use crate::stats::ServerStats;
 
-/// Moves a terminal's cursor to its first line and erases all below.
+/// Moves the cursor home and clears the terminal below it.
 const CLEAR: &str = "\x1b[H\x1b[J";
 
 /// Show figures of the functions, queues, pollers and drives of a running server
@@ -34,7 +34,7 @@ pub(super) fn parse_interval(text: &str) -> Result<Duration, &'static str> {
         .ok_or("use a number of seconds, 0.1 or more")
 }
 
-/// Statistics, and the moment that they are of.
+/// Statistics with the time of taking them.
 struct Sample {
     at: Duration,
     time: Timestamp,
@@ -44,14 +44,14 @@ struct Sample {
 /// Statistics as `stats --json` prints them.
 #[derive(Serialize)]
 struct Dated<'a> {
-    /// Moment that they are of.
+    /// Time of the statistics.
     time: String,
     #[serde(flatten)]
     stats: &'a ServerStats,
 }
 
 impl Sample {
-    /// Prints the statistics in JSON.
+    /// Prints the statistics as JSON.
     fn write_json(&self, out: &mut dyn Write) -> io::Result<()> {
         let dated = Dated {
             time: seconds(self.time),
@@ -61,7 +61,7 @@ impl Sample {
         writeln!(out)
     }
 
-    /// Prints one table of a series, which counts from `earlier`.
+    /// Prints a table of a series, with counts since `earlier`.
     fn write(&self, earlier: Option<&Self>, clear: bool, out: &mut dyn Write) -> io::Result<()> {
         let Self { at, time, stats } = self;
         let time = seconds(*time);
@@ -110,7 +110,7 @@ impl Stats {
                 return Ok(());
             };
             earlier = Some(sample);
-            // From the plan, not from now, so that the samples stay that far apart.
+            // Computed from the planned time, so that samples do not drift.
             let now = clock::monotonic();
             next = (next + interval).max(now);
             clock::sleep(next - now);

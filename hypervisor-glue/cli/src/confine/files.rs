@@ -1,20 +1,20 @@
-//! Files that a server may use, as rules for Landlock.
+//! Landlock rules for the files that a server may use.
 //!
-//! A rule gives rights on a file, or on a folder with all that is and will be in it. It holds for the file or folder that
-//! the path names at the start, also under other names. What no rule names stays closed, whatever the modes of the files
-//! are. Rules cannot be widened, so they are known before the process is confined. Files that are open already, and
-//! descriptors that a client or a keeper sends, need no rule.
+//! A rule grants rights on a file, or on a directory with everything below it. It applies to the file or directory that the
+//! path names at the start, even after a rename. Everything else is denied, regardless of file modes. Rules cannot be extended
+//! later, so all must be known before the process is confined. Open files, and descriptors received from a client or keeper,
+//! need no rule.
 //!
 //! # Rights
 //!
-//! | letter | files | folders |
+//! | letter | files | directories |
 //! |---|---|---|
 //! | `r` | read | list |
-//! | `w` | write, cut short, `ioctl` of a device | make and remove files, sockets, links and folders |
+//! | `w` | write, truncate, `ioctl` of a device | create and remove files, sockets, links and directories |
 //! | `x` | execute | |
 //!
-//! No rule lets the process make a device node. Beside files, the process binds the TCP port of its metrics alone, connects
-//! to none, and signals no process but its successor.
+//! No rule allows creating device nodes. Besides files, the process may bind only the TCP port of its metrics, may not connect
+//! over TCP, and may signal only its successor.
 
 use std::env;
 use std::fmt;
@@ -29,10 +29,10 @@ use landlock::{
 use nvme_mpt_vmm::options::{OptionError, OptionText};
 use thiserror::Error;
 
-/// Version of Landlock whose rights are used. A kernel with an older one enforces what it has.
+/// Latest Landlock version used. An older kernel enforces what it supports.
 const VERSION: ABI = ABI::V6;
 
-/// Rights that versions of Landlock have added, with the kernel that brought them.
+/// Restrictions by the Landlock version that added them, with the kernel release.
 const VERSIONS: [(ABI, &str, &str); 5] = [
     (ABI::V1, "files", "5.13"),
     (ABI::V3, "truncation", "6.2"),
@@ -41,31 +41,31 @@ const VERSIONS: [(ABI, &str, &str); 5] = [
     (ABI::V6, "signals", "6.12"),
 ];
 
-/// Rights of a [`FileRule`].
+/// Access rights of a [`FileRule`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileAccess {
-    /// `r`.
+    /// Right `r`.
     pub read: bool,
-    /// `w`.
+    /// Right `w`.
     pub write: bool,
-    /// `x`.
+    /// Right `x`.
     pub execute: bool,
 }
 
 impl FileAccess {
-    /// `r`.
+    /// Access `r`.
     pub(crate) const READ: Self = Self {
         read: true,
         write: false,
         execute: false,
     };
-    /// `rw`.
+    /// Access `rw`.
     pub(crate) const WRITE: Self = Self {
         read: true,
         write: true,
         execute: false,
     };
-    /// `rx`.
+    /// Access `rx`.
     pub(crate) const EXECUTE: Self = Self {
         read: true,
         write: false,
@@ -97,7 +97,7 @@ impl FileAccess {
     }
 }
 
-/// Text that is no [`FileAccess`].
+/// Error of parsing a [`FileAccess`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("\"{0}\" names no rights: use letters of rwx, as in rw")]
 pub struct FileAccessError(String);
@@ -135,17 +135,17 @@ impl fmt::Display for FileAccess {
     }
 }
 
-/// A rule: rights on a file, or on all in a folder.
+/// A Landlock rule: rights on a file, or on a directory and everything below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileRule {
-    /// The file or folder.
+    /// The file or directory.
     pub path: PathBuf,
     /// The rights.
     pub access: FileAccess,
 }
 
 impl FileRule {
-    /// Keys of a rule.
+    /// Option keys of a rule.
     const KEYS: [&str; 2] = ["path", "access"];
 
     pub(crate) fn new(path: impl Into<PathBuf>, access: FileAccess) -> Self {
@@ -153,7 +153,7 @@ impl FileRule {
         Self { path, access }
     }
 
-    /// Returns the rule's options; `None` if its path is not valid UTF-8.
+    /// Returns the rule as an option string, or `None` if its path is not valid UTF-8.
     pub(crate) fn options(&self) -> Option<String> {
         let Self { path, access } = self;
         let pairs = [
@@ -164,7 +164,7 @@ impl FileRule {
         OptionText::of(pairs).ok().map(|text| text.to_string())
     }
 
-    /// Reads a rule from its options.
+    /// Parses a rule from options.
     ///
     /// # Errors
     /// [`OptionError`].
@@ -198,37 +198,37 @@ impl FromStr for FileRule {
     }
 }
 
-/// The process cannot be confined by Landlock.
+/// Error of confining the process with Landlock.
 #[derive(Debug, Error)]
 pub enum LandlockError {
-    /// The kernel takes no rules.
+    /// The kernel refuses the rules.
     #[error("Cannot restrict the files of this server by Landlock; leave --landlock out")]
     Refused(#[source] RulesetError),
 }
 
-/// Rules of a process, with paths without links.
+/// Landlock rules of a process, with resolved paths.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct FileRules {
     rules: Vec<FileRule>,
-    /// Port of TCP that the process may bind.
+    /// TCP port that the process may bind.
     port: Option<u16>,
 }
 
 impl FileRules {
-    /// Returns the rules of any server, and `needed` for what it has. A file that is not there needs no rule.
+    /// Creates the rules that every server needs, plus `needed`. Skips missing files.
     pub(crate) fn new(needed: impl IntoIterator<Item = FileRule>, port: Option<u16>) -> Self {
         let program = env::current_exe().ok();
         let programs = program
             .as_deref()
             .and_then(Path::parent)
             .map(Path::to_owned);
-        // The folders, as an update replaces the files.
+        // Directories rather than files, because an update replaces the files.
         let executed = ["/usr", "/lib", "/lib64"].map(PathBuf::from).into_iter();
         let executed = executed.chain(programs);
         let executed = executed.map(|path| FileRule::new(path, FileAccess::EXECUTE));
-        // Users and groups; users of a drive; what holds its bytes.
+        // For users and groups, a drive's users, and block device properties.
         let read = ["/etc", "/proc", "/sys"].map(|path| FileRule::new(path, FileAccess::READ));
-        // The tables of logical volumes are read by the control device.
+        // The device mapper's control device is needed to read the tables of logical volumes.
         let written = ["/dev/null", "/dev/vfio", "/dev/mapper/control"]
             .map(|path| FileRule::new(path, FileAccess::WRITE));
         let all = executed.chain(read).chain(written).chain(needed);
@@ -245,8 +245,8 @@ impl FileRules {
         Self { rules, port }
     }
 
-    /// Adds rules of the operator. One for what is not there opens nothing, and the log names it. A start does not fail for
-    /// it, as VMs of the server before would lose their drives.
+    /// Adds the operator's rules. A rule with a missing path is logged and skipped: if the start failed, VMs of the old server
+    /// would lose their drives.
     pub(crate) fn with(self, rules: impl IntoIterator<Item = FileRule>) -> Self {
         let (there, absent): (Vec<_>, Vec<_>) =
             rules.into_iter().partition(|rule| rule.path.exists());
@@ -259,7 +259,7 @@ impl FileRules {
         Self::new(self.rules.into_iter().chain(there), self.port)
     }
 
-    /// Returns whether the rules give these rights. A path that a mount has under another name may have more.
+    /// Returns whether the rules grant this access. A path below another mount point may have more rights.
     pub(crate) fn give(&self, wanted: &FileRule) -> bool {
         let path = fs::canonicalize(&wanted.path);
         let path = path.as_deref().unwrap_or(&wanted.path);
@@ -271,7 +271,7 @@ impl FileRules {
         given.has(wanted.access)
     }
 
-    /// Restricts the present thread and those that it starts. Returns the kernel's version of Landlock, if it has one.
+    /// Restricts this thread and the threads that it starts. Returns the kernel's Landlock version, if supported.
     pub(crate) fn enforce(&self) -> Result<Option<ABI>, LandlockError> {
         let status = self.restrict().map_err(LandlockError::Refused)?;
         Ok(match status {
@@ -281,7 +281,7 @@ impl FileRules {
     }
 
     fn restrict(&self) -> Result<LandlockStatus, RulesetError> {
-        // A keeper may have an abstract socket, which is outside.
+        // A keeper's abstract socket would lie outside the scope.
         let keeper = env::var_os("NOTIFY_SOCKET").unwrap_or_default();
         let scope = match keeper.as_encoded_bytes().first() {
             Some(b'@') => Scope::Signal.into(),
@@ -302,7 +302,7 @@ impl FileRules {
     }
 }
 
-/// Returns what a kernel with this version of Landlock restricts, and what it does not.
+/// Describes what this Landlock version restricts, and what it does not.
 pub(crate) fn restrictions(version: ABI) -> String {
     let (has, lacks): (Vec<_>, Vec<_>) = VERSIONS.iter().partition(|(since, ..)| *since <= version);
     let has: Vec<&str> = has.iter().map(|(_, name, _)| *name).collect();

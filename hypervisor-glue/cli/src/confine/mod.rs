@@ -1,19 +1,18 @@
-//! Confinement of the server's process: limits that the kernel sets it, also once an intruder controls it.
+//! Confinement of the server process by the kernel, which holds even if an attacker controls the process.
 //!
-//! The process confines itself, so a server in a container or of a plain `nvme-mpt serve` is confined as well as one of
-//! systemd. It does so before its first thread starts, and before it reads anything of a guest or of a client. All that it
-//! does later has to be possible then: functions and drives that are added, an upgrade, the end. A start needs nothing
-//! beyond that.
+//! The process confines itself. So a server in a container or from a shell is as confined as a systemd service. It does so
+//! before it starts threads and before it reads data of a guest or client. The restrictions must allow everything that the
+//! server does later: adding functions and drives, upgrading, ending.
 //!
-//! seccomp filters system calls: see `system_calls`. Landlock restricts files, if it is asked for: see `files`. A kernel
-//! enforces what its version of Landlock has, and the log reports what that is.
+//! seccomp filters system calls, see `system_calls`. Landlock optionally restricts files, see `files`. The kernel enforces what
+//! its Landlock version supports, which is logged.
 //!
 //! # The next server
 //!
-//! The process of an upgrade is a child of the server before, and inherits its confinement for good. It adds nothing: the
-//! kernel stacks filters and rules, and has room for 16 sets of rules. A process that a keeper starts after a death
-//! inherits nothing. So `kill -KILL` puts other choices, and the list of another version, into effect under guests that go
-//! on.
+//! An upgrade's process is a child of the old server and inherits its confinement for good. It adds no own filter or rules, as
+//! these stack, and the kernel allows only 16 layers of rules. A process that the keeper restarts after a crash inherits
+//! nothing. Hence `kill -KILL` applies new options, or the system call list of a new version, without interrupting guests for
+//! long.
 
 mod files;
 mod system_calls;
@@ -32,31 +31,31 @@ use thiserror::Error;
 pub(crate) use self::files::FileRules;
 pub use self::files::{FileAccess, FileAccessError, FileRule, LandlockError};
 
-/// Variable that tells the next server which confinement it inherits.
+/// Environment variable that names the confinement inherited by the successor.
 const INHERITED: &str = "NVME_MPT_CONFINED";
 
-/// Word of [`INHERITED`] for a filter of system calls.
+/// Item of [`INHERITED`] for the seccomp filter.
 const SECCOMP: &str = "seccomp";
 
-/// Word of [`INHERITED`] for rules about files.
+/// Item of [`INHERITED`] for Landlock rules.
 const LANDLOCK: &str = "landlock";
 
-/// Action for a call that is not on the list.
+/// Seccomp action for a system call that is not on the list.
 const REFUSAL: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
 
-/// Filter of system calls.
+/// Mode of the seccomp filter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Seccomp {
-    /// Calls that are not on the list are refused.
+    /// System calls that are not on the list fail.
     #[default]
     On,
-    /// Calls that are not on the list are carried out, and the kernel's audit log names them.
+    /// System calls that are not on the list succeed, and the kernel's audit log names them.
     Log,
-    /// There is no filter.
+    /// No filter.
     Off,
 }
 
-/// Text that is no [`Seccomp`].
+/// Error of parsing a [`Seccomp`] mode.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("\"{0}\" is no choice for seccomp: use true, false or log")]
 pub struct SeccompTextError(String);
@@ -74,52 +73,52 @@ impl FromStr for Seccomp {
     }
 }
 
-/// The process cannot be confined.
+/// Error of confining the process.
 #[derive(Debug, Error)]
 pub enum ConfineError {
-    /// The kernel takes no filter of system calls.
+    /// The kernel refuses the seccomp filter.
     #[error(
         "Cannot filter the system calls of this server; use a kernel with seccomp, or --seccomp false"
     )]
     Seccomp(#[source] io::Error),
-    /// Files cannot be restricted.
+    /// Landlock refuses the rules.
     #[error(transparent)]
     Landlock(#[from] LandlockError),
 }
 
-/// Confinement that is asked for.
+/// Requested confinement.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Confinement {
-    /// Filter of system calls.
+    /// Mode of the seccomp filter.
     pub seccomp: Seccomp,
-    /// True if Landlock is to restrict files.
+    /// True to restrict files with Landlock.
     pub landlock: bool,
-    /// Rules beside those for what the server begins with.
+    /// Landlock rules of the operator, in addition to those for the initial configuration.
     pub rules: Vec<FileRule>,
 }
 
-/// Confinement of this process.
+/// Confinement in effect.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Confined {
-    /// Words of [`INHERITED`].
+    /// Items of [`INHERITED`].
     words: Vec<&'static str>,
-    /// Rules that Landlock enforces.
+    /// Landlock rules in effect.
     files: Option<FileRules>,
 }
 
 impl Confined {
-    /// Returns the variable that names the confinement to a successor, which inherits it.
+    /// Returns the environment variable that names the confinement to a successor.
     pub(crate) fn variable(&self) -> (&'static str, String) {
         (INHERITED, self.words.join(","))
     }
 
-    /// Returns the first that Landlock refuses of what would have been used.
+    /// Returns the first wanted access that Landlock refuses.
     pub(crate) fn refused(&self, wanted: impl IntoIterator<Item = FileRule>) -> Option<FileRule> {
         let rules = self.files.as_ref()?;
         wanted.into_iter().find(|wanted| !rules.give(wanted))
     }
 
-    /// Returns the error for a failure that Landlock caused, and any other as it is.
+    /// Returns the error unchanged, or as a [`LandlockRefusal`] if Landlock caused it.
     pub(crate) fn explain<E: Error + Send + Sync + 'static>(
         &self,
         error: E,
@@ -135,7 +134,7 @@ impl Confined {
     }
 }
 
-/// Landlock refused what a change needs.
+/// Error of an operation that Landlock denied.
 #[derive(Debug, Error)]
 #[error(
     "Landlock refuses this server the use of {} ({}): start it with --landlock-rules path={},access={}, or with a \
@@ -156,7 +155,7 @@ impl LandlockRefusal {
     }
 }
 
-/// Returns the folder that a rule for a refused file would name.
+/// Returns the directory that a rule for a refused file should name.
 fn folder(refused: &FileRule) -> &Path {
     match refused.path.is_dir() {
         true => &refused.path,
@@ -164,17 +163,17 @@ fn folder(refused: &FileRule) -> &Path {
     }
 }
 
-/// Returns whether an error has the one with which Landlock refuses. Errors that pass their source's text on hide the
-/// kernel's own from a look at their types.
+/// Returns whether the error chain contains EACCES, which Landlock returns. Compares text, as some errors embed their source's
+/// text and hide its type.
 fn is_refusal(error: &dyn Error) -> bool {
     let refusal = io::Error::from_raw_os_error(libc::EACCES).to_string();
     report::chain(error).contains(&refusal)
 }
 
-/// Confines the process, as long as it has the present thread alone. `rules` are asked for if Landlock is.
+/// Confines the process, which must not have started other threads. `rules` are the Landlock rules, if requested.
 ///
 /// # Errors
-/// [`ConfineError`]. A process that is confined by others, as by a service manager, goes on without a filter of its own.
+/// [`ConfineError`]. If a service manager's filter forbids adding a filter, logs a warning and succeeds.
 pub(crate) fn confine(
     confinement: &Confinement,
     rules: Option<FileRules>,
@@ -200,7 +199,7 @@ pub(crate) fn confine(
     }
     match confinement.seccomp {
         Seccomp::Off => log::info!("Not confined by seccomp, as --seccomp false asks for"),
-        // A variable alone confines nothing.
+        // The variable alone proves nothing, so check for a filter.
         _ if inherits(SECCOMP) && has_filter() => {
             log::info!("Confined by seccomp, by the filter of the server before");
             confined.words.push(SECCOMP);
@@ -210,7 +209,7 @@ pub(crate) fn confine(
                 log::info!("Confined by seccomp");
                 confined.words.push(SECCOMP);
             }
-            // Their filter may not have the call that adds one.
+            // The inherited filter may forbid adding one.
             Err(error) if has_filter() => {
                 let error = report::chain(&error);
                 log::warn!(
@@ -223,7 +222,7 @@ pub(crate) fn confine(
     Ok(confined)
 }
 
-/// Restricts files. Returns whether the kernel enforces it.
+/// Applies Landlock rules. Returns whether the kernel supports Landlock.
 fn restrict_files(rules: &FileRules) -> Result<bool, LandlockError> {
     let version = rules.enforce()?;
     match version {
@@ -254,7 +253,7 @@ fn filter_calls(seccomp: Seccomp) -> Result<(), ConfineError> {
     })
 }
 
-/// Returns whether the kernel filters the system calls of this process.
+/// Returns whether a seccomp filter applies to this process.
 fn has_filter() -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mode = status

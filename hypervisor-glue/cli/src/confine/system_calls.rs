@@ -1,31 +1,31 @@
-//! System calls that a server may make, as a filter for seccomp.
+//! System calls that a server may make, as a seccomp filter.
 //!
-//! # A list of what is allowed
+//! # Allow list
 //!
-//! The list is systemd's `@system-service` without what a server has no use for and an intruder has: changes of user,
-//! namespaces and mounts, other processes' memory, keys, device nodes, SysV IPC, `userfaultfd`, `personality` and
-//! priorities. It is stricter than the list of `resources/nvme-mpt.service`. A list of what is refused would let each new
-//! call of the kernel through, and no such list is ever complete.
+//! The list is systemd's `@system-service` without calls that only an attacker would use: changes of user, namespaces and
+//! mounts, other processes' memory, keys, device nodes, SysV IPC, `userfaultfd`, `personality` and priorities. It is stricter
+//! than the list in `resources/nvme-mpt.service`. A deny list would permit each new system call and could never be complete.
 //!
-//! The next server inherits the filter, as its process is a child of this one. So the list has every ordinary call, also
-//! those that this version does not make. A version that needs more gets it once a keeper starts it anew: see
+//! A successor inherits the filter, as it is a child of this process. Therefore, the list contains all ordinary calls, even
+//! those that this version does not make. A version that needs more gets them when a keeper restarts it: see
 //! [`confine`](super).
 //!
 //! # ENOSYS
 //!
-//! A refused call returns ENOSYS, as on a kernel that does not have it. glibc and Rust's library then fall back to an
-//! older call: from `clone3` to `clone`, for example. They take EPERM for final, so a newer library under an older list
-//! could not start a thread. A signal would end the drives of all guests for one call.
+//! A refused call returns ENOSYS, as on a kernel without it. glibc and Rust's library then fall back to an older call, such as
+//! from `clone3` to `clone`. They treat EPERM as final, so a newer library with an older list could not start threads. Killing
+//! the process instead would take the drives from all guests for one call.
 //!
 //! # Arguments
 //!
-//! - `clone` makes threads and processes, and no namespaces. The flags of `clone3` are in memory, where no filter can look.
-//! - `socket` makes sockets of UNIX and of IP.
-//! - `mmap` and `mprotect` make no code of data.
-//! - `ioctl` does not type into a terminal.
+//! - `clone` may create threads and processes, but no namespaces. `clone3` is refused: its flags are in memory, which a filter
+//!   cannot read.
+//! - `socket` may create UNIX and IP sockets.
+//! - `mmap` may not map memory writable and executable. `mprotect` may not make memory executable.
+//! - `ioctl` may not insert terminal input.
 //!
-//! A filter does not see the requests of an io_uring, which can open files and sockets as well, of other families too.
-//! None of them starts a process, makes a namespace or looks into another process.
+//! A filter does not see the requests of an io_uring, which can open files and any sockets. None of them can start a process,
+//! create a namespace or access another process.
 
 use std::collections::BTreeMap;
 use std::env::consts::ARCH;
@@ -36,7 +36,7 @@ use seccompiler::{
     SeccompFilter, SeccompRule, TargetArch,
 };
 
-/// Calls that any process makes: its memory, its threads, its end, signals, time.
+/// Calls that every process makes: memory, threads, signals, time, exit.
 const PROCESS: &[c_long] = &[
     libc::SYS_brk,
     libc::SYS_capget,
@@ -103,7 +103,7 @@ const PROCESS: &[c_long] = &[
     libc::SYS_sched_getattr,
     libc::SYS_sched_getparam,
     libc::SYS_sched_getscheduler,
-    // `poll=…@2+3` places pollers on processors.
+    // For `poll=…@2+3`, which pins pollers to processors.
     libc::SYS_sched_setaffinity,
     libc::SYS_sched_yield,
     libc::SYS_set_robust_list,
@@ -127,7 +127,7 @@ const PROCESS: &[c_long] = &[
     libc::SYS_waitid,
 ];
 
-/// Calls on files and descriptors. Modes of files and Landlock decide which files.
+/// Calls on files and descriptors. File modes and Landlock decide which files.
 const FILES: &[c_long] = &[
     libc::SYS_chdir,
     libc::SYS_close,
@@ -142,7 +142,7 @@ const FILES: &[c_long] = &[
     libc::SYS_fchdir,
     libc::SYS_fchmod,
     libc::SYS_fchmodat,
-    // owner= gives a socket to another user or group.
+    // For `owner=`, which changes a socket's user or group.
     libc::SYS_fchown,
     libc::SYS_fchownat,
     libc::SYS_fcntl,
@@ -198,7 +198,7 @@ const FILES: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// Calls of sockets, events and asynchronous I/O.
+/// Calls for sockets, events and asynchronous I/O.
 const EVENTS: &[c_long] = &[
     libc::SYS_accept,
     libc::SYS_accept4,
@@ -238,7 +238,7 @@ const EVENTS: &[c_long] = &[
     libc::SYS_timerfd_settime,
 ];
 
-/// Calls that confine a process further, as a later version may.
+/// Calls that confine a process further, which a later version may make.
 const CONFINING: &[c_long] = &[
     libc::SYS_landlock_add_rule,
     libc::SYS_landlock_create_ruleset,
@@ -246,7 +246,7 @@ const CONFINING: &[c_long] = &[
     libc::SYS_seccomp,
 ];
 
-/// Older forms of calls that are on the list, which newer architectures do not have.
+/// Legacy forms of listed calls, which newer architectures lack.
 #[cfg(target_arch = "x86_64")]
 const OLDER: &[c_long] = &[
     libc::SYS_access,
@@ -289,7 +289,7 @@ const OLDER: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const OLDER: &[c_long] = &[];
 
-/// Flags with which `clone` makes namespaces.
+/// `clone` flags that create namespaces.
 const NAMESPACES: libc::c_int = libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWIPC
     | libc::CLONE_NEWNET
@@ -298,13 +298,13 @@ const NAMESPACES: libc::c_int = libc::CLONE_NEWCGROUP
     | libc::CLONE_NEWUSER
     | libc::CLONE_NEWUTS;
 
-/// Families of sockets that a server makes.
+/// Socket families that a server may create.
 const FAMILIES: [libc::c_int; 3] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
 
-/// Requests with which a process types into its terminal, for the shell that reads there next.
+/// Requests that insert input into a terminal, where a shell would read it as typed.
 const TYPING: [libc::Ioctl; 2] = [libc::TIOCSTI, libc::TIOCLINUX];
 
-/// Returns the filter, which refuses other calls with `refusal`.
+/// Returns the compiled filter. Calls that are not on the list get the action `refusal`.
 pub(super) fn filter(refusal: SeccompAction) -> Result<BpfProgram, BackendError> {
     let unconditional = [PROCESS, FILES, EVENTS, CONFINING, OLDER].concat();
     let mut rules: BTreeMap<c_long, Vec<SeccompRule>> = unconditional
@@ -316,9 +316,9 @@ pub(super) fn filter(refusal: SeccompAction) -> Result<BpfProgram, BackendError>
     SeccompFilter::new(rules, refusal, SeccompAction::Allow, architecture)?.try_into()
 }
 
-/// Returns the calls whose arguments count, each with alternatives of which one has to hold.
+/// Returns the calls with checked arguments. A call is allowed if one of its rules matches.
 fn conditional() -> Result<Vec<(c_long, Vec<SeccompRule>)>, BackendError> {
-    // The kernel reads 32 bits of all these arguments.
+    // The kernel uses only 32 bits of all these arguments.
     let argument = |number, operator, value: u64| {
         SeccompCondition::new(number, SeccompCmpArgLen::Dword, operator, value)
     };
@@ -347,7 +347,7 @@ fn conditional() -> Result<Vec<(c_long, Vec<SeccompRule>)>, BackendError> {
     ])
 }
 
-/// Returns the bits of an argument, as the kernel has them.
+/// Converts an argument to the kernel's representation.
 fn bits(value: libc::c_int) -> u64 {
     value.cast_unsigned().into()
 }

@@ -51,7 +51,7 @@ impl SharedBag {
     }
 
     fn bag(&self) -> MutexGuard<'_, Bag> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

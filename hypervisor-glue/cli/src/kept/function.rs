@@ -929,7 +929,7 @@ impl KeptFunction {
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

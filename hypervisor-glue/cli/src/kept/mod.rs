@@ -646,7 +646,7 @@ impl Keeping {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

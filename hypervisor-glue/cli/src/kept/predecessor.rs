@@ -359,7 +359,7 @@ pub(crate) enum UpgradeError {
         id: String,
         /// Its drive.
         drive: String,
-        /// Why.
+        /// Cause.
         reason: String,
     },
     /// A lease has commands in flight, so this process could not end.

@@ -288,7 +288,7 @@ impl Registry {
     }
 
     fn entries(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,7 +1,7 @@
-//! Limits on messages and bytes per thread, so that no guest or client can flood the log.
+//! Budgets of messages and bytes per thread, so that no guest or client can flood the log.
 //!
-//! Every function has a control thread of its own, so that a limit per thread is a limit per
-//! function: a noisy guest silences itself and no other guest, whichever module logs about it.
+//! Every function has its own control thread, so a budget per thread is a budget per function. A noisy guest silences only
+//! itself, whichever module logs about it.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,23 +9,23 @@ use std::time::Duration;
 
 use nvme_mpt::clock::monotonic;
 
-/// Messages that a thread may log at once.
+/// Number of messages that a thread may log in a burst.
 const BURST: u32 = 20;
 
-/// Time that a thread that has used its burst waits for each further message.
+/// Time per further message, once the burst is used up.
 const REFILL: Duration = Duration::from_secs(1);
 
-/// Bytes that a thread may log at once. A message may take more than are left.
+/// Bytes that a thread may log in a burst. A message may exceed the remainder.
 const BURST_BYTES: i64 = 16 << 10;
 
-/// Bytes that come back in each [`REFILL`].
+/// Bytes regained per [`REFILL`].
 const REFILL_BYTES: i64 = 1 << 10;
 
 thread_local! {
     static BUDGET: RefCell<Budget> = RefCell::new(Budget::full());
 }
 
-/// Messages of a thread, or of several threads that work for one client.
+/// Log budget of a thread, or of several threads that serve one client.
 #[derive(Clone, Debug)]
 pub(crate) struct Budget(Arc<Mutex<Bucket>>);
 
@@ -34,19 +34,19 @@ impl Budget {
         Self(Arc::new(Mutex::new(Bucket::full(monotonic()))))
     }
 
-    /// Gives the budget to the current thread, in place of its own.
+    /// Replaces the current thread's budget by this one.
     pub(crate) fn give_to_this_thread(&self) {
         BUDGET.set(self.clone());
     }
 
     fn take(&self) -> Verdict {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         let mut bucket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         bucket.take(monotonic())
     }
 }
 
-/// Charges a message's bytes to this thread's budget.
+/// Charges a message's size to this thread's budget.
 pub(super) fn charge(bytes: usize) {
     let _ = BUDGET.try_with(|budget| {
         let budget = budget.borrow();
@@ -55,29 +55,29 @@ pub(super) fn charge(bytes: usize) {
     });
 }
 
-/// Returns the fate of a message of this thread.
+/// Decides whether this thread may log a message.
 pub(super) fn verdict() -> Verdict {
-    // A thread that ends is not limited.
+    // A thread that is ending has no budget, and is not limited.
     let verdict = BUDGET.try_with(|budget| budget.borrow().take());
     verdict.unwrap_or(Verdict::Pass)
 }
 
-/// Fate of a message.
+/// Decision about a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Pass,
-    /// The first line after so many that were left out.
+    /// Log the message, after a notice about this number of suppressed messages.
     PassAfter(u64),
     LeaveOut,
 }
 
-/// A token bucket.
+/// A token bucket for messages and bytes.
 #[derive(Debug)]
 struct Bucket {
     tokens: u32,
-    /// Negative after a message that took more than were left.
+    /// Negative if a message exceeded the remainder.
     bytes: i64,
-    /// Time for which `tokens` and `bytes` were computed.
+    /// Time of the last refill.
     at: Duration,
     left_out: u64,
 }
@@ -119,7 +119,7 @@ impl Bucket {
 
     fn charge(&mut self, bytes: usize) {
         let bytes = i64::try_from(bytes).unwrap_or(BURST_BYTES);
-        // A debt is paid off while the tokens of a burst come back.
+        // Limit the debt, so that it is paid off within one burst's refill time.
         self.bytes = (self.bytes - bytes).max(-BURST_BYTES);
     }
 }

@@ -1,7 +1,7 @@
-//! Fields of a message in systemd's journal: `FUNCTION`, `LEASE`, `QUEUE`, `DRIVE` and `THREAD`.
+//! Journal fields of a message: `FUNCTION`, `LEASE`, `QUEUE`, `DRIVE` and `THREAD`.
 //!
-//! A message has the fields that its place in the code names. One of a thread that works for a single function has the
-//! function and its lease by that.
+//! A message has the fields given in the log call. If its thread serves a single function, the function and its lease are
+//! added.
 
 use std::cell::RefCell;
 
@@ -11,12 +11,12 @@ thread_local! {
     static FUNCTION: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Names the function that this thread works for, by the id of its lease.
+/// Sets the function that this thread serves, by the id of its lease.
 pub(crate) fn work_for(id: &str) {
     FUNCTION.set(Some(id.to_owned()));
 }
 
-/// Returns the id of the function that this thread works for. A thread that ends works for none.
+/// Returns the id of the function that this thread serves. Returns `None` in a thread that is ending.
 pub(super) fn function() -> Option<String> {
     FUNCTION
         .try_with(|function| function.borrow().clone())
@@ -24,11 +24,11 @@ pub(super) fn function() -> Option<String> {
         .flatten()
 }
 
-/// Fields of one message.
+/// Fields of a message.
 pub(super) struct Fields<'a> {
-    /// Those that its place in the code names.
+    /// Fields given in the log call.
     pub(super) own: &'a dyn Source,
-    /// Id of the function that its thread works for.
+    /// Id of the function that the thread serves.
     pub(super) function: Option<&'a str>,
     pub(super) thread: &'a str,
 }

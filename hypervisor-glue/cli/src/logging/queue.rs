@@ -1,8 +1,8 @@
-//! Messages on their way to the thread that writes them.
+//! Queue of messages for the log thread.
 //!
-//! The reader of the log decides how long a write takes: a terminal that was stopped, a full pipe or the journal's full
-//! socket make it wait without end. So the thread that logs puts a message into a bounded queue, and a thread of the log's own
-//! writes it. Without room, messages are counted instead, and their number is logged once there is room again.
+//! The log's reader decides how long a write takes: a stopped terminal, a full pipe or a full journal socket can block it
+//! forever. Therefore, logging threads only put messages into a bounded queue, and the log thread writes them. If the queue is
+//! full, messages are counted instead, and the count is logged once there is room.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,23 +12,23 @@ use std::time::Duration;
 use jiff::Timestamp;
 use log::Level;
 
-/// Most messages in the queue.
+/// Maximum number of queued messages.
 const MESSAGES_MAX: usize = 1024;
 
-/// Most bytes of all messages in the queue.
+/// Maximum size of all queued messages in bytes.
 const BYTES_MAX: usize = 512 << 10;
 
-/// A message that borrows nothing.
+/// A log message with owned contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Message {
     pub(super) time: Timestamp,
     pub(super) level: Level,
     pub(super) target: String,
-    /// File and line in the sources.
+    /// Source file and line.
     pub(super) place: (Option<&'static str>, Option<u32>),
     pub(super) thread: String,
     pub(super) text: String,
-    /// True if it is written without time, level and thread.
+    /// True to write only the text, without time, level and thread.
     pub(super) is_plain: bool,
     /// Fields for the journal.
     pub(super) fields: Vec<(String, String)>,
@@ -59,9 +59,9 @@ impl Message {
 struct Waiting {
     messages: VecDeque<Message>,
     bytes: usize,
-    /// Messages without room since the last one that had room.
+    /// Number of dropped messages that are not reported yet.
     dropped: u64,
-    /// Number of messages put in, and number of messages written.
+    /// Number of messages enqueued, and number of messages written.
     put: u64,
     written: u64,
 }
@@ -72,18 +72,18 @@ pub(super) struct MessageQueue {
     waiting: Mutex<Waiting>,
     came: Condvar,
     went: Condvar,
-    /// True if a message waits or is being written.
+    /// True if a message is queued or being written.
     has_unwritten: AtomicBool,
     dropped: AtomicU64,
 }
 
 impl MessageQueue {
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a message, or counts it if there is no room. Does not wait for the reader.
+    /// Enqueues a message, or counts it as dropped if the queue is full. Does not block on the reader.
     pub(super) fn put(&self, message: Message) {
         let mut waiting = self.waiting();
         let bytes = message.bytes();
@@ -101,7 +101,7 @@ impl MessageQueue {
         self.came.notify_one();
     }
 
-    /// Writes messages as they come. Does not return.
+    /// Writes messages as they arrive. Does not return.
     pub(super) fn write_all(&self, mut write: impl FnMut(&Message)) -> ! {
         loop {
             self.write_next(&mut write);
@@ -135,7 +135,7 @@ impl MessageQueue {
         self.went.notify_all();
     }
 
-    /// Waits until all present messages are written, but no longer than `time`. Returns whether they are.
+    /// Waits until all queued messages are written, for at most `time`. Returns whether they are.
     pub(super) fn flush(&self, time: Duration) -> bool {
         let waiting = self.waiting();
         let put = waiting.put;
@@ -146,12 +146,12 @@ impl MessageQueue {
         waiting.written >= put
     }
 
-    /// Returns whether a message waits or is being written. Takes no lock, for a handler of signals.
+    /// Returns whether a message is queued or being written. Takes no lock, so that signal handlers can call it.
     pub(super) fn has_unwritten(&self) -> bool {
         self.has_unwritten.load(Ordering::Acquire)
     }
 
-    /// Returns the number of messages that had no room so far.
+    /// Returns the total number of dropped messages.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
@@ -164,7 +164,7 @@ impl Waiting {
         self.messages.push_back(message);
     }
 
-    /// Adds a message that says how many messages had no room.
+    /// Enqueues a message with the number of dropped messages, if there are any.
     fn tell_of_dropped(&mut self) {
         match std::mem::take(&mut self.dropped) {
             0 => {}

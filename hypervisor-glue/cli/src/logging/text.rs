@@ -1,25 +1,25 @@
-//! Text of messages: one line of bounded length, whatever a guest, a client or a file put into it.
+//! Text of log messages: one line of bounded length, even if a guest, client or file controls the content.
 
 use std::fmt::{self, Write};
 
-/// Most bytes of a message. Longer ones are cut.
+/// Maximum size of a message in bytes. Longer messages are cut.
 pub(super) const MESSAGE_MAX: usize = 4096;
 
-/// Most bytes of a field's value in the journal.
+/// Maximum size of a journal field's value in bytes.
 pub(super) const FIELD_MAX: usize = 512;
 
-/// Marks the end of a text that was cut.
+/// Suffix of a cut text.
 const CUT: &str = "… (cut)";
 
-/// Returns a text in one line, without characters that move a terminal's cursor or change the order of what it shows, and cut
-/// to `most` bytes. Nothing is formatted after the cut.
+/// Formats a text as one line of at most `most` bytes. Escapes characters that move a terminal's cursor or reorder its text.
+/// Stops formatting at the cut.
 pub(super) fn line_of(text: fmt::Arguments<'_>, most: usize) -> String {
     let mut line = BoundedLine {
         text: String::new(),
         most,
         is_cut: false,
     };
-    // It fails where the line is full.
+    // Fails when the line is full.
     let _ = line.write_fmt(text);
     if line.is_cut {
         line.text.push_str(CUT);
@@ -27,7 +27,7 @@ pub(super) fn line_of(text: fmt::Arguments<'_>, most: usize) -> String {
     line.text
 }
 
-/// Returns a line of this length in bytes.
+/// A line that accepts up to `most` bytes.
 struct BoundedLine {
     text: String,
     most: usize,
@@ -53,17 +53,17 @@ impl Write for BoundedLine {
     }
 }
 
-/// Returns whether a terminal shows the character in its place, or does not show it at all.
+/// Returns whether a character can be logged unescaped.
 fn is_harmless(char: char) -> bool {
     !matches!(
         char,
-        // Controls, line ends and escapes among them.
+        // Controls, including line ends and escapes.
         '\0'..='\x1f' | '\x7f'..='\u{9f}'
-        // Separators of lines and paragraphs.
+        // Line and paragraph separators.
         | '\u{2028}' | '\u{2029}'
-        // Marks, embeddings, overrides and isolates of direction.
+        // Bidirectional marks, embeddings, overrides and isolates.
         | '\u{061c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}'
-        // What is not seen: joiners, fillers, byte order marks, annotations, tags.
+        // Invisible characters: joiners, fillers, byte order marks, annotations, tags.
         | '\u{ad}' | '\u{200b}'..='\u{200d}' | '\u{2060}'..='\u{2065}' | '\u{206a}'..='\u{206f}'
         | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}'
     )

@@ -1,4 +1,4 @@
-//! Figures of a server in the text formats of OpenMetrics and Prometheus.
+//! Exports statistics in the text formats of OpenMetrics and Prometheus.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -18,16 +18,16 @@ use super::health::{DriveHealth, ProcessFigures};
 use crate::change::{FunctionEntry, FunctionState, Origin};
 use crate::stats::{DriveStats, FunctionStats, KeeperState, QueuePairStats, ServerStats};
 
-/// Begins the name of each metric.
+/// Prefix of all metric names.
 pub(super) const PREFIX: &str = "nvme_mpt";
 
-/// Upper bounds of the buckets of latency, in seconds.
+/// Upper bounds of the latency histogram's buckets, in seconds.
 const BOUNDS: [f64; 22] = [
     1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2,
     5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 ];
 
-/// Form of the text.
+/// Text format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// OpenMetrics 1.0.
@@ -37,7 +37,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Returns the media type.
+    /// Returns the media type of the format.
     pub(super) fn content_type(self) -> &'static str {
         match self {
             Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -46,21 +46,21 @@ impl Format {
     }
 }
 
-/// Figures of a server at one moment.
+/// Statistics of a server at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// Figures that functions, pollers and drives report.
+    /// Statistics of functions, pollers and drives.
     pub stats: ServerStats,
-    /// All functions, also those that report no figures now.
+    /// All functions, including those without current statistics.
     pub functions: Vec<FunctionEntry>,
     /// Health of drives, by path.
     pub health: BTreeMap<String, DriveHealth>,
-    /// Figures of the process itself.
+    /// Statistics of the process.
     pub process: ProcessFigures,
 }
 
 impl Snapshot {
-    /// Returns the figures as text.
+    /// Formats the statistics as text.
     #[must_use]
     pub fn text(self, format: Format) -> String {
         let mut registry = Registry::with_prefix(PREFIX);
@@ -70,13 +70,13 @@ impl Snapshot {
             Format::OpenMetrics => text::encode(&mut out, &registry),
             Format::Prometheus => prometheus_text::encode(&mut out, &registry),
         };
-        // A string takes all text.
+        // Writing to a string cannot fail.
         debug_assert_eq!(written, Ok(()));
         out
     }
 }
 
-/// Writes all metrics of `families`, one after the other.
+/// Writes all metrics of `families`.
 fn write<'a, L, T: 'a>(
     families: &[Family<T>],
     out: &mut DescriptorEncoder<'_>,
@@ -90,10 +90,10 @@ where
         .try_for_each(|family| family.write(out, items))
 }
 
-/// Labels of one thing: names and values.
+/// Label names and values of a sample.
 type Labels<'a, const N: usize> = [(&'static str, &'a str); N];
 
-/// Writes a gauge that is 1, or a number of each.
+/// Writes a gauge with integer samples. Omits a gauge without samples.
 fn numbers<'a, const N: usize>(
     out: &mut DescriptorEncoder<'_>,
     name: &str,
@@ -210,9 +210,9 @@ fn origin(origin: Origin) -> &'static str {
     }
 }
 
-/// Returns the commands of each bucket of [`BOUNDS`], and the sum of their latencies in seconds.
+/// Returns the number of commands per bucket of [`BOUNDS`], and the sum of their latencies in seconds.
 ///
-/// A command counts with the middle of the bucket that it was counted in, which is 25 % wide at most.
+/// Each command counts as the middle of its source bucket, which is at most 25 % wide.
 fn latency(buckets: &[LatencyBucket]) -> (Vec<(f64, u64)>, f64) {
     let bounds = BOUNDS.iter().copied().chain([f64::INFINITY]);
     let mut counts: Vec<(f64, u64)> = bounds.map(|bound| (bound, 0)).collect();
@@ -271,7 +271,7 @@ fn write_errors(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) ->
 }
 
 fn write_resets(out: &mut DescriptorEncoder<'_>, functions: &[FunctionStats]) -> fmt::Result {
-    // Those of a function in a VMM are in the VMM.
+    // Functions in VMMs are reset there.
     let own = functions
         .iter()
         .filter(|function| function.process.is_none());
@@ -452,7 +452,7 @@ fn write_drives(
     write(HEALTH, out, &health.collect::<Vec<_>>())
 }
 
-/// Keeps counters of pollers from falling: parts of them are read one after the other while the poller goes on.
+/// Keeps pollers' time counters from decreasing. Their parts are read one after the other while the poller runs.
 #[derive(Debug, Default)]
 pub(super) struct Steady(HashMap<String, PollerStats>);
 
@@ -460,7 +460,7 @@ impl Steady {
     pub(super) fn steady(&mut self, pollers: &mut [PollerStats]) {
         let before = std::mem::take(&mut self.0);
         for poller in pollers {
-            // A poller of the same name that is younger is another one.
+            // A shorter lifetime means that another poller has reused the name.
             let before = before.get(&poller.name);
             if let Some(before) = before.filter(|before| before.life_seconds <= poller.life_seconds)
             {

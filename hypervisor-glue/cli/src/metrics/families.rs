@@ -1,6 +1,6 @@
-//! The metrics: a row for each, with its name, its help and its value.
+//! Tables of the metrics: name, unit, help text and value of each.
 //!
-//! Names follow the conventions of Prometheus: base units, the unit at the end of the name, `_total` behind counters.
+//! Names follow the conventions of Prometheus: base units, the unit as a suffix, and `_total` after counters.
 
 use std::fmt;
 
@@ -15,7 +15,6 @@ use super::health::{DriveHealth, ProcessFigures};
 use crate::change::FunctionEntry;
 use crate::stats::{DriveStats, FunctionStats};
 
-/// Value of a sample.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Value {
     Whole(u64),
@@ -40,13 +39,13 @@ impl From<f64> for Value {
     }
 }
 
-/// A metric of each `T`.
+/// A metric with a sample per `T`.
 pub(super) struct Family<T> {
     pub(super) name: &'static str,
     help: &'static str,
     unit: Option<Unit>,
     kind: MetricType,
-    /// Returns the value; `None` for a `T` without it.
+    /// Returns the sample's value, or `None` to omit the sample.
     value: fn(&T) -> Option<Value>,
 }
 
@@ -84,14 +83,14 @@ fn some(value: impl Into<Value>) -> Option<Value> {
     Some(value.into())
 }
 
-/// A labelled thing that metrics are about.
+/// An object with the labels of its samples.
 pub(super) struct Labelled<L, T> {
     pub(super) labels: L,
     pub(super) of: T,
 }
 
 impl<T> Family<T> {
-    /// Writes the metric of all `items`. One without a sample is left out.
+    /// Writes the metric with a sample per item. Omits a metric without samples.
     pub(super) fn write<'a, L: EncodeLabelSet + 'a>(
         &self,
         out: &mut DescriptorEncoder<'_>,
@@ -126,7 +125,7 @@ impl<T> Family<T> {
     }
 }
 
-/// Metrics of an I/O queue: labels `function` and `queue`.
+/// Metrics of an I/O queue. Labels: `function`, `queue`.
 pub(super) static QUEUE: &[Family<QueueStats>] = &[
     counter("queue_commands", None, "Commands completed", |queue| {
         some(queue.commands)
@@ -184,7 +183,7 @@ pub(super) static QUEUE: &[Family<QueueStats>] = &[
     ),
 ];
 
-/// Metrics of a function: label `function`.
+/// Metrics of a function. Label: `function`.
 pub(super) static FUNCTION: &[Family<FunctionStats>] = &[
     gauge(
         "function_connected",
@@ -254,12 +253,12 @@ pub(super) static FUNCTION: &[Family<FunctionStats>] = &[
     ),
 ];
 
-/// Returns a figure of the admin queue. That of a function in a VMM is in the VMM.
+/// Returns a value of the admin queue. Omitted for a function in a VMM, which processes the queue itself.
 fn in_server(function: &FunctionStats, value: u64) -> Option<Value> {
     function.process.is_none().then_some(Value::Whole(value))
 }
 
-/// Metrics of a lease: labels `lease` and `drive`.
+/// Metrics of a lease. Labels: `lease`, `drive`.
 pub(super) static LEASE: &[Family<FunctionEntry>] = &[
     gauge(
         "lease",
@@ -275,7 +274,7 @@ pub(super) static LEASE: &[Family<FunctionEntry>] = &[
     ),
 ];
 
-/// Metrics of the function of a lease: labels `lease` and `drive`.
+/// Metrics of a lease's function. Labels: `lease`, `drive`.
 pub(super) static LEASE_USE: &[Family<FunctionStats>] = &[counter(
     "lease_processor",
     Some(Unit::Seconds),
@@ -283,7 +282,7 @@ pub(super) static LEASE_USE: &[Family<FunctionStats>] = &[counter(
     |function| some(function.processor_seconds),
 )];
 
-/// Metrics of a drive: label `drive`.
+/// Metrics of a drive. Label: `drive`.
 pub(super) static DRIVE: &[Family<DriveStats>] = &[
     gauge(
         "drive_up",
@@ -308,7 +307,7 @@ pub(super) static DRIVE: &[Family<DriveStats>] = &[
     }),
 ];
 
-/// Metrics of a drive's SMART / Health Information: label `drive`.
+/// Metrics of a drive's SMART / Health Information. Label: `drive`.
 pub(super) static HEALTH: &[Family<DriveHealth>] = &[
     gauge(
         "drive_health_timestamp",
@@ -354,7 +353,7 @@ pub(super) static HEALTH: &[Family<DriveHealth>] = &[
     ),
 ];
 
-/// Metrics of a poller: label `poller`.
+/// Metrics of a poller. Label: `poller`.
 pub(super) static POLLER: &[Family<PollerStats>] = &[
     counter(
         "poller_busy",
@@ -400,7 +399,7 @@ pub(super) static POLLER: &[Family<PollerStats>] = &[
     ),
 ];
 
-/// Metrics of the process, without labels.
+/// Metrics of the process. No labels.
 pub(super) static PROCESS: &[Family<ProcessFigures>] = &[
     counter(
         "wiped",

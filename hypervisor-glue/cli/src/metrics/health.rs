@@ -1,6 +1,7 @@
-//! Health of physical drives, asked for once a minute.
+//! Health of physical drives, polled once a minute.
 //!
-//! A drive answers with a command, and one that hangs answers late. So a thread asks, and a scrape reads the last answer.
+//! Reading the health needs a command, and a hanging drive answers late. Therefore, a thread polls the drives, and a scrape
+//! reads the last answers.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,16 +18,16 @@ use nvme_mpt::wipe::Wiped;
 
 use crate::stats::DriveStats;
 
-/// Time between two questions.
+/// Poll interval.
 const INTERVAL: Duration = Duration::from_secs(60);
 
-/// Kelvins at 0 °C, as drives round them.
+/// Temperature of 0 °C in kelvins, as drives round it.
 const FREEZING: f64 = 273.0;
 
 /// Health of a drive, in base units.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DriveHealth {
-    /// Seconds since the epoch at which the drive answered.
+    /// Time of the answer, in seconds since the epoch.
     pub(super) at: f64,
     pub(super) celsius: f64,
     pub(super) spare: f64,
@@ -38,7 +39,7 @@ pub struct DriveHealth {
 
 impl DriveHealth {
     pub(super) fn new(smart: &SmartHealth, at: Timestamp) -> Self {
-        // No drive counts beyond 64 bits.
+        // Counters do not exceed 64 bits in practice.
         let low = |number: u128| u64::try_from(number).unwrap_or(u64::MAX);
         Self {
             at: at.as_millisecond() as f64 / 1e3,
@@ -52,22 +53,22 @@ impl DriveHealth {
     }
 }
 
-/// Last answers of drives about their health, by path. Clones share them.
+/// Latest health of each drive, by path. Clones share the data.
 #[derive(Clone, Debug, Default)]
 pub struct HealthAnswers(Arc<Mutex<BTreeMap<String, DriveHealth>>>);
 
 impl HealthAnswers {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, DriveHealth>> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns all of them.
+    /// Returns the latest health of all drives.
     pub(crate) fn all(&self) -> BTreeMap<String, DriveHealth> {
         self.lock().clone()
     }
 
-    /// Notes the warnings of drives in their figures.
+    /// Copies critical warnings into the drives' statistics.
     pub(crate) fn note_in(&self, drives: &mut [DriveStats]) {
         let answers = self.lock();
         for drive in drives {
@@ -77,7 +78,7 @@ impl HealthAnswers {
     }
 }
 
-/// Thread that asks the drives. It ends when this is dropped, after the answer that it waits for.
+/// Thread that polls the drives. Dropping it waits for the current answer and ends the thread.
 #[derive(Debug)]
 pub(super) struct HealthWatch {
     stop: Option<SyncSender<()>>,
@@ -85,7 +86,7 @@ pub(super) struct HealthWatch {
 }
 
 impl HealthWatch {
-    /// Asks all drives that `drives` returns, now and then, and notes their answers.
+    /// Starts polling the drives that `drives` returns, and stores the results in `answers`.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -115,7 +116,7 @@ impl Drop for HealthWatch {
     }
 }
 
-/// Asks each drive. Returns the time until the next question.
+/// Polls each drive. Returns the time until the next poll.
 fn ask(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
     let mut present = BTreeMap::new();
     for drive in drives {
@@ -125,7 +126,7 @@ fn ask(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
                 present.insert(path, DriveHealth::new(&smart, Timestamp::now()));
             }
             Ok(None) => {}
-            // The last answer stays, with its date.
+            // Keep the last answer with its time.
             Err(error) => {
                 log::info!("Drive {path} does not report its health: {error}");
                 let known = answers.lock().get(&path).cloned();
@@ -137,12 +138,12 @@ fn ask(drives: Vec<Arc<Drive>>, answers: &HealthAnswers) -> Duration {
     INTERVAL
 }
 
-/// Figures of a server's process.
+/// Statistics of a server's process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProcessFigures {
-    /// Its wipes.
+    /// Wiped bytes and ranges.
     pub wiped: Wiped,
-    /// Messages that were dropped because the log's reader did not keep up.
+    /// Number of messages dropped because the log's reader was too slow.
     pub dropped_messages: u64,
 }
 

@@ -1,7 +1,6 @@
-//! One client that asks for metrics: a request is read, an answer is written, and the connection ends.
+//! One HTTP client: reads a request, writes the answer and closes the connection.
 //!
-//! A client never makes the thread wait: what it has not sent or taken yet is read or written later. Its time and the
-//! length of its request are bounded.
+//! A client never blocks the thread, as its socket is non-blocking. The client's time and the size of its request are limited.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -14,48 +13,48 @@ use nvme_mpt::deadline::{Deadline, SystemClock};
 
 use super::export::Format;
 
-/// Time that a client has for its request and for taking the answer.
+/// Timeout for sending the request and receiving the answer.
 const PATIENCE: Duration = Duration::from_secs(if cfg!(test) { 180 } else { 5 });
 
-/// Longest request in bytes.
+/// Maximum size of a request in bytes.
 const REQUEST_MAX: usize = 8 << 10;
 
-/// Most header lines of a request.
+/// Maximum number of header lines.
 const HEADERS_MAX: usize = 64;
 
-/// Path of the metrics.
+/// URL path of the metrics.
 const PATH: &str = "/metrics";
 
-/// A socket of a client, which does not block.
+/// A client's non-blocking socket.
 pub(super) trait Stream: Read + Write + AsFd + Send + fmt::Debug {}
 
 impl<T: Read + Write + AsFd + Send + fmt::Debug> Stream for T {}
 
-/// Request of a client.
+/// A parsed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Request {
-    /// For the metrics, with their text or with the head of the answer alone.
+    /// The metrics, with a body or (for HEAD) without.
     Metrics { format: Format, with_text: bool },
-    /// For something else: status and explanation.
+    /// An invalid request: status and explanation to return.
     Wrong(&'static str, &'static str),
 }
 
-/// Names by which clients may ask over TCP.
+/// Host names that clients may use over TCP.
 ///
-/// A browser on the host sends the name in its address bar. The owner of that name can have it lead to this host, and then
-/// read the answers (DNS rebinding). So a name is answered only if no stranger can own it.
+/// Protects against DNS rebinding. A browser on the host sends the name from its address bar. The owner of that name could
+/// resolve it to this host and read the answers. Hence only names that no stranger can own are accepted.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Hosts(Vec<String>);
 
 impl Hosts {
-    /// The names of the operator, and that of the host.
+    /// Accepts the operator's names and the host name.
     pub(super) fn new(allowed: &[String]) -> Self {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let host = Some(host.trim().to_owned()).filter(|name| !name.is_empty());
         Self(allowed.iter().cloned().chain(host).collect())
     }
 
-    /// Returns whether a `Host:` header names an address, `localhost`, or one of the names.
+    /// Returns whether a `Host:` header has an IP address, `localhost` or an accepted name.
     fn has(&self, header: &str) -> bool {
         let header = header.trim();
         if header.parse::<IpAddr>().is_ok() || header.parse::<SocketAddr>().is_ok() {
@@ -86,7 +85,7 @@ fn is_bracketed_address(text: &str) -> bool {
 }
 
 impl Request {
-    /// Reads the head of a request; `None` if there is more to come. Over TCP, `hosts` has the names that are answered.
+    /// Parses the head of a request. Returns `None` if it is incomplete. `hosts` are the accepted names, for a TCP client.
     fn parse(head: &[u8], hosts: Option<&Hosts>) -> Option<Self> {
         let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
         let mut request = httparse::Request::new(&mut headers);
@@ -133,7 +132,7 @@ impl Request {
     }
 }
 
-/// Refuses headers that only a browser sends, and names that a stranger may own.
+/// Refuses cross-site browser requests and names that a stranger may own.
 fn refusal(headers: &[httparse::Header<'_>], hosts: &Hosts) -> Option<Request> {
     let of = |name: &'static str| {
         let named = headers.iter();
@@ -146,7 +145,7 @@ fn refusal(headers: &[httparse::Header<'_>], hosts: &Hosts) -> Option<Request> {
             "Pages of other sites get no metrics",
         ));
     }
-    // A client without the header is no browser.
+    // A client without a `Host:` header is not a browser.
     let mut named = of("host");
     let first = named.next()?;
     let is_known = std::str::from_utf8(first.value).is_ok_and(|name| hosts.has(name));
@@ -169,18 +168,18 @@ enum State {
 /// Progress of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
-    /// Something has to be read or written first.
+    /// The client has to send or receive more.
     Waits,
-    /// It has its answer.
+    /// The answer is sent.
     Done,
 }
 
-/// A client.
+/// A connected client.
 #[derive(Debug)]
 pub(super) struct Client {
     stream: Box<dyn Stream>,
     deadline: Deadline,
-    /// Names that a `Host:` header may have; `None` over a Unix socket, which no browser reaches.
+    /// Names accepted in a `Host:` header. `None` for a Unix socket, which browsers cannot reach.
     hosts: Option<Arc<Hosts>>,
     state: State,
 }
@@ -199,20 +198,20 @@ impl Client {
         &*self.stream
     }
 
-    /// Returns whether it waits to be written to.
+    /// Returns whether the client is receiving its answer.
     pub(super) fn writes(&self) -> bool {
         matches!(self.state, State::Writes { .. })
     }
 
-    /// Returns the time that it has left.
+    /// Returns the time left until the client's timeout.
     pub(super) fn left(&self) -> Duration {
         self.deadline.left()
     }
 
-    /// Reads and writes what can be read and written now. `text` returns the metrics.
+    /// Reads and writes as much as possible without blocking. `text` returns the metrics.
     ///
     /// # Errors
-    /// The client went.
+    /// The client has disconnected.
     pub(super) fn go_on(
         &mut self,
         text: &mut dyn FnMut(Format) -> Arc<str>,
@@ -258,7 +257,7 @@ impl Client {
     }
 }
 
-/// Reads once. Returns whether anything came.
+/// Reads once. Returns whether data arrived.
 fn read(stream: &mut dyn Stream, head: &mut Vec<u8>) -> io::Result<bool> {
     let mut chunk = [0; 1024];
     match unless_blocked(stream.read(&mut chunk))? {
@@ -271,7 +270,7 @@ fn read(stream: &mut dyn Stream, head: &mut Vec<u8>) -> io::Result<bool> {
     }
 }
 
-/// Returns the result; `None` if the socket would block.
+/// Returns the result, or `None` if the socket would block.
 fn unless_blocked(result: io::Result<usize>) -> io::Result<Option<usize>> {
     match result {
         Ok(count) => Ok(Some(count)),

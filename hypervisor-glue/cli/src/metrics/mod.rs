@@ -1,9 +1,12 @@
-//! Metrics of a server for Prometheus: over HTTP, and in a file for the node exporter.
+//! Metrics of a server for Prometheus: over HTTP, and as a file for the node exporter.
 //!
-//! `families` has the metrics, `export` writes them as text, `http` is one client, and `server` is the thread that serves
-//! clients and writes the file. `health` asks drives for their health, also in a server without a place for metrics.
+//! - `families`: the metrics
+//! - `export`: formats metrics as text
+//! - `http`: one HTTP client
+//! - `server`: the thread that serves clients and writes the file
+//! - `health`: polls the drives' health, even if metrics are not exported
 //!
-//! The thread asks functions for their figures as `nvme-mpt stats` does, so a scrape takes nothing from a poller and does
+//! The thread requests statistics from functions like `nvme-mpt stats`. A scrape therefore takes no time from pollers, and does
 //! not wait for the control socket.
 
 mod export;
@@ -26,16 +29,16 @@ pub use self::export::{Format, Snapshot};
 pub use self::health::{HealthAnswers, ProcessFigures};
 pub use self::server::{MetricsListener, MetricsServer};
 
-/// Place where metrics are offered over HTTP.
+/// Address on which metrics are served over HTTP.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetricsAddress {
     /// A TCP socket.
     Tcp(SocketAddr),
-    /// A Unix socket, for this user alone.
+    /// A Unix socket, accessible only to the server's user.
     Unix(PathBuf),
 }
 
-/// Text that is no [`MetricsAddress`].
+/// Error of parsing a [`MetricsAddress`].
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "\"{0}\" is no place for metrics: use PORT (on the loopback interface), ADDRESS:PORT or unix:PATH"
@@ -53,25 +56,25 @@ impl FromStr for MetricsAddress {
                 path => Ok(Self::Unix(path.into())),
             };
         }
-        // Who names a port alone offers nothing to other hosts.
+        // A bare port must not expose metrics to other hosts.
         let loopback = |port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
         let address = text.parse().map(loopback).or_else(|_| text.parse());
         address.map(Self::Tcp).map_err(|_| wrong())
     }
 }
 
-/// Ways in which a server offers its metrics.
+/// Where a server exports its metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MetricsOptions {
-    /// Over HTTP.
+    /// HTTP address.
     pub address: Option<MetricsAddress>,
-    /// Names of this host by which clients may ask over TCP, beside addresses, `localhost` and the host's own name.
+    /// Further names of this host that clients may use over TCP. Addresses, `localhost` and the host name are always accepted.
     pub hosts: Vec<String>,
-    /// In a file.
+    /// File for the node exporter.
     pub file: Option<PathBuf>,
 }
 
-/// Metrics cannot be offered.
+/// Error of exporting metrics.
 #[derive(Debug, Error)]
 pub enum MetricsError {
     /// The address cannot be used.
@@ -79,10 +82,10 @@ pub enum MetricsError {
     Listen {
         /// The address.
         address: SocketAddr,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The socket cannot be made.
+    /// The socket cannot be bound.
     #[error("Cannot offer metrics on a socket; choose another --metrics")]
     Socket(#[source] vfio_user_server::Error),
     /// The file cannot be written.
@@ -90,23 +93,23 @@ pub enum MetricsError {
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: PathError,
     },
-    /// The thread or what it waits with cannot be made.
+    /// The thread or its pipe cannot be created.
     #[error("Cannot start the thread of metrics")]
     Thread(#[source] io::Error),
 }
 
-/// Source of a server's figures.
+/// Source of a server's statistics.
 pub trait Source: Send + Sync + 'static {
-    /// Returns the figures of now. It waits for functions for a second at most.
+    /// Takes a snapshot of the statistics. Waits at most one second for functions.
     fn snapshot(&self) -> Snapshot;
 
-    /// Returns the drives that are open, each once.
+    /// Returns the open drives, without duplicates.
     fn drives(&self) -> Vec<Arc<Drive>>;
 
-    /// Returns the place for the drives' answers about their health. Snapshots have them.
+    /// Returns where the drives' health is stored. Snapshots include it.
     fn health(&self) -> HealthAnswers;
 }
 

@@ -1,7 +1,7 @@
-//! Thread that serves metrics and writes the metrics file.
+//! The thread that serves metrics and writes the metrics file.
 //!
-//! One thread serves a bounded number of clients at the same time, and none of them makes it wait. All share a text, which
-//! is at most [`FRESH`] old: the work does not grow with the clients.
+//! One thread serves a bounded number of clients without blocking on any. All clients share a text that is at most [`FRESH`]
+//! old, so the work does not grow with their number.
 
 use std::io::{self, PipeReader, PipeWriter, Write};
 use std::net::TcpListener;
@@ -22,17 +22,17 @@ use super::health::HealthWatch;
 use super::http::{Client, Hosts, Progress, Stream};
 use super::{MetricsAddress, MetricsError, MetricsOptions, Source};
 
-/// Most clients at a time. A further client ends the oldest connection. A client that asks at once has its answer long before
-/// it is the oldest.
+/// Maximum number of clients. A further client replaces the oldest. A client that sends its request promptly is answered long
+/// before it becomes the oldest.
 const CLIENTS_MAX: usize = 64;
 
-/// Age up to which a text is given to further clients.
+/// Age up to which a text is reused.
 const FRESH: Duration = Duration::from_millis(500);
 
-/// Time between two writes of the file.
+/// Interval of writing the file.
 const INTERVAL: Duration = Duration::from_secs(15);
 
-/// Time for which no client is taken after one could not be, as when there are no descriptors left.
+/// Pause after a failed accept, for example if descriptors have run out.
 const REST: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
@@ -97,11 +97,11 @@ impl AsFd for Socket {
     }
 }
 
-/// File with metrics. Removed when dropped, so that no figures outlive the server.
+/// The metrics file. Removed on drop, so that no outdated metrics remain.
 #[derive(Debug)]
 struct MetricsFile {
     path: PathBuf,
-    /// Identity of the file that was written last.
+    /// Identity of the last written file.
     written: Option<FileId>,
 }
 
@@ -113,11 +113,12 @@ impl MetricsFile {
         }
     }
 
-    /// Replaces the file as a whole. Its directory may belong to the node exporter's user, who may have changed its entries
+    /// Replaces the file atomically. The directory may belong to the node exporter's user, who may have changed its entries
     /// since the last write.
     fn write(&mut self, text: &str) -> Result<(), MetricsError> {
         let written = Directory::holding(&self.path).and_then(|(directory, name)| {
-            // The node exporter, which is another user, reads each file whose name ends in `.prom`.
+            // Readable for the node exporter's user. The name must be replaced atomically, as the node exporter reads every
+            // `.prom` file.
             directory.replace(name, 0o666, |file| file.write_all(text.as_bytes()))
         });
         let id = written.map_err(|source| MetricsError::File {
@@ -131,7 +132,7 @@ impl MetricsFile {
 
 impl Drop for MetricsFile {
     fn drop(&mut self) {
-        // Not what another server or user put there.
+        // The identity check keeps files of other servers and users.
         if let Some(id) = self.written
             && let Ok((directory, name)) = Directory::holding(&self.path)
         {
@@ -140,7 +141,7 @@ impl Drop for MetricsFile {
     }
 }
 
-/// Places for metrics, which wait until they are served.
+/// Bound socket and created file, not served yet.
 #[derive(Debug)]
 pub struct MetricsListener {
     socket: Option<Socket>,
@@ -148,10 +149,10 @@ pub struct MetricsListener {
 }
 
 impl MetricsListener {
-    /// Makes the socket and the file, as far as they are asked for.
+    /// Binds the socket and creates the file, as far as requested.
     ///
     /// # Errors
-    /// One of them cannot be made.
+    /// The socket or the file cannot be created.
     pub fn bind(options: &MetricsOptions) -> Result<Self, MetricsError> {
         let mut file = options.file.as_deref().map(MetricsFile::new);
         if let Some(file) = &mut file {
@@ -164,7 +165,7 @@ impl MetricsListener {
     }
 }
 
-/// Metrics that are served until this is dropped, and drives that are asked for their health.
+/// A running metrics thread, and a thread that polls the drives' health.
 #[derive(Debug)]
 pub struct MetricsServer {
     stop: Option<PipeWriter>,
@@ -173,11 +174,11 @@ pub struct MetricsServer {
 }
 
 impl MetricsServer {
-    /// Serves the figures of `source`, and has its drives asked for their health. Without a place for figures, it does the
-    /// second alone.
+    /// Starts serving the statistics of `source` and polling its drives' health. Without a socket and a file, only polls the
+    /// health.
     ///
     /// # Errors
-    /// A thread cannot be made.
+    /// A thread cannot be started.
     pub fn start(listener: MetricsListener, source: impl Source) -> Result<Self, MetricsError> {
         let MetricsListener { socket, file } = listener;
         let source: Arc<dyn Source> = Arc::new(source);
@@ -224,11 +225,11 @@ impl Drop for MetricsServer {
     }
 }
 
-/// Texts of the figures, and the way to them.
+/// Source of the texts, with a cache of recent ones.
 struct Figures {
     source: Arc<dyn Source>,
     steady: Steady,
-    /// Texts that are not too old, each with its age.
+    /// Recent texts, each with the time of its creation.
     texts: Vec<(Format, Duration, Arc<str>)>,
 }
 
@@ -252,14 +253,14 @@ impl Figures {
 struct Serving {
     socket: Option<Socket>,
     clients: Vec<Client>,
-    /// The file, and the time at which it is written next.
+    /// The file and the time of its next write.
     file: Option<(MetricsFile, Duration)>,
-    /// Time up to which no client is taken.
+    /// Time until which no client is accepted.
     rests_until: Duration,
     figures: Figures,
 }
 
-/// Outcome of a wait.
+/// Result of a wait.
 struct Ready {
     stopped: bool,
     accepts: bool,
@@ -311,7 +312,7 @@ impl Serving {
         }
     }
 
-    /// Waits until there is something to do, or the time of something has come.
+    /// Waits for events or for the next deadline.
     fn wait(&self, stopped: &PipeReader) -> io::Result<Ready> {
         let now = clock::monotonic();
         let mut times: Vec<Duration> = self.clients.iter().map(Client::left).collect();
@@ -321,7 +322,7 @@ impl Serving {
         times.extend(Some(rest).filter(|rest| !rest.is_zero()));
         let timeout = match times.into_iter().min() {
             None => PollTimeout::NONE,
-            // Rounded up, so that the time has come when the wait ends.
+            // Round up, so that the deadline has passed after the wait.
             Some(time) => {
                 PollTimeout::try_from(time + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
             }
@@ -357,7 +358,7 @@ impl Serving {
         match socket.accept() {
             Ok(None) => {}
             Ok(Some(client)) => {
-                // All that could be answered was, since the last wait.
+                // Clients with a complete request were answered before this, so the oldest is idle or slow.
                 if self.clients.len() >= CLIENTS_MAX {
                     self.clients.remove(0);
                 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use nvme_software::model::ProfileError;
 use thiserror::Error;
 
-/// Error making a profile.
+/// Error of making a profile.
 #[derive(Debug, Error)]
 pub enum FitError {
     /// The report cannot be read.
@@ -14,42 +14,42 @@ pub enum FitError {
     Read {
         /// Its path.
         path: PathBuf,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// Error of a file that is no report of fio.
+    /// The file is not a fio report.
     #[error("{path} is no report of fio; run it with --output-format=json --output=FILE")]
     Report {
         /// Its path.
         path: PathBuf,
-        /// Cause, and its place.
+        /// Cause and position.
         source: serde_json::Error,
     },
-    /// A job failed: what it measured is not what the drive does.
+    /// A job failed, so its measurements are invalid.
     #[error("Job {job} of {path} failed with error {code}; measure again")]
     Failed {
         /// The report.
         path: PathBuf,
         /// The job.
         job: String,
-        /// fio's error.
+        /// fio's error code.
         code: i64,
     },
-    /// A value that cannot be understood.
+    /// An option's value cannot be parsed.
     #[error("Job {job} of {path} has {option}={value}, which is no {what}")]
     Option {
         /// The report.
         path: PathBuf,
         /// The job.
         job: String,
-        /// fio's option.
+        /// The fio option.
         option: &'static str,
         /// Its value.
         value: String,
-        /// Value that it should be.
+        /// The expected kind of value.
         what: &'static str,
     },
-    /// Something was not measured.
+    /// A measurement is missing.
     #[error(
         "{path} has no job that {what}, and nothing else beside; add one with {options}, or use \
          resources/drives/measure.fio"
@@ -57,17 +57,17 @@ pub enum FitError {
     Missing {
         /// The report.
         path: PathBuf,
-        /// Contribution that the job would make.
+        /// Measurement that the missing job would make.
         what: &'static str,
-        /// fio's options for it.
+        /// fio options for the missing job.
         options: &'static str,
     },
-    /// The measurements make no profile.
+    /// The measurements are outside a profile's range.
     #[error("{path} tells of a drive that cannot be modelled")]
     Profile {
         /// The report.
         path: PathBuf,
-        /// The value that is out of range.
+        /// Error of the invalid value.
         source: ProfileError,
     },
 }

@@ -1,4 +1,4 @@
-//! Jobs of fio's JSON report, as far as a profile needs them.
+//! Parses fio's JSON report, as far as a profile needs it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,42 +8,41 @@ use serde::Deserialize;
 
 use super::error::FitError;
 
-/// The median, as fio names it.
+/// fio's name of the median.
 const MEDIAN: &str = "50.000000";
 
-/// fio's options for blocks of several sizes.
+/// fio's options for mixed block sizes.
 const SIZES: [&str; 3] = ["bsrange", "blocksize_range", "bssplit"];
 
-/// Measurements of jobs that only read, and of those that only wrote.
+/// Measurements of read-only and write-only jobs.
 pub(super) struct Report {
     pub(super) reads: Vec<Measurement>,
     pub(super) writes: Vec<Measurement>,
 }
 
-/// Measurement of one job, all its processes together.
+/// Measurement of a job, summed over its processes.
 pub(super) struct Measurement {
-    /// Its name, without characters that end a comment.
+    /// Job name without control characters, so that it fits in a TOML comment.
     pub(super) job: String,
-    /// The jobs that it ran beside.
+    /// Number of the group of jobs that ran concurrently.
     group: u64,
-    /// Bytes of a block, the mean where they are of several sizes.
+    /// Block size in bytes, or the mean of mixed sizes.
     pub(super) block: u64,
-    /// Commands in flight.
+    /// Number of in-flight commands.
     pub(super) in_flight: u64,
     /// Commands per second.
     pub(super) iops: f64,
-    /// The median, or the mean where fio left out the percentiles, in nanoseconds.
+    /// Median latency in nanoseconds, or the mean if the report has no percentiles.
     pub(super) latency: f64,
 }
 
 impl Measurement {
-    /// In bytes per second.
+    /// Returns the bandwidth in bytes per second.
     pub(super) fn bandwidth(&self) -> f64 {
         self.iops * self.block as f64
     }
 }
 
-/// Direction of a job.
 #[derive(Clone, Copy)]
 enum Direction {
     Read,
@@ -88,8 +87,8 @@ struct Latency {
 }
 
 impl Report {
-    /// Reads a report, before and after which fio may have said other things. Of several (`--status-interval`)
-    /// the last one counts, which is of all that was done.
+    /// Parses a report, ignoring other output of fio before and after it. With `--status-interval`, the last report counts, as
+    /// it covers the whole run.
     pub(super) fn parse(path: &Path, text: &str) -> Result<Self, FitError> {
         let mut start = 0;
         for line in text.split_inclusive('\n') {
@@ -125,7 +124,7 @@ impl Report {
                 (0, 0) => {}
                 (_, 0) => add(&mut report.reads, measured(Direction::Read)?),
                 (0, _) => add(&mut report.writes, measured(Direction::Write)?),
-                // A job of both measures their effect on each other, too, so it is left out.
+                // In a mixed job, reads and writes affect each other.
                 _ => {}
             }
         }
@@ -133,8 +132,8 @@ impl Report {
     }
 }
 
-/// Adds what a job measured, or what another process of the last one did: without `group_reporting` fio reports each by
-/// itself, with the options of the job.
+/// Adds a job's measurement. Without `group_reporting`, fio reports each process of a job separately, so consecutive entries of
+/// one job are summed.
 fn add(measurements: &mut Vec<Measurement>, measured: Measurement) {
     match measurements.last_mut() {
         Some(last) if last.job == measured.job && last.group == measured.group => {
@@ -151,7 +150,7 @@ impl Job {
         global: &BTreeMap<String, String>,
         direction: Direction,
     ) -> Result<Measurement, FitError> {
-        // As fio takes them when nothing is said (its HOWTO): 4 KiB, one command, one process.
+        // fio's defaults by its HOWTO: 4 KiB, one command, one process.
         let option = |names: [&'static str; 2], default: &str| {
             let mut set = [&self.options, global]
                 .into_iter()
@@ -180,7 +179,7 @@ impl Job {
             side.io_bytes / side.total_ios.max(1)
         } else {
             let block = option(["bs", "blocksize"], "4k");
-            // Of reads, writes and trims, where they are told apart; this job does one of them.
+            // The sizes of reads, writes and trims may differ. This job does only one of them.
             let sizes: Option<Vec<u64>> = block.split(',').map(size).collect();
             let sizes = sizes.unwrap_or_default();
             let size = match direction {
@@ -201,8 +200,7 @@ impl Job {
 }
 
 impl Side {
-    /// The median from when a command is submitted, or from when fio begins to submit it, whichever there is
-    /// (`lat_percentiles`); or the mean.
+    /// Returns the median completion latency. Falls back to the median total latency (`lat_percentiles`), then to the mean.
     fn latency(&self) -> f64 {
         [Some(&self.clat_ns), self.lat_ns.as_ref()]
             .into_iter()
@@ -212,7 +210,7 @@ impl Side {
     }
 }
 
-/// A size as fio writes it, by default in powers of 1024: 4096, 4k, 4kb, 4KiB.
+/// Parses a fio size, by default in powers of 1024: 4096, 4k, 4kb, 4KiB.
 fn size(text: &str) -> Option<u64> {
     let text = text.trim().to_ascii_lowercase();
     let text = text

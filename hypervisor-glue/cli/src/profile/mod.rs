@@ -1,4 +1,4 @@
-//! Profiles for modelled drives, made from what fio measured on a real one: `nvme-mpt profile fit`.
+//! `nvme-mpt profile fit`: makes a profile for modelled drives from fio's measurements of a real drive.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -16,28 +16,27 @@ mod tests;
 pub use error::FitError;
 use fio::{Measurement, Report};
 
-/// Longest report that is read: a mistaken path must not be read for ever.
+/// Maximum size of a report in bytes. Protects against a wrong path such as a device.
 const LONGEST: u64 = 64 << 20;
 
-/// The fewest commands in flight in a job that measures commands per second.
+/// Minimum number of in-flight commands in a job that measures IOPS.
 const DEEP: u64 = 8;
 
-/// Bounds of `stripe`, in bytes.
+/// Bounds of `stripe` in bytes.
 const STRIPE_MIN: u64 = 4 << 10;
 const STRIPE_MAX: u64 = 1 << 20;
 
 /// Upper bound of `units`.
 const UNITS_MAX: f64 = 1024.0;
 
-/// Makes a profile of `model = "nvm"` from a report of fio, as TOML.
+/// Makes a TOML profile of `model = "nvm"` from a fio report.
 ///
-/// A job with one command in flight measures the latency (its median, at the smallest block size), the
-/// fastest job the bandwidth. Jobs with small blocks and many of them in flight may get less than that through.
-/// The drive then takes as long for a small block as for a larger one: a stripe. Jobs that both read and write
-/// measure neither.
+/// The job with one command in flight and the smallest blocks yields the latency, which is its median. The fastest job yields
+/// the bandwidth. If small blocks at high queue depth get less bandwidth, the drive takes as long for a small block as for a
+/// larger one: the stripe. Jobs that both read and write are ignored.
 ///
 /// # Errors
-/// All of [`FitError`].
+/// See [`FitError`].
 pub fn fit(path: &Path) -> Result<String, FitError> {
     let failed = |source| FitError::Read {
         path: path.to_owned(),
@@ -70,7 +69,7 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
     })?;
     let stripe = stripe(&reads, &writes);
     let profile = render(path, &reads, &writes, stripe);
-    // A printed profile can be used.
+    // Check that the printed profile can be loaded.
     match Profile::parse(&path.display().to_string(), &profile) {
         Ok(_) => Ok(profile),
         Err(source) => Err(FitError::Profile {
@@ -80,19 +79,18 @@ fn fit_text(path: &Path, text: &str) -> Result<String, FitError> {
     }
 }
 
-/// Measurements of reads or of writes.
+/// Measurements of reads or writes.
 struct Rates<'a> {
-    /// The job that measures the latency.
+    /// Job that measures the latency.
     alone: &'a Measurement,
-    /// The job that measures the bandwidth.
+    /// Job that measures the bandwidth.
     fastest: &'a Measurement,
-    /// The job that does most commands in a second, of those with blocks as small as the smallest and
-    /// many in flight.
+    /// Job with the highest IOPS among those with the smallest blocks at high queue depth.
     busiest: Option<&'a Measurement>,
 }
 
 impl<'a> Rates<'a> {
-    /// `None` if there was no job with one command in flight.
+    /// Selects the jobs. Returns `None` if no job has one command in flight.
     fn of(measurements: &'a [Measurement]) -> Option<Self> {
         let alone = measurements
             .iter()
@@ -112,18 +110,18 @@ impl<'a> Rates<'a> {
         })
     }
 
-    /// Bytes that move in the time that the smallest block takes when the drive has enough of them.
+    /// Bytes that a saturated drive transfers in the time of one small block.
     fn bytes_per_command(&self) -> Option<f64> {
         Some(self.fastest.bandwidth() / self.busiest?.iops)
     }
 
-    /// Stripes of that many bytes that are on the way at a time, when all are as late as one alone.
+    /// Number of stripes of this size that are in flight if each takes the latency of a single command.
     fn stripes_at_once(&self, stripe: u64) -> f64 {
         self.alone.latency / 1e9 * self.fastest.bandwidth() / stripe as f64
     }
 }
 
-/// The power of two that is nearest to what reads and writes want, which have one stripe for both.
+/// Returns the power of two closest to the mean stripe size of reads and writes, which share one value.
 fn stripe(reads: &Rates<'_>, writes: &Rates<'_>) -> u64 {
     let wanted: Vec<f64> = [reads, writes]
         .into_iter()
@@ -139,7 +137,7 @@ fn stripe(reads: &Rates<'_>, writes: &Rates<'_>) -> u64 {
 }
 
 fn render(path: &Path, reads: &Rates<'_>, writes: &Rates<'_>, stripe: u64) -> String {
-    // More units than that would make a stripe take longer than the latency.
+    // With more units, a stripe would take longer than the measured latency.
     let units = reads
         .stripes_at_once(stripe)
         .min(writes.stripes_at_once(stripe))
@@ -163,7 +161,7 @@ fn render(path: &Path, reads: &Rates<'_>, writes: &Rates<'_>, stripe: u64) -> St
     }
     let _ = writeln!(text, "stripe = \"{}\"", Bytes(stripe));
     for (name, rates) in [("read", reads), ("write", writes)] {
-        // In KiB, a bandwidth of a drive is exact to a thousandth.
+        // Rounding to KiB keeps a drive's bandwidth exact to a thousandth.
         let bandwidth = Bytes((rates.fastest.bandwidth() / 1024.0).round() as u64 * 1024);
         let _ = write!(
             text,

@@ -224,7 +224,7 @@ pub enum FileError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: PathError,
     },
     /// The file cannot be written, or another user could replace it.
@@ -232,7 +232,7 @@ pub enum FileError {
     Write {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: PathError,
     },
     /// The file is not TOML.
@@ -272,7 +272,7 @@ pub enum FileError {
         kind: &'static str,
         /// Position in the file, from 1.
         number: usize,
-        /// Why.
+        /// Cause.
         source: OptionError,
     },
 }

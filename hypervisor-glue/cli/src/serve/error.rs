@@ -127,7 +127,7 @@ pub enum LimitsError {
         id: String,
         /// The limits.
         limits: String,
-        /// Why.
+        /// Cause.
         source: OptionError,
     },
 }
@@ -144,9 +144,9 @@ pub enum ChangeError {
     /// A function cannot be served.
     #[error("Cannot offer the function on {}", socket.display())]
     Function {
-        /// Its socket.
+        /// Socket of the function.
         socket: PathBuf,
-        /// Why.
+        /// Cause.
         source: OfferError,
     },
     /// A drive cannot be kept open.
@@ -154,7 +154,7 @@ pub enum ChangeError {
     Drive {
         /// The drive.
         path: DrivePath,
-        /// Why.
+        /// Cause.
         source: DriveError,
     },
     /// No function has this id.
@@ -185,7 +185,7 @@ pub enum ChangeError {
     Reserve {
         /// The drive.
         path: DrivePath,
-        /// Why.
+        /// Cause.
         source: OfferError,
     },
     /// The limits cannot be recorded, and are unchanged.
@@ -193,7 +193,7 @@ pub enum ChangeError {
     Limits {
         /// The function.
         id: String,
-        /// Why.
+        /// Cause.
         source: Box<LimitsError>,
     },
     /// The limits are recorded, but the VMM disconnected during the change.
@@ -219,7 +219,7 @@ pub enum ChangeError {
     Grow {
         /// The function.
         id: String,
-        /// Why.
+        /// Cause.
         source: Box<GrowError>,
     },
     /// The lease cannot shrink.
@@ -227,7 +227,7 @@ pub enum ChangeError {
     Truncate {
         /// The function.
         id: String,
-        /// Why.
+        /// Cause.
         source: Box<OpenError>,
     },
     /// The lease cannot shrink while a VMM is connected.

@@ -227,7 +227,7 @@ impl LeaseTable {
     }
 
     fn making(&self) -> MutexGuard<'_, Making> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.making.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -287,14 +287,14 @@ impl LeaseTable {
     }
 
     fn connections(&self) -> MutexGuard<'_, BTreeMap<u64, Connection>> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn used(&self) -> MutexGuard<'_, BTreeMap<String, Used>> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -308,7 +308,7 @@ impl LeaseTable {
 
     /// Records that an id has a lease. Returns the pause that ended, if another server had the function before.
     fn end_stall(&self, id: &str, has_server_before: bool) -> Option<Stall> {
-        // Each change is complete before anything can panic.
+        // A poisoned lock is usable: no change can be interrupted by a panic.
         let mut had = self.had.lock().unwrap_or_else(PoisonError::into_inner);
         // Bounded, because VMMs choose the ids.
         let is_new = had.len() < STALLS_MAX && had.insert(id.to_owned());

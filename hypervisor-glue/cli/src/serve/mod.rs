@@ -131,7 +131,7 @@ pub enum ServeError {
     Path {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
     /// The state directory cannot be made private to the server's user.
@@ -142,7 +142,7 @@ pub enum ServeError {
     ControlDir {
         /// The folder.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: PathError,
     },
     /// The control socket cannot be served.
@@ -193,9 +193,9 @@ pub enum ServeError {
     /// A function ended with an error.
     #[error("The function on {} did not end well", socket.display())]
     End {
-        /// Its socket.
+        /// Socket of the function.
         socket: PathBuf,
-        /// Why.
+        /// Cause.
         #[source]
         source: FunctionThreadError,
     },

@@ -1,4 +1,4 @@
-//! Report of `nvme-mpt stats`: figures of every function, queue, poller and drive of a server.
+//! Statistics that `nvme-mpt stats` reports: functions, queues, pollers and drives of a server.
 
 mod table;
 
@@ -13,21 +13,21 @@ use nvme_mpt::stats::{
     LatencyBucket, LeasePairStats, MemoryStats, PollerStats, QueueStats, StatusCount,
 };
 
-/// Figures of a server. All counters count from its start on; those of a queue go on where they
-/// were when a queue is created again under the same identifier.
+/// Statistics of a server. Counters start at zero with the server. A queue's counters continue when a queue with the same
+/// identifier is created again.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ServerStats {
-    /// The functions, in the order in which they were given.
+    /// Functions in the order of their declaration.
     pub functions: Vec<FunctionStats>,
-    /// Functions that cannot be offered, or are quarantined (set aside).
+    /// Functions that could not be served, or are quarantined (set aside).
     #[serde(default)]
     pub failed: Vec<FunctionFailure>,
-    /// The pollers that run.
+    /// Running pollers.
     pub pollers: Vec<PollerStats>,
-    /// The drives that are open.
+    /// Open drives.
     #[serde(default)]
     pub drives: Vec<DriveStats>,
-    /// The server's keeper, with which VMs on vfio-user outlive the server.
+    /// State of the server's keeper, which lets VMs on vfio-user outlive the server.
     #[serde(default)]
     pub keeper: KeeperState,
 }
@@ -40,26 +40,26 @@ pub(crate) const KEEPER_ENDED: &str = "The keeper of this server has ended: if t
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeeperState {
-    /// The server was started without one.
+    /// The server was started without a keeper.
     #[default]
     None,
-    /// It runs.
+    /// The keeper runs.
     Runs,
-    /// It has ended, and no other one has taken its place.
+    /// The keeper has ended and was not replaced.
     Ended,
 }
 
-/// A function that cannot be offered, or is set aside.
+/// A function that could not be served, or is quarantined.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FunctionFailure {
-    /// Name of the function.
+    /// Id of the function.
     pub id: String,
-    /// Why.
+    /// Reason of the failure.
     pub reason: String,
 }
 
 impl FunctionFailure {
-    /// Returns the failure of a function, if it has one.
+    /// Returns the failure of a function, if it failed.
     #[must_use]
     pub fn of(entry: &FunctionEntry) -> Option<Self> {
         match &entry.state {
@@ -72,26 +72,26 @@ impl FunctionFailure {
     }
 }
 
-/// Identity and figures of a drive.
+/// Identity and statistics of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DriveStats {
-    /// Path by which it was opened, such as its PCI address.
+    /// Path of the drive, such as its PCI address.
     pub path: String,
-    /// Model Number.
+    /// Model number.
     pub model: String,
-    /// Its active namespaces.
+    /// Active namespaces.
     pub namespaces: Vec<NamespaceStats>,
-    /// Its I/O queue pairs; `None` without a bound.
+    /// I/O queue pairs. `None` if their number is not limited.
     pub queue_pairs: Option<QueuePairStats>,
-    /// Commands that did not complete within their deadline.
+    /// Number of commands that exceeded their deadline.
     pub timeouts: u64,
-    /// Abort commands for such commands.
+    /// Number of Abort commands sent for them.
     pub aborts: u64,
-    /// Controller resets.
+    /// Number of controller resets.
     pub resets: u64,
-    /// True if it failed for good or was removed.
+    /// True if the drive failed for good or was removed.
     pub gone: bool,
-    /// Critical Warning bits of its last SMART / Health Information; `None` without an answer.
+    /// Critical Warning bits of the latest SMART / Health Information, if the drive has reported it.
     #[serde(default)]
     pub critical_warning: Option<u8>,
 }
@@ -99,32 +99,32 @@ pub struct DriveStats {
 /// A namespace of a drive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NamespaceStats {
-    /// Its identifier.
+    /// Namespace identifier.
     pub nsid: u32,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Bytes of a logical block.
+    /// Size of a logical block in bytes.
     pub lba_bytes: u32,
 }
 
-/// Use of the I/O queue pairs of a drive.
+/// Use of a drive's I/O queue pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuePairStats {
-    /// Total of the drive.
+    /// Total number of pairs.
     pub total: u16,
-    /// Pairs that belong to one lease each, used or not.
+    /// Pairs reserved by leases, used or not.
     #[serde(default)]
     pub reserved: u16,
-    /// Pairs that one queue of a guest has to itself.
+    /// Pairs used exclusively by one guest queue.
     pub exclusive: u16,
-    /// Pairs that queues of guests share.
+    /// Pairs shared by several guest queues.
     pub shared: u16,
-    /// Pairs that are not used.
+    /// Unused pairs.
     pub free: u16,
 }
 
 impl DriveStats {
-    /// Figures of a drive's host controller.
+    /// Returns the statistics of a drive's controller.
     #[must_use]
     pub fn of(drive: &Drive) -> Self {
         let controller = drive.controller();
@@ -150,7 +150,7 @@ impl DriveStats {
             aborts,
             resets,
             gone,
-            // The drive would have to be asked for it.
+            // Reading it needs a command to the drive. `HealthAnswers` fills it in.
             critical_warning: None,
         }
     }
@@ -175,60 +175,60 @@ impl NamespaceStats {
     }
 }
 
-/// Figures of one function.
+/// Statistics of a function.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FunctionStats {
-    /// Name of the function and of its lease.
+    /// Id of the function and of its lease.
     pub id: String,
-    /// Socket on which a VMM connects.
+    /// Socket to which a VMM connects.
     pub socket: String,
     /// True if a VMM is connected.
     #[serde(default)]
     pub connected: bool,
-    /// Process that has the function; `None` for a function over vfio-user.
+    /// Process id of the VMM that runs the function. `None` for a function over vfio-user.
     #[serde(default)]
     pub process: Option<i32>,
-    /// Model Number that the guest sees.
+    /// Model number that the guest sees.
     pub model: String,
-    /// Serial Number that the guest sees.
+    /// Serial number that the guest sees.
     pub serial: String,
-    /// Size of the namespace.
+    /// Size of the namespace in bytes.
     pub capacity_bytes: u64,
     /// Doorbell mode.
     pub doorbells: String,
-    /// Use of the drive's I/O queue pairs; `None` without a bound.
+    /// Use of the drive's I/O queue pairs. `None` if their number is not limited.
     #[serde(default)]
     pub queue_pairs: Option<LeasePairStats>,
-    /// The guest's memory, as the function has it mapped.
+    /// Mapped guest memory.
     #[serde(default)]
     pub memory: MemoryStats,
-    /// The I/O queue pairs that the guest has or had.
+    /// Current and former I/O queue pairs of the guest.
     pub queues: Vec<QueueStats>,
-    /// Latencies of the commands of all queues.
+    /// Latency histogram of all queues' commands.
     #[serde(default)]
     pub latency: Vec<LatencyBucket>,
-    /// Commands that completed with an error, by status.
+    /// Number of failed commands, by status.
     #[serde(default)]
     pub errors: Vec<StatusCount>,
-    /// Seconds of processor time that pollers spent for the function, with work and without.
+    /// Processor time that pollers spent on the function, in seconds, with or without work.
     #[serde(default)]
     pub processor_seconds: f64,
-    /// The admin queue.
+    /// Statistics of the admin queue.
     pub admin: AdminStats,
-    /// Resets.
+    /// Number of resets.
     #[serde(default)]
     pub resets: ResetCounts,
-    /// Stall in which this server took the function up with its VMM; `None` if no server before had both.
+    /// Pause during which this server restored the function with its VMM. `None` if it was not restored.
     #[serde(default)]
     pub stall: Option<Stall>,
 }
 
-/// Time for which no server worked on a function's queues.
+/// Time during which no server processed a function's queues.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Stall {
-    /// Cause.
+    /// Cause of the pause.
     pub cause: StallCause,
-    /// Seconds.
+    /// Length in seconds.
     pub seconds: f64,
 }
 
@@ -242,16 +242,15 @@ impl fmt::Display for Stall {
     }
 }
 
-/// Cause of a stall.
+/// Cause of a pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StallCause {
-    /// The server before was replaced. The stall counts from the moment at which its queues were asked to rest.
+    /// An upgrade. The pause starts when the old server asks its queues to pause.
     Upgrade,
-    /// The server before died at an unknown moment. The stall counts from the start of this one.
+    /// A crash. As its time is unknown, the pause starts with this server.
     Crash,
-    /// The server before of a function in a VMM ended or died at an unknown moment. The stall counts from the start of this
-    /// one.
+    /// The end or crash of the old server of a function in a VMM. As its time is unknown, the pause starts with this server.
     Restart,
 }
 
@@ -265,21 +264,21 @@ impl StallCause {
     }
 }
 
-/// Figures of an admin queue.
+/// Statistics of an admin queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdminStats {
-    /// Commands completed.
+    /// Number of completed commands.
     pub commands: u64,
-    /// Doorbell writes that exited to the VMM.
+    /// Number of doorbell writes that exited to the VMM.
     pub doorbell_exits: u64,
-    /// Interrupts raised.
+    /// Number of interrupts.
     pub interrupts: u64,
-    /// Abort commands.
+    /// Number of Abort commands.
     #[serde(default)]
     pub aborts: u64,
 }
 
-/// Resets of a function, by the way that they came.
+/// Number of a function's resets, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResetCounts {
     /// Controller resets by the guest.
@@ -299,7 +298,7 @@ impl ResetCounts {
         }
     }
 
-    /// Returns the number of each kind, with its name.
+    /// Returns the number of resets of each kind, with its name.
     pub(crate) fn by_kind(&self) -> [(&'static str, u64); 3] {
         let Self {
             controller,
@@ -315,7 +314,7 @@ impl ResetCounts {
 }
 
 impl ServerStats {
-    /// Returns the counts since `earlier`. Percentiles and shares have no difference: they stay as they are.
+    /// Returns the counts since `earlier`. Percentiles, shares and gauges keep their current values.
     #[must_use]
     pub fn since(&self, earlier: &Self) -> Self {
         let functions = self.functions.iter().map(|now| {
@@ -337,7 +336,7 @@ impl ServerStats {
     }
 }
 
-/// Returns the commands of each bucket since `earlier`.
+/// Returns the commands per bucket since `earlier`.
 fn latency_since(now: &[LatencyBucket], earlier: &[LatencyBucket]) -> Vec<LatencyBucket> {
     let since = now.iter().map(|now| {
         let before = earlier.iter().find(|before| before.from_ns == now.from_ns);
@@ -356,7 +355,7 @@ impl FunctionStats {
         let queues = self.queues.iter().map(|now| {
             let before = earlier.queues.iter().find(|before| before.qid == now.qid);
             let before = before.cloned().unwrap_or_default();
-            // Counted by others meanwhile: a counter can be read before one that it is behind.
+            // Saturating, as counters are read one by one while they change, and may be out of step.
             QueueStats {
                 qid: now.qid,
                 commands: now.commands.saturating_sub(before.commands),

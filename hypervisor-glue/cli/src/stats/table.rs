@@ -1,4 +1,4 @@
-//! Figures as a table that a person reads.
+//! Formats statistics as tables.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use super::{
     StallCause,
 };
 
-/// A number of bytes with three digits, as people compare them.
+/// Formats bytes with three significant digits.
 fn rounded(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
     let mut value = bytes as f64;
@@ -36,7 +36,7 @@ fn microseconds(value: f64) -> String {
 }
 
 impl FunctionStats {
-    /// Returns the VMM that has the function, for a person.
+    /// Describes which VMM uses the function.
     fn user(&self) -> String {
         match (self.process, self.connected) {
             (Some(process), _) => format!("in VMM process {process}"),
@@ -75,7 +75,7 @@ impl fmt::Display for FunctionStats {
             "  processor time of pollers: {:.3} s",
             self.processor_seconds
         )?;
-        // Those of a function in a VMM are there.
+        // Resets and Abort commands of a function in a VMM are counted there.
         let counts = self
             .resets
             .by_kind()
@@ -110,12 +110,12 @@ impl fmt::Display for FunctionStats {
             "p99.9 us",
             "max us",
         ];
-        // Leases without limits have no such column.
+        // Show the column only for a lease with limits.
         let throttled = self.queues.iter().any(|queue| queue.throttled_ms > 0);
         if throttled {
             head.push("throttled ms");
         }
-        // Only drives with a limited number of host queues name them.
+        // Show the column only for a drive with a limited number of queue pairs.
         if counted {
             head.push("host queue");
         }
@@ -161,7 +161,7 @@ impl fmt::Display for FunctionStats {
     }
 }
 
-/// The drives whose queue pairs are counted: physical ones.
+/// Returns the table of drives with a limited number of queue pairs, if there are any.
 fn drives(drives: &[DriveStats]) -> Option<Table> {
     let mut table = Table::new(&[
         "drive",

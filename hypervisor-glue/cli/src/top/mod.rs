@@ -1,6 +1,6 @@
-//! `nvme-mpt top`: rates of functions or drives of a running server, in a terminal.
+//! `nvme-mpt top`: shows rates of a running server's functions or drives in a terminal.
 //!
-//! [`Board`] is a pure function of samples and keys, `view` draws it, `terminal` has the terminal and the clock.
+//! [`Board`] computes the display from samples and keys. `view` draws it. `terminal` handles the terminal and the clock.
 
 mod terminal;
 mod view;
@@ -19,22 +19,22 @@ use crate::table::Table;
 
 pub use self::terminal::{TopError, run, run_once};
 
-/// Samples that a sparkline shows.
+/// Number of samples in a sparkline.
 const HISTORY: usize = 60;
 
-/// State of a function that cannot be offered, or is set aside. `nvme-mpt list` has the reason.
+/// State of a function that could not be served, or is quarantined. `nvme-mpt list` shows the reason.
 const FAILED: &str = "failed";
 
-/// A server's figures at one moment.
+/// Statistics of a server at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct Sample {
-    /// Monotonic time.
+    /// Monotonic time of the sample.
     pub at: Duration,
-    /// Time of day.
+    /// Wall-clock time of the sample.
     pub time: Timestamp,
-    /// Its figures.
+    /// Statistics of the server.
     pub stats: ServerStats,
-    /// Its functions, with their drives.
+    /// Functions of the server, with their drives.
     pub functions: Vec<FunctionEntry>,
 }
 
@@ -93,7 +93,7 @@ impl Column {
         }
     }
 
-    /// Returns the column that is `by` places to the right, round about.
+    /// Returns the column that is `by` places to the right, wrapping around.
     fn moved(self, by: isize) -> Self {
         let all = Self::value_variants();
         let place = all.iter().position(|column| *column == self).unwrap_or(0);
@@ -114,12 +114,12 @@ struct Row {
     errors: f64,
     exits: f64,
     interrupts: f64,
-    /// Processors that pollers use for it.
+    /// Average number of processors that pollers use for the function or drive.
     processors: f64,
 }
 
 impl Row {
-    /// Returns the rates of a function whose counts are those of `seconds`.
+    /// Computes the rates of a function from its counts within `seconds`.
     fn of(function: &FunctionStats, seconds: f64) -> Self {
         let mut row = Self {
             name: function.id.clone(),
@@ -156,7 +156,7 @@ impl Row {
         self.latency.extend(&other.latency);
     }
 
-    /// Returns the 99th percentile in microseconds; `None` without a command.
+    /// Returns the 99th percentile of the latency in microseconds. Returns `None` without commands.
     fn p99(&self) -> Option<f64> {
         Some(quantile(&self.latency, 0.99)? as f64 / 1e3)
     }
@@ -177,7 +177,7 @@ impl Row {
         }
     }
 
-    /// Returns the number that a column is sorted by; `None` for text.
+    /// Returns the sort key of a numeric column, or `None` for text.
     fn number(&self, column: Column) -> Option<f64> {
         match column {
             Column::Name | Column::State => None,
@@ -215,43 +215,43 @@ impl fmt::Display for Count {
     }
 }
 
-/// Decision of a person.
+/// Command given by a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Key {
-    /// Functions, or drives.
+    /// Switch between functions and drives.
     Subject,
-    /// Sort by a column further right, or further left.
+    /// Sort by the column this many places to the right.
     Sort(isize),
-    /// The other order.
+    /// Reverse the sort order.
     Reverse,
-    /// Scroll down, or up.
+    /// Scroll down by this many rows.
     Scroll(isize),
-    /// Stop, or go on.
+    /// Pause or resume the display.
     Pause,
 }
 
-/// All that is shown.
+/// Displayed state of `nvme-mpt top`.
 #[derive(Debug)]
 pub struct Board {
     subject: Subject,
     sort: Column,
     reversed: bool,
     paused: bool,
-    /// First row that is shown.
+    /// Index of the first visible row.
     first: usize,
     before: Option<Sample>,
     now: Option<Sample>,
     rows: Vec<Row>,
-    /// Commands per second of each row so far, by its name.
+    /// Recent IOPS of each row, by name.
     history: HashMap<String, VecDeque<u64>>,
-    /// Commands per second of all functions so far.
+    /// Recent IOPS of all functions.
     total: VecDeque<u64>,
-    /// Cause for which there are no newer figures.
+    /// Error of the last sample, if it failed.
     trouble: Option<String>,
 }
 
 impl Board {
-    /// A board without figures.
+    /// Creates a board without samples.
     #[must_use]
     pub fn new(subject: Subject, sort: Column) -> Self {
         Self {
@@ -269,11 +269,11 @@ impl Board {
         }
     }
 
-    /// Takes up figures, or the cause for which there are none.
+    /// Adds a sample, or the error of taking one.
     pub fn take(&mut self, sample: Result<Sample, String>) {
         match sample {
             Err(trouble) => self.trouble = Some(trouble),
-            // The next figures count from the last ones that were shown.
+            // The next rates are computed against the last displayed sample.
             Ok(_) if self.paused => {}
             Ok(sample) => {
                 self.trouble = None;
@@ -313,7 +313,7 @@ impl Board {
         Some(seconds).filter(|seconds| *seconds > 0.0)
     }
 
-    /// Makes the rows of the last two samples.
+    /// Computes the rows from the last two samples.
     fn count(&mut self) {
         let Some(seconds) = self.seconds() else {
             return;
@@ -357,7 +357,7 @@ impl Board {
         push(&mut self.total, self.rows.iter().map(|row| row.iops).sum());
     }
 
-    /// Sorts the rows: numbers from the largest on, text from A on.
+    /// Sorts the rows: numbers in descending order, text in ascending order.
     fn sort(&mut self) {
         let column = self.sort;
         self.rows.sort_by(|a, b| {
@@ -374,7 +374,7 @@ impl Board {
         });
     }
 
-    /// Returns the rows as a table without history.
+    /// Formats the rows as a table without history.
     fn table(&self) -> Table {
         let columns = Column::value_variants();
         let titles: Vec<&str> = columns.iter().map(|column| column.title()).collect();
@@ -393,7 +393,7 @@ fn push(history: &mut VecDeque<u64>, value: f64) {
     history.push_back(value.round() as u64);
 }
 
-/// Returns the rows of drives: sums of their functions.
+/// Returns a row per drive, with the sums of its functions.
 fn drives(now: &Sample, functions: &[Row]) -> Vec<Row> {
     let drives = now.stats.drives.iter().map(|drive| {
         let own = now

@@ -1,4 +1,4 @@
-//! The terminal of `nvme-mpt top`, its keys, and the thread that asks the server.
+//! The terminal of `nvme-mpt top`, its keys, and the thread that polls the server.
 
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -15,13 +15,13 @@ use thiserror::Error;
 use super::{Board, Key, Sample};
 use crate::control::{self, ControlError};
 
-/// Time between two looks for keys and samples.
+/// Interval of checking for keys and samples.
 const TICK: Duration = Duration::from_millis(100);
 
-/// `top` cannot go on.
+/// Error of `nvme-mpt top`.
 #[derive(Debug, Error)]
 pub enum TopError {
-    /// Its output is no terminal.
+    /// Standard output is not a terminal.
     #[error("Standard output is no terminal: use --once, which prints a table")]
     NoTerminal,
     /// The terminal cannot be used.
@@ -65,15 +65,15 @@ pub fn run_once(
     write!(out, "{}", board.table()).map_err(TopError::Print)
 }
 
-/// Shows a board in the terminal until a key ends it.
+/// Shows a board in the terminal until the user quits.
 ///
 /// # Errors
-/// There is no server, or no terminal.
+/// The server does not answer, or the terminal cannot be used.
 pub fn run(control: PathBuf, mut board: Board, interval: Duration) -> Result<(), TopError> {
     if !io::stdout().is_terminal() {
         return Err(TopError::NoTerminal);
     }
-    // Before the screen changes: an error of the first question is a line like that of other commands.
+    // Take the first sample before changing the screen, so that an error is printed normally.
     board.take(Ok(sample(&control)?));
     let samples = ask(control, interval).map_err(TopError::Thread)?;
     let mut terminal = ratatui::try_init().map_err(TopError::Terminal)?;
@@ -82,7 +82,7 @@ pub fn run(control: PathBuf, mut board: Board, interval: Duration) -> Result<(),
     shown.map_err(TopError::Terminal)
 }
 
-/// Asks the server at each interval, on a thread of its own: keys are answered meanwhile.
+/// Polls the server on a separate thread, so that keys are handled without delay.
 fn ask(control: PathBuf, interval: Duration) -> io::Result<Receiver<Result<Sample, String>>> {
     let (sender, samples) = mpsc::sync_channel(1);
     let work = move || {
@@ -136,7 +136,7 @@ fn show(
     }
 }
 
-/// Meaning of a key.
+/// Action of a pressed key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Action {
     End,

@@ -1,4 +1,4 @@
-//! The board on a screen.
+//! Draws the board on a screen.
 
 use clap::ValueEnum;
 use ratatui::Frame;
@@ -10,7 +10,7 @@ use ratatui::widgets::{Block, Cell, Row as TableRow, Sparkline, Table};
 use super::{Board, Column, Count, Subject};
 use crate::stats::KeeperState;
 
-/// Height of the graph of all functions, with its frame.
+/// Height of the total's graph, with its border.
 const GRAPH: u16 = 5;
 
 /// Width of a row's history.
@@ -20,7 +20,7 @@ const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█']
 
 const KEYS: &str = "q quit  Tab functions or drives  ←→ sort  r reverse  ↑↓ scroll  Space pause";
 
-/// Returns the last values as bars, the largest of all as a full one.
+/// Formats the latest values as bars, scaled to the largest of all values.
 fn bars<'a>(values: impl DoubleEndedIterator<Item = &'a u64> + Clone) -> String {
     let most = values.clone().max().copied().unwrap_or(0).max(1);
     let last: Vec<&u64> = values.rev().take(BARS_WIDTH.into()).collect();
@@ -83,7 +83,7 @@ impl Board {
         }
     }
 
-    /// Returns the processors that a time of the pollers came to between the last two samples.
+    /// Returns a time of all pollers between the last two samples, as a number of processors.
     fn poller_seconds(&self, of: fn(&nvme_mpt::stats::PollerStats) -> f64) -> Option<f64> {
         let (before, now) = (self.before.as_ref()?, self.now.as_ref()?);
         let time = now.stats.pollers.iter().map(|poller| {
@@ -91,7 +91,7 @@ impl Board {
             let earlier = earlier.find(|earlier| earlier.name == poller.name);
             (of(poller) - earlier.map_or(0.0, of)).max(0.0)
         });
-        // A sum of nothing would be -0.
+        // `sum` of an empty iterator would be -0.
         Some(time.fold(0.0, |sum, time| sum + time) / self.seconds()?)
     }
 
@@ -108,7 +108,7 @@ impl Board {
             Count(read),
             Count(written)
         );
-        // The newest value is at the right.
+        // Align the newest value to the right.
         let width = usize::from(area.width.saturating_sub(2));
         let shown = self.total.len().min(width);
         let padding = std::iter::repeat_n(0, width - shown);
@@ -157,7 +157,7 @@ impl Board {
         let widths = columns
             .iter()
             .map(|column| Constraint::Length(width(*column)));
-        // The history is what a narrow screen goes without.
+        // On a narrow screen, the history is cut off first.
         let widths = widths.chain([Constraint::Fill(1)]);
         let style = Style::new().add_modifier(Modifier::REVERSED);
         let table = Table::new(rows, widths)

@@ -157,7 +157,7 @@ pub struct FunctionEntry {
     pub limits: String,
     /// Its state.
     pub state: FunctionState,
-    /// One-line description.
+    /// Description in one line.
     pub summary: String,
     /// Difference from the configuration file, which `nvme-mpt reload` would apply.
     #[serde(default, skip_serializing_if = "Option::is_none")]

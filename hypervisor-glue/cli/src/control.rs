@@ -400,7 +400,7 @@ impl Exchange {
     }
 }
 
-/// What to do with a client after it made progress.
+/// Next step for a client that made progress.
 enum Step {
     /// Wait for these events.
     Waits(EventSet),

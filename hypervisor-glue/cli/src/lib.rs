@@ -5,7 +5,7 @@
 //!
 //! Other commands talk to a running server on its control socket ([`control`]). They read its statistics ([`stats`]) and the
 //! free capacity of its drives ([`room`]), and change its functions ([`change`]) and injected faults ([`faults`]). The
-//! remaining commands list the host's physical drives ([`drives`]), unbind them from the kernel driver ([`mod@bind`]), measure
+//! remaining commands list the host's physical drives ([`drives`]) and rebind them to VFIO ([`mod@bind`]). They also measure
 //! drive profiles ([`profile`]), and check a host or a drive ([`doctor`]).
 //!
 //! [`confine`] restricts a server with Landlock and seccomp. `kept` stores the state of a server with its keeper

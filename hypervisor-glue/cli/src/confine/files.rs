@@ -259,7 +259,7 @@ impl FileRules {
         Self::new(self.rules.into_iter().chain(there), self.port)
     }
 
-    /// Returns whether the rules grant this access. A path below another mount point may have more rights.
+    /// Returns whether the rules grant this access. A path that is also reachable through another mount may have more rights.
     pub(crate) fn give(&self, wanted: &FileRule) -> bool {
         let path = fs::canonicalize(&wanted.path);
         let path = path.as_deref().unwrap_or(&wanted.path);

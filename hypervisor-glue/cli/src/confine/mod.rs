@@ -9,10 +9,10 @@
 //!
 //! # The next server
 //!
-//! An upgrade's process is a child of the old server and inherits its confinement for good. It adds no own filter or rules, as
-//! these stack, and the kernel allows only 16 layers of rules. A process that the keeper restarts after a crash inherits
-//! nothing. Hence `kill -KILL` applies new options, or the system call list of a new version, without interrupting guests for
-//! long.
+//! An upgrade's process is a child of the old server and inherits its confinement for good. It adds no filter or rules of its
+//! own, as these stack, and the kernel allows only 16 layers of rules. A process that the keeper restarts after a crash
+//! inherits nothing. Hence `kill -KILL` applies new options, or the system call list of a new version, without interrupting
+//! guests for long.
 
 mod files;
 mod system_calls;

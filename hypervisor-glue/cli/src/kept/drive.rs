@@ -163,7 +163,7 @@ impl Keeping {
         }
     }
 
-    /// Removes drives that this server does not have open from the keeper.
+    /// Removes all drives from the keeper except those that are open in this server.
     pub(crate) fn forget_drives_but(&self, open: &[Arc<Drive>]) {
         let mut state = self.state();
         let open: Vec<String> = open.iter().map(|drive| name_of(drive.path())).collect();

@@ -325,8 +325,8 @@ impl Keeping {
         keeping
     }
 
-    /// The same, with the socket of a keeper that reads nothing, and the end of the socket that the server before has, which
-    /// is this process.
+    /// Creates a keeping beside an old server, which is this process. Also returns the socket of a keeper that reads nothing,
+    /// and the old server's end of the upgrade socket.
     #[cfg(test)]
     pub(crate) fn beside_with(
         folder: &Path,
@@ -505,7 +505,7 @@ impl Keeping {
         }
     }
 
-    /// Returns a function that could not be restored and whose descriptors are closed. A later attempt or a successor may
+    /// Puts back a function that could not be restored, reading its descriptors again. A later attempt or a successor may
     /// restore it.
     pub(crate) fn take_back(&self, shelf: &Shelf) {
         let descriptors = self.registry.descriptors(&shelf.name);
@@ -525,7 +525,7 @@ impl Keeping {
         self.state().surviving.remove(socket)
     }
 
-    /// Returns a function that cannot be restored now. A later attempt or a successor may restore it.
+    /// Puts back a function that cannot be restored now. A later attempt or a successor may restore it.
     pub(crate) fn give_back(&self, function: SurvivingFunction) {
         let socket = function.socket().to_owned();
         self.state().surviving.insert(socket, function);

@@ -15,8 +15,8 @@
 //! | the old server | the successor ends, the keeper starts a new server | the same | the successor continues |
 //! | the successor | the old server continues | the keeper ends the old server and starts a new one | the same |
 //!
-//! The old server skips "released" in step 3 if it has a VMM's lease, or a drive that only one process can open, such as a
-//! physical one. The successor then waits until the old server has ended. It does so with servers of earlier releases, too.
+//! The old server skips "released" in step 3 if it has a VMM's lease, or a drive that only one process can open. The successor
+//! then waits until the old server has ended. It does so with servers of earlier releases, too.
 
 use std::env;
 use std::ffi::OsString;

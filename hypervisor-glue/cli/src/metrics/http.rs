@@ -1,4 +1,4 @@
-//! One HTTP client: reads a request, writes the answer and closes the connection.
+//! An HTTP client of the metrics: reads a request, writes the answer and closes the connection.
 //!
 //! A client never blocks the thread, as its socket is non-blocking. The client's time and the size of its request are limited.
 

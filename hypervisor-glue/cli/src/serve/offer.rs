@@ -1,4 +1,4 @@
-//! One served function: its lease, its socket and its thread.
+//! A served function: its lease, its socket and its thread.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::AtomicBool;

@@ -144,8 +144,8 @@ impl Roster {
         }
     }
 
-    /// Serves the initial functions. These are the old server's, or else those of the command line, of the file, and added in
-    /// an earlier run.
+    /// Serves the initial functions. If the old server stored functions, serves these. Otherwise, serves the functions of the
+    /// command line, of the file, and added in an earlier run.
     ///
     /// # Errors
     /// A function of the command line or of the file cannot be served. Functions of an earlier run are listed as failed
@@ -351,8 +351,8 @@ impl Roster {
         })
     }
 
-    /// Changes the limits of a function. The limits of an added function persist over restarts. Those of a function in a VMM
-    /// apply whenever it leases again.
+    /// Changes the limits of a function. The limits of an added function persist over restarts. The limits of a function in
+    /// a VMM apply whenever the VMM leases again.
     pub(super) fn limit(&mut self, id: &str, limits: &str) -> Result<FunctionEntry, ChangeError> {
         let change: RateChange = limits.parse()?;
         let given: OptionText = limits.parse()?;

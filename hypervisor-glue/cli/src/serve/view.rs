@@ -14,7 +14,7 @@ pub(super) struct View {
     pub(super) failed: Vec<FunctionEntry>,
     /// Functions and drives to compare with the file.
     pub(super) declared: Comparable,
-    /// One drive per host controller.
+    /// Drives, one per host controller.
     pub(super) drives: Vec<Arc<Drive>>,
     /// All drives, one per namespace in use.
     pub(super) namespaces: Vec<Arc<Drive>>,

@@ -38,7 +38,7 @@ pub struct Sample {
     pub functions: Vec<FunctionEntry>,
 }
 
-/// Things that have a row each.
+/// Kind of objects that the rows show.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Subject {
     /// Functions

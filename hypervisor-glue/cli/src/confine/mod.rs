@@ -118,7 +118,7 @@ impl Confined {
         wanted.into_iter().find(|wanted| !rules.give(wanted))
     }
 
-    /// Returns the error unchanged, or as a [`LandlockRefusal`] if Landlock caused it.
+    /// Returns the error unchanged, or as a `LandlockRefusal` if Landlock caused it.
     pub(crate) fn explain<E: Error + Send + Sync + 'static>(
         &self,
         error: E,

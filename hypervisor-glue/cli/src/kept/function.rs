@@ -670,7 +670,7 @@ struct Inner {
 }
 
 impl KeptFunction {
-    /// Creates a function's bag. [`Self::begin`] stores it with the keeper.
+    /// Creates a function's bag. `begin` stores it with the keeper.
     ///
     /// # Errors
     /// Returns the kernel's or the keeper's error.

@@ -1,8 +1,8 @@
 //! Fields of admin commands' dwords (Base 2.0, section 5).
 //!
-//! Get Log Page is in [`super::log`]. Asynchronous Event Request and Keep Alive have nothing;
-//! Doorbell Buffer Config has two page addresses, [`Sqe::prp1`](super::sqe::Sqe::prp1) of the
-//! shadow doorbells and [`Sqe::prp2`](super::sqe::Sqe::prp2) of the EventIdx buffer.
+//! Get Log Page is in [`super::log`]. Asynchronous Event Request and Keep Alive have no fields. Doorbell Buffer Config
+//! has two page addresses: [`Sqe::prp1`](super::sqe::Sqe::prp1) of the shadow doorbells and
+//! [`Sqe::prp2`](super::sqe::Sqe::prp2) of the EventIdx buffer.
 
 use super::{
     feature::{FeatureId, FeatureSelect},
@@ -97,7 +97,7 @@ command! {
     pub struct GetFeatures {
         /// Feature Identifier.
         fid: FeatureId(u8) = cdw10[7:0];
-        /// Select: which value.
+        /// Select: the kind of value to return.
         sel: FeatureSelect(u8) = cdw10[10:8];
         /// Selection within the feature, feature specific.
         dword11: u32 = cdw11[31:0];
@@ -111,7 +111,7 @@ command! {
     pub struct SetFeatures {
         /// Feature Identifier.
         fid: FeatureId(u8) = cdw10[7:0];
-        /// Save: the value is to persist.
+        /// Save: the value persists across resets and power cycles.
         sv: bool = cdw10[31];
         /// The value, or a part of it, feature specific.
         dword11: u32 = cdw11[31:0];
@@ -135,7 +135,7 @@ command! {
         mset: bool = cdw10[4];
         /// Protection Information type; 0: disabled.
         pi: u8 = cdw10[7:5];
-        /// Protection Information Location: first rather than last in the metadata.
+        /// Protection Information Location: true for the first bytes of the metadata, false for the last.
         pil: bool = cdw10[8];
         /// Secure Erase Settings.
         ses: SecureErase(u8) = cdw10[11:9];

@@ -12,14 +12,14 @@ use super::{
 /// `CC.IOCQES`: the size of a [`Cqe`] as a power of two.
 pub const IOCQES: u8 = 4;
 
-/// Completion Queue Entry (Base 2.0, section 3.3.3.2), as the two halves in which it is published:
-/// the phase tag lies in the second one, so whoever sees that half new may trust the first.
+/// Completion Queue Entry (Base 2.0, section 3.3.3.2), as the two halves in which it is published. The second half has
+/// the phase tag, so a reader that sees the second half new may trust the first.
 #[repr(C)]
 #[derive(Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Cqe {
     /// Dwords 0 and 1, command specific.
     pub low: u64,
-    /// Dwords 2 and 3: where the command came from, its status, and the phase tag.
+    /// Dwords 2 and 3: the command's identification, status, and phase tag.
     pub high: CqeHigh,
 }
 
@@ -41,27 +41,27 @@ bit_field! {
     }
 }
 
-/// A Phase Tag in its place in a [`CqeHigh`], which is set or compared without a shift.
+/// A Phase Tag at its bit position in a [`CqeHigh`], which is set or compared without a shift.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhaseTag(u64);
 
 impl PhaseTag {
     const BIT: u64 = CqeHigh(0).with_phase(true).0;
 
-    /// A Phase Tag with this value.
+    /// Creates a Phase Tag.
     #[must_use]
     pub const fn new(phase: bool) -> Self {
         Self(CqeHigh(0).with_phase(phase).0)
     }
 
-    /// Returns its value.
+    /// Returns the Phase Tag as a boolean.
     #[inline]
     #[must_use]
     pub const fn phase(self) -> bool {
         self.0 != 0
     }
 
-    /// Returns the tag of the rounds before and after.
+    /// Returns the Phase Tag of the next or previous pass through the queue.
     #[inline]
     #[must_use]
     pub const fn inverted(self) -> Self {
@@ -70,14 +70,14 @@ impl PhaseTag {
 }
 
 impl CqeHigh {
-    /// Returns whether its Phase Tag is this one.
+    /// Returns whether the entry has this Phase Tag.
     #[inline]
     #[must_use]
     pub const fn has_tag(self, tag: PhaseTag) -> bool {
         self.0 & PhaseTag::BIT == tag.0
     }
 
-    /// This value, whose Phase Tag is clear, with a Phase Tag.
+    /// Sets the Phase Tag, which must be clear.
     #[inline]
     #[must_use]
     pub const fn add_tag(self, tag: PhaseTag) -> Self {
@@ -86,12 +86,12 @@ impl CqeHigh {
     }
 }
 
-/// Origin of completions: a Submission Queue and its head, in their places in a [`CqeHigh`].
+/// Source of completions: a Submission Queue and its head, at their bit positions in a [`CqeHigh`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin(u64);
 
 impl Origin {
-    /// A Submission Queue with this head.
+    /// Creates the origin for a Submission Queue with this head.
     #[inline]
     #[must_use]
     pub const fn new(sqid: QueueId, sqhd: u16) -> Self {
@@ -100,7 +100,7 @@ impl Origin {
 }
 
 impl Cqe {
-    /// An entry with its phase tag clear.
+    /// Creates an entry with a clear phase tag.
     #[inline]
     #[must_use]
     pub const fn new(
@@ -114,7 +114,7 @@ impl Cqe {
         Self::of(Origin::new(sqid, sqhd), cid, status, dw0, dw1)
     }
 
-    /// As [`Self::new`], where the origin of several completions is put together once.
+    /// Like [`Self::new`], with an origin that is shared by several completions.
     #[inline]
     #[must_use]
     pub const fn of(origin: Origin, cid: CommandId, status: Status, dw0: u32, dw1: u32) -> Self {
@@ -124,7 +124,7 @@ impl Cqe {
         }
     }
 
-    /// This entry with its Phase Tag replaced.
+    /// Returns the entry with its Phase Tag replaced.
     #[inline]
     #[must_use]
     pub const fn with_phase(self, phase: bool) -> Self {
@@ -134,7 +134,7 @@ impl Cqe {
         }
     }
 
-    /// This entry, whose Phase Tag is clear, with a Phase Tag.
+    /// Sets the Phase Tag, which must be clear.
     #[inline]
     #[must_use]
     pub const fn add_tag(self, tag: PhaseTag) -> Self {
@@ -144,49 +144,49 @@ impl Cqe {
         }
     }
 
-    /// Dword 0, command specific.
+    /// Returns dword 0, which is command specific.
     #[inline]
     #[must_use]
     pub const fn dw0(&self) -> u32 {
         self.low as u32
     }
 
-    /// Dword 1, command specific.
+    /// Returns dword 1, which is command specific.
     #[inline]
     #[must_use]
     pub const fn dw1(&self) -> u32 {
         (self.low >> 32) as u32
     }
 
-    /// SQ Head Pointer: how far the controller has consumed the Submission Queue.
+    /// Returns the SQ Head Pointer: the index up to which the controller has consumed the Submission Queue.
     #[inline]
     #[must_use]
     pub const fn sqhd(&self) -> u16 {
         self.high.sqhd()
     }
 
-    /// SQ Identifier.
+    /// Returns the SQ Identifier.
     #[inline]
     #[must_use]
     pub const fn sqid(&self) -> QueueId {
         self.high.sqid()
     }
 
-    /// Command Identifier.
+    /// Returns the Command Identifier.
     #[inline]
     #[must_use]
     pub const fn cid(&self) -> CommandId {
         self.high.cid()
     }
 
-    /// Phase Tag.
+    /// Returns the Phase Tag.
     #[inline]
     #[must_use]
     pub const fn phase(&self) -> bool {
         self.high.phase()
     }
 
-    /// Status Field.
+    /// Returns the Status Field.
     #[inline]
     #[must_use]
     pub const fn status(&self) -> Status {

@@ -1,14 +1,13 @@
-//! Places of a command's data: PRP entries and SGL descriptors (Base 2.0, section 4.1).
+//! Data pointers of commands: PRP entries and SGL descriptors (Base 2.0, section 4.1).
 
 use core::mem::{offset_of, size_of};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Physical Region Page entry (Base 2.0, section 4.1.1): the address of a memory page, plus an
-/// offset where the entry is the first of its command or points to a PRP list.
+/// Physical Region Page entry (Base 2.0, section 4.1.1): the address of a memory page. The first entry of a command and
+/// a pointer to a PRP list may have an offset in the page.
 ///
-/// A memory page is what the host chose in `CC.MPS`; its size is passed as its power of two,
-/// `12 + CC.MPS`.
+/// The host selects the memory page size in `CC.MPS`. Functions take its power of two, `12 + CC.MPS`.
 #[repr(transparent)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -16,39 +15,39 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub struct PrpEntry(pub u64);
 
 impl PrpEntry {
-    /// Bytes that one entry takes in a PRP list.
+    /// Size of an entry in a PRP list, in bytes.
     pub const SIZE: usize = size_of::<Self>();
 
-    /// Offset in its memory page.
+    /// Returns the offset within the memory page.
     #[inline]
     #[must_use]
     pub const fn offset(self, page_shift: u32) -> u64 {
         self.0 & Self::offset_mask(page_shift)
     }
 
-    /// Address of its memory page.
+    /// Returns the address of the memory page.
     #[inline]
     #[must_use]
     pub const fn page(self, page_shift: u32) -> u64 {
         self.0 & !Self::offset_mask(page_shift)
     }
 
-    /// Bytes from the entry's address to the end of its memory page.
+    /// Returns the number of bytes from the entry's address to the end of its memory page.
     #[inline]
     #[must_use]
     pub const fn bytes_to_page_end(self, page_shift: u32) -> u64 {
         (1 << page_shift) - self.offset(page_shift)
     }
 
-    /// Returns whether the address is one that every entry may have: the two low bits are clear.
+    /// Returns whether the address is aligned as required for all entries: the two low bits are clear.
     #[inline]
     #[must_use]
     pub const fn is_dword_aligned(self) -> bool {
         self.0.is_multiple_of(4)
     }
 
-    /// Memory pages that `length` bytes touch when they begin at `offset` in the first one: the
-    /// number of PRP entries that describe them.
+    /// Returns the number of memory pages, and so of PRP entries, for `length` bytes that begin at `offset` in the
+    /// first page.
     #[inline]
     #[must_use]
     pub const fn pages(offset: u64, length: u64, page_shift: u32) -> u64 {
@@ -60,26 +59,27 @@ impl PrpEntry {
     }
 }
 
-/// Walk through a PRP list, a memory page at a time (Base 2.0, section 4.1.1). If entries are left at the end of a page,
-/// the page's last entry leads to the next page.
+/// Walk through a PRP list, one memory page at a time (Base 2.0, section 4.1.1). If more entries follow at the end of a
+/// page, the page's last entry points to the next page of the list.
 #[derive(Clone, Copy, Debug)]
 pub struct PrpList {
     pointer: PrpEntry,
-    /// Entries that are left.
+    /// Number of remaining entries.
     left: u64,
-    /// A list begins at an entry. One that continues another begins a page, so each page brings entries.
+    /// Required alignment of `pointer`. The list may start at any entry of a page, but continues at the start of a
+    /// page. So each further page has at least one entry of data.
     alignment: u64,
     page_shift: u32,
 }
 
-/// The entries of a PRP list in one memory page.
+/// Entries of a PRP list in one memory page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrpListPage {
-    /// Address of the first of them.
+    /// Address of the first entry.
     pub at: u64,
-    /// All entries.
+    /// Number of entries, including a pointer to the next page.
     pub count: u64,
-    /// The last of them leads to the next page.
+    /// True if the last entry points to the next page of the list.
     pub continues: bool,
 }
 
@@ -93,7 +93,7 @@ impl PrpListPage {
 }
 
 impl PrpList {
-    /// A list of so many entries.
+    /// Creates a walk through a list of `entries` entries.
     #[inline(always)]
     #[must_use]
     pub const fn new(pointer: PrpEntry, entries: u64, page_shift: u32) -> Self {
@@ -105,7 +105,7 @@ impl PrpList {
         }
     }
 
-    /// Returns the page that the walk is at; `None` if the pointer to it is not one that a list has.
+    /// Returns the current page of the list; `None` if the pointer to it is misaligned.
     #[inline(always)]
     #[must_use]
     pub const fn page(&self) -> Option<PrpListPage> {
@@ -121,7 +121,7 @@ impl PrpList {
         })
     }
 
-    /// Goes on behind `page`, whose last entry is `pointer`.
+    /// Continues after `page`, whose last entry is `pointer`.
     pub const fn go_on(&mut self, page: PrpListPage, pointer: PrpEntry) {
         self.left -= page.of_data();
         self.pointer = pointer;
@@ -129,14 +129,14 @@ impl PrpList {
     }
 }
 
-/// SGL descriptor (Base 2.0, section 4.1.2.1). The fields are those of the descriptor types that
-/// have an address and a length: data block, segment and last segment. A bit bucket has no address.
+/// SGL descriptor (Base 2.0, section 4.1.2.1). The fields are those of descriptor types with an address and a length:
+/// data block, segment and last segment. A bit bucket has no address.
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct SglDescriptor {
-    /// Address, or offset, as the sub type says.
+    /// Address or offset, depending on the sub type.
     pub address: u64,
     /// Length in bytes.
     pub length: u32,
@@ -150,24 +150,24 @@ const _: () = assert!(size_of::<SglDescriptor>() == 16);
 const _: () = assert!(offset_of!(SglDescriptor, id) == 15);
 
 impl SglDescriptor {
-    /// Bytes that one descriptor takes in a segment.
+    /// Size of a descriptor in a segment, in bytes.
     pub const SIZE: usize = size_of::<Self>();
 
-    /// `length` bytes of data at an address.
+    /// Creates a data block descriptor for `length` bytes at an address.
     #[inline]
     #[must_use]
     pub const fn data_block(address: u64, length: u32) -> Self {
         Self::of_type(SglType::DATA_BLOCK, address, length)
     }
 
-    /// `length` bytes of further descriptors, none of which is a last one.
+    /// Creates a segment descriptor for `length` bytes of further descriptors, which are not the last segment.
     #[inline]
     #[must_use]
     pub const fn segment(address: u64, length: u32) -> Self {
         Self::of_type(SglType::SEGMENT, address, length)
     }
 
-    /// `length` bytes of further descriptors, the last of this SGL.
+    /// Creates a last segment descriptor for `length` bytes of further descriptors.
     #[inline]
     #[must_use]
     pub const fn last_segment(address: u64, length: u32) -> Self {

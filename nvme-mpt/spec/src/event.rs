@@ -1,4 +1,4 @@
-//! Asynchronous events: what completes an Asynchronous Event Request (Base 2.0, section 5.2).
+//! Asynchronous events, which complete Asynchronous Event Requests (Base 2.0, section 5.2).
 
 use super::log::LogPageId;
 
@@ -7,9 +7,9 @@ bit_field! {
     pub struct AsyncEvent(u32) {
         /// Asynchronous Event Type.
         event_type / with_event_type: AsyncEventType(u8) [2:0];
-        /// Asynchronous Event Information, whose meaning depends on the type.
+        /// Asynchronous Event Information; the meaning depends on the type.
         info / with_info: u8 [15:8];
-        /// Log Page Identifier: the page that clears the event.
+        /// Log Page Identifier of the page that clears the event.
         lid / with_lid: LogPageId(u8) [23:16];
     }
 }
@@ -65,11 +65,11 @@ open_enum! {
 }
 
 impl AsyncEvent {
-    /// A doorbell was written whose queue does not exist.
+    /// A doorbell of a queue that does not exist was written.
     pub const INVALID_DOORBELL_REGISTER: Self = Self::error(ErrorEvent::INVALID_DOORBELL_REGISTER);
-    /// A doorbell was written with a value that its queue can't have.
+    /// An invalid value was written to a doorbell.
     pub const INVALID_DOORBELL_VALUE: Self = Self::error(ErrorEvent::INVALID_DOORBELL_VALUE);
-    /// The controller failed in a way that a reset may mend.
+    /// The controller failed in a way that a reset may repair.
     pub const PERSISTENT_INTERNAL_ERROR: Self = Self::error(ErrorEvent::PERSISTENT_INTERNAL_ERROR);
     /// The namespaces in the Changed Namespace List have changed.
     pub const NAMESPACE_ATTRIBUTE_CHANGED: Self = Self::new(
@@ -84,10 +84,10 @@ impl AsyncEvent {
         LogPageId::CHANGED_ZONE_LIST,
     );
 
-    /// Nothing happened: an event of the vendor, without a log page.
+    /// An event without content, of the vendor specific type.
     pub const NOTHING: Self = Self::new(AsyncEventType::VENDOR_SPECIFIC, 0, LogPageId(0));
 
-    /// An event of any type.
+    /// Creates an event of any type.
     #[must_use]
     pub const fn new(event_type: AsyncEventType, info: u8, lid: LogPageId) -> Self {
         Self(0)
@@ -96,13 +96,13 @@ impl AsyncEvent {
             .with_lid(lid)
     }
 
-    /// An error event; the Error Information log page clears it.
+    /// Creates an error event, which the Error Information log page clears.
     #[must_use]
     pub const fn error(info: ErrorEvent) -> Self {
         Self::new(AsyncEventType::ERROR, info.0, LogPageId::ERROR_INFORMATION)
     }
 
-    /// A SMART / Health event; that log page clears it.
+    /// Creates a SMART / Health event, which the SMART / Health log page clears.
     #[must_use]
     pub const fn smart(info: SmartEvent) -> Self {
         Self::new(

@@ -72,7 +72,7 @@ bit_field! {
 bit_field! {
     /// Arbitration, FID 01h (Base 2.0, section 5.27.1.1).
     pub struct Arbitration(u32) {
-        /// Arbitration Burst, a power of two; [`Self::NO_LIMIT`] is special.
+        /// Arbitration Burst as a power of two; [`Self::NO_LIMIT`] is special.
         ab / with_ab: u8 [2:0];
         /// Low Priority Weight.
         lpw_z / with_lpw_z: u8 [15:8];
@@ -132,7 +132,7 @@ const _: () = assert!(size_of::<LbaRange>() == 64);
 const _: () = assert!(offset_of!(LbaRange, guid) == 32);
 
 impl LbaRange {
-    /// Entries that the feature's data always has, used or not.
+    /// Number of entries in the feature's data, used or not.
     pub const ENTRIES: usize = 64;
 }
 
@@ -162,7 +162,7 @@ bit_field! {
     pub struct TemperatureThreshold(u32) {
         /// Temperature Threshold, in kelvins.
         tmpth / with_tmpth: u16 [15:0];
-        /// Threshold Temperature Select: 0 the composite one, 1 to 8 a sensor.
+        /// Threshold Temperature Select: 0 for the composite temperature, 1 to 8 for a sensor.
         tmpsel / with_tmpsel: u8 [19:16];
         /// Threshold Type Select.
         thsel / with_thsel: ThresholdType(u8) [21:20];
@@ -170,9 +170,9 @@ bit_field! {
 }
 
 impl TemperatureThreshold {
-    /// Select of the Composite Temperature.
+    /// Selects the Composite Temperature.
     pub const COMPOSITE: u8 = 0x0;
-    /// Select of all sensors, for Set Features only.
+    /// Selects all sensors; Set Features only.
     pub const ALL: u8 = 0xF;
 }
 
@@ -203,8 +203,8 @@ bit_field! {
 }
 
 bit_field! {
-    /// Number of Queues, FID 07h (Base 2.0, section 5.27.1.5): requested in dword 11, allocated
-    /// in completion dword 0. The admin queues are not counted.
+    /// Number of Queues, FID 07h (Base 2.0, section 5.27.1.5): requested in dword 11, allocated in completion dword 0.
+    /// Does not count the admin queues.
     pub struct NumberOfQueues(u32) {
         /// I/O Submission Queues.
         nsq_z / with_nsq_z: u16 [15:0];
@@ -214,7 +214,7 @@ bit_field! {
 }
 
 impl NumberOfQueues {
-    /// A value that no request may have, in either field.
+    /// Value that is invalid in both fields of a request.
     pub const INVALID: u16 = 0xFFFF;
 }
 
@@ -241,7 +241,7 @@ bit_field! {
 bit_field! {
     /// Write Atomicity Normal, FID 0Ah (NVM 1.0, section 4.1.3.3).
     pub struct WriteAtomicity(u32) {
-        /// Disable Normal: `AWUN` and `NAWUN` need not be kept.
+        /// Disable Normal: the controller need not honour `AWUN` and `NAWUN`.
         dn / with_dn: bool [0];
     }
 }
@@ -292,7 +292,7 @@ pub struct Timestamp {
 const _: () = assert!(size_of::<Timestamp>() == 8);
 
 impl Timestamp {
-    /// A timestamp of as many low bits as the field has.
+    /// Creates a timestamp. The upper 16 bits of `milliseconds` are discarded.
     #[must_use]
     pub const fn new(milliseconds: u64, attributes: TimestampAttributes) -> Self {
         let [b0, b1, b2, b3, b4, b5, _, _] = milliseconds.to_le_bytes();
@@ -303,7 +303,7 @@ impl Timestamp {
         }
     }
 
-    /// Milliseconds as a number.
+    /// Returns the milliseconds as a number.
     #[must_use]
     pub const fn milliseconds(&self) -> u64 {
         let [b0, b1, b2, b3, b4, b5] = self.milliseconds;
@@ -314,7 +314,7 @@ impl Timestamp {
 bit_field! {
     /// Attributes of a [`Timestamp`] (Base 2.0, section 5.27.1, "Timestamp").
     pub struct TimestampAttributes(u8) {
-        /// Synch: the clock may have stopped at times.
+        /// Synch: the clock may have stopped temporarily.
         synch / with_synch: bool [0];
         /// Timestamp Origin.
         origin / with_origin: TimestampOrigin(u8) [3:1];

@@ -1,10 +1,10 @@
-//! Identifiers that must not be mixed up, each a number with a meaning of its own.
+//! Identifiers as separate types, so that they cannot be confused.
 
 use core::fmt;
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Declares one identifier: a number that has no arithmetic.
+/// Declares an identifier type, which has no arithmetic.
 macro_rules! id {
     ($(#[$meta:meta])* $name:ident($repr:ident)) => {
         $(#[$meta])*
@@ -47,7 +47,7 @@ id! {
 }
 
 impl CommandId {
-    /// Names no command; hosts should not use it (Base 2.0, section 3.3.3.1).
+    /// Reserved value that identifies no command (Base 2.0, section 3.3.3.1).
     pub const NONE: Self = Self(0xFFFF);
 }
 
@@ -57,9 +57,9 @@ id! {
 }
 
 impl Nsid {
-    /// The command has no namespace, or concerns the controller as a whole.
+    /// No namespace, or the controller as a whole.
     pub const NONE: Self = Self(0);
-    /// All namespaces, in the commands that allow it (Base 2.0, section 3.2.1.2).
+    /// All namespaces, in commands that allow this (Base 2.0, section 3.2.1.2).
     pub const BROADCAST: Self = Self(0xFFFF_FFFF);
 }
 
@@ -69,7 +69,7 @@ id! {
 }
 
 impl Lba {
-    /// The block that lies `blocks` further, unless that has no address.
+    /// Returns the address `blocks` further on; `None` on overflow.
     #[inline]
     #[must_use]
     pub const fn checked_add(self, blocks: u64) -> Option<Self> {

@@ -1,5 +1,5 @@
-//! The Key Value Command Set: its commands and their data, and its Identify data structure, after the
-//! *NVM Express Key Value Command Set Specification 1.0* ("KV 1.0").
+//! Key Value Command Set: commands, their data, and the Identify data structure, after the *NVM Express Key Value
+//! Command Set Specification 1.0* ("KV 1.0").
 
 use core::cmp::Ordering;
 use core::fmt;
@@ -10,30 +10,30 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, transmute};
 use super::{identify::IDENTIFY_SIZE, sqe::Sqe};
 
 command! {
-    /// Store (KV 1.0, section 3.2.5). Its [`Key`] is in dwords that all commands have it in.
+    /// Store (KV 1.0, section 3.2.5). The [`Key`] is in the same dwords for all commands.
     pub struct Store {
         /// Value Size, in bytes.
         vs: u32 = cdw10[31:0];
         /// Key Length, in bytes.
         kl: u8 = cdw11[7:0];
-        /// Store Option: the key is there already, or nothing is stored.
+        /// Store Option: fail if the key does not exist.
         must_exist: bool = cdw11[8];
-        /// Store Option: the key is not there yet, or nothing is stored.
+        /// Store Option: fail if the key exists.
         must_not_exist: bool = cdw11[9];
-        /// Store Option: the value is not to be compressed.
+        /// Store Option: do not compress the value.
         no_compression: bool = cdw11[10];
     }
 }
 
 command! {
-    /// Retrieve (KV 1.0, section 3.2.4). Dword 0 of its completion is the size of the value, however
-    /// much of it there was room for.
+    /// Retrieve (KV 1.0, section 3.2.4). Dword 0 of its completion is the full size of the value, even if the buffer is
+    /// smaller.
     pub struct Retrieve {
         /// Host Buffer Size, in bytes.
         hbs: u32 = cdw10[31:0];
         /// Key Length, in bytes.
         kl: u8 = cdw11[7:0];
-        /// Retrieve Option: the value as it is stored, not decompressed.
+        /// Retrieve Option: return the value as stored, without decompression.
         raw: bool = cdw11[8];
     }
 }
@@ -43,16 +43,17 @@ command! {
     pub struct List {
         /// Host Buffer Size, in bytes.
         hbs: u32 = cdw10[31:0];
-        /// Key Length, in bytes; 0: from the first key on.
+        /// Key Length, in bytes; 0 lists from the first key on.
         kl: u8 = cdw11[7:0];
     }
 }
 
 command! {
-    /// Batch, a vendor specific command: Stores, Deletes and Exists that are carried out together. Its data begins with a
-    /// [`BatchOperation`] for each, and holds their values. Dword 0 of its completion has a [`StepStatus`] for each.
+    /// Batch, a vendor specific command: Stores, Deletes and Exists that are executed together. Its data begins with a
+    /// [`BatchOperation`] for each operation, and contains the values. Dword 0 of its completion has a [`StepStatus`]
+    /// for each.
     pub struct Batch {
-        /// Bytes of its data.
+        /// Size of the data in bytes.
         length: u32 = cdw10[31:0];
         /// Number of operations.
         count: u8 = cdw11[7:0];
@@ -60,21 +61,21 @@ command! {
 }
 
 impl Batch {
-    /// Most operations: dword 0 of the completion has room for the status of as many.
+    /// Most operations, limited by the statuses that fit dword 0 of the completion.
     pub const OPERATIONS_MAX: u8 = 8;
 
-    /// Bits of an operation's status in dword 0 of the completion, the first operation's in the lowest.
+    /// Bits of an operation's status in dword 0 of the completion. The first operation has the lowest bits.
     pub const STATUS_BITS: u32 = 4;
 }
 
 bit_field! {
-    /// Options of a Store in a [`Batch`]: those of [`Store`], in the same order.
+    /// Options of a Store in a [`Batch`], with the bit order of [`Store`].
     pub struct StoreOptions(u8) {
-        /// The key is there already, or nothing is stored.
+        /// Fail if the key does not exist.
         must_exist / with_must_exist: bool [0];
-        /// The key is not there yet, or nothing is stored.
+        /// Fail if the key exists.
         must_not_exist / with_must_not_exist: bool [1];
-        /// The value is not to be compressed.
+        /// Do not compress the value.
         no_compression / with_no_compression: bool [2];
     }
 }
@@ -85,7 +86,7 @@ bit_field! {
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct BatchOperation {
-    /// Opcode of the command that does the same: Store, Delete or Exist.
+    /// Opcode of the corresponding command: Store, Delete or Exist.
     pub opcode: u8,
     /// Key Length, in bytes.
     pub key_length: u8,
@@ -95,9 +96,9 @@ pub struct BatchOperation {
     pub rsvd3: u8,
     /// Value Size of a Store, in bytes.
     pub value_size: u32,
-    /// Key, from its first byte on.
+    /// Key, left-aligned.
     pub key: [u8; KEY_LENGTH_MAX],
-    /// Place of a Store's value, in bytes from the start of the Batch's data.
+    /// Offset of a Store's value in the Batch's data, in bytes.
     pub value_offset: u32,
     /// Reserved.
     pub rsvd28: u32,
@@ -123,50 +124,50 @@ open_enum! {
 /// Longest key, in bytes (KV 1.0, section 2.1).
 pub const KEY_LENGTH_MAX: usize = 16;
 
-/// A key of 1 to 16 bytes, or of none where a List begins with the first one there is. Keys are in the
-/// order of their bytes, a key before those that begin with it.
+/// A key of 1 to 16 bytes. An empty key in a List means the first key. Keys are ordered by their bytes, and a prefix
+/// comes before longer keys.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Key {
     length: u8,
-    /// Zeroes from its length on.
+    /// Key bytes, padded with zeroes.
     bytes: [u8; KEY_LENGTH_MAX],
 }
 
 impl Key {
-    /// A key of these bytes, if they are not too many.
+    /// Creates a key; `None` if there are too many bytes.
     #[must_use]
     pub fn new(key: &[u8]) -> Option<Self> {
         let mut bytes = [0; KEY_LENGTH_MAX];
         bytes.get_mut(..key.len())?.copy_from_slice(key);
-        // No more than there is room for.
+        // At most 16, as checked above.
         let length = key.len() as u8;
         Some(Self { length, bytes })
     }
 
-    /// The key of a command (KV 1.0, section 3.2): bytes 0 to 7 in dwords 2 and 3, bytes 8 to 15 in dwords
-    /// 14 and 15, its length in dword 11. `None` if it is too long.
+    /// Reads the key of a command (KV 1.0, section 3.2): bytes 0 to 7 in dwords 2 and 3, bytes 8 to 15 in dwords 14 and
+    /// 15, the length in dword 11. Returns `None` if the length is too large.
     #[must_use]
     pub fn of(sqe: &Sqe) -> Option<Self> {
         let bytes: [u8; KEY_LENGTH_MAX] = transmute!([sqe.cdw2, sqe.cdw3, sqe.cdw14, sqe.cdw15]);
-        // The field is in the same place for all commands.
+        // The length field has the same position in all commands.
         let Retrieve { kl, .. } = Retrieve::from(sqe);
         Self::new(bytes.get(..usize::from(kl))?)
     }
 
-    /// Makes this the key of a command.
+    /// Writes the key to a command.
     pub const fn write_to(self, sqe: &mut Sqe) {
         let dwords: [u32; KEY_LENGTH_MAX / 4] = transmute!(self.bytes);
         [sqe.cdw2, sqe.cdw3, sqe.cdw14, sqe.cdw15] = dwords;
         sqe.cdw11 = sqe.cdw11 & !0xFF | self.length as u32;
     }
 
-    /// Its bytes.
+    /// Returns the key's bytes.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         self.bytes.get(..usize::from(self.length)).unwrap_or(&[])
     }
 
-    /// Returns whether it has no bytes.
+    /// Returns whether the key is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.length == 0
@@ -191,8 +192,8 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Data of List (KV 1.0, section 3.2.3): the Number of Returned Keys, then for each key its length in two
-/// bytes and its bytes, each filled up to whole dwords.
+/// Data of List (KV 1.0, section 3.2.3): the Number of Returned Keys, then for each key a two-byte length and the key,
+/// padded to whole dwords.
 #[derive(Clone, Debug)]
 pub struct KeyList {
     bytes: Vec<u8>,
@@ -204,7 +205,7 @@ impl KeyList {
     /// Bytes before the first key.
     pub const HEADER: usize = 4;
 
-    /// A list without keys, for a host buffer with room for its header at least.
+    /// Creates an empty list for a host buffer of `room` bytes, which is enough for the header at least.
     #[must_use]
     pub fn new(room: usize) -> Self {
         Self {
@@ -214,7 +215,7 @@ impl KeyList {
         }
     }
 
-    /// Adds a key, if there is room for it.
+    /// Adds a key if there is space. Returns whether it was added.
     pub fn push(&mut self, key: &Key) -> bool {
         let key = key.as_bytes();
         let end = self.bytes.len() + (2 + key.len()).next_multiple_of(4);
@@ -228,7 +229,7 @@ impl KeyList {
         true
     }
 
-    /// The data structure.
+    /// Returns the data structure.
     #[must_use]
     pub fn into_bytes(mut self) -> Vec<u8> {
         if let Some(header) = self.bytes.first_chunk_mut() {

@@ -6,16 +6,14 @@
 //! Specification 1.0* ("PCIe 1.0"). Each item names its section.
 //!
 //! The crate holds layouts, opcodes, status codes and their names:
-//!
-//! - Numbers are *open*: a value that the specification does not name is kept as it is.
-//! - Structures are laid out as on the wire and convert to and from bytes (`zerocopy`).
-//! - Names are the specification's own, in Rust's spelling. A field that ends in `_z` is zero-based:
-//!   it holds one less than what it counts.
+//! - Numbers are *open*: a value without a name in the specification is preserved.
+//! - Structures have the layout of the wire format and convert to and from bytes (`zerocopy`).
+//! - Names are the specification's own, in Rust's spelling. A field that ends in `_z` is zero-based: it holds the
+//!   number of items minus one.
 //! - A structure keeps its reserved bits and bytes; its getters ignore them.
 //!
-//! The crate has no queues, no controller and no driver. It takes no decision, checks no value and
-//! reads or writes no memory but its arguments. It knows the PCIe transport's registers and no
-//! message of NVMe over Fabrics.
+//! The crate has no queues, no controller and no driver. It makes no decisions, validates no values, and accesses no
+//! memory except its arguments. It includes the registers of the PCIe transport, and no messages of NVMe over Fabrics.
 //!
 //! # Example
 //!
@@ -62,7 +60,7 @@ pub mod sqe;
 pub mod status;
 pub mod zns;
 
-/// The wire format is little-endian, and so are the integers of its structures.
+/// The wire format and the integers of these structures are little-endian.
 const _: () = assert!(
     cfg!(target_endian = "little"),
     "NVMe structures are little-endian"

@@ -20,7 +20,7 @@ command! {
         lid: LogPageId(u8) = cdw10[7:0];
         /// Log Specific Parameter.
         lsp: u8 = cdw10[14:8];
-        /// Retain Asynchronous Event: reading does not clear the event.
+        /// Retain Asynchronous Event: reading the page does not clear the event.
         rae: bool = cdw10[15];
         /// Low part of the Number of Dwords.
         numdl: u16 = cdw10[31:16];
@@ -28,11 +28,11 @@ command! {
         numdu: u16 = cdw11[15:0];
         /// Log Specific Identifier.
         lsi: u16 = cdw11[31:16];
-        /// Log Page Offset, in bytes or in entries as [`Self::ot`] says.
+        /// Log Page Offset, in bytes, or in entries if [`Self::ot`] is set.
         lpo: u64 = cdw12.cdw13;
         /// UUID Index.
         uuid_index: u8 = cdw14[6:0];
-        /// Offset Type: the offset is the index of an entry, not a byte.
+        /// Offset Type: the offset is an entry index rather than a byte offset.
         ot: bool = cdw14[23];
         /// Command Set Identifier.
         csi: Csi(u8) = cdw14[31:24];
@@ -40,14 +40,14 @@ command! {
 }
 
 impl LogPageRequest {
-    /// Number of Dwords.
+    /// Returns the Number of Dwords.
     #[inline]
     #[must_use]
     pub const fn numd_z(&self) -> u32 {
         self.numdl as u32 | (self.numdu as u32) << 16
     }
 
-    /// Bytes to return.
+    /// Returns the number of bytes to return.
     #[inline]
     #[must_use]
     pub const fn length(&self) -> u64 {
@@ -123,9 +123,9 @@ pub struct ErrorInformation {
     pub status: ErrorStatus,
     /// Parameter Error Location; FFFFh: not specific to a command.
     pub parameter_error_location: ParameterErrorLocation,
-    /// The first LBA that had the error, if any.
+    /// First LBA with the error, if any.
     pub lba: Lba,
-    /// The namespace that had the error, if any.
+    /// Namespace with the error, if any.
     pub nsid: Nsid,
     /// Vendor Specific Information Available: a log page identifier, or 0.
     pub vendor_log: LogPageId,
@@ -146,7 +146,7 @@ const _: () = assert!(offset_of!(ErrorInformation, lba) == 16);
 const _: () = assert!(offset_of!(ErrorInformation, command_specific) == 32);
 
 bit_field! {
-    /// Status Field of an [`ErrorInformation`], with the phase tag that its completion had.
+    /// Status Field of an [`ErrorInformation`], with the completion's phase tag.
     pub struct ErrorStatus(u16) {
         /// Phase Tag.
         phase / with_phase: bool [0];
@@ -156,7 +156,7 @@ bit_field! {
 }
 
 bit_field! {
-    /// The first byte and bit of a command that an error is about (Base 2.0, section 5.16.1.2).
+    /// First byte and bit of the invalid parameter in a command (Base 2.0, section 5.16.1.2).
     pub struct ParameterErrorLocation(u16) {
         /// Byte in the Submission Queue entry.
         byte / with_byte: u8 [7:0];
@@ -273,8 +273,8 @@ bit_field! {
     }
 }
 
-/// Changed Namespace List (LID 04h; Base 2.0, section 5.16.1.5): identifiers in ascending order,
-/// ended by zeroes. More changes than fit: the first one is [`Nsid::BROADCAST`], the others zero.
+/// Changed Namespace List (LID 04h; Base 2.0, section 5.16.1.5): identifiers in ascending order, terminated by zeroes.
+/// If there are too many changes, the first entry is [`Nsid::BROADCAST`] and the others are zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ChangedNamespaceList(pub [Nsid; 1024]);
@@ -285,18 +285,18 @@ const _: () = assert!(size_of::<ChangedNamespaceList>() == 4096);
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ChangeList {
-    /// Number of identifiers; FFFFh: more than there is room for, and none is listed.
+    /// Number of identifiers; FFFFh if there are too many, and then none is listed.
     pub count: u16,
     /// Reserved.
     pub rsvd2: [u8; 6],
-    /// Identifiers: the LBAs that the changed units begin with.
+    /// Identifiers: the first LBA of each changed unit.
     pub ids: [u64; Self::CAPACITY],
 }
 
 impl ChangeList {
-    /// Most identifiers that are listed.
+    /// Most identifiers in the list.
     pub const CAPACITY: usize = 511;
-    /// `count` where there are more.
+    /// Value of `count` if there are too many changes.
     pub const OVERFLOW: u16 = 0xFFFF;
 }
 
@@ -339,8 +339,8 @@ bit_field! {
     }
 }
 
-/// Feature Identifiers Supported and Effects (LID 12h; Base 2.0, section 5.16.1.18): an entry for each
-/// Feature Identifier.
+/// Feature Identifiers Supported and Effects (LID 12h; Base 2.0, section 5.16.1.18), with an entry for each Feature
+/// Identifier.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct FeaturesSupportedAndEffects(pub [FeatureEffects; 256]);
@@ -369,9 +369,9 @@ bit_field! {
 }
 
 impl FeatureEffects {
-    /// The scope of a namespace.
+    /// Namespace scope.
     pub const NAMESPACE: u16 = 1 << 0;
-    /// The scope of a controller.
+    /// Controller scope.
     pub const CONTROLLER: u16 = 1 << 1;
 }
 

@@ -1,15 +1,15 @@
-//! The shapes that most of the wire format has: numbers with names, bits in an integer, and the
-//! dwords of a command.
+//! Macros for the common shapes of the wire format: named numbers, bit fields in an integer, and fields in a command's
+//! dwords.
 //!
-//! The crate `bitfield-struct` does not replace `bit_field!`. It wants every reserved bit as a field, in order, where the
-//! specification's tables name bits as `high:low`. Its builders panic on a value that is too large, where these keep what
-//! fits, as a guest's value must never end the process. Its integer is private, where parsers and tests read `.0`. And
-//! `command!`, whose fields lie in several dwords, would still need the same masks.
+//! The crate `bitfield-struct` is no replacement for `bit_field!`. It requires every reserved bit as a field, in order,
+//! but the specification's tables name bits as `high:low`. Its builders panic on a value that is too large. The
+//! builders here truncate it, because a guest's value must never end the process. Its integer is private, but parsers
+//! and tests here read `.0`. `command!`, with fields in several dwords, would still need the same masks.
 
-/// Declares an open enum: a number some of whose values have names.
+/// Declares an open enum: an integer type with names for some values.
 ///
-/// A value without a name is as representable as one with a name. So whatever a controller or a
-/// driver sends can be held, compared, printed and passed on.
+/// Values without a name are valid too. So any value from a controller or driver can be stored, compared, printed and
+/// passed on.
 macro_rules! open_enum {
     (
         $(#[$meta:meta])*
@@ -34,7 +34,7 @@ macro_rules! open_enum {
                 pub const $value_name: Self = Self($value);
             )*
 
-            /// The specification's name of this value, if it has one.
+            /// Returns the specification's name of this value, if it has one.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 $( if self.0 == Self::$value_name.0 { return Some($text); } )*
@@ -62,11 +62,10 @@ macro_rules! open_enum {
     };
 }
 
-/// Declares an integer whose bits are fields: `getter / builder: type [high:low]` or `[bit]`.
+/// Declares an integer type with bit fields: `getter / builder: type [high:low]` or `[bit]`.
 ///
-/// The type of a field is `bool`, an unsigned integer, or `Newtype(integer)`. A getter reads only
-/// its own bits, so reserved bits never reach a field. A builder replaces only its own bits and
-/// keeps what fits of the value it is given.
+/// The type of a field is `bool`, an unsigned integer, or `Newtype(integer)`. A getter reads only its own bits, so
+/// reserved bits never affect a field. A builder replaces only its own bits, and truncates its value to them.
 macro_rules! bit_field {
     (
         $(#[$meta:meta])*
@@ -160,11 +159,11 @@ macro_rules! bit_field {
     };
 }
 
-/// Declares what a command has in its dwords: `field: type = dword[high:low]`, `dword[bit]`, or
-/// `low.high` for a number over two dwords.
+/// Declares the fields in the dwords of a command: `field: type = dword[high:low]`, `dword[bit]`, or `low.high` for a
+/// number in two dwords.
 ///
-/// `From<&Sqe>` reads the fields; `write_to` replaces the bits of the fields in an entry and leaves
-/// all others. The types of fields are those of `bit_field!`.
+/// `From<&Sqe>` reads the fields. `write_to` replaces the bits of the fields in an entry and keeps all other bits. The
+/// field types are the same as for `bit_field!`.
 macro_rules! command {
     (
         $(#[$meta:meta])*
@@ -196,7 +195,7 @@ macro_rules! command {
         }
 
         impl $name {
-            /// Replaces the bits of these fields in an entry.
+            /// Writes the fields to an entry. Other bits are not changed.
             #[inline]
             pub const fn write_to(self, sqe: &mut $crate::sqe::Sqe) {
                 $(

@@ -23,7 +23,7 @@ command! {
         fua: bool = cdw12[30];
         /// Limited Retry.
         lr: bool = cdw12[31];
-        /// Dataset Management: how the data will be used.
+        /// Dataset Management: hints about the use of the data.
         dsm: DsmHint(u8) = cdw13[7:0];
         /// Directive Specific; Write only.
         dspec: u16 = cdw13[31:16];
@@ -69,7 +69,7 @@ command! {
         nlb_z: u16 = cdw12[15:0];
         /// Storage Tag Check.
         stc: bool = cdw12[24];
-        /// Deallocate: the blocks should be deallocated, if they then read as zeroes.
+        /// Deallocate: deallocate the blocks, if they then read as zeroes.
         deac: bool = cdw12[25];
         /// Protection Information.
         prinfo: PrInfo(u8) = cdw12[29:26];
@@ -111,7 +111,7 @@ bit_field! {
 }
 
 bit_field! {
-    /// Later use of the data of a Read or a Write (NVM 1.0, sections 3.2.4 and 3.2.6, `DSM`).
+    /// Hints about the use of the data of a Read or a Write (NVM 1.0, sections 3.2.4 and 3.2.6, `DSM`).
     pub struct DsmHint(u8) {
         /// Access Frequency.
         access_frequency / with_access_frequency: u8 [3:0];
@@ -139,7 +139,7 @@ command! {
 }
 
 impl DatasetManagement {
-    /// Most ranges that a command can have.
+    /// Most ranges in a command.
     pub const MAX_RANGES: usize = 256;
 }
 
@@ -190,7 +190,7 @@ command! {
 }
 
 impl CopyCommand {
-    /// Most source ranges that a command can have.
+    /// Most source ranges in a command.
     pub const MAX_RANGES: usize = 256;
 }
 
@@ -203,7 +203,7 @@ open_enum! {
 }
 
 impl CopyFormat {
-    /// Bytes of a source range entry, if the specification names the format.
+    /// Returns the size of a source range entry in bytes; `None` for unknown formats.
     #[must_use]
     pub const fn entry_size(self) -> Option<usize> {
         match self {

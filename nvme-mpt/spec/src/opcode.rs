@@ -37,8 +37,8 @@ open_enum! {
 }
 
 open_enum! {
-    /// Opcode of an I/O command of the NVM Command Set (NVM 1.0, section 3.2; Base 2.0, section 7) or
-    /// of the Zoned Namespace Command Set, which has those too (ZNS 1.1, section 3.2).
+    /// Opcode of an I/O command of the NVM Command Set (NVM 1.0, section 3.2; Base 2.0, section 7), or of the Zoned
+    /// Namespace Command Set, which includes these opcodes (ZNS 1.1, section 3.2).
     pub struct NvmOpcode(u8) {
         FLUSH = 0x00, "Flush";
         WRITE = 0x01, "Write";
@@ -73,8 +73,8 @@ open_enum! {
     }
 }
 
-/// Which way an opcode moves data, as its two low bits tell for every opcode, standard or vendor
-/// specific (Base 2.0, section 3.3.3.1, "Data Transfer").
+/// Direction of an opcode's data transfer, encoded in the two low bits of all opcodes, standard or vendor specific
+/// (Base 2.0, section 3.3.3.1, "Data Transfer").
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DataTransfer {
     /// No data.
@@ -83,12 +83,12 @@ pub enum DataTransfer {
     HostToController,
     /// Controller to host.
     ControllerToHost,
-    /// Either way.
+    /// Both directions.
     Bidirectional,
 }
 
 impl DataTransfer {
-    /// The direction that an opcode's low bits name.
+    /// Returns the direction encoded in the opcode's two low bits.
     #[must_use]
     pub const fn of_opcode(opcode: u8) -> Self {
         match opcode & 0b11 {

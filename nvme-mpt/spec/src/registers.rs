@@ -60,11 +60,11 @@ pub mod offset {
     pub const PMRMSCL: u64 = 0xE14;
     /// Persistent Memory Region Controller Memory Space Control Upper.
     pub const PMRMSCU: u64 = 0xE18;
-    /// First doorbell, which is the Admin Submission Queue's (PCIe 1.0, section 3.1.2).
+    /// First doorbell, of the Admin Submission Queue (PCIe 1.0, section 3.1.2).
     pub const DOORBELLS: u64 = 0x1000;
 }
 
-/// Value of a 4-byte property once the device has gone from the bus.
+/// Value that a 4-byte property reads as after the device was removed from the bus.
 pub const REMOVED: u32 = 0xFFFF_FFFF;
 
 bit_field! {
@@ -76,15 +76,15 @@ bit_field! {
         cqr / with_cqr: bool [16];
         /// Arbitration Mechanism Supported: weighted round robin with urgent priority class.
         ams_wrr / with_ams_wrr: bool [17];
-        /// Timeout: how long `CSTS.RDY` may take to follow `CC.EN`, in units of 500 ms.
+        /// Timeout: longest time until `CSTS.RDY` follows `CC.EN`, in units of 500 ms.
         to / with_to: u8 [31:24];
-        /// Doorbell Stride: doorbells lie `4 << dstrd` bytes apart.
+        /// Doorbell Stride: distance of doorbells, `4 << dstrd` bytes.
         dstrd / with_dstrd: u8 [35:32];
         /// NVM Subsystem Reset Supported.
         nssrs / with_nssrs: bool [36];
         /// Command Sets Supported: the NVM Command Set.
         css_nvm / with_css_nvm: bool [37];
-        /// Command Sets Supported: one or more I/O command sets, as CNS 1Ch lists them.
+        /// Command Sets Supported: one or more I/O command sets, listed by CNS 1Ch.
         css_io / with_css_io: bool [43];
         /// Command Sets Supported: no I/O command set.
         css_none / with_css_none: bool [44];
@@ -188,7 +188,7 @@ bit_field! {
         nssro / with_nssro: bool [4];
         /// Processing Paused.
         pp / with_pp: bool [5];
-        /// Shutdown Type: an NVM subsystem shutdown rather than a controller's.
+        /// Shutdown Type: set for a shutdown of the NVM subsystem, clear for one of the controller.
         st / with_st: bool [6];
     }
 }
@@ -225,7 +225,7 @@ bit_field! {
     }
 }
 
-/// One doorbell: the end of a queue that the host moves.
+/// A doorbell: the tail of a Submission Queue or the head of a Completion Queue, which the host advances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub enum Doorbell {
@@ -236,23 +236,22 @@ pub enum Doorbell {
 }
 
 impl Doorbell {
-    /// Bytes from one doorbell to the next under a stride (`CAP.DSTRD`).
+    /// Returns the distance of doorbells in bytes for a stride (`CAP.DSTRD`).
     #[inline]
     #[must_use]
     pub const fn spacing(dstrd: u8) -> u64 {
         4 << (dstrd & 0xF)
     }
 
-    /// Bytes that the doorbells of the admin queues and `io_queues` I/O queue pairs take. The
-    /// number holds for BAR0 and for each of the two buffers of Doorbell Buffer Config (Base 2.0,
-    /// section 5.11).
+    /// Returns the size in bytes of the doorbells of the admin queues and `io_queues` I/O queue pairs. The size is the
+    /// same in BAR0 and in both buffers of Doorbell Buffer Config (Base 2.0, section 5.11).
     #[inline]
     #[must_use]
     pub const fn area(io_queues: u16, dstrd: u8) -> u64 {
         (io_queues as u64 + 1) * 2 * Self::spacing(dstrd)
     }
 
-    /// Place in the row of doorbells.
+    /// Returns the index among all doorbells.
     #[inline]
     #[must_use]
     pub const fn index(self) -> u32 {
@@ -262,21 +261,21 @@ impl Doorbell {
         }
     }
 
-    /// Offset from the first doorbell, which is the offset in a doorbell buffer too.
+    /// Returns the offset from the first doorbell, which is also the offset in a doorbell buffer.
     #[inline]
     #[must_use]
     pub const fn offset(self, dstrd: u8) -> u64 {
         self.index() as u64 * Self::spacing(dstrd)
     }
 
-    /// Offset in BAR0.
+    /// Returns the offset in BAR0.
     #[inline]
     #[must_use]
     pub const fn bar_offset(self, dstrd: u8) -> u64 {
         offset::DOORBELLS + self.offset(dstrd)
     }
 
-    /// The doorbell at an offset in BAR0, if one starts there.
+    /// Returns the doorbell at an offset in BAR0; `None` if no doorbell starts there.
     #[inline]
     #[must_use]
     pub const fn at_bar_offset(bar_offset: u64, dstrd: u8) -> Option<Self> {

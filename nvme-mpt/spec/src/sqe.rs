@@ -62,7 +62,7 @@ pub struct Sqe {
     pub mptr: u64,
     /// Data Pointer: two PRP entries, or one SGL descriptor.
     pub dptr: [u64; 2],
-    /// Command Dword 10, command specific like those that follow.
+    /// Command Dword 10; dwords 10 to 15 are command specific.
     pub cdw10: u32,
     /// Command Dword 11.
     pub cdw11: u32,
@@ -82,7 +82,7 @@ const _: () = assert!(offset_of!(Sqe, dptr) == 24);
 const _: () = assert!(offset_of!(Sqe, cdw10) == 40);
 
 impl Sqe {
-    /// An entry of zeroes but for an opcode.
+    /// Creates an entry that is zero except for the opcode.
     #[inline]
     #[must_use]
     pub fn new(opcode: u8) -> Self {
@@ -92,14 +92,14 @@ impl Sqe {
         }
     }
 
-    /// Opcode, which the queue's command set gives its meaning.
+    /// Returns the opcode, whose meaning depends on the queue's command set.
     #[inline]
     #[must_use]
     pub const fn opcode(&self) -> u8 {
         self.cdw0.opcode()
     }
 
-    /// Command Identifier.
+    /// Returns the Command Identifier.
     #[inline]
     #[must_use]
     pub const fn cid(&self) -> CommandId {
@@ -112,34 +112,34 @@ impl Sqe {
         self.cdw0 = self.cdw0.with_cid(cid);
     }
 
-    /// PRP Entry 1 of the Data Pointer.
+    /// Returns PRP Entry 1 of the Data Pointer.
     #[inline]
     #[must_use]
     pub const fn prp1(&self) -> u64 {
         self.dptr[0]
     }
 
-    /// PRP Entry 2 of the Data Pointer: a second page or a PRP list.
+    /// Returns PRP Entry 2 of the Data Pointer: a second page or a PRP list.
     #[inline]
     #[must_use]
     pub const fn prp2(&self) -> u64 {
         self.dptr[1]
     }
 
-    /// SGL Entry 1 of the Data Pointer.
+    /// Returns SGL Entry 1 of the Data Pointer.
     #[inline]
     #[must_use]
     pub const fn sgl1(&self) -> SglDescriptor {
         transmute!(self.dptr)
     }
 
-    /// Makes an SGL descriptor the Data Pointer; [`Cdw0::psdt`] is left to the caller.
+    /// Sets the Data Pointer to an SGL descriptor. The caller also sets [`Cdw0::psdt`].
     #[inline]
     pub const fn set_sgl1(&mut self, descriptor: SglDescriptor) {
         self.dptr = transmute!(descriptor);
     }
 
-    /// Command Dwords 10 and 11 as one number, where many commands have their Starting LBA.
+    /// Returns Command Dwords 10 and 11 as one number, which is the Starting LBA in many commands.
     #[inline]
     #[must_use]
     pub const fn cdw10_11(&self) -> u64 {

@@ -3,15 +3,15 @@
 use core::fmt;
 
 bit_field! {
-    /// Status Field of a completion, 15 bits: the phase tag is not part of it.
+    /// Status Field of a completion, 15 bits without the phase tag.
     pub struct Status(u16) {
         /// Status Code.
         sc / with_sc: u8 [7:0];
         /// Status Code Type.
         sct / with_sct: StatusCodeType(u8) [10:8];
-        /// Command Retry Delay: which of `CRDT1` to `CRDT3` a retry waits for, if any.
+        /// Command Retry Delay: selects `CRDT1` to `CRDT3` as the delay of a retry; 0: no delay.
         crd / with_crd: u8 [12:11];
-        /// More: the Error Information log page has more about this command.
+        /// More: the Error Information log page has more information about this command.
         more / with_more: bool [13];
         /// Do Not Retry: the same command would fail again.
         dnr / with_dnr: bool [14];
@@ -30,17 +30,17 @@ open_enum! {
 }
 
 impl Status {
-    /// Status Code and Status Code Type: what remains without the advice on retrying.
+    /// Bits of Status Code and Status Code Type, without the hints on retries.
     const CODE_MASK: u16 = 0x07FF;
 
-    /// A status without advice on retrying.
+    /// Creates a status without hints on retries.
     #[inline]
     #[must_use]
     pub const fn new(sct: StatusCodeType, sc: u8) -> Self {
         Self(sc as u16).with_sct(sct)
     }
 
-    /// Status Code Type and Status Code alone, to compare with the constants of this type.
+    /// Returns Status Code Type and Status Code only, for comparison with the constants of this type.
     #[inline]
     #[must_use]
     pub const fn code(self) -> Self {
@@ -79,7 +79,7 @@ macro_rules! status_codes {
         )*
 
         impl Status {
-            /// The specification's name of this status code, if it has one.
+            /// Returns the specification's name of this status code, if it has one.
             #[must_use]
             pub const fn name(self) -> Option<&'static str> {
                 match self.code() {
@@ -92,8 +92,7 @@ macro_rules! status_codes {
 }
 
 status_codes! {
-    /// Generic Command Status (Base 2.0, section 3.3.3.2.1.2); from 80h on, those of the I/O
-    /// command sets.
+    /// Generic Command Status (Base 2.0, section 3.3.3.2.1.2). Codes from 80h on are specific to I/O command sets.
     GENERIC {
         SUCCESS = 0x00, "Successful Completion";
         INVALID_OPCODE = 0x01, "Invalid Command Opcode";
@@ -144,8 +143,7 @@ status_codes! {
         KEY_EXISTS = 0x89, "Key Exists";
     }
 
-    /// Command Specific Status (Base 2.0, section 3.3.3.2.1.3); from 80h on, those of the I/O
-    /// command sets.
+    /// Command Specific Status (Base 2.0, section 3.3.3.2.1.3). Codes from 80h on are specific to I/O command sets.
     COMMAND_SPECIFIC {
         COMPLETION_QUEUE_INVALID = 0x00, "Completion Queue Invalid";
         INVALID_QUEUE_ID = 0x01, "Invalid Queue Identifier";

@@ -1,6 +1,5 @@
-//! Additions of the Zoned Namespace Command Set to the NVM Command Set: its commands and their data, its
-//! Identify data structures, after the *NVM Express Zoned Namespace Command Set
-//! Specification 1.1* ("ZNS 1.1").
+//! Zoned Namespace Command Set, as additions to the NVM Command Set: commands, their data, and Identify data
+//! structures, after the *NVM Express Zoned Namespace Command Set Specification 1.1* ("ZNS 1.1").
 
 use core::mem::{offset_of, size_of};
 
@@ -9,8 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::{identify::IDENTIFY_SIZE, ids::Lba, nvm::PrInfo};
 
 command! {
-    /// Zone Append (ZNS 1.1, section 3.4.1). Dwords 0 and 1 of its completion are the LBA that the
-    /// first block was written to.
+    /// Zone Append (ZNS 1.1, section 3.4.1). Dwords 0 and 1 of its completion are the LBA of the first written block.
     pub struct ZoneAppend {
         /// Zone Start LBA.
         zslba: Lba(u64) = cdw10.cdw11;
@@ -32,21 +30,21 @@ command! {
 command! {
     /// Zone Management Receive (ZNS 1.1, section 3.4.2).
     pub struct ZoneManagementReceive {
-        /// Starting LBA: that of the first zone to be reported.
+        /// Starting LBA of the first zone to report.
         slba: Lba(u64) = cdw10.cdw11;
         /// Number of Dwords.
         ndw_z: u32 = cdw12[31:0];
         /// Zone Receive Action.
         zra: ZoneReceiveAction(u8) = cdw13[7:0];
-        /// Zone Receive Action Specific Field: which zones are reported.
+        /// Zone Receive Action Specific Field: filter of the reported zones.
         zrasf: ReportingOptions(u8) = cdw13[15:8];
-        /// Partial Report: the Number of Zones is that of the descriptors that were transferred.
+        /// Partial Report: the Number of Zones counts only the transferred descriptors.
         partial: bool = cdw13[16];
     }
 }
 
 impl ZoneManagementReceive {
-    /// Bytes to return.
+    /// Returns the number of bytes to return.
     #[inline]
     #[must_use]
     pub const fn length(&self) -> u64 {
@@ -57,11 +55,11 @@ impl ZoneManagementReceive {
 command! {
     /// Zone Management Send (ZNS 1.1, section 3.4.3).
     pub struct ZoneManagementSend {
-        /// Starting LBA: that of the zone.
+        /// Starting LBA of the zone.
         slba: Lba(u64) = cdw10.cdw11;
         /// Zone Send Action.
         zsa: ZoneSendAction(u8) = cdw13[7:0];
-        /// Select All: the action is for each zone in a state that it is meant for.
+        /// Select All: apply the action to all zones in a suitable state.
         select_all: bool = cdw13[8];
         /// Zone Send Action Specific Option.
         zsaso: bool = cdw13[9];
@@ -77,7 +75,7 @@ open_enum! {
 }
 
 open_enum! {
-    /// Zone Receive Action Specific Field of a report: which zones are in it (ZNS 1.1, section 3.4.2).
+    /// Zone Receive Action Specific Field of a report: filter of the reported zones (ZNS 1.1, section 3.4.2).
     pub struct ReportingOptions(u8) {
         ALL = 0x0, "List all zones";
         EMPTY = 0x1, "List the zones in the ZSE:Empty state";
@@ -199,7 +197,7 @@ pub struct IdentifyNamespaceZns {
     pub rrl: u32,
     /// Finish Recommended Limit, in seconds; 0: not reported.
     pub frl: u32,
-    /// Reserved, as far as it is not used here.
+    /// Reserved, and fields that are not used here.
     pub rsvd20: [u8; 2796],
     /// LBA Format Extensions, by LBA format.
     pub lbafe: [LbaFormatExtension; MAX_LBA_FORMAT_EXTENSIONS],
@@ -241,7 +239,7 @@ const _: () = assert!(size_of::<LbaFormatExtension>() == 16);
 #[repr(C)]
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IdentifyControllerZns {
-    /// Zone Append Size Limit, a power of two of `CAP.MPSMIN` pages; 0: that of MDTS.
+    /// Zone Append Size Limit, a power of two of `CAP.MPSMIN` pages; 0: MDTS applies.
     pub zasl: u8,
     /// Reserved.
     pub rsvd1: [u8; 4095],

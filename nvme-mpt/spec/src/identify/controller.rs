@@ -1,4 +1,4 @@
-//! Identify Controller, of the Base specification and of the NVM Command Set.
+//! Identify Controller data structures of the Base specification and the NVM Command Set.
 
 use core::mem::{offset_of, size_of};
 
@@ -327,7 +327,7 @@ bit_field! {
         telemetry / with_telemetry: bool [3];
         /// Persistent Event log page.
         persistent_event / with_persistent_event: bool [4];
-        /// Log pages 00h, 12h and 13h, which list what is supported, and scopes in log page 05h.
+        /// Log pages 00h, 12h and 13h, which list supported features, and scopes in log page 05h.
         supported_log_pages / with_supported_log_pages: bool [5];
         /// Telemetry Data Area 4.
         telemetry_area_4 / with_telemetry_area_4: bool [6];
@@ -337,7 +337,7 @@ bit_field! {
 bit_field! {
     /// Sizes of queue entries (Base 2.0, Figure 275, `SQES` and `CQES`), each a power of two.
     pub struct QueueEntrySizes(u8) {
-        /// Required: the smallest, and the one the NVM Command Set uses.
+        /// Required: the smallest size, which the NVM Command Set uses.
         required / with_required: u8 [3:0];
         /// Maximum.
         maximum / with_maximum: u8 [7:4];
@@ -397,7 +397,7 @@ open_enum! {
 bit_field! {
     /// SGL Support (Base 2.0, Figure 275, `SGLS`).
     pub struct Sgls(u32) {
-        /// SGLs in I/O commands: 0 no, 1 at any byte, 2 at dwords only.
+        /// SGLs in I/O commands: 0 not supported, 1 with byte alignment, 2 with dword alignment.
         support / with_support: u8 [1:0];
         /// Keyed SGL Data Block descriptor.
         keyed / with_keyed: bool [2];
@@ -407,7 +407,7 @@ bit_field! {
         bit_bucket / with_bit_bucket: bool [16];
         /// `MPTR` as the address of a byte-aligned contiguous metadata buffer.
         mptr_buffer / with_mptr_buffer: bool [17];
-        /// An SGL longer than the data it is to describe.
+        /// SGLs longer than the data.
         larger_than_data / with_larger_than_data: bool [18];
         /// `MPTR` as the address of an SGL descriptor.
         mptr_sgl / with_mptr_sgl: bool [19];
@@ -420,8 +420,7 @@ bit_field! {
 
 /// NVM Command Set specific Identify Controller (CNS 06h, CSI 00h; NVM 1.0, section 4.1.5.4).
 ///
-/// The limits that are powers of two come in units of `CAP.MPSMIN` pages. A limit of 0: none is
-/// reported.
+/// Limits that are powers of two are in units of `CAP.MPSMIN` pages. A limit of 0 is not reported.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IdentifyControllerNvm {
@@ -431,11 +430,11 @@ pub struct IdentifyControllerNvm {
     pub wzsl: u8,
     /// Write Uncorrectable Size Limit, a power of two.
     pub wusl: u8,
-    /// Dataset Management Ranges Limit: ranges in a command.
+    /// Dataset Management Ranges Limit: ranges of a command.
     pub dmrl: u8,
-    /// Dataset Management Range Size Limit: logical blocks in a range.
+    /// Dataset Management Range Size Limit: logical blocks of a range.
     pub dmrsl: u32,
-    /// Dataset Management Size Limit: logical blocks in a command.
+    /// Dataset Management Size Limit: logical blocks of a command.
     pub dmsl: u64,
     /// Reserved.
     pub rsvd16: [u8; 4080],

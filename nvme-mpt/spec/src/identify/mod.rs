@@ -11,12 +11,11 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 pub use self::{controller::*, namespace::*, power::*};
 use super::ids::Nsid;
 
-/// Bytes of every Identify data structure.
+/// Size of every Identify data structure, in bytes.
 pub const IDENTIFY_SIZE: usize = 4096;
 
 open_enum! {
-    /// Controller or Namespace Structure: which structure Identify returns (Base 2.0, section
-    /// 5.17.1).
+    /// Controller or Namespace Structure: selects the structure that Identify returns (Base 2.0, section 5.17.1).
     pub struct Cns(u8) {
         NAMESPACE = 0x00, "Identify Namespace";
         CONTROLLER = 0x01, "Identify Controller";
@@ -56,16 +55,16 @@ open_enum! {
     }
 }
 
-/// A list of namespace identifiers in ascending order, ended by zeroes unless it is full
-/// (CNS 02h, 07h, 10h, 1Ah; Base 2.0, section 5.17.2.2).
+/// List of namespace identifiers in ascending order, terminated by zeroes unless it is full (CNS 02h, 07h, 10h, 1Ah;
+/// Base 2.0, section 5.17.2.2).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct NsidList(pub [Nsid; IDENTIFY_SIZE / size_of::<Nsid>()]);
 
 const _: () = assert!(size_of::<NsidList>() == IDENTIFY_SIZE);
 
-/// Header of a Namespace Identification Descriptor; `nidl` bytes of identifier follow it. The list
-/// of them ends where `nidl` is zero (CNS 03h; Base 2.0, section 5.17.2.3).
+/// Header of a Namespace Identification Descriptor, followed by `nidl` bytes of identifier. A header with `nidl` 0
+/// terminates the list (CNS 03h; Base 2.0, section 5.17.2.3).
 #[repr(C)]
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
@@ -82,7 +81,7 @@ pub struct NsIdDescriptorHeader {
 const _: () = assert!(size_of::<NsIdDescriptorHeader>() == 4);
 
 impl NsIdDescriptorHeader {
-    /// The header of an identifier whose type has a length.
+    /// Creates the header for an identifier; `None` if the type's length is unknown.
     #[must_use]
     pub const fn new(nidt: NsIdType) -> Option<Self> {
         match nidt.length() {
@@ -107,7 +106,7 @@ open_enum! {
 }
 
 impl NsIdType {
-    /// Bytes of an identifier of this type, if the specification names the type.
+    /// Returns the length of an identifier of this type in bytes; `None` for unknown types.
     #[must_use]
     pub const fn length(self) -> Option<u8> {
         match self {
@@ -119,8 +118,8 @@ impl NsIdType {
     }
 }
 
-/// Identify I/O Command Set: the combinations of command sets that can be enabled together
-/// (CNS 1Ch; Base 2.0, section 5.17.2.21).
+/// Identify I/O Command Set: combinations of command sets that can be enabled together (CNS 1Ch; Base 2.0, section
+/// 5.17.2.21).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct IoCommandSets(pub [IoCommandSetVector; IDENTIFY_SIZE / 8]);
@@ -128,7 +127,7 @@ pub struct IoCommandSets(pub [IoCommandSetVector; IDENTIFY_SIZE / 8]);
 const _: () = assert!(size_of::<IoCommandSets>() == IDENTIFY_SIZE);
 
 bit_field! {
-    /// I/O Command Set Vector (CNS 1Ch): the bits are numbered by [`Csi`].
+    /// I/O Command Set Vector (CNS 1Ch), with a bit for each [`Csi`].
     pub struct IoCommandSetVector(u64) {
         /// NVM Command Set.
         nvm / with_nvm: bool [0];
@@ -140,7 +139,7 @@ bit_field! {
 }
 
 impl IoCommandSetVector {
-    /// Returns the vector with a command set, if it has a bit for it.
+    /// Returns the vector with the bit of a command set; unchanged if it has no such bit.
     #[must_use]
     pub const fn with(self, csi: Csi) -> Self {
         match 1_u64.checked_shl(csi.0 as u32) {

@@ -1,4 +1,4 @@
-//! Identify Namespace, of the NVM Command Set and independent of command sets.
+//! Identify Namespace data structures of the NVM Command Set, and independent of command sets.
 
 use core::mem::{offset_of, size_of};
 
@@ -6,7 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, little_endian::U128
 
 use super::IDENTIFY_SIZE;
 
-/// LBA formats that a namespace can have.
+/// Most LBA formats of a namespace.
 pub const MAX_LBA_FORMATS: usize = 64;
 
 /// Identify Namespace (CNS 00h; NVM 1.0, section 4.1.5.1, Figure 97).
@@ -106,7 +106,7 @@ const _: () = assert!(offset_of!(IdentifyNamespace, eui64) == 120);
 const _: () = assert!(offset_of!(IdentifyNamespace, lbaf) == 128);
 
 impl IdentifyNamespace {
-    /// The format that the namespace has, if `FLBAS` names one.
+    /// Returns the current format; `None` if the index in `FLBAS` is invalid.
     #[must_use]
     pub fn current_lba_format(&self) -> Option<LbaFormat> {
         let index = self.flbas.index();
@@ -117,13 +117,13 @@ impl IdentifyNamespace {
 bit_field! {
     /// Namespace Features (NVM 1.0, Figure 97, `NSFEAT`).
     pub struct Nsfeat(u8) {
-        /// Thin provisioning: `NCAP` may be less than `NSZE`, and `NUSE` is kept.
+        /// Thin provisioning: `NCAP` may be less than `NSZE`, and `NUSE` is maintained.
         thin / with_thin: bool [0];
-        /// `NAWUN`, `NAWUPF` and `NACWU` hold for this namespace.
+        /// `NAWUN`, `NAWUPF` and `NACWU` are defined for this namespace.
         nsabp / with_nsabp: bool [1];
         /// Deallocated or Unwritten Logical Block error supported.
         dae / with_dae: bool [2];
-        /// A non-zero NGUID or EUI64 is never used again.
+        /// Non-zero NGUID and EUI64 values are never reused.
         uidreuse / with_uidreuse: bool [3];
         /// `NPWG`, `NPWA`, `NPDG`, `NPDA` and `NOWS` are defined.
         optperf / with_optperf: bool [4];
@@ -143,13 +143,13 @@ bit_field! {
 }
 
 impl Flbas {
-    /// Index of the LBA format.
+    /// Returns the index of the LBA format.
     #[must_use]
     pub const fn index(self) -> u8 {
         self.index_low() | self.index_high() << 4
     }
 
-    /// This value with [`Self::index`] replaced.
+    /// Returns the value with [`Self::index`] replaced.
     #[must_use]
     pub const fn with_index(self, index: u8) -> Self {
         self.with_index_low(index).with_index_high(index >> 4)
@@ -161,9 +161,9 @@ bit_field! {
     pub struct Dlfeat(u8) {
         /// Value of a deallocated logical block.
         read / with_read: DeallocatedRead(u8) [2:0];
-        /// Write Zeroes honours its Deallocate bit.
+        /// Write Zeroes supports its Deallocate bit.
         write_zeroes_deac / with_write_zeroes_deac: bool [3];
-        /// The Guard field of a deallocated block is that of what it reads as.
+        /// The Guard field of a deallocated block matches the data that it reads as.
         guard / with_guard: bool [4];
     }
 }
@@ -252,9 +252,9 @@ const _: () = assert!(offset_of!(IdentifyNamespaceIndependent, nstat) == 14);
 bit_field! {
     /// Common Namespace Features (Base 2.0, section 5.17.2.8, `NSFEAT`).
     pub struct IndependentNsfeat(u8) {
-        /// A non-zero NGUID or EUI64 is never used again.
+        /// Non-zero NGUID and EUI64 values are never reused.
         uidreuse / with_uidreuse: bool [3];
-        /// The namespace lies on rotational media.
+        /// The namespace is on rotational media.
         rmedia / with_rmedia: bool [4];
     }
 }

@@ -1,4 +1,4 @@
-//! Power states, as Identify Controller describes them.
+//! Power states in Identify Controller.
 
 use core::mem::{offset_of, size_of};
 
@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 pub struct PowerStateDescriptor {
-    /// Maximum Power, in centiwatts, or in units of 0.1 mW where [`PowerFlags::mxps`] is set.
+    /// Maximum Power, in centiwatts, or in units of 0.1 mW if [`PowerFlags::mxps`] is set.
     pub mp: u16,
     /// Reserved.
     pub rsvd2: u8,
@@ -49,7 +49,7 @@ const _: () = assert!(offset_of!(PowerStateDescriptor, apw_aps) == 22);
 bit_field! {
     /// Flags of a [`PowerStateDescriptor`] (Base 2.0, Figure 276).
     pub struct PowerFlags(u8) {
-        /// Max Power Scale: 0.1 mW rather than 10 mW.
+        /// Max Power Scale: units of 0.1 mW rather than 10 mW.
         mxps / with_mxps: bool [0];
         /// Non-Operational State: no I/O commands are processed.
         nops / with_nops: bool [1];

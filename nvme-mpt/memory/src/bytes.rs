@@ -1,4 +1,4 @@
-//! A range of bytes that others may be writing.
+//! Byte ranges that others may write concurrently.
 #![expect(
     unsafe_code,
     reason = "copies from and to memory that is shared with a guest"
@@ -6,10 +6,9 @@
 
 use core::marker::PhantomData;
 
-/// Bytes of a [`Mapping`](crate::Mapping), copied in and out in bulk or a word at a time.
+/// Bytes of a [`Mapping`](crate::Mapping), copied in bulk or accessed by word.
 ///
-/// Another party may write them at the same time; then a copy holds some mixture of old and new,
-/// as it would with DMA.
+/// Another party may write the bytes during a copy. Then the copy is a mixture of old and new data, as with DMA.
 #[derive(Clone, Copy, Debug)]
 pub struct RawBytes<'a> {
     start: *mut u8,
@@ -19,8 +18,8 @@ pub struct RawBytes<'a> {
 
 impl<'a> RawBytes<'a> {
     /// # Safety
-    /// `start` must be valid for `len` bytes as long as `'a` lasts: readable, and writable too
-    /// if anybody calls what writes.
+    /// `start` must be valid for `len` bytes for the whole lifetime `'a`: readable, and also writable if a writing
+    /// method is called.
     pub(super) const unsafe fn new(start: *mut u8, len: usize) -> Self {
         Self {
             start,
@@ -29,7 +28,7 @@ impl<'a> RawBytes<'a> {
         }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[inline]
     #[must_use]
     pub const fn len(&self) -> usize {
@@ -43,14 +42,14 @@ impl<'a> RawBytes<'a> {
         self.len == 0
     }
 
-    /// Returns the address of the bytes, for the kernel to read or write them.
+    /// Returns the address of the bytes, for system calls that read or write them.
     #[inline]
     #[must_use]
     pub const fn as_ptr(&self) -> *mut u8 {
         self.start
     }
 
-    /// The `len` bytes from `offset`, or `None` if they do not all lie inside.
+    /// Returns the `len` bytes from `offset`; `None` if they are not all inside.
     #[inline]
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> Option<RawBytes<'a>> {
@@ -61,7 +60,7 @@ impl<'a> RawBytes<'a> {
         Some(unsafe { RawBytes::new(self.start.add(offset), len) })
     }
 
-    /// Copies as many bytes as both have out of the shared memory.
+    /// Copies bytes out of the shared memory, up to the shorter of both lengths.
     #[inline]
     pub fn copy_to(&self, buffer: &mut [u8]) {
         let len = buffer.len().min(self.len);
@@ -70,8 +69,8 @@ impl<'a> RawBytes<'a> {
         unsafe { core::ptr::copy_nonoverlapping(self.start, buffer.as_mut_ptr(), len) };
     }
 
-    /// Copies 64-bit little-endian words out of the shared memory, as many as both have. Each word is read once. It is
-    /// stored as its offset from `first`, added to `to`. Returns the bits that are set in any of the offsets.
+    /// Copies 64-bit little-endian words out of the shared memory, up to the shorter of both lengths. Each word is read
+    /// once, and stored as its offset from `first`, added to `to`. Returns the bitwise OR of all offsets.
     #[inline]
     pub fn copy_moved_words_to(&self, buffer: &mut [u64], first: u64, to: u64) -> u64 {
         let count = buffer.len().min(self.len / 8);
@@ -80,7 +79,7 @@ impl<'a> RawBytes<'a> {
         unsafe { copy_moved(self.start.cast(), buffer.as_mut_ptr(), count, first, to) }
     }
 
-    /// Copies as many bytes as both have into the shared memory, which must be writable.
+    /// Copies bytes into the shared memory, which must be writable, up to the shorter of both lengths.
     #[inline]
     pub fn copy_from(&self, buffer: &[u8]) {
         let len = buffer.len().min(self.len);
@@ -88,7 +87,7 @@ impl<'a> RawBytes<'a> {
         unsafe { core::ptr::copy_nonoverlapping(buffer.as_ptr(), self.start, len) };
     }
 
-    /// Copies as many bytes as both have from `source`; the two may overlap.
+    /// Copies bytes from `source`, up to the shorter of both lengths. The ranges may overlap.
     #[inline]
     pub fn copy_from_bytes(&self, source: RawBytes<'_>) {
         let len = source.len.min(self.len);
@@ -103,7 +102,7 @@ impl<'a> RawBytes<'a> {
         unsafe { core::ptr::write_bytes(self.start, 0, self.len) };
     }
 
-    /// Returns whether the bytes are, at this moment, those of `other` (both as long).
+    /// Returns whether the bytes currently equal those of `other`, with the same length.
     #[inline]
     #[must_use]
     pub fn equals(&self, other: RawBytes<'_>) -> bool {
@@ -114,7 +113,7 @@ impl<'a> RawBytes<'a> {
         unsafe { libc::memcmp(self.start.cast(), other.start.cast(), self.len) == 0 }
     }
 
-    /// The range as 64-bit words; `None` if it does not start at a multiple of 8 bytes.
+    /// Returns the range as 64-bit words; `None` if it is not aligned to 8 bytes.
     #[inline]
     #[must_use]
     pub fn words(&self) -> Option<RawWords<'a>> {
@@ -126,7 +125,7 @@ impl<'a> RawBytes<'a> {
         })
     }
 
-    /// Asks the processor to fetch the first lines of the range before they are needed.
+    /// Prefetches the first cache lines of the range.
     #[inline]
     pub fn prefetch(&self) {
         #[cfg(target_arch = "x86_64")]
@@ -141,12 +140,12 @@ impl<'a> RawBytes<'a> {
     }
 }
 
-/// [`RawBytes::copy_moved_words_to`], between addresses of `count` words each. A call costs less than the registers that
-/// its callers would lack.
+/// Implements [`RawBytes::copy_moved_words_to`] for `count` words. Not inlined: a call costs less than the register
+/// pressure in its callers.
 ///
 /// # Safety
-/// `source` must be valid for reads of as many words, and `target` for writes. They must not overlap. Each processor of
-/// x86-64 has SSE2.
+/// `source` must be valid for reads of `count` words, and `target` for writes. They must not overlap. All x86-64
+/// processors have SSE2.
 #[cfg(target_arch = "x86_64")]
 #[inline(never)]
 #[target_feature(enable = "sse2")]
@@ -195,16 +194,16 @@ unsafe fn copy_moved(
         let offset = _mm_sub_epi64(word, first);
         // SAFETY: as above.
         unsafe { _mm_storel_epi64(target.add(index).cast(), _mm_add_epi64(offset, to)) };
-        // The other half holds no offset.
+        // The upper half has no offset.
         bits = _mm_or_si128(bits, _mm_unpacklo_epi64(offset, offset));
     }
     _mm_cvtsi128_si64(_mm_or_si128(bits, _mm_unpackhi_epi64(bits, bits))).cast_unsigned()
 }
 
-/// [`RawBytes::copy_moved_words_to`], a word at a time.
+/// Implements [`RawBytes::copy_moved_words_to`] for `count` words, one at a time.
 ///
 /// # Safety
-/// `source` must be valid for reads of as many words, and `target` for writes. They must not overlap.
+/// `source` must be valid for reads of `count` words, and `target` for writes. They must not overlap.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline(never)]
 unsafe fn copy_moved(
@@ -224,7 +223,7 @@ unsafe fn copy_moved(
     })
 }
 
-/// Aligned little-endian 64-bit words of a [`RawBytes`], each read as a whole.
+/// Aligned little-endian 64-bit words of a [`RawBytes`], each read by a single access.
 #[derive(Clone, Copy, Debug)]
 pub struct RawWords<'a> {
     start: *const u64,
@@ -233,7 +232,7 @@ pub struct RawWords<'a> {
 }
 
 impl RawWords<'_> {
-    /// Number of words.
+    /// Returns the number of words.
     #[inline]
     #[must_use]
     pub const fn len(&self) -> usize {
@@ -247,7 +246,7 @@ impl RawWords<'_> {
         self.len == 0
     }
 
-    /// Reads a word, once; 0 beyond the end.
+    /// Reads a word once; returns 0 beyond the end.
     #[inline]
     #[must_use]
     pub fn read(&self, index: usize) -> u64 {

@@ -1,4 +1,4 @@
-//! Single words that another side reads or writes: a doorbell, its EventIdx, a queue's recorded position.
+//! Single words that another party reads or writes, such as a doorbell, its EventIdx, or a queue's recorded position.
 #![expect(unsafe_code, reason = "atomic access to a word of shared memory")]
 
 use std::sync::Arc;
@@ -10,20 +10,20 @@ use super::Mapping;
 #[cfg(simulation)]
 use super::simulation::stores::{self, Place};
 
-/// A naturally aligned word of a [`Mapping`], which it keeps alive.
+/// A naturally aligned 32-bit word of a [`Mapping`], which the cell keeps alive.
 #[derive(Clone, Debug)]
 pub struct Cell32 {
     word: *const AtomicU32,
     mapping: Arc<Mapping>,
 }
 
-// SAFETY: the word is only accessed atomically, and the mapping it lies in is kept.
+// SAFETY: the word is only accessed atomically, and the mapping that contains it is kept alive.
 unsafe impl Send for Cell32 {}
 // SAFETY: as above.
 unsafe impl Sync for Cell32 {}
 
 impl Cell32 {
-    /// The word at `offset`, or `None` if that is not aligned or not inside.
+    /// Returns the word at `offset`; `None` if it is not aligned or not inside.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
         let bytes = mapping.bytes(offset, 4)?;
@@ -34,19 +34,19 @@ impl Cell32 {
         })
     }
 
-    /// Reads the word; what its writer stored before it is visible after.
+    /// Reads the word with acquire ordering.
     #[inline]
     #[must_use]
     pub fn load(&self) -> u32 {
         #[cfg(simulation)]
         return u32::from_le(stores::load(Place::Word(self.word)) as u32);
-        // SAFETY: the word is aligned and inside the mapping, which `self` keeps alive; whoever
-        // shares it writes it as one word.
+        // SAFETY: the word is aligned and inside the mapping, which `self` keeps alive; other parties write it as one
+        // word.
         #[cfg(not(simulation))]
         u32::from_le(unsafe { &*self.word }.load(Ordering::Acquire))
     }
 
-    /// Writes the word; what we stored before it is visible to who reads it.
+    /// Writes the word with release ordering.
     #[inline]
     pub fn store(&self, value: u32) {
         debug_assert_eq!(self.mapping.access(), super::Access::ReadWrite);
@@ -58,7 +58,7 @@ impl Cell32 {
     }
 }
 
-/// A naturally aligned word of 64 bits in a [`Mapping`] that can be written, which it keeps alive.
+/// A naturally aligned 64-bit word of a writable [`Mapping`], which the cell keeps alive.
 #[derive(Debug)]
 pub struct Cell64 {
     word: *const AtomicU64,
@@ -71,7 +71,7 @@ unsafe impl Send for Cell64 {}
 unsafe impl Sync for Cell64 {}
 
 impl Cell64 {
-    /// The word at `offset`, or `None` if that is not aligned, not inside or cannot be written.
+    /// Returns the word at `offset`; `None` if it is not aligned, not inside or not writable.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
         let word = mapping
@@ -86,7 +86,7 @@ impl Cell64 {
         })
     }
 
-    /// Reads the word; what its writer stored before it is visible after.
+    /// Reads the word with acquire ordering.
     #[inline]
     #[must_use]
     pub fn load(&self) -> u64 {
@@ -97,7 +97,7 @@ impl Cell64 {
         u64::from_le(unsafe { &*self.word }.load(Ordering::Acquire))
     }
 
-    /// Writes the word. Whatever was stored before it is visible to its reader.
+    /// Writes the word with release ordering.
     #[inline]
     pub fn store(&self, value: u64) {
         #[cfg(simulation)]
@@ -107,7 +107,7 @@ impl Cell64 {
         unsafe { &*self.word }.store(value.to_le(), Ordering::Release);
     }
 
-    /// Returns the place of the word, which is there as long as the cell is.
+    /// Returns the address of the word, which is valid while the cell exists.
     pub(crate) fn as_ptr(&self) -> *const AtomicU64 {
         self.word
     }

@@ -1,5 +1,5 @@
-//! Source of all time and sleep. The data path takes time once per pass, in ticks of the cheapest clock there is; the
-//! control path takes it from the system's clock.
+//! Source of all time and sleep. The data path reads the time once per pass, in ticks of the cheapest clock. The
+//! control path uses the system's clock.
 #![cfg_attr(
     not(simulation),
     expect(
@@ -19,12 +19,12 @@ use std::time::Duration;
 #[cfg(not(simulation))]
 use std::time::Instant;
 
-/// A moment, in ticks since some moment in the past.
+/// A moment, in ticks since a fixed moment in the past.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticks(pub u64);
 
 impl Ticks {
-    /// This moment.
+    /// Returns the present moment.
     #[inline]
     #[must_use]
     pub fn now() -> Self {
@@ -37,7 +37,7 @@ impl Ticks {
         Self(monotonic().as_nanos() as u64)
     }
 
-    /// Ticks that went by since `earlier`; 0 if it lies ahead (another core's clock may be).
+    /// Returns the ticks since `earlier`; 0 if `earlier` is in the future, as another core's clock may be ahead.
     #[inline]
     #[must_use]
     pub fn since(self, earlier: Self) -> u64 {
@@ -45,14 +45,14 @@ impl Ticks {
     }
 }
 
-/// Speed of a clock. Code that works with passed-in [`Ticks`] takes a rate at set-up, so it runs by any clock.
+/// Speed of a clock. Code that uses passed-in [`Ticks`] gets a rate at set-up, so it works with any clock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rate {
     per_nanosecond: f64,
 }
 
 impl Rate {
-    /// Speed of a simulated clock, whose tick is a nanosecond.
+    /// Speed of a simulated clock with ticks of one nanosecond.
     pub const NANOSECOND: Self = Self {
         per_nanosecond: 1.0,
     };
@@ -68,32 +68,32 @@ impl Rate {
         }
     }
 
-    /// Returns the number of ticks in a time.
+    /// Returns the number of ticks in a duration.
     #[must_use]
     pub fn ticks(self, time: Duration) -> u64 {
         (time.as_nanos() as f64 * self.per_nanosecond) as u64
     }
 
-    /// Returns the time that some ticks take.
+    /// Returns the duration of a number of ticks.
     #[must_use]
     pub fn time(self, ticks: u64) -> Duration {
         Duration::from_nanos((ticks as f64 / self.per_nanosecond) as u64)
     }
 }
 
-/// Returns the number of ticks in a time, to be asked at set-up.
+/// Returns the number of ticks in a duration. For use at set-up.
 #[must_use]
 pub fn ticks_in(time: Duration) -> u64 {
     Rate::of_this_machine().ticks(time)
 }
 
-/// Returns the nanoseconds that some ticks took.
+/// Returns the duration of a number of ticks in nanoseconds.
 #[must_use]
 pub fn nanoseconds(ticks: u64) -> u64 {
     Rate::of_this_machine().time(ticks).as_nanos() as u64
 }
 
-/// Returns the time since this process first asked for it. The system's monotonic clock measures it.
+/// Returns the time since the first call in this process, by the system's monotonic clock.
 #[must_use]
 pub fn monotonic() -> Duration {
     #[cfg(simulation)]
@@ -105,7 +105,7 @@ pub fn monotonic() -> Duration {
     }
 }
 
-/// Lets the calling thread sleep.
+/// Suspends the calling thread.
 pub fn sleep(time: Duration) {
     #[cfg(simulation)]
     let _slept = crate::simulation::wait_for(Some(time), || None::<()>);
@@ -113,11 +113,11 @@ pub fn sleep(time: Duration) {
     thread::sleep(time);
 }
 
-/// Time that [`per_nanosecond`] takes. Of 300 measurements, none was off by more than 6 millionths; with 20 ms, by 0.6.
-/// A server that starts waits for it, and so does a VMM.
+/// Duration of the measurement by [`per_nanosecond`]. The largest error of 300 measurements was 6 millionths, and 0.6
+/// with 20 ms. The start of a server or a VMM waits for the measurement.
 const MEASURED: Duration = Duration::from_millis(2);
 
-/// Ticks per nanosecond, measured once against the system's clock.
+/// Returns the ticks per nanosecond, measured once against the system's clock.
 fn per_nanosecond() -> f64 {
     static RATE: OnceLock<f64> = OnceLock::new();
     *RATE.get_or_init(|| {
@@ -126,7 +126,7 @@ fn per_nanosecond() -> f64 {
         let (to, end) = both_clocks();
         let ticks = to.since(from);
         let nanos = end.saturating_sub(start).as_nanos();
-        // A counter that stands still (or a broken clock) must not make times infinite.
+        // A stopped counter or a broken clock must not make durations infinite.
         if ticks == 0 || nanos == 0 {
             1.0
         } else {
@@ -137,8 +137,7 @@ fn per_nanosecond() -> f64 {
 
 /// Returns the same moment by both clocks.
 ///
-/// A thread that loses its processor between the two readings would measure a wrong rate, so the
-/// closest of some pairs of readings counts.
+/// A preemption between the two readings would falsify the rate. So the closest of several pairs of readings is used.
 fn both_clocks() -> (Ticks, Duration) {
     const TRIES: usize = 16;
     let pairs = (0..TRIES).map(|_| {

@@ -1,19 +1,19 @@
-//! Crashes of the process, counted for the work that the crashed thread did.
+//! Crashes of the process, counted for the work that the crashed thread was doing.
 //!
-//! A thread names the work that it does ([`CrashRecord::during`]). If it crashes meanwhile, a signal handler counts that in
-//! the work's record, which is a word of a memory file that outlives the process. So the next process knows which work to
-//! leave alone.
+//! A thread names its current work ([`CrashRecord::during`]). If the thread crashes during the work, a signal handler
+//! increments the work's record, which is a word of a memory file that outlives the process. So the successor knows
+//! which work to avoid.
 //!
-//! Crashes are a fault of the thread (SIGSEGV, SIGBUS, SIGILL, SIGFPE) and an abort of the process by itself (SIGABRT). A
-//! signal of another process is no crash: an operator's SIGKILL runs no handler, and SIGTERM has none here. The handler
-//! sees the sender of a SIGABRT or SIGSEGV that another process sent. A process counts its first crash alone, since a fault
-//! may lead to an abort.
+//! A crash is a fault of the thread (SIGSEGV, SIGBUS, SIGILL, SIGFPE) or an abort by the process itself (SIGABRT). A
+//! signal of another process is no crash: an operator's SIGKILL runs no handler, and SIGTERM has no handler here. For
+//! SIGABRT and SIGSEGV from another process, the handler sees the sender. A process counts only its first crash,
+//! because a fault may lead to an abort.
 //!
-//! # Why the dying thread names the work
+//! # Reason for naming the work in the thread
 //!
-//! Marks of work that was under way do not tell a crash from a kill, and several works are under way at any moment. The
-//! process's wait status distinguishes the two, but names no work, and systemd does not pass it to the next start. The
-//! thread that dies knows both.
+//! Marks of unfinished work cannot distinguish a crash from a kill, and several works are unfinished at any moment. The
+//! wait status of the process distinguishes the two, but names no work, and systemd does not pass it to the next start.
+//! Only the crashing thread knows both.
 #![expect(unsafe_code, reason = "signal handlers")]
 
 use std::io;
@@ -25,24 +25,24 @@ use super::sigbus::{install_handler, pass_on};
 use super::work::{self, count_crash};
 use super::{Cell64, Mapping};
 
-/// Signals with a handler here. SIGBUS has one already, which mends what it can.
+/// Signals with a handler here. SIGBUS already has one, which replaces lost pages.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGSEGV, libc::SIGILL, libc::SIGFPE, libc::SIGABRT];
 
-/// Actions of [`SIGNALS`] before these handlers.
+/// Actions for [`SIGNALS`] before these handlers were installed.
 static PREVIOUS: [OnceLock<libc::sigaction>; SIGNALS.len()] =
     [const { OnceLock::new() }; SIGNALS.len()];
 
-/// Condition that a crash waits for, and its longest wait.
+/// Condition that a crash waits for, and the timeout.
 static LAST: OnceLock<(fn() -> bool, Duration)> = OnceLock::new();
 
-/// Makes a crash wait until `is_done` returns `true`, but no longer than `time`, so that another thread can write earlier log
+/// Makes a crash wait until `is_done` returns `true`, for at most `time`, so that another thread can write pending log
 /// messages. `is_done` runs in a signal handler, so it may only read atomics.
 pub fn await_before_the_end(is_done: fn() -> bool, time: Duration) {
-    // The first caller's remains.
+    // The first caller wins.
     let _ = LAST.set((is_done, time));
 }
 
-/// Waits as [`await_before_the_end`] has it. Async-signal-safe.
+/// Waits as set by [`await_before_the_end`]. Async-signal-safe.
 fn await_last() {
     let Some((is_done, time)) = LAST.get() else {
         return;
@@ -55,38 +55,40 @@ fn await_last() {
         if is_done() {
             return;
         }
-        // SAFETY: nanosleep is async-signal-safe, `pause` is a valid time, and what is left is not asked for.
+        // SAFETY: nanosleep is async-signal-safe, `pause` is a valid time, and the remaining time is not requested.
         unsafe { libc::nanosleep(&raw const pause, ptr::null_mut()) };
     }
 }
 
-/// Crashes of one work, in memory that outlives the process. Its content is untrusted: any value is a number of crashes.
+/// Crash count of one work, in memory that outlives the process. Its content is untrusted, but any value is a valid
+/// count.
 #[derive(Clone, Debug)]
 pub struct CrashRecord(Arc<Cell64>);
 
 impl CrashRecord {
-    /// Record in the 64 bits at `offset`, which are zero at first; `None` if they are not aligned, not inside or cannot be
-    /// written.
+    /// Creates a record in the 64 bits at `offset`, which are initially zero. Returns `None` if they are not aligned,
+    /// not inside or not writable.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
         Some(Self(Arc::new(Cell64::new(mapping, offset)?)))
     }
 
-    /// Returns the number of crashes. A second one counts if it came within an hour of the first.
+    /// Returns the number of crashes. A single crash expires: if the next one comes more than an hour later, the count
+    /// restarts at 1.
     #[must_use]
     pub fn crashes(&self) -> u32 {
         self.0.load() as u32
     }
 
-    /// Does a work of which the record is. A crash of this thread meanwhile counts here.
+    /// Runs `work`. A crash of this thread during it is counted in this record.
     #[inline]
     pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
-        // SAFETY: `self` holds the word.
+        // SAFETY: `self` keeps the word alive.
         unsafe { work::during(self.0.as_ptr(), work) }
     }
 }
 
-/// Does a work, [with its record](CrashRecord::during) if it has one.
+/// Runs `work`, [with its record](CrashRecord::during) if there is one.
 #[inline]
 pub fn recorded<T>(record: Option<&CrashRecord>, work: impl FnOnce() -> T) -> T {
     match record {
@@ -95,13 +97,13 @@ pub fn recorded<T>(record: Option<&CrashRecord>, work: impl FnOnce() -> T) -> T 
     }
 }
 
-/// Returns whether this thread does work of which there is a record.
+/// Returns whether this thread is running work with a record.
 #[must_use]
 pub fn is_recorded() -> bool {
     work::is_named()
 }
 
-/// Has crashes of this process counted from now on. Other handlers of the same signals are called afterwards.
+/// Installs the signal handlers that count crashes. Previous handlers of the same signals are called afterwards.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -111,14 +113,15 @@ pub fn record_crashes() -> io::Result<()> {
         if place.get().is_some() {
             continue;
         }
-        // SAFETY: both actions are fully initialised, and the handler is async-signal-safe: it uses atomics, a word of a
-        // mapping that is held, and the clock_gettime, nanosleep, getpid, sigaction and kill system calls only.
+        // SAFETY: both actions are fully initialised, and the handler is async-signal-safe: it only uses atomics, a
+        // word of a mapping that is kept alive, and the clock_gettime, nanosleep, getpid, sigaction and kill system
+        // calls.
         unsafe {
             let mut previous = std::mem::zeroed::<libc::sigaction>();
             if libc::sigaction(signal, ptr::null(), &raw mut previous) < 0 {
                 return Err(io::Error::last_os_error());
             }
-            // Remembered before ours is there, which may be called at once.
+            // Stored before our handler is installed, which may be called at once.
             place.get_or_init(|| previous);
             let mut action = std::mem::zeroed::<libc::sigaction>();
             action.sa_sigaction = on_crash as *const () as usize;

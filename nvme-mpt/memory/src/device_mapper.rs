@@ -7,16 +7,16 @@ use std::os::fd::AsRawFd;
 
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-/// A target of a table: a part of the device.
+/// Target of a table: a part of the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Its first sector, of 512 bytes.
+    /// First sector, in units of 512 bytes.
     pub start: u64,
-    /// Number of its sectors.
+    /// Number of sectors.
     pub sectors: u64,
-    /// Its type, such as `linear`.
+    /// Type, such as `linear`.
     pub kind: String,
-    /// Its parameters. Those of `crypt` contain the key and are left out.
+    /// Parameters; empty for `crypt`, whose parameters contain the key.
     pub parameters: String,
 }
 
@@ -38,14 +38,14 @@ struct Header {
     data: [u8; 7],
 }
 
-/// `struct dm_target_spec`. The parameters follow it, up to a zero.
+/// `struct dm_target_spec`, followed by zero-terminated parameters.
 #[derive(Clone, Copy, FromBytes, Immutable, IntoBytes, KnownLayout)]
 #[repr(C)]
 struct Spec {
     start: u64,
     sectors: u64,
     status: i32,
-    /// Offset of the next one from the first one.
+    /// Offset of the next target from the first one.
     next: u32,
     kind: [u8; 16],
 }
@@ -54,21 +54,21 @@ const _: () = assert!(size_of::<Header>() == 312 && size_of::<Spec>() == 40);
 
 /// `_IOWR(DM_IOCTL, DM_TABLE_STATUS_CMD, struct dm_ioctl)`.
 const TABLE_STATUS: libc::Ioctl = 0xC138_FD0C_u32 as libc::Ioctl;
-/// Asks for the table itself.
+/// Requests the table instead of the status.
 const STATUS_TABLE: u32 = 1 << 4;
-/// The kernel sets it if the buffer is too short.
+/// Set by the kernel if the buffer is too short.
 const BUFFER_FULL: u32 = 1 << 8;
-/// The kernel clears its copy of the data afterwards.
+/// Makes the kernel clear its copy of the data.
 const SECURE_DATA: u32 = 1 << 15;
 
-/// Lengths of the buffer: the first one, and the last one that is tried.
+/// First and largest length of the buffer.
 const FIRST: usize = 16 << 10;
 const LAST: usize = 16 << 20;
 
-/// Reads the active table of the device-mapper device with this number.
+/// Reads the active table of a device-mapper device.
 ///
 /// # Errors
-/// Returns the kernel's error; `InvalidData` for a table that is not in the documented form.
+/// Returns the kernel's error; `InvalidData` for a table that does not have the documented form.
 pub fn table(major: u32, minor: u32) -> io::Result<Vec<Target>> {
     let control = File::options()
         .read(true)
@@ -86,7 +86,7 @@ pub fn table(major: u32, minor: u32) -> io::Result<Vec<Target>> {
         header.dev =
             u64::from(major) << 8 | u64::from(minor & 0xFF) | u64::from(minor & !0xFF) << 12;
         bytes[..size_of::<Header>()].copy_from_slice(header.as_bytes());
-        // SAFETY: the buffer is aligned, begins with the structure that the call takes, and is as long as that says.
+        // SAFETY: the buffer is aligned, begins with the structure that the call takes, and has the length given there.
         let result = unsafe { libc::ioctl(control.as_raw_fd(), TABLE_STATUS, bytes.as_mut_ptr()) };
         if result < 0 {
             return Err(io::Error::last_os_error());
@@ -105,7 +105,7 @@ pub fn table(major: u32, minor: u32) -> io::Result<Vec<Target>> {
     }
 }
 
-/// Reads `count` targets.
+/// Parses `count` targets.
 fn parse(data: &[u8], count: u32) -> Option<Vec<Target>> {
     let mut targets = Vec::new();
     let mut at = 0;

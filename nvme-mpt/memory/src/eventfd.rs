@@ -1,4 +1,4 @@
-//! Eventfds that come from another process, and those that go to one.
+//! Eventfds that are received from other processes or sent to them.
 #![expect(
     unsafe_code,
     reason = "file status flags are set through fcntl alone, and EventFd has no safe conversion"
@@ -14,9 +14,9 @@ use vmm_sys_util::eventfd::EventFd;
 
 /// Takes a descriptor that a client sent as an eventfd.
 ///
-/// A poller that serves other guests too will write to it. It has to be an eventfd, since a pipe or
-/// a file can make a write wait. It has to be non-blocking, since a full counter can make a write
-/// wait as well.
+/// A poller that also serves other guests will write to it, and must not block. So the descriptor has to be an eventfd,
+/// because writes to a pipe or a file can block. It is made nonblocking, because a write to an eventfd with a full
+/// counter can block as well.
 ///
 /// # Errors
 /// `EINVAL` for another kind of descriptor; the kernel's error.
@@ -38,27 +38,27 @@ pub fn take(fd: OwnedFd) -> io::Result<EventFd> {
             return Err(io::Error::last_os_error());
         }
     }
-    // SAFETY: the descriptor is an open eventfd that `fd` owned and has given away.
+    // SAFETY: the descriptor is an open eventfd, and `fd` has given up its ownership.
     Ok(unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) })
 }
 
-/// Returns a descriptor of an eventfd, to be sent.
+/// Duplicates an eventfd's descriptor, for sending it.
 ///
 /// # Errors
 /// Returns the kernel's error when there are no descriptors left.
 pub fn share(eventfd: &EventFd) -> io::Result<OwnedFd> {
     let fd = eventfd.try_clone()?.into_raw_fd();
-    // SAFETY: the descriptor is open and was given away just now.
+    // SAFETY: the descriptor is open, and its owner has just given it up.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Adds one to an eventfd's counter.
 ///
 /// # Errors
-/// Returns the kernel's error; `WouldBlock` for a counter that is full.
+/// Returns the kernel's error; `WouldBlock` if the counter is full.
 #[inline]
 pub fn signal(eventfd: &EventFd) -> io::Result<()> {
-    // The kernel takes a lock for it.
+    // The kernel takes a lock here.
     #[cfg(simulation)]
     crate::simulation::costs::signals(eventfd.as_raw_fd());
     #[cfg(simulation)]
@@ -66,11 +66,11 @@ pub fn signal(eventfd: &EventFd) -> io::Result<()> {
     eventfd.write(1)
 }
 
-/// Waits until descriptors are ready, for `time` at most if there is a bound, which is rounded to milliseconds. Returns
-/// the number of `events` that are filled.
+/// Waits until descriptors are ready, for at most `time` if it is set, rounded up to milliseconds. Returns the number
+/// of filled `events`.
 ///
 /// # Errors
-/// Returns the kernel's error; `Interrupted` for a wait that a signal ended.
+/// Returns the kernel's error; `Interrupted` if a signal ended the wait.
 pub fn wait(epoll: &Epoll, time: Option<Duration>, events: &mut [EpollEvent]) -> io::Result<usize> {
     #[cfg(simulation)]
     let waited = crate::simulation::wait_for(time, || match epoll.wait(0, events) {
@@ -81,7 +81,7 @@ pub fn wait(epoll: &Epoll, time: Option<Duration>, events: &mut [EpollEvent]) ->
     return waited.unwrap_or(Ok(0));
     #[cfg(not(simulation))]
     {
-        // Rounded up, so that the last turn is not one that does not wait.
+        // Rounded up, so that a short remaining time does not become a poll without waiting.
         let milliseconds = time.map_or(-1, |time| {
             let milliseconds = time.as_nanos().div_ceil(1_000_000);
             i32::try_from(milliseconds).unwrap_or(i32::MAX)
@@ -90,7 +90,7 @@ pub fn wait(epoll: &Epoll, time: Option<Duration>, events: &mut [EpollEvent]) ->
     }
 }
 
-/// Returns whether a descriptor can be read now.
+/// Returns whether a descriptor is readable now.
 ///
 /// # Errors
 /// Returns the kernel's error when there are no descriptors left.

@@ -1,4 +1,4 @@
-//! Files that hold memory: their pages, and whether a fault may wait for their file system.
+//! Files that hold memory: their page size, file system and seals.
 #![expect(
     unsafe_code,
     reason = "fstatfs, fcntl, memfd_create and sysconf have no safe interface"
@@ -11,11 +11,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
-/// `HUGETLBFS_MAGIC` of linux/magic.h: files in huge pages, those of memfd_create included.
+/// `HUGETLBFS_MAGIC` of linux/magic.h: files in huge pages, including those of memfd_create.
 const HUGETLBFS: u32 = 0x9584_58f6;
 
-/// Magic numbers of linux/magic.h. For these file systems, `f_fsid` of statfs depends only on the UUID, on every kernel. XFS and
-/// F2FS report their device number there.
+/// Magic numbers of linux/magic.h. For these file systems, `f_fsid` of statfs depends only on the UUID, with all
+/// kernels. XFS and F2FS report their device number there.
 const EXT: u32 = 0xEF53;
 const BTRFS: u32 = 0x9123_683E;
 const BCACHEFS: u32 = 0xCA45_1A4E;
@@ -31,11 +31,11 @@ fn status(fd: BorrowedFd<'_>) -> io::Result<libc::statfs> {
     }
 }
 
-/// Returns a name of the file system that holds a path, made of the UUID in its superblock. `None` for a file system that
-/// does not report its UUID to every process, or has none.
+/// Returns a name of the file system of a path, derived from the UUID in its superblock. Returns `None` if the file
+/// system does not report its UUID to all processes, or has none.
 #[must_use]
 pub fn uuid_name(path: &Path) -> Option<String> {
-    // Such a descriptor neither reads nor waits, and a sandbox lets it be opened.
+    // An `O_PATH` descriptor neither reads nor waits, and sandboxes allow opening it.
     let path = File::options()
         .read(true)
         .custom_flags(libc::O_PATH)
@@ -48,39 +48,39 @@ pub fn uuid_name(path: &Path) -> Option<String> {
         BCACHEFS => "bcachefs",
         _ => return None,
     };
-    // SAFETY: `fsid_t` is two numbers of 32 bits, whose names alone are private.
+    // SAFETY: `fsid_t` consists of two 32-bit numbers; only the field names are private.
     let id: [u32; 2] = unsafe { std::mem::transmute(status.f_fsid) };
     (id != [0, 0]).then(|| format!("{kind}-{:08x}{:08x}", id[1], id[0]))
 }
 
-/// Returns the size of the pages that a file is mapped in, in bytes.
+/// Returns the size of the pages in which a file is mapped, in bytes.
 ///
 /// # Errors
-/// The error of fstatfs.
+/// Returns the error of fstatfs.
 pub(super) fn page_size(fd: BorrowedFd<'_>) -> io::Result<usize> {
     let status = status(fd)?;
     let host = host_page_size();
-    // Magic numbers have 32 bits, in a field whose type depends on the architecture.
+    // Magic numbers have 32 bits, but the field's type depends on the architecture.
     Ok(match status.f_type as u32 {
-        // f_bsize is the size of the huge pages of this mount.
+        // f_bsize is the huge page size of this mount.
         HUGETLBFS => usize::try_from(status.f_bsize).map_or(host, |block| block.max(host)),
         _ => host,
     })
 }
 
-/// Returns whether a file lies in the kernel's own memory: memfd, tmpfs or hugetlbfs.
+/// Returns whether a file is in memory: memfd, tmpfs or hugetlbfs.
 ///
-/// The kernel keeps seals for such files alone (memfd_create(2)), whatever their mount says of itself.
-/// It answers by itself, where fstat and fstatfs may wait for the process behind a FUSE mount.
+/// Only such files support seals (memfd_create(2)), whatever their mount reports. Unlike fstat and fstatfs, this call
+/// never waits for the process of a FUSE mount.
 #[must_use]
 pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: `fd` is open; F_GET_SEALS has no argument.
     unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) >= 0 }
 }
 
-/// Returns the type of a file's file system as mount(8) names it, where its mount is seen from here.
+/// Returns the type of a file's file system as mount(8) names it; `None` if its mount is not visible.
 ///
-/// The kernel's lists are read for that, since a question to the file system may wait.
+/// Reads the kernel's lists, because a query to the file system may block.
 #[must_use]
 pub fn type_of(fd: BorrowedFd<'_>) -> Option<String> {
     let of_fd = fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd())).ok()?;
@@ -96,10 +96,10 @@ pub fn type_of(fd: BorrowedFd<'_>) -> Option<String> {
     behind.split(' ').next().map(str::to_owned)
 }
 
-/// Anonymous memory of `len` bytes as a file that can be shared with another process.
+/// Creates anonymous memory of `len` bytes as a file that can be shared with another process.
 ///
 /// # Errors
-/// Returns the kernel's error when it has none to give.
+/// Returns the kernel's error if there is not enough memory.
 pub fn memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(memory_file(name, len, 0)?.into())
 }
@@ -118,7 +118,7 @@ fn memory_file(name: &CStr, len: u64, flags: libc::c_uint) -> io::Result<File> {
     Ok(file)
 }
 
-/// Such memory, as of [`memfd`], with a size that nobody can change.
+/// Like [`memfd`], with a size that cannot be changed.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -132,10 +132,10 @@ pub fn sealed_memfd(name: &CStr, len: u64) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// Takes all memory of a memory file's first `len` bytes, as if they had been written. Its content stays.
+/// Allocates the first `len` bytes of a memory file, as if they had been written. The content is not changed.
 ///
 /// # Errors
-/// Returns the kernel's error when it has none to give. The file has then what it had before.
+/// Returns the kernel's error if there is not enough memory. Then the file has its previous allocation.
 pub fn allocate(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
     let len = libc::off_t::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
     loop {
@@ -150,10 +150,10 @@ pub fn allocate(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
     }
 }
 
-/// Seals of a file whose size nobody can change, nor the seals.
+/// Seals that fix a file's size and the seals themselves.
 const SIZE_SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
-/// Returns whether nobody can cut a file short: reading and writing a mapping of it never fails.
+/// Returns whether a file cannot be truncated, so that accesses to a mapping of it never fail.
 #[must_use]
 pub fn is_size_sealed(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: `fd` is open; F_GET_SEALS has no argument.
@@ -161,8 +161,7 @@ pub fn is_size_sealed(fd: BorrowedFd<'_>) -> bool {
     seals >= 0 && seals & libc::F_SEAL_SHRINK != 0
 }
 
-/// Returns the size of a page of the host's kernel, in bytes. NVMe pages have [`crate::PAGE_SIZE`]
-/// bytes.
+/// Returns the page size of the host's kernel in bytes. NVMe pages have [`crate::PAGE_SIZE`] bytes.
 #[must_use]
 pub fn host_page_size() -> usize {
     // SAFETY: sysconf has no preconditions.
@@ -170,12 +169,12 @@ pub fn host_page_size() -> usize {
     usize::try_from(size).unwrap_or(4096)
 }
 
-/// Most bytes of [`read_past_cache`], and its unit.
+/// Most bytes of a [`read_past_cache`], and its alignment.
 pub const PAST_CACHE_BYTES: usize = 4096;
 
-/// Reads up to [`PAST_CACHE_BYTES`] at a multiple of them, and leaves nothing of the file in the page cache where its file system
-/// can do that: a page there could be written back over what commands have written directly. Returns the number of
-/// bytes.
+/// Reads up to [`PAST_CACHE_BYTES`] at an offset with this alignment. If the file system supports it, the read leaves
+/// nothing in the page cache, because a cached page could later be written back over data that commands have written
+/// directly. Returns the number of bytes.
 ///
 /// # Errors
 /// Returns the kernel's error.

@@ -1,8 +1,8 @@
-//! Holes in memory files: pages that the file does not have.
+//! Holes in memory files: pages that are not allocated.
 //!
-//! The kernel takes a page that is not there at the first access, or as it is pinned.
-//! A page that is freed (`FALLOC_FL_PUNCH_HOLE`, `MADV_REMOVE`, truncation) is replaced by another one at the next access.
-//! A drive for which the old page is pinned goes on with that one.
+//! The kernel allocates a missing page at the first access, or when it is pinned. A page that is freed
+//! (`FALLOC_FL_PUNCH_HOLE`, `MADV_REMOVE`, truncation) is replaced by a new page at the next access. A drive that has
+//! the old page pinned continues to use the old page.
 #![expect(unsafe_code, reason = "lseek for holes has no safe interface")]
 
 use std::fs::File;
@@ -13,15 +13,15 @@ use std::os::unix::fs::MetadataExt;
 
 use super::file_system::{host_page_size, page_size};
 
-/// Bytes of a block of `st_blocks`, whatever the file system has.
+/// Unit of `st_blocks` in bytes, with all file systems.
 const BLOCK: u64 = 512;
 
-/// Opens a file once more. The position of the new description changes no other.
+/// Opens a file again. The new description has its own file position.
 pub(super) fn open_anew(fd: BorrowedFd<'_>) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
 
-/// Returns the bytes that a memory file has allocated, in memory or in swap.
+/// Returns the bytes that are allocated for a memory file, in memory or in swap.
 ///
 /// # Errors
 /// Returns the error of `fstat`.
@@ -29,8 +29,8 @@ pub fn allocated_bytes(file: &File) -> io::Result<u64> {
     Ok(file.metadata()?.blocks().saturating_mul(BLOCK))
 }
 
-/// Returns whether a page is missing in any of these ranges of a memory file, in bytes. The ranges do not overlap. What lies
-/// behind the end of the file is missing.
+/// Returns whether any page is missing in `ranges` of a memory file. The ranges are in bytes and do not overlap. Bytes
+/// beyond the end of the file are missing.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -43,11 +43,11 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
         let needed: u64 = ranges.iter().map(|range| range.end - range.start).sum();
         return Ok(status.blocks().saturating_mul(BLOCK) < needed);
     }
-    // A sandbox may refuse it. No VMM reads its guest's memory by the position of the file.
+    // A sandbox may refuse to open the file. The shared position is then used, which no VMM relies on.
     let own = open_anew(file.as_fd());
     let file = own.as_ref().unwrap_or(file);
     for range in ranges {
-        // Behind the end, there is no page either.
+        // `None` means beyond the end, where no pages exist.
         if seek(file, range.start, libc::SEEK_HOLE)?.is_none_or(|hole| hole < range.end) {
             return Ok(true);
         }
@@ -55,7 +55,7 @@ pub fn lacks_pages(file: &File, ranges: &[Range<u64>]) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Returns whether a page may be missing in a range of a memory file. Of huge pages, only the number of all is known.
+/// Returns whether a page may be missing in a range of a memory file. For huge pages, only their total number is known.
 ///
 /// # Errors
 /// Returns the kernel's error.
@@ -68,24 +68,24 @@ pub fn may_lack_pages(file: &File, range: &Range<u64>) -> io::Result<bool> {
         || lacks_pages(file, std::slice::from_ref(range))?)
 }
 
-/// Returns whether a range of a file has a hole. `file` is not shared, because its position changes.
+/// Returns whether a range of a file has a hole. `file` must not be shared, because its position changes.
 pub(super) fn has_hole(file: &File, range: &Range<u64>) -> io::Result<bool> {
     let status = file.metadata()?;
-    // hugetlbfs calls the whole file data. It counts its pages.
+    // hugetlbfs reports the whole file as data, but counts its pages.
     if page_size(file.as_fd())? > host_page_size() {
         return Ok(status.blocks().saturating_mul(BLOCK) < status.len());
     }
     Ok(match seek(file, range.start, libc::SEEK_HOLE) {
-        // The end of the file is one, too.
+        // The end of the file is reported as a hole, too.
         Ok(Some(hole)) => hole < range.end.min(status.len()),
-        // The range starts behind the end.
+        // The range starts beyond the end.
         Ok(None) => false,
-        // A file system that does not say may have one.
+        // If the file system does not report holes, there may be one.
         Err(_) => true,
     })
 }
 
-/// Returns the offset of the next data or hole; `None` behind the last. It changes the position of the file.
+/// Returns the offset of the next data or hole; `None` beyond the last one. Changes the position of the file.
 fn seek(file: &File, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
     let offset = libc::off_t::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
     // SAFETY: `file` is open; the call takes numbers.
@@ -99,21 +99,21 @@ fn seek(file: &File, offset: u64, whence: libc::c_int) -> io::Result<Option<u64>
     }
 }
 
-/// Bytes of a range that are not there, as far as they can be counted.
+/// Bytes of a range that are not allocated, as far as known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// All is there. Huge pages that are not come from a pool of their own.
+    /// No bytes are missing, or the file has huge pages, which come from their own pool.
     Nothing,
-    /// At most so many bytes.
+    /// Upper bound of the missing bytes.
     AtMost(u64),
 }
 
-/// Returns a bound of the bytes that a range of a memory file lacks, without a look at each page.
+/// Returns an upper bound of the missing bytes in a range of a memory file, without checking each page.
 ///
 /// # Errors
 /// Returns the kernel's error.
 pub fn missing_at_most(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Missing> {
-    // These map memory of their own, many times a second.
+    // Simulations and fuzzers map their own memory many times a second.
     if cfg!(any(simulation, fuzzing)) || page_size(fd)? > host_page_size() {
         return Ok(Missing::Nothing);
     }
@@ -126,25 +126,25 @@ pub fn missing_at_most(fd: BorrowedFd<'_>, range: &Range<u64>) -> io::Result<Mis
     })
 }
 
-/// A memory file, to look for its pages.
+/// A memory file whose pages are searched.
 #[derive(Debug)]
 pub struct PageFinder {
-    /// Of its own, as its position changes.
+    /// Opened separately, because its position changes.
     file: File,
 }
 
 impl PageFinder {
-    /// Opens the file anew.
+    /// Opens the file again.
     ///
     /// # Errors
-    /// Returns the kernel's error: a file of another user may not be opened.
+    /// Returns the kernel's error: for example, another user's file may not be opened.
     pub fn new(fd: BorrowedFd<'_>) -> io::Result<Self> {
         let file = open_anew(fd)?;
         Ok(Self { file })
     }
 
-    /// Returns how many bytes of a range have no page. Pages that are allocated and were never written count as well.
-    /// Beyond `enough`, it stops counting.
+    /// Returns the number of bytes without a page in a range. Allocated pages that were never written count as missing
+    /// as well. The count may stop once it exceeds `enough`.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -157,7 +157,7 @@ impl PageFinder {
             if data >= range.end {
                 break;
             }
-            // Where data ends, a hole begins, or the file ends.
+            // A hole begins after the data, or the file ends.
             match seek(&self.file, data, libc::SEEK_HOLE)? {
                 Some(hole) if hole > data => at = hole,
                 _ => break,

@@ -1,5 +1,5 @@
-//! The rings of a host queue pair, from the host's side: entries are written for the drive, and
-//! completions read as the drive posts them, each at an index that only the ring itself moves.
+//! Rings of a host queue pair, from the host's side. Entries are written for the drive, and completions are read as the
+//! drive posts them. Only the ring itself advances its index.
 #![expect(unsafe_code, reason = "writes and reads queue entries in DMA memory")]
 
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use nvme_spec::cqe::{Cqe, CqeHigh};
 use nvme_spec::ids::CommandId;
 use nvme_spec::sqe::Sqe;
 
-/// A host Submission Queue's entries, write only (Base 2.0, section 3.3.3.1), and its tail.
+/// Entries of a host Submission Queue, write only (Base 2.0, section 3.3.3.1), and its tail.
 #[derive(Debug)]
 pub struct HostSubmissionRing {
     entries: Entries<SubmissionEntry>,
     tail: RingIndex,
 }
 
-// SAFETY: the entries are only stored to by volatile writes, and the mapping is kept.
+// SAFETY: the entries are only stored to by volatile writes, and the mapping is kept alive.
 unsafe impl Send for HostSubmissionRing {}
 
 impl HostSubmissionRing {
-    /// The ring of `entries` entries at `offset`. `None` if it has no entries, is not aligned to an
-    /// entry or does not lie inside a mapping that can be written.
+    /// Creates a ring of `entries` entries at `offset`. Returns `None` if it has no entries, is not aligned to an
+    /// entry, or is not inside a writable mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         let tail = RingIndex::new(RingSize::new(entries)?);
@@ -33,52 +33,52 @@ impl HostSubmissionRing {
         Some(Self { entries, tail })
     }
 
-    /// Goes on at this tail, where another process was. `None` if the ring has no such entry.
+    /// Continues at the tail of a predecessor process; `None` if the ring has no such entry.
     #[must_use]
     pub fn at(self, tail: u32) -> Option<Self> {
         let tail = RingIndex::at(self.tail.size(), tail)?;
         Some(Self { tail, ..self })
     }
 
-    /// Returns the index of the entry that is written next.
+    /// Returns the index of the next entry to write.
     #[inline]
     #[must_use]
     pub fn tail(&self) -> u32 {
         self.tail.get()
     }
 
-    /// Returns the number of entries that were written since the tail was there.
+    /// Returns the number of entries that were written since the tail was at `tail`.
     #[inline]
     #[must_use]
     pub fn written_since(&self, tail: u32) -> u32 {
         self.tail.size().distance(tail, self.tail.get())
     }
 
-    /// Writes an entry at the tail, with this Command Identifier in place of its own. The drive may
-    /// read it once the doorbell says so.
+    /// Writes an entry at the tail, with `cid` in place of its own Command Identifier. The drive may read the entry
+    /// after the doorbell is written.
     #[inline]
     pub fn push(&mut self, entry: &Sqe, cid: CommandId) {
         #[cfg(simulation)]
         crate::simulation::submits(entry, cid);
         let index = self.tail.get();
-        // The compiler would read the tail once more behind the stores of the entry.
+        // Advanced before the stores, because otherwise the compiler would reload the tail after them.
         self.tail.advance();
         let at = self.write(index, entry);
-        // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; nobody reads
-        // the entry yet.
+        // SAFETY: as in `write`. Bytes 2 and 3 of an entry are its Command Identifier; the drive does not read the
+        // entry yet.
         unsafe {
             at.cast::<u16>().add(1).write_volatile(cid.0.to_le());
         }
     }
 
-    /// Writes an entry, and returns its address.
+    /// Writes an entry and returns its address.
     #[inline]
     fn write(&self, index: u32, entry: &Sqe) -> *mut SubmissionEntry {
         let at = self.entries.at_in_one_stretch(index).cast_mut();
         let words: [u64; 8] = transmute!(*entry);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: the entry lies inside the mapping, which is writable, by the constructor's check, as indices here
-        // are below the ring's size; it is aligned to 64 bytes; volatile, as the drive reads it.
+        // SAFETY: the constructor checked that the ring lies inside the mapping, which is writable, and indices here
+        // are below the ring's size; the entry is aligned to 64 bytes; volatile, as the drive reads it.
         unsafe {
             use core::arch::x86_64::__m128i;
             let quarters = core::mem::transmute::<[u64; 8], [__m128i; 4]>(words);
@@ -95,7 +95,7 @@ impl HostSubmissionRing {
         at
     }
 
-    /// Zeroes all entries, and starts anew.
+    /// Zeroes all entries, and restarts at the first one.
     pub fn restart(&mut self) {
         let size = self.tail.size();
         for index in 0..size.entries() {
@@ -104,7 +104,7 @@ impl HostSubmissionRing {
         self.tail = RingIndex::new(size);
     }
 
-    /// Returns the mapping that the entries lie in.
+    /// Returns the mapping that contains the entries.
     #[inline]
     #[must_use]
     pub fn mapping(&self) -> &Arc<Mapping> {
@@ -112,20 +112,19 @@ impl HostSubmissionRing {
     }
 }
 
-/// A host Completion Queue's entries, read only but for being cleared (Base 2.0, section 3.3.3.2),
-/// and its head.
+/// Entries of a host Completion Queue (Base 2.0, section 3.3.3.2), which are only read or cleared, and its head.
 #[derive(Debug)]
 pub struct HostCompletionRing {
     entries: Entries<CompletionEntry>,
     head: PhasedIndex,
 }
 
-// SAFETY: the entries are only accessed atomically, and the mapping is kept.
+// SAFETY: the entries are only accessed atomically, and the mapping is kept alive.
 unsafe impl Send for HostCompletionRing {}
 
 impl HostCompletionRing {
-    /// The ring of `entries` entries at `offset`. `None` if it has no entries, is not aligned to an
-    /// entry's words or does not lie inside a mapping that can be written.
+    /// Creates a ring of `entries` entries at `offset`. Returns `None` if it has no entries, is not aligned to an
+    /// entry's words, or is not inside a writable mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         let head = PhasedIndex::new(RingSize::new(entries)?);
@@ -133,36 +132,35 @@ impl HostCompletionRing {
         Some(Self { entries, head })
     }
 
-    /// Goes on at this head and phase, where another process was. `None` if the ring has no such entry.
+    /// Continues at the head and phase of a predecessor process; `None` if the ring has no such entry.
     #[must_use]
     pub fn at(self, head: u32, phase: bool) -> Option<Self> {
         let head = PhasedIndex::at(RingIndex::at(self.head.size(), head)?, phase);
         Some(Self { head, ..self })
     }
 
-    /// Returns the index of the entry that is read next.
+    /// Returns the index of the next entry to read.
     #[inline]
     #[must_use]
     pub fn head(&self) -> u32 {
         self.head.get()
     }
 
-    /// Returns the number of entries that were taken since the head was there.
+    /// Returns the number of entries that were taken since the head was at `head`.
     #[inline]
     #[must_use]
     pub fn taken_since(&self, head: u32) -> u32 {
         self.head.size().distance(head, self.head.get())
     }
 
-    /// Returns the Phase Tag of the entry that is read next.
+    /// Returns the Phase Tag of the next entry to read.
     #[must_use]
     pub fn phase(&self) -> bool {
         self.head.phase()
     }
 
-    /// Takes the entry at the head, if the drive has posted it: if its Phase Tag says so. The half
-    /// with the tag is read first, so what is then read of the other half was posted with it or
-    /// before.
+    /// Takes the entry at the head if its Phase Tag shows that the drive has posted it. The half with the tag is read
+    /// first, so the other half is then at least as new.
     #[inline]
     pub fn take(&mut self) -> Option<Cqe> {
         #[cfg(simulation)]
@@ -185,7 +183,7 @@ impl HostCompletionRing {
         Some(Cqe { low, high })
     }
 
-    /// Zeroes all entries, and starts anew; no drive may write them meanwhile.
+    /// Zeroes all entries, and restarts at the first one. No drive may write them during the call.
     pub fn restart(&mut self) {
         let size = self.head.size();
         for index in 0..size.entries() {
@@ -198,13 +196,13 @@ impl HostCompletionRing {
 
     #[inline]
     fn entry(&self, index: u32) -> &CompletionEntry {
-        // SAFETY: the entry lies inside the mapping, which `self` keeps, by the constructor's check, as indices
-        // here are below the ring's size; it is aligned and writable, and all accesses here are those of atomic words.
+        // SAFETY: the constructor checked that the ring lies inside the mapping, which `self` keeps alive, and indices
+        // here are below the ring's size; the entry is aligned and writable, and is only accessed as atomic words.
         unsafe { &*self.entries.at_in_one_stretch(index) }
     }
 }
 
-/// Returns the entries of a ring in a mapping that can be written.
+/// Returns the entries of a ring in a writable mapping.
 fn writable<T>(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Entries<T>> {
     match mapping.access() {
         Access::ReadWrite => Entries::in_one_stretch(mapping, offset, entries),

@@ -1,17 +1,16 @@
-//! Indices of queues' entries, and room in a Completion Queue as a permit.
+//! Indices of queue entries, and permits to fill entries of a Completion Queue.
 //!
-//! All queues have their indices in these types: those of guests and those of drives, for I/O and for admin
-//! commands.
+//! All queues use these types: queues of guests and of drives, for I/O and for admin commands.
 
 use std::num::NonZero;
 
 use nvme_spec::cqe::PhaseTag;
 
-/// Number of a queue's entries, with the arithmetic of indices below it.
+/// Number of entries of a queue, with arithmetic on indices below it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingSize(NonZero<u32>);
 
-/// Error of an index that the other side of a queue cannot have.
+/// Error for an invalid index from the other side of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InvalidIndex;
 
@@ -25,14 +24,14 @@ impl RingSize {
         }
     }
 
-    /// Returns the number of entries. The queue holds one less.
+    /// Returns the number of entries. The queue can hold one entry less.
     #[inline]
     #[must_use]
     pub const fn entries(self) -> u32 {
         self.0.get()
     }
 
-    /// Returns the steps from one index to another.
+    /// Returns the number of steps from one index to another.
     #[inline]
     #[must_use]
     pub const fn distance(self, from: u32, to: u32) -> u32 {
@@ -44,7 +43,7 @@ impl RingSize {
         }
     }
 
-    /// Returns the index that lies `steps` behind another one, at most a whole round.
+    /// Returns the index `steps` before another one, at most one pass through the queue.
     #[inline]
     #[must_use]
     pub const fn behind(self, index: u32, steps: u32) -> u32 {
@@ -57,22 +56,22 @@ impl RingSize {
     }
 }
 
-/// Index of a queue's entry, which moves on from the last entry to the first.
+/// Index of a queue entry, which wraps from the last entry to the first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingIndex {
     size: RingSize,
-    /// Below `size`, always.
+    /// Always below `size`.
     index: u32,
 }
 
 impl RingIndex {
-    /// Index of the first entry.
+    /// Creates an index of the first entry.
     #[must_use]
     pub const fn new(size: RingSize) -> Self {
         Self { size, index: 0 }
     }
 
-    /// Index of any entry; `None` if the queue has no such entry.
+    /// Creates an index of any entry; `None` if the queue has no such entry.
     #[must_use]
     pub const fn at(size: RingSize, index: u32) -> Option<Self> {
         if index < size.entries() {
@@ -96,7 +95,7 @@ impl RingIndex {
         self.index
     }
 
-    /// Returns the steps from here to another index, which may come from the other side.
+    /// Returns the number of steps to another index, which may be untrusted.
     ///
     /// # Errors
     /// [`InvalidIndex`] if the queue has no such entry.
@@ -109,7 +108,7 @@ impl RingIndex {
         }
     }
 
-    /// Moves on to the next entry. Returns true if that is the first one again.
+    /// Advances to the next entry. Returns true if the index wrapped to the first one.
     #[inline]
     pub const fn advance(&mut self) -> bool {
         let next = self.index + 1;
@@ -119,7 +118,7 @@ impl RingIndex {
     }
 }
 
-/// Index of a Completion Queue's entry, and the Phase Tag of new entries (Base 2.0, section 3.3.3.2.2).
+/// Index of a Completion Queue entry, and the Phase Tag of new entries (Base 2.0, section 3.3.3.2.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhasedIndex {
     index: RingIndex,
@@ -127,13 +126,13 @@ pub struct PhasedIndex {
 }
 
 impl PhasedIndex {
-    /// Index of the first entry, in the first round.
+    /// Creates an index of the first entry, in the first pass.
     #[must_use]
     pub const fn new(size: RingSize) -> Self {
         Self::at(RingIndex::new(size), true)
     }
 
-    /// Index of any entry, with the Phase Tag of its round.
+    /// Creates an index of any entry, with the Phase Tag of its pass.
     #[must_use]
     pub const fn at(index: RingIndex, phase: bool) -> Self {
         Self {
@@ -156,21 +155,21 @@ impl PhasedIndex {
         self.index.index
     }
 
-    /// Returns the Phase Tag of a new entry here.
+    /// Returns the Phase Tag of a new entry.
     #[inline]
     #[must_use]
     pub const fn phase(self) -> bool {
         self.tag.phase()
     }
 
-    /// As [`Self::phase`], in its place in an entry.
+    /// Like [`Self::phase`], at its bit position in an entry.
     #[inline]
     #[must_use]
     pub const fn tag(self) -> PhaseTag {
         self.tag
     }
 
-    /// Moves on to the next entry.
+    /// Advances to the next entry.
     #[inline]
     pub const fn advance(&mut self) {
         if self.index.advance() {
@@ -179,25 +178,26 @@ impl PhasedIndex {
     }
 }
 
-/// Room for one entry in a Completion Queue. A command is taken against it, and its completion spends it.
+/// Permit to fill one entry of a Completion Queue. A command is only fetched with a permit, and its completion uses the
+/// permit up.
 #[must_use]
 #[derive(Debug)]
 pub struct Room(());
 
-/// Room for several entries in a Completion Queue, taken one by one.
+/// Permits to fill several entries of a Completion Queue.
 #[must_use]
 #[derive(Debug)]
 pub struct Rooms(u32);
 
 impl Rooms {
-    /// Returns the number of entries that there is room for.
+    /// Returns the number of permits.
     #[inline]
     #[must_use]
     pub const fn count(&self) -> u32 {
         self.0
     }
 
-    /// Takes room for one entry out of it.
+    /// Takes one permit out.
     #[inline]
     pub const fn split_off(&mut self) -> Option<Room> {
         if self.0 == 0 {
@@ -214,18 +214,18 @@ impl From<Room> for Rooms {
     }
 }
 
-/// Indices of a Completion Queue on the side that fills it, and its room.
+/// Indices of a Completion Queue on the side that fills it, with the number of free entries.
 #[derive(Debug)]
 pub struct CompletionIndices {
     tail: PhasedIndex,
-    /// Index up to which the host has consumed, below the size.
+    /// Index up to which the host has consumed entries, below the size.
     head: u32,
-    /// Entries that neither wait for the host nor are promised by a [`Room`].
+    /// Entries that are free and not reserved by a [`Room`].
     room: u32,
 }
 
 impl CompletionIndices {
-    /// Indices of an empty queue.
+    /// Creates indices of an empty queue.
     #[must_use]
     pub const fn new(size: RingSize) -> Self {
         Self {
@@ -235,7 +235,7 @@ impl CompletionIndices {
         }
     }
 
-    /// Indices of a queue in use, without promises; `None` if the queue has no such head.
+    /// Creates indices of a queue in use without reservations; `None` if the queue has no such head.
     #[must_use]
     pub const fn at(tail: PhasedIndex, head: u32) -> Option<Self> {
         let size = tail.size();
@@ -257,14 +257,14 @@ impl CompletionIndices {
         self.tail.size()
     }
 
-    /// Returns the index and the Phase Tag of the entry that is filled next.
+    /// Returns the index and the Phase Tag of the next entry to fill.
     #[inline]
     #[must_use]
     pub const fn tail(&self) -> PhasedIndex {
         self.tail
     }
 
-    /// Returns the index up to which the host has consumed.
+    /// Returns the index up to which the host has consumed entries.
     #[inline]
     #[must_use]
     pub const fn head(&self) -> RingIndex {
@@ -274,14 +274,14 @@ impl CompletionIndices {
         }
     }
 
-    /// Returns the number of entries that wait for the host.
+    /// Returns the number of entries that the host has not consumed.
     #[inline]
     #[must_use]
     pub const fn unconsumed(&self) -> u32 {
         self.size().distance(self.head, self.tail.get())
     }
 
-    /// Returns the number of entries that were filled since the tail was there.
+    /// Returns the number of entries that were filled since the tail was at `tail`.
     #[inline]
     #[must_use]
     pub const fn filled_since(&self, tail: PhasedIndex) -> u32 {
@@ -295,7 +295,7 @@ impl CompletionIndices {
         self.room
     }
 
-    /// Reserves one entry, if there is room.
+    /// Reserves an entry if one is free.
     #[inline]
     pub const fn reserve(&mut self) -> Option<Room> {
         if self.room == 0 {
@@ -305,7 +305,7 @@ impl CompletionIndices {
         Some(Room(()))
     }
 
-    /// Reserves `most` entries, or as many as there is room for.
+    /// Reserves up to `most` entries, as far as they are free.
     #[inline]
     pub fn reserve_up_to(&mut self, most: u32) -> Rooms {
         let count = most.min(self.room);
@@ -313,22 +313,23 @@ impl CompletionIndices {
         Rooms(count)
     }
 
-    /// Takes back room that no completion is posted into.
+    /// Returns unused permits.
     #[inline]
     pub const fn give_back(&mut self, rooms: Rooms) {
         self.room += rooms.0;
     }
 
-    /// Moves the tail over an entry that was filled, and spends the room for it.
+    /// Advances the tail past a filled entry, and uses up its permit.
     #[inline]
     pub const fn spend(&mut self, _: Room) {
         self.tail.advance();
     }
 
-    /// Takes over the host's head. There is room again for the entries that it consumed.
+    /// Updates the host's head, which frees the consumed entries.
     ///
     /// # Errors
-    /// [`InvalidIndex`] if there is no such entry, or the host consumed more than was posted. The head stays.
+    /// [`InvalidIndex`] if there is no such entry, or the host consumed more than was posted. The head is then
+    /// unchanged.
     #[inline]
     pub const fn move_head(&mut self, head: u32) -> Result<(), InvalidIndex> {
         if head >= self.size().entries() {

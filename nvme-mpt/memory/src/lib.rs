@@ -1,28 +1,27 @@
-//! Access to memory that guests and NVMe drives write at any time.
+//! Access to memory that guests and NVMe drives may write at any time.
 //!
-//! The crate holds the unsafe code of the data path, behind safe interfaces:
+//! The crate contains the unsafe code of the data path, behind safe interfaces:
 //!
-//! - [`Mapping`] is a range of guest memory or of a device's registers. Lost memory (a truncated
-//!   file, a removed drive) becomes zeroes or ones instead of SIGBUS.
-//! - [`RawBytes`], [`RawWords`], [`Cell32`], [`Cell64`], [`SharedWords`] and [`Registers`] read and write bytes
-//!   and words of a mapping.
-//! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and
-//!   [`HostCompletionRing`] are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of all of
-//!   them. [`Room`] is the permit to fill an entry of a Completion Queue.
-//! - [`SlotRecords`] are the commands in flight, in memory that outlives the process that writes them.
+//! - [`Mapping`] is a range of guest memory or of a device's registers. Lost memory (a truncated file, a removed drive)
+//!   is replaced by zeroes or ones instead of raising SIGBUS.
+//! - [`RawBytes`], [`RawWords`], [`Cell32`], [`Cell64`], [`SharedWords`] and [`Registers`] read and write bytes and
+//!   words of a mapping.
+//! - [`SubmissionRing`] and [`CompletionRing`] are a guest's queues; [`HostSubmissionRing`] and [`HostCompletionRing`]
+//!   are a drive's. [`RingIndex`] and [`CompletionIndices`] are the indices of both. [`Room`] is the permit to fill an
+//!   entry of a Completion Queue.
+//! - [`SlotRecords`] records the commands in flight, in memory that outlives the writing process.
 //! - [`crash`] counts crashes of the process for the work that caused them.
-//! - [`sync`] has the locks, channels, atomics and threads, and [`files`] the files of the ledger, which a simulator
-//!   replaces.
-//! - [`presence`] tells other processes that nothing of this one is left.
+//! - [`sync`] has locks, channels, atomics and threads, and [`files`] the file operations of the ledger. A simulator
+//!   replaces both.
+//! - [`presence`] lets other processes detect that nothing of this process is left.
 //! - [`clock`] reads the time stamp counter. [`system`], [`processors`], [`file_system`], [`device_mapper`] and
-//!   [`eventfd`] make the system calls that std has no safe interface for.
+//!   [`eventfd`] make system calls for which std has no safe interface.
 //!
-//! No Rust reference to shared memory leaves the crate. The crate copies bytes in and out, and reads
-//! and writes words by volatile or atomic access. A word may change between two reads, so callers
-//! read once and use the copy.
+//! No Rust reference to shared memory leaves the crate. Bytes are copied in and out, and words are read and written by
+//! volatile or atomic access. A word may change between two reads, so callers read it once and use the copy.
 //!
-//! The crate knows no guest physical address, no IOVA and no command. It moves queue entries and
-//! does not check them.
+//! The crate does not know guest physical addresses, IOVAs or commands. It moves queue entries and does not validate
+//! them.
 //!
 //! # Example
 //!

@@ -1,4 +1,4 @@
-//! A mapping of host memory that lives as long as somebody holds it.
+//! Mappings of host memory, which live as long as they are referenced.
 #![expect(unsafe_code, reason = "maps and unmaps memory")]
 
 use std::any::Any;
@@ -16,24 +16,24 @@ use super::sigbus;
 /// Access to a mapping's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Loads only; a store would fault.
+    /// Loads only; stores fault.
     Read,
     /// Loads and stores.
     ReadWrite,
 }
 
-/// Place of a mapping's first byte in a file.
+/// Location of a mapping's first byte in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FilePlace {
     /// Device of the file.
     pub device: u64,
-    /// Number of the file on its device. No other file has it while this one is open somewhere.
+    /// Inode number of the file. No other file has this number while any process has this one open.
     pub inode: u64,
     /// Offset in the file, in bytes.
     pub offset: u64,
 }
 
-/// The owner of memory that a [`Mapping`] only borrows.
+/// Owner of memory that a [`Mapping`] only borrows.
 #[derive(Clone)]
 struct MemoryOwner(#[expect(dead_code, reason = "held for its drop")] Arc<dyn Any + Send + Sync>);
 
@@ -45,43 +45,43 @@ impl fmt::Debug for MemoryOwner {
 
 /// A range of this process's address space, mapped until dropped.
 ///
-/// Its bytes are reached through [`RawBytes`], rings and cells, never through a reference.
+/// Its bytes are accessed through [`RawBytes`], rings and cells, never through a reference.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
-    /// Bytes that the kernel mapped: whole pages, huge ones where memory is in such.
+    /// Bytes that the kernel mapped: whole pages, or huge pages if the memory has them.
     mapped: usize,
     access: Access,
     place: Option<FilePlace>,
     guard: Option<sigbus::Guard>,
-    /// Memory that another owner has mapped and will unmap.
+    /// Owner of memory that it has mapped and will unmap.
     owner: Option<MemoryOwner>,
     /// See [`Mapping::lose`].
     replaced: AtomicBool,
 }
 
-// SAFETY: the mapping is plain memory without thread affinity; all access to it is by raw
-// volatile, atomic or bulk copies that tolerate concurrent change.
+// SAFETY: the mapping is plain memory without thread affinity; all access to it is by raw volatile, atomic or bulk
+// copies that tolerate concurrent change.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; shared access never makes a reference to the memory.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes of `fd` from `offset`, shared with whoever else maps the file.
+    /// Maps `len` bytes of `fd` from `offset`, shared with other mappings of the file.
     ///
     /// # Errors
-    /// Returns the error of `fstat` or `mmap`; `InvalidInput` where the file ends before the range does,
-    /// or where the range is empty or not aligned to the host's page size.
+    /// Returns the error of `fstat` or `mmap`. Returns `InvalidInput` if the file ends before the range does, or if the
+    /// range is empty or not aligned to the host's page size.
     pub fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize, access: Access) -> io::Result<Self> {
         Self::of_file(fd, offset, len, access, libc::MAP_SHARED)
     }
 
-    /// As [`Self::shared`], but nothing is set aside for what is never touched: of huge pages, that
-    /// would be taken from others.
+    /// Like [`Self::shared`], but reserves no memory for untouched pages. A reservation would take huge pages from
+    /// others.
     ///
     /// # Errors
-    /// As [`Self::shared`].
+    /// Like [`Self::shared`].
     pub fn shared_unreserved(
         fd: BorrowedFd<'_>,
         offset: u64,
@@ -122,19 +122,19 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Takes memory that another owner has mapped, such as a VMM's guest memory. Makes no second mapping. `fd` is the
-    /// memory's file, and `offset` the place of the first byte in it.
+    /// Borrows memory that another owner has mapped, such as a VMM's guest memory. Makes no second mapping. `fd` is the
+    /// memory's file, and `offset` the location of the first byte in it.
     ///
-    /// Page faults happen in the owner's mapping, so they go to its userfaultfd, if it has one. A SIGBUS is the owner's as
-    /// well: a lost page is not replaced ([`is_lost`](Self::is_lost) is false), because the guest would see the replacement
-    /// too.
+    /// Page faults happen in the owner's mapping, so they go to its userfaultfd, if it has one. The owner also handles
+    /// SIGBUS: a lost page is not replaced ([`is_lost`](Self::is_lost) is false), because the guest would see the
+    /// replacement too.
     ///
     /// # Errors
     /// Returns the error of `fstat`.
     ///
     /// # Safety
-    /// The `len` bytes from `start` on are a shared mapping of the file, which allows `access` and stays as it is for as
-    /// long as `owner` is held. There is no Rust reference to them.
+    /// The `len` bytes from `start` must be a shared mapping of the file that allows `access` and does not change while
+    /// `owner` is held. There must be no Rust reference to them.
     pub unsafe fn borrowed(
         start: NonNull<u8>,
         len: usize,
@@ -160,25 +160,25 @@ impl Mapping {
         })
     }
 
-    /// Returns whether another owner has mapped it: see [`Self::borrowed`].
+    /// Returns whether another owner has mapped the memory: see [`Self::borrowed`].
     #[must_use]
     pub fn is_borrowed(&self) -> bool {
         self.owner.is_some()
     }
 
-    /// Returns whether both have the same address and length, so are the same mapping of the same owner.
+    /// Returns whether both mappings have the same address and length, and so are the same mapping of the same owner.
     #[must_use]
     pub fn is_same_range(&self, other: &Self) -> bool {
         self.start == other.start && self.len == other.len
     }
 
-    /// Maps `len` bytes of a device's registers, at `offset` of the file that stands for it.
+    /// Maps `len` bytes of a device's registers, at `offset` of the device's file.
     ///
-    /// After the device is gone, reads return ones and writes reach nothing. That begins with the first access that
-    /// finds it gone ([`is_lost`](Self::is_lost) reports it) or with [`give_up_device`](Self::give_up_device).
+    /// After the device is gone, reads return ones and writes are discarded. This begins with the first access that
+    /// finds the device gone ([`is_lost`](Self::is_lost) reports it), or with [`give_up_device`](Self::give_up_device).
     ///
     /// # Errors
-    /// Returns the error of `mmap`; `InvalidInput` where the offset is too large.
+    /// Returns the error of `mmap`; `InvalidInput` if the offset is too large.
     pub fn device(fd: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Self> {
         let file_offset = libc::off_t::try_from(offset).map_err(|_| {
             let what = format!("file offset {offset:#x} is too large");
@@ -191,11 +191,11 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Takes the device out of a mapping of one, which goes on as that of a device that is gone. Its
-    /// users need not know; those that read or write at this moment reach one or the other.
+    /// Unmaps the device from a device mapping, which then behaves as if the device were gone. Users of the mapping
+    /// need not be stopped: a concurrent access reaches either the device or the replacement.
     ///
     /// # Errors
-    /// Returns the error of `mmap`; part of the device is mapped still. `InvalidInput` for memory.
+    /// Returns the error of `mmap`; part of the device is then still mapped. Returns `InvalidInput` for memory.
     pub fn give_up_device(&self) -> io::Result<()> {
         match &self.guard {
             Some(guard) if guard.kind() == sigbus::Kind::Device => guard.give_up_device(),
@@ -203,7 +203,7 @@ impl Mapping {
         }
     }
 
-    /// Maps `len` bytes of zeroes of this process's own. Memory is taken when it is first written.
+    /// Maps `len` bytes of zeroed private memory. A page is allocated when it is first written.
     ///
     /// # Errors
     /// Returns the error of `mmap`.
@@ -212,8 +212,8 @@ impl Mapping {
         Self::map(len, Access::ReadWrite, flags, -1, 0)
     }
 
-    /// Maps at least `len` bytes of zeroes of this process's own: in huge pages of 2 MiB, if the
-    /// kernel has some set aside, else as [`Self::anonymous`] does.
+    /// Maps at least `len` bytes of zeroed private memory. Uses huge pages of 2 MiB if the kernel has reserved some,
+    /// otherwise works like [`Self::anonymous`].
     ///
     /// # Errors
     /// Returns the error of `mmap`.
@@ -242,8 +242,8 @@ impl Mapping {
             Access::Read => libc::PROT_READ,
             Access::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
         };
-        // SAFETY: without MAP_FIXED the kernel chooses an unused range, so no memory of ours is
-        // replaced; the result is checked.
+        // SAFETY: without MAP_FIXED the kernel chooses an unused range, so no memory of ours is replaced; the result is
+        // checked.
         let address = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, fd, offset) };
         if address == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -262,21 +262,20 @@ impl Mapping {
         })
     }
 
-    /// Asks for huge pages, where the kernel has them to give.
+    /// Requests huge pages, if the kernel has any.
     pub fn advise_huge_pages(&self) {
-        // SAFETY: the range is this mapping; the advice changes no content. A kernel without
-        // huge pages refuses, which costs speed only.
+        // SAFETY: the range is this mapping; the advice changes no content. A kernel without huge pages refuses, which
+        // only costs speed.
         unsafe { libc::madvise(self.start.as_ptr().cast(), self.len, libc::MADV_HUGEPAGE) };
     }
 
-    /// Takes all memory of a mapping that can be written, as if each page had been.
+    /// Allocates all memory of a writable mapping, as if each page had been written.
     ///
-    /// Until it is first written, anonymous memory is a page of zeroes that all share. Kernels before
-    /// 6.2 would give that page to a device that may only read. The device would go on reading it
-    /// when others have long been written.
+    /// Until it is first written, a page of anonymous memory is the shared zero page. Kernels before 6.2 would map that
+    /// page for a device with read-only access. The device would still read it after the page was written.
     ///
     /// # Errors
-    /// Returns the error of `madvise`: `InvalidInput` for kernels before 5.14, which cannot do it.
+    /// Returns the error of `madvise`: `InvalidInput` for kernels before 5.14, which do not support it.
     pub fn populate(&self) -> io::Result<()> {
         // SAFETY: the range is this mapping; populating it changes no content.
         let result = unsafe {
@@ -289,10 +288,10 @@ impl Mapping {
         Ok(())
     }
 
-    /// Takes the memory of a part that is not there yet, as an access to each of its pages would.
+    /// Allocates the missing memory of a part, like an access to each of its pages.
     ///
     /// # Errors
-    /// As [`Self::populate`]; `InvalidInput` also outside the mapping.
+    /// Like [`Self::populate`]; `InvalidInput` also outside the mapping.
     pub fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
         let bytes = self.bytes(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         let advice = match self.access {
@@ -306,7 +305,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// Gives the memory of an anonymous mapping's range back; it reads as zeroes from now on.
+    /// Frees the memory of a range of an anonymous mapping, which then reads as zeroes.
     ///
     /// # Errors
     /// Returns the error of `madvise`; `InvalidInput` outside the mapping.
@@ -320,14 +319,15 @@ impl Mapping {
         Ok(())
     }
 
-    /// Gives the memory of a range of a shared memory file back; it reads as zeroes from now on, in each mapping.
+    /// Frees the memory of a range of a shared memory file, which then reads as zeroes in all mappings.
     ///
     /// # Errors
-    /// Returns the error of `madvise`; `InvalidInput` outside the mapping, or of a mapping of anything else.
+    /// Returns the error of `madvise`; `InvalidInput` outside the mapping, or if it is not a shared mapping of a memory
+    /// file.
     pub fn discard_file(&self, offset: usize, len: usize) -> io::Result<()> {
         let bytes = self.bytes(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
-        // SAFETY: the range lies in this mapping. The kernel refuses what is not shared memory. Other users of the file
-        // see zeroes, as after a write of them.
+        // SAFETY: the range lies in this mapping. The kernel refuses anything but shared memory. Other users of the
+        // file see zeroes, as after a write of zeroes.
         if unsafe { libc::madvise(bytes.as_ptr().cast(), len, libc::MADV_REMOVE) } < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -339,34 +339,34 @@ impl Mapping {
         self.start
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[inline]
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Returns whether it has no bytes; never the case, as the kernel refuses such a mapping.
+    /// Returns whether the mapping has no bytes. Always false, because the kernel refuses empty mappings.
     #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Returns the access to the memory.
+    /// Returns the allowed access to the memory.
     #[inline]
     #[must_use]
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// Returns the place of its first byte in a file; `None` for memory of this process's own, and for registers.
+    /// Returns the location of the first byte in a file; `None` for private memory and registers.
     #[must_use]
     pub fn place(&self) -> Option<FilePlace> {
         self.place
     }
 
-    /// The `len` bytes from `offset`, or `None` if they do not all lie in the mapping.
+    /// Returns the `len` bytes from `offset`; `None` if they are not all in the mapping.
     #[inline]
     #[must_use]
     pub fn bytes(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {
@@ -383,14 +383,14 @@ impl Mapping {
             let start = start + offset as u64;
             crate::simulation::costs::accesses(inode, &(start..start + len as u64));
         }
-        // SAFETY: `offset` is at most the mapping's length, so the pointer stays in the mapping
-        // (or one past it). The `len` bytes from there were just checked. The lifetime is ours.
+        // SAFETY: `offset` is at most the mapping's length, so the pointer stays in the mapping (or one past it). The
+        // `len` bytes from there were just checked. The lifetime is ours.
         Some(unsafe { RawBytes::new(self.start.as_ptr().add(offset), len) })
     }
 
-    /// Returns whether the memory or the device behind the mapping went away. Zeroes then took the place of memory
-    /// (its file was cut short), and ones the place of a device; or a drive has other pages of the file than this mapping
-    /// ([`Self::lose`]). A guest's data there is lost, so its queues must stop.
+    /// Returns whether the memory or the device behind the mapping is gone. Then memory of a truncated file was
+    /// replaced by zeroes, or a device by ones, or a drive uses other pages of the file than this mapping
+    /// ([`Self::lose`]). The guest's data there is lost, so its queues must stop.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
@@ -398,7 +398,7 @@ impl Mapping {
         replaced || self.guard.as_ref().is_some_and(sigbus::Guard::is_lost)
     }
 
-    /// Marks the memory as lost, because pages were freed that are pinned for a drive. Queues find it by
+    /// Marks the memory as lost, because pages that are pinned for a drive were freed. Queues detect this by
     /// [`lost_memory_epoch`](crate::lost_memory_epoch).
     pub fn lose(&self) {
         self.replaced.store(true, Ordering::Release);
@@ -419,7 +419,7 @@ fn status(fd: BorrowedFd<'_>) -> io::Result<libc::stat> {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // The guard goes first: another mapping may take the address range right after.
+        // The guard is dropped first, because another mapping may take the address range right after.
         self.guard = None;
         #[cfg(simulation)]
         crate::simulation::stores::forget(
@@ -428,8 +428,8 @@ impl Drop for Mapping {
         if self.is_borrowed() {
             return;
         }
-        // SAFETY: the range was mapped by us and is unmapped once; every user of its addresses
-        // borrows from, or holds a count of, this mapping.
+        // SAFETY: we mapped the range, and unmap it once; every user of its addresses borrows from, or holds a
+        // reference count of, this mapping.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.mapped) };
     }
 }

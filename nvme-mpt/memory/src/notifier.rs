@@ -1,9 +1,9 @@
-//! Signals to eventfds of processes that are not trusted.
+//! Signals to eventfds of untrusted processes.
 //!
-//! A process that has an eventfd can fill its counter, and make writes of all others wait for room. A completion of the
-//! kernel's asynchronous I/O signals an eventfd as well (io_submit(2), `IOCB_FLAG_RESFD`) and never waits: a counter that
-//! is full stays full. So a signal here is a read of `/dev/null`, which completes at once. It takes about three times as
-//! long as a write to the eventfd.
+//! A process with an eventfd can fill its counter, so that writes of all others block. A completion of the kernel's
+//! asynchronous I/O can signal an eventfd as well (io_submit(2), `IOCB_FLAG_RESFD`), and never blocks: a full counter
+//! stays full. So a signal here is a read of `/dev/null`, which completes at once. It takes about three times as long
+//! as a write to the eventfd.
 #![expect(unsafe_code, reason = "io_setup and its like have no safe interface")]
 
 use std::fs::File;
@@ -15,16 +15,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
-/// Completions that nobody has taken, at least. They count for `fs.aio-max-nr`.
+/// Lower bound of the pending completions that the context can hold. They count toward `fs.aio-max-nr`.
 const ROOM: libc::c_int = 256;
 
-/// Attempts at a signal while other threads fill the room.
+/// Attempts at a signal while other threads fill the context.
 const ATTEMPTS: usize = 16;
 
-/// Signals after which completions are taken.
+/// Number of signals after which completions are removed.
 const BATCH: u32 = 16;
 
-/// Completions that are taken at once.
+/// Most completions that are removed at once.
 const TAKEN: usize = 32;
 
 /// `IOCB_CMD_PREAD`.
@@ -33,7 +33,7 @@ const PREAD: u16 = 0;
 /// `IOCB_FLAG_RESFD`: the completion signals an eventfd.
 const SIGNALS: u32 = 1;
 
-/// A request, `struct iocb` of a little-endian machine (linux/aio_abi.h).
+/// `struct iocb` of a little-endian machine (linux/aio_abi.h).
 #[repr(C)]
 #[derive(Default)]
 struct Request {
@@ -51,7 +51,7 @@ struct Request {
     signalled_fd: u32,
 }
 
-/// A completion, `struct io_event`.
+/// `struct io_event`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Completion {
@@ -62,7 +62,7 @@ struct Completion {
 
 const _: () = assert!(size_of::<Request>() == 64 && size_of::<Completion>() == 32);
 
-/// A context of asynchronous I/O, which carries signals.
+/// Asynchronous I/O context that delivers signals.
 #[derive(Debug)]
 pub struct Notifier {
     context: libc::c_ulong,
@@ -70,14 +70,14 @@ pub struct Notifier {
     signals: AtomicU32,
 }
 
-/// The process's one, once it was asked for. It is never given back, as that takes the kernel tens of milliseconds.
+/// Context of the process, created at first use. Never destroyed, because that takes the kernel tens of milliseconds.
 static SHARED: Mutex<Option<Arc<Notifier>>> = Mutex::new(None);
 
 impl Notifier {
-    /// The context of this process.
+    /// Returns the context of this process.
     ///
     /// # Errors
-    /// Returns the kernel's error, with what to do where `fs.aio-max-nr` is used up.
+    /// Returns the kernel's error, with a remedy if `fs.aio-max-nr` is exhausted.
     pub fn shared() -> io::Result<Arc<Self>> {
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         match &*shared {
@@ -86,14 +86,14 @@ impl Notifier {
         }
     }
 
-    /// A context of its own.
+    /// Creates a separate context.
     ///
     /// # Errors
-    /// Returns the kernel's error, with what to do where `fs.aio-max-nr` is used up.
+    /// Returns the kernel's error, with a remedy if `fs.aio-max-nr` is exhausted.
     fn new() -> io::Result<Arc<Self>> {
         let nothing = File::open("/dev/null")?;
         let mut context: libc::c_ulong = 0;
-        // SAFETY: the kernel writes one number, to a variable that is there for the call.
+        // SAFETY: the kernel writes one number, to a variable that lives during the call.
         let result = unsafe { libc::syscall(libc::SYS_io_setup, ROOM, &raw mut context) };
         if result < 0 {
             let error = io::Error::last_os_error();
@@ -116,10 +116,10 @@ impl Notifier {
         }))
     }
 
-    /// Signals an eventfd. Never waits.
+    /// Signals an eventfd. Never blocks.
     ///
     /// # Errors
-    /// Returns the kernel's error when it has no memory for the signal, or other threads leave no room for it.
+    /// Returns the kernel's error if it has no memory for the signal, or if other threads keep the context full.
     pub fn signal(&self, eventfd: &EventFd) -> io::Result<()> {
         if self.signals.fetch_add(1, Ordering::Relaxed) % BATCH == BATCH - 1 {
             self.take();
@@ -146,8 +146,8 @@ impl Notifier {
             ..Request::default()
         };
         let mut requests = [&raw mut request];
-        // SAFETY: the kernel reads one request, which is there for the call and names no memory of ours: it reads
-        // nothing, to nowhere.
+        // SAFETY: the kernel reads one request, which lives during the call and refers to no memory of ours: it reads
+        // zero bytes.
         let result =
             unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1, requests.as_mut_ptr()) };
         match result {
@@ -157,10 +157,10 @@ impl Notifier {
         }
     }
 
-    /// Takes completions, so that there is room for more.
+    /// Removes completions to make space for more.
     fn take(&self) {
         let mut completions = [Completion::default(); TAKEN];
-        // SAFETY: the kernel writes as many completions as there is room for, and waits for none.
+        // SAFETY: the kernel writes at most as many completions as the array can hold, and waits for none.
         unsafe {
             libc::syscall(
                 libc::SYS_io_getevents,
@@ -176,7 +176,7 @@ impl Notifier {
 
 impl Drop for Notifier {
     fn drop(&mut self) {
-        // SAFETY: the context is this value's, and nothing uses it any more.
+        // SAFETY: this value owns the context, and is its last user.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }

@@ -1,24 +1,24 @@
-//! Signs by which other processes see that nothing of this process is left.
+//! Descriptors by which other processes detect that nothing of this process is left.
 //!
-//! The kernel closes a process's descriptors in no order on which others could rely. A socket may be closed before the VFIO
-//! descriptors of a drive, which still writes to memory of VMs then. So the end of a connection does not tell that its
-//! process has ended, and two other descriptors do:
+//! The kernel closes a process's descriptors in no guaranteed order. A socket may be closed before the VFIO descriptors
+//! of a drive, which can then still write to VM memory. So the end of a connection does not prove that its process has
+//! ended, but two other descriptors do:
 //!
 //! - A pidfd is readable once the process has ended. All of its descriptors are closed by then.
-//! - A pipe hangs up once nobody has its other end. All that can go on without the process has that end, too: an io_uring with
-//!   requests in flight, and the keeper of a drive that rests.
+//! - A pipe hangs up when all copies of its other end are closed. Everything that can outlive the process holds a copy:
+//!   an io_uring with requests in flight, and the supervisor process that keeps the descriptors of a quiescent drive.
 #![expect(unsafe_code, reason = "pidfds have no safe interface in std")]
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::OnceLock;
 
-/// Number of descriptors that are signs.
+/// Number of descriptors that other processes watch.
 pub const SIGNS: usize = 2;
 
 static OF_THIS_PROCESS: OnceLock<Presence> = OnceLock::new();
 
-/// Descriptors that tell others of the end of this process, and of all that it began.
+/// Descriptors that show the end of this process and of everything that it started.
 #[derive(Debug)]
 pub struct Presence {
     process: OwnedFd,
@@ -27,10 +27,11 @@ pub struct Presence {
 }
 
 impl Presence {
-    /// Returns the signs of this process, and makes them first if need be. What begins after that is covered by them.
+    /// Returns the descriptors of this process, and creates them at the first call. They cover everything that is
+    /// started later.
     ///
     /// # Errors
-    /// The kernel's error.
+    /// Returns the kernel's error.
     pub fn announce() -> io::Result<&'static Self> {
         if let Some(announced) = OF_THIS_PROCESS.get() {
             return Ok(announced);
@@ -44,29 +45,29 @@ impl Presence {
         Ok(OF_THIS_PROCESS.get_or_init(|| made))
     }
 
-    /// Returns the signs: a pidfd, which becomes readable, and a pipe, which hangs up. Nothing of the process is left once both
-    /// have come.
+    /// Returns the descriptors: a pidfd, which becomes readable, and a pipe, which hangs up. After both events, nothing
+    /// of the process is left.
     #[must_use]
     pub fn signs(&self) -> [BorrowedFd<'_>; SIGNS] {
         [self.process.as_fd(), self.hangs_up.as_fd()]
     }
 }
 
-/// Returns the descriptor that everything keeps open which can go on without this process. `None` if the process
-/// has announced no signs.
+/// Returns the descriptor that must be kept open by everything that can outlive this process. `None` if
+/// [`Presence::announce`] was not called.
 #[must_use]
 pub fn held() -> Option<BorrowedFd<'static>> {
     OF_THIS_PROCESS.get().map(|presence| presence.held.as_fd())
 }
 
-/// Opens a pidfd, which is close-on-exec.
+/// Opens a pidfd of this process, which is close-on-exec.
 fn open_this_process() -> io::Result<OwnedFd> {
     // SAFETY: the call has no arguments, and cannot fail.
     let own = unsafe { libc::getpid() };
-    // SAFETY: the call takes numbers alone.
+    // SAFETY: the call only takes numbers.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, own, 0) };
     match RawFd::try_from(fd) {
-        // SAFETY: the kernel opened the descriptor for this process, and nothing else knows of it yet.
+        // SAFETY: the kernel opened the descriptor for this process, and nothing else uses it yet.
         Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         _ => Err(io::Error::last_os_error()),
     }

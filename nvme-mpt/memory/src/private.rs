@@ -1,11 +1,11 @@
-//! Memory that only this process writes: page-aligned, and known to a host controller.
+//! Page-aligned memory that only this process writes, and that a host controller reads.
 #![expect(unsafe_code, reason = "a mapping of our own as a slice")]
 
 use std::io;
 
 use super::{Mapping, RawBytes};
 
-/// Zeroed 64-bit words at page boundaries. No guest can write them.
+/// Zeroed 64-bit words at page boundaries, which no guest can write.
 #[derive(Debug)]
 pub struct PrivateWords {
     mapping: Mapping,
@@ -13,11 +13,10 @@ pub struct PrivateWords {
 }
 
 impl PrivateWords {
-    /// `len` words. Memory is taken when a page is first written.
+    /// Creates `len` words. A page is allocated when it is first written.
     ///
     /// # Errors
-    /// Returns the kernel's error when it has none to give; `InvalidInput` for more words than there are
-    /// addresses.
+    /// Returns the kernel's error if there is not enough memory; `InvalidInput` if the size overflows.
     pub fn new(len: usize) -> io::Result<Self> {
         let bytes = len.checked_mul(8).ok_or(io::ErrorKind::InvalidInput)?;
         Ok(Self {
@@ -26,12 +25,12 @@ impl PrivateWords {
         })
     }
 
-    /// The words, to be changed.
+    /// Returns the words as a mutable slice.
     #[inline]
     pub fn as_mut_slice(&mut self) -> &mut [u64] {
-        // SAFETY: the mapping has `len` words, is aligned to a page, initialised to zeroes and
-        // private to this process. It is reached through this value only, which is borrowed for as
-        // long as the slice lives. (`bytes` borrows it too.)
+        // SAFETY: the mapping has `len` words, is aligned to a page, initialised to zeroes and private to this process.
+        // It is only accessed through this value, which is borrowed for as long as the slice lives. (`bytes` borrows it
+        // too.)
         unsafe {
             std::slice::from_raw_parts_mut(self.mapping.start().cast::<u64>().as_ptr(), self.len)
         }
@@ -44,7 +43,7 @@ impl PrivateWords {
         &self.mapping
     }
 
-    /// The `len` bytes from `offset`, or `None` if they do not all lie inside.
+    /// Returns the `len` bytes from `offset`; `None` if they are not all inside.
     #[inline]
     #[must_use]
     pub fn bytes(&self, offset: usize, len: usize) -> Option<RawBytes<'_>> {

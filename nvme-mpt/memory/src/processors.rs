@@ -1,4 +1,4 @@
-//! Processors that threads may run on: sets of them, and the system calls that read and change those of a thread.
+//! Sets of processors, and system calls for the CPU affinity of threads.
 #![expect(
     unsafe_code,
     reason = "sched_getaffinity, sched_setaffinity and gettid have no safe interface in std"
@@ -7,7 +7,7 @@
 use std::fmt;
 use std::io;
 
-/// Number of processors that a [`ProcessorSet`] has room for (glibc, `CPU_SETSIZE`).
+/// Number of processors that a [`ProcessorSet`] can represent (glibc, `CPU_SETSIZE`).
 pub const PROCESSORS_MAX: usize = 1024;
 
 /// A set of the host's processors.
@@ -19,7 +19,7 @@ const _: () = assert!(size_of::<ProcessorSet>() == size_of::<libc::cpu_set_t>())
 const _: () = assert!(align_of::<ProcessorSet>() == align_of::<libc::cpu_set_t>());
 
 impl ProcessorSet {
-    /// Returns the set of one processor; `None` for a number from [`PROCESSORS_MAX`] on.
+    /// Returns the set of one processor; `None` if the number is not below [`PROCESSORS_MAX`].
     #[must_use]
     pub fn of(processor: usize) -> Option<Self> {
         let mut set = Self::default();
@@ -27,8 +27,8 @@ impl ProcessorSet {
         Some(set)
     }
 
-    /// Reads a list as the kernel writes it, such as `0-3,8` (Linux, `Documentation/admin-guide/cputopology.rst`). Parts
-    /// of another form, and numbers from [`PROCESSORS_MAX`] on, are left out.
+    /// Parses a list as the kernel prints it, such as `0-3,8` (Linux, `Documentation/admin-guide/cputopology.rst`).
+    /// Invalid parts, and numbers that are not below [`PROCESSORS_MAX`], are ignored.
     #[must_use]
     pub fn of_list(list: &str) -> Self {
         let range = |part: &str| {
@@ -50,30 +50,30 @@ impl ProcessorSet {
         word.is_some_and(|word| word & 1 << (processor % 64) != 0)
     }
 
-    /// Returns whether there is no processor in it.
+    /// Returns whether the set is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Returns its processors, in ascending order.
+    /// Returns the processors in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = usize> {
         (0..PROCESSORS_MAX).filter(move |processor| self.contains(*processor))
     }
 
-    /// Returns the processors that are in both.
+    /// Returns the intersection of both sets.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
         self.each(other, |own, other| own & other)
     }
 
-    /// Returns the processors that are in either.
+    /// Returns the union of both sets.
     #[must_use]
     pub fn or(&self, other: &Self) -> Self {
         self.each(other, |own, other| own | other)
     }
 
-    /// Returns its processors that are not in `other`.
+    /// Returns the processors that are not in `other`.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {
         self.each(other, |own, other| own & !other)
@@ -93,7 +93,7 @@ impl ProcessorSet {
 }
 
 impl fmt::Display for ProcessorSet {
-    /// Writes the numbers, joined by `+` as in options.
+    /// Formats the numbers, joined by `+` as in options.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, processor) in self.iter().enumerate() {
             let joint = if index == 0 { "" } else { "+" };
@@ -109,12 +109,12 @@ impl fmt::Debug for ProcessorSet {
     }
 }
 
-/// A thread of this host, by its number (gettid(2)).
+/// Id of a thread of this host (gettid(2)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ThreadId(pub i32);
 
 impl ThreadId {
-    /// Returns that of the calling thread.
+    /// Returns the id of the calling thread.
     #[must_use]
     pub fn of_this_thread() -> Self {
         #[cfg(simulation)]
@@ -136,7 +136,7 @@ impl ThreadId {
 /// Returns the processors that the calling thread may run on.
 ///
 /// # Errors
-/// Returns the kernel's error; `EINVAL` on a host with more than [`PROCESSORS_MAX`].
+/// Returns the kernel's error; `EINVAL` on a host with more than [`PROCESSORS_MAX`] processors.
 pub fn own_processors() -> io::Result<ProcessorSet> {
     processors_of(0)
 }
@@ -144,7 +144,7 @@ pub fn own_processors() -> io::Result<ProcessorSet> {
 fn processors_of(thread: libc::pid_t) -> io::Result<ProcessorSet> {
     let mut set = ProcessorSet::default();
     let raw = set.0.as_mut_ptr().cast::<libc::cpu_set_t>();
-    // SAFETY: the set has the size and the alignment of a `cpu_set_t`, as is asserted above, and any bits are valid.
+    // SAFETY: the set has the size and alignment of a `cpu_set_t`, as asserted above, and any bits are valid.
     let answer = unsafe { libc::sched_getaffinity(thread, size_of::<ProcessorSet>(), raw) };
     if answer < 0 {
         return Err(io::Error::last_os_error());
@@ -152,30 +152,30 @@ fn processors_of(thread: libc::pid_t) -> io::Result<ProcessorSet> {
     Ok(set)
 }
 
-/// Lets the calling thread run on these processors only.
+/// Restricts the calling thread to these processors.
 ///
 /// # Errors
-/// Returns the kernel's error; `EINVAL` if it may run on none of them.
+/// Returns the kernel's error; `EINVAL` if none of them is allowed.
 pub fn run_on(processors: &ProcessorSet) -> io::Result<()> {
     let raw = processors.as_raw();
-    // SAFETY: the set has the size and the alignment of a `cpu_set_t`; thread 0 is the calling one.
+    // SAFETY: the set has the size and alignment of a `cpu_set_t`; thread 0 is the calling thread.
     if unsafe { libc::sched_setaffinity(0, size_of::<ProcessorSet>(), raw) } < 0 {
         return Err(io::Error::last_os_error());
     }
     Ok(())
 }
 
-/// Lets the calling thread run on one processor only.
+/// Restricts the calling thread to one processor.
 ///
 /// # Errors
-/// Returns the kernel's error; `InvalidInput` for a number that no processor has.
+/// Returns the kernel's error; `InvalidInput` for an invalid number.
 pub fn pin_this_thread(processor: usize) -> io::Result<()> {
     let set = ProcessorSet::of(processor).ok_or(io::ErrorKind::InvalidInput)?;
     run_on(&set)
 }
 
-/// Returns whether the processors are those of a virtual machine: CPUID leaf 1, bit 31 of ECX, which hypervisors set
-/// (AMD64 APM, volume 3, section E.3.2). `false` where there is no such bit.
+/// Returns whether this is a virtual machine: hypervisors set bit 31 of ECX in CPUID leaf 1 (AMD64 APM, volume 3,
+/// section E.3.2). Returns `false` on architectures without this bit.
 #[must_use]
 pub fn are_virtual() -> bool {
     #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Records of commands in flight, in memory that outlives the process that writes them.
+//! Records of in-flight commands, in memory that outlives the process that writes them.
 #![expect(unsafe_code, reason = "writes records into shared memory")]
 
 use std::mem::offset_of;
@@ -10,36 +10,36 @@ use zerocopy::transmute;
 use super::{Access, Mapping};
 use nvme_spec::sqe::Sqe;
 
-/// A record: a command, whose Metadata Pointer has given its place to the mark.
+/// A record: a command with the mark in place of its Metadata Pointer.
 type Record = [u64; size_of::<Sqe>() / size_of::<u64>()];
 
-/// Word of a record that is its mark.
+/// Index of the mark in a record.
 const MARK: usize = offset_of!(Sqe, mptr) / size_of::<u64>();
 
-/// Records of a queue's slots. Each has a command and a mark, which is 0 while the slot has none.
+/// Records of a queue's slots. Each has a command and a mark, which is 0 if the slot has no command.
 ///
-/// No namespace here has metadata, so a Metadata Pointer says nothing. It is not recorded.
+/// No namespace here has metadata, so a Metadata Pointer is meaningless and not recorded.
 ///
-/// The process that writes them may end between any two instructions. Stores of one thread are there in program order
-/// then, whatever the processor: an instruction has taken effect or not when a signal ends the process. So the order
-/// of the instructions alone matters here, which fences of the compiler keep.
+/// The writing process may end between any two instructions. The stores of one thread then appear in program order with
+/// any processor, because an instruction has either taken effect or not when a signal ends the process. So only the
+/// order of the instructions matters here, and compiler fences preserve it.
 #[derive(Debug)]
 pub struct SlotRecords {
     first: *mut Record,
     _mapping: Arc<Mapping>,
 }
 
-// SAFETY: the records are only read and written by volatile and atomic access, and the mapping is kept.
+// SAFETY: the records are only read and written by volatile and atomic access, and the mapping is kept alive.
 unsafe impl Send for SlotRecords {}
 
 impl SlotRecords {
     /// Number of slots.
     pub const COUNT: u16 = 1024;
 
-    /// Bytes of all records.
+    /// Size of all records in bytes.
     pub const BYTES: usize = Self::COUNT as usize * size_of::<Record>();
 
-    /// The records at `offset`. `None` if they are not aligned or do not lie inside a mapping that can be written.
+    /// Returns the records at `offset`; `None` if they are not aligned or not inside a writable mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize) -> Option<Self> {
         if mapping.access() != Access::ReadWrite || !offset.is_multiple_of(size_of::<Record>()) {
@@ -49,14 +49,14 @@ impl SlotRecords {
             .bytes(offset, Self::BYTES)?
             .as_ptr()
             .cast::<Record>();
-        // Copies are made in parts of 16 bytes.
+        // Records are copied in units of 16 bytes.
         first.addr().is_multiple_of(16).then(|| Self {
             first,
             _mapping: mapping.clone(),
         })
     }
 
-    /// Returns the record of a slot. Numbers begin anew beyond the last slot, so each has one.
+    /// Returns the record of a slot. The slot number wraps, so it is always valid.
     #[inline(always)]
     fn at(&self, slot: u16) -> *mut Record {
         self.first.wrapping_add(usize::from(slot % Self::COUNT))
@@ -67,7 +67,7 @@ impl SlotRecords {
         record.cast::<u64>().wrapping_add(index)
     }
 
-    /// Stores a command, and then its mark. All that follows in the program follows in memory.
+    /// Stores a command, and then its mark. Later stores of the program come after both.
     #[inline(always)]
     pub fn record(&self, slot: u16, command: &Sqe, mark: u64) {
         let record = self.at(slot);
@@ -76,8 +76,8 @@ impl SlotRecords {
             crate::simulation::Step::Record,
             [slot.into(), command.cid().0.into()],
         );
-        // SAFETY: the record lies inside the mapping by the constructor's check and `at`. The stores are volatile, as
-        // another process reads it.
+        // SAFETY: the record lies inside the mapping by the constructor's check and `at`. The stores are volatile,
+        // because another process reads the record.
         #[cfg(target_arch = "x86_64")]
         unsafe {
             use core::arch::x86_64::__m128i;
@@ -104,13 +104,13 @@ impl SlotRecords {
         Self::store_mark(record, slot, mark);
     }
 
-    /// Stores a mark, between all that comes before it in the program and all that follows.
+    /// Stores a mark after all earlier stores of the program and before all later ones.
     #[inline(always)]
     pub fn set_mark(&self, slot: u16, mark: u64) {
         Self::store_mark(self.at(slot), slot, mark);
     }
 
-    /// As [`Self::set_mark`], in the record of the slot.
+    /// Like [`Self::set_mark`], with the record of the slot.
     #[inline(always)]
     #[cfg_attr(
         not(simulation),
@@ -138,7 +138,7 @@ impl SlotRecords {
         u64::from_le(mark)
     }
 
-    /// Copies the command of a slot out, without a Metadata Pointer.
+    /// Copies the command out of a slot, with a Metadata Pointer of 0.
     #[must_use]
     pub fn command(&self, slot: u16) -> Sqe {
         // SAFETY: as in `record`.

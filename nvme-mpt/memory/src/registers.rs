@@ -1,20 +1,20 @@
-//! A device's registers: words that are read and written as a whole, in program order.
+//! Device registers: words that are accessed as a whole and in program order.
 #![expect(unsafe_code, reason = "volatile access to a device's registers")]
 
 use std::sync::Arc;
 
 use super::Mapping;
 
-/// The registers in a [`Mapping`], little-endian as on PCI.
+/// Registers in a [`Mapping`], little-endian as on PCI.
 ///
-/// After the device is gone, all registers read as ones, also those written since.
+/// After the device is gone, all registers read as ones, even after writes.
 #[derive(Clone, Debug)]
 pub struct Registers {
     mapping: Arc<Mapping>,
 }
 
 impl Registers {
-    /// The registers in this mapping.
+    /// Creates access to the registers of a mapping.
     #[must_use]
     pub fn new(mapping: Arc<Mapping>) -> Self {
         Self { mapping }
@@ -34,7 +34,7 @@ impl Registers {
         word.is_aligned().then_some(word)
     }
 
-    /// The 32-bit register at `offset`; `None` if there is none, or none aligned.
+    /// Reads the 32-bit register at `offset`; `None` if it is not aligned or not inside.
     #[inline]
     #[must_use]
     pub fn read32(&self, offset: usize) -> Option<u32> {
@@ -50,7 +50,7 @@ impl Registers {
         })
     }
 
-    /// The 64-bit register at `offset`, in one access.
+    /// Reads the 64-bit register at `offset` in one access; `None` if it is not aligned or not inside.
     #[inline]
     #[must_use]
     pub fn read64(&self, offset: usize) -> Option<u64> {
@@ -66,7 +66,7 @@ impl Registers {
         })
     }
 
-    /// Writes the 32-bit register at `offset`; `None` if there is none, or none aligned.
+    /// Writes the 32-bit register at `offset`; `None` if it is not aligned or not inside.
     #[inline]
     pub fn write32(&self, offset: usize, value: u32) -> Option<()> {
         #[cfg(simulation)]
@@ -77,7 +77,7 @@ impl Registers {
         Some(())
     }
 
-    /// Writes the 64-bit register at `offset`, in one access.
+    /// Writes the 64-bit register at `offset` in one access; `None` if it is not aligned or not inside.
     #[inline]
     pub fn write64(&self, offset: usize, value: u64) -> Option<()> {
         #[cfg(simulation)]

@@ -1,4 +1,4 @@
-//! The entries of queues, and a guest's submission and completion rings, an entry at a time.
+//! Queue entries, and access to a guest's submission and completion rings, one entry at a time.
 #![expect(unsafe_code, reason = "reads and writes queue entries in guest memory")]
 
 use std::sync::Arc;
@@ -10,37 +10,37 @@ use super::{Access, Mapping};
 use nvme_spec::cqe::Cqe;
 use nvme_spec::sqe::Sqe;
 
-/// A Submission Queue's entry, as it lies in memory.
+/// Entry of a Submission Queue in memory.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SubmissionEntry(pub(crate) [u64; 8]);
 
-/// A Completion Queue's entry, as it lies in memory.
+/// Entry of a Completion Queue in memory.
 pub(crate) type CompletionEntry = [AtomicU64; 2];
 
-/// The entries of a ring, and where they are: of a guest's ring or of a drive's.
+/// Location of the entries of a ring, of a guest or of a drive.
 ///
-/// Most rings lie in one stretch of our address space. A guest behind a virtual IOMMU has the pages of a ring
-/// mapped one by one, and they lie anywhere. Then entries beyond the first stretch are found by their page. Entries
-/// of a ring in one stretch cost nothing for this, as their index is to be checked anyway.
+/// Most rings are contiguous in our address space. A guest behind a virtual IOMMU maps the pages of a ring one by one,
+/// so they may be anywhere. Entries after the first contiguous part are then found by their page. This costs nothing
+/// for contiguous rings, because the index has to be checked anyway.
 #[derive(Debug)]
 pub(crate) struct Entries<T> {
     first: *const T,
-    /// Entries that follow one another from `first` on.
+    /// Number of contiguous entries from `first` on.
     in_first_stretch: u32,
     entries: u32,
-    /// All pages, where there is more than one stretch.
+    /// All pages, if the ring is not contiguous.
     pages: Box<[*const u8]>,
-    /// Mappings that are kept: that of the first stretch, and the others.
+    /// Mappings that are kept alive: the first part's, and the others.
     mapping: Arc<Mapping>,
     _others: Box<[Arc<Mapping>]>,
 }
 
-/// Memory page size of guest controllers and of drives' controllers, in bytes: `CC.MPS` = 0 is the only
-/// size offered (Base 2.0, section 3.1.3.5). It does not depend on the page size of the host's kernel.
+/// Memory page size of guest controllers and host controllers, in bytes. Only `CC.MPS` = 0 is offered (Base 2.0,
+/// section 3.1.3.5). Independent of the page size of the host's kernel.
 pub const PAGE_SIZE: u64 = 4096;
 
-/// Bytes of a ring's pages, which divide into whole entries.
+/// Size of a ring's pages in bytes, a multiple of the size of an entry.
 const PAGE: usize = PAGE_SIZE as usize;
 
 impl<T> Entries<T> {
@@ -95,13 +95,13 @@ impl<T> Entries<T> {
         })
     }
 
-    /// Returns the mapping that the first entry lies in.
+    /// Returns the mapping that contains the first entry.
     #[inline]
     pub(crate) const fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 
-    /// Returns the address of an entry, in a mapping that is kept.
+    /// Returns the address of an entry, in a mapping that is kept alive.
     ///
     /// # Panics
     /// If there is no such entry.
@@ -113,8 +113,8 @@ impl<T> Entries<T> {
         self.beyond_first_stretch(index)
     }
 
-    /// Returns the address of an entry of a ring in one stretch, in a mapping that is kept. An index beyond the ring
-    /// gives an address that must not be used.
+    /// Returns the address of an entry of a contiguous ring, in a mapping that is kept alive. For an index beyond the
+    /// ring, the address must not be used.
     #[inline]
     pub(crate) fn at_in_one_stretch(&self, index: u32) -> *const T {
         debug_assert!(index < self.in_first_stretch);
@@ -131,43 +131,42 @@ impl<T> Entries<T> {
     }
 }
 
-/// A Submission Queue's entries, read only (Base 2.0, section 3.3.3.1).
+/// Entries of a Submission Queue, read only (Base 2.0, section 3.3.3.1).
 #[derive(Debug)]
 pub struct SubmissionRing(Entries<SubmissionEntry>);
 
-// SAFETY: the entries are only copied out by volatile reads, and the mappings are kept.
+// SAFETY: the entries are only copied out by volatile reads, and the mappings are kept alive.
 unsafe impl Send for SubmissionRing {}
 
 impl SubmissionRing {
-    /// The ring of `entries` entries at `offset`, or `None` if it is not aligned to an entry's
-    /// words or does not lie inside the mapping.
+    /// Creates a ring of `entries` entries at `offset`; `None` if it is not aligned to an entry or not inside the
+    /// mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         Entries::in_one_stretch(mapping, offset, entries).map(Self)
     }
 
-    /// The ring of `entries` entries in these pages: mappings, and offsets in them. `None` if they are not as many
-    /// as the ring needs, or not aligned, or do not lie inside their mappings.
+    /// Creates a ring of `entries` entries in these pages, each a mapping and an offset in it. Returns `None` if the
+    /// number of pages is wrong, or if a page is not aligned or not inside its mapping.
     #[must_use]
     pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
         Entries::in_pages(pages, entries).map(Self)
     }
 
-    /// Copies an entry out of guest memory: the one read of it.
+    /// Copies an entry out of guest memory with a single read.
     ///
     /// # Panics
-    /// If there is no such entry: indices are the caller's own, never a guest's word.
+    /// If there is no such entry: indices are the caller's own, never a guest's value.
     #[inline]
     #[must_use]
     pub fn read(&self, index: u32) -> Sqe {
         self.read_ahead(index, 0)
     }
 
-    /// As [`Self::read`]. Asks the processor to fetch the entry that lies so many entries behind it in memory. There
-    /// may be none.
+    /// Like [`Self::read`], and prefetches the entry `ahead` entries further on in memory, which need not exist.
     ///
     /// # Panics
-    /// As [`Self::read`].
+    /// Like [`Self::read`].
     #[inline]
     #[must_use]
     pub fn read_ahead(&self, index: u32, ahead: u32) -> Sqe {
@@ -175,8 +174,8 @@ impl SubmissionRing {
         crate::simulation::turn(crate::simulation::Step::ReadEntry, [index.into(), 0]);
         let entry = self.0.at(index);
         fetch(entry.wrapping_add(ahead as usize));
-        // SAFETY: the entry lies inside a mapping by the constructor's check and `at`, aligned to 64 bytes; volatile, as
-        // the guest may write it at any time.
+        // SAFETY: the entry lies inside a mapping by the constructor's check and `at`, aligned to 64 bytes; volatile,
+        // as the guest may write it at any time.
         #[cfg(target_arch = "x86_64")]
         let words: [u64; 8] = unsafe {
             use core::arch::x86_64::__m128i;
@@ -195,14 +194,14 @@ impl SubmissionRing {
         transmute!(words)
     }
 
-    /// Asks the processor to fetch an entry that is read soon, of the first stretch. Any index is safe to name.
+    /// Prefetches an entry of the first contiguous part. Any index is safe.
     #[inline]
     pub fn prefetch(&self, index: u32) {
         fetch(self.0.first.wrapping_add(index as usize));
     }
 }
 
-/// Asks the processor to fetch an entry. Any address is safe to name.
+/// Prefetches an entry. Any address is safe.
 #[inline(always)]
 #[cfg_attr(
     not(target_arch = "x86_64"),
@@ -217,16 +216,16 @@ fn fetch(entry: *const SubmissionEntry) {
     }
 }
 
-/// A Completion Queue's entries, write only (Base 2.0, section 3.3.3.2).
+/// Entries of a Completion Queue, write only (Base 2.0, section 3.3.3.2).
 #[derive(Debug)]
 pub struct CompletionRing(Entries<CompletionEntry>);
 
-// SAFETY: the entries are only stored to atomically, and the mappings are kept.
+// SAFETY: the entries are only stored to atomically, and the mappings are kept alive.
 unsafe impl Send for CompletionRing {}
 
 impl CompletionRing {
-    /// The ring of `entries` entries at `offset`. `None` if it is not aligned to an entry's words
-    /// or does not lie inside a mapping that can be written.
+    /// Creates a ring of `entries` entries at `offset`; `None` if it is not aligned to an entry's words or not inside a
+    /// writable mapping.
     #[must_use]
     pub fn new(mapping: &Arc<Mapping>, offset: usize, entries: u32) -> Option<Self> {
         if mapping.access() != Access::ReadWrite {
@@ -235,7 +234,7 @@ impl CompletionRing {
         Entries::in_one_stretch(mapping, offset, entries).map(Self)
     }
 
-    /// As [`SubmissionRing::in_pages`], in mappings that can be written.
+    /// Like [`SubmissionRing::in_pages`], with writable mappings.
     #[must_use]
     pub fn in_pages(pages: &[(Arc<Mapping>, usize)], entries: u32) -> Option<Self> {
         let is_writable = |(mapping, _): &(Arc<Mapping>, _)| mapping.access() == Access::ReadWrite;
@@ -245,16 +244,16 @@ impl CompletionRing {
         Entries::in_pages(pages, entries).map(Self)
     }
 
-    /// Publishes an entry: the half with the Phase Tag last, after everything before it.
+    /// Publishes an entry. The half with the Phase Tag is stored last, with release ordering.
     ///
     /// # Panics
-    /// If there is no such entry: indices are the caller's own, never a guest's word.
+    /// If there is no such entry: indices are the caller's own, never a guest's value.
     #[inline]
     pub fn publish(&self, index: u32, entry: Cqe) {
         #[cfg(simulation)]
         crate::simulation::publishes(entry);
-        // SAFETY: the entry lies inside a mapping, which is writable, by the constructor's check and `at`; the
-        // guest reads it as words.
+        // SAFETY: the entry lies inside a mapping, which is writable, by the constructor's check and `at`; the guest
+        // reads it as words.
         let [low, high] = unsafe { &*self.0.at(index) };
         low.store(entry.low, Ordering::Relaxed);
         #[cfg(simulation)]

@@ -1,14 +1,13 @@
-//! Memory that goes away while it is mapped.
+//! Memory that becomes inaccessible while it is mapped.
 //!
-//! A client hands over guest memory as a file descriptor and can truncate the file later; a drive
-//! can be pulled while its registers are mapped; hardware can lose a page. Touching what is not there
-//! any more raises SIGBUS, which would end the process and with it every other guest. The handler here
-//! puts pages in the place of what was lost, and marks the mapping: zeroes for memory, ones for a
-//! device, as a bus reads without an answer. It replaces whole pages of the mapping's own size, as the
-//! kernel takes huge pages apart nowhere else. Faults anywhere else go to the handler that was there
-//! before, as a VMM has one for memory errors.
+//! A client passes guest memory as a file descriptor and can truncate the file later. A drive can be removed while its
+//! registers are mapped. Hardware can lose a page. An access then raises SIGBUS, which would end the process and affect
+//! all other guests. The handler here replaces the lost pages and marks the mapping: memory is replaced by zeroes, and
+//! a device by ones, like a bus read without a response. Whole pages of the mapping's own size are replaced, because
+//! the kernel cannot split huge pages otherwise. Faults at other addresses go to the previous handler, because a VMM
+//! may have one for memory errors.
 //!
-//! A VMM that installs a handler later has to call this one for addresses that are not its own.
+//! A VMM that installs a handler later must call this handler for addresses that are not its own.
 #![expect(unsafe_code, reason = "a signal handler that maps pages")]
 
 use std::fs::File;
@@ -23,17 +22,17 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use super::file_system::{host_page_size, memfd};
 use super::work::count_crash;
 
-/// Guarded mappings in one part of the table. The table grows by such parts, which stay: the handler may
-/// neither lock nor allocate, so what it reads must not go away. A VM takes one guard for each file of
-/// its memory, 256 at most (`dma`), so none takes those of others.
+/// Number of mappings in one part of the table. The table grows in such parts, which are never freed: the handler can
+/// neither lock nor allocate, so the data it reads must stay valid. A VM needs one entry for each file of its memory,
+/// at most 256 (`dma`), so it cannot use up the entries of others.
 const PART: usize = 256;
 
-/// Kind of a mapping, and thus of the bytes read where it was lost.
+/// Kind of a mapping, which determines the replacement of lost pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A file's memory, replaced to its end by zeroes: they stay for as long as the mapping does.
+    /// Memory of a file. A truncated file is replaced by zeroes to the end of the mapping, until it is unmapped.
     Memory,
-    /// A device's registers, replaced a page at a time by ones.
+    /// Registers of a device, replaced by ones one page at a time.
     Device,
 }
 
@@ -41,11 +40,11 @@ struct Entry {
     taken: AtomicBool,
     start: AtomicUsize,
     end: AtomicUsize,
-    /// Size of the mapping's pages: the host's, or that of huge pages.
+    /// Page size of the mapping: the host's, or a huge page size.
     page: AtomicUsize,
     device: AtomicBool,
     lost: AtomicBool,
-    /// Handlers that may be replacing pages of the mapping.
+    /// Number of handlers that may be replacing pages of the mapping.
     handlers: AtomicUsize,
 }
 
@@ -82,7 +81,7 @@ impl Part {
     }
 
     fn next(&self) -> Option<&'static Self> {
-        // SAFETY: the pointer is null or that of a part that was leaked, and never changes again.
+        // SAFETY: the pointer is null or points to a leaked part, and never changes again.
         unsafe { self.next.load(Ordering::Acquire).as_ref() }
     }
 }
@@ -91,23 +90,23 @@ static TABLE: Part = Part::new();
 
 static EPOCH: AtomicUsize = AtomicUsize::new(0);
 static HOST_PAGE: AtomicUsize = AtomicUsize::new(4096);
-/// A file of one host page of ones, made when the first device is mapped. It is never closed.
+/// File with one host page of ones, created when the first device is mapped and never closed.
 static ONES: AtomicI32 = AtomicI32::new(-1);
 
-/// Returns a number that changes whenever some mapping's memory was lost. One load shows a poller that
-/// no memory was. Devices do not count: their drivers report them.
+/// Returns a number that changes whenever memory of a mapping is lost. So a poller needs only one load to see that
+/// nothing was lost. Devices do not count, because their drivers report them.
 #[inline]
 #[must_use]
 pub fn lost_memory_epoch() -> usize {
     EPOCH.load(Ordering::Relaxed)
 }
 
-/// Notes that some mapping's memory was lost.
+/// Records that memory of a mapping was lost.
 pub(super) fn count_loss() {
     EPOCH.fetch_add(1, Ordering::Release);
 }
 
-/// The registration of one mapping.
+/// Registration of a mapping in the table.
 pub(super) struct Guard(&'static Entry);
 
 impl std::fmt::Debug for Guard {
@@ -117,7 +116,7 @@ impl std::fmt::Debug for Guard {
 }
 
 impl Guard {
-    /// Registers a mapping of pages of `page` bytes, from `start` on.
+    /// Registers a mapping with pages of `page` bytes.
     pub(super) fn new(start: NonNull<u8>, len: usize, page: usize, kind: Kind) -> io::Result<Self> {
         install_handler()?;
         if kind == Kind::Device {
@@ -129,7 +128,7 @@ impl Guard {
         entry.device.store(kind == Kind::Device, Ordering::Relaxed);
         entry.page.store(page, Ordering::Relaxed);
         entry.start.store(start, Ordering::Relaxed);
-        // The end last: an entry without an end contains no address.
+        // The end is stored last, because an entry with end 0 contains no address.
         entry.end.store(start + len, Ordering::SeqCst);
         Ok(Self(entry))
     }
@@ -147,12 +146,12 @@ impl Guard {
         }
     }
 
-    /// Puts ones in the place of the whole device, as if it were gone already: the kernel's mapping
-    /// of it, which would keep it from being removed, ends here.
+    /// Replaces the whole device by ones, as if it were gone. This ends the kernel's mapping of the device, which would
+    /// prevent its removal.
     pub(super) fn give_up_device(&self) -> io::Result<()> {
         let entry = self.0;
         let host_page = HOST_PAGE.load(Ordering::Relaxed);
-        // Before its pages: a user that reads ones of no register must find it lost.
+        // Set before the pages are replaced: a user that reads ones must also see the mapping as lost.
         entry.lost.store(true, Ordering::Release);
         for page in entry.range().step_by(host_page) {
             if !put_ones(page) {
@@ -167,8 +166,8 @@ impl Drop for Guard {
     fn drop(&mut self) {
         let entry = self.0;
         entry.end.store(0, Ordering::SeqCst);
-        // A handler that came before, for a memory error that no access of ours found, replaces pages of
-        // a range that will be another mapping's. It makes one system call.
+        // A handler that is still running, for a memory error that no access of ours hit, would replace pages of a
+        // range that another mapping may get. It makes one system call.
         while entry.handlers.load(Ordering::SeqCst) != 0 {
             hint::spin_loop();
         }
@@ -200,12 +199,12 @@ fn take_entry() -> &'static Entry {
     }
 }
 
-/// The action for SIGBUS that was there before ours.
+/// Previous action for SIGBUS.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
-/// It was to be used once, and was.
+/// True after the previous action was used, if it was one-shot.
 static PREVIOUS_USED: AtomicBool = AtomicBool::new(false);
 
-/// Installs the handler, unless it is there.
+/// Installs the handler if it is not installed yet.
 pub(super) fn install_handler() -> io::Result<()> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
     let mut installed = lock(&INSTALLED);
@@ -213,10 +212,10 @@ pub(super) fn install_handler() -> io::Result<()> {
         return Ok(());
     }
     HOST_PAGE.store(host_page_size(), Ordering::Relaxed);
-    // SAFETY: both actions are fully initialised, and the handler is async-signal-safe: it uses atomics
-    // of tables that stay, and the mmap, sigaction and kill system calls only.
+    // SAFETY: both actions are fully initialised, and the handler is async-signal-safe: it only uses atomics of tables
+    // that are never freed, and the mmap, sigaction and kill system calls.
     unsafe {
-        // Remembered before ours is there, which may be called at once.
+        // Stored before our handler is installed, which may be called at once.
         let mut previous = std::mem::zeroed::<libc::sigaction>();
         if libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut previous) < 0 {
             return Err(io::Error::last_os_error());
@@ -224,7 +223,7 @@ pub(super) fn install_handler() -> io::Result<()> {
         let previous = PREVIOUS.get_or_init(|| previous);
         let mut action = std::mem::zeroed::<libc::sigaction>();
         action.sa_sigaction = on_sigbus as *const () as usize;
-        // The previous handler runs in ours, with the mask and on the stack that it asked for.
+        // The previous handler runs within ours, with the mask and on the stack that it requested.
         let inherited = libc::SA_ONSTACK | libc::SA_NODEFER | libc::SA_RESTART;
         action.sa_mask = previous.sa_mask;
         action.sa_flags = libc::SA_SIGINFO
@@ -245,7 +244,7 @@ fn is_handler(action: &libc::sigaction) -> bool {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The state under these locks is complete after each step.
+    // The state under these locks is consistent after each step.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -260,10 +259,10 @@ fn make_ones() -> io::Result<()> {
     Ok(())
 }
 
-/// Why there is no memory at an address.
+/// Reason why memory at an address is inaccessible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cause {
-    /// The file ends before it, or has no memory to give.
+    /// The file ends before the address, or has no memory left.
     CutShort,
     /// The hardware lost a page.
     MemoryError,
@@ -274,19 +273,18 @@ extern "C" fn on_sigbus(
     info: *mut libc::siginfo_t,
     context: *mut libc::c_void,
 ) {
-    // SAFETY: the address of this thread's errno, which code that the signal interrupted may be about to
-    // read.
+    // SAFETY: the address of this thread's errno, which the interrupted code may be about to read.
     let errno = unsafe { *libc::__errno_location() };
     // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler.
     let (address, code) = unsafe { ((*info).si_addr() as usize, (*info).si_code) };
     let cause = match code {
         libc::BUS_MCEERR_AR | libc::BUS_MCEERR_AO => Some(Cause::MemoryError),
         libc::BUS_ADRERR | libc::BUS_OBJERR => Some(Cause::CutShort),
-        // Other codes, those of signals that a process sent among them, come without an address.
+        // Other codes have no address, for example those of signals sent by a process.
         _ => None,
     };
     if !cause.is_some_and(|cause| replace_lost_pages(address, cause)) {
-        // A fault is raised again on return; what is no fault is not.
+        // A fault is raised again on return; other signals are not.
         let is_fault = code > 0 && code != libc::BUS_MCEERR_AO;
         count_crash(info, is_fault);
         let previous = PREVIOUS.get().filter(|previous| {
@@ -299,7 +297,7 @@ extern "C" fn on_sigbus(
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Does what would have been done without our handler, whose signal had the action `previous` before.
+/// Does what would happen without our handler: `previous` is the previous action of the signal.
 pub(super) fn pass_on(
     previous: Option<&libc::sigaction>,
     signal: libc::c_int,
@@ -309,8 +307,8 @@ pub(super) fn pass_on(
 ) {
     match previous {
         Some(previous) if is_handler(previous) => {
-            // SAFETY: it is the address of a function that its owner registered with the kernel, to be
-            // called with these arguments.
+            // SAFETY: it is the address of a function that its owner registered with the kernel, to be called with
+            // these arguments.
             unsafe {
                 if previous.sa_flags & libc::SA_SIGINFO != 0 {
                     let handler: extern "C" fn(
@@ -328,8 +326,8 @@ pub(super) fn pass_on(
         }
         Some(previous) if previous.sa_sigaction == libc::SIG_IGN && !is_fault => {}
         _ => {
-            // SAFETY: with the default action, the fault is raised again on return, or the signal is sent
-            // again. Either ends the process as it would have without us.
+            // SAFETY: with the default action, the fault is raised again on return, or the signal is sent again. Either
+            // ends the process as it would have without us.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
                 if !is_fault {
@@ -348,7 +346,8 @@ fn replace_lost_pages(address: usize, cause: Cause) -> bool {
                 continue;
             }
             entry.handlers.fetch_add(1, Ordering::SeqCst);
-            // Looked at again: now the mapping stays until this is done, or was gone before.
+            // Checked again after `handlers` was incremented: either the mapping now stays until this is done, or it is
+            // already gone.
             let range = entry.range();
             let replaced = range.contains(&address) && replace_in(entry, range, address, cause);
             entry.handlers.fetch_sub(1, Ordering::SeqCst);
@@ -363,15 +362,15 @@ fn replace_lost_pages(address: usize, cause: Cause) -> bool {
 
 fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) -> bool {
     if entry.device.load(Ordering::Relaxed) {
-        // Before its page, as in `give_up_device`.
+        // Set before the page is replaced, as in `give_up_device`.
         entry.lost.store(true, Ordering::Release);
         let page = HOST_PAGE.load(Ordering::Relaxed);
         return put_ones(address - address % page);
     }
     let lost = lost_part(&range, entry.page.load(Ordering::Relaxed), address, cause);
-    // Before its pages, as in `give_up_device`: who copied to zeroes must find it lost.
+    // Set before the pages are replaced: code that copied to the zeroes must see the mapping as lost.
     entry.lost.store(true, Ordering::Release);
-    // If the kernel has no room for one more mapping, the whole range is replaced, which needs none.
+    // If the kernel's limit of mappings is reached, the whole range is replaced, which needs no additional mapping.
     if !put_zeroes(lost) && !put_zeroes(range) {
         return false;
     }
@@ -379,25 +378,25 @@ fn replace_in(entry: &Entry, range: Range<usize>, address: usize, cause: Cause) 
     true
 }
 
-/// Returns the part of a mapping of memory that is replaced, in whole pages of it.
+/// Returns the part of a memory mapping that is replaced, in whole pages of the mapping.
 fn lost_part(mapping: &Range<usize>, page: usize, address: usize, cause: Cause) -> Range<usize> {
     let start = address - (address - mapping.start) % page;
     let end = match cause {
-        // A file that was cut short has lost the bytes that follow as well.
+        // A truncated file has lost the following bytes as well.
         Cause::CutShort => mapping.end,
         Cause::MemoryError => mapping.end.min(start + page),
     };
     start..end
 }
 
-/// Replaces pages of a registered mapping.
+/// Replaces pages of a registered mapping by zeroes.
 fn put_zeroes(pages: Range<usize>) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
     put(pages.start, pages.len(), flags, -1)
 }
 
-/// Replaces one host page of a registered mapping. The exchange is a single step: an access finds the device or
-/// ones. Later writes go to a copy of the page.
+/// Replaces one host page of a registered mapping by ones. The replacement is atomic: an access reaches either the
+/// device or the ones. Later writes go to a private copy of the page.
 fn put_ones(page: usize) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let len = HOST_PAGE.load(Ordering::Relaxed);
@@ -405,8 +404,8 @@ fn put_ones(page: usize) -> bool {
 }
 
 fn put(start: usize, len: usize, flags: libc::c_int, fd: libc::c_int) -> bool {
-    // SAFETY: the range lies in whole pages of a registered mapping. Its owner is not unmapping it: it
-    // waits for handlers before, or gives the device up itself.
+    // SAFETY: the range lies in whole pages of a registered mapping. Its owner does not unmap it concurrently: it waits
+    // for handlers before, or gives the device up itself.
     let replaced = unsafe {
         libc::mmap(
             start as *mut libc::c_void,

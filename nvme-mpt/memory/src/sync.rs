@@ -1,5 +1,5 @@
-//! Locks, channels, atomics and threads of the data path: the standard library's, or those of a simulator
-//! (`cfg(simulation)`), in which one thread runs all of them in turn.
+//! Locks, channels, atomics and threads of the data path: the standard library's, or a simulator's (`cfg(simulation)`),
+//! which runs all actors in turn on one thread.
 
 #[cfg(not(simulation))]
 pub use std::sync::{
@@ -18,7 +18,7 @@ pub use crate::simulation::{
     threads::JoinHandle,
 };
 
-/// Takes a lock if it is free, also after a panic of a thread that had it.
+/// Takes a lock if it is free, even if a thread panicked while holding it.
 #[must_use]
 pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {

@@ -1,5 +1,5 @@
-//! System calls without a safe interface in std: a thread's time on processors, locks on ranges of files, the
-//! process's user; the process's number; and the source of all random numbers.
+//! System calls without a safe interface in std: CPU time of a thread, locks on ranges of files, the process's user and
+//! id. Also the source of all random numbers.
 #![expect(
     unsafe_code,
     reason = "clock_gettime, getrusage, fcntl and getauxval take raw arguments"
@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use libc::{F_OFD_GETLK, F_OFD_SETLK, F_RDLCK, F_UNLCK, F_WRLCK, SEEK_SET, c_int, c_short, off_t};
 
-/// Returns whether an error means that the process, its user or the host lacks a resource now: memory, descriptors, threads, or
-/// contexts of the kernel. The same call may succeed later.
+/// Returns whether an error means that the process, its user or the host is currently short of a resource: memory,
+/// descriptors, threads, or kernel contexts. The same call may succeed later.
 #[must_use]
 pub fn is_exhaustion(error: &(dyn Error + 'static)) -> bool {
     let mut cause = Some(error);
@@ -41,7 +41,7 @@ fn is_scarcity(error: &io::Error) -> bool {
         )
 }
 
-/// Returns the time for which the calling thread has had a processor.
+/// Returns the CPU time of the calling thread.
 #[must_use]
 pub fn thread_time() -> Duration {
     #[cfg(simulation)]
@@ -50,31 +50,31 @@ pub fn thread_time() -> Duration {
     time_of(libc::CLOCK_THREAD_CPUTIME_ID)
 }
 
-/// True if the process may ask the kernel for preemptions.
+/// True if the process may query the kernel for preemptions.
 static COUNTS_PREEMPTIONS: AtomicBool = AtomicBool::new(false);
 
-/// Lets [`thread_preemptions`] ask the kernel, by getrusage. Sandboxes of VMMs forbid that call; a server allows it.
+/// Allows [`thread_preemptions`] to call getrusage. A server calls this; the sandboxes of VMMs forbid getrusage.
 pub fn count_preemptions() {
     COUNTS_PREEMPTIONS.store(true, Ordering::Relaxed);
 }
 
-/// Returns the number of times that another thread took the calling thread's processor; `None` without
-/// [`count_preemptions`].
+/// Returns the number of involuntary context switches of the calling thread; `None` if [`count_preemptions`] was not
+/// called.
 #[must_use]
 pub fn thread_preemptions() -> Option<u64> {
     if !COUNTS_PREEMPTIONS.load(Ordering::Relaxed) {
         return None;
     }
-    // SAFETY: all of its fields are integers, for which zero is a value.
+    // SAFETY: all fields are integers, for which zero is valid.
     let mut usage = unsafe { std::mem::zeroed::<libc::rusage>() };
-    // SAFETY: the call writes to a structure that is there for it.
+    // SAFETY: the call writes to a structure that lives during the call.
     let answer = unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
     (answer == 0)
         .then(|| u64::try_from(usage.ru_nivcsw).ok())
         .flatten()
 }
 
-/// Returns a moment of the system's monotonic clock, which all processes of this host share.
+/// Returns the time of the system's monotonic clock, which is the same for all processes of the host.
 #[must_use]
 pub fn host_time() -> Duration {
     #[cfg(simulation)]
@@ -89,7 +89,7 @@ fn time_of(clock: libc::clockid_t) -> Duration {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: the call writes to a structure that is there for it. A clock that is not there leaves it as it is.
+    // SAFETY: the call writes to a structure that lives during the call. An unsupported clock leaves it unchanged.
     unsafe { libc::clock_gettime(clock, &raw mut time) };
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
     Duration::new(seconds, u32::try_from(time.tv_nsec).unwrap_or(0))
@@ -97,18 +97,17 @@ fn time_of(clock: libc::clockid_t) -> Duration {
 
 /// Returns the user that this process was started as.
 ///
-/// The answer comes from the process's own memory: a thread in a sandbox may be forbidden to ask the
-/// kernel.
+/// Reads the process's own memory, because a sandbox may forbid the system call.
 #[must_use]
 pub fn process_user() -> u32 {
-    // SAFETY: getauxval reads what the kernel gave the process at its start, and has no preconditions.
+    // SAFETY: getauxval reads values that the kernel passed at the process's start, and has no preconditions.
     let user = unsafe { libc::getauxval(libc::AT_EUID) };
     u32::try_from(user).unwrap_or(u32::MAX)
 }
 
-/// Returns the number of this process.
+/// Returns the id of this process.
 ///
-/// The kernel is asked once: a thread in a sandbox may be forbidden to ask it again.
+/// Queries the kernel only once, because a sandbox may forbid the system call later.
 #[must_use]
 pub fn process_id() -> u32 {
     #[cfg(simulation)]
@@ -120,13 +119,13 @@ pub fn process_id() -> u32 {
     }
 }
 
-/// Returns whether processes of a user can do to this process what they like: those of root and of its own user.
+/// Returns whether processes of a user have full control over this process: those of root and of its own user.
 #[must_use]
 pub fn is_trusted(user: u32) -> bool {
     user == 0 || user == process_user()
 }
 
-/// Returns a random number, for names that two processes must not share. It is no secret.
+/// Returns a random number, for names that must differ between processes. Not suitable for secrets.
 #[must_use]
 #[cfg_attr(
     not(simulation),
@@ -160,11 +159,10 @@ impl LockKind {
     }
 }
 
-/// Locks `length` bytes from `start` on for the file's open file description. Returns `false` if
-/// another description has a lock that excludes this one.
+/// Locks `length` bytes from `start` for the file's open file description. Returns `false` if another description has a
+/// conflicting lock.
 ///
-/// A length of 0 reaches to the end of what can be locked. The kernel drops the lock with the
-/// description.
+/// A `length` of 0 extends to the largest offset. The kernel drops the lock with the description.
 ///
 /// # Errors
 /// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
@@ -178,8 +176,8 @@ pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Res
     }
 }
 
-/// Drops the locks of the file's open file description on `length` bytes from `start` on, also while another process or
-/// the kernel has that description.
+/// Releases the locks of the file's open file description on `length` bytes from `start`, even if another process or
+/// the kernel also holds the description.
 ///
 /// # Errors
 /// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
@@ -187,15 +185,15 @@ pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
     fcntl(file, F_OFD_SETLK, &mut range(F_UNLCK, start, length)?)
 }
 
-/// Returns whether another open file description has a lock that excludes one of `kind` on `length`
-/// bytes from `start` on. A length of 0 reaches to the end of what can be locked.
+/// Returns whether another open file description has a lock that conflicts with one of `kind` on `length` bytes from
+/// `start`. A `length` of 0 extends to the largest offset.
 ///
 /// # Errors
 /// Returns the error of `fcntl`; `EOVERFLOW` for a range that it cannot express.
 pub fn is_lock_excluded(file: &File, kind: LockKind, start: u64, length: u64) -> io::Result<bool> {
     let mut lock = range(kind.bits(), start, length)?;
     fcntl(file, F_OFD_GETLK, &mut lock)?;
-    // The kernel writes the lock that stands in the way, or F_UNLCK for none.
+    // The kernel returns the conflicting lock, or F_UNLCK if there is none.
     Ok(c_int::from(lock.l_type) != F_UNLCK)
 }
 
@@ -214,8 +212,8 @@ fn range(kind: c_int, start: u64, length: u64) -> io::Result<libc::flock> {
 }
 
 fn fcntl(file: &File, command: c_int, lock: &mut libc::flock) -> io::Result<()> {
-    // SAFETY: the descriptor is open for as long as `file` is borrowed; both commands read and
-    // write one `struct flock`, which `lock` is, and keep no pointer to it.
+    // SAFETY: the descriptor is open for as long as `file` is borrowed; both commands read and write one `struct
+    // flock`, which `lock` is, and keep no pointer to it.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), command, std::ptr::from_mut(lock)) };
     if result == -1 {
         return Err(io::Error::last_os_error());

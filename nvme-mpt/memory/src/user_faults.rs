@@ -1,14 +1,15 @@
-//! Memory whose page faults a process resolves itself (userfaultfd).
+//! Detection of memory whose page faults a process resolves itself (userfaultfd).
 //!
 //! A VMM that restores its guest on demand, or receives it by post-copy, registers its *own* mapping of the guest's
-//! memory. A page that is not restored yet is a hole in the file. Another mapping of the file reads zeros there, and that
-//! read fills the hole for every mapping. So a process that maps the file has to know whether the file is complete.
+//! memory. A page that is not restored yet is a hole in the file. Another mapping of the file reads zeroes there, and
+//! this read fills the hole for all mappings. So a process that maps the file has to check whether the file is
+//! complete.
 //!
-//! The kernel shows registrations in `/proc/PID/smaps`, by the flags `um` (missing pages) and `ui` (minor faults: a page may
-//! exist without the guest's content yet). A registration for missing pages has no effect once the file has no hole left.
-//! Write protection (`uw`) hides no content, and is ignored.
+//! The kernel shows registrations in `/proc/PID/smaps`, by the flags `um` (missing pages) and `ui` (minor faults: a
+//! page may exist without the guest's content yet). A registration for missing pages has no effect once the file has no
+//! holes. Write protection (`uw`) hides no content, and is ignored.
 //!
-//! This cannot see processes whose memory this process may not inspect (ptrace(2)), nor registrations that are made later.
+//! Processes whose memory this process may not inspect (ptrace(2)) and later registrations are not detected.
 use std::fmt;
 use std::fs::{self, File};
 use std::io;
@@ -25,11 +26,11 @@ pub enum MemoryHolder {
     /// This process, for a function in a VMM.
     #[default]
     ThisProcess,
-    /// A client, by its process number and its user.
+    /// A client, by its process id and user.
     Client {
         /// Process that made the connection.
         pid: u32,
-        /// Its user. Another process of that user may have got the connection.
+        /// User of the process. The connection may have been passed to another process of this user.
         uid: u32,
     },
     /// A process that checks its own memory.
@@ -49,9 +50,9 @@ impl fmt::Display for MemoryHolder {
 /// Returns whether a memory file may still be incomplete because its holder resolves page faults there itself.
 ///
 /// # Errors
-/// Returns the kernel's error if that cannot be found out: `PermissionDenied` for a process that may not be inspected.
+/// Returns the kernel's error if this cannot be determined: `PermissionDenied` for a process that may not be inspected.
 pub fn is_incomplete(holder: MemoryHolder, fd: BorrowedFd<'_>) -> io::Result<bool> {
-    // Both map memory of their own, many times a second.
+    // Simulations and fuzzers map their own memory many times a second.
     if cfg!(any(simulation, fuzzing)) {
         return Ok(false);
     }
@@ -63,7 +64,7 @@ pub fn is_incomplete(holder: MemoryHolder, fd: BorrowedFd<'_>) -> io::Result<boo
             if let Ok(Some(missing)) = of_peer {
                 return Ok(missing);
             }
-            // It has ended, or has not mapped it: whoever got the connection has.
+            // The process has ended or has not mapped the file, so another process of the user may have the connection.
             for process in processes_of(uid)? {
                 if let Ok(Some(missing)) = in_process(&process, fd) {
                     return Ok(missing);
@@ -74,7 +75,7 @@ pub fn is_incomplete(holder: MemoryHolder, fd: BorrowedFd<'_>) -> io::Result<boo
     }
 }
 
-/// Returns the numbers of a user's processes, without access to any of them.
+/// Returns the process ids of a user, without accessing the processes.
 fn processes_of(uid: u32) -> io::Result<Vec<String>> {
     let mut processes = Vec::new();
     for entry in fs::read_dir("/proc")?.flatten() {
@@ -87,23 +88,23 @@ fn processes_of(uid: u32) -> io::Result<Vec<String>> {
     Ok(processes)
 }
 
-/// This process's lists of mappings, opened before it confined itself.
+/// This process's lists of mappings, opened before it entered its sandbox.
 static OWN_MAPPINGS: OnceLock<[(&str, File); 2]> = OnceLock::new();
 
-/// Opens this process's lists of mappings for good. Call it before a sandbox takes the right to open files: Landlock can keep
-/// no rule for files of `/proc`.
+/// Opens this process's lists of mappings permanently. Must be called before a sandbox forbids opening files, because
+/// Landlock has no rules for files in `/proc`.
 ///
 /// # Errors
 /// Returns the kernel's error if they cannot be opened.
 pub fn open_own_mappings() -> io::Result<()> {
     let open = |name| File::open(format!("/proc/self/{name}")).map(|file| (name, file));
     let files = [open("maps")?, open("smaps")?];
-    // The first ones stay.
+    // The first files are kept.
     let _ = OWN_MAPPINGS.set(files);
     Ok(())
 }
 
-/// Returns a list of a process's mappings: its file of this name in `/proc`.
+/// Reads a list of a process's mappings: the file `name` in `/proc/PID`.
 fn mappings(process: &str, name: &str) -> io::Result<String> {
     let own = OWN_MAPPINGS.get().filter(|_| process == "self");
     let own = own.and_then(|files| files.iter().find(|(of, _)| *of == name));
@@ -121,12 +122,13 @@ fn mappings(process: &str, name: &str) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Returns whether a process's registrations mean that content of a file may be missing; `None` if it has not mapped the file.
+/// Returns whether content of a file may be missing according to a process's registrations; `None` if the process has
+/// not mapped the file.
 fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     let file = open_anew(fd)?;
     let status = file.metadata()?;
     let (device, inode) = (status.dev(), status.ino());
-    // Flags are in a longer list, for which the kernel walks all pages of the process.
+    // Checked first, because smaps, which has the flags, makes the kernel walk all pages of the process.
     let maps = mappings(process, "maps")?;
     let has_it = |line: &str| mapped_part(line, device, inode).is_some();
     if !maps.lines().any(has_it) {
@@ -144,7 +146,7 @@ fn in_process(process: &str, fd: BorrowedFd<'_>) -> io::Result<Option<bool>> {
     Ok(Some(missing))
 }
 
-/// Kinds of faults that the process of a mapping resolves itself.
+/// Kinds of faults that the mapping's process resolves itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Faults {
     OfKernel,
@@ -174,14 +176,14 @@ fn registered(maps: &str, (device, inode): (u64, u64)) -> Vec<(Range<u64>, Fault
     found
 }
 
-/// Returns whether a line begins the entry of a mapping. Other lines have a colon behind their first word.
+/// Returns whether a line starts the entry of a mapping. Other lines have a colon after their first word.
 fn is_mapping(line: &str) -> bool {
     line.split(' ')
         .next()
         .is_some_and(|word| word.contains('-'))
 }
 
-/// Returns the part of the file that a mapping covers, if the line begins the mapping's entry.
+/// Returns the part of the file that a mapping covers, if the line starts the mapping's entry.
 fn mapped_part(line: &str, device: u64, inode: u64) -> Option<Range<u64>> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;

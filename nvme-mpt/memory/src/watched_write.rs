@@ -1,13 +1,13 @@
-//! Writes to eventfds of other processes, which a thread of this process watches.
+//! Watched writes to eventfds of other processes.
 //!
-//! A process that has an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one open
-//! file description. A write then waits until that process reads. No flag of the write prevents that: eventfds do not support
-//! `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). A [`Notifier`](super::notifier::Notifier) never waits, but takes three
-//! times as long.
+//! A process with an eventfd can fill its counter and clear `O_NONBLOCK` at any moment, because all holders share one
+//! open file description. A write then blocks until that process reads. No flag of the write prevents this: eventfds do
+//! not support `RWF_NOWAIT` for writes (Linux 6.18, `fs/eventfd.c`). A [`Notifier`](super::notifier::Notifier) never
+//! blocks, but takes three times as long.
 //!
-//! So a thread records that it writes, and a watcher thread interrupts a write that has not returned after some milliseconds. It
-//! sends a signal whose handler does nothing, so the write fails with `EINTR`. A thread that only lost its processor during a
-//! write is not affected. The watcher sleeps while there are no writes.
+//! So a thread records when it starts a write, and a watcher thread interrupts a write that has not returned after some
+//! milliseconds. It sends a signal with an empty handler, so the write fails with `EINTR`. A thread that was only
+//! preempted during a write is not affected. The watcher sleeps while there are no writes.
 #![expect(unsafe_code, reason = "signal handlers")]
 
 use std::io;
@@ -23,38 +23,38 @@ use super::clock::{Ticks, sleep, ticks_in};
 use super::eventfd;
 use super::processors::ThreadId;
 
-/// Signal that interrupts a write. Its default action is to be ignored.
+/// Signal that interrupts a write. It is ignored by default.
 const SIGNAL: libc::c_int = libc::SIGURG;
 
-/// Time between two looks of the watcher.
+/// Poll interval of the watcher.
 const PERIOD: Duration = Duration::from_millis(5);
 
 /// Time after which a write is interrupted.
 const LONGEST: Duration = Duration::from_millis(10);
 
-/// Number of looks without a write after which the watcher sleeps.
+/// Number of polls without a write after which the watcher sleeps.
 const IDLE_LOOKS: u32 = 200;
 
 /// Threads that have written.
 static WRITERS: Mutex<Vec<Arc<Writer>>> = Mutex::new(Vec::new());
 
-/// Eventfd that wakes the watcher, once there is one. No other process has it.
+/// Eventfd that wakes the watcher, once there is one. It is not shared with other processes.
 static WATCHER: OnceLock<EventFd> = OnceLock::new();
 
 /// True while the watcher is awake.
 static IS_WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// A thread, as the watcher sees it.
+/// A thread that has written.
 #[derive(Debug)]
 struct Writer {
     thread: ThreadId,
-    /// Begin of the write that has not returned, in ticks; 0 between two writes.
+    /// Start of the pending write in ticks; 0 if no write is pending.
     since: AtomicU64,
-    /// Begin of the last write.
+    /// Start of the last write, in ticks.
     last: AtomicU64,
 }
 
-/// The calling thread's entry among [`WRITERS`].
+/// Entry of the calling thread in [`WRITERS`].
 struct Entry(Arc<Writer>);
 
 impl Entry {
@@ -72,7 +72,7 @@ impl Entry {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        // Afterwards, the thread's number may be another one's.
+        // Afterwards, the thread's id may be reused.
         let mut writers = WRITERS.lock().unwrap_or_else(PoisonError::into_inner);
         writers.retain(|writer| !Arc::ptr_eq(writer, &self.0));
     }
@@ -87,11 +87,11 @@ extern "C" fn do_nothing(_signal: libc::c_int) {}
 /// Prepares the process for [`watch`].
 ///
 /// # Errors
-/// Returns the kernel's error; `EBUSY` if the process has a handler of its own for SIGURG.
+/// Returns the kernel's error; `EBUSY` if the process already has another handler for SIGURG.
 pub fn prepare() -> io::Result<()> {
-    // SAFETY: all of its fields are integers and pointers, for which zero is a value.
+    // SAFETY: all fields are integers and pointers, for which zero is valid.
     let mut action = unsafe { std::mem::zeroed::<libc::sigaction>() };
-    // SAFETY: the call writes to a structure that is there for it.
+    // SAFETY: the call writes to a structure that lives during the call.
     if unsafe { libc::sigaction(SIGNAL, ptr::null(), &raw mut action) } < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -112,10 +112,11 @@ pub fn prepare() -> io::Result<()> {
     Ok(())
 }
 
-/// Watches writes. The first thread that calls this becomes the watcher and does not return. Later callers return.
+/// Runs the watcher. The first thread that calls this becomes the watcher and does not return. Later callers return at
+/// once.
 ///
 /// # Errors
-/// Returns the kernel's error when there are no descriptors left.
+/// Returns the kernel's error if there are no descriptors left.
 pub fn watch() -> io::Result<()> {
     let waker = EventFd::new(libc::EFD_CLOEXEC)?;
     if WATCHER.set(waker).is_err() {
@@ -144,7 +145,7 @@ pub fn watch() -> io::Result<()> {
         if idle >= IDLE_LOOKS {
             idle = 0;
             IS_WATCHED.store(false, Ordering::SeqCst);
-            // A write that begins from here on sees that it has to wake the watcher.
+            // A write that starts from here on sees that it has to wake the watcher.
             if !is_any_under_way()
                 && let Some(waker) = WATCHER.get()
             {
@@ -154,7 +155,7 @@ pub fn watch() -> io::Result<()> {
     }
 }
 
-/// Waits until a write wakes the watcher. A signal to its thread ends no wait.
+/// Waits until a write wakes the watcher. Signals to its thread are ignored.
 fn await_wake(waker: &EventFd) -> io::Result<()> {
     loop {
         match waker.read() {
@@ -172,15 +173,15 @@ fn is_any_under_way() -> bool {
 }
 
 fn interrupt(thread: ThreadId) {
-    // SAFETY: the call has no preconditions. The thread lives, as its entry is among the writers, which are locked.
+    // SAFETY: the call has no preconditions. The thread is alive, as its entry is among the writers, which are locked.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread.0, SIGNAL) };
 }
 
-/// Adds one to an eventfd's counter, watched.
+/// Adds one to an eventfd's counter by a watched write.
 ///
 /// # Errors
-/// `Interrupted` if the counter was full and the write waited for some milliseconds; `WouldBlock` if the counter is full and the
-/// eventfd does not block; otherwise the kernel's error.
+/// `Interrupted` if the counter was full and the write blocked for some milliseconds; `WouldBlock` if the counter is
+/// full and the eventfd is nonblocking; otherwise the kernel's error.
 #[inline]
 pub fn signal(eventfd: &EventFd) -> io::Result<()> {
     let written = ENTRY.try_with(|entry| {
@@ -195,14 +196,14 @@ pub fn signal(eventfd: &EventFd) -> io::Result<()> {
         writer.since.store(0, Ordering::Release);
         written
     });
-    // A thread that ends has no entry any more.
+    // A thread that is ending no longer has an entry.
     written.unwrap_or_else(|_| eventfd::signal(eventfd))
 }
 
-/// Adds one to a counter. Unlike the standard library, this does not repeat an interrupted write.
+/// Adds one to a counter. Unlike the standard library, does not repeat an interrupted write.
 fn write_once(eventfd: &EventFd) -> io::Result<()> {
     let one = 1_u64.to_ne_bytes();
-    // SAFETY: the descriptor is open, and the bytes are there for the call.
+    // SAFETY: the descriptor is open, and the bytes live during the call.
     let written = unsafe { libc::write(eventfd.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     match written {
         -1 => Err(io::Error::last_os_error()),

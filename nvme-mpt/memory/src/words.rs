@@ -1,4 +1,4 @@
-//! 64-bit words of memory that outlive whoever writes them: a file's, or ones of this process.
+//! 64-bit words in memory that outlives their writers: in a file, or in this process.
 #![expect(unsafe_code, reason = "atomic access to words of shared memory")]
 
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::Mapping;
 
-/// The words of a [`Mapping`] from an offset on, each read and written as a whole.
+/// Words of a [`Mapping`] from an offset on, each accessed as a whole.
 #[derive(Clone, Debug)]
 pub struct SharedWords {
     mapping: Arc<Mapping>,
@@ -14,7 +14,7 @@ pub struct SharedWords {
 }
 
 impl SharedWords {
-    /// The words from `offset` on, or `None` if that is not aligned or not inside.
+    /// Returns the words from `offset` on; `None` if it is not aligned or not inside.
     #[must_use]
     pub fn new(mapping: Arc<Mapping>, offset: usize) -> Option<Self> {
         mapping.bytes(offset, 0)?;
@@ -29,19 +29,19 @@ impl SharedWords {
             .checked_mul(size_of::<u64>())?
             .checked_add(self.offset)?;
         let word = self.mapping.bytes(offset, size_of::<u64>())?.as_ptr();
-        // SAFETY: the word lies in the mapping, which `self` keeps alive, and is aligned, as mappings
-        // begin a page and `offset` is a multiple of 8. It is accessed atomically alone.
+        // SAFETY: the word lies in the mapping, which `self` keeps alive, and is aligned, because mappings begin at a
+        // page and `offset` is a multiple of 8. It is only accessed atomically.
         Some(unsafe { AtomicU64::from_ptr(word.cast()) })
     }
 
-    /// Returns whether the memory behind words went away ([`Mapping::is_lost`]). Reading or writing a word finds it.
+    /// Returns whether the memory of the words is lost ([`Mapping::is_lost`]). Accesses to words detect this.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.mapping.is_lost()
     }
 
-    /// Reads a word; 0 beyond the end.
+    /// Reads a word; returns 0 beyond the end.
     #[inline]
     #[must_use]
     pub fn load(&self, index: usize) -> u64 {
@@ -49,7 +49,7 @@ impl SharedWords {
         word.map_or(0, |word| u64::from_le(word.load(Ordering::Relaxed)))
     }
 
-    /// Writes a word; nothing beyond the end.
+    /// Writes a word; does nothing beyond the end.
     #[inline]
     pub fn store(&self, index: usize, value: u64) {
         debug_assert_eq!(self.mapping.access(), super::Access::ReadWrite);

@@ -1,4 +1,4 @@
-//! Work that a thread does, by the word that counts the crashes of it. See [`crash`](super::crash).
+//! Current work of a thread, identified by the word that counts its crashes. See [`crash`](super::crash).
 #![expect(
     unsafe_code,
     reason = "signal handlers that write to a word which their thread holds"
@@ -8,18 +8,19 @@ use std::cell::Cell;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Time after which a single crash no longer counts, in seconds.
+/// Time in seconds after which a single crash is no longer counted.
 const MEMORY: u32 = 3600;
 
-/// A crash of this process was seen.
+/// True after the first crash of this process.
 static CRASHED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// Word of the work that this thread does; null for none. It has no destructor, so a signal handler may read it.
+    /// Crash counter of the work that this thread is doing, or null. It has no destructor, so a signal handler may read
+    /// it.
     static WORK: Cell<*const AtomicU64> = const { Cell::new(ptr::null()) };
 }
 
-/// Names the work before again, also after a panic.
+/// Guard that restores the previous work, also after a panic.
 struct Before(*const AtomicU64);
 
 impl Drop for Before {
@@ -29,23 +30,23 @@ impl Drop for Before {
     }
 }
 
-/// Does a work. A crash of this thread meanwhile counts in `word`.
+/// Runs `work`. A crash of this thread during it is counted in `word`.
 ///
 /// # Safety
-/// The word is there until this returns.
+/// The word must be valid until this returns.
 #[inline]
 pub(super) unsafe fn during<T>(word: *const AtomicU64, work: impl FnOnce() -> T) -> T {
     let _before = Before(WORK.replace(word));
     work()
 }
 
-/// Returns whether this thread does work that has a word.
+/// Returns whether this thread is doing work with a crash counter.
 pub(super) fn is_named() -> bool {
     !WORK.get().is_null()
 }
 
-/// Returns the word after a crash at a second of the monotonic clock, by the word before it. The upper half has the
-/// second of the last crash.
+/// Returns the new value of a crash counter after a crash at second `now` of the monotonic clock. The lower half is the
+/// count, and the upper half the second of the last crash.
 fn after_crash(before: u64, now: u32) -> u64 {
     let (count, last) = (before as u32, (before >> 32) as u32);
     let is_forgotten = count == 1 && now.wrapping_sub(last) > MEMORY;
@@ -56,7 +57,7 @@ fn after_crash(before: u64, now: u32) -> u64 {
     u64::from(now) << 32 | u64::from(count)
 }
 
-/// Counts a crash for the work of this thread, if it is the thread's own fault or the process's own abort.
+/// Counts a crash for this thread's work, if it is a fault of the thread or an abort by the process itself.
 pub(super) fn count_crash(info: *mut libc::siginfo_t, is_fault: bool) {
     // SAFETY: the kernel passes a valid siginfo. A signal that a process sent has its sender.
     let is_own = || unsafe { (*info).si_code <= 0 && (*info).si_pid() == libc::getpid() };
@@ -71,9 +72,9 @@ pub(super) fn count_crash(info: *mut libc::siginfo_t, is_fault: bool) {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: `now` is writable. The clock is there on every Linux.
+    // SAFETY: `now` is writable. Every Linux has this clock.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
-    // SAFETY: this thread is within `during`, whose caller holds the word.
+    // SAFETY: this thread is within `during`, whose caller keeps the word valid.
     let word = unsafe { &*word };
     let before = u64::from_le(word.load(Ordering::Relaxed));
     let after = after_crash(before, now.tv_sec as u32);

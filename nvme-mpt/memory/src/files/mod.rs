@@ -1,5 +1,5 @@
-//! Files, folders and locks of the ledger: the standard library's and the kernel's, or those of a simulator
-//! (`cfg(simulation)`), whose disk loses what was not synced.
+//! File operations of the ledger: the standard library's and the kernel's, or a simulator's (`cfg(simulation)`) with a
+//! disk that loses unsynced data.
 
 use std::io;
 use std::path::Path;
@@ -24,7 +24,7 @@ pub use self::simulated::{
     read_dir, rename, set_permissions, try_lock, unlock,
 };
 
-/// Makes the names in a folder durable, as far as this user may and its file system can.
+/// Makes the names in a directory durable, as far as permissions and the file system allow.
 ///
 /// # Errors
 /// Returns the error of the disk or of the kernel.

@@ -1,10 +1,10 @@
-//! Files and folders on a simulated disk.
+//! Files and directories on a simulated disk.
 //!
-//! All processes see what one of them wrote at once. A crash of the machine leaves what was synced, and any part of
-//! the rest: none, all, the first changes, or some of them; of a write its first bytes, or zeroes in its place. A file's
-//! sync makes its content durable, and not its name: that is a change of its folder, which has a sync of its own.
+//! All processes see writes at once. A crash of the machine keeps synced data and any part of the rest: none, all, the
+//! first changes, or some of them. A write may survive in part, or as zeroes. A sync of a file makes its content
+//! durable, but not its name, which is a change of its directory and needs a separate sync.
 //!
-//! A process that ends keeps its changes, and loses its locks.
+//! A process that ends keeps its changes and loses its locks.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -18,13 +18,13 @@ use std::time::Duration;
 use crate::simulation::{Step, acted, process, random, turn, wait_for};
 use crate::system::{LockKind, process_user};
 
-/// Number of the root folder among the nodes.
+/// Number of the root directory among the nodes.
 const ROOT: usize = 0;
 
-/// Longest time that a sync takes, in nanoseconds, as a power of two.
+/// Longest duration of a sync in nanoseconds, as a power of two.
 const SYNC_BITS: u64 = 22;
 
-/// A change of a folder that was not synced.
+/// An unsynced change of a directory.
 #[derive(Clone, Debug)]
 enum Change {
     Added(OsString, usize),
@@ -47,7 +47,7 @@ impl Change {
     }
 }
 
-/// A change of a file that was not synced.
+/// An unsynced change of a file.
 #[derive(Clone, Debug)]
 enum Write {
     Truncated,
@@ -68,7 +68,7 @@ impl Write {
         }
     }
 
-    /// Applies what a crash leaves of it.
+    /// Applies the part that survives a crash.
     fn apply_torn(&self, content: &mut Vec<u8>) {
         let Self::Bytes(at, bytes) = self else {
             return self.apply(content);
@@ -86,13 +86,13 @@ impl Write {
 
 type Entries = BTreeMap<OsString, usize>;
 
-/// State that all see, the state that is durable, and the changes between them.
+/// Visible state, durable state, and the changes between them.
 #[derive(Clone, Debug)]
 struct Synced<S, C> {
     seen: S,
     durable: S,
     changes: Vec<C>,
-    /// Changes that were synced.
+    /// Number of synced changes.
     synced: usize,
 }
 
@@ -112,12 +112,12 @@ impl<S: Clone + Default, C> Synced<S, C> {
         self.changes.push(change);
     }
 
-    /// Returns the number of changes that were made.
+    /// Returns the number of changes so far.
     const fn count(&self) -> usize {
         self.synced + self.changes.len()
     }
 
-    /// Makes the first changes durable, of all that were made.
+    /// Makes the first `count` changes durable.
     fn sync(&mut self, count: usize, apply: impl Fn(&C, &mut S)) {
         let new = count.saturating_sub(self.synced);
         for change in self.changes.drain(..new) {
@@ -126,7 +126,7 @@ impl<S: Clone + Default, C> Synced<S, C> {
         self.synced += new;
     }
 
-    /// Leaves what a crash of the machine leaves.
+    /// Keeps the part that survives a crash of the machine.
     fn crash(&mut self, apply: impl Fn(&C, &mut S)) {
         let changes = std::mem::take(&mut self.changes);
         let (way, first) = (random() % 4, random() as usize % (changes.len() + 1));
@@ -161,18 +161,18 @@ impl Content {
     }
 }
 
-/// A lock on bytes of a file, or on all of it.
+/// A lock on a range of a file, or on the whole file.
 #[derive(Clone, Copy, Debug)]
 struct Lock {
     open: u64,
-    /// Of flock, which lock the whole file and exclude no ranges.
+    /// True for flock locks, which lock the whole file and do not conflict with range locks.
     is_whole: bool,
     exclusive: bool,
     start: u64,
     end: u64,
 }
 
-/// A file or a folder.
+/// A file or a directory.
 #[derive(Clone, Debug)]
 struct Node {
     content: Content,
@@ -186,7 +186,7 @@ struct Disk {
     nodes: Vec<Node>,
     /// Process of each open file.
     opened: BTreeMap<u64, u64>,
-    /// Writes and syncs per failure of one; never for 0.
+    /// Average number of writes and syncs per injected failure; 0 for no failures.
     failing: u64,
 }
 
@@ -228,7 +228,7 @@ impl Disk {
         Ok(node)
     }
 
-    /// Returns the folder that a path lies in, and the name there.
+    /// Returns the directory of a path, and the name in it.
     fn place<'p>(&mut self, path: &'p Path) -> io::Result<(usize, &'p OsStr)> {
         let parent = path.parent().unwrap_or(path);
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
@@ -258,7 +258,7 @@ impl Disk {
         }
     }
 
-    /// Fails now and then.
+    /// Fails at random.
     fn try_it(&self, kind: io::ErrorKind) -> io::Result<()> {
         match self.failing > 0 && random().is_multiple_of(self.failing) {
             true => Err(kind.into()),
@@ -273,7 +273,7 @@ impl Disk {
         }
     }
 
-    /// Returns whether another open file has a lock that excludes this one.
+    /// Returns whether another open file has a conflicting lock.
     fn is_excluded(&self, node: usize, wanted: &Lock) -> bool {
         self.nodes[node].locks.iter().any(|lock| {
             lock.open != wanted.open
@@ -294,7 +294,7 @@ fn with_disk<T>(call: impl FnOnce(&mut Disk) -> T) -> T {
     DISK.with_borrow_mut(call)
 }
 
-/// Begins with an empty disk, on which one write or sync in `failing` fails; none for 0.
+/// Starts with an empty disk, on which one in `failing` writes and syncs fails; 0 for no failures.
 pub fn format(failing: u64) {
     with_disk(|disk| {
         *disk = Disk {
@@ -304,7 +304,7 @@ pub fn format(failing: u64) {
     });
 }
 
-/// Ends all that a process has open. Its changes stay.
+/// Closes all files of a process. Its changes remain.
 pub fn end_process(process: u64) {
     with_disk(|disk| {
         let opened = disk.opened.iter();
@@ -314,7 +314,7 @@ pub fn end_process(process: u64) {
     });
 }
 
-/// Crashes the machine. All processes have ended before.
+/// Crashes the machine. All processes must have ended before.
 pub fn crash() {
     with_disk(|disk| {
         disk.opened.clear();
@@ -328,7 +328,7 @@ pub fn crash() {
     });
 }
 
-/// As [`std::fs::File`], for what the ledger does with one.
+/// Like [`std::fs::File`], with the operations that the ledger uses.
 #[derive(Debug)]
 pub struct File {
     open: u64,
@@ -337,18 +337,18 @@ pub struct File {
 }
 
 impl File {
-    /// Opens a file or a folder to read.
+    /// Opens a file or a directory for reading.
     ///
     /// # Errors
-    /// There is none.
+    /// The file or directory does not exist.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
         OpenOptions::new().read(true).open(path)
     }
 
-    /// Takes the lock of flock on the whole file, if it is free.
+    /// Takes the flock lock on the whole file if it is free.
     ///
     /// # Errors
-    /// As [`std::fs::File::try_lock`].
+    /// Like [`std::fs::File::try_lock`].
     pub fn try_lock(&self) -> Result<(), TryLockError> {
         let lock = Lock {
             open: self.open,
@@ -363,7 +363,7 @@ impl File {
         }
     }
 
-    /// Makes the content of a file durable, or the names in a folder.
+    /// Makes the content of a file, or the names in a directory, durable.
     ///
     /// # Errors
     /// The disk fails.
@@ -373,7 +373,7 @@ impl File {
             Content::Folder(entries) => entries.count(),
             Content::File(bytes) => bytes.count(),
         });
-        // Changes that others make meanwhile are not durable for that.
+        // Changes that others make during the sync are not made durable by it.
         if random().is_multiple_of(4) {
             let time = random() % (1 << (random() % SYNC_BITS));
             let _waited = wait_for(Some(Duration::from_nanos(time)), || None::<()>);
@@ -388,7 +388,7 @@ impl File {
         })
     }
 
-    /// Returns its owner and permissions.
+    /// Returns the owner and permissions of the file.
     ///
     /// # Errors
     /// None.
@@ -396,7 +396,7 @@ impl File {
         Ok(with_disk(|disk| Metadata(disk.nodes[self.node].mode)))
     }
 
-    /// Changes its permissions.
+    /// Changes the permissions of the file.
     ///
     /// # Errors
     /// None.
@@ -408,7 +408,7 @@ impl File {
 
 impl Drop for File {
     fn drop(&mut self) {
-        // A thread that ends has no disk any more.
+        // A thread that is ending no longer has a disk.
         let _ended = DISK.try_with(|disk| disk.borrow_mut().close(self.open));
         acted();
     }
@@ -416,7 +416,7 @@ impl Drop for File {
 
 impl io::Write for File {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // The kernel may write less than it is asked for.
+        // The kernel may write less than requested.
         let len = match bytes.len() > 1 && random().is_multiple_of(4) {
             true => 1 + random() as usize % bytes.len(),
             false => bytes.len(),
@@ -454,11 +454,11 @@ impl FileExt for File {
     }
 }
 
-/// As [`std::fs::Metadata`]: the permissions. The owner is the user of this process.
+/// Like [`std::fs::Metadata`], with the permissions. The owner is the user of this process.
 #[derive(Clone, Copy, Debug)]
 pub struct Metadata(u32);
 
-/// As [`std::os::unix::fs::MetadataExt`].
+/// Like [`std::os::unix::fs::MetadataExt`].
 pub trait MetadataExt {
     /// Returns the owner.
     fn uid(&self) -> u32;
@@ -476,7 +476,7 @@ impl MetadataExt for Metadata {
     }
 }
 
-/// As [`std::fs::OpenOptions`]. All files can be read and written.
+/// Like [`std::fs::OpenOptions`]. All files can be read and written.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct OpenOptions {
     create: bool,
@@ -485,7 +485,7 @@ pub struct OpenOptions {
 }
 
 impl OpenOptions {
-    /// Opens what is there.
+    /// Opens existing files only, by default.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -501,22 +501,22 @@ impl OpenOptions {
         self
     }
 
-    /// Makes a file that is not there.
+    /// Sets whether a missing file is created.
     pub const fn create(&mut self, create: bool) -> &mut Self {
         self.create = create;
         self
     }
 
-    /// Empties the file.
+    /// Sets whether the file is emptied.
     pub const fn truncate(&mut self, truncate: bool) -> &mut Self {
         self.truncate = truncate;
         self
     }
 
-    /// Opens a file or a folder.
+    /// Opens a file or a directory.
     ///
     /// # Errors
-    /// There is none, or the disk is full.
+    /// The file does not exist, or the disk is full.
     pub fn open(&self, path: impl AsRef<Path>) -> io::Result<File> {
         let path = path.as_ref();
         turn(Step::OpenFile, [0; 2]);
@@ -547,21 +547,21 @@ impl OpenOptionsExt for OpenOptions {
     }
 }
 
-/// As [`std::fs::DirBuilder`].
+/// Like [`std::fs::DirBuilder`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DirBuilder(u32);
 
 impl DirBuilder {
-    /// Makes folders without permissions, unless others are set.
+    /// Creates directories without permissions, unless a mode is set.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Makes a folder.
+    /// Creates a directory.
     ///
     /// # Errors
-    /// It is there, or what it would lie in is not.
+    /// It exists, or its parent directory does not.
     pub fn create(&self, path: impl AsRef<Path>) -> io::Result<()> {
         let path = path.as_ref();
         turn(Step::ChangeFolder, [0; 2]);
@@ -581,7 +581,7 @@ impl DirBuilderExt for DirBuilder {
     }
 }
 
-/// As [`std::fs::create_dir_all`].
+/// Like [`std::fs::create_dir_all`].
 ///
 /// # Errors
 /// A file is in the way.
@@ -597,10 +597,10 @@ pub fn create_dir_all(path: impl AsRef<Path>) -> io::Result<()> {
     Ok(())
 }
 
-/// As [`std::fs::metadata`].
+/// Like [`std::fs::metadata`].
 ///
 /// # Errors
-/// There is no such file.
+/// The file does not exist.
 pub fn metadata(path: impl AsRef<Path>) -> io::Result<Metadata> {
     turn(Step::ReadFile, [0; 2]);
     with_disk(|disk| {
@@ -609,17 +609,17 @@ pub fn metadata(path: impl AsRef<Path>) -> io::Result<Metadata> {
     })
 }
 
-/// As [`std::fs::read`].
+/// Like [`std::fs::read`].
 ///
 /// # Errors
-/// There is no such file.
+/// The file does not exist.
 pub fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
     let file = File::open(path)?;
     turn(Step::ReadFile, [file.node as u64, 0]);
     with_disk(|disk| Ok(disk.bytes(file.node)?.seen.clone()))
 }
 
-/// A name in a folder.
+/// An entry of a directory.
 #[derive(Clone, Debug)]
 pub struct DirEntry(OsString);
 
@@ -631,10 +631,10 @@ impl DirEntry {
     }
 }
 
-/// As [`std::fs::read_dir`].
+/// Like [`std::fs::read_dir`].
 ///
 /// # Errors
-/// There is no such folder.
+/// The directory does not exist.
 pub fn read_dir(path: impl AsRef<Path>) -> io::Result<std::vec::IntoIter<io::Result<DirEntry>>> {
     turn(Step::ReadFile, [0; 2]);
     with_disk(|disk| {
@@ -645,10 +645,10 @@ pub fn read_dir(path: impl AsRef<Path>) -> io::Result<std::vec::IntoIter<io::Res
     })
 }
 
-/// As [`std::fs::rename`], within one folder.
+/// Like [`std::fs::rename`], within one directory.
 ///
 /// # Errors
-/// There is no such file, or the disk fails.
+/// The file does not exist, or the disk fails.
 pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
     turn(Step::ChangeFolder, [0; 2]);
     with_disk(|disk| {
@@ -665,10 +665,10 @@ pub fn rename(from: impl AsRef<Path>, to: impl AsRef<Path>) -> io::Result<()> {
     })
 }
 
-/// As [`std::fs::set_permissions`].
+/// Like [`std::fs::set_permissions`].
 ///
 /// # Errors
-/// There is no such file.
+/// The file does not exist.
 pub fn set_permissions(path: impl AsRef<Path>, permissions: Permissions) -> io::Result<()> {
     with_disk(|disk| {
         let node = disk.find(path.as_ref())?;
@@ -701,7 +701,7 @@ fn range(file: &File, kind: LockKind, start: u64, length: u64) -> Lock {
     }
 }
 
-/// As [`crate::system::try_lock`].
+/// Like [`crate::system::try_lock`].
 ///
 /// # Errors
 /// None.
@@ -709,7 +709,7 @@ pub fn try_lock(file: &File, kind: LockKind, start: u64, length: u64) -> io::Res
     Ok(take(file, range(file, kind, start, length)))
 }
 
-/// As [`crate::system::unlock`], of all that the file has locked.
+/// Like [`crate::system::unlock`], for all locks of the file that overlap the range.
 ///
 /// # Errors
 /// None.
@@ -725,7 +725,7 @@ pub fn unlock(file: &File, start: u64, length: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// As [`crate::system::is_lock_excluded`].
+/// Like [`crate::system::is_lock_excluded`].
 ///
 /// # Errors
 /// None.

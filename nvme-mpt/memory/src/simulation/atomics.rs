@@ -1,14 +1,14 @@
-//! Atomics whose stores may be seen late, and whose accesses let others go on.
+//! Atomics whose stores may become visible late, and whose accesses let other actors run.
 
 use std::sync::atomic::{self, Ordering};
 
 use super::stores::{self, Place};
 use super::{Step, turn};
 
-/// Has all see what the actor stored, if the fence is a full one.
+/// Makes all stores of the actor visible, if the fence is sequentially consistent.
 pub fn fence(order: Ordering) {
     atomic::fence(order);
-    // Others keep no load from being carried out before a store.
+    // Weaker fences do not prevent a load from being executed before an earlier store.
     if order == Ordering::SeqCst {
         stores::drain_own();
         turn(Step::Fence, [0; 2]);
@@ -22,7 +22,7 @@ macro_rules! atomic {
         pub struct $name(atomic::$name);
 
         impl $name {
-            /// A word with this value.
+            /// Creates a word with this value.
             #[must_use]
             pub const fn new(value: $value) -> Self {
                 Self(atomic::$name::new(value))
@@ -37,7 +37,7 @@ macro_rules! atomic {
                 from_word(stores::load(self.place()))
             }
 
-            /// Writes the word. A store in sequentially consistent order is seen at once.
+            /// Writes the word. A sequentially consistent store is visible at once.
             pub fn store(&self, value: $value, order: Ordering) {
                 stores::store(self.place(), to_word(value));
                 if order == Ordering::SeqCst {
@@ -45,17 +45,17 @@ macro_rules! atomic {
                 }
             }
 
-            /// Writes the word, and returns what it was.
+            /// Writes the word, and returns its previous value.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
                 turn(Step::Swap, [0; 2]);
                 stores::drain_own();
                 self.0.swap(value, order)
             }
 
-            /// Writes the word if it is `current`.
+            /// Writes the word if its value is `current`.
             ///
             /// # Errors
-            /// Returns what it is otherwise.
+            /// Returns the actual value otherwise.
             pub fn compare_exchange(
                 &self,
                 current: $value,
@@ -119,36 +119,36 @@ fn from_word<T: Word>(word: u64) -> T {
 }
 
 atomic!(
-    /// As [`std::sync::atomic::AtomicBool`].
+    /// Like [`std::sync::atomic::AtomicBool`].
     AtomicBool, bool, Byte, atomic::AtomicU8
 );
 atomic!(
-    /// As [`std::sync::atomic::AtomicU64`].
+    /// Like [`std::sync::atomic::AtomicU64`].
     AtomicU64, u64, Long, atomic::AtomicU64
 );
 atomic!(
-    /// As [`std::sync::atomic::AtomicUsize`].
+    /// Like [`std::sync::atomic::AtomicUsize`].
     AtomicUsize, usize, Long, atomic::AtomicU64
 );
 
 macro_rules! counter {
     ($($name:ident: $value:ty),*) => {$(
         impl $name {
-            /// Adds to the word, and returns what it was.
+            /// Adds to the word, and returns its previous value.
             pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
                 turn(Step::Add, [0; 2]);
                 stores::drain_own();
                 self.0.fetch_add(value, order)
             }
 
-            /// Takes from the word, and returns what it was.
+            /// Subtracts from the word, and returns its previous value.
             pub fn fetch_sub(&self, value: $value, order: Ordering) -> $value {
                 turn(Step::Add, [0; 2]);
                 stores::drain_own();
                 self.0.fetch_sub(value, order)
             }
 
-            /// Raises the word to a value, and returns what it was.
+            /// Raises the word to at least a value, and returns its previous value.
             pub fn fetch_max(&self, value: $value, order: Ordering) -> $value {
                 turn(Step::Add, [0; 2]);
                 stores::drain_own();

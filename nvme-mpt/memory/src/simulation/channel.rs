@@ -1,4 +1,4 @@
-//! Channels whose receivers let others go on until something is there.
+//! Channels whose receivers let other actors run until a value arrives.
 
 use std::fmt;
 use std::sync::mpsc;
@@ -22,10 +22,10 @@ macro_rules! sender {
             /// Sends a value.
             ///
             /// # Errors
-            /// Nobody receives any more.
+            /// The receiver is gone.
             pub fn send(&self, value: T) -> Result<(), SendError<T>> {
                 turn(Step::Send, [0; 2]);
-                // A receiver sees what its sender stored before.
+                // A receiver sees the sender's earlier stores.
                 stores::drain_own();
                 let sent = match &self.0 {
                     Some(sender) => sender.send(value),
@@ -56,10 +56,10 @@ sender!(Sender);
 sender!(SyncSender);
 
 impl<T> SyncSender<T> {
-    /// Sends a value if there is room for it.
+    /// Sends a value if the channel is not full.
     ///
     /// # Errors
-    /// There is no room, or the receiver is gone.
+    /// The channel is full, or the receiver is gone.
     pub fn try_send(&self, value: T) -> Result<(), TrySendError<T>> {
         turn(Step::Send, [0; 2]);
         stores::drain_own();
@@ -72,18 +72,18 @@ impl<T> SyncSender<T> {
     }
 }
 
-/// As [`std::sync::mpsc::Receiver`].
+/// Like [`std::sync::mpsc::Receiver`].
 #[derive(Debug)]
 pub struct Receiver<T>(mpsc::Receiver<T>);
 
-/// As [`std::sync::mpsc::channel`].
+/// Like [`std::sync::mpsc::channel`].
 #[must_use]
 pub fn channel<T>() -> (Sender<T>, Receiver<T>) {
     let (sender, receiver) = mpsc::channel();
     (Sender(Some(sender)), Receiver(receiver))
 }
 
-/// As [`std::sync::mpsc::sync_channel`]. Senders send no more than it holds.
+/// Like [`std::sync::mpsc::sync_channel`]. Senders never send more values than the channel can hold.
 #[must_use]
 pub fn sync_channel<T>(bound: usize) -> (SyncSender<T>, Receiver<T>) {
     let (sender, receiver) = mpsc::sync_channel(bound);
@@ -91,27 +91,27 @@ pub fn sync_channel<T>(bound: usize) -> (SyncSender<T>, Receiver<T>) {
 }
 
 impl<T> Receiver<T> {
-    /// Receives what is there.
+    /// Receives a value that is already there.
     ///
     /// # Errors
-    /// As [`std::sync::mpsc::Receiver::try_recv`].
+    /// Like [`std::sync::mpsc::Receiver::try_recv`].
     pub fn try_recv(&self) -> Result<T, TryRecvError> {
         turn(Step::Receive, [0; 2]);
         self.0.try_recv()
     }
 
-    /// Receives what is there, or will be.
+    /// Receives a value, and waits for it if needed.
     ///
     /// # Errors
-    /// As [`std::sync::mpsc::Receiver::recv`].
+    /// Like [`std::sync::mpsc::Receiver::recv`].
     pub fn recv(&self) -> Result<T, RecvError> {
         self.attempts(None).unwrap_or(Err(RecvError))
     }
 
-    /// Receives what is there within some time.
+    /// Receives a value, and waits for it for at most `time`.
     ///
     /// # Errors
-    /// As [`std::sync::mpsc::Receiver::recv_timeout`].
+    /// Like [`std::sync::mpsc::Receiver::recv_timeout`].
     pub fn recv_timeout(&self, time: Duration) -> Result<T, RecvTimeoutError> {
         match self.attempts(Some(time)) {
             Some(received) => received.map_err(|RecvError| RecvTimeoutError::Disconnected),

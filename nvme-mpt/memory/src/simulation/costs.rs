@@ -1,8 +1,8 @@
-//! Time that calls take on the simulated clock where a guest, a client or a file decides it.
+//! Durations of calls on the simulated clock that depend on a guest, a client or a file.
 //!
-//! Without this, a call takes the time of its steps. A scenario gives times to signals of some eventfds, to accesses to
-//! memory of a file, and to deallocations. An actor that spends such a time lets all others go on, as its thread would on a
-//! machine with enough processors.
+//! By default, a call takes the time of its steps. A scenario sets durations for signals to some eventfds, for accesses
+//! to memory of a file, and for deallocations. While an actor spends such a time, all others run, as on a machine with
+//! enough processors.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,18 +18,18 @@ thread_local! {
 
 #[derive(Debug)]
 struct Costs {
-    /// Processor time of a signal, by the descriptor that is written to.
+    /// Processor time of a signal, by the eventfd's descriptor.
     signals: BTreeMap<RawFd, Duration>,
     memory: Vec<SlowMemory>,
-    /// Processor time to deallocate a MiB.
+    /// Processor time to deallocate one MiB.
     deallocated_mib: Duration,
-    /// Actors that wait in the kernel.
+    /// Actors that are blocked in the kernel.
     blocked: BTreeSet<usize>,
     /// True if all queues share one poller.
     shares_one_poller: bool,
 }
 
-/// A range of a memory file, each access to which waits in the kernel.
+/// Range of a memory file in which each access blocks in the kernel.
 #[derive(Debug)]
 struct SlowMemory {
     inode: u64,
@@ -51,7 +51,7 @@ fn with<T>(call: impl FnOnce(&mut Costs) -> T) -> T {
     COSTS.with_borrow_mut(call)
 }
 
-/// Calls take the time of their steps again.
+/// Removes all durations and other settings.
 pub fn clear() {
     with(|costs| *costs = Costs::NONE);
 }
@@ -61,17 +61,18 @@ pub fn slow_signals(fd: RawFd, time: Duration) {
     with(|costs| costs.signals.insert(fd, time));
 }
 
-/// Has each access to a range of a memory file wait in the kernel for so long, as beside a hole that is being punched.
+/// Makes each access to a range of a memory file block in the kernel for `time`, as next to a hole that is being
+/// punched.
 pub fn slow_memory(inode: u64, range: Range<u64>, time: Duration) {
     with(|costs| costs.memory.push(SlowMemory { inode, range, time }));
 }
 
-/// Sets the processor time to deallocate a MiB of memory.
+/// Sets the processor time to deallocate one MiB of memory.
 pub fn slow_deallocation(mib: Duration) {
     with(|costs| costs.deallocated_mib = mib);
 }
 
-/// Has all queues that share pollers share one.
+/// Makes all queues that share pollers share a single one.
 pub fn share_one_poller() {
     with(|costs| costs.shares_one_poller = true);
 }
@@ -89,7 +90,7 @@ pub fn work(time: Duration) {
     }
 }
 
-/// Waits in the kernel.
+/// Blocks in the kernel.
 pub fn block(time: Duration) {
     if time.is_zero() {
         return;
@@ -99,25 +100,25 @@ pub fn block(time: Duration) {
     with(|costs| costs.blocked.remove(&actor()));
 }
 
-/// Returns whether an actor waits in the kernel.
+/// Returns whether an actor is blocked in the kernel.
 #[must_use]
 pub fn is_blocked(actor: i32) -> bool {
     usize::try_from(actor).is_ok_and(|actor| with(|costs| costs.blocked.contains(&actor)))
 }
 
-/// Deallocates so many bytes.
+/// Spends the time to deallocate `bytes` bytes.
 pub fn deallocates(bytes: u64) {
     let mib = with(|costs| costs.deallocated_mib);
     work(mib.mul_f64(bytes as f64 / f64::from(1 << 20)));
 }
 
-/// Signals an eventfd.
+/// Spends the time to signal an eventfd.
 pub(crate) fn signals(fd: RawFd) {
     let time = with(|costs| costs.signals.get(&fd).copied());
     work(time.unwrap_or_default());
 }
 
-/// Accesses a range of a memory file.
+/// Spends the time to access a range of a memory file.
 pub(crate) fn accesses(inode: u64, range: &Range<u64>) {
     let time = with(|costs| {
         let mut slow = costs.memory.iter();

@@ -1,4 +1,4 @@
-//! Locks that let others go on until they are free.
+//! Locks that let other actors run until the lock is free.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,17 +7,17 @@ use std::time::Duration;
 
 use super::{Step, acted, now, stores, turn, wait};
 
-/// Time after which a lock for readers is looked at again.
+/// Poll interval for a reader-writer lock.
 const LOOK: Duration = Duration::from_micros(1);
 
-/// As [`std::sync::Mutex`].
+/// Like [`std::sync::Mutex`].
 #[derive(Debug, Default)]
 pub struct Mutex<T: ?Sized> {
     awaited: AtomicBool,
     mutex: sync::Mutex<T>,
 }
 
-/// As [`std::sync::MutexGuard`].
+/// Like [`std::sync::MutexGuard`].
 #[derive(Debug)]
 pub struct MutexGuard<'a, T: ?Sized> {
     mutex: &'a Mutex<T>,
@@ -25,7 +25,7 @@ pub struct MutexGuard<'a, T: ?Sized> {
 }
 
 impl<T> Mutex<T> {
-    /// A lock that is free.
+    /// Creates a lock that is free.
     pub const fn new(value: T) -> Self {
         Self {
             awaited: AtomicBool::new(false),
@@ -36,17 +36,17 @@ impl<T> Mutex<T> {
     /// Returns the value.
     ///
     /// # Errors
-    /// As [`std::sync::Mutex::into_inner`].
+    /// Like [`std::sync::Mutex::into_inner`].
     pub fn into_inner(self) -> LockResult<T> {
         self.mutex.into_inner()
     }
 }
 
 impl<T: ?Sized> Mutex<T> {
-    /// Takes the lock, and lets others go on until it is free.
+    /// Takes the lock. Lets other actors run until it is free.
     ///
     /// # Errors
-    /// As [`std::sync::Mutex::lock`].
+    /// Like [`std::sync::Mutex::lock`].
     pub fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
         loop {
             match self.try_lock() {
@@ -63,7 +63,7 @@ impl<T: ?Sized> Mutex<T> {
     /// Takes the lock if it is free.
     ///
     /// # Errors
-    /// As [`std::sync::Mutex::try_lock`].
+    /// Like [`std::sync::Mutex::try_lock`].
     pub fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
         turn(Step::Lock, [0; 2]);
         stores::drain_own();
@@ -78,10 +78,10 @@ impl<T: ?Sized> Mutex<T> {
         }
     }
 
-    /// Returns the value, which nobody else can have.
+    /// Returns the value, which no other thread can access.
     ///
     /// # Errors
-    /// As [`std::sync::Mutex::get_mut`].
+    /// Like [`std::sync::Mutex::get_mut`].
     pub fn get_mut(&mut self) -> LockResult<&mut T> {
         self.mutex.get_mut()
     }
@@ -109,7 +109,7 @@ impl<T: ?Sized> DerefMut for MutexGuard<'_, T> {
 
 impl<T: ?Sized> Drop for MutexGuard<'_, T> {
     fn drop(&mut self) {
-        // To free a lock is an exchange. Nobody else goes on before it is free.
+        // Releasing a lock drains the actor's store buffer. No other actor runs before the lock is free.
         stores::drain_own();
         if self.mutex.awaited.swap(false, Ordering::Relaxed) {
             acted();
@@ -117,21 +117,21 @@ impl<T: ?Sized> Drop for MutexGuard<'_, T> {
     }
 }
 
-/// As [`std::sync::Condvar`]. An actor that waits looks again after others did something.
+/// Like [`std::sync::Condvar`]. A waiting actor checks its condition again after any other actor has acted.
 #[derive(Debug, Default)]
 pub struct Condvar(());
 
 impl Condvar {
-    /// A condition that nobody waits for.
+    /// Creates a condition variable without waiting actors.
     #[must_use]
     pub const fn new() -> Self {
         Self(())
     }
 
-    /// Lets others go on with the lock.
+    /// Releases the lock, lets other actors run, and takes the lock again.
     ///
     /// # Errors
-    /// As [`std::sync::Condvar::wait`].
+    /// Like [`std::sync::Condvar::wait`].
     pub fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> LockResult<MutexGuard<'a, T>> {
         let mutex = guard.mutex;
         drop(guard);
@@ -139,10 +139,10 @@ impl Condvar {
         mutex.lock()
     }
 
-    /// Lets others go on with the lock while `condition` holds.
+    /// Waits while `condition` holds, without the lock.
     ///
     /// # Errors
-    /// As [`std::sync::Condvar::wait_while`].
+    /// Like [`std::sync::Condvar::wait_while`].
     pub fn wait_while<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
@@ -154,10 +154,10 @@ impl Condvar {
         Ok(guard)
     }
 
-    /// Lets others go on with the lock while `condition` holds, for `time` at most.
+    /// Waits while `condition` holds, without the lock, for at most `time`.
     ///
     /// # Errors
-    /// As [`std::sync::Condvar::wait_timeout_while`].
+    /// Like [`std::sync::Condvar::wait_timeout_while`].
     pub fn wait_timeout_while<'a, T>(
         &self,
         mut guard: MutexGuard<'a, T>,
@@ -185,59 +185,59 @@ impl Condvar {
         }
     }
 
-    /// Has all actors that wait look again: see [`Condvar`].
+    /// Makes all waiting actors check again: see [`Condvar`].
     pub fn notify_one(&self) {
         acted();
     }
 
-    /// Has all actors that wait look again: see [`Condvar`].
+    /// Makes all waiting actors check again: see [`Condvar`].
     pub fn notify_all(&self) {
         acted();
     }
 }
 
-/// As [`std::sync::WaitTimeoutResult`].
+/// Like [`std::sync::WaitTimeoutResult`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WaitTimeoutResult(bool);
 
 impl WaitTimeoutResult {
-    /// Returns whether the time was over.
+    /// Returns whether the wait timed out.
     #[must_use]
     pub const fn timed_out(&self) -> bool {
         self.0
     }
 }
 
-/// As [`std::sync::RwLock`].
+/// Like [`std::sync::RwLock`].
 #[derive(Debug, Default)]
 pub struct RwLock<T: ?Sized>(sync::RwLock<T>);
 
-/// As [`std::sync::RwLockReadGuard`].
+/// Like [`std::sync::RwLockReadGuard`].
 pub type RwLockReadGuard<'a, T> = sync::RwLockReadGuard<'a, T>;
 
-/// As [`std::sync::RwLockWriteGuard`].
+/// Like [`std::sync::RwLockWriteGuard`].
 pub type RwLockWriteGuard<'a, T> = sync::RwLockWriteGuard<'a, T>;
 
 impl<T> RwLock<T> {
-    /// A lock that is free.
+    /// Creates a lock that is free.
     pub const fn new(value: T) -> Self {
         Self(sync::RwLock::new(value))
     }
 }
 
 impl<T: ?Sized> RwLock<T> {
-    /// Takes the lock beside other readers.
+    /// Takes the lock for reading, shared with other readers.
     ///
     /// # Errors
-    /// As [`std::sync::RwLock::read`].
+    /// Like [`std::sync::RwLock::read`].
     pub fn read(&self) -> LockResult<RwLockReadGuard<'_, T>> {
         Self::taken(|| self.0.try_read())
     }
 
-    /// Takes the lock alone.
+    /// Takes the lock for writing.
     ///
     /// # Errors
-    /// As [`std::sync::RwLock::write`].
+    /// Like [`std::sync::RwLock::write`].
     pub fn write(&self) -> LockResult<RwLockWriteGuard<'_, T>> {
         Self::taken(|| self.0.try_write())
     }

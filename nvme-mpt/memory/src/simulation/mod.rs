@@ -1,11 +1,11 @@
-//! Seam between the data path and a simulator, which runs all actors of the data path on one thread.
+//! Interface between the data path and a simulator, which runs all actors of the data path on one thread.
 //!
-//! An actor is what would be a thread: a poller, a supervisor, a control thread, a guest. It lets others go on at each
-//! access to memory that several of them use ([`turn`]), and where it cannot go on itself ([`wait`]). The simulator
-//! owns the clock and all chance.
+//! An actor stands for a thread: a poller, a drive monitor, a control thread, or a guest. It lets other actors run at
+//! each access to memory that several of them use ([`turn`]), and when it has to wait ([`wait`]). The simulator
+//! provides the clock and all random decisions.
 //!
-//! Stores are delayed as by an x86-64 processor: each actor has a first-in-first-out buffer ([`stores`]) that it reads
-//! through, and that a fence empties. So a fence that is missing is found.
+//! Stores are delayed as on an x86-64 processor: each actor has a first-in-first-out store buffer ([`stores`]), from
+//! which it also loads, and which a fence drains. So a missing fence is detected.
 
 pub mod atomics;
 pub mod channel;
@@ -24,24 +24,24 @@ use nvme_spec::sqe::Sqe;
 /// Work of an actor.
 pub type Work = Box<dyn FnOnce() + Send>;
 
-/// Requests of the data path to a simulator.
+/// Interface of a simulator.
 pub trait Simulator {
     /// Returns the time since the simulation began.
     fn now(&self) -> Duration;
 
-    /// Returns the number of the actor that runs.
+    /// Returns the number of the running actor.
     fn actor(&self) -> usize;
 
     /// Returns the number of the process that the actor is a thread of.
     fn process(&self) -> u64;
 
-    /// Lets others go on, before the actor does what `event` says.
+    /// Lets other actors run before the actor does the step `event`.
     fn turn(&self, event: Event);
 
-    /// Lets others go on until one of them did something, or until a moment. It may return early.
+    /// Lets other actors run until one of them acts, or until a moment. May return early.
     fn wait(&self, until: Option<Duration>);
 
-    /// Takes note that the actor did something that others may wait for.
+    /// Records that the actor did something that others may wait for.
     fn acted(&self);
 
     /// Starts an actor.
@@ -50,7 +50,7 @@ pub trait Simulator {
     /// Returns a random number.
     fn random(&self) -> u64;
 
-    /// Returns whether a store that is made now stays in its actor's buffer for some time.
+    /// Returns whether the next store stays in its actor's buffer for some time.
     fn delays_store(&self) -> bool;
 }
 
@@ -61,7 +61,7 @@ pub enum Step {
     Load,
     /// A word is stored: its address, and the value.
     Store,
-    /// All that the actor stored is seen before what it loads next.
+    /// A fence: all earlier stores of the actor become visible before its later loads.
     Fence,
     /// A word is exchanged.
     Swap,
@@ -71,7 +71,7 @@ pub enum Step {
     Add,
     /// A lock is taken.
     Lock,
-    /// A channel is looked into.
+    /// A channel is polled.
     Receive,
     /// A value is sent through a channel.
     Send,
@@ -83,7 +83,7 @@ pub enum Step {
     HalfPublished,
     /// A command is written for a drive: its Command Identifier and its opcode.
     Submit,
-    /// A drive's Completion Queue is looked into: the index.
+    /// A drive's Completion Queue is polled: the index.
     LookForCompletion,
     /// The half of a drive's completion that has the Phase Tag is read: its index.
     HalfTaken,
@@ -91,25 +91,25 @@ pub enum Step {
     ReadRegister,
     /// A drive's register is written: its offset.
     WriteRegister,
-    /// A command is recorded in the live state: its slot and its Command Identifier.
+    /// A command is recorded for in-flight tracking: its slot and its Command Identifier.
     Record,
-    /// A slot of the live state is marked: its number, and the mark.
+    /// A slot's mark is stored: the slot and the mark.
     Mark,
-    /// A file or folder is opened, or made.
+    /// A file or directory is opened or created.
     OpenFile,
-    /// A file is read, or looked at: its number and the offset.
+    /// A file or its metadata is read: its number and the offset.
     ReadFile,
     /// A file is written: its number and the offset.
     WriteFile,
-    /// A file or folder is synced: its number.
+    /// A file or directory is synced: its number.
     SyncFile,
-    /// A folder is made, or a file is renamed.
+    /// A directory is created, or a file is renamed.
     ChangeFolder,
-    /// A lock of a file is taken, let go or looked at: its number and the first byte.
+    /// A lock of a file is taken, released or tested: its number and the first byte.
     LockFile,
     /// A guest stores a doorbell: its value.
     GuestRings,
-    /// A guest reads EventIdx, after it stored a doorbell: of this value.
+    /// A guest reads EventIdx after storing a doorbell: the doorbell's value.
     GuestReadsEventIdx,
     /// A guest takes a completion: its index and its Command Identifier.
     GuestTakes,
@@ -118,7 +118,7 @@ pub enum Step {
 }
 
 impl Step {
-    /// Returns whether others may have waited for it.
+    /// Returns whether other actors may have waited for the step.
     #[must_use]
     pub const fn has_effect(self) -> bool {
         !matches!(
@@ -136,12 +136,12 @@ impl Step {
     }
 }
 
-/// A step of an actor that others can see, for a trace.
+/// A step of an actor that is visible to others, for a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     /// Kind of the step.
     pub step: Step,
-    /// Its numbers, in the order that its kind has: a queue, a Command Identifier, a value.
+    /// Numbers of the step, as its kind defines them, such as a queue, a Command Identifier, or a value.
     pub numbers: [u64; 2],
 }
 
@@ -149,57 +149,57 @@ thread_local! {
     static SIMULATOR: Cell<Option<&'static dyn Simulator>> = const { Cell::new(None) };
 }
 
-/// Has a simulator run what the calling thread does from now on.
+/// Installs a simulator that runs the calling thread's actions from now on.
 pub fn install(simulator: &'static dyn Simulator) {
     SIMULATOR.set(Some(simulator));
 }
 
-/// Calls the simulator, if the thread has one.
+/// Calls the simulator if the thread has one.
 fn with<T>(call: impl FnOnce(&'static dyn Simulator) -> T) -> Option<T> {
     SIMULATOR.get().map(call)
 }
 
-/// Lets others go on, before the actor does what the arguments say.
+/// Lets other actors run before the actor does a step.
 #[inline]
 pub fn turn(step: Step, numbers: [u64; 2]) {
     with(|simulator| simulator.turn(Event { step, numbers }));
 }
 
-/// Takes note that the actor did something that others may wait for.
+/// Records that the actor did something that others may wait for.
 pub fn acted() {
     with(Simulator::acted);
 }
 
-/// Takes note that the actor is about to do something that others may wait for, and that all it stored is seen first.
+/// Makes all stores of the actor visible, and records that it does something that others may wait for.
 pub fn fence_and_act() {
     stores::drain_own();
     acted();
 }
 
-/// Posts a completion to a guest, or to a host: half of it first. Stores that came before it are seen first.
+/// Precedes the publication of a completion: makes earlier stores of the actor visible.
 pub(crate) fn publishes(entry: Cqe) {
     let numbers = [entry.sqid().0.into(), entry.cid().0.into()];
     turn(Step::Complete, numbers);
     stores::drain_own();
 }
 
-/// Gives a command to a drive.
+/// Precedes the submission of a command to a drive.
 pub(crate) fn submits(entry: &Sqe, cid: CommandId) {
     turn(Step::Submit, [cid.0.into(), entry.opcode().into()]);
     stores::drain_own();
 }
 
-/// Lets others go on until one of them did something, or until a moment. It may return early.
+/// Lets other actors run until one of them acts, or until a moment. May return early.
 ///
 /// # Panics
-/// Without a simulator, as nobody else could do anything.
+/// If there is no simulator, because then no other actor could act.
 pub fn wait(until: Option<Duration>) {
     let simulator = SIMULATOR.get().expect("a wait needs a simulator");
     stores::drain(simulator.actor());
     simulator.wait(until);
 }
 
-/// Waits until `attempt` succeeds, for `time` at most if there is a bound. Returns its result.
+/// Waits until `attempt` succeeds, for at most `time` if it is set. Returns its result.
 pub fn wait_for<T>(time: Option<Duration>, mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
     let until = time.map(|time| now().saturating_add(time));
     loop {

@@ -1,5 +1,5 @@
-//! Stores that their actor has made and that others do not see yet (Intel SDM, volume 3, section 9.2: stores are seen in
-//! program order, and a load may be carried out before an older store to another place).
+//! Store buffers: stores that an actor has made and that others do not see yet. Stores become visible in program order,
+//! and a load may be executed before an older store to another location (Intel SDM, volume 3, section 9.2).
 #![expect(unsafe_code, reason = "carries out stores that were delayed")]
 
 use std::cell::RefCell;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use super::{Step, turn, with};
 
-/// A word that can be stored late.
+/// A word whose stores can be delayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Byte(*const AtomicU8),
@@ -27,7 +27,7 @@ impl Place {
     }
 
     fn store(self, value: u64) {
-        // SAFETY: a place is there as long as a store to it is delayed: `forget` is called before it goes away.
+        // SAFETY: a place is valid as long as a store to it is delayed: `forget` is called before it goes away.
         unsafe {
             match self {
                 Self::Byte(place) => (*place).store(value as u8, Ordering::SeqCst),
@@ -38,7 +38,7 @@ impl Place {
     }
 
     fn load(self) -> u64 {
-        // SAFETY: the caller has the place.
+        // SAFETY: the caller keeps the place valid.
         unsafe {
             match self {
                 Self::Byte(place) => (*place).load(Ordering::SeqCst).into(),
@@ -55,7 +55,7 @@ thread_local! {
     static BUFFERS: RefCell<Buffers> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// Stores a value, now or late.
+/// Stores a value at once or with a delay.
 pub(crate) fn store(place: Place, value: u64) {
     turn(Step::Store, [place.address() as u64, value]);
     let Some((actor, late)) = with(|simulator| (simulator.actor(), simulator.delays_store()))
@@ -72,7 +72,7 @@ pub(crate) fn store(place: Place, value: u64) {
     });
 }
 
-/// Loads a value: the actor's own last one, or that which all see.
+/// Loads a value: the actor's own latest store, or the visible value.
 pub(crate) fn load(place: Place) -> u64 {
     turn(Step::Load, [place.address() as u64, 0]);
     let own = with(|simulator| {
@@ -86,12 +86,12 @@ pub(crate) fn load(place: Place) -> u64 {
     own.flatten().unwrap_or_else(|| place.load())
 }
 
-/// Has all see what an actor stored.
+/// Makes all stores of an actor visible.
 pub fn drain(actor: usize) {
     while drain_one(actor) {}
 }
 
-/// Has all see the oldest store of an actor that they do not see. Returns whether there was one.
+/// Makes the oldest pending store of an actor visible. Returns whether there was one.
 pub fn drain_one(actor: usize) -> bool {
     BUFFERS.with_borrow_mut(|buffers| {
         let store = buffers.get_mut(&actor).and_then(VecDeque::pop_front);
@@ -99,14 +99,14 @@ pub fn drain_one(actor: usize) -> bool {
     })
 }
 
-/// Has all see what the actor that runs stored.
+/// Makes all stores of the running actor visible.
 pub(crate) fn drain_own() {
     with(|simulator| drain(simulator.actor()));
 }
 
-/// Carries out all stores to memory that goes away.
+/// Executes all pending stores to memory that is being freed, and the stores before them.
 pub(crate) fn forget(memory: &Range<usize>) {
-    // Words may go away while the thread does.
+    // Words may be dropped while the thread ends.
     let _ended = BUFFERS.try_with(|buffers| {
         for buffer in buffers.borrow_mut().values_mut() {
             let hits = |(place, _): &(Place, u64)| memory.contains(&place.address());
@@ -119,7 +119,7 @@ pub(crate) fn forget(memory: &Range<usize>) {
     });
 }
 
-/// Drops what actors stored and nobody saw: all of a simulation's memory is gone.
+/// Drops all pending stores, because the simulation's memory is gone.
 pub fn clear() {
     BUFFERS.with_borrow_mut(BTreeMap::clear);
 }

@@ -6,20 +6,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{wait_for, with};
 
-/// Result of an actor: that of its work, or what it panicked with.
+/// Result of an actor: the result of its work, or its panic.
 pub type Ended<T> = Result<T, Box<dyn Any + Send>>;
 
-/// As [`std::thread::JoinHandle`].
+/// Like [`std::thread::JoinHandle`].
 #[derive(Debug)]
 pub struct JoinHandle<T> {
     result: Arc<Mutex<Option<Ended<T>>>>,
 }
 
 impl<T> JoinHandle<T> {
-    /// Lets others go on until the actor has ended.
+    /// Lets other actors run until the actor has ended.
     ///
     /// # Errors
-    /// The actor's panic.
+    /// Returns the actor's panic.
     pub fn join(self) -> Ended<T> {
         let result = wait_for(None, || {
             let mut result = self.result.lock().unwrap_or_else(PoisonError::into_inner);

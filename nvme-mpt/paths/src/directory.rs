@@ -1,4 +1,4 @@
-//! An open directory, and the files in it.
+//! Open directories and the files in them.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -13,8 +13,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use crate::PathError;
 use crate::walk::{self, Entry, Exposure, FileId, Status, is_safe, is_trusted, others_write, walk};
 
-/// An open directory. Its entries are accessed through the descriptor, so a rename of the directory itself does not redirect
-/// them.
+/// An open directory. Entries are accessed through the descriptor, so a rename of the directory does not redirect them.
 #[derive(Debug)]
 pub struct Directory(Entry);
 
@@ -27,7 +26,7 @@ impl Directory {
         Self::of(walk(path, None)?)
     }
 
-    /// Opens a directory. Makes it, and those above it, with a mode from which the umask takes permissions.
+    /// Opens a directory. Creates it and its ancestors if needed, with `mode` reduced by the umask.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -59,7 +58,7 @@ impl Directory {
         Ok((Self::open(directory)?, name))
     }
 
-    /// Returns the path without links.
+    /// Returns the path without symbolic links.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0.path
@@ -69,7 +68,7 @@ impl Directory {
         self.0.descriptor.as_fd()
     }
 
-    /// Returns a path of an entry through the open directory. It is short enough for the address of a socket.
+    /// Returns the path of an entry through the open directory. It is short enough for a socket address.
     #[must_use]
     pub fn entry_path(&self, name: &OsStr) -> PathBuf {
         self.0.by_descriptor().join(name)
@@ -88,7 +87,7 @@ impl Directory {
         self.0.exposure.is_none() && is_safe(self.fd(), &self.0.stat, owner)
     }
 
-    /// Checks that only trusted users can replace an entry that this process makes in the directory.
+    /// Checks that only trusted users can replace an entry that this process creates in the directory.
     ///
     /// # Errors
     /// Names the directory that another user may write.
@@ -105,7 +104,7 @@ impl Directory {
         }
     }
 
-    /// Returns the status of an entry, without following a link; `None` if there is no entry.
+    /// Opens an entry without following a link; `None` if it does not exist.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -149,7 +148,7 @@ impl Directory {
         })
     }
 
-    /// Opens an entry. A link is not followed.
+    /// Opens an entry. A symbolic link is not followed.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -160,7 +159,7 @@ impl Directory {
         opened.map(File::from).map_err(PathError::io("open", &path))
     }
 
-    /// Makes a file under an unused name, and returns it with the name. The umask takes permissions from `mode`.
+    /// Creates a file with an unused name. Returns the name and the file. The umask reduces `mode`.
     fn make_temporary(&self, name: &OsStr, mode: u32) -> Result<(OsString, File), PathError> {
         let temporary = temporary_name(name);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
@@ -175,12 +174,12 @@ impl Directory {
         Ok((temporary, made.into()))
     }
 
-    /// Replaces a file as a whole: readers find the old content, or all that `write` writes. A link at the name is replaced,
-    /// not followed. Another user who may write the directory can replace the file again. The new file is durable once
-    /// `write` has synced it and the caller has [synced](Self::sync) the names.
+    /// Replaces a file atomically: readers find either the old content, or the complete output of `write`. A link at
+    /// the name is replaced, not followed. Another user who may write the directory can replace the file again. The new
+    /// file is durable after `write` has synced it and the caller has [synced](Self::sync) the names.
     ///
     /// # Errors
-    /// See [`PathError`]. A file of another user in a directory with the sticky bit is left alone.
+    /// See [`PathError`]. In a directory with the sticky bit, another user's file is not replaced.
     pub fn replace(
         &self,
         name: &OsStr,
@@ -208,7 +207,7 @@ impl Directory {
         });
         step("written", self, &temporary);
         let replaced = id.and_then(|id| {
-            // renameat(2) is none of the system calls that a VMM's sandbox lets it make.
+            // The sandboxes of VMMs do not allow renameat(2).
             let renamed = std::fs::rename(self.entry_path(&temporary), self.entry_path(name));
             renamed.map(|()| id).map_err(|source| PathError::Io {
                 action: "replace",
@@ -222,7 +221,7 @@ impl Directory {
         replaced
     }
 
-    /// Makes a file with its whole content, unless there is one. Returns whether it was made.
+    /// Creates a file with its complete content if it does not exist. Returns whether it was created.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -247,7 +246,7 @@ impl Directory {
                 Err(error) => Err(PathError::io("make", &path)(error)),
             }
         });
-        // That it stays would be the smaller error.
+        // A leftover temporary file is no reason to fail.
         let _ = fs::unlinkat(self.fd(), &temporary, AtFlags::empty());
         made
     }
@@ -266,14 +265,15 @@ impl Directory {
         })
     }
 
-    /// Returns whether a name has this file.
+    /// Returns whether the entry `name` is this file.
     #[must_use]
     pub fn holds(&self, name: &OsStr, id: FileId) -> bool {
         let stat = fs::statat(self.fd(), name, AtFlags::SYMLINK_NOFOLLOW);
         stat.is_ok_and(|stat| FileId::of(&stat) == id)
     }
 
-    /// Removes a name if it has this file. A user who replaces the file between check and removal could have removed it as well.
+    /// Removes an entry if it is this file. A user who can replace the file between check and removal could also have
+    /// removed it.
     pub fn remove(&self, name: &OsStr, id: FileId) {
         if self.holds(name, id) {
             let _ = fs::unlinkat(self.fd(), name, AtFlags::empty());
@@ -281,14 +281,14 @@ impl Directory {
     }
 }
 
-/// Returns an unused name beside `name`.
+/// Returns an unused name derived from `name`.
 pub(crate) fn temporary_name(name: &OsStr) -> OsString {
     let mut random = [0; 8];
-    // With fewer bytes than were asked for, or none, the name may be taken, and the call that uses it fails.
+    // If this fails, the name may be taken, and then the call that uses it fails.
     let _ = getrandom(&mut random, GetRandomFlags::empty());
     let mut temporary = OsString::from(".");
     temporary.push(name);
-    // A name has 255 bytes at most.
+    // Names have at most 255 bytes.
     if temporary.len() > 200 {
         temporary = ".nvme-mpt".into();
     }
@@ -296,7 +296,7 @@ pub(crate) fn temporary_name(name: &OsStr) -> OsString {
     temporary
 }
 
-/// Hook between two system calls, at which a test acts as another user.
+/// Hook between two system calls, where tests act as another user.
 pub(crate) fn step(_name: &'static str, _directory: &Directory, _entry: &OsStr) {
     #[cfg(test)]
     crate::tests::at_step(_name, _directory, _entry);

@@ -1,19 +1,19 @@
-//! Files and sockets in directories that other users may write.
+//! Safe access to files and sockets in directories that other users may write.
 //!
-//! A privileged process that names a file twice may meet two files: the owner of a directory can put another one, or a
-//! link, in its place between the two calls. So each path is walked once, to a descriptor, and all further calls use
-//! that descriptor.
+//! A privileged process that resolves a path twice may reach two different files: the owner of a directory can replace
+//! an entry, for example by a link, between the two calls. So each path is walked once, to a descriptor, and all
+//! further calls use that descriptor.
 //!
-//! - **Trusted users** are root, the user of this process, and the owner of `/` (root of the host, as a user namespace
-//!   shows it).
-//! - A directory is **exposed** if another user may write it. In an exposed directory with the sticky bit, an entry of a
-//!   trusted user is safe nevertheless: nobody else can replace it.
-//! - A **symbolic link** is followed only if a trusted user owns it and it is safe where it lies: `/var/run` works, and a link in
-//!   a tenant's directory is refused.
-//! - What is **obeyed** (configuration) is a regular file that trusted users alone can write or replace. See
+//! - **Trusted users** are root, the user of this process, and the owner of `/` (which is root of the host in a user
+//!   namespace).
+//! - A directory is **exposed** if another user may write it. In an exposed directory with the sticky bit, an entry of
+//!   a trusted user is still safe, because no other user can replace it.
+//! - A **symbolic link** is followed only if a trusted user owns it and no other user can replace it. `/var/run` works,
+//!   and a link in a user's own directory is refused.
+//! - An **obeyed** file (configuration) is a regular file that only trusted users can write or replace. See
 //!   [`read_obeyed`].
-//! - A new file is made under a random name and renamed. A new socket has its owner and mode before it has its name. See
-//!   [`Directory::replace`] and [`Directory::listen`].
+//! - A new file is created under a random name and renamed. A new socket has its owner and mode before it gets its
+//!   name. See [`Directory::replace`] and [`Directory::listen`].
 
 mod directory;
 mod socket;
@@ -29,7 +29,7 @@ pub use self::directory::Directory;
 pub use self::socket::{Occupant, SocketPermissions};
 pub use self::walk::{Entry, FileId, open};
 
-/// A path cannot be used, or another user could change where it leads.
+/// Error of a path that cannot be used, or that another user could redirect.
 #[derive(Debug, Error)]
 pub enum PathError {
     /// A system call failed.
@@ -39,10 +39,10 @@ pub enum PathError {
         action: &'static str,
         /// The file or directory.
         path: PathBuf,
-        /// Kernel's error.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// A link that another user can change.
+    /// The path contains a symbolic link that another user can change.
     #[error(
         "{} is a symbolic link that user {owner} could change, and is not followed: give the path to which it leads",
         path.display()
@@ -50,17 +50,17 @@ pub enum PathError {
     ForeignLink {
         /// The link.
         path: PathBuf,
-        /// Its owner, or that of the directory in which it lies.
+        /// Owner of the link or of its directory, whichever is not trusted.
         owner: u32,
     },
-    /// A directory on the way that another user can write.
+    /// Another user can write a directory on the path.
     #[error(
         "{} is not used, as other users may write in {} (owner {owner}, mode {mode:04o}): move it to a directory that only \
          root or the user of this process may write",
         path.display(), directory.display()
     )]
     Exposed {
-        /// The file or directory that is not used.
+        /// The file or directory that was requested.
         path: PathBuf,
         /// The exposed directory.
         directory: PathBuf,
@@ -69,7 +69,7 @@ pub enum PathError {
         /// Its mode.
         mode: u32,
     },
-    /// A file that another user can write.
+    /// Another user can write the file.
     #[error(
         "{} is not used, as other users may write it (owner {owner}, mode {mode:04o}): it must belong to root or to the user \
          of this process, and nobody else may write it",
@@ -83,19 +83,19 @@ pub enum PathError {
         /// Its mode.
         mode: u32,
     },
-    /// Not a regular file.
+    /// The path is not a regular file.
     #[error("{} is not a regular file", path.display())]
     NotAFile {
         /// The file or directory there.
         path: PathBuf,
     },
-    /// A path without a file name.
+    /// The path has no file name.
     #[error("{} has no file name: give the path of a file", path.display())]
     NoFileName {
         /// The path.
         path: PathBuf,
     },
-    /// A live socket of another process.
+    /// Another process listens on the socket.
     #[error("Another process listens on {}", path.display())]
     InUse {
         /// The socket.
@@ -127,7 +127,7 @@ impl PathError {
         }
     }
 
-    /// Returns whether there is no such file or directory.
+    /// Returns whether the file or directory does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
@@ -135,7 +135,7 @@ impl PathError {
 }
 
 impl From<PathError> for io::Error {
-    /// Keeps the kernel's error. Other errors become text.
+    /// Returns the kernel's error. Other errors become text.
     fn from(error: PathError) -> Self {
         match error {
             PathError::Io { source, .. } => source,
@@ -144,11 +144,11 @@ impl From<PathError> for io::Error {
     }
 }
 
-/// Reads a file that is obeyed: a regular file that only trusted users can write or replace. Returns the path without
-/// links, and the text.
+/// Reads an obeyed file: a regular file that only trusted users can write or replace. Returns the path without links,
+/// and the text.
 ///
 /// # Errors
-/// See [`PathError`]. A file of more than `longest` bytes is not read.
+/// See [`PathError`]. A file with more than `longest` bytes is not read.
 pub fn read_obeyed(path: &Path, longest: u64) -> Result<(PathBuf, String), PathError> {
     let entry = Entry::find(path)?;
     entry.check_obeyed()?;

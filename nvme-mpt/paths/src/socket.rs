@@ -1,4 +1,4 @@
-//! Listening sockets with a file.
+//! Listening sockets with a file name.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -14,7 +14,7 @@ use crate::PathError;
 use crate::directory::{Directory, step, temporary_name};
 use crate::walk::{Entry, FileId, is_trusted};
 
-/// Connections that may wait to be accepted: as many as `net.core.somaxconn` allows, as with the standard library.
+/// Most pending connections: the limit of `net.core.somaxconn`, as in the standard library.
 const BACKLOG: i32 = -1;
 
 /// Owner and mode of a socket's file.
@@ -22,13 +22,13 @@ const BACKLOG: i32 = -1;
 pub struct SocketPermissions {
     /// File mode.
     pub mode: u32,
-    /// Number of the user that owns the file; `None` for this process's.
+    /// User id of the file's owner; `None` for this process's user.
     pub user: Option<u32>,
-    /// Number of the group that owns the file; `None` for this process's.
+    /// Group id of the file; `None` for this process's group.
     pub group: Option<u32>,
 }
 
-/// Kind of entry at the name of a socket.
+/// Kind of the entry at a socket's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Occupant {
     /// Nothing.
@@ -37,13 +37,13 @@ pub enum Occupant {
     Stale,
     /// A socket that a process has open, or may have open.
     Live,
-    /// Something else.
+    /// Another kind of file.
     NotASocket,
 }
 
 impl Entry {
-    /// Determines the kind without connecting to a possible server: a datagram socket cannot connect to a listening socket,
-    /// and the kernel's error differs if that socket is dead.
+    /// Determines the kind without connecting to a possible server. A datagram socket cannot connect to a listening
+    /// socket, and the kernel's error shows whether that socket is dead.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -65,7 +65,7 @@ impl Entry {
 }
 
 impl Directory {
-    /// Determines the kind of the entry at a name.
+    /// Determines the kind of an entry.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -76,12 +76,12 @@ impl Directory {
         }
     }
 
-    /// Listens on a socket with a name in this directory. Replaces only the socket of a process that has ended.
-    /// Returns the socket, which does not block, and the identity of its file.
+    /// Listens on a socket with a name in this directory. Replaces only a socket whose process has ended. Returns the
+    /// nonblocking socket and the identity of its file.
     ///
-    /// The file is made under another name, for this process's user only. It is then opened, and a connection through that
-    /// descriptor proves that it is the new socket. Owner and mode are set through the same descriptor, and then the file
-    /// gets its name. So a link or another file that takes its place never gets that owner or mode.
+    /// The file is created under another name, for this process's user only. It is then opened, and a connection
+    /// through that descriptor proves that it is the new socket. Owner and mode are set through the same descriptor,
+    /// and then the file gets its name. So a link or another file that replaces it never gets that owner or mode.
     ///
     /// # Errors
     /// See [`PathError`].
@@ -101,7 +101,7 @@ impl Directory {
                 Ok((socket, id))
             }
             Err(error) => {
-                // Ours, or what another user put there in a directory of that user.
+                // Our file, or a file that another user put there in their own directory.
                 let _ = fs::unlinkat(self.fd(), &temporary, AtFlags::empty());
                 Err(error)
             }
@@ -113,7 +113,7 @@ impl Directory {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
         let socket = socket.map_err(failed("make a socket for"))?;
-        // The file has it from its first moment on.
+        // The file has this mode from its creation on.
         let mode = fs::fchmod(&socket, Mode::from_raw_mode(0o600));
         mode.map_err(failed("set the permissions of"))?;
         let address = SocketAddrUnix::new(self.entry_path(temporary));
@@ -144,7 +144,7 @@ impl Directory {
         }
         file.set_mode(mode)?;
         step("permitted", self, temporary);
-        // linkat(2) replaces nothing, so that two servers cannot both have the path.
+        // linkat(2) replaces nothing, so two servers cannot both get the path.
         let source = file.by_descriptor();
         let link = || fs::linkat(CWD, &source, self.fd(), name, AtFlags::SYMLINK_FOLLOW);
         loop {
@@ -158,8 +158,8 @@ impl Directory {
         Ok(file.id())
     }
 
-    /// Removes a stale socket. It is first renamed and checked again, because another server may have replaced it after the
-    /// first check.
+    /// Removes a stale socket. The socket is first renamed and checked again, because another server may have replaced
+    /// it after the first check.
     fn make_way(&self, name: &OsStr, path: &Path, user: Option<u32>) -> Result<(), PathError> {
         let failed = |action| PathError::io(action, path);
         let refuse = |occupant| match occupant {
@@ -174,7 +174,7 @@ impl Directory {
             return Ok(());
         }
         let owner = entry.owner();
-        // In a directory that only trusted users write, one of them made it, and gave it to its owner.
+        // In a directory that only trusted users can write, a trusted user created it and set its owner.
         if !is_trusted(owner) && user != Some(owner) && !self.protects(owner) {
             return Err(PathError::ForeignFile {
                 path: path.into(),
@@ -199,13 +199,13 @@ impl Directory {
     }
 }
 
-/// Returns whether a connection to a file reaches this socket. Nothing is sent, as the file may be that of another server.
+/// Returns whether a connection to a file reaches this socket. Sends nothing, because the file may be another server's.
 fn leads_to(file: &Entry, socket: &UnixListener) -> Result<bool, PathError> {
     let failed = |action| PathError::io(action, &file.path);
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let client = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let client = client.map_err(failed("make a socket to try"))?;
-    // The kernel chooses an address that no other socket has.
+    // The kernel chooses an unused address.
     net::bind(client.as_fd(), &SocketAddrUnix::new_unnamed()).map_err(failed("try"))?;
     let address = net::getsockname(&client).map_err(failed("try"))?;
     let address = SocketAddrUnix::try_from(address).map_err(failed("try"))?;
@@ -213,7 +213,7 @@ fn leads_to(file: &Entry, socket: &UnixListener) -> Result<bool, PathError> {
     if net::connect(&client, &target).is_err() {
         return Ok(false);
     }
-    // Others of our user may have connected before.
+    // Other processes of our user may have connected before.
     while let Ok((_, from)) = socket.accept() {
         if from.as_abstract_name().is_some() && from.as_abstract_name() == address.abstract_name() {
             return Ok(true);

@@ -1,4 +1,4 @@
-//! The way along a path, component by component.
+//! Walk of a path, component by component.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -14,10 +14,10 @@ use nvme_mpt_memory::system::process_user;
 
 use crate::PathError;
 
-/// Most symbolic links on one path, as in the kernel.
+/// Most symbolic links on a path, as in the kernel.
 const LINKS_MAX: u32 = 40;
 
-/// Identity of a file: device and inode.
+/// Identity of a file: device and inode number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileId {
     device: u64,
@@ -41,13 +41,13 @@ impl FileId {
     }
 }
 
-/// Status of a file: its owner, mode and identity.
+/// Status of a file: owner, mode and identity.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Status {
     pub(crate) id: FileId,
     pub(crate) owner: u32,
     pub(crate) group: u32,
-    /// Kind and permissions.
+    /// File type and permissions.
     pub(crate) mode: u32,
     pub(crate) bytes: u64,
 }
@@ -100,14 +100,14 @@ impl Exposure {
     }
 }
 
-/// A file or directory at the end of a path, as a descriptor that neither reads nor writes (`O_PATH`).
+/// A file or directory at the end of a path, as a descriptor without read or write access (`O_PATH`).
 #[derive(Debug)]
 pub struct Entry {
     pub(crate) descriptor: OwnedFd,
     pub(crate) stat: Status,
-    /// Path without links.
+    /// Path without symbolic links.
     pub(crate) path: PathBuf,
-    /// The first exposed directory on the way whose next entry another user could replace.
+    /// First exposed directory on the path, in which another user could replace the next entry.
     pub(crate) exposure: Option<Exposure>,
 }
 
@@ -116,8 +116,8 @@ pub(crate) fn is_trusted(user: u32) -> bool {
     user == 0 || user == process_user() || fs::stat("/").is_ok_and(|root| root.st_uid == user)
 }
 
-/// Returns whether another user than the owner may write the open file or directory. On a read-only mount, such as volumes of
-/// Kubernetes, no user may.
+/// Returns whether other users than the owner may write the open file or directory. On a read-only mount, such as
+/// volumes of Kubernetes, no user may.
 pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &Status) -> bool {
     others_may_write(stat)
         && !fs::fstatvfs(file).is_ok_and(|mount| mount.f_flag.contains(StatVfsMountFlags::RDONLY))
@@ -125,19 +125,20 @@ pub(crate) fn others_write(file: BorrowedFd<'_>, stat: &Status) -> bool {
 
 fn others_may_write(stat: &Status) -> bool {
     let user = process_user();
-    // A group of the owner's number has the owner alone in it. Many distributions have new users make files with it.
+    // A group with the owner's number contains only the owner. On many distributions, this is the default group of a
+    // user's files.
     let own_group = user != 0 && stat.owner == user && stat.group == user;
     let group = if own_group { 0 } else { 0o020 };
     stat.mode & (0o002 | group) != 0
 }
 
-/// Returns whether only trusted users can replace an entry.
+/// Returns whether only trusted users can replace an entry with this owner.
 pub(crate) fn is_safe(directory: BorrowedFd<'_>, stat: &Status, owner: u32) -> bool {
     let is_sticky = stat.is_sticky();
     is_trusted(stat.owner) && (is_sticky && is_trusted(owner) || !others_write(directory, stat))
 }
 
-/// Opens an entry without following a link. An automount directory is mounted.
+/// Opens an entry without following a link. Triggers automounts.
 pub(crate) fn open_entry(directory: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd, Errno> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     match fs::openat(directory, name, flags | OFlags::DIRECTORY, Mode::empty()) {
@@ -146,7 +147,7 @@ pub(crate) fn open_entry(directory: BorrowedFd<'_>, name: &OsStr) -> Result<Owne
     }
 }
 
-/// Returns the steps of a path, the last one first.
+/// Returns the components of a path, the last one first.
 fn steps(path: &Path) -> impl Iterator<Item = OsString> + use<'_> {
     path.components().rev().filter_map(|step| match step {
         Component::Normal(name) => Some(name.to_owned()),
@@ -155,7 +156,7 @@ fn steps(path: &Path) -> impl Iterator<Item = OsString> + use<'_> {
     })
 }
 
-/// Walks a path. With `make`, missing directories are made with that mode.
+/// Walks a path. With `make`, creates missing directories with that mode.
 pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> {
     let path = match path.as_os_str().is_empty() {
         true => Path::new("."),
@@ -217,7 +218,7 @@ pub(crate) fn walk(path: &Path, make: Option<Mode>) -> Result<Entry, PathError> 
             if links > LINKS_MAX {
                 return Err(failed("follow")(Errno::LOOP));
             }
-            // readlinkat(2) is none of the system calls that a VMM's sandbox lets it make. Nobody else can replace the link.
+            // The sandboxes of VMMs do not allow readlinkat(2). No other user can replace the link.
             let target = std::fs::read_link(by_descriptor(here.descriptor.as_fd()).join(&name));
             let target = target.map_err(|source| PathError::Io {
                 action: "read the link",
@@ -252,7 +253,7 @@ impl Entry {
         walk(path, None)
     }
 
-    /// Returns the path without links. It names this file until an entry on it is replaced.
+    /// Returns the path without symbolic links. It names this file until an entry on the path is replaced.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -274,12 +275,12 @@ impl Entry {
         FileType::from_raw_mode(self.stat.mode)
     }
 
-    /// Returns a path that leads to this very file, even after a rename.
+    /// Returns a path that leads to this file, even after a rename.
     pub(crate) fn by_descriptor(&self) -> PathBuf {
         by_descriptor(self.descriptor.as_fd())
     }
 
-    /// Opens this very file.
+    /// Opens this file.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -288,17 +289,17 @@ impl Entry {
         Ok(opened.into())
     }
 
-    /// Changes the mode of this very file.
+    /// Changes the mode of this file.
     ///
     /// # Errors
     /// Returns the kernel's error.
     pub fn set_mode(&self, mode: u32) -> Result<(), PathError> {
-        // Descriptors that only name a file are not taken by fchmod(2).
+        // fchmod(2) does not accept `O_PATH` descriptors.
         let changed = fs::chmod(self.by_descriptor(), Mode::from_raw_mode(mode));
         changed.map_err(PathError::io("set the permissions of", &self.path))
     }
 
-    /// Changes the owner of this very file.
+    /// Changes the owner of this file.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -312,7 +313,7 @@ impl Entry {
     /// Checks that this is a regular file that only trusted users can write or replace.
     ///
     /// # Errors
-    /// Says what another user may do.
+    /// Describes the access of other users.
     pub fn check_obeyed(&self) -> Result<(), PathError> {
         let path = self.path.clone();
         if self.kind() != FileType::RegularFile {
@@ -331,7 +332,7 @@ impl Entry {
         }
     }
 
-    /// Reads the file, of at most `longest` bytes.
+    /// Reads the file, which may have at most `longest` bytes.
     pub(crate) fn read(&self, longest: u64) -> Result<String, PathError> {
         let read = || {
             let mut text = String::new();
@@ -354,7 +355,7 @@ impl Entry {
     }
 }
 
-/// Opens an existing file by a path whose links only trusted users can change.
+/// Opens an existing file. Only trusted users can change the symbolic links on its path.
 ///
 /// # Errors
 /// See [`PathError`].

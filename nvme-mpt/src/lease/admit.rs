@@ -1,4 +1,4 @@
-//! The rules by which a lease is given out.
+//! Rules for granting a lease.
 
 use super::by_size;
 use super::entry::LeaseEntry;
@@ -12,11 +12,11 @@ use crate::origin::extent::{self, Stretch};
 use crate::origin::nvme;
 use crate::range::ByteRange;
 
-/// The rules: `request` is admitted unless a lease has the same id or part of the same range. The one exception is a
-/// lease with the same id *and* the same range of the same drive, whose holder died. Its slot is returned, to be taken
-/// over. Data that another id left in the range is in the way, unless the request says what becomes of it.
+/// Decides about `request`. A request is refused if a lease has the same id or overlaps the range. The exception is a
+/// lease with the same id and range of the same drive whose holder died: its slot is returned, and the lease is taken
+/// over. Data of another id in the range also refuses the request, unless the request says what to do with the data.
 ///
-/// A lease by size gets what its id left there, and free units (`by_size`).
+/// A lease by size gets the extents that its id had, and free units (`by_size`).
 pub(super) fn admit(
     records: &Records,
     request: &LeaseRequest<'_>,
@@ -81,16 +81,16 @@ fn admit_range(
     })
 }
 
-/// Returns whether a lease had the same range of a drive that was named in an earlier boot of the host. Without the operator's
-/// decision about its data, the request would have been refused before.
+/// Returns whether a lease had the same range of a drive that was named in an earlier boot of the host. The operator
+/// has decided about its data, because otherwise the request would have been refused before.
 fn was_at_range(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let boots = [record.drive.as_str(), request.drive.name].map(extent::boot_of_drive);
     matches!(boots, [Some(theirs), Some(ours)] if theirs != ours)
         && record.extents.only() == Some(range)
 }
 
-/// Returns whether a lease has a byte of the range. By the bytes: a disk and its partition are two drives that
-/// overlap.
+/// Returns whether a lease overlaps the range. Compares bytes, because a disk and its partition are two overlapping
+/// drives.
 fn overlaps(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
     let (ours, our_nsid) = nvme::as_block_device(request.drive.name, request.nsid.0);
@@ -103,7 +103,7 @@ const fn stretch(drive: &str, range: ByteRange) -> Stretch<'_> {
     Stretch { drive, range }
 }
 
-/// Returns whether a lease that overlaps the range has just its bytes.
+/// Returns whether a lease that overlaps the range has exactly its bytes.
 fn has_same_bytes(record: &Record, request: &LeaseRequest<'_>, range: ByteRange) -> bool {
     let (theirs, _) = nvme::as_block_device(&record.drive, record.nsid);
     let (ours, _) = nvme::as_block_device(request.drive.name, request.nsid.0);

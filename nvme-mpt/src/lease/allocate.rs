@@ -1,33 +1,33 @@
-//! Choice among the free units of a drive.
+//! Allocation among the free units of a drive.
 //!
-//! The units of a drive are numbered from 0. A rest at its end that is no whole unit belongs to none.
+//! The units of a drive are numbered from 0. A partial unit at the end of the drive is not used.
 
 use std::ops::Range;
 
 use crate::range::ByteRange;
 
-/// Free units of a drive, as runs: in the drive's order, and no two of one list touch.
+/// Free units of a drive, as runs in the drive's order. Runs of one list do not touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Free {
-    /// Without data.
+    /// Units without data.
     pub(super) clean: Vec<Range<u64>>,
-    /// With or without data that is to be wiped.
+    /// Units without data, and units with data that has to be wiped first.
     pub(super) usable: Vec<Range<u64>>,
 }
 
-/// Units that a lease needs.
+/// Request for units of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Need {
-    /// Number of them, above 0.
+    /// Number of units, above 0.
     pub(super) units: u64,
-    /// The unit right behind the lease's last extent.
+    /// The unit directly after the lease's last extent.
     pub(super) behind: Option<u64>,
-    /// The lease is one extent.
+    /// True if the lease must be one extent.
     pub(super) whole: bool,
 }
 
-/// Returns the free units of a drive of `units` units of `unit` bytes. Bytes that are `taken` or `dirty` make their
-/// whole units so.
+/// Returns the free units of a drive of `units` units of `unit` bytes. A unit with any `taken` or `dirty` byte is taken
+/// or dirty as a whole.
 pub(super) fn free(units: u64, unit: u64, taken: &[ByteRange], dirty: &[ByteRange]) -> Free {
     let whole = |range: &ByteRange| range.start() / unit..range.end().div_ceil(unit);
     let mut used: Vec<_> = taken.iter().map(whole).collect();
@@ -39,7 +39,7 @@ pub(super) fn free(units: u64, unit: u64, taken: &[ByteRange], dirty: &[ByteRang
     }
 }
 
-/// Returns the runs of `0..units` that are outside of `used`.
+/// Returns the runs of `0..units` outside of `used`.
 fn gaps(units: u64, used: &mut [Range<u64>]) -> Vec<Range<u64>> {
     used.sort_by_key(|range| range.start);
     let mut gaps = Vec::new();
@@ -56,8 +56,8 @@ fn gaps(units: u64, used: &mut [Range<u64>]) -> Vec<Range<u64>> {
     gaps
 }
 
-/// Returns the units that a lease gets, in its order; `None` if there is no room. It gets units without data if they
-/// do.
+/// Chooses units for a lease, in the lease's order; `None` if there are not enough. Units without data are preferred if
+/// they suffice.
 pub(super) fn choose(free: &Free, need: Need) -> Option<Vec<Range<u64>>> {
     choose_of(&free.clean, need).or_else(|| choose_of(&free.usable, need))
 }
@@ -67,7 +67,7 @@ fn choose_of(runs: &[Range<u64>], need: Need) -> Option<Vec<Range<u64>>> {
     let mut chosen = Vec::new();
     let mut left = need.units;
     let mut runs = runs.to_vec();
-    // The unit before is the lease's own. So a run that continues the lease begins there.
+    // The unit before `behind` belongs to the lease, so a run that continues the lease starts at `behind`.
     let behind = need.behind.and_then(|unit| {
         let i = runs.iter().position(|run| run.start == unit)?;
         Some(runs.remove(i))
@@ -82,7 +82,7 @@ fn choose_of(runs: &[Range<u64>], need: Need) -> Option<Vec<Range<u64>>> {
         chosen.push(run.start..run.start + taken);
         left -= taken;
     }
-    // The last of equal runs is the first on the drive.
+    // Sorted so that the last of equally long runs is the first on the drive.
     runs.sort_by(|one, other| (length(one), other.start).cmp(&(length(other), one.start)));
     while left > 0 {
         let longer = runs.partition_point(|run| length(run) < left);

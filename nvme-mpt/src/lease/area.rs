@@ -1,4 +1,4 @@
-//! Namespaces of drives, as an id leases parts of them.
+//! Namespace of a drive from which an id leases parts.
 
 use super::store::Record;
 use super::tenants::{self, Found, Place, Tenant};
@@ -7,18 +7,18 @@ use crate::origin::nvme;
 use crate::range::ByteRange;
 use crate::spec::ids::Nsid;
 
-/// A namespace of a drive, and the id that leases parts of it.
+/// Namespace of a drive, and the id that leases parts of it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Area<'a> {
     pub(super) id: &'a str,
     pub(super) drive: &'a str,
     pub(super) nsid: Nsid,
-    /// Bytes of the namespace.
+    /// Size of the namespace in bytes.
     pub(super) capacity: u64,
 }
 
 impl<'a> Area<'a> {
-    /// Returns the place of bytes of the area, which lie `at` an offset of a lease by size.
+    /// Returns the place of `range` in the area. `at` is its offset within a lease by size.
     pub(super) fn place(&self, range: ByteRange, at: Option<u64>) -> Place<'a> {
         Place {
             id: self.id,
@@ -29,13 +29,13 @@ impl<'a> Area<'a> {
         }
     }
 
-    /// Returns the place of all bytes; `None` if there are none.
+    /// Returns the place of the whole namespace; `None` if it is empty.
     pub(super) fn all(&self) -> Option<Place<'a>> {
         let range = ByteRange::new(0, self.capacity).ok()?;
         Some(self.place(range, None))
     }
 
-    /// Returns the bytes of the area which a lease may have.
+    /// Returns the bytes of the area that may belong to a lease.
     pub(super) fn shared_with(&self, record: &Record) -> Vec<ByteRange> {
         let (theirs, their_nsid) = nvme::as_block_device(&record.drive, record.nsid);
         let (ours, our_nsid) = nvme::as_block_device(self.drive, self.nsid.0);
@@ -51,7 +51,7 @@ impl<'a> Area<'a> {
         }
     }
 
-    /// Returns the tenants of its bytes.
+    /// Returns the entries of previous owners in the area.
     pub(super) fn found<'t>(&self, tenants: &'t [Tenant]) -> Vec<Found<'t>> {
         let all = self.all();
         all.map_or_else(Vec::new, |all| tenants::find(tenants, &all))

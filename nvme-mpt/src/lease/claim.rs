@@ -1,4 +1,4 @@
-//! Claims: the right by which a lease is asked for, held against the [terms](super::terms) of its id.
+//! Claims: the right by which a lease is requested, checked against the [terms](super::terms) of its id.
 
 use super::area::Area;
 use super::error::LeaseError;
@@ -7,22 +7,22 @@ use super::store::Records;
 use super::tenants;
 use super::terms::{LeaseTerms, TermsOfIds};
 
-/// Right by which a lease is asked for.
+/// Right by which a lease is requested.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Claim {
-    /// That of the operator. The lease keeps its owner.
+    /// The operator requests a lease. The lease keeps its owner.
     #[default]
     Operator,
-    /// That of the operator, for a user that owns the lease from then on.
+    /// The operator requests a lease for a user, who becomes its owner.
     For(u32),
-    /// That of a process which may have every lease. Its user owns the lease, if no user does yet.
+    /// A process that may have every lease. Its user becomes the owner if the lease has none.
     Every(u32),
-    /// That of a process which may have a lease that its user owns, with bytes that the id has already.
+    /// A process that may only have a lease that its user owns, with bytes that already belong to the id.
     Own(u32),
 }
 
 impl Claim {
-    /// Checks the owner of the lease of `id`.
+    /// Checks that the claim is allowed by the owner of the lease `id`.
     pub(super) fn check_owner(self, records: &Records, id: &str) -> Result<(), LeaseError> {
         let Self::Own(user) = self else {
             return Ok(());
@@ -41,7 +41,8 @@ impl Claim {
         }
     }
 
-    /// Checks that the bytes of a lease are those of its id already. Others may have data of the host.
+    /// For [`Self::Own`], checks that all bytes of the lease already belong to its id. Other bytes may have data of the
+    /// host.
     pub(super) fn check_extents(
         self,
         records: &Records,
@@ -71,7 +72,7 @@ impl Claim {
         }
     }
 
-    /// Enters the owner of a lease that is given out.
+    /// Records the owner of a granted lease.
     pub(super) fn enter(self, terms: &mut TermsOfIds, id: &str) {
         let owner = match self {
             Self::Operator | Self::Own(_) => return,
@@ -83,19 +84,18 @@ impl Claim {
 }
 
 impl Records {
-    /// Returns the owner of leases of `id`.
+    /// Returns the user that owns leases of `id`.
     pub(super) fn owner(&self, id: &str) -> Option<u32> {
         self.terms.get(id)?.owner
     }
 
-    /// Returns whether a lease or data of the id is there.
+    /// Returns whether the id has a lease or data.
     pub(super) fn knows(&self, id: &str) -> bool {
         self.leases.iter().any(|record| record.id == id)
             || self.tenants.iter().any(|tenant| tenant.id == id)
     }
 
-    /// Forgets terms that say nothing, those of ids without a lease and without data, and what is known of drives without
-    /// either.
+    /// Removes default terms, terms of ids without lease and data, and facts about drives without either.
     pub(super) fn forget_unknown(&mut self) {
         let mut terms = std::mem::take(&mut self.terms);
         terms.retain(|id, terms| *terms != LeaseTerms::default() && self.knows(id));

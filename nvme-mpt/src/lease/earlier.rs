@@ -1,15 +1,16 @@
-//! Drives that had other names: until a boot of the host, with an earlier version, or before the host reported more or less
-//! of them.
+//! Drives that had other names: in an earlier boot of the host, in an earlier version, or when the host reported other
+//! attributes of them.
 //!
-//! The kernel names a disk with neither a WWID nor a serial number anew at each boot. So the ledger cannot tell which present
-//! disk is a disk of an earlier boot. Until the operator says so, the ledger gives out no bytes of such a disk as new, and
-//! none to an id that had them under that name.
+//! A disk with neither a WWID nor a serial number gets another kernel name at each boot. So the ledger cannot tell
+//! which present disk is a disk of an earlier boot. Until the operator decides, the ledger grants no bytes of such a
+//! disk as new, and none to an id that had them under that name.
 //!
-//! A name can also change in other ways: a disk gets a serial number or loses it, and a label is overwritten. So the ledger
-//! stores all names that a drive had when it was last leased, and looks for data under all names that the requested drive has
-//! now. Whatever is found refuses the lease. Only the operator's word accepts one.
+//! A name can also change in other ways: a disk gets or loses a serial number, or a label is overwritten. So the ledger
+//! stores all names that a drive had when it was last leased, and searches for data under all names that the requested
+//! drive has now. Any match refuses the lease until the operator decides.
 //!
-//! The names that guests see are derived from the drive's name at that time, and have to stay. So the ledger stores that name.
+//! The names that guests see are derived from the drive's name when it was first leased, and must not change. So the
+//! ledger stores that name.
 
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
@@ -25,13 +26,13 @@ use crate::origin::{Host, IdentityRef};
 use crate::range::ByteRange;
 
 impl Records {
-    /// Returns whether a lease or data of an id is on a base.
+    /// Returns whether an id has a lease or data on a base.
     pub(super) fn knows_base(&self, base: &str) -> bool {
         let has = |record: &Record| extent::bases(&record.drive).iter().any(|of| of == base);
         self.tenants.iter().any(|tenant| tenant.drive() == base) || self.leases.iter().any(has)
     }
 
-    /// Returns whether leases or data are on the drives `from` and `to`.
+    /// Returns whether there are leases or data on the drives `from` and `to`.
     pub(super) fn drives_known(&self, from: &str, to: &str) -> (bool, bool) {
         let known = |drive| {
             extent::bases(drive)
@@ -52,13 +53,13 @@ impl Records {
             .collect()
     }
 
-    /// Returns a drive as the names of its guests know it.
+    /// Returns the name of a drive from which its guests' names are derived.
     pub(super) fn naming(&self, drive: &str) -> String {
         if let Some(label) = extent::bases(drive)
             .iter()
             .find_map(|base| DriveLabel::of_base(base))
         {
-            // What is below it may have another name after each boot.
+            // The name of the device below a label may change with each boot.
             let base = label.base();
             return self.namings.get(&base).cloned().unwrap_or(base);
         }
@@ -68,14 +69,14 @@ impl Records {
         }
     }
 
-    /// Renames the bases of the drive `from` to those of `to`; `false` if the ledger has nothing of `from`. Bases with both
-    /// names stay.
+    /// Renames the bases of the drive `from` to those of `to`; returns `false` if the ledger has nothing of `from`.
+    /// Bases that the ledger knows under both names are not changed.
     pub(super) fn carry_over(&mut self, from: &str, to: &str) -> bool {
         if let [base] = &extent::bases(to)[..]
             && DriveLabel::of_base(base).is_some()
             && extent::bases(from) != [from]
         {
-            // Its bytes have other places there.
+            // The drive's bytes have other offsets there.
             return false;
         }
         if let [base] = &extent::bases(from)[..]
@@ -114,8 +115,8 @@ impl Records {
         changed
     }
 
-    /// Returns a drive that can be the requested one under another name and has requested bytes. Skips bytes that the
-    /// operator has decided about, and bytes that the id has on the drive by its present name.
+    /// Returns a drive with requested bytes that may be the requested drive under another name. Ignores bytes that the
+    /// operator has decided about, and bytes that the id has on the drive under its present name.
     pub(super) fn find_earlier(
         &self,
         request: &LeaseRequest<'_>,
@@ -129,7 +130,7 @@ impl Records {
         Search::new(self, request, host).find_undecided()
     }
 
-    /// As [`Self::find_earlier`], without drives of earlier boots.
+    /// Like [`Self::find_earlier`], without drives of earlier boots.
     pub(super) fn find_lost(
         &self,
         request: &LeaseRequest<'_>,
@@ -148,7 +149,7 @@ impl Records {
         tenants.chain(leases).collect()
     }
 
-    /// Notes the other names of a drive, for a time when it has lost the present one.
+    /// Records the other names of a drive, in case it loses the present one.
     pub(super) fn note_names(&mut self, drive: IdentityRef<'_>) {
         let ours = extent::bases(drive.name);
         let all = || drive.formerly.iter().chain(drive.others);
@@ -156,8 +157,8 @@ impl Records {
             && DriveLabel::of_base(base).is_some()
         {
             let below = self.other_names.entry(base.clone()).or_default();
-            // Names of a boot come anew with each boot. Others are kept: one that is not reported today may be the only one
-            // tomorrow.
+            // Names of a boot are recorded again with each boot. Other names are kept, because a name that is not
+            // reported today may be the only one tomorrow.
             below.retain(|name| extent::boot_of_drive(name).is_none());
             below.extend(all().cloned());
             return;
@@ -169,14 +170,14 @@ impl Records {
             let lasting = names.filter(|name| *name != base && extent::boot_of(name).is_none());
             let lasting: BTreeSet<String> = lasting.collect();
             if !lasting.is_empty() {
-                // None is removed, for the same reason.
+                // No name is removed, for the same reason.
                 self.other_names.entry(base).or_default().extend(lasting);
             }
         }
     }
 
-    /// Returns the ids with data on `base` that was not given up and that the request may get. Released data counts: it is
-    /// not wiped yet, and a lease under another name of the drive would not wipe it.
+    /// Returns the ids with data on `base` that the request may get and that was not given up. Released data counts: it
+    /// is not wiped yet, and a lease under another name of the drive would not wipe it.
     fn ids_on(&self, base: &str, request: &LeaseRequest<'_>) -> Vec<String> {
         let is_label = DriveLabel::of_base(base).is_some();
         let boot = extent::boot_of_drive(request.drive.name);
@@ -187,7 +188,7 @@ impl Records {
                 let mut ranges = ranges.flat_map(|at| ByteRange::new(at.start, at.length));
                 ranges.any(|wanted| wanted.overlaps(range))
             }
-            // A drive that is known from now on is carried over as a whole, or not at all.
+            // A drive with a lasting name is carried over as a whole or not at all.
             _ => true,
         };
         let left = self.tenants.iter().filter(|tenant| {
@@ -199,7 +200,7 @@ impl Records {
         ids
     }
 
-    /// Returns whether all bytes that the request names are its id's already, or its id has a lease by size there.
+    /// Returns whether all requested bytes already belong to the id, or the id already has a lease by size there.
     fn has_all(&self, request: &LeaseRequest<'_>) -> bool {
         let area = request.area();
         let of_id = |range| {
@@ -219,16 +220,15 @@ impl Records {
         }
     }
 
-    /// Returns whether the request is for a lease by size on a drive whose name ends with the boot, and the id has none
-    /// there yet.
+    /// Returns whether the request is for a new lease by size on a drive whose name is only valid for this boot.
     pub(super) fn is_unlasting(&self, request: &LeaseRequest<'_>) -> bool {
         matches!(request.wanted, Wanted::Size { .. })
             && extent::boot_of_drive(request.drive.name).is_some()
             && !self.has_all(request)
     }
 
-    /// Stores the operator's decision to give a range to the id, if a drive of an earlier boot may be the requested one. The
-    /// ledger forgets what the id left at the range of that drive. The rest of the drive stays undecided.
+    /// Records the operator's decision to give a range to the id, if a drive of an earlier boot may be the requested
+    /// one. The ledger then forgets what the id had at this range of that drive. The rest of the drive stays undecided.
     pub(super) fn note_decision(
         &mut self,
         request: &LeaseRequest<'_>,
@@ -260,14 +260,14 @@ impl Records {
                 && (tenant.range.start(), tenant.range.length()) == (place.start, place.length)
                 && alike.contains(tenant.drive())
         };
-        // If two drives have such a range, the ledger cannot tell which of them this is.
+        // If two drives have such a range, the ledger cannot tell which of them is meant.
         if self.tenants.iter().filter(|tenant| is_it(tenant)).count() == 1 {
             self.tenants.retain(|tenant| !is_it(tenant));
         }
     }
 }
 
-/// Search for the requested drive among those that the ledger knows by other names.
+/// Search for the requested drive among drives that the ledger knows under other names.
 struct Search<'a, F> {
     records: &'a Records,
     request: &'a LeaseRequest<'a>,
@@ -286,7 +286,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
         }
     }
 
-    /// Returns a drive that is refused unless the operator has decided.
+    /// Returns a drive for which the request is refused until the operator decides.
     fn find_undecided(&self) -> Option<EarlierDrive> {
         let records = self.records;
         let has_all = || records.has_all(self.request);
@@ -302,14 +302,14 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
         })
     }
 
-    /// Returns a drive without a label, of those that `is_asked_for` holds for.
+    /// Returns a matching drive without a label, among the bases that `is_asked_for` selects.
     fn find_of(&self, is_asked_for: impl Fn(&str) -> bool) -> Option<EarlierDrive> {
         let bases = self.records.bases().into_iter();
         let mut bases = bases.filter(|base| is_asked_for(base));
         bases.find_map(|name| self.with_ids(self.likeness(&name)?, name))
     }
 
-    /// Returns a drive with a label that lies on the requested bytes, or did before the host gave their disk another name.
+    /// Returns a drive with a label that lies on the requested bytes, or did before its disk was renamed.
     fn find_below_label(&self) -> Option<EarlierDrive> {
         let labels = self.records.bases().into_iter();
         let mut labels =
@@ -329,9 +329,9 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
         })
     }
 
-    /// Returns why a base without a label may be one of the requested drive; `None` for another one.
+    /// Returns why a base without a label may belong to the requested drive; `None` if it cannot.
     fn likeness(&self, base: &str) -> Option<Likeness> {
-        // A host that does not tell its boot may have given the same name before.
+        // A host without a boot id may have given the same name to another disk before.
         let is_ours = extent::boot_of(base) != Some(extent::UNKNOWN_BOOT)
             && self.ours.iter().any(|ours| ours == base);
         if is_ours || DriveLabel::of_base(base).is_some() {
@@ -343,7 +343,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
         let mut ours = self.ours.iter();
         let can_be = match extent::boot_of(base) {
             Some(_) => ours.any(|ours| extent::can_be(base, ours)),
-            // Two names that outlive boots are two drives.
+            // Two names that survive boots mean two drives.
             None => ours.any(|ours| extent::boot_of(ours).is_some() && extent::can_be(ours, base)),
         };
         can_be.then(|| self.is_gone(base)).flatten()
@@ -353,7 +353,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
     fn shares_name(&self, base: &str) -> bool {
         let is_label = matches!(&self.ours[..], [ours] if DriveLabel::of_base(ours).is_some());
         let others = self.request.drive.others.iter();
-        // What is below a part of a disk has other places there.
+        // Bytes of a part of a disk have other offsets on the disk.
         let others = others.filter(|other| !is_label || extent::bases(other) == [other.as_str()]);
         let others: Vec<String> = others.flat_map(|other| extent::bases(other)).collect();
         let is_shared = |name: &String| {
@@ -364,7 +364,7 @@ impl<'a, F: FnOnce() -> Host> Search<'a, F> {
             || names.is_some_and(|names| names.iter().any(is_shared))
     }
 
-    /// Returns why no present disk can be the one that a base is, or is on; `None` if there is that disk.
+    /// Returns why no present disk can be the disk of a base; `None` if that disk is present.
     fn is_gone(&self, base: &str) -> Option<Likeness> {
         let own = self.ours.iter().find_map(|base| extent::boot_of(base));
         match extent::boot_of(base) {

@@ -1,4 +1,4 @@
-//! A lease as others see it.
+//! Public description of a lease.
 
 use std::fmt;
 
@@ -13,12 +13,12 @@ use crate::range::ByteRange;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LeaseState {
-    /// Its holder lives.
+    /// The holder is alive.
     Held,
-    /// Its holder gave it up, and commands of it are still in flight. It leaves the ledger when the last of
-    /// them has ended.
+    /// The holder gave the lease up, and some of its commands are still in flight. The lease is removed from the ledger
+    /// after the last command has ended.
     Ending,
-    /// Its holder died without giving it back.
+    /// The holder died without returning the lease.
     Stale,
 }
 
@@ -32,28 +32,28 @@ impl fmt::Display for LeaseState {
     }
 }
 
-/// A lease as others see it.
+/// Public description of a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseEntry {
-    /// Its id, unique in the ledger.
+    /// Id of the lease, unique in the ledger.
     pub id: String,
     /// The drive's name.
     pub drive: String,
     /// Namespace of the drive.
     pub nsid: u32,
-    /// Its bytes of the namespace, in its order.
+    /// Its extents of the namespace, in the lease's order.
     pub extents: Extents,
-    /// The one extent, if there is one.
+    /// The extent, if there is exactly one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub range: Option<ByteRange>,
-    /// The process that holds or held it.
+    /// The process that holds or held the lease.
     pub pid: u32,
-    /// Number of the user that owns leases of its id.
+    /// User id of the owner of the lease.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<u32>,
-    /// Its state.
+    /// State of the lease.
     pub state: LeaseState,
-    /// I/O queue pairs of the drive that belong to it.
+    /// I/O queue pairs of the drive that are reserved for the lease.
     #[serde(default)]
     pub reserved_pairs: u16,
 }
@@ -88,7 +88,7 @@ impl LeaseEntry {
                 (true, true) => LeaseState::Ending,
                 (false, _) => LeaseState::Stale,
             },
-            // They ended with the process of a stale lease.
+            // The pairs of a stale lease ended with its process.
             reserved_pairs: if held { reserved_pairs } else { 0 },
         }
     }

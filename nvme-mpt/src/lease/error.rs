@@ -1,4 +1,4 @@
-//! Why a lease is not given out, or not released.
+//! Errors of granting and releasing leases.
 
 use std::fmt;
 
@@ -13,14 +13,14 @@ use crate::spec::ids::Nsid;
 /// Longest id of a lease, in bytes.
 pub(super) const ID_MAX: usize = 64;
 
-/// Reason to think that a drive is one that the ledger knows by another name.
+/// Reason to think that the ledger knows a drive under another name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Likeness {
-    /// That drive had its name until a boot of the host, and this one may be any of those.
+    /// The known drive's name is from an earlier boot, so this drive may be the same.
     EarlierBoot,
-    /// The host does not have that drive now, and this one may have lost the name.
+    /// The known drive is absent from the host, so this drive may be it without the name.
     Absent,
-    /// That is another name of this drive, or of its copy.
+    /// The known name is another name of this drive or of a copy of it.
     OtherName,
 }
 
@@ -34,7 +34,7 @@ impl fmt::Display for Likeness {
     }
 }
 
-/// Ids have data on a drive that this one may be, under another name.
+/// Ids have data on a known drive that may be the requested one under another name.
 #[derive(Debug, Error)]
 #[error(
     "Drive {drive} {likeness} {earlier}, with data of \"{}\": if it is that drive, {remedy}, where PATH leads to this drive; \
@@ -46,19 +46,19 @@ impl fmt::Display for Likeness {
     }
 )]
 pub struct EarlierNameError {
-    /// The drive that was asked for.
+    /// The requested drive.
     pub drive: String,
-    /// The other name.
+    /// The known name.
     pub earlier: String,
-    /// Ids that have data there.
+    /// Ids that have data on the known drive.
     pub ids: Vec<String>,
-    /// Reason to think that both are one drive.
+    /// Reason to think that both are the same drive.
     pub likeness: Likeness,
-    /// Steps by which the leases go on if both are one drive.
+    /// Steps that carry the leases over if both are the same drive.
     pub remedy: String,
 }
 
-/// A namespace may have other content than what was leased of it.
+/// A namespace may have other content than when it was leased.
 #[derive(Debug, Error)]
 #[error(
     "Namespace {nsid} of {drive} {change}: it may be another one, or was formatted. No lease of it is given out, and nothing \
@@ -75,7 +75,7 @@ pub struct ChangedDriveError {
     pub remedy: String,
 }
 
-/// Another drive is in the place of the one that has the id's data.
+/// Another drive is at the PCI address of the drive with the id's data.
 #[derive(Debug, Error)]
 #[error(
     "Lease \"{id}\" is of drive {before}, which was at {address}, where {drive} is now: put that drive back, or choose another id \
@@ -84,56 +84,56 @@ pub struct ChangedDriveError {
 pub struct ExchangedDriveError {
     /// The id.
     pub id: String,
-    /// The drive that is there now.
+    /// The present drive.
     pub drive: String,
-    /// The drive that was there before.
+    /// The previous drive.
     pub before: String,
     /// The PCI address.
     pub address: String,
-    /// The command that gives up the data of the id.
+    /// The command that gives up the id's data.
     pub remedy: String,
 }
 
-/// A lease was not given out, or not released.
+/// Error of granting, changing or releasing a lease.
 #[derive(Debug, Error)]
 pub enum LeaseError {
-    /// Someone else has part of the range.
+    /// Another lease overlaps the range.
     #[error("Range {range} of {drive} overlaps {other}; {remedy}")]
     Overlap {
-        /// The range that was asked for.
+        /// The requested range.
         range: ByteRange,
         /// The drive's name.
         drive: String,
-        /// The lease that has part of it.
+        /// The overlapping lease.
         other: Box<LeaseEntry>,
         /// Remedy.
         remedy: String,
     },
-    /// Another id left data in the range.
+    /// The range has data of another id.
     #[error(
         "Range {range} of {drive} has {left}: say data=keep (or --keep-data) to hand it over to lease \"{id}\", or \
          data=wipe (or --wipe) to have it erased first"
     )]
     OthersData {
-        /// The range that was asked for.
+        /// The requested range.
         range: ByteRange,
         /// The drive's name.
         drive: String,
-        /// The id that asked for it.
+        /// The requesting id.
         id: String,
-        /// The data.
+        /// The other id's data.
         left: Box<Left>,
     },
-    /// Ids have data on a drive that this one may be, under another name.
+    /// Ids have data on a known drive that may be the requested one under another name.
     #[error(transparent)]
     EarlierName(Box<EarlierNameError>),
-    /// A namespace may have other content than what was leased of it.
+    /// A namespace may have other content than when it was leased.
     #[error(transparent)]
     Changed(Box<ChangedDriveError>),
-    /// Another drive is in the place of the one that has the id's data.
+    /// Another drive is at the PCI address of the drive with the id's data.
     #[error(transparent)]
     Exchanged(Box<ExchangedDriveError>),
-    /// The range is a part of the id's lease by size, which could not be found again without it.
+    /// The range would split the id's lease by size, which could then not be found again.
     #[error(
         "Range {range} is a part of lease \"{id}\" by size, which has {left} and would be torn: say size={size},unit={unit} \
          in place of range="
@@ -141,19 +141,19 @@ pub enum LeaseError {
     Torn {
         /// The id.
         id: String,
-        /// The range that was asked for.
+        /// The requested range.
         range: ByteRange,
-        /// Its extents.
+        /// Extents of the lease by size.
         left: String,
-        /// Size that it has.
+        /// Size of the lease by size.
         size: Bytes,
-        /// A unit of it.
+        /// A unit that fits the lease by size.
         unit: Bytes,
     },
-    /// A drive in use cannot be given another name.
+    /// A drive in use cannot be renamed.
     #[error("Drive {} is in use by {other}: stop that process first, and carry over then", other.drive)]
     InUse {
-        /// A lease of it.
+        /// A held lease of the drive.
         other: Box<LeaseEntry>,
     },
     /// Two drives that both have leases or data cannot be merged.
@@ -167,7 +167,7 @@ pub enum LeaseError {
         /// The other drive.
         to: String,
     },
-    /// No lease by size outlives the boot.
+    /// A lease by size on this drive could not be found after a reboot.
     #[error(
         "Drive {drive} has neither a WWID nor a serial number, so that its leases by size could not be found after the \
          next start of the host: give it a label with `nvme-mpt leases label PATH NAME`, and say drive-id=NAME; or give it a \
@@ -187,13 +187,13 @@ pub enum LeaseError {
         /// Remedy.
         remedy: String,
     },
-    /// The id is not one.
+    /// The id is invalid.
     #[error(
         "\"{}\" cannot be the id of a lease: use a letter, then letters, digits, \".\", \"_\" or \"-\", at most {ID_MAX} in all",
         .0.escape_debug()
     )]
     Id(String),
-    /// The range is none of this drive.
+    /// The range is invalid for this drive.
     #[error(transparent)]
     Range(#[from] RangeError),
     /// No lease has the id.
@@ -202,13 +202,13 @@ pub enum LeaseError {
         /// The id.
         id: String,
     },
-    /// No range has data of the id.
+    /// The id has no data.
     #[error("No range has data of lease \"{id}\" that could be handed over")]
     NoData {
         /// The id.
         id: String,
     },
-    /// The size of a unit does not do.
+    /// The unit size is invalid.
     #[error("The unit {unit} of a lease by size {reason}")]
     Unit {
         /// The size.
@@ -216,7 +216,7 @@ pub enum LeaseError {
         /// Reason and remedy.
         reason: String,
     },
-    /// The size of a lease does not do.
+    /// The size is invalid.
     #[error("The size {size} of a lease by size {reason}")]
     Size {
         /// The size.
@@ -224,7 +224,7 @@ pub enum LeaseError {
         /// Reason and remedy.
         reason: String,
     },
-    /// The drive has too little free room.
+    /// The drive has too little free capacity.
     #[error(
         "There is no room for {size}{} on {drive}: it has {free} free in whole units of {unit}, the largest extent \
          {largest}; {remedy}",
@@ -233,9 +233,9 @@ pub enum LeaseError {
     NoRoom {
         /// The drive's name.
         drive: String,
-        /// The size that is missing.
+        /// The missing size.
         size: Bytes,
-        /// The lease has other extents.
+        /// True if the lease already has other extents.
         more: bool,
         /// Size of all free units.
         free: Bytes,
@@ -246,7 +246,7 @@ pub enum LeaseError {
         /// Remedy.
         remedy: String,
     },
-    /// The id left data that a lease by size cannot take up.
+    /// The id has data that cannot become part of a lease by size.
     #[error("Lease \"{id}\" left data on {drive}: {left}")]
     Former {
         /// The id.
@@ -256,7 +256,7 @@ pub enum LeaseError {
         /// Ranges, reason and remedy.
         left: String,
     },
-    /// The lease has more than was asked for.
+    /// The lease is larger than the requested size.
     #[error(
         "Lease \"{id}\" has {present} of {drive}, more than {size}: say {present} to keep all of it; `nvme-mpt resize {id} \
          {size} --truncate` gives the rest up (data at the end is lost)"
@@ -266,12 +266,12 @@ pub enum LeaseError {
         id: String,
         /// The drive's name.
         drive: String,
-        /// The size that it has.
+        /// The present size.
         present: Bytes,
-        /// The size that was asked for.
+        /// The requested size.
         size: Bytes,
     },
-    /// The lease has less than it is to be cut to.
+    /// The lease is smaller than the size to truncate to.
     #[error(
         "Lease \"{id}\" has {present} of {drive}, less than {size}: use `nvme-mpt resize {id} {size}` without \
          --truncate to let it grow"
@@ -281,12 +281,12 @@ pub enum LeaseError {
         id: String,
         /// The drive's name.
         drive: String,
-        /// The size that it has.
+        /// The present size.
         present: Bytes,
-        /// The size that was asked for.
+        /// The requested size.
         size: Bytes,
     },
-    /// The lease was given out as a range.
+    /// The lease has a fixed range.
     #[error(
         "Lease \"{id}\" has the fixed range {range}; only leases by size (size=) change theirs"
     )]
@@ -296,7 +296,7 @@ pub enum LeaseError {
         /// Its range.
         range: ByteRange,
     },
-    /// The lease is not in the ledger any more.
+    /// The lease was removed from the ledger.
     #[error(
         "Lease \"{id}\" was taken out of the ledger, though its holder lives (`nvme-mpt leases release --force`): \
          stop its holder, since another lease may have its extents"
@@ -305,7 +305,7 @@ pub enum LeaseError {
         /// The id.
         id: String,
     },
-    /// The lease's holder lives.
+    /// The holder of the lease is alive.
     #[error(
         "Cannot release {other}, which is in use: stop that process first; --force releases it all the same, but then whoever leases \
          the range next shares it with a process that may still write"
@@ -322,9 +322,9 @@ pub enum LeaseError {
     OtherOwner {
         /// The id.
         id: String,
-        /// User that owns it.
+        /// The owner of the lease.
         owner: u32,
-        /// User that asks for it.
+        /// The requesting user.
         user: u32,
     },
     /// No user owns the lease.
@@ -335,10 +335,10 @@ pub enum LeaseError {
     NoOwner {
         /// The id.
         id: String,
-        /// User that asks for it.
+        /// The requesting user.
         user: u32,
     },
-    /// The owner of a lease asks for bytes that the lease does not have.
+    /// The owner of a lease requests bytes that do not belong to the lease.
     #[error(
         "Range {range} of {drive} is not reserved for lease \"{id}\" of user {user}: reserve it with `nvme-mpt reserve \
          path=…,id={id},owner={user}`, or ask for what is reserved"
@@ -348,9 +348,9 @@ pub enum LeaseError {
         id: String,
         /// The drive's name.
         drive: String,
-        /// First part that is not the lease's.
+        /// First part that does not belong to the lease.
         range: ByteRange,
-        /// User that asks for it.
+        /// The requesting user.
         user: u32,
     },
     /// The ledger's file cannot be used.

@@ -6,20 +6,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::range::{ByteRange, Bytes, LbaRange, RangeError};
 
-/// Most extents that are written out one by one.
+/// Most extents that are listed one by one in texts.
 pub(super) const LISTED: usize = 3;
 
-/// Parts of a drive in the order of the lease's blocks. Never empty; none overlap; parts that follow each other in
-/// both orders are joined.
+/// Parts of a drive in the order of the lease's blocks. There is at least one part, and parts do not overlap. Parts
+/// that are consecutive on the drive and in the lease are joined.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Vec<ByteRange>", into = "Vec<ByteRange>")]
 pub struct Extents(Vec<ByteRange>);
 
 impl Extents {
-    /// Makes extents of `parts`, in the order of the lease.
+    /// Creates extents from `parts`, in the order of the lease.
     ///
     /// # Errors
-    /// There is no part, or two overlap.
+    /// There is no part, or two parts overlap.
     pub fn new(parts: Vec<ByteRange>) -> Result<Self, RangeError> {
         let mut sorted = parts.clone();
         sorted.sort_by_key(ByteRange::start);
@@ -46,7 +46,7 @@ impl Extents {
         &self.0
     }
 
-    /// Returns the one part, if there is one.
+    /// Returns the part if there is exactly one.
     #[must_use]
     pub fn only(&self) -> Option<ByteRange> {
         match &self.0[..] {
@@ -55,14 +55,14 @@ impl Extents {
         }
     }
 
-    /// Returns the length of all parts in bytes.
+    /// Returns the total length in bytes.
     #[must_use]
     pub fn length(&self) -> u64 {
-        // All lie within the 64-bit addresses and none overlap, so the sum has 64 bits.
+        // The parts lie within a 64-bit address space and do not overlap, so the sum fits 64 bits.
         self.0.iter().map(ByteRange::length).sum()
     }
 
-    /// Returns the parts as logical blocks of `1 << lba_shift` bytes of a drive of `blocks` blocks.
+    /// Converts the parts to logical blocks of `1 << lba_shift` bytes, on a drive of `blocks` blocks.
     ///
     /// # Errors
     /// A part is not a whole number of blocks, or ends beyond the drive.
@@ -73,7 +73,7 @@ impl Extents {
             .collect()
     }
 
-    /// Returns each part with the offset in bytes within the lease at which it begins.
+    /// Returns each part with its offset in bytes within the lease.
     pub(super) fn placed(&self) -> impl Iterator<Item = (u64, ByteRange)> {
         self.0.iter().scan(0, |next, part| {
             let at = *next;
@@ -82,7 +82,7 @@ impl Extents {
         })
     }
 
-    /// Returns the parts of the lease's bytes from `from` to `to`.
+    /// Returns the parts of the drive for the lease's bytes from `from` to `to`.
     pub(super) fn between(&self, from: u64, to: u64) -> Vec<ByteRange> {
         let part = |(at, part): (u64, ByteRange)| {
             let (first, end) = (from.max(at), to.min(at + part.length()));
@@ -95,7 +95,7 @@ impl Extents {
         self.placed().filter_map(part).collect()
     }
 
-    /// Returns the offset within the lease of the drive's byte `byte`, if the lease has it.
+    /// Returns the offset within the lease of the drive's byte `byte`, if it belongs to the lease.
     pub(super) fn offset_of(&self, byte: u64) -> Option<u64> {
         self.placed().find_map(|(at, part)| {
             let within = (part.start()..part.end()).contains(&byte);
@@ -130,7 +130,7 @@ impl fmt::Display for Extents {
     }
 }
 
-/// Joins ranges of which one ends where the next begins.
+/// Joins consecutive ranges of which one ends where the next begins.
 pub(super) fn joined(ranges: &[ByteRange]) -> Vec<ByteRange> {
     let chunks = ranges.chunk_by(|one, next| one.end() == next.start());
     let joined = chunks.filter_map(|chunk| {
@@ -140,7 +140,7 @@ pub(super) fn joined(ranges: &[ByteRange]) -> Vec<ByteRange> {
     joined.collect()
 }
 
-/// Writes up to three ranges one by one, more as their length and number.
+/// Formats up to three ranges one by one, more as their total length and number.
 pub(super) fn list(ranges: &[ByteRange]) -> String {
     if ranges.len() > LISTED {
         let lengths = ranges.iter().map(ByteRange::length);

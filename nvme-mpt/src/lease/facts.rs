@@ -1,4 +1,4 @@
-//! Facts of physical drives that the ledger keeps.
+//! Facts about physical drives that the ledger stores.
 
 use std::collections::BTreeMap;
 
@@ -6,16 +6,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::range::Bytes;
 
-/// A drive as it was at its last lease.
+/// A drive at the time of its last lease.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KnownDrive {
-    /// Its PCI address.
+    /// PCI address of the drive.
     pub(super) address: String,
     pub(super) namespaces: BTreeMap<u32, KnownNamespace>,
 }
 
-/// A namespace as it was at its last lease.
+/// A namespace at the time of its last lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct KnownNamespace {
@@ -31,7 +31,7 @@ impl KnownNamespace {
         Bytes(self.blocks.saturating_mul(1 << self.lba_shift))
     }
 
-    /// Returns what has changed so that the content may be another one; `None` if nothing has.
+    /// Describes a change that may mean other content; `None` if there is none.
     pub(super) fn change(&self, now: &Self) -> Option<String> {
         if !self.id.is_empty() && !now.id.is_empty() && self.id != now.id {
             return Some(format!("has the id {}, and had {}", now.id, self.id));
@@ -40,7 +40,7 @@ impl KnownNamespace {
             let [now, before] = [now, self].map(|of| Bytes(1 << of.lba_shift));
             return Some(format!("has blocks of {now}, and had blocks of {before}"));
         }
-        // One that has grown has all that was leased.
+        // A namespace that has grown still has all leased bytes.
         (now.blocks < self.blocks).then(|| format!("has {}, and had {}", now.bytes(), self.bytes()))
     }
 }

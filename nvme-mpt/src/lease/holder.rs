@@ -1,10 +1,9 @@
-//! Liveness of the holder of a lease, as another process sees it.
+//! Liveness of the holder of a lease, as seen by other processes.
 //!
-//! Every lease has a *slot*: one byte offset in a lock file. Its holder keeps an open file
-//! description lock on that byte for as long as the lease lives. The kernel drops the lock when the
-//! description goes away, after SIGKILL too, and shows it whatever pid namespace the holder is in: a
-//! pid would tell neither that a process died and its number was given out again, nor anything
-//! about a process in another container.
+//! Every lease has a *slot*: one byte offset in a lock file. Its holder keeps an open file description lock on that
+//! byte while the lease lives. The kernel drops the lock with the description, also after SIGKILL, and shows it across
+//! pid namespaces. A pid would not be enough: it may be reused after its process died, and it has no meaning in another
+//! container.
 
 use std::io;
 use std::ops::Range;
@@ -16,7 +15,7 @@ use crate::memory::files::{File, is_lock_excluded, try_lock, unlock};
 use crate::memory::system::LockKind;
 use crate::range_lock::{self, Kind};
 
-/// A byte of the lock file that stands for one lease.
+/// A byte of the lock file that represents one lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Slot(pub(super) u64);
 
@@ -27,25 +26,26 @@ impl Slot {
     }
 }
 
-/// The living holder of a slot. Dropping it lets the slot go.
+/// The live holder of a slot. Dropping it releases the slot.
 #[derive(Debug)]
 pub(super) struct Holder {
-    // The lock belongs to this open file description, hence one description per holder. Rust opens
-    // it with O_CLOEXEC, so that no program started later keeps a lease alive.
+    // The lock belongs to this open file description, so each holder has its own. Rust opens the file with O_CLOEXEC,
+    // so a program that is started later does not keep a lease alive.
     file: File,
     slot: Slot,
 }
 
 impl Holder {
-    /// Takes `slot` in a lock file that was opened for this holder alone. `None`: another one holds it.
+    /// Takes `slot` in a lock file that was opened for this holder alone. Returns `None` if another process holds the
+    /// slot.
     pub(super) fn take(file: File, slot: Slot) -> io::Result<Option<Self>> {
         let is_free = try_lock(&file, LockKind::Exclusive, slot.0, 1)?;
         Ok(is_free.then_some(Self { file, slot }))
     }
 
-    /// Lets the slot go, for another holder.
+    /// Releases the slot for another holder.
     pub(super) fn let_go(&self) {
-        // The description may outlive this, in a child that was just forked.
+        // The description may outlive this value in a forked child.
         if let Err(error) = unlock(&self.file, self.slot.0, 1) {
             warn!("The lock of a lease's holder stays until its file is closed: {error}");
         }
@@ -58,11 +58,11 @@ impl Drop for Holder {
     }
 }
 
-/// Finds the processes with locks on bytes in `range` of a file, for messages.
+/// Finds the processes with locks in `range` of a file, for messages.
 pub(super) fn users(file: &File, kind: Kind, range: &Range<u64>) -> range_lock::Holders {
     #[cfg(not(simulation))]
     return range_lock::find(file, kind, range);
-    // Nothing in /proc is about simulated processes.
+    // Simulated processes do not appear in /proc.
     #[cfg(simulation)]
     {
         let _ = (file, kind, range);
@@ -70,12 +70,12 @@ pub(super) fn users(file: &File, kind: Kind, range: &Range<u64>) -> range_lock::
     }
 }
 
-/// Looks at the slots of a lock file without taking any.
+/// Access to the slots of a lock file, without taking any.
 #[derive(Debug)]
 pub(super) struct Holders(Option<File>);
 
 impl Holders {
-    /// Opens the lock file `path`. If there is none, no slot is held.
+    /// Opens the lock file `path`. If it does not exist, no slot is held.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         match File::open(path) {
             Ok(file) => Ok(Self(Some(file))),
@@ -84,18 +84,18 @@ impl Holders {
         }
     }
 
-    /// Returns whether the holder of `slot` lives.
+    /// Returns whether the holder of `slot` is alive.
     pub(super) fn holds(&self, slot: Slot) -> io::Result<bool> {
         self.is_locked(slot.0, 1)
     }
 
-    /// Returns whether anyone holds `first` or a slot above it.
+    /// Returns whether `first` or a higher slot is held.
     pub(super) fn any_from(&self, first: Slot) -> io::Result<bool> {
-        // A length of 0 reaches to the end of what can be locked.
+        // A length of 0 extends to the largest offset.
         self.is_locked(first.0, 0)
     }
 
-    /// The processes with locks on `first` or a slot above it.
+    /// Finds the processes with locks on `first` or a higher slot.
     pub(super) fn users_from(&self, first: Slot) -> range_lock::Holders {
         match &self.0 {
             Some(file) => users(file, Kind::Range, &(first.0..u64::MAX)),
@@ -107,7 +107,7 @@ impl Holders {
         let Some(file) = &self.0 else {
             return Ok(false);
         };
-        // Only an exclusive lock is in the way of a shared one.
+        // Only an exclusive lock excludes a shared one.
         is_lock_excluded(file, LockKind::Shared, start, length)
     }
 }

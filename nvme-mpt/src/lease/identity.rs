@@ -1,4 +1,4 @@
-//! The names that a guest sees for its lease.
+//! Names that a guest sees for its lease.
 
 use uuid::Uuid;
 
@@ -7,20 +7,20 @@ use crate::origin::nvme;
 use crate::range::ByteRange;
 use crate::spec::ids::Nsid;
 
-/// The name space of all names of leases, which are UUIDs of version 5 (RFC 9562, section 5.5), or
-/// made of one. A constant of this project; a guest knows its disk by names that depend on it.
+/// Name space of all names of leases, which are UUIDs of version 5 (RFC 9562, section 5.5), or derived from one. Must
+/// never change, because guests identify their disks by these names.
 const NAME_SPACE: Uuid = Uuid::from_u128(0x6e76_6d65_2d6d_5074_a001_6c65_6173_6573);
 
-/// In EUI-64, bit 1 of the first byte says that no registry gave the name out (IEEE 802, "U/L").
+/// In EUI-64, bit 1 of the first byte marks a locally administered name (IEEE 802, "U/L").
 const LOCALLY_ADMINISTERED: u8 = 0x02;
-/// In EUI-64, bit 0 of the first byte says that the name is a group's (IEEE 802, "I/G").
+/// In EUI-64, bit 0 of the first byte marks a group name (IEEE 802, "I/G").
 const GROUP: u8 = 0x01;
-/// Offset of an NGUID's company identifier, whose first byte has the same two bits as an EUI-64's (Base 2.0,
-/// section 4.5: bytes 8 to 10).
+/// Offset of an NGUID's company identifier, whose first byte has the same two bits as an EUI-64 (Base 2.0, section 4.5:
+/// bytes 8 to 10).
 const NGUID_COMPANY_ID: usize = 8;
 
-/// The names of a lease: the same whenever the same id leases the same range of the same drive, different
-/// for any other id, range or drive. The names of a lease by size know no range. A guest that finds names again finds its data again.
+/// Names of a lease. They depend on the id, the range and the drive, and differ if any of these differs. The names of a
+/// lease by size do not depend on its extents. A guest that finds the same names finds its data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseIdentity {
     /// Serial Number of the guest controller: 20 ASCII characters.
@@ -34,25 +34,25 @@ pub struct LeaseIdentity {
 }
 
 impl LeaseIdentity {
-    /// Returns the names of the lease `id` of `range` of namespace `nsid` of the drive that is called `drive`.
+    /// Derives the names of the lease `id` of `range` of namespace `nsid` of the drive with the name `drive`.
     #[must_use]
     pub fn derive(drive: &str, nsid: Nsid, range: ByteRange, id: &str) -> Self {
         let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
         Self::of(nsid, id, &place(&drive, range))
     }
 
-    /// Returns the names of the lease by size `id` of namespace `nsid` of the drive that is called `drive`. They stay
-    /// when its extents change.
+    /// Derives the names of the lease by size `id` of namespace `nsid` of the drive with the name `drive`. They do not
+    /// change with its extents.
     #[must_use]
     pub fn derive_by_size(drive: &str, nsid: Nsid, id: &str) -> Self {
         let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
         Self::of(nsid, id, &format!("size\n{drive}"))
     }
 
-    /// Returns the names of the lease `id` at a place.
+    /// Derives the names of the lease `id` at a place.
     fn of(nsid: u32, id: &str, at: &str) -> Self {
-        // One name per purpose, so that none can be computed from another. The drive comes last:
-        // it alone can hold any character.
+        // Each name has its own purpose text, so that none can be computed from another. The drive comes last, because
+        // only the drive's name may contain any character.
         let name = |purpose: &str| {
             let name = format!("{purpose}\n{nsid}\n{id}\n{at}");
             Uuid::new_v5(&NAME_SPACE, name.as_bytes())
@@ -61,7 +61,7 @@ impl LeaseIdentity {
         let mut nguid = name("nguid").into_bytes();
         nguid[NGUID_COMPANY_ID] = (nguid[NGUID_COMPANY_ID] | LOCALLY_ADMINISTERED) & !GROUP;
 
-        // Bytes 0 to 5 and 10 to 15 of a UUID hold no version or variant bits.
+        // Bytes 0 to 5 and 10 to 15 of a UUID contain no version or variant bits.
         let hash = name("eui64").into_bytes();
         let mut eui64 = [0; 8];
         eui64[..6].copy_from_slice(&hash[..6]);
@@ -79,8 +79,8 @@ impl LeaseIdentity {
     }
 }
 
-/// An id for a function and its lease where none was chosen. It is the same whenever the same range of the same
-/// drive is leased. So a server started again with the same options takes its own leases over.
+/// Returns a default id for a function and its lease. It depends on the drive and the range only. So a server that is
+/// restarted with the same options takes its own leases over.
 #[must_use]
 pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     let (drive, nsid) = nvme::as_block_device(drive, nsid.0);
@@ -89,8 +89,7 @@ pub fn default_id(drive: &str, nsid: Nsid, range: ByteRange) -> String {
     format!("nvme-{:08x}", hash >> 96)
 }
 
-/// Names the place of the range, in the words that names are made of: the same for each path to the same
-/// bytes.
+/// Returns the text for a range from which names are derived. All paths to the same bytes give the same text.
 fn place(drive: &str, range: ByteRange) -> String {
     let (start, length) = (range.start(), range.length());
     match &extent::places(drive, range)[..] {

@@ -1,7 +1,7 @@
-//! Records of a ledger in a memory file, for the process after this one.
+//! Records of a ledger in a memory file, for the successor process.
 //!
-//! The first word has the offset of the records that count. A change writes the new records elsewhere, and then that
-//! word. So the end of the process at any instruction leaves the records before the change, or after it.
+//! The first word has the offset of the valid records. A change writes the new records to another place, and then
+//! updates this word. So if the process ends at any instruction, the file has either the old records or the new ones.
 
 use std::fs::File;
 use std::io;
@@ -12,18 +12,18 @@ use serde::{Deserialize, Serialize};
 
 use super::store::{Records, StoreError};
 
-/// Places of the records: one has those that count, the other is written next.
+/// Places of the records: one has the valid records, the other is written next.
 const PLACES: [u64; 2] = [4096, 4096 + BYTES_MAX as u64];
 
-/// Most bytes of records, with their length. A lease takes some hundred bytes.
+/// Most bytes of the records with their length word. A lease takes some hundred bytes.
 const BYTES_MAX: usize = 16 << 20;
 
-/// A memory file that outlives the process.
+/// Memory file that outlives the process.
 #[derive(Debug)]
 pub(super) struct KeptRecords {
     file: File,
     next: usize,
-    /// The next process has the file.
+    /// True if the successor process has the file.
     is_left: bool,
 }
 
@@ -35,7 +35,7 @@ struct Kept<R> {
 }
 
 impl KeptRecords {
-    /// Takes a file. Returns the salt and the records of the process before; `None` for a file that is new.
+    /// Opens a file. Returns the salt and the records of the predecessor; `None` for a new file.
     pub(super) fn open(file: File) -> io::Result<(Self, Option<(u64, Records)>)> {
         if file.metadata()?.len() < 8 {
             return Ok((Self::of(file, 0), None));
@@ -60,12 +60,12 @@ impl KeptRecords {
         }
     }
 
-    /// Leaves the file to the next process: what is stored from now on is not written.
+    /// Hands the file over to the successor. Later changes are not written.
     pub(super) fn leave(&mut self) {
         self.is_left = true;
     }
 
-    /// Stores records in place of those before.
+    /// Replaces the stored records.
     pub(super) fn store(&mut self, salt: u64, records: &Records) -> Result<(), StoreError> {
         if self.is_left {
             return Ok(());
@@ -86,7 +86,7 @@ impl KeptRecords {
         self.file.write_all_at(&bytes, place + 8)?;
         let len = bytes.len() as u64;
         self.file.write_all_at(&len.to_ne_bytes(), place)?;
-        // One word is written whole or not at all.
+        // The write of one word is atomic.
         self.file.write_all_at(&place.to_ne_bytes(), 0)?;
         self.next = 1 - self.next;
         Ok(())

@@ -1,9 +1,9 @@
-//! Facts of physical drives, by which another drive or other content is told from the one that leases were made on.
+//! Detection of exchanged drives and changed content, by stored facts about physical drives.
 //!
-//! A PCI address is a place and no name: after an exchange, another drive is there. An id that has data on a drive which was at
-//! an address gets no lease of the drive that is there now. A name says nothing of the content: a namespace that was
-//! deleted, formatted or made smaller has none of the leased bytes. The ledger keeps the place of each drive with leases
-//! or data, and the facts of its namespaces, and compares both at each lease.
+//! A PCI address is no identity: after an exchange, another drive has it. An id with data on the drive that was at an
+//! address gets no lease of a new drive at that address. A drive's name says nothing about the content: a namespace
+//! that was deleted, formatted or shrunk has lost the leased bytes. The ledger stores the PCI address of each drive
+//! with leases or data, and the facts about its namespaces, and compares both at each lease.
 
 use super::facts::KnownNamespace;
 use super::outcome::Refusal;
@@ -12,7 +12,7 @@ use super::store::{Record, Records};
 use super::tenants::Tenant;
 use crate::origin::extent;
 
-/// Returns the namespace as it is now; `None` if it is none of a physical drive.
+/// Returns the facts about the requested namespace; `None` if the drive is not a physical drive.
 fn facts_of(request: &LeaseRequest<'_>) -> Option<KnownNamespace> {
     let facts = request.drive.facts?;
     Some(KnownNamespace {
@@ -23,7 +23,8 @@ fn facts_of(request: &LeaseRequest<'_>) -> Option<KnownNamespace> {
 }
 
 impl Records {
-    /// Refuses a lease of a namespace whose content may be another one, and of a drive that took the place of the id's own.
+    /// Refuses a lease of a namespace with possibly changed content, and a lease of a drive at the address of the id's
+    /// own drive.
     pub(super) fn check_known(&self, request: &LeaseRequest<'_>) -> Result<(), Refusal> {
         let (Some(facts), Some(now)) = (request.drive.facts, facts_of(request)) else {
             return Ok(());
@@ -39,7 +40,7 @@ impl Records {
             *name != ours && drive.address == facts.address && self.has_data_on(request.id, name)
         });
         match was_here {
-            // An id that has data here as well has moved, or belongs to both.
+            // An id that also has data on this drive has moved, or uses both drives.
             Some((name, _)) if !self.has_data_on(request.id, ours) => Err(Refusal::Exchanged {
                 before: name.clone(),
                 address: facts.address.clone(),
@@ -49,7 +50,7 @@ impl Records {
     }
 
     fn has_data_on(&self, id: &str, drive: &str) -> bool {
-        // What was released is nobody's, although it is not wiped yet.
+        // Released data no longer belongs to its id, even before it is wiped.
         let is_theirs = |tenant: &Tenant| tenant.id == id && tenant.drive() == drive;
         let mut tenants = self.tenants.iter();
         let is_leased = |of: &str| extent::bases(of).iter().any(|base| base == drive);
@@ -58,7 +59,7 @@ impl Records {
             || leases.any(|record| record.id == id && is_leased(&record.drive))
     }
 
-    /// Notes the facts of a drive.
+    /// Records the facts about a drive.
     pub(super) fn note_facts(&mut self, request: &LeaseRequest<'_>) {
         let (Some(facts), Some(now)) = (request.drive.facts, facts_of(request)) else {
             return;
@@ -68,7 +69,7 @@ impl Records {
         drive.namespaces.insert(request.nsid.0, now);
     }
 
-    /// Forgets the facts of namespaces without leases and data.
+    /// Forgets the facts about namespaces without leases and data.
     pub(super) fn forget_unknown_facts(&mut self) {
         let mut known = std::mem::take(&mut self.known);
         for (drive, of) in &mut known {
@@ -79,7 +80,7 @@ impl Records {
         self.known = known;
     }
 
-    /// Returns whether a lease or data is on a namespace.
+    /// Returns whether there is a lease or data on a namespace.
     fn has_leased(&self, drive: &str, nsid: u32) -> bool {
         let is_on = |record: &Record| {
             record.nsid == nsid
@@ -92,7 +93,7 @@ impl Records {
             || self.leases.iter().any(is_on)
     }
 
-    /// Forgets the facts of a drive, which are noted anew at its next lease; `false` if there are none.
+    /// Forgets the facts about a drive, which are recorded again at its next lease. Returns `false` if there are none.
     pub(super) fn forget_facts(&mut self, drive: &str) -> bool {
         self.known.remove(drive).is_some()
     }

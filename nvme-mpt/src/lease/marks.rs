@@ -1,7 +1,7 @@
-//! Blocks that Write Uncorrectable made unreadable, as the ledger has them.
+//! Ledger entries for blocks that Write Uncorrectable made unreadable.
 //!
-//! A mark belongs to the data of an id: it lasts until the blocks are written, wiped, or leased by another id. Entries name
-//! bytes by their base, as those of [`super::tenants`] do.
+//! A mark belongs to the data of an id. It lasts until the blocks are written, wiped, or leased by another id. Entries
+//! address bytes by their base, like the entries of [`super::tenants`].
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
@@ -16,12 +16,12 @@ pub(super) struct MarkedBytes {
     id: String,
     drive: String,
     nsid: u32,
-    /// In the order of their starts; none touches another.
+    /// Sorted by start; ranges do not touch each other.
     #[serde(serialize_with = "write_ranges", deserialize_with = "read_ranges")]
     ranges: Vec<ByteRange>,
 }
 
-/// A lease may have thousands of ranges, so they are one text.
+/// Serializes the ranges as one text, because a lease may have thousands.
 fn write_ranges<S: Serializer>(ranges: &[ByteRange], serializer: S) -> Result<S::Ok, S::Error> {
     let ranges: Vec<String> = ranges.iter().map(ByteRange::to_string).collect();
     serializer.serialize_str(&ranges.join(" "))
@@ -43,20 +43,20 @@ impl MarkedBytes {
         &self.id
     }
 
-    /// Renames its base.
+    /// Renames the base of the entry.
     pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
         if let Some(name) = rename(&self.drive) {
             self.drive = name;
         }
     }
 
-    /// Takes the bytes of a range away.
+    /// Removes a range from the entry.
     fn cut(&mut self, range: &ByteRange) {
         self.ranges = without(&self.ranges, range);
     }
 }
 
-/// Returns ranges without the bytes of another one.
+/// Returns `ranges` without the bytes of `cut`.
 pub(super) fn without(ranges: &[ByteRange], cut: &ByteRange) -> Vec<ByteRange> {
     let kept = ranges.iter().flat_map(|range| match split(range, cut) {
         [before, Some(_), behind] => [before, behind],
@@ -65,7 +65,7 @@ pub(super) fn without(ranges: &[ByteRange], cut: &ByteRange) -> Vec<ByteRange> {
     kept.flatten().collect()
 }
 
-/// Returns the marks of the place's id in it, as its drive numbers its bytes.
+/// Returns the marks of the place's id within the place, by offsets of the place's drive.
 pub(super) fn find(marks: &[MarkedBytes], place: &Place<'_>) -> Vec<ByteRange> {
     let of_part = |part: &Part| {
         let place = part.place(place);
@@ -81,7 +81,7 @@ pub(super) fn find(marks: &[MarkedBytes], place: &Place<'_>) -> Vec<ByteRange> {
     parts(place).iter().flat_map(of_part).collect()
 }
 
-/// Replaces all marks of the place's id in it by `ranges`, as the drive of `place` numbers its bytes.
+/// Replaces all marks of the place's id within the place. `ranges` are offsets of the place's drive.
 pub(super) fn replace(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, ranges: &[ByteRange]) {
     let mut at = place.range.start();
     for part in parts(place) {
@@ -121,18 +121,18 @@ pub(super) fn replace(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, ranges: &
     marks.retain(|marks| !marks.ranges.is_empty());
 }
 
-/// Forgets the marks of other ids in a place: its id gets the bytes.
+/// Forgets the marks of other ids in a place that is given to its id.
 pub(super) fn forget_others(marks: &mut Vec<MarkedBytes>, place: &Place<'_>) {
     forget_where(marks, place, |id| id != place.id);
 }
 
-/// Forgets all marks in a place, which was wiped.
+/// Forgets all marks in a place that was wiped.
 pub(super) fn forget(marks: &mut Vec<MarkedBytes>, place: &Place<'_>) {
     forget_where(marks, place, |_| true);
 }
 
 fn forget_where(marks: &mut Vec<MarkedBytes>, place: &Place<'_>, is_of: impl Fn(&str) -> bool) {
-    // As nearly always.
+    // The common case.
     if marks.is_empty() {
         return;
     }

@@ -1,26 +1,25 @@
-//! Leases: which part of a drive belongs to which guest controller.
+//! Leases: the assignment of parts of a drive to guest controllers.
 //!
-//! A [`Lease`] is a list of extents of one namespace of one drive. Its holder names one range, or a size for which
-//! the ledger finds extents. Two leases of one namespace never overlap, in one process or in two: every lease is
-//! entered in a [`Ledger`] before it is given out.
+//! A [`Lease`] is a list of extents of one namespace of one drive. Its holder requests one range, or a size for which
+//! the ledger finds extents. Two leases of one namespace never overlap, also across processes: every lease is entered
+//! in a [`Ledger`] before it is granted.
 //!
-//! * [`extents`]: the parts of a drive that a lease has, in its order.
-//! * [`ledger`]: who holds which parts of which drive.
-//! * `request`, `area`: what is asked for, and of which drive.
-//! * `admit`: the rules, i.e. who gets a range and who is refused. `outcome`: what they decide.
-//! * `by_size`: the extents of a lease by size: those that its id left, and free ones.
+//! * [`extents`]: the parts of a drive that a lease has, in the lease's order.
+//! * [`ledger`]: the record of all leases of all drives.
+//! * `request`, `area`: the request for a lease, and the namespace that it is for.
+//! * `admit`: the rules that grant or refuse a lease. `outcome`: their results.
+//! * `by_size`: the extents of a lease by size: extents that its id had before, and free extents.
 //! * `allocate`: the choice among free extents.
-//! * `store`: the file that holds the ledger, changed so that a crash at any point leaves
-//!   either the old or the new state.
-//! * `returns`: leases that are given back at the same time.
-//! * `kept`: the ledger of private drives in a memory file, for the process after this one.
-//! * `holder`: how one process sees whether the holder of a lease, another process, lives.
-//! * `tenants`: which id last held a range, and what becomes of its data.
+//! * `store`: the ledger's file, with crash-safe updates.
+//! * `returns`: batching of leases that are returned at the same time.
+//! * `kept`: the ledger of private drives in a memory file, for the successor process.
+//! * `holder`: liveness of the process that holds a lease.
+//! * `tenants`: the id that last held each range, and the decision about its data.
 //! * `marks`: blocks that Write Uncorrectable made unreadable.
-//! * `room`: the ids that have parts of a drive, and what is free of it.
-//! * `earlier`: leases of drives that had a name until a boot of the host, and the names that a drive had.
-//! * `known`: the rules by which another drive, or other content, is told from what was leased. `facts`: what is kept for that.
-//! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is asked for.
+//! * `room`: the use of a drive by ids, and its free capacity.
+//! * `earlier`: drives with names of an earlier boot of the host, or with other former names.
+//! * `known`: detection of exchanged drives and changed content. `facts`: the stored facts for this.
+//! * `terms`: the owner and the limits of an id. `claim`: the right by which a lease is requested.
 //! * [`identity`]: the names (serial number, NGUID, EUI-64, UUID) that a guest sees for its lease.
 
 mod admit;

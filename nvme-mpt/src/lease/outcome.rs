@@ -1,4 +1,4 @@
-//! Outcomes of requests for leases: what is given out, and why nothing is.
+//! Results of lease requests: granted leases and refusals.
 
 use std::fmt;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::memory::system::process_id;
 use crate::origin::nvme;
 use crate::range::{ByteRange, Bytes};
 
-/// Drive that the requested one may be, and ids that have data there.
+/// Known drive that may be the requested one, and the ids with data on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct EarlierDrive {
     pub(super) name: String,
@@ -26,50 +26,50 @@ pub(super) struct EarlierDrive {
     pub(super) likeness: Likeness,
 }
 
-/// A lease by size that an id left.
+/// Lease by size whose data the id still has.
 #[derive(Clone, Debug)]
 pub(super) struct FormerLeaseBySize {
     pub(super) extents: Extents,
-    /// The largest unit that its extents are multiples of.
+    /// Largest unit that fits its extents.
     pub(super) unit: Bytes,
 }
 
-/// A lease that is given out.
+/// A granted lease.
 pub(super) struct Admitted {
-    /// Slot of the lease whose holder died, and which this one takes over.
+    /// Slot of the stale lease that is taken over.
     pub(super) taken_over: Option<Slot>,
     pub(super) extents: Extents,
-    /// The first of the extents, if the id left them to a lease by size.
+    /// Extents at the start of the lease that the id had before.
     pub(super) former: Option<Former>,
 }
 
-/// Extents that an id left to a lease by size of it.
+/// Extents of an id that its lease by size reuses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Former {
     pub(super) extents: Extents,
-    /// The id leased them as a range, by name.
+    /// True if the id leased them as a range.
     pub(super) named: bool,
 }
 
-/// Why a lease is not given out, or does not change its size.
+/// Reason for refusing a lease or a resize.
 pub(super) enum Refusal {
     Overlap(ByteRange, Box<LeaseEntry>),
     IdTaken(Box<LeaseEntry>),
     OthersData(ByteRange, Left),
-    /// The range is a part of the id's lease by size.
+    /// The range would split the id's lease by size.
     Torn(ByteRange, FormerLeaseBySize),
-    /// Ids have data on a drive that this one may be.
+    /// Ids have data on a known drive that may be this one.
     Earlier(EarlierDrive),
-    /// The namespace may have other content than what was leased of it.
+    /// The namespace may have other content than when it was leased.
     Changed(String),
-    /// The id has its data on the drive that was at this address before.
+    /// The id has data on the drive that was at this address before.
     Exchanged {
         before: String,
         address: String,
     },
-    /// The drive's name ends with the boot of the host.
+    /// The drive's name is only valid until the next boot.
     Unlasting,
-    /// The id left data that a lease by size cannot take up.
+    /// The id has data that cannot become part of a lease by size.
     Former(Vec<ByteRange>, Unfit),
     NoRoom {
         bytes: u64,
@@ -77,7 +77,7 @@ pub(super) enum Refusal {
         free: u64,
         largest: u64,
         need: Need,
-        /// Smaller units would give enough.
+        /// True if smaller units would give enough capacity.
         smaller: bool,
     },
     /// The lease is not in the ledger.
@@ -85,16 +85,16 @@ pub(super) enum Refusal {
     Store(StoreError),
 }
 
-/// Why a lease by size cannot take up what its id left.
+/// Reason why a lease by size cannot reuse the data of its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unfit {
-    /// Parts of a lease are missing.
+    /// Parts of the former lease are missing.
     Parts,
-    /// Ranges that the id leased by name lie apart.
+    /// The ranges that the id leased are not contiguous.
     Apart,
-    /// An extent does not begin and end at multiples of `unit`. All do at multiples of `fits`.
+    /// The start or end of an extent is not a multiple of `unit`. All extents fit the unit `fits`.
     Unit { unit: u64, fits: Option<u64> },
-    /// It is several extents, and has to be one.
+    /// There are several extents, but the lease must be one.
     NotWhole,
 }
 
@@ -151,7 +151,7 @@ impl Refusal {
                         label.name,
                         command(&format!("leases label PATH {} --again", label.name), folder)
                     ),
-                    // Only its server can ask a physical drive for its name.
+                    // Only the server of a physical drive can query its name.
                     None if nvme::is_name(&drive) => format!(
                         "go on with {}",
                         command(&format!("leases carry-over '{name}' '{drive}'"), folder)
@@ -273,7 +273,7 @@ impl fmt::Display for Unfit {
     }
 }
 
-/// Returns a command of this program, for a text.
+/// Formats a command of this program, for messages.
 fn command(words: &str, folder: &Path) -> String {
     match folder.as_os_str().is_empty() {
         true => format!("`nvme-mpt {words}`"),

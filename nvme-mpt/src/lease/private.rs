@@ -1,4 +1,5 @@
-//! A folder and files of one user: a lock on a file that others may open keeps its owner out.
+//! Private directories and files of one user. Another user who could open a lock file could lock it and block the
+//! owner.
 
 use std::fs::Permissions;
 use std::io;
@@ -13,13 +14,13 @@ use crate::memory::system::process_user;
 
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
-/// Permission of others to reach what they know by name and have permissions for.
+/// Search permission of group and others, which allows access to known names.
 const OTHERS_SEARCH: u32 = 0o011;
-/// Write permissions of others than the owner.
+/// Write permission of group and others.
 const OTHERS_WRITE: u32 = 0o022;
 const PERMISSIONS: u32 = 0o7777;
 
-/// A folder or file is not for our user alone.
+/// Error of making a directory or file private.
 #[derive(Debug, Error)]
 pub enum PrivateError {
     /// A system call failed.
@@ -27,12 +28,12 @@ pub enum PrivateError {
     Io {
         /// Action that failed.
         action: &'static str,
-        /// With which folder or file.
+        /// The directory or file.
         path: PathBuf,
-        /// Why it failed.
+        /// Cause.
         source: io::Error,
     },
-    /// It belongs to another user.
+    /// The directory or file belongs to another user.
     #[error(
         "{} belongs to user {owner}, and this process runs as user {user}: run as user {owner}{}, or choose another folder \
          with --state-dir",
@@ -40,28 +41,28 @@ pub enum PrivateError {
         become_user(*owner, *user)
     )]
     Foreign {
-        /// The folder or file.
+        /// The directory or file.
         path: PathBuf,
         /// Its owner.
         owner: u32,
-        /// Our user.
+        /// The user of this process.
         user: u32,
     },
-    /// Others may write in it, and it has files of others in it.
+    /// Other users may write to the directory, and it contains unknown files.
     #[error(
         "Other users may write in {} (mode {mode:04o}), which holds more than leases: make a folder for leases \
          alone with `mkdir -m 700`, and name it with --state-dir",
         path.display()
     )]
     Shared {
-        /// The folder.
+        /// The directory.
         path: PathBuf,
         /// Its mode.
         mode: u32,
     },
 }
 
-/// Returns how root runs a command as the user of a service.
+/// Formats how root runs a command as the user of a service.
 fn become_user(owner: u32, user: u32) -> String {
     match user {
         0 => format!(" (`setpriv --reuid {owner} --clear-groups nvme-mpt …`)"),
@@ -88,8 +89,9 @@ fn check_owner(path: &Path, owner: u32, user: u32) -> Result<(), PrivateError> {
     })
 }
 
-/// Makes a folder for our user alone, or makes sure that one is. `is_own` knows the names of what belongs
-/// there: a folder with anything else in it has other users, so its mode stays, unless they may write.
+/// Creates a private directory, or makes an existing one private. `is_own` recognizes the expected file names. A
+/// directory with other files has other uses: its mode is not changed, and it is refused if other users may write to
+/// it.
 ///
 /// # Errors
 /// See [`PrivateError`].
@@ -136,7 +138,7 @@ pub(super) fn make_folder(path: &Path, is_own: impl Fn(&str) -> bool) -> Result<
     Ok(())
 }
 
-/// Lets other users through a folder that [`make_folder`] made, to sockets that are for them.
+/// Gives other users search permission on a directory of [`make_folder`], so that they reach their sockets in it.
 ///
 /// # Errors
 /// See [`PrivateError`].
@@ -154,14 +156,14 @@ pub(super) fn let_others_through(path: &Path) -> Result<(), PrivateError> {
         .map_err(failed("let other users through", path))
 }
 
-/// Opens a file for our user alone, and makes it if it is not there.
+/// Opens a private file, and creates it if it does not exist.
 ///
 /// # Errors
 /// See [`PrivateError`].
 pub(super) fn open_file(path: &Path, options: &mut OpenOptions) -> Result<File, PrivateError> {
     let file = options
         .mode(FILE_MODE)
-        // A link could lead to another user's file.
+        // A symbolic link could lead to another user's file.
         .custom_flags(libc::O_NOFOLLOW)
         .open(path)
         .map_err(failed("open", path))?;

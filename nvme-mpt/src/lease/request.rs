@@ -8,18 +8,18 @@ use crate::origin::IdentityRef;
 use crate::range::ByteRange;
 use crate::spec::ids::Nsid;
 
-/// Bytes that a lease is asked for.
+/// Bytes that a lease is requested for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
-    /// These bytes of the namespace.
+    /// This range of the namespace.
     At(ByteRange),
-    /// Any bytes of the namespace. Those that the id left there are the first.
+    /// Any bytes of the namespace, starting with the extents that the id already has.
     Size {
-        /// Length of the lease: a multiple of `unit`.
+        /// Length of the lease, a multiple of `unit`.
         bytes: u64,
-        /// Power of two. Extents begin and end at multiples of it.
+        /// Alignment of the extents, a power of two.
         unit: u64,
-        /// One extent is needed.
+        /// True if the lease must be one extent.
         whole: bool,
     },
 }
@@ -33,29 +33,29 @@ pub struct LeaseRequest<'a> {
     pub drive: IdentityRef<'a>,
     /// Namespace of the drive.
     pub nsid: Nsid,
-    /// Bytes of the namespace.
+    /// The requested bytes.
     pub wanted: Wanted,
     /// Size of the namespace's logical blocks, as a power of two.
     pub lba_shift: u8,
     /// Size of the namespace in logical blocks.
     pub blocks: u64,
-    /// Fate of data that another id left in the range. A lease by size has all of it wiped.
+    /// Treatment of other ids' data in the range. A lease by size always wipes it.
     pub former_data: FormerData,
 }
 
 impl<'a> LeaseRequest<'a> {
-    /// Returns the namespace, and the id that asks for a part of it.
+    /// Returns the namespace, and the requesting id.
     pub(super) fn area(&self) -> Area<'a> {
         Area {
             id: self.id,
             drive: self.drive.name,
             nsid: self.nsid,
-            // Saturates only where the drive is larger than any range.
+            // Saturates only if the drive is larger than any range.
             capacity: self.blocks.saturating_mul(1 << self.lba_shift),
         }
     }
 
-    /// Checks the id, and the bytes or the size.
+    /// Checks the id, and the range or size.
     pub(super) fn check(&self) -> Result<(), LeaseError> {
         check_id(self.id)?;
         let area = self.area();
@@ -73,7 +73,7 @@ impl<'a> LeaseRequest<'a> {
 }
 
 fn check_id(id: &str) -> Result<(), LeaseError> {
-    // Every VMM takes such an id as a device's, too.
+    // All VMMs accept such an id as a device id as well.
     let is_id_byte = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     let starts_well = id.starts_with(|first: char| first.is_ascii_alphabetic());
     if !starts_well || id.len() > ID_MAX || !id.bytes().all(is_id_byte) {

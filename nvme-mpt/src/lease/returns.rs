@@ -1,7 +1,7 @@
-//! Leases that several threads give back at the same time, in one change of the ledger.
+//! Leases that several threads return at the same time, in one change of the ledger.
 //!
-//! A change writes the whole ledger and syncs it, and the ledger's file is locked meanwhile. Functions of a server that ends
-//! give back their leases all at once.
+//! A change writes and syncs the whole ledger under its file lock. When a server ends, its functions return their
+//! leases at the same time.
 
 use std::sync::{Arc, OnceLock, PoisonError};
 
@@ -9,23 +9,23 @@ use super::holder::Slot;
 use super::store::StoreError;
 use crate::memory::sync::{Mutex, MutexGuard};
 
-/// Result of the change that gave back a lease.
+/// Result of the change that returned a lease.
 type Outcome = Arc<OnceLock<Result<(), Arc<StoreError>>>>;
 
-/// Leases that are being given back.
+/// Leases that are being returned.
 #[derive(Debug, Default)]
 pub(super) struct Returns {
     waiting: Mutex<Vec<(Slot, Outcome)>>,
-    /// Held by the thread that changes the ledger for all that wait.
+    /// Held by the thread that changes the ledger for all waiting threads.
     turn: Mutex<()>,
 }
 
 impl Returns {
-    /// Gives back a lease, with all others that wait. `change` removes several from the ledger. Waits while another thread is
-    /// in its call.
+    /// Returns a lease together with all other waiting ones. `change` removes several leases from the ledger. Waits
+    /// while another thread is in its `change`.
     ///
     /// # Errors
-    /// That of the change, for each lease in it.
+    /// Returns the error of the change to each of its leases.
     pub(super) fn give_back(
         &self,
         slot: Slot,
@@ -42,13 +42,13 @@ impl Returns {
             .iter()
             .any(|(_, other)| Arc::ptr_eq(other, &outcome))
         {
-            // The thread that took it has panicked.
+            // The thread that took the entry has panicked.
             waiting.push((slot, outcome));
         }
         let slots: Vec<_> = waiting.iter().map(|(slot, _)| *slot).collect();
         let result = change(&slots).map_err(Arc::new);
         for (_, outcome) in waiting {
-            // Only this thread has it to set.
+            // Only this thread sets the outcome.
             let _ = outcome.set(result.clone());
         }
         result.map_err(StoreError::Together)

@@ -1,4 +1,4 @@
-//! Room of a drive: the ids that have parts of it, and what a new lease by size can have.
+//! Capacity of a drive: its use by ids, and the free capacity for leases by size.
 
 use std::collections::BTreeMap;
 
@@ -8,27 +8,27 @@ use super::area::Area;
 use super::by_size;
 use super::store::Records;
 
-/// Room of a namespace of a drive.
+/// Capacity of a namespace of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
-    /// Bytes that leases by size can have, in whole units.
+    /// Free bytes for leases by size, in whole units.
     pub free: u64,
-    /// Ids that have parts of the namespace, in their order.
+    /// Ids with parts of the namespace, sorted by id.
     pub uses: Vec<RoomUse>,
 }
 
-/// Part of a namespace that an id has.
+/// Part of a namespace that belongs to an id.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoomUse {
     /// The id.
     pub id: String,
-    /// Bytes that are leased to the id, or have data of it that was not released.
+    /// Bytes that are leased to the id, or have data of the id that was not released.
     pub bytes: u64,
     /// True if the ledger has a lease of the id, held or stale.
     pub leased: bool,
 }
 
-/// Returns the room of `area` for leases in units of `unit` bytes.
+/// Returns the capacity of `area` for leases in units of `unit` bytes.
 pub(super) fn room(records: &Records, area: &Area<'_>, unit: u64) -> Room {
     let (free, used) = by_size::uses(records, area, unit);
     let mut uses = BTreeMap::<String, RoomUse>::new();
@@ -38,7 +38,7 @@ pub(super) fn room(records: &Records, area: &Area<'_>, unit: u64) -> Room {
             bytes: 0,
             leased: false,
         });
-        // A lease is entered first. Its bytes are its data as well.
+        // Leases are listed before data. The bytes of a lease also count as its data.
         if leased || !entry.leased {
             entry.bytes += range.length();
         }

@@ -1,24 +1,23 @@
-//! The file that holds the ledger, changed so that a crash at any point leaves the old state or the
-//! new one.
+//! File of the ledger, with crash-safe updates.
 //!
-//! A folder holds three files:
+//! The state directory has three files:
 //!
-//! * `leases.json`: the ledger. It is never written in place: the new state goes to
-//!   `leases.json.new`, which is synced, renamed over the old one, and made to last by a sync of the
-//!   folder. A file that a crash leaves under the temporary name is ignored and written over.
-//! * `leases.lock`: locked by the process that is about to change the ledger. It is not the ledger itself, since
-//!   a lock on a file that is then replaced excludes no other process. Its first byte is 1 from before the rename until
-//!   after the sync of the folder: a process that dies in between leaves a ledger which a crash of the machine may take
-//!   back. So the next process that locks the ledger and finds a 1 syncs the folder first.
-//! * `holders.lock`: the slots of the living holders, see [`super::holder`].
+//! * `leases.json`: the ledger. It is never overwritten in place: the new content goes to `leases.json.new`, which is
+//!   synced, renamed to `leases.json`, and made durable by a sync of the directory. A temporary file left by a crash is
+//!   ignored and overwritten.
+//! * `leases.lock`: locked by the process that changes the ledger. It is a separate file because a lock on a replaced
+//!   file would not exclude other processes. Its first byte is 1 from before the rename until after the sync of the
+//!   directory. If a process dies in between, a crash of the machine could revert the ledger. So the next process that
+//!   takes the lock and finds a 1 syncs the directory first.
+//! * `holders.lock`: the slots of the live holders, see [`super::holder`].
 //!
-//! The folder and its files belong to one user, and no other may open them (`private`): a lock that another
-//! user could take there would refuse every lease.
+//! The directory and its files belong to one user, and no other user may open them (`private`). A lock that another
+//! user could take there would block every lease.
 //!
-//! A sync of the folder says nothing of the folder's own name. So all folders above it are synced before the first ledger
-//! appears.
+//! A sync of the directory does not make the directory's own name durable. So all its ancestors are synced before the
+//! first ledger is created.
 //!
-//! Readers take no lock: the rename shows them one whole state or the other.
+//! Readers take no lock: the rename is atomic.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::TryLockError;
@@ -47,14 +46,14 @@ use crate::range_lock::{Holders as LockHolders, Kind, describe};
 /// For each base, the name from which its guests' names are derived.
 pub(super) type Namings = BTreeMap<String, String>;
 
-/// For each base, the identities that its bytes had besides when they were last leased.
+/// For each base, the other identities that its bytes had at the last lease.
 pub(super) type OtherNames = BTreeMap<String, BTreeSet<String>>;
 
 const LEDGER: &str = "leases.json";
 const LOCK: &str = "leases.lock";
 const HOLDERS: &str = "holders.lock";
 
-/// First byte of the lock file while a ledger is in place that may not be durable yet.
+/// First byte of the lock file while the ledger may not be durable yet.
 const REPLACING: u8 = 1;
 
 /// First byte of the lock file once the ledger is durable.
@@ -66,26 +65,26 @@ const VERSION: u32 = 5;
 /// Format without former and other names of drives, and without unreadable blocks.
 const VERSION_WITHOUT_NAMES: u64 = 4;
 
-/// Format without the terms of ids.
+/// Format without terms of ids.
 const VERSION_WITHOUT_TERMS: u64 = 3;
 
-/// Format in which each lease was one range.
+/// Format in which each lease is one range.
 const VERSION_OF_RANGES: u64 = 2;
 
-/// Format that knew no former tenants: those of its leases are. Each lease was one range.
+/// Format without previous owners, in which each lease is one range. Its leases become the owners.
 const VERSION_WITHOUT_TENANTS: u64 = 1;
 
-/// Longest wait for another process that changes the ledger. It does so in milliseconds, so that more means
-/// that it is stopped or stuck.
+/// Timeout of waiting for another process that changes the ledger. A change takes milliseconds, so a longer wait means
+/// that the process is stopped or stuck.
 const LOCK_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Pause between two tries to lock the ledger.
+/// Pause between two attempts to lock the ledger.
 const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
-/// The ledger's file, or a file beside it, cannot be used.
+/// Error of the ledger's file, or of a file beside it.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// The folder or a file in it cannot be had for our user alone.
+    /// The directory or a file in it is not private.
     #[error(transparent)]
     Private(#[from] PrivateError),
     /// A step of reading or changing the ledger failed.
@@ -93,12 +92,12 @@ pub enum StoreError {
     Io {
         /// Action that failed.
         action: &'static str,
-        /// With which file.
+        /// The file.
         path: PathBuf,
-        /// Why it failed.
+        /// Cause.
         source: io::Error,
     },
-    /// Someone else is changing the ledger and does not finish.
+    /// Another process holds the ledger's lock and does not finish.
     #[error(
         "The ledger has been locked with {} for {} seconds by {holders}; it is stopped or stuck: end it",
         path.display(),
@@ -107,10 +106,10 @@ pub enum StoreError {
     Locked {
         /// The lock file.
         path: PathBuf,
-        /// The processes that have it locked, as far as they can be seen.
+        /// The visible processes that hold the lock.
         holders: String,
     },
-    /// The ledger's content is not a ledger.
+    /// The ledger's content is invalid.
     #[error(
         "The ledger {} is damaged: restore it from a copy; without one, move it away once nothing uses the drives that it \
          names, and say range= where each lease was, as an empty one knows of no data",
@@ -130,13 +129,13 @@ pub enum StoreError {
     Version {
         /// The ledger's file.
         path: PathBuf,
-        /// The version that it says it has.
+        /// The format version in the file.
         found: u64,
     },
     /// A change for several leases failed.
     #[error(transparent)]
     Together(Arc<StoreError>),
-    /// A lease lives that the ledger does not name.
+    /// There is a live holder of a lease that the ledger does not list.
     #[error(
         "The ledger {} was removed or replaced while leases were held, according to locks on {} by {users}: stop these \
          processes before new leases are given out",
@@ -148,12 +147,12 @@ pub enum StoreError {
         path: PathBuf,
         /// The file with the holders' locks.
         holders: PathBuf,
-        /// The processes that have locks there, as far as they can be seen.
+        /// The visible processes that hold locks there.
         users: String,
     },
 }
 
-/// Returns the remedy for an error whose own text does not name it.
+/// Returns the remedy for an error, if its own text does not say it.
 fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::PermissionDenied => {
@@ -167,25 +166,25 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// One lease, as the ledger remembers it.
+/// A lease in the ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Record {
     pub(super) id: String,
     pub(super) drive: String,
     pub(super) nsid: u32,
-    /// Its bytes of the namespace, in its order.
+    /// Extents of the namespace, in the lease's order.
     pub(super) extents: Extents,
-    /// Size in bytes of the units of a lease by size; `None` if the holder named its range.
+    /// Unit size of a lease by size in bytes; `None` if the lease has a fixed range.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) unit: Option<u64>,
-    /// Process that holds it. For people to read: [`super::holder`] tells whether it lives.
+    /// Process that holds the lease, for display only. [`super::holder`] decides whether it is alive.
     pub(super) pid: u32,
     pub(super) slot: u64,
-    /// Its holder gave it up, and commands of it are still in flight.
+    /// True if the holder gave the lease up and commands of it are still in flight.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) ending: bool,
-    /// Queue pairs of the drive that belong to it.
+    /// Queue pairs of the drive that are reserved for the lease.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(super) reserved_pairs: u16,
 }
@@ -198,7 +197,7 @@ fn is_zero(number: &u16) -> bool {
     *number == 0
 }
 
-/// One lease in the formats in which each lease was one range.
+/// A lease in the formats in which each lease is one range.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RangeRecord {
@@ -231,7 +230,7 @@ impl From<RangeRecord> for Record {
 }
 
 impl Record {
-    /// Returns the places of its extents.
+    /// Returns the places of the lease's extents.
     pub(super) fn places(&self) -> impl Iterator<Item = Place<'_>> {
         self.extents.placed().map(|(at, range)| Place {
             id: &self.id,
@@ -243,7 +242,7 @@ impl Record {
     }
 }
 
-/// The ledger in the formats in which each lease was one range.
+/// The ledger in the formats in which each lease is one range.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RangeRecords {
@@ -272,31 +271,31 @@ impl From<RangeRecords> for Records {
     }
 }
 
-/// The whole ledger.
+/// Content of the ledger.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Records {
     version: u32,
-    /// The next slot to give out. Slots are not used twice, so that a record found later under the
-    /// same slot is the same lease. A lease that is taken over keeps its slot.
+    /// The next slot to assign. Slots are not reused, so the same slot always means the same lease. A lease that is
+    /// taken over keeps its slot.
     pub(super) next_slot: u64,
     pub(super) leases: Vec<Record>,
-    /// The ids that last held ranges.
+    /// Previous owners of ranges.
     #[serde(default)]
     pub(super) tenants: Vec<Tenant>,
     /// Terms of ids.
     #[serde(default, skip_serializing_if = "TermsOfIds::is_empty")]
     pub(super) terms: TermsOfIds,
-    /// Names that drives had when the names of their guests were made.
+    /// Names of drives from which their guests' names are derived.
     #[serde(default, skip_serializing_if = "Namings::is_empty")]
     pub(super) namings: Namings,
-    /// Bases that may be drives of an earlier boot, and of which the operator decided about some ranges only.
+    /// Bases that may be drives of an earlier boot, where the operator has decided about some ranges only.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(super) partly_known: BTreeSet<String>,
-    /// Other names that outlive boots of drives with data, and what lies below labels.
+    /// Other lasting names of drives with data, and the devices below labels.
     #[serde(default, skip_serializing_if = "OtherNames::is_empty")]
     pub(super) other_names: OtherNames,
-    /// Facts of physical drives with leases or data.
+    /// Facts about physical drives with leases or data.
     #[serde(default, skip_serializing_if = "KnownDrives::is_empty")]
     pub(super) known: KnownDrives,
     /// Blocks that guests made unreadable.
@@ -326,19 +325,20 @@ impl Records {
         self.leases.iter().find(|record| record.slot == slot.0)
     }
 
-    /// Marks the lease of `slot` as ending; `false` if it is, or if there is none.
+    /// Marks the lease of `slot` as ending. Returns `false` if it already is, or if there is no such lease.
     pub(super) fn mark_ending(&mut self, slot: Slot) -> bool {
         self.of_slot(slot)
             .is_some_and(|record| !std::mem::replace(&mut record.ending, true))
     }
 
-    /// Notes the queue pairs that belong to the lease of `slot`; `false` if it has as many, or if there is none.
+    /// Records the number of reserved queue pairs of the lease of `slot`. Returns `false` if it is unchanged, or if
+    /// there is no such lease.
     pub(super) fn note_reserved(&mut self, slot: Slot, pairs: u16) -> bool {
         self.of_slot(slot)
             .is_some_and(|record| std::mem::replace(&mut record.reserved_pairs, pairs) != pairs)
     }
 
-    /// Returns whether the two differ at most in the processes that hold leases, and in the order of tenants.
+    /// Returns whether two ledgers are equal, except for the holders' pids and the order of previous owners.
     pub(super) fn says_the_same_as(&self, other: &Self) -> bool {
         let same_leases = self.leases.len() == other.leases.len()
             && self.leases.iter().zip(&other.leases).all(|(one, other)| {
@@ -359,7 +359,7 @@ impl Records {
         self.leases.iter_mut().find(|record| record.slot == slot.0)
     }
 
-    /// Removes the lease of `slot`; `false` if there is none.
+    /// Removes the lease of `slot`; returns `false` if there is none.
     pub(super) fn remove(&mut self, slot: Slot) -> bool {
         let before = self.leases.len();
         self.leases.retain(|record| record.slot != slot.0);
@@ -367,7 +367,7 @@ impl Records {
     }
 
     fn parse(path: &Path, text: &[u8]) -> Result<Self, StoreError> {
-        /// Read first: what else a ledger of another version holds is not for us to judge.
+        /// Parsed first, because the rest of another version's ledger cannot be judged.
         #[derive(Deserialize)]
         struct Header {
             version: u64,
@@ -425,7 +425,7 @@ impl Records {
     }
 }
 
-/// Step of a change to the ledger; a crash can come after each.
+/// Step of a change to the ledger, after which tests simulate a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Created,
@@ -445,32 +445,32 @@ const fn reached(_: Step) -> io::Result<()> {
     Ok(())
 }
 
-/// The folder with the ledger.
+/// The state directory with the ledger.
 #[derive(Debug)]
 pub(super) struct Folder {
     path: PathBuf,
 }
 
-/// The right to change the ledger, until dropped.
+/// Exclusive right to change the ledger, until dropped.
 #[derive(Debug)]
 pub(super) struct Exclusive<'folder> {
     folder: &'folder Folder,
     lock: File,
 }
 
-/// Name of a server's control socket in its state folder.
+/// Name of a server's control socket in its state directory.
 pub const CONTROL_SOCKET: &str = "control.sock";
 
-/// Name of the folder, in a state folder, with the sockets on which servers give leases to VMMs.
+/// Name of the directory, in a state directory, of the sockets on which servers grant leases to VMMs.
 pub const SERVER_SOCKETS: &str = "servers";
 
-/// Makes a state folder for our user alone, or makes sure that one is.
+/// Creates a private state directory, or makes an existing one private.
 ///
 /// # Errors
 /// See [`PrivateError`].
 pub fn make_state_folder(path: &Path) -> Result<(), PrivateError> {
     let starts = [LEDGER, LOCK, HOLDERS, CONTROL_SOCKET, SERVER_SOCKETS];
-    // A server that is about to make a socket or a file, and a crash, leave files under longer names, also with a dot before.
+    // Temporary files of sockets and files have longer names, some with a leading dot. A crash may leave them behind.
     let hidden = [".vfio-user.", ".nvme-mpt."];
     make_folder(path, |name| {
         let shown = name.strip_prefix('.').unwrap_or(name);
@@ -479,7 +479,7 @@ pub fn make_state_folder(path: &Path) -> Result<(), PrivateError> {
     })
 }
 
-/// Makes a state folder through which users of the sockets in it find their way. They can neither list it, nor open its
+/// Creates a state directory that other users may pass to reach sockets in it. They can neither list it nor open its
 /// files.
 ///
 /// # Errors
@@ -508,7 +508,7 @@ impl Folder {
         self.path.join(HOLDERS)
     }
 
-    /// Returns the present state. Before the first lease there is no file.
+    /// Returns the present ledger. Before the first lease, the file does not exist, and the ledger is empty.
     pub(super) fn read(&self) -> Result<Records, StoreError> {
         let path = self.ledger();
         match files::read(&path) {
@@ -531,7 +531,7 @@ impl Folder {
         })
     }
 
-    /// Returns whether the holder of `slot` lives.
+    /// Returns whether the holder of `slot` is alive.
     pub(super) fn is_held(&self, holders: &Holders, slot: Slot) -> Result<bool, StoreError> {
         holders
             .holds(slot)
@@ -546,12 +546,13 @@ impl Folder {
         }
     }
 
-    /// Waits until nobody else changes the ledger. Makes the folder if it is the first. The ledger is durable then.
+    /// Waits until no other process changes the ledger, and creates the directory if needed. Then the ledger is
+    /// durable.
     pub(super) fn lock(&self) -> Result<Exclusive<'_>, StoreError> {
         self.lock_by(&Deadline::after(&SystemClock::shared(), LOCK_PATIENCE))
     }
 
-    /// As [`Self::lock`], by a deadline.
+    /// Like [`Self::lock`], with a deadline.
     fn lock_by(&self, deadline: &Deadline) -> Result<Exclusive<'_>, StoreError> {
         make_state_folder(&self.path)?;
         let path = self.path.join(LOCK);
@@ -577,7 +578,7 @@ impl Folder {
                     let holders = describe(&users(&lock, Kind::Whole, &(0..u64::MAX)));
                     return Err(StoreError::Locked { path, holders });
                 }
-                // Asked again and again, rather than waited for: a wait has no deadline.
+                // Polled, because a blocking lock request has no timeout.
                 Err(TryLockError::WouldBlock) => deadline.sleep(LOCK_PAUSE),
             }
         }
@@ -594,8 +595,8 @@ impl Exclusive<'_> {
             holders: path.clone(),
             users: describe(users),
         };
-        // Slots that were never given out have no holder, unless the ledger that gave them out is
-        // gone: then there are leases that no rule protects.
+        // Unassigned slots have no holder, unless the ledger that assigned them was lost. Then there are live leases
+        // that the ledger does not protect.
         let holders = self.folder.holders()?;
         if holders
             .any_from(slot)
@@ -610,10 +611,10 @@ impl Exclusive<'_> {
         Ok((slot, holder))
     }
 
-    /// Takes the slot of a lease whose holder died.
+    /// Takes the slot of a stale lease.
     pub(super) fn take_over(&self, slot: Slot) -> Result<Holder, StoreError> {
         let path = self.folder.holders_lock();
-        // Whoever takes slots has the ledger locked, as this process does now.
+        // Slots are only taken under the ledger's lock, which this process holds.
         self.hold(slot)?.ok_or_else(|| StoreError::Io {
             action: "take over a lease in",
             path,
@@ -621,7 +622,7 @@ impl Exclusive<'_> {
         })
     }
 
-    /// Takes a slot; `None` if it has a holder.
+    /// Takes a slot; `None` if it is held.
     fn hold(&self, slot: Slot) -> Result<Option<Holder>, StoreError> {
         let path = self.folder.holders_lock();
         let mut options = OpenOptions::new();
@@ -660,7 +661,7 @@ impl Exclusive<'_> {
             .map_err(failed("replace the ledger", &ledger))
     }
 
-    /// A crash after this leaves the new ledger; before, the old one.
+    /// Renames the new ledger into place. A crash before the rename leaves the old ledger; after it, the new one.
     fn rename_synced(&self, temporary: &Path, ledger: &Path) -> io::Result<()> {
         self.lock.write_all_at(&[REPLACING], 0)?;
         files::rename(temporary, ledger)?;
@@ -672,13 +673,13 @@ impl Exclusive<'_> {
     fn sync_folder(&self) -> io::Result<()> {
         File::open(&self.folder.path)?.sync_all()?;
         reached(Step::FolderSynced)?;
-        // If the byte stays, the next process syncs the folder once more.
+        // If the byte cannot be reset, the next process syncs the directory again.
         let _ = self.lock.write_all_at(&[DURABLE], 0);
         Ok(())
     }
 
-    /// Makes the ledger durable if the process that replaced it died before it was. What is given out because of a ledger
-    /// must not outlive it.
+    /// Makes the ledger durable if the process that replaced it died too early. Decisions based on a ledger must not
+    /// outlive it.
     fn settle(&self) -> Result<(), StoreError> {
         let mut state = [DURABLE];
         let settled = match self.lock.read_at(&mut state, 0) {
@@ -692,7 +693,7 @@ impl Exclusive<'_> {
         })
     }
 
-    /// Makes the names of the folder and of those above it durable, as far as this user may and their file systems can.
+    /// Makes the names of the directory and its ancestors durable, as far as permissions and file systems allow.
     fn sync_above(&self) -> io::Result<()> {
         let path = std::path::absolute(&self.folder.path)?;
         for folder in path.ancestors().skip(1) {
@@ -702,7 +703,7 @@ impl Exclusive<'_> {
     }
 }
 
-/// Writes a file that will be renamed: synced, since a rename can reach the disk before the content.
+/// Writes and syncs a file before it is renamed, because a rename can reach the disk before the content.
 fn write_synced(mut file: File, text: &[u8]) -> io::Result<()> {
     reached(Step::Created)?;
     file.write_all(text)?;
@@ -714,7 +715,7 @@ fn write_synced(mut file: File, text: &[u8]) -> io::Result<()> {
 
 #[cfg(test)]
 thread_local! {
-    /// Step after which the next change of the ledger on this thread stops as if the machine had crashed.
+    /// Step after which the next change of the ledger on this thread fails, as if the machine had crashed.
     static CRASH_AFTER: std::cell::Cell<Option<Step>> = const { std::cell::Cell::new(None) };
 }
 

@@ -1,14 +1,14 @@
-//! Ids that last held ranges, whose data is there until somebody decides otherwise.
+//! Previous owners: the id that last held each range, whose data stays until someone decides about it.
 //!
-//! A lease enters its id for its range when it is given out, and the entry outlives it. So the next lease of
-//! any part of that range either has the same id, or says what becomes of the data ([`FormerData`]). An operator may
-//! also say so beforehand, for all that an id left.
+//! Each granted lease records its id for its range, and the entry outlives the lease. So the next lease of any part of
+//! that range either has the same id, or says what to do with the data ([`FormerData`]). An operator may also decide in
+//! advance about all data of an id.
 //!
-//! A range that is to be wiped is marked before its first block is wiped. The mark goes when the last block is zeroes and
-//! durable. After a crash in between, the range belongs to no id, and the next lease has to wipe it.
+//! A range is marked before its first block is wiped. The mark is removed when all blocks are zero and durable. After a
+//! crash in between, the range belongs to no id, and the next lease has to wipe it.
 //!
-//! Entries name bytes by what holds them (`origin::extent`), so that a disk, its partition and a loop device of a file
-//! have the same tenants.
+//! Entries address bytes by the device or file that stores them (`origin::extent`). So a disk, its partition and a loop
+//! device of a file share entries.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -20,17 +20,17 @@ use super::extents::joined;
 use crate::origin::{extent, nvme};
 use crate::range::ByteRange;
 
-/// Fate of data that another id left in the range of a lease.
+/// Treatment of data that another id has in the range of a lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FormerData {
     /// The lease is refused.
     #[default]
     Refused,
-    /// The lease gets it.
+    /// The lease gets the data.
     Kept,
-    /// The lease has to wipe it before it can be attached to.
+    /// The data is wiped before the lease can be attached.
     Wiped,
-    /// As [`Self::Wiped`], and the lease has to wipe bytes that no lease has held, too: they may have data of the host. A lease
+    /// Like [`Self::Wiped`], and bytes that no lease has held are wiped too, as they may have data of the host. A lease
     /// by size does not wipe these bytes.
     Erased,
 }
@@ -49,7 +49,7 @@ impl FromStr for FormerData {
     }
 }
 
-/// A range, and the id that last held it.
+/// A range and the id that last held it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Tenant {
@@ -57,24 +57,24 @@ pub(super) struct Tenant {
     drive: String,
     nsid: u32,
     pub(super) range: ByteRange,
-    /// Offset in bytes within a lease by size at which the range begins; `None` if the range was named.
+    /// Offset in bytes of the range within a lease by size; `None` for a lease with a fixed range.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     at: Option<u64>,
-    /// It is being wiped: what is left is nobody's.
+    /// True if the range is being wiped. The remaining data belongs to no id.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     wiping: bool,
-    /// The operator has given the data up: the next lease gets it, whatever its id.
+    /// True if the operator has given the data up: the next lease gets it, whatever its id.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     given_up: bool,
-    /// The operator has released the range: the next lease of another id wipes it.
+    /// True if the operator has released the range: the next lease of another id wipes it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     released: bool,
-    /// The id's lease has lost other parts. So no lease by size takes this one up.
+    /// True if the id's lease has lost other parts. Then a lease by size does not reuse this part.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     remnant: bool,
 }
 
-/// Data in the way of a lease.
+/// Data that blocks a lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Left {
     id: String,
@@ -95,14 +95,14 @@ impl fmt::Display for Left {
     }
 }
 
-/// A range that is about to be leased, and the id that wants it.
+/// A range to lease, and the requesting id.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place<'a> {
     pub(super) id: &'a str,
     pub(super) drive: &'a str,
     pub(super) nsid: u32,
     pub(super) range: ByteRange,
-    /// Offset in bytes within a lease by size at which the range begins; `None` if the range was named.
+    /// Offset in bytes of the range within a lease by size; `None` for a lease with a fixed range.
     pub(super) at: Option<u64>,
 }
 
@@ -118,12 +118,12 @@ impl Place<'_> {
     }
 }
 
-/// A part of a place in one of the bases that hold its bytes.
+/// Part of a place in one of the bases that store its bytes.
 pub(super) struct Part {
     base: String,
     /// Bytes of the base.
     pub(super) range: ByteRange,
-    /// Start of the part, as the drive of the place numbers its bytes.
+    /// Start of the part as an offset of the place's drive.
     at: u64,
 }
 
@@ -138,14 +138,14 @@ impl Part {
         }
     }
 
-    /// Returns bytes of the base, within the part, as the drive of the place numbers them.
+    /// Converts bytes of the base within the part to offsets of the place's drive.
     pub(super) fn on_drive(&self, range: ByteRange) -> Option<ByteRange> {
         let moved = range.start().checked_sub(self.range.start())?;
         ByteRange::new(self.at.checked_add(moved)?, range.length()).ok()
     }
 }
 
-/// Returns the parts of `place` in the bases of its drive.
+/// Splits `place` into parts by the bases of its drive.
 pub(super) fn parts(place: &Place<'_>) -> Vec<Part> {
     let mut at = place.range.start();
     let part = |extent: extent::Extent| {
@@ -162,7 +162,7 @@ pub(super) fn parts(place: &Place<'_>) -> Vec<Part> {
 }
 
 impl Tenant {
-    /// Returns the entries of a place that its id holds.
+    /// Creates the entries that give a place to its id.
     pub(super) fn of(place: &Place<'_>) -> Vec<Self> {
         let parts = parts(place);
         let tenants = parts.iter().map(|part| Self::new(part.place(place)));
@@ -183,7 +183,7 @@ impl Tenant {
         }
     }
 
-    /// Returns the base that holds its bytes.
+    /// Returns the namespace of the base.
     pub(super) const fn nsid(&self) -> u32 {
         self.nsid
     }
@@ -192,20 +192,20 @@ impl Tenant {
         &self.drive
     }
 
-    /// Gives the base another name, if there is one.
+    /// Renames the base if `rename` returns a name for it.
     pub(super) fn rename_drive(&mut self, rename: impl Fn(&str) -> Option<String>) {
         if let Some(name) = rename(&self.drive) {
             self.drive = name;
         }
     }
 
-    /// Returns whether 64 bits count the bytes of its lease up to its end.
+    /// Returns whether the end of the entry within its lease fits 64 bits.
     pub(super) fn is_sound(&self) -> bool {
         let end = |at: u64| at.checked_add(self.range.length());
         self.at.is_none_or(|at| end(at).is_some())
     }
 
-    /// Returns the entry of a part of its range.
+    /// Returns the entry for a part of the range.
     fn part(&self, range: ByteRange) -> Self {
         let moved = range.start().saturating_sub(self.range.start());
         Self {
@@ -215,31 +215,31 @@ impl Tenant {
         }
     }
 
-    /// Returns whether a lease of `place` finds there what is not its own. A lease by size has each byte at its
-    /// offset.
+    /// Returns whether the entry's data is foreign to a lease of `place`. In a lease by size, bytes at another offset
+    /// are foreign too.
     fn is_foreign(&self, place: &Place<'_>) -> bool {
         self.wiping || self.id != place.id || (place.at.is_some() && !self.is_at_home(place))
     }
 
-    /// Returns whether its bytes lie at the offsets in the lease that `place` gives them.
+    /// Returns whether the entry's bytes have the same offsets in the lease as in `place`.
     fn is_at_home(&self, place: &Place<'_>) -> bool {
         let first =
             |at: Option<u64>, range: &ByteRange| at.map(|at| at.wrapping_sub(range.start()));
         first(self.at, &self.range) == first(place.at, &place.range)
     }
 
-    /// Returns whether the bytes are the data of an id, whole and not released.
+    /// Returns whether the bytes are data of `id`, neither partly wiped nor released.
     pub(super) fn is_kept_by(&self, id: &str) -> bool {
         self.id == id && !self.wiping && !self.is_free()
     }
 
-    /// Returns whether the data is in the way of a lease that does not say what becomes of it.
+    /// Returns whether the data blocks a lease that does not say what to do with it.
     fn refuses(&self, place: &Place<'_>) -> bool {
         self.is_foreign(place) && !self.released && (self.wiping || !self.given_up)
     }
 
-    /// Returns whether a lease by size of any id may have its bytes once they are wiped. A part that a lease by size did
-    /// not wipe to the end belongs to that lease.
+    /// Returns whether a lease by size of any id may have the bytes after wiping them. A part that a lease by size has
+    /// not completely wiped belongs to that lease.
     pub(super) fn is_free(&self) -> bool {
         self.released || self.given_up || (self.wiping && self.at.is_none())
     }
@@ -249,17 +249,17 @@ impl Tenant {
         self.given_up
     }
 
-    /// Returns its id, and whether it is a part of the id's lease by size.
+    /// Returns the id, and whether the entry is part of a lease by size.
     fn lease(&self) -> (String, bool) {
         (self.id.clone(), self.at.is_some())
     }
 
-    /// Makes it a part that no lease by size takes up.
+    /// Turns the entry into a remnant that no lease by size reuses.
     fn abandon(&mut self) {
         (self.at, self.remnant) = (None, true);
     }
 
-    /// Returns whether a lease by size of its id may take it up.
+    /// Returns whether a lease by size of the id may reuse the bytes.
     pub(super) fn is_taken_up(&self) -> bool {
         !self.remnant && (self.at.is_some() || !self.wiping)
     }
@@ -274,10 +274,10 @@ impl Tenant {
             }
     }
 
-    /// Returns the entry of a part that a lease of `place` has to wipe.
+    /// Returns the marked entry for a part that a lease of `place` has to wipe.
     fn marked(&self, range: ByteRange, place: &Place<'_>) -> Self {
         let entry = match place.at {
-            // It belongs to the lease, which has it at this offset when it comes back.
+            // The part belongs to the lease by size, which keeps it at this offset.
             Some(_) => Self::new(place.part(range)),
             None => Self {
                 at: None,
@@ -296,29 +296,29 @@ impl Tenant {
     }
 }
 
-/// Returns whether two bases, each with a namespace, hold the same bytes.
+/// Returns whether two bases, each with a namespace, store the same bytes.
 pub(super) fn is_same_base(one: (&str, u32), other: (&str, u32)) -> bool {
     nvme::as_block_device(one.0, one.1) == nvme::as_block_device(other.0, other.1)
 }
 
-/// Returns whether two lists have the same entries, in any order.
+/// Returns whether two lists have the same entries in any order.
 pub(super) fn are_same(some: &[Tenant], others: &[Tenant]) -> bool {
     some.len() == others.len() && sorted(some) == sorted(others)
 }
 
-/// Returns entries in the order of the bytes that they name.
+/// Returns entries sorted by the bytes that they address.
 fn sorted(tenants: &[Tenant]) -> Vec<&Tenant> {
     let mut sorted: Vec<&Tenant> = tenants.iter().collect();
     sorted.sort_by_key(|&tenant| (tenant.nsid, tenant.range.start(), &tenant.drive));
     sorted
 }
 
-/// An entry, as a drive that holds its bytes numbers them.
+/// An entry with offsets of a drive that has its bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Found<'a> {
     pub(super) tenant: &'a Tenant,
     pub(super) range: ByteRange,
-    /// Offset in bytes within a lease by size at which the range begins.
+    /// Offset in bytes of the range within a lease by size.
     pub(super) at: Option<u64>,
 }
 
@@ -342,7 +342,7 @@ pub(super) fn find<'a>(tenants: &'a [Tenant], place: &Place<'_>) -> Vec<Found<'a
     parts(place).iter().flat_map(in_part).collect()
 }
 
-/// Makes the id's data at offsets in `place` remnants: a lease by size of the id begins anew.
+/// Turns the id's lease-by-size data in `place` into remnants, because a new lease by size of the id begins.
 pub(super) fn abandon(tenants: &mut [Tenant], place: &Place<'_>) {
     for part in parts(place) {
         let place = part.place(place);
@@ -354,7 +354,7 @@ pub(super) fn abandon(tenants: &mut [Tenant], place: &Place<'_>) {
     }
 }
 
-/// Releases `place`, the end of a lease by size.
+/// Releases `place`, the truncated end of a lease by size.
 pub(super) fn release(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
     for part in parts(place) {
         let place = part.place(place);
@@ -375,7 +375,7 @@ pub(super) fn release(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
     }
 }
 
-/// The first data in the way of `place`: that of another id, or what is left of a wipe.
+/// Returns the first data that blocks a lease of `place`: data of another id, or an unfinished wipe.
 pub(super) fn in_the_way(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
     let parts = parts(place);
     let left = |part: &Part| in_the_way_of_part(tenants, &part.place(place));
@@ -391,8 +391,8 @@ fn in_the_way_of_part(tenants: &[Tenant], place: &Place<'_>) -> Option<Left> {
     })
 }
 
-/// Decides what becomes of the data that an id left, if another id leases it. Returns the ranges. A range whose wipe has
-/// not ended can only be wiped, as its data is mixed.
+/// Decides in advance what happens to an id's data when another id leases it. Returns the ranges. A partly wiped range
+/// can only be wiped, because its data is mixed.
 pub(super) fn decide(tenants: &mut [Tenant], id: &str, fate: FormerData) -> Vec<ByteRange> {
     let its = tenants
         .iter_mut()
@@ -405,13 +405,13 @@ pub(super) fn decide(tenants: &mut [Tenant], id: &str, fate: FormerData) -> Vec<
     .collect()
 }
 
-/// Enters `place` for its id. Parts that have to be wiped are marked instead.
+/// Gives `place` to its id. Parts that have to be wiped are marked instead.
 pub(super) fn enter(tenants: &mut Vec<Tenant>, place: &Place<'_>, fate: FormerData) {
     let mut broken = HashSet::new();
     for part in parts(place) {
         enter_part(tenants, &part.place(place), fate, &mut broken);
     }
-    // Of a released lease that has lost a part, the others are not taken up again.
+    // If a released lease has lost a part, its other parts become remnants.
     if !broken.is_empty() {
         let parts = tenants.iter_mut();
         let parts = parts.filter(|tenant| tenant.released && broken.contains(&tenant.lease()));
@@ -419,7 +419,7 @@ pub(super) fn enter(tenants: &mut Vec<Tenant>, place: &Place<'_>, fate: FormerDa
     }
 }
 
-/// Enters a part of a place. The released leases that lose a part by that are added to `broken`.
+/// Enters a part of a place. Adds released leases that lose a part to `broken`.
 fn enter_part(
     tenants: &mut Vec<Tenant>,
     place: &Place<'_>,
@@ -444,7 +444,7 @@ fn enter_part(
         }
     }
     tenants.append(&mut kept);
-    // The rest of the range is the new id's.
+    // The rest of the range goes to the new id.
     let mut at = place.range.start();
     marked.sort_by_key(|tenant: &Tenant| tenant.range.start());
     for tenant in marked {
@@ -455,7 +455,7 @@ fn enter_part(
     tenants.extend(between(place, at, place.range.end()));
 }
 
-/// Marks the bytes of a place that no lease has held, as data of the place's id whose wipe is unfinished.
+/// Marks the bytes of a place that no lease has held as not completely wiped data of the place's id.
 fn mark_unknown(tenants: &mut Vec<Tenant>, place: &Place<'_>) {
     let known = tenants.iter().filter(|tenant| tenant.overlaps(place));
     let known = known.filter_map(|tenant| {
@@ -479,7 +479,7 @@ fn unwiped(tenant: Tenant) -> Tenant {
     }
 }
 
-/// The parts of `place` that are marked, as its drive numbers its bytes.
+/// Returns the marked parts of `place`, by offsets of its drive.
 pub(super) fn marked(tenants: &[Tenant], place: &Place<'_>) -> Vec<ByteRange> {
     let of_part = |part: &Part| {
         let marked = marked_in_part(tenants, &part.place(place));
@@ -508,7 +508,7 @@ fn between(place: &Place<'_>, start: u64, end: u64) -> Option<Tenant> {
     Some(Tenant::new(place.part(range)))
 }
 
-/// The parts of `range` before, within and behind `other`, which it overlaps.
+/// Splits `range` into the parts before, within and after `other`, which it overlaps.
 pub(super) fn split(range: &ByteRange, other: &ByteRange) -> [Option<ByteRange>; 3] {
     let part = |start: u64, end: u64| ByteRange::new(start, end.checked_sub(start)?).ok();
     let (start, end) = (

@@ -1,7 +1,7 @@
-//! Terms of an id: the user that owns its leases, and the limits that an operator gave them.
+//! Terms of an id: the user that owns its leases, and the limits that an operator set.
 //!
-//! The ledger has them by the id. They outlive each lease and each process, and end when the operator releases the id,
-//! or when no byte has data of the id any more.
+//! The ledger stores terms by id. They outlive leases and processes. They end when the operator releases the id, or
+//! when the id has no more data.
 
 use std::collections::BTreeMap;
 
@@ -11,13 +11,13 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LeaseTerms {
-    /// Number of the user that owns leases of the id.
+    /// User id of the owner of the id's leases.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<u32>,
-    /// Limits of the operator for functions in VMMs, as options. The ledger does not read them.
+    /// Limits that the operator set for functions in VMMs, as options. The ledger does not parse them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<String>,
 }
 
-/// Terms by their ids.
+/// Terms by id.
 pub(super) type TermsOfIds = BTreeMap<String, LeaseTerms>;

@@ -1,10 +1,10 @@
-//! The extents of a lease by size: those that its id left, and free ones behind them.
+//! Extents of a lease by size: the extents that its id already has, followed by free ones.
 //!
-//! The drive is cut into units. A unit is free if no lease has a byte of it, and if no id has data in it that still
-//! belongs to the id. Data that was released or given up, and what is left of a wipe, is wiped first.
+//! The drive is divided into units. A unit is free if it overlaps no lease, and no data that still belongs to an id.
+//! Data that was released or given up, and leftovers of a wipe, are wiped first.
 //!
-//! The ledger knows each byte's offset within its lease (`tenants`). So an id that comes back finds its extents in
-//! their order.
+//! The ledger stores each byte's offset within its lease (`tenants`). So a returning id finds its extents in their
+//! order.
 
 use std::ops::Range;
 
@@ -19,13 +19,13 @@ use super::store::{Records, StoreError};
 use super::tenants::{self, FormerData, Found, Tenant};
 use crate::range::{ByteRange, Bytes};
 
-/// Smallest unit of leases by size, in bytes. The ledger's file grows with the number of extents.
+/// Smallest unit of leases by size, in bytes. The size of the ledger's file grows with the number of extents.
 pub const MIN_UNIT: u64 = 1 << 20;
 
 /// Most units of a lease.
 const MAX_UNITS: u64 = 1 << 20;
 
-/// Checks the size of the units of a lease.
+/// Checks the unit size of a lease.
 pub(super) fn check_unit(unit: u64, lba_shift: u8, area: &Area<'_>) -> Result<(), LeaseError> {
     let reason = if !unit.is_power_of_two() {
         let above = unit.checked_next_power_of_two().unwrap_or(1 << 63);
@@ -93,18 +93,18 @@ pub(super) fn check_size(bytes: u64, unit: u64) -> Result<(), LeaseError> {
     })
 }
 
-/// Size that is asked for.
+/// Requested size.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Demand {
     pub(super) bytes: u64,
-    /// Bytes of a unit, of which all extents are multiples.
+    /// Unit size in bytes, to which extents are aligned.
     pub(super) unit: u64,
-    /// One extent is asked for.
+    /// True if the lease must be one extent.
     pub(super) whole: bool,
 }
 
-/// Returns what the id left for a lease by size. What it left and does not fit is in the way, unless it was released or
-/// given up: then it is free.
+/// Returns the extents that the id has for a lease by size. Extents that do not match block the lease, unless they were
+/// released or given up and are therefore free.
 fn former(found: &[Found<'_>], id: &str, demand: Demand) -> Result<Option<Former>, Refusal> {
     let own = found
         .iter()
@@ -130,8 +130,8 @@ fn former(found: &[Found<'_>], id: &str, demand: Demand) -> Result<Option<Former
     Ok(None)
 }
 
-/// Returns the lease by size that the id left, with the options that request it, if a lease of `range` would split it so that
-/// its size would not find it again. A range that begins with its only extent and contains it does not split it.
+/// Returns the id's lease by size, with its options, if a lease of `range` would split it so that it could not be found
+/// by its size again. A range that contains the only extent and starts with it does not split the lease.
 pub(super) fn torn_by(
     records: &Records,
     area: &Area<'_>,
@@ -156,7 +156,7 @@ pub(super) fn torn_by(
     })
 }
 
-/// Returns the bits that the starts and lengths of extents have.
+/// Returns the union of the bits of all starts and lengths of extents.
 fn bits(extents: &Extents) -> u64 {
     let bits = extents.parts().iter();
     let bits = bits.map(|part| part.start() | part.length());
@@ -165,7 +165,7 @@ fn bits(extents: &Extents) -> u64 {
 
 type Fit = Result<Option<Former>, (Vec<ByteRange>, Unfit)>;
 
-/// Returns the extents of a lease by size, if it left any: each byte has its offset.
+/// Returns the extents of the id's former lease by size, in the order of their offsets.
 fn in_lease_order(placed: &[&Found<'_>]) -> Fit {
     let mut placed: Vec<_> = placed
         .iter()
@@ -189,7 +189,7 @@ fn in_lease_order(placed: &[&Found<'_>]) -> Fit {
     }
 }
 
-/// Returns the one stretch that the id leased as ranges, by name, if it left any.
+/// Returns the contiguous range that the id leased as ranges, if any.
 fn in_drive_order(named: &[&Found<'_>]) -> Fit {
     let ranges = in_order(named.iter().map(|found| found.range).collect());
     match &ranges[..] {
@@ -215,14 +215,14 @@ impl Former {
     }
 }
 
-/// Returns ranges in the order of the drive, joined where they follow each other.
+/// Returns ranges in the drive's order, with adjacent ones joined.
 fn in_order(mut ranges: Vec<ByteRange>) -> Vec<ByteRange> {
     ranges.sort_by_key(ByteRange::start);
     joined(&ranges)
 }
 
-/// Finds extents for a lease: those that its id left, and free ones. A lease of the id on this drive whose holder died
-/// is taken over.
+/// Finds extents for a lease: the extents that its id has, and free ones. A stale lease of the id on this drive is
+/// taken over.
 pub(super) fn admit(
     records: &Records,
     area: &Area<'_>,
@@ -272,7 +272,7 @@ pub(super) fn admit(
     })
 }
 
-/// Returns `own` and free extents behind it that make it `bytes` long.
+/// Returns `own` followed by free extents, with a total length of `bytes`.
 fn extend(
     own: &[ByteRange],
     found: &[Found<'_>],
@@ -282,7 +282,7 @@ fn extend(
 ) -> Result<Extents, Refusal> {
     let Demand { bytes, unit, whole } = demand;
     let present: u64 = own.iter().map(ByteRange::length).sum();
-    // A lease never shrinks by itself.
+    // A lease only shrinks on request.
     let missing = bytes.saturating_sub(present) / unit;
     let (dirty, kept): (Vec<&Found<'_>>, Vec<_>) =
         found.iter().partition(|found| found.tenant.is_free());
@@ -312,14 +312,14 @@ fn extend(
     let range = |run: Range<u64>| ByteRange::new(run.start * unit, (run.end - run.start) * unit);
     let chosen = chosen.into_iter().filter_map(|run| range(run).ok());
     let parts = own.iter().copied().chain(chosen).collect();
-    // None overlap, since what is the lease's own is not free.
+    // The parts do not overlap, because the lease's own parts are not free.
     Extents::new(parts).map_err(|_| no_room())
 }
 
 /// Part of a namespace: its id, its bytes, and whether it is leased.
 pub(super) type Used<'a> = (&'a str, ByteRange, bool);
 
-/// Returns the bytes that leases in units of `unit` bytes can have, and the parts that ids have: leases first.
+/// Returns the free bytes for leases in units of `unit` bytes, and the parts that belong to ids. Leases come first.
 pub(super) fn uses<'a>(records: &'a Records, area: &Area<'_>, unit: u64) -> (u64, Vec<Used<'a>>) {
     let leases = records.leases.iter().flat_map(|record| {
         let shared = area.shared_with(record);
@@ -335,7 +335,7 @@ pub(super) fn uses<'a>(records: &'a Records, area: &Area<'_>, unit: u64) -> (u64
     (units.sum::<u64>() * unit, used)
 }
 
-/// Enters the extents of a lease for its id. Data in them that is not its own is marked to be wiped.
+/// Records the extents of a lease for its id. Foreign data in them is marked to be wiped.
 pub(super) fn enter(
     tenants: &mut Vec<Tenant>,
     area: &Area<'_>,
@@ -353,7 +353,7 @@ pub(super) fn enter(
         named: true,
     }) = former
     {
-        // Its bytes get their offsets. All of them are the id's.
+        // The bytes get offsets within the lease. All of them belong to the id.
         enter_parts(tenants, area, extents.placed(), FormerData::Kept);
     }
     enter_parts(tenants, area, extents.placed(), FormerData::Wiped);
@@ -376,7 +376,7 @@ pub(super) fn marked(tenants: &[Tenant], area: &Area<'_>, ranges: &[ByteRange]) 
     ranges.iter().flat_map(marked).collect()
 }
 
-/// Changes the length of a lease in the ledger. Returns its extents.
+/// Changes the size of a lease in the ledger. Returns its extents.
 pub(super) fn resize(
     records: &mut Records,
     slot: Slot,

@@ -18,11 +18,11 @@ enum Step {
     Size(&'static str, u64, u64, bool),
     /// A lease by name: its id, first unit and units.
     Range(&'static str, usize, usize, FormerData),
-    /// Growth of a living lease by so many units of it.
+    /// Growth of a live lease: its index, and the number of units.
     Grow(usize, u64),
-    /// The end of what is behind so many units of a living lease.
+    /// Truncation of a live lease: its index, and the remaining units.
     Truncate(usize, u64),
-    /// The end of the wipe of a part of a living lease.
+    /// Completed wipe of a part of a live lease: its index.
     Wipe(usize),
     Drop(usize),
     Die(usize),
@@ -92,7 +92,7 @@ struct Model {
     had: HashMap<&'static str, Vec<usize>>,
 }
 
-/// Outcome of a request for a size, as far as units decide it.
+/// Outcome of a request for a size, determined by the units.
 #[derive(Debug, PartialEq)]
 enum Outcome {
     IdTaken,

@@ -1,4 +1,4 @@
-//! The ledger: who holds which parts of which drive.
+//! The ledger: the record of all leases of all drives.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -31,33 +31,33 @@ use crate::origin::{Host, IdentityRef, extent};
 use crate::range::{ByteRange, Bytes, LbaRange};
 use crate::spec::ids::{Lba, Nsid};
 
-/// Holders of ranges of drives. A clone is the same ledger.
+/// Record of the leases of drives. Clones are the same ledger.
 #[derive(Clone, Debug)]
 pub struct Ledger(Arc<Book>);
 
-/// Place in which a ledger is kept.
+/// Storage of a ledger.
 #[derive(Debug)]
 enum Book {
-    /// In a folder, for all processes that use the same one.
+    /// In a state directory, shared by all processes that use it.
     Folder {
         folder: Folder,
-        /// Slots of leases that this process took over, and that the ledger names another process for.
+        /// Slots of leases that this process took over while the ledger still names another process.
         unnamed: Mutex<BTreeSet<Slot>>,
         returns: Returns,
     },
-    /// In this process, for drives that no other process can reach.
+    /// In this process, for drives that no other process can access.
     Process {
         records: Mutex<Records>,
-        /// Tells such a drive from one of the same name in another process.
+        /// Random value that distinguishes these drives from drives of the same names in other processes.
         salt: u64,
-        /// Memory file that the next process finds them in. Its lock is taken under that of the records.
+        /// Memory file of the records for the successor. Its lock is taken after the records' lock.
         kept: Option<Mutex<KeptRecords>>,
     },
 }
 
 impl Ledger {
-    /// The ledger in the folder `dir`, for all processes that use the same folder. The folder is
-    /// made when the first lease is given out.
+    /// Opens the ledger in the directory `dir`, which is shared by all processes that use it. The directory is created
+    /// when the first lease is granted.
     #[must_use]
     pub fn open(dir: &Path) -> Self {
         Self(Arc::new(Book::Folder {
@@ -67,7 +67,7 @@ impl Ledger {
         }))
     }
 
-    /// A ledger of this process, for drives that no other process can reach.
+    /// Creates a ledger of this process, for drives that no other process can access.
     #[must_use]
     pub fn in_process() -> Self {
         Self(Arc::new(Book::Process {
@@ -77,11 +77,11 @@ impl Ledger {
         }))
     }
 
-    /// A ledger of this process and of those after it, one at a time, in a memory file that is empty at first. All
-    /// leases of the process before have ended; which id left data where is known.
+    /// Opens a ledger in a memory file that successive processes use, one at a time. The file is empty at first. The
+    /// leases of the predecessor have ended. The record of which id has data where is kept.
     ///
     /// # Errors
-    /// The file cannot be read or written, or has no such ledger.
+    /// The file cannot be read or written, or contains no such ledger.
     pub fn kept(file: File) -> Result<Self, LeaseError> {
         let damaged = |source| StoreError::Io {
             action: "read the ledger that is kept in",
@@ -99,9 +99,9 @@ impl Ledger {
         })))
     }
 
-    /// Leaves the memory file of a [kept](Self::kept) ledger to the next process. Changes are those of this process alone from
-    /// now on, until it ends. Returns whether this process has [let go](Lease::let_go) of all its leases. The next process
-    /// knows of none: with one that is left, this process has to end before the next one gives out leases.
+    /// Hands the memory file of a [kept](Self::kept) ledger over to the successor. Later changes are only visible in
+    /// this process. Returns whether this process has [let go](Lease::let_go) of all its leases. The successor does not
+    /// know any of them: if one is left, this process has to end before the successor grants leases.
     pub fn leave(&self) -> bool {
         match &*self.0 {
             Book::Folder { .. } => true,
@@ -115,23 +115,24 @@ impl Ledger {
         }
     }
 
-    /// Gives out what `request` asks for, unless someone has part of it. A lease with the same id,
-    /// drive and range whose holder died is taken over. So is one with the same id and drive by a lease by size.
+    /// Grants the lease that `request` asks for, unless another lease has part of it. A stale lease with the same id,
+    /// drive and range is taken over. A lease by size takes over a stale lease with the same id and drive.
     ///
-    /// A lease that is taken over just as it was is not written, as a write takes the disk's time and the holder's
+    /// A lease that is taken over without changes is not written to the file, because a write takes time while the
     /// guest waits. Call [`Self::name_holder`] afterwards.
     ///
     /// # Errors
-    /// The range overlaps another lease or does not lie on the drive, or the drive has no room for the size. The id is
-    /// taken or none. The ledger's file cannot be used.
+    /// The range overlaps another lease or does not lie on the drive. The drive has too little capacity for the size.
+    /// The id is taken or invalid. The ledger's file cannot be used.
     pub fn acquire(&self, request: &LeaseRequest<'_>) -> Result<Lease, LeaseError> {
         self.acquire_by(Claim::Operator, request)
     }
 
-    /// The same, by the right of `claim`.
+    /// Like [`Self::acquire`], by the right of `claim`.
     ///
     /// # Errors
-    /// As [`Self::acquire`]. The lease belongs to another user, or to none, or has not all that is asked for.
+    /// Like [`Self::acquire`]. Also if the lease belongs to another user or to none, or does not have all requested
+    /// bytes.
     pub fn acquire_by(
         &self,
         claim: Claim,
@@ -150,8 +151,8 @@ impl Ledger {
                 let admitted = admit(&records, request, |slot| folder.is_held(&holders, slot))
                     .map_err(|refusal| refusal.into_error(&request.area(), folder.path()))?;
                 claim.check_extents(&records, &request.area(), &admitted.extents)?;
-                // The slot is held before the lease is in the ledger, and until the lease is out of
-                // it again. So no process ever sees a living holder's lease as stale.
+                // The slot is held before the lease is entered and until after it is removed. So a live holder's lease
+                // never looks stale to another process.
                 let (slot, holder) = match admitted.taken_over {
                     Some(slot) => (slot, exclusive.take_over(slot)?),
                     None => exclusive.take_slot(&mut records)?,
@@ -200,7 +201,7 @@ impl Ledger {
         })
     }
 
-    /// All leases, in the order in which they were given out.
+    /// Returns all leases in the order in which they were granted.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -213,9 +214,8 @@ impl Ledger {
                 for record in &records.leases {
                     let slot = Slot(record.slot);
                     let held = folder.is_held(&holders, slot)?;
-                    // No lock was taken: a slot without a holder may be that of a lease which was
-                    // released since the ledger was read. Then it has left the ledger, and before
-                    // its holder went.
+                    // No lock was taken: a slot without a holder may belong to a lease that was released after the
+                    // ledger was read. Such a lease is removed from the ledger before its holder is released.
                     if held || folder.read()?.find(slot).is_some() {
                         let owner = records.owner(&record.id);
                         entries.push(LeaseEntry::new(record, held).with_owner(owner));
@@ -237,8 +237,8 @@ impl Ledger {
         }
     }
 
-    /// Enters this process for leases that it took over without a write. The ledger has named the process before for
-    /// them, which people would look for.
+    /// Records this process as the holder of leases that it took over without a write. Until then, the ledger shows the
+    /// predecessor to operators.
     ///
     /// # Errors
     /// The ledger's file cannot be used. The next call tries again.
@@ -255,14 +255,15 @@ impl Ledger {
         Ok(())
     }
 
-    /// Enters this process for leases in `slots`, but for those that are not in `unnamed` any more.
+    /// Records this process as the holder of leases in `slots`, except those that are no longer in `unnamed`.
     fn name_holder_of(
         &self,
         slots: &BTreeSet<Slot>,
         unnamed: &Mutex<BTreeSet<Slot>>,
     ) -> Result<(), LeaseError> {
         let name = |records: &mut Records| {
-            // With the ledger locked. One that was let go of since then may name the next process by now.
+            // Checked under the ledger's lock: the ledger may name the successor for a lease that was let go in
+            // between.
             let unnamed = lock(unnamed);
             let mut found = false;
             for record in &mut records.leases {
@@ -288,7 +289,8 @@ impl Ledger {
         }
     }
 
-    /// Returns a drive with data that another one may be, and the ids with that data. Drives of earlier boots do not count.
+    /// Returns a known drive with data that may be the given one, and the ids with that data. Drives of earlier boots
+    /// are ignored.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -352,14 +354,14 @@ impl Ledger {
         }
     }
 
-    /// Moves all leases and data of the drive `from` to `to`, another name of the same drive. The names that its guests see
-    /// stay. Returns whether there was anything to move. Leases that processes hold continue.
+    /// Moves all leases and data of the drive `from` to `to`, another name of the same drive. Names that guests see are
+    /// kept. Returns whether anything was moved. Held leases continue.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
     pub fn carry_over(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
         if let Book::Folder { folder, .. } = &*self.0 {
-            // As in `release`.
+            // See `release`.
             if !folder.read()?.carry_over(from, to) {
                 return Ok(false);
             }
@@ -372,8 +374,8 @@ impl Ledger {
         Ok(changed)
     }
 
-    /// Takes a drive as it is from now on, on request of an operator: what lies on it has changed, or was there before. Returns
-    /// `false` if nothing is known of it.
+    /// Accepts the present content of a drive, on request of an operator. Returns `false` if the ledger has no facts
+    /// about the drive.
     ///
     /// # Errors
     /// A process holds a lease of the drive, or the ledger's file cannot be used.
@@ -390,7 +392,7 @@ impl Ledger {
     /// Checks that no process holds a lease of a drive.
     ///
     /// # Errors
-    /// One does, or the ledger's file cannot be used.
+    /// A process holds such a lease, or the ledger's file cannot be used.
     pub fn check_idle(&self, drive: &str) -> Result<(), LeaseError> {
         let bases = extent::bases(drive);
         let held = |entry: &LeaseEntry| {
@@ -405,10 +407,11 @@ impl Ledger {
         }
     }
 
-    /// As [`Self::carry_over`], on request of an operator.
+    /// Like [`Self::carry_over`], on request of an operator.
     ///
     /// # Errors
-    /// A process holds a lease of the drive `from`, leases or data are on both, or the ledger's file cannot be used.
+    /// A process holds a lease of the drive `from`, both drives have leases or data, or the ledger's file cannot be
+    /// used.
     pub fn carry_over_by_hand(&self, from: &str, to: &str) -> Result<bool, LeaseError> {
         self.check_idle(from)?;
         let known = match &*self.0 {
@@ -425,7 +428,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the terms of all ids that have some.
+    /// Returns the terms of all ids that have terms.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -436,7 +439,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the room of a namespace of `capacity` bytes for leases in units of `unit` bytes, above 0.
+    /// Returns the capacity of a namespace of `capacity` bytes for leases in units of `unit` bytes, above 0.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -459,7 +462,7 @@ impl Ledger {
         }
     }
 
-    /// Makes a user the owner of leases of `id`. A lease that is held goes on.
+    /// Makes a user the owner of the leases of `id`. A held lease continues.
     ///
     /// # Errors
     /// The id has neither a lease nor data, or the ledger's file cannot be used.
@@ -477,7 +480,7 @@ impl Ledger {
             false => Err(LeaseError::NoSuchLease { id: id.to_owned() }),
         };
         if let Book::Folder { folder, .. } = &*self.0 {
-            // As in `release`.
+            // See `release`.
             check(&folder.read()?)?;
         }
         self.update(|records| {
@@ -487,11 +490,10 @@ impl Ledger {
         })
     }
 
-    /// Takes the lease `id` out of the ledger: one whose holder died, or with `force` any. Its terms end.
+    /// Removes the lease `id` and its terms from the ledger. The lease must be stale, unless `force` is set.
     ///
     /// # Errors
-    /// There is none, its holder lives and `force` is not given, or the ledger's file cannot be
-    /// used.
+    /// There is no such lease, its holder is alive and `force` is not set, or the ledger's file cannot be used.
     pub fn release(&self, id: &str, force: bool) -> Result<LeaseEntry, LeaseError> {
         let no_such_lease = || LeaseError::NoSuchLease { id: id.to_owned() };
         let find = |records: &Records| {
@@ -512,8 +514,8 @@ impl Ledger {
         };
         match &*self.0 {
             Book::Folder { folder, .. } => {
-                // Looked up without the lock at first, since locking makes the folder, and a
-                // mistyped one should not appear.
+                // First checked without the lock, because taking the lock creates the directory. A mistyped directory
+                // should not be created.
                 find(&folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
@@ -530,13 +532,12 @@ impl Ledger {
         }
     }
 
-    /// Records what becomes of the data which the id left, once another id leases it. Returns its ranges. The terms of
-    /// the id end.
+    /// Records what to do with an id's data when another id leases it. Returns the ranges. The terms of the id end.
     ///
-    /// A lease that the id has holds on. The record ends when the id leases the range again.
+    /// A lease that the id holds continues. The decision ends when the id leases the range again.
     ///
     /// # Errors
-    /// The id left no data, or the ledger's file cannot be used.
+    /// The id has no data, or the ledger's file cannot be used.
     pub fn decide_data(&self, id: &str, fate: FormerData) -> Result<Vec<ByteRange>, LeaseError> {
         let decided = |records: &mut Records| {
             let ranges = tenants::decide(&mut records.tenants, id, fate);
@@ -550,7 +551,7 @@ impl Ledger {
         };
         match &*self.0 {
             Book::Folder { folder, .. } => {
-                // As in `release`.
+                // See `release`.
                 decided(&mut folder.read()?)?;
                 let exclusive = folder.lock()?;
                 let mut records = folder.read()?;
@@ -562,7 +563,7 @@ impl Ledger {
         }
     }
 
-    /// Folder of the ledger, for the commands that a text names; empty for one of this process.
+    /// Returns the directory of the ledger, for commands in messages; empty for a ledger of this process.
     fn path(&self) -> &Path {
         match &*self.0 {
             Book::Folder { folder, .. } => folder.path(),
@@ -570,7 +571,7 @@ impl Ledger {
         }
     }
 
-    /// Changes the ledger in one step. If `change` fails, nothing has changed.
+    /// Changes the ledger in one step. If `change` fails, the ledger is not changed.
     fn update<T>(
         &self,
         change: impl FnOnce(&mut Records) -> Result<T, LeaseError>,
@@ -600,7 +601,8 @@ impl Ledger {
         }
     }
 
-    /// Takes the lease in `slot`, whose holder gives it back, out of the ledger, with others that are given back meanwhile.
+    /// Removes the returned lease in `slot` from the ledger, together with other leases that are returned at the same
+    /// time.
     fn give_back(&self, slot: Slot) -> Result<(), StoreError> {
         match &*self.0 {
             Book::Folder { returns, .. } => returns.give_back(slot, |slots| {
@@ -613,7 +615,7 @@ impl Ledger {
         }
     }
 
-    /// Changes the record of a holder's lease. `change` returns whether it changed something: there is no record if an
+    /// Changes the record of a held lease. `change` returns whether it changed anything. There is no record if an
     /// operator has released the lease by force.
     fn change(&self, change: impl FnOnce(&mut Records) -> bool) -> Result<(), StoreError> {
         match &*self.0 {
@@ -641,19 +643,19 @@ impl Ledger {
     }
 }
 
-/// Lease in the ledger, as it was entered.
+/// A lease after it was entered in the ledger.
 struct Entered {
-    /// Its extents, and those parts of them that have to be wiped.
+    /// The extents, and the parts that have to be wiped.
     parts: Parts,
-    /// Queue pairs that the ledger has for it.
+    /// Reserved queue pairs, as the ledger has them.
     reserved_pairs: u16,
-    /// The drive, as the names of its guests know it.
+    /// Name of the drive from which its guests' names are derived.
     named_on: String,
-    /// Its unreadable bytes.
+    /// Unreadable bytes of the lease.
     uncorrectable: Vec<ByteRange>,
 }
 
-/// Enters a lease that is admitted.
+/// Enters an admitted lease.
 fn enter(
     records: &mut Records,
     request: &LeaseRequest<'_>,
@@ -692,7 +694,7 @@ fn enter(
         reserved_pairs: 0,
     };
     let reserved_pairs = match taken_over.and_then(|stale| records.of_slot(stale)) {
-        // The next holder most likely reserves as many pairs again.
+        // The next holder most likely reserves the same number of pairs.
         Some(stale) => {
             let reserved_pairs = stale.reserved_pairs;
             *stale = Record {
@@ -716,7 +718,7 @@ fn enter(
     claim.enter(&mut records.terms, request.id);
     records.note_names(request.drive);
     records.note_facts(request);
-    // Ids whose last bytes this lease got.
+    // Cleans up ids whose last bytes this lease got.
     records.forget_unknown();
     Entered {
         parts: Parts { extents, unwiped },
@@ -730,71 +732,71 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Parts of a drive that a lease has.
+/// Parts of a drive that belong to a lease.
 #[derive(Clone, Debug)]
 struct Parts {
     extents: Extents,
-    /// In the order of the lease.
+    /// Parts to be wiped, in the order of the lease.
     unwiped: Vec<ByteRange>,
 }
 
-/// The right to logical blocks of a drive, given back when dropped.
+/// Right to use logical blocks of a drive, returned when dropped.
 ///
-/// Lock order: its changes or its reserved pairs, then the ledger's, then its parts.
+/// Lock order: `changes` or `reserved_pairs`, then the ledger, then `parts`.
 #[derive(Debug)]
 pub struct Lease {
     ledger: Ledger,
-    /// `None` once it was given back.
+    /// Slot of the lease; `None` after it was returned.
     slot: Option<Slot>,
-    // Let go after `drop` has given the lease back, since fields are dropped later.
+    // Released after `drop` has returned the lease, because fields are dropped later.
     holder: Option<Holder>,
-    /// The process after this one has it, or will.
+    /// True if the lease was handed over to the successor process.
     is_let_go: Arc<AtomicBool>,
     id: String,
     drive: String,
-    /// The drive, as the names of its guests know it.
+    /// Name of the drive from which its guests' names are derived.
     named_on: String,
     nsid: Nsid,
     lba_shift: u8,
-    /// Bytes of the namespace.
+    /// Size of the namespace in bytes.
     capacity: u64,
-    /// As it was asked for.
+    /// The requested range or size.
     wanted: Wanted,
-    /// Queue pairs of the drive that the ledger has for it; `None` after a change that failed.
+    /// Reserved queue pairs, as the ledger has them; `None` after a failed change.
     reserved_pairs: Mutex<Option<u16>>,
-    /// Held during a change of the parts, which is one of the ledger too.
+    /// Serializes changes of the parts, which change the ledger as well.
     changes: Mutex<()>,
     parts: Mutex<Parts>,
-    /// Unreadable bytes of its id when it was given out, but for those that were wiped.
+    /// Unreadable bytes of the id when the lease was granted, except parts wiped since.
     uncorrectable: Mutex<Vec<ByteRange>>,
 }
 
 impl Lease {
-    /// Its id, unique in its ledger.
+    /// Returns the id, which is unique in the ledger.
     #[must_use]
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// The drive's stable name.
+    /// Returns the drive's stable name.
     #[must_use]
     pub fn drive(&self) -> &str {
         &self.drive
     }
 
-    /// Namespace of the drive.
+    /// Returns the namespace of the drive.
     #[must_use]
     pub const fn nsid(&self) -> Nsid {
         self.nsid
     }
 
-    /// Its bytes of the namespace, in its order.
+    /// Returns the extents of the namespace, in the lease's order.
     #[must_use]
     pub fn extents(&self) -> Extents {
         lock(&self.parts).extents.clone()
     }
 
-    /// Its logical blocks of the namespace, in its order.
+    /// Returns the logical blocks of the namespace, in the lease's order.
     #[must_use]
     pub fn blocks(&self) -> Vec<LbaRange> {
         let blocks = |part: &ByteRange| LbaRange {
@@ -805,7 +807,7 @@ impl Lease {
         parts.extents.parts().iter().map(blocks).collect()
     }
 
-    /// Size in bytes of the units of a lease by size; `None` if its range was named.
+    /// Returns the unit size of a lease by size in bytes; `None` for a lease with a fixed range.
     #[must_use]
     pub const fn unit(&self) -> Option<u64> {
         match self.wanted {
@@ -814,8 +816,8 @@ impl Lease {
         }
     }
 
-    /// The parts of its extents which have data of another id that is to be wiped, before they are used. Each lies in
-    /// one extent.
+    /// Returns the parts of the extents that have to be wiped before they are used, because they have other ids' data.
+    /// Each part lies in one extent.
     #[must_use]
     pub fn unwiped(&self) -> Vec<ByteRange> {
         lock(&self.parts).unwiped.clone()
@@ -836,10 +838,10 @@ impl Lease {
         }
     }
 
-    /// Enters that the first of the [unwiped](Self::unwiped) parts reads as zeroes, and durably so.
+    /// Records that the first of the [unwiped](Self::unwiped) parts is durably zero.
     ///
     /// # Errors
-    /// The ledger's file cannot be used, or the lease is not in the ledger any more: the part stays marked.
+    /// The ledger's file cannot be used, or the lease is no longer in the ledger. Then the part stays marked.
     pub(crate) fn wiped(&self) -> Result<(), LeaseError> {
         let _one = lock(&self.changes);
         let Parts { extents, unwiped } = lock(&self.parts).clone();
@@ -862,11 +864,11 @@ impl Lease {
         Ok(())
     }
 
-    /// Returns the blocks that were unreadable when the lease was given out, but for those that were wiped.
+    /// Returns the blocks that were unreadable when the lease was granted, except blocks wiped since.
     #[must_use]
     pub fn uncorrectable(&self) -> Vec<LbaRange> {
         let blocks = |range: &ByteRange| {
-            // The drive may have larger blocks by now.
+            // The drive may have larger blocks than when the blocks were marked.
             let (start, last) = (range.start(), range.end().saturating_sub(1));
             let (start, last) = (start >> self.lba_shift, last >> self.lba_shift);
             LbaRange {
@@ -877,7 +879,7 @@ impl Lease {
         lock(&self.uncorrectable).iter().map(blocks).collect()
     }
 
-    /// Returns the place in the ledger of its unreadable blocks.
+    /// Returns access to the ledger's record of the lease's unreadable blocks.
     #[must_use]
     pub fn marks(&self) -> LeaseMarks {
         LeaseMarks {
@@ -889,14 +891,13 @@ impl Lease {
         }
     }
 
-    /// Adds extents until the lease has `bytes`. Returns those that were added, in the lease's order.
+    /// Adds extents until the lease has `bytes` bytes. Returns the added extents, in the lease's order.
     ///
-    /// They are in the ledger from then on. Parts of them with data of others are among the
-    /// [unwiped](Self::unwiped) ones.
+    /// The extents are in the ledger when this returns. Added parts with other ids' data are [unwiped](Self::unwiped).
     ///
     /// # Errors
-    /// The lease is not one by size, or has more, or is not in the ledger any more. The size does not do. The drive
-    /// has no room. The ledger's file cannot be used. The lease stays as it is.
+    /// The lease is not one by size, is larger, or is no longer in the ledger. The size is invalid. The drive has too
+    /// little capacity. The ledger's file cannot be used. The lease is then unchanged.
     pub fn grow(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
         let _one = lock(&self.changes);
         let present = self.check_change(bytes)?.length();
@@ -921,14 +922,14 @@ impl Lease {
         Ok(added)
     }
 
-    /// Gives back all beyond the first `bytes`. Returns it, in the lease's order. Its data is to be wiped before
-    /// another lease has it, this one too.
+    /// Returns the bytes beyond the first `bytes` to the ledger, and their ranges in the lease's order to the caller.
+    /// Their data is wiped before any lease, including this one, gets them again.
     ///
-    /// The caller made sure that no command uses it.
+    /// The caller must make sure that no command uses them.
     ///
     /// # Errors
-    /// The lease is not one by size, or has less, or is not in the ledger any more. The size does not do. The ledger's
-    /// file cannot be used. The lease stays as it is.
+    /// The lease is not one by size, is smaller, or is no longer in the ledger. The size is invalid. The ledger's file
+    /// cannot be used. The lease is then unchanged.
     pub fn truncate(&self, bytes: u64) -> Result<Vec<ByteRange>, LeaseError> {
         let _one = lock(&self.changes);
         let before = self.check_change(bytes)?;
@@ -952,7 +953,7 @@ impl Lease {
         Ok(before.between(bytes, present))
     }
 
-    /// Returns the present extents of a lease whose size may become `bytes`.
+    /// Returns the present extents, after checking that the size may become `bytes`.
     fn check_change(&self, bytes: u64) -> Result<Extents, LeaseError> {
         match self.wanted {
             Wanted::At(range) => Err(LeaseError::Fixed {
@@ -966,8 +967,8 @@ impl Lease {
         }
     }
 
-    /// Changes the ledger's extents of the lease to those of a size. They may be others than the lease knows, if a
-    /// change before failed after it had replaced the ledger.
+    /// Changes the ledger's extents of the lease to a size of `bytes`. The ledger's extents may differ from the lease's
+    /// own, if an earlier change failed after it had replaced the ledger.
     fn resize(&self, records: &mut Records, bytes: u64) -> Result<Extents, LeaseError> {
         let Wanted::Size { unit, whole, .. } = self.wanted else {
             return Ok(self.extents());
@@ -986,10 +987,10 @@ impl Lease {
         }
     }
 
-    /// The names that a guest sees. The same id has the same names on the same range of the same drive, and another id
-    /// others. Those of a lease by size stay the same wherever its extents lie.
+    /// Returns the names that a guest sees. They depend on the id, the drive and the range; for a lease by size, not on
+    /// its extents.
     ///
-    /// A drive of this process alone is an exception: what it holds ends with the process, and so do its names.
+    /// The names of drives that exist only in this process also depend on the process, because their data ends with it.
     #[must_use]
     pub fn identity(&self) -> LeaseIdentity {
         match &*self.ledger.0 {
@@ -998,11 +999,11 @@ impl Lease {
         }
     }
 
-    /// Marks the lease as ending in the ledger: its holder gave it up, and commands of it are still in flight.
-    /// It is given back when it is dropped, as ever.
+    /// Marks the lease as ending in the ledger: its holder gave it up, and some of its commands are still in flight.
+    /// The lease is still returned when it is dropped.
     ///
     /// # Errors
-    /// The ledger's file cannot be used: others see the lease as held.
+    /// The ledger's file cannot be used. Then others see the lease as held.
     pub fn mark_ending(&self) -> Result<(), LeaseError> {
         if let Some(slot) = self.slot {
             self.ledger.change(|records| records.mark_ending(slot))?;
@@ -1010,7 +1011,7 @@ impl Lease {
         Ok(())
     }
 
-    /// Notes in the ledger how many queue pairs of the drive belong to the lease, unless it has as many already.
+    /// Records the number of queue pairs that are reserved for the lease, unless it is unchanged.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -1029,7 +1030,7 @@ impl Lease {
         Ok(())
     }
 
-    /// Returns the limits that an operator gave to leases of its id.
+    /// Returns the limits that an operator set for leases of the id.
     ///
     /// # Errors
     /// The ledger's file cannot be used.
@@ -1038,10 +1039,10 @@ impl Lease {
         Ok(terms.and_then(|terms| terms.limits))
     }
 
-    /// Enters limits of the operator for leases of its id. They are there again for the next lease of it.
+    /// Records the operator's limits for leases of the id. They apply to later leases of the id as well.
     ///
     /// # Errors
-    /// The lease is not in the ledger any more, or the ledger's file cannot be used.
+    /// The lease is no longer in the ledger, or the ledger's file cannot be used.
     pub fn note_limits(&self, limits: Option<String>) -> Result<(), LeaseError> {
         let slot = self.slot.ok_or_else(|| self.gone())?;
         self.ledger.update(|records| {
@@ -1052,13 +1053,13 @@ impl Lease {
         })
     }
 
-    /// Lets go of the lease for the process after this one, which takes it over as that of a holder that died. A ledger in a
-    /// folder has it until then. This process ends at once, and does nothing with the lease's bytes any more.
+    /// Releases the lease for the successor process, which takes it over as a stale lease. In a directory's ledger, it
+    /// stays entered until then. This process must no longer use the lease's bytes, and must end.
     pub fn let_go(&self) {
         self.is_let_go.store(true, Ordering::Relaxed);
         match (&*self.ledger.0, self.slot) {
             (Book::Folder { unnamed, .. }, Some(slot)) => {
-                // The next process is named for it.
+                // The ledger will name the successor for it.
                 lock(unnamed).remove(&slot);
             }
             (Book::Process { records, .. }, Some(slot)) => {
@@ -1071,10 +1072,10 @@ impl Lease {
         }
     }
 
-    /// Gives the lease back, as dropping it does, and says whether that worked.
+    /// Returns the lease to the ledger like a drop, and reports errors.
     ///
     /// # Errors
-    /// The ledger's file cannot be used: the lease stays in it, stale.
+    /// The ledger's file cannot be used. Then the lease stays in it and is stale.
     pub fn release(mut self) -> Result<(), LeaseError> {
         match self.slot.take() {
             Some(slot) => Ok(self.ledger.give_back(slot)?),
@@ -1083,7 +1084,7 @@ impl Lease {
     }
 }
 
-/// Place in the ledger of the unreadable blocks of a lease.
+/// Access to the ledger's record of a lease's unreadable blocks.
 #[derive(Clone, Debug)]
 pub struct LeaseMarks {
     ledger: Ledger,
@@ -1094,10 +1095,10 @@ pub struct LeaseMarks {
 }
 
 impl LeaseMarks {
-    /// Enters the unreadable blocks of the lease, in place of those before. When this returns, they are durable.
+    /// Replaces the recorded unreadable blocks of the lease. They are durable when this returns.
     ///
     /// # Errors
-    /// The ledger's file cannot be used, or the lease is not in the ledger any more, or another process has it.
+    /// The ledger's file cannot be used, the lease is no longer in the ledger, or another process has it.
     pub fn store(&self, blocks: &[LbaRange]) -> Result<(), LeaseError> {
         let gone = || LeaseError::Gone {
             id: self.id.clone(),
@@ -1108,7 +1109,7 @@ impl LeaseMarks {
             .collect();
         self.ledger.update(|records| {
             let slot = self.slot.ok_or_else(gone)?;
-            // With the ledger locked: the next process reads it after this one has let go.
+            // Checked under the ledger's lock: the successor reads the ledger after this process has let go.
             let has_it = !self.is_let_go.load(Ordering::Relaxed);
             let record = records.find(slot).filter(|_| has_it);
             let record = record.cloned().ok_or_else(gone)?;
@@ -1122,12 +1123,12 @@ impl LeaseMarks {
 
 #[cfg(test)]
 impl Lease {
-    /// Leaves the lease as a dying holder does: its lock is gone, its lease is not.
+    /// Simulates the death of the holder: the lock is released, the lease stays in the ledger.
     pub(super) fn die(mut self) {
         self.slot = None;
     }
 
-    /// Returns the same lease, which does not know of its changes.
+    /// Returns a second handle of the lease, which does not see changes of the first.
     pub(super) fn ahead(&self) -> Self {
         Self {
             ledger: self.ledger.clone(),

@@ -1,11 +1,11 @@
-//! Limits of a lease: I/Os and bytes per second, over all its queues; and its weight beside other leases.
+//! Rate limits of a lease, in I/Os and bytes per second over all its queues, and its weight relative to other leases.
 //!
-//! Each limit is a bucket of credit that fills at its rate, up to its burst. A queue takes commands while there is
-//! credit, and is charged for a batch when it has taken it. The batch may leave a debt, which has to be paid off before
-//! the next one. So the rate is met over time, whatever the size of commands.
+//! Each limit is a token bucket that fills at its rate, up to its burst. A queue fetches commands while there is
+//! credit, and is charged for a batch after fetching it. The batch may leave a debt, which has to be paid off before
+//! the next batch. So the rate is met over time, whatever the size of commands.
 //!
-//! A bucket is one moment: the time at which its credit and its debt are both zero (the theoretical arrival time of the
-//! generic cell rate algorithm). Queues of several pollers charge it by one atomic operation for each batch.
+//! A bucket is stored as one moment: the time at which credit and debt are both zero (the theoretical arrival time of
+//! the generic cell rate algorithm). Queues of several pollers charge a bucket with one atomic operation per batch.
 
 mod weight;
 
@@ -21,22 +21,22 @@ pub use weight::{NoWeight, Weight};
 use crate::clock::{Rate, Ticks};
 use crate::range::Bytes;
 
-/// Credit that a bucket has at most, unless its limit says otherwise: that of a hundredth of a second.
+/// Default burst of a limit, as the time in which it fills.
 const BURST: Duration = Duration::from_millis(10);
 
 /// Longest rest beyond the moment at which there is credit.
 const REST: Duration = Duration::from_millis(1);
 
-/// Longest rest in all.
+/// Longest rest in total.
 const REST_MAX: Duration = Duration::from_secs(1);
 
-/// Units per second, and units that may come at once.
+/// Rate in units per second, and burst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RateLimit {
     /// Units per second.
     pub per_second: NonZeroU64,
-    /// Units that may come at once after idleness; those of 10 ms if not given.
+    /// Burst: units that may pass at once after idleness. By default, the units of 10 ms.
     pub burst: Option<NonZeroU64>,
 }
 
@@ -46,15 +46,15 @@ pub struct RateLimit {
 pub struct RateLimits {
     /// I/O commands.
     pub iops: Option<RateLimit>,
-    /// Bytes that are read and written.
+    /// Bytes read and written.
     pub bandwidth: Option<RateLimit>,
-    /// Weight among the leases whose queues share queue pairs; the usual one if not given.
+    /// Weight relative to other leases that share queue pairs; `None` means the default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub weight: Option<Weight>,
 }
 
 impl fmt::Display for RateLimits {
-    /// The limits as options, or nothing.
+    /// Formats the limits as options; an empty text without limits.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             iops,
@@ -74,20 +74,20 @@ impl fmt::Display for RateLimits {
     }
 }
 
-/// A text is no limit.
+/// Error of parsing a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoLimit {
-    /// It is no number of commands.
+    /// The text is not a number of commands.
     #[error(
         "A limit of commands is a number per second, as in 20000; a burst may follow, as in 20000+500"
     )]
     Commands,
-    /// It is no number of bytes.
+    /// The text is not a number of bytes.
     #[error(
         "A limit of bytes is a number per second, as in 100M; a burst may follow, as in 100M+1G"
     )]
     Bytes,
-    /// It is fewer bytes than [`RateLimit::BYTES_MIN`].
+    /// The limit is below [`RateLimit::BYTES_MIN`].
     #[error(
         "A limit of bytes is {} per second or more: with less, the debt of large commands could outlast the 30 s that a \
          guest's driver waits for the next one",
@@ -97,11 +97,11 @@ pub enum NoLimit {
 }
 
 impl RateLimit {
-    /// Least limit of bytes. A batch of commands has up to 6 MiB (4 MiB, and a last command of 2 MiB), which are paid off
-    /// in 24 s: drivers wait 30 s for the command after it.
+    /// Lowest limit in bytes per second. A batch of commands has up to 6 MiB: 4 MiB, and a last command of 2 MiB. This
+    /// debt is paid off in 24 s, within the 30 s command timeout of guest drivers.
     pub const BYTES_MIN: Bytes = Bytes(256 << 10);
 
-    /// Reads `NUMBER` or `NUMBER+BURST`, in commands.
+    /// Parses `NUMBER` or `NUMBER+BURST`, in commands.
     ///
     /// # Errors
     /// [`NoLimit::Commands`].
@@ -113,7 +113,7 @@ impl RateLimit {
         Self::parse(text, number).ok_or(NoLimit::Commands)
     }
 
-    /// Reads `SIZE` or `SIZE+BURST`, in bytes.
+    /// Parses `SIZE` or `SIZE+BURST`, in bytes.
     ///
     /// # Errors
     /// [`NoLimit::Bytes`].
@@ -122,7 +122,7 @@ impl RateLimit {
         Self::parse(text, number).ok_or(NoLimit::Bytes)
     }
 
-    /// Refuses a limit of bytes below [`Self::BYTES_MIN`]. A lower one that is in force already is kept.
+    /// Rejects a limit of bytes below [`Self::BYTES_MIN`]. Lower limits that are already in force are not checked here.
     ///
     /// # Errors
     /// [`NoLimit::TooFewBytes`].
@@ -163,7 +163,7 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// A limiter with full buckets, by the clock of `rate`.
+    /// Creates a limiter with full buckets, by the clock of `rate`.
     #[must_use]
     pub fn new(limits: RateLimits, rate: Rate) -> Self {
         let limiter = Self {
@@ -171,13 +171,13 @@ impl Limiter {
             iops: Bucket::default(),
             bandwidth: Bucket::default(),
         };
-        // Without a debt, the moment does not matter.
+        // Without a debt, the present time does not matter.
         limiter.set(limits, Ticks(0));
         limiter
     }
 
-    /// Changes the limits. Credit stays, in units of time. A debt is paid off at the new rate where that is sooner: one
-    /// that a low limit has left may be that of days.
+    /// Changes the limits. Credit is kept, in units of time. A debt is paid off at the new rate if that is sooner,
+    /// because a debt at a low limit may take days.
     pub fn set(&self, limits: RateLimits, now: Ticks) {
         let RateLimits {
             iops, bandwidth, ..
@@ -192,7 +192,7 @@ impl Limiter {
         self.iops.is_limited() || self.bandwidth.is_limited()
     }
 
-    /// Returns the number of commands that may be taken now.
+    /// Returns the number of commands that may be fetched now.
     #[must_use]
     pub fn allowance(&self, now: Ticks) -> u32 {
         match self.bandwidth.credit(now) {
@@ -201,16 +201,16 @@ impl Limiter {
         }
     }
 
-    /// Charges commands that were taken, and the bytes of their data.
+    /// Charges fetched commands and their data bytes.
     pub fn charge(&self, commands: u32, bytes: u64, now: Ticks) {
         self.iops.charge(commands.into(), now);
         self.bandwidth.charge(bytes, now);
     }
 
-    /// Returns the moment up to which a queue without allowance had better rest.
+    /// Returns the time until which a queue without allowance should rest.
     ///
-    /// It lies behind [`Self::due`]: a poller that wakes for each command is busy with waking. The credit that comes
-    /// meanwhile is not lost, as the rest takes a quarter of the smaller burst at most.
+    /// The rest ends after [`Self::due`], so that the poller is not woken for each command. No credit is lost by that,
+    /// because the additional rest is at most a quarter of the smaller burst.
     #[must_use]
     pub fn rest(&self, now: Ticks) -> Ticks {
         let longest = self.rate.ticks(REST);
@@ -224,7 +224,7 @@ impl Limiter {
         self.due().max(first).min(last)
     }
 
-    /// Returns what was used of the limits, for the limiter of the lease's next attachment.
+    /// Returns the present use of the limits, for the limiter of the lease's next attachment.
     #[must_use]
     pub fn used(&self) -> Used {
         Used {
@@ -233,13 +233,13 @@ impl Limiter {
         }
     }
 
-    /// Takes up what the same lease has used before.
+    /// Restores the use of the limits by the same lease's previous attachment.
     pub fn take_up(&self, used: Used, now: Ticks) {
         self.iops.take_up(used.iops, now);
         self.bandwidth.take_up(used.bandwidth, now);
     }
 
-    /// Returns the moment from which [`Self::allowance`] is above zero.
+    /// Returns the time from which [`Self::allowance`] is above zero.
     #[must_use]
     pub fn due(&self) -> Ticks {
         self.iops.due().max(self.bandwidth.due())
@@ -254,14 +254,14 @@ pub struct Used {
 }
 
 impl Used {
-    /// Returns whether all credit is there again.
+    /// Returns whether the buckets are full again.
     #[must_use]
     pub fn is_made_up_for(self, now: Ticks) -> bool {
         self.iops.even.max(self.bandwidth.even) <= now.0
     }
 }
 
-/// Use of a bucket: its cost and its moment.
+/// Use of a bucket: the cost per unit, and the moment at which credit and debt are zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct BucketUse {
     cost: u64,
@@ -269,8 +269,8 @@ struct BucketUse {
 }
 
 impl BucketUse {
-    /// Returns the moment at another cost: the units of a debt stay, or fewer of them if a unit costs more. `None` without
-    /// a debt, or without a limit before.
+    /// Converts the moment to another cost per unit. A debt keeps its units, or has fewer of them if a unit costs more.
+    /// Returns `None` without a debt or a previous limit.
     fn at_cost(self, cost: u64, now: Ticks) -> Option<u64> {
         let debt = self.even.checked_sub(now.0)?;
         let left = (u128::from(debt) * u128::from(cost)).checked_div(self.cost.into())?;
@@ -279,13 +279,13 @@ impl BucketUse {
     }
 }
 
-/// Bits of a cost below one tick. A command that costs 100 ticks is charged within a millionth.
+/// Fractional bits of a cost in ticks. A cost of 100 ticks has an error below one millionth.
 const FRACTION: u32 = 20;
 
-/// Credit for one limit.
+/// Token bucket of one limit.
 #[derive(Debug, Default)]
 struct Bucket {
-    /// Ticks in which the credit for a unit comes, in parts of 2^-20; 0 without a limit.
+    /// Ticks per unit, in fixed point with [`FRACTION`] fractional bits; 0 without a limit.
     cost: AtomicU64,
     /// Ticks in which an empty bucket fills.
     capacity: AtomicU64,
@@ -305,18 +305,18 @@ impl Bucket {
             Some(burst) => ticks(cost, burst.get()),
             None => rate.ticks(BURST),
         };
-        // Room for one unit at least, as none would ever pass otherwise, and for the credit that comes during a rest.
+        // The bucket holds at least one unit, as otherwise none would pass, and the credit that arrives during a rest.
         let least = ticks(cost, 1).saturating_add(1);
         let capacity = capacity.max(least).saturating_add(rate.ticks(REST));
         self.capacity.store(capacity, Ordering::Relaxed);
         self.set_cost(cost, now);
     }
 
-    /// Sets the cost of a unit. A debt ends with its limit.
+    /// Sets the cost of a unit. A debt is cancelled if the limit is removed.
     fn set_cost(&self, cost: u64, now: Ticks) {
         let before = self.cost.swap(cost, Ordering::Relaxed);
         let update = |even| BucketUse { cost: before, even }.at_cost(cost, now);
-        // It may be refused: then nothing changes.
+        // An error only means that there is no debt to convert.
         let _ = self
             .even
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, update);
@@ -340,7 +340,7 @@ impl Bucket {
         self.cost.load(Ordering::Relaxed) != 0
     }
 
-    /// Returns the units that there is credit for.
+    /// Returns the number of units that there is credit for.
     fn credit(&self, now: Ticks) -> u64 {
         let cost = self.cost.load(Ordering::Relaxed);
         if cost == 0 {
@@ -373,13 +373,13 @@ impl Bucket {
         }
         let capacity = self.capacity.load(Ordering::Relaxed);
         let even = self.even.load(Ordering::Relaxed);
-        // Rounded up: at this moment there is credit for a unit.
+        // Rounded up, so that there is credit for a unit at this moment.
         let earned = even.saturating_add(ticks(cost, 1)).saturating_add(1);
         Ticks(earned.saturating_sub(capacity))
     }
 }
 
-/// Returns the ticks that some units cost.
+/// Returns the cost of `units` in ticks.
 fn ticks(cost: u64, units: u64) -> u64 {
     let ticks = (u128::from(cost) * u128::from(units)) >> FRACTION;
     u64::try_from(ticks).unwrap_or(u64::MAX)

@@ -1,16 +1,16 @@
-//! Weight of a lease beside the others.
+//! Weight of a lease relative to others.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// Weight of a lease among those whose queues share queue pairs: 1 to 1000, usually 100.
+/// Weight of a lease among the leases that share queue pairs: 1 to 1000, by default 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "u16", into = "u16")]
 pub struct Weight(u16);
 
-/// A number or a text is no weight.
+/// The number or text is not a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "A weight is a whole number from {} to {}, as in 300; {} is the usual one",
@@ -21,10 +21,10 @@ pub struct Weight(u16);
 pub struct NoWeight;
 
 impl Weight {
-    /// The least weight.
+    /// The lowest weight.
     pub const MIN: Self = Self(1);
 
-    /// The greatest weight.
+    /// The highest weight.
     pub const MAX: Self = Self(1000);
 
     /// Returns the number.

@@ -1,8 +1,8 @@
-//! Counts of a lease's commands, for the SMART log page in the next process.
+//! Counts of a lease's commands that outlive the process, for the SMART log page.
 //!
-//! Each queue pair has a record beside its positions. The function has a record of the counts from before it was restored from a
-//! snapshot. A record continues the counts of the previous process. It is read once. The owner of the file can write any number
-//! there, which only makes the counts of its own lease wrong.
+//! Each queue pair has a record beside its positions. The function has a record of the counts from before it was
+//! restored from a snapshot. A record continues the counts of the predecessor, and is read once. The owner of the file
+//! can write any value there, which only falsifies the counts of its own lease.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::memory::{Cell64, Mapping};
 use crate::spec::ids::QueueId;
 use crate::stats::{Counters, QueueCounters};
 
-/// Words of a record.
+/// Number of words of a record.
 const WORDS: usize = 6;
 
 /// Offset of the function's own record.
@@ -81,7 +81,7 @@ impl Record {
     }
 }
 
-/// Counts from before this process has the live state.
+/// Counts from before this process opened the tracking file.
 #[derive(Debug)]
 pub(super) struct CountsBefore {
     of_function: Counters,
@@ -103,7 +103,7 @@ impl CountsBefore {
         pairs.fold(self.of_function, |sum, pair| sum + pair)
     }
 
-    /// Sets the sum that the next process reads.
+    /// Stores the total that the next process reads.
     pub(super) fn set_sum(&self, mapping: &Arc<Mapping>, sum: Counters) {
         let pairs = self.of_pairs.iter().copied();
         let pairs = pairs.fold(Counters::default(), |sum, pair| sum + pair);
@@ -122,12 +122,12 @@ impl CountsBefore {
     }
 }
 
-/// Record of the counts of a queue pair, which the queue's poller writes.
+/// Record of a queue pair's counts, written by the queue's poller.
 #[derive(Debug)]
 pub(crate) struct LiveCounts {
     record: Record,
     before: Counters,
-    /// Counts of this process that the record includes.
+    /// Completed commands of this process that the record includes.
     commands: u64,
 }
 

@@ -1,7 +1,7 @@
 //! Counts of doorbell writes that exited to a VMM in another process.
 //!
-//! The VMM adds to a word for each queue pair. No message per exit is needed for that. The server reads the words, and
-//! does not trust them: a VMM that writes other numbers there makes the figures of its own lease wrong.
+//! The VMM increments a word for each queue pair, so that no message per exit is needed. The server reads the words but
+//! does not trust them: wrong values only falsify the statistics of the VMM's own lease.
 
 use std::fs::File;
 use std::io;
@@ -13,20 +13,20 @@ use crate::doorbell::MAX_QUEUE_PAIRS;
 use crate::memory::{Access, Cell64, Mapping};
 use crate::spec::ids::QueueId;
 
-/// Offset of the words in the file of the live state.
+/// Offset of the words in the tracking file.
 pub(super) const EXITS: usize = 128;
 
-/// Largest number of exits that is believed, so that sums of them do not overflow.
+/// Upper bound of a reported number of exits, so that sums do not overflow.
 const EXITS_MAX: u64 = 1 << 48;
 
-/// Queue pairs whose words lie before those of the first pair.
+/// Number of queue pairs whose words lie before the first pair's positions.
 const AT_FIRST: usize = (POSITIONS - EXITS) / 8;
 
-/// Offset of the word of a later pair, in the page of the pair's own positions.
+/// Offset of the word of a later pair, in the page of the pair's positions.
 const OF_PAIR: usize = 128;
 const _: () = assert!(super::SQ_HEAD + 8 <= OF_PAIR && OF_PAIR + 8 <= POSITIONS);
 
-/// Offset of the word of the pair with this index.
+/// Returns the offset of the word of the pair with this index.
 fn place(index: usize) -> usize {
     match index {
         0..AT_FIRST => EXITS + 8 * index,
@@ -45,15 +45,15 @@ fn index(qid: QueueId) -> Option<usize> {
     usize::from(qid.0).checked_sub(1)
 }
 
-/// Counter of a VMM's exits, in the file of the live state.
+/// Counter of a VMM's doorbell exits, in the tracking file.
 #[derive(Debug)]
 pub struct ExitCounter(Box<[Cell64]>);
 
 impl ExitCounter {
-    /// Counts in the file of the live state that a server gave.
+    /// Opens the counters in the tracking file that a server passed.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] if the file has another layout; the kernel's error when it cannot be mapped.
+    /// [`io::ErrorKind::InvalidData`] if the file has another layout; the kernel's error if it cannot be mapped.
     pub fn of_file(live: BorrowedFd<'_>) -> io::Result<Self> {
         let invalid = || io::Error::new(io::ErrorKind::InvalidData, "live state of another layout");
         let file = File::from(live.try_clone_to_owned()?);
@@ -62,7 +62,7 @@ impl ExitCounter {
         if len < POSITIONS as u64 {
             return Err(invalid());
         }
-        // At most 100 MB, of which pages are taken for queues alone.
+        // At most 100 MB of address space. Pages are only allocated for existing queues.
         let len = len.min(most) as usize;
         let mapping = Mapping::shared(file.as_fd(), 0, len, Access::ReadWrite)?;
         let mapping = Arc::new(mapping);
@@ -72,7 +72,7 @@ impl ExitCounter {
         }
     }
 
-    /// Counts an exit of a queue's doorbell. One thread at a time may.
+    /// Counts a doorbell exit of a queue. Only one thread at a time may call this.
     pub fn count(&self, qid: QueueId) {
         if let Some(word) = index(qid).and_then(|index| self.0.get(index)) {
             word.store(word.load().wrapping_add(1));
@@ -80,7 +80,7 @@ impl ExitCounter {
     }
 }
 
-/// Exits that the VMM has counted since this process has the live state.
+/// Exits that the VMM has counted since this process opened the tracking file.
 #[derive(Debug)]
 pub(super) struct CountedExits {
     words: Box<[Cell64]>,
@@ -94,7 +94,7 @@ impl CountedExits {
         Self { words, before }
     }
 
-    /// Returns the exits of a queue's doorbells.
+    /// Returns the exits of a queue's doorbells, at most [`EXITS_MAX`].
     pub(super) fn of(&self, qid: QueueId) -> u64 {
         let index = index(qid);
         let exits = index.and_then(|index| {

@@ -1,44 +1,45 @@
-//! Live state: positions of queues and commands in flight, in memory that outlives the process of the pollers.
+//! In-flight tracking: queue positions and commands in flight, in memory that outlives the pollers' process.
 //!
-//! A function may outlive its host side: a drive server ends, and another one takes its place. Then the next process
-//! takes the queues up where they were. For this, pollers write behind what they do into a memory file that is not
-//! theirs alone. They never read it back. The next process reads it, once, and checks it as a snapshot, as the file's
-//! owner can write anything there.
+//! A function may outlive the process of its back end: a drive server ends, and its successor takes over. The successor
+//! then restores the queues at their positions. For this, pollers record their progress in a shared memory file. They
+//! never read it back. The successor reads the file once, and validates it like a snapshot, because the file's owner
+//! can write anything there.
 //!
 //! # Order of stores
 //!
-//! The process may end between any two instructions. Then the following holds, as `tests/tests/function/live_state.rs`
-//! shows for each instruction of a poll:
+//! The process may end between any two instructions. The following then holds. `tests/tests/function/live_state.rs`
+//! shows this for each instruction of a poll:
 //!
-//! 1. A command is recorded in its slot, then the slot is marked, then the head of its Submission Queue moves on, once
-//!    per batch. The mark has the command's number in its queue. So a command that is marked and not behind the
-//!    recorded head yet is known to have been taken.
-//! 2. A completion is published, its phase last, which is the moment that counts. Then the slot's mark is cleared. Then
-//!    the tail of the Completion Queue moves on, once per batch, before any other command is taken. So entries beyond
-//!    the recorded tail with a current phase were published, and a command in flight with the CID of one is done.
-//! 3. The consumed head of the Completion Queue is stored before commands are taken against its room.
+//! 1. A command is recorded in its slot, then the slot is marked, then the head of its Submission Queue advances, once
+//!    per batch. The mark has the command's number in its queue. A marked command at or after the recorded head is
+//!    therefore known to have been fetched.
+//! 2. A completion is published by the store of its phase bit. Then the slot's mark is cleared. Then the tail of the
+//!    Completion Queue advances, once per batch, before another command is fetched. Entries beyond the recorded tail with
+//!    the current phase were therefore published. A command in flight with the CID of such an entry is complete.
+//! 3. The consumed head of the Completion Queue is stored before commands are fetched for the freed entries.
 //!
-//! # What is carried out again
+//! # Repeated commands
 //!
-//! A command in flight is carried out again, in its slot. Its guest has not seen it end, so both times count as one
-//! where the command set says that it is [repeatable](crate::shadow::CommandSet::is_repeatable). Others end with
-//! Command Interrupted.
+//! A command in flight is executed again, in its slot. Its guest has not seen a completion, so both executions count as
+//! one if the command set says that the command is [repeatable](crate::shadow::CommandSet::is_repeatable). Other
+//! commands complete with Command Interrupted.
 //!
 //! # Counts
 //!
-//! SMART's counts are recorded once per batch of completions. If the process ends before that, the counts of one batch are lost.
+//! SMART's counts are recorded once per batch of completions. If the process ends before that, the counts of one batch
+//! are lost.
 //!
 //! # Crashes
 //!
-//! The file counts the crashes of processes while they worked for the function ([`CrashRecord`]): pollers on its queues,
-//! and whoever else names it. The owner of the file decides what follows from that.
+//! The file counts the crashes of processes while they worked for the function ([`CrashRecord`]): of pollers on its
+//! queues, and of other code that names the record. The owner of the file decides how to react.
 //!
-//! # Memory that is being pinned
+//! # Pinned memory
 //!
-//! While missing pages of the VM's memory, or many, are taken and pinned, the file says so, with the kernel's count of processes
-//! that it ended for lack of memory ([`PinningRecord`]). If the process ends and the count has grown, this function is the likely reason.
+//! While missing pages or large amounts of the VM's memory are pinned, the file records this, with the kernel's
+//! OOM-kill count ([`PinningRecord`]). If the process ends and the count has grown, this function is the likely reason.
 //!
-//! The stores cost nothing in a process whose functions end with it: its queues have no live state.
+//! In a process whose functions end with it, the queues have no in-flight tracking, and the stores cost nothing.
 
 mod counts;
 mod exits;
@@ -62,40 +63,39 @@ use crate::memory_account::PinningRecord;
 use crate::spec::ids::QueueId;
 use crate::stats::Counters;
 
-/// Commands that a shadow queue may have in flight. Submission Queues that share a Completion Queue are bounded by the
-/// queues there are; their commands in flight, by this.
+/// Most in-flight commands of a shadow queue. The commands of all Submission Queues that share a Completion Queue count
+/// together.
 pub(crate) const MAX_SLOTS: u16 = SlotRecords::COUNT;
 
-/// First word of the file: a name, and the version of the layout. A word that is zero in files of earlier releases, and
-/// whose zero means nothing, may be added without a new version.
+/// First word of the file: magic number and version of the layout. A word may be added without a new version if earlier
+/// releases leave it zero and zero is its neutral value.
 const MAGIC: u64 = u64::from_le_bytes(*b"nvmpliv\x01");
 
-/// Offset of the word that says whether completed writes were lost.
+/// Offset of the word that records lost completed writes.
 const LOSSES: usize = 64;
 
 /// Offset of the record of crashes that the function caused.
 const CRASHES: usize = LOSSES + 8;
 
-/// Offset of the word that says whether the lease has changes of which the guest was not told.
+/// Offset of the word that records lease changes that were not reported to the guest.
 const CHANGES: usize = CRASHES + 8;
 
-/// Offset of two words: bytes of the VM's memory that are being pinned, and the processes that the kernel had ended for lack
-/// of memory before.
+/// Offset of two words: the bytes of the VM's memory that are being pinned, and the OOM-kill count before.
 const PINNING: usize = CHANGES + 8;
 const _: () = assert!(PINNING + 16 <= exits::EXITS);
 
-/// Bytes in front of the first queue pair, and of each pair's positions.
+/// Bytes before the first queue pair, and bytes of each pair's positions.
 const POSITIONS: usize = 4096;
 
 /// Bytes of a queue pair: its positions, then its slots.
 const PAIR: usize = POSITIONS + SlotRecords::BYTES;
 
-/// Offsets of a pair's positions, a cache line apart.
+/// Offsets of a pair's positions. The words of the two queues are a cache line apart.
 const CQ_TAIL: usize = 0;
 const CQ_HEAD: usize = 8;
 const SQ_HEAD: usize = 64;
 
-/// The memory file of a function's live state.
+/// In-flight tracking file of a function.
 #[derive(Debug)]
 pub struct LiveState {
     fd: OwnedFd,
@@ -106,10 +106,10 @@ pub struct LiveState {
 }
 
 impl LiveState {
-    /// Live state without queues, for so many queue pairs.
+    /// Creates a tracking file without queues, for up to `queue_pairs` queue pairs.
     ///
     /// # Errors
-    /// Returns the kernel's error when it has no memory to give.
+    /// Returns the kernel's error if the memory cannot be allocated.
     pub fn new(queue_pairs: u16) -> io::Result<Self> {
         let len = Self::file_len(queue_pairs);
         let fd = crate::memory::sealed_memfd(c"nvme-mpt-live", len as u64)?;
@@ -128,11 +128,11 @@ impl LiveState {
         Ok(state)
     }
 
-    /// Live state that a function kept when the process of its host side ended. Its content is untrusted.
+    /// Opens a tracking file that outlived the process of the function's back end. Its content is untrusted.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] if the file has another layout or size, or can be cut short; the kernel's error
-    /// when it cannot be mapped.
+    /// [`io::ErrorKind::InvalidData`] if the file has another layout or size, or can be truncated; the kernel's error
+    /// if it cannot be mapped.
     pub fn kept(fd: OwnedFd, queue_pairs: u16) -> io::Result<Self> {
         let invalid = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text);
         if !crate::memory::is_size_sealed(fd.as_fd()) {
@@ -162,19 +162,20 @@ impl LiveState {
         }
     }
 
-    /// Returns the record of crashes in a file of live state, without a look at anything else in it.
+    /// Returns the record of crashes of a tracking file, without reading anything else in it.
     ///
     /// # Errors
-    /// [`io::ErrorKind::InvalidData`] if the file is none or can be cut short; the kernel's error when it cannot be mapped.
+    /// [`io::ErrorKind::InvalidData`] if it is not a tracking file or can be truncated; the kernel's error if it cannot
+    /// be mapped.
     pub fn crashes_in(fd: BorrowedFd<'_>) -> io::Result<CrashRecord> {
         let record = CrashRecord::new(&Self::head_of(fd)?, CRASHES);
         record.ok_or_else(Self::no_file)
     }
 
-    /// Returns the record of memory that was being pinned in a file of live state, without a look at anything else in it.
+    /// Returns the record of memory that was being pinned, without reading anything else in the file.
     ///
     /// # Errors
-    /// As [`Self::crashes_in`].
+    /// Like [`Self::crashes_in`].
     pub fn pinning_in(fd: BorrowedFd<'_>) -> io::Result<PinningRecord> {
         pinning(&Self::head_of(fd)?).ok_or_else(Self::no_file)
     }
@@ -183,7 +184,7 @@ impl LiveState {
         io::Error::new(io::ErrorKind::InvalidData, "no file of live state")
     }
 
-    /// Maps what stands in front of the first queue pair.
+    /// Maps the bytes before the first queue pair.
     fn head_of(fd: BorrowedFd<'_>) -> io::Result<Arc<Mapping>> {
         let file = File::from(fd.try_clone_to_owned()?);
         if !crate::memory::is_size_sealed(fd) || file.metadata()?.len() < POSITIONS as u64 {
@@ -197,12 +198,12 @@ impl LiveState {
         }
     }
 
-    /// Returns the record of memory that is being pinned; `None` never, as each file has one.
+    /// Returns the record of memory that is being pinned. Never `None`, because each file has one.
     pub(crate) fn pinning(&self) -> Option<PinningRecord> {
         pinning(&self.mapping)
     }
 
-    /// Returns the record of crashes that the function caused; `None` never, as each file has one.
+    /// Returns the record of crashes that the function caused. Never `None`, because each file has one.
     #[must_use]
     pub fn crashes(&self) -> Option<CrashRecord> {
         CrashRecord::new(&self.mapping, CRASHES)
@@ -212,7 +213,7 @@ impl LiveState {
         POSITIONS + usize::from(queue_pairs) * PAIR
     }
 
-    /// The file.
+    /// Returns the file.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -222,29 +223,29 @@ impl LiveState {
         Cell64::new(&self.mapping, offset)
     }
 
-    /// Returns the record of lost writes; `None` never, as each file has one.
+    /// Returns the record of lost writes. Never `None`, because each file has one.
     #[must_use]
     pub fn losses(&self) -> Option<LossRecord> {
         Some(LossRecord(self.word(LOSSES)?))
     }
 
-    /// Returns the record of changes of which the guest was not told; `None` never, as each file has one.
+    /// Returns the record of changes that were not reported to the guest. Never `None`, because each file has one.
     pub(crate) fn changes(&self) -> Option<ChangeRecord> {
         self.word(CHANGES).map(ChangeRecord::new)
     }
 
-    /// Returns the doorbell writes of a queue pair that exited to a VMM in another process, as that VMM has counted them
-    /// since this process has the live state.
+    /// Returns the doorbell exits of a queue pair, as a VMM in another process has counted them since this process
+    /// opened the tracking file.
     pub(crate) fn exits(&self, qid: QueueId) -> u64 {
         self.exits.of(qid)
     }
 
-    /// Returns the counts of the lease from before this process has the live state.
+    /// Returns the counts of the lease from before this process opened the tracking file.
     pub(crate) fn counted_before(&self) -> Counters {
         self.counts.sum()
     }
 
-    /// Replaces the counts from before this process has the live state by those of a snapshot.
+    /// Replaces the counts from before this process opened the tracking file by those of a snapshot.
     pub(crate) fn set_counted_before(&self, counters: Counters) {
         self.counts.set_sum(&self.mapping, counters);
     }
@@ -260,7 +261,7 @@ impl LiveState {
         (index < self.queue_pairs).then(|| POSITIONS + usize::from(index) * PAIR)
     }
 
-    /// Returns the live state of a Completion Queue; `None` if there is no such queue.
+    /// Returns the tracked state of a Completion Queue; `None` if there is no such queue.
     pub(crate) fn queue(&self, qid: QueueId) -> Option<LiveQueue> {
         let pair = self.pair(qid)?;
         Some(LiveQueue {
@@ -270,7 +271,7 @@ impl LiveState {
         })
     }
 
-    /// Returns the live state of a Submission Queue; `None` if there is no such queue.
+    /// Returns the tracked state of a Submission Queue; `None` if there is no such queue.
     pub(crate) fn head(&self, qid: QueueId) -> Option<LiveHead> {
         let place = self.pair(qid)? + SQ_HEAD;
         Some(LiveHead::new(self.word(place)?, qid))
@@ -283,7 +284,7 @@ fn pinning(mapping: &Arc<Mapping>) -> Option<PinningRecord> {
     Some(PinningRecord::new(bytes, kills))
 }
 
-/// Record of completed writes that were lost before they were durable, for the process after this one.
+/// Record of completed writes that were lost before they were durable, for the successor process.
 #[derive(Debug)]
 pub struct LossRecord(Cell64);
 
@@ -294,31 +295,31 @@ impl LossRecord {
         self.0.load() != 0
     }
 
-    /// Records that writes were lost, or that the lease begins anew.
+    /// Records that writes were lost, or clears the record when the lease starts over.
     pub fn set(&self, lost: bool) {
         self.0.store(lost.into());
     }
 }
 
-/// Record of whether a lease has [changes](crate::host::Changes) of which its guest was not told, for the process after
-/// this one. It does not say which.
+/// Record of whether a lease has [changes](crate::host::Changes) that were not reported to the guest, for the successor
+/// process. It does not say which changes.
 #[derive(Debug)]
 pub struct ChangeRecord(Cell64);
 
 impl ChangeRecord {
-    /// The record in a word, which is 0 until there are changes.
+    /// Creates the record in a word, which is 0 while there are no changes.
     #[must_use]
     pub fn new(word: Cell64) -> Self {
         Self(word)
     }
 
-    /// Returns whether there are changes of which the guest was not told.
+    /// Returns whether there are unreported changes.
     #[must_use]
     pub fn is_set(&self) -> bool {
         self.0.load() != 0
     }
 
-    /// Records that there are such changes, or that there are none any more.
+    /// Records whether there are unreported changes.
     pub fn set(&self, untold: bool) {
         self.0.store(untold.into());
     }

@@ -1,4 +1,4 @@
-//! A shadow queue's own live state, as its poller writes it.
+//! Tracked state of a shadow queue, written by its poller.
 
 use std::sync::atomic::{Ordering, compiler_fence};
 
@@ -6,7 +6,7 @@ use crate::memory::{Cell64, CompletionIndices, PhasedIndex, RingIndex, SlotRecor
 use crate::spec::ids::QueueId;
 use crate::spec::sqe::Sqe;
 
-/// Numbers by which a new Submission Queue's commands are ahead of those of one that had its identifier.
+/// Distance between the command numbers of a new Submission Queue and of its predecessor with the same identifier.
 const GAP: u32 = 1 << 20;
 
 /// Most commands of a batch.
@@ -18,7 +18,7 @@ pub(crate) struct Mark(u64);
 
 impl Mark {
     const IN_FLIGHT: u64 = 1 << 63;
-    /// The recorded head of its queue is behind it for sure.
+    /// The recorded head of the queue is known to be after the command.
     const SETTLED: u64 = 1 << 62;
 
     const fn of(qid: QueueId) -> Self {
@@ -47,12 +47,12 @@ impl Mark {
         self.0 & Self::IN_FLIGHT != 0
     }
 
-    /// The identifier of the Submission Queue.
+    /// Returns the identifier of the Submission Queue.
     pub(crate) const fn sqid(self) -> QueueId {
         QueueId((self.0 >> 32) as u16)
     }
 
-    /// The command's number in its queue; `None` if the head is behind it for sure.
+    /// Returns the command's number in its queue; `None` if the recorded head is known to be after the command.
     pub(crate) const fn unsettled_number(self) -> Option<u32> {
         match self.0 & Self::SETTLED {
             0 => Some(self.number()),
@@ -61,7 +61,7 @@ impl Mark {
     }
 }
 
-/// Recorded head of a Submission Queue, with the number of the command there.
+/// Recorded head of a Submission Queue, and the number of the command at the head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Head {
     pub(crate) index: u32,
@@ -86,12 +86,12 @@ pub(crate) struct Tail {
 }
 
 impl Tail {
-    /// The queue exists, and its slots tell of all that it has in flight.
+    /// The queue exists, and its slots include all of its in-flight commands.
     const COMPLETE: u64 = 1 << 63;
     const FAILED: u64 = 1 << 62;
     const PHASE: u64 = 1 << 32;
 
-    /// Returns `None` for a queue that cannot be taken up.
+    /// Returns `None` for a queue that cannot be restored.
     const fn of_word(word: u64) -> Option<Self> {
         if word & Self::COMPLETE == 0 {
             return None;
@@ -111,7 +111,7 @@ impl Tail {
     }
 }
 
-/// Live state of a Completion Queue and its slots.
+/// Tracked state of a Completion Queue and its slots.
 #[derive(Debug)]
 pub(crate) struct LiveQueue {
     pub(crate) tail: Cell64,
@@ -120,38 +120,38 @@ pub(crate) struct LiveQueue {
 }
 
 impl LiveQueue {
-    /// Begins a queue of which nothing is in flight.
+    /// Initializes a queue without in-flight commands.
     pub(crate) fn begin(&self, indices: &CompletionIndices) {
-        // Cut short here, it is a queue that cannot be taken up.
+        // If the process ends here, the queue cannot be restored.
         self.forget();
         self.keep_marks(|_| false);
         self.store(indices, false);
     }
 
-    /// Has the queue not taken up from now on, until its positions are stored.
+    /// Prevents the queue from being restored until its positions are stored again.
     pub(crate) fn forget(&self) {
         self.tail.store(0);
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Records a command that is taken, before the host controller has it.
+    /// Records a fetched command before it is submitted to the host controller.
     #[inline(always)]
     pub(crate) fn record(&self, slot: u16, command: &Sqe, mark: Mark) {
         self.slots.record(slot, command, mark.0);
     }
 
-    /// Records a command that was taken before, of a queue whose recorded head is behind it.
+    /// Records a command of a restored queue. The recorded head is after the command.
     pub(crate) fn record_again(&self, slot: u16, command: &Sqe, sqid: QueueId) {
         self.slots.record(slot, command, Mark::settled(sqid).0);
     }
 
-    /// Notes that the completion of a slot's command is published.
+    /// Clears the mark of a slot after the completion of its command is published.
     #[inline(always)]
     pub(crate) fn clear(&self, slot: u16) {
         self.slots.set_mark(slot, 0);
     }
 
-    /// Clears the marks of slots that are not in flight.
+    /// Clears the marks of slots without a command in flight.
     pub(crate) fn keep_marks(&self, is_in_flight: impl Fn(u16) -> bool) {
         for slot in 0..SlotRecords::COUNT {
             if !is_in_flight(slot) && self.slots.mark(slot) != 0 {
@@ -160,7 +160,7 @@ impl LiveQueue {
         }
     }
 
-    /// Stores the queue's tail, and its head.
+    /// Stores the queue's tail and head.
     pub(crate) fn store(&self, indices: &CompletionIndices, failed: bool) {
         self.store_head(indices.head());
         self.store_tail(indices.tail(), failed);
@@ -182,13 +182,13 @@ impl LiveQueue {
         compiler_fence(Ordering::SeqCst);
     }
 
-    /// Returns the recorded tail and head; `None` for a queue that cannot be taken up.
+    /// Returns the recorded tail and head; `None` for a queue that cannot be restored.
     pub(crate) fn positions(&self) -> Option<(Tail, u32)> {
         let head = u32::try_from(self.head.load()).ok()?;
         Some((Tail::of_word(self.tail.load())?, head))
     }
 
-    /// Returns the slots that are marked.
+    /// Returns the slots that are marked as in flight.
     pub(crate) fn marked(&self) -> Vec<MarkedSlot> {
         let slots = (0..SlotRecords::COUNT).map(|slot| (slot, Mark(self.slots.mark(slot))));
         let slots = slots.filter(|(_, mark)| mark.is_in_flight());
@@ -210,11 +210,11 @@ pub(crate) struct MarkedSlot {
     pub(crate) command: Sqe,
 }
 
-/// Live state of a Submission Queue.
+/// Tracked state of a Submission Queue.
 #[derive(Debug)]
 pub(crate) struct LiveHead {
     head: Cell64,
-    /// Mark of the command that is taken next, with its number.
+    /// Mark of the next command, with its number.
     next: Mark,
 }
 
@@ -228,15 +228,15 @@ impl LiveHead {
         Head::of_word(self.head.load())
     }
 
-    /// Begins a queue of which nothing was taken.
+    /// Initializes a queue of which no command was fetched.
     pub(crate) fn begin(&mut self, head: RingIndex) {
-        // No mark that was left behind has a number near these.
+        // No stale mark has a number near these.
         let number = self.recorded().number.wrapping_add(GAP);
         self.next = self.next.with_number(number);
         self.store(head, self.next);
     }
 
-    /// Goes on with a queue that was taken up.
+    /// Continues a restored queue.
     pub(crate) fn resume(&mut self, head: RingIndex) {
         let Head { index, number } = self.recorded();
         let entries = head.size().entries();
@@ -245,12 +245,12 @@ impl LiveHead {
         self.store(head, self.next);
     }
 
-    /// Returns the mark of the command that is taken next.
+    /// Returns the mark of the next command.
     pub(crate) fn next(&self) -> Mark {
         self.next
     }
 
-    /// Begins a batch of up to [`BATCH_MAX`] commands at `head`. Returns the mark of the first one.
+    /// Begins a batch of up to [`BATCH_MAX`] commands at `head`. Returns the mark of the first command.
     #[inline(always)]
     pub(crate) fn begin_batch(&mut self, head: RingIndex) -> Mark {
         if self.next.number() > u32::MAX - BATCH_MAX {
@@ -259,14 +259,14 @@ impl LiveHead {
         self.next
     }
 
-    /// Begins to number anew, with no number in use that follows.
+    /// Restarts the command numbers at 0. No marked command of the queue has a number that follows.
     #[cold]
     #[inline(never)]
     fn renumber(&mut self, head: RingIndex) {
         self.store(head, self.next.with_number(0));
     }
 
-    /// Stores the head, and the mark of the command there, after all commands before it were recorded.
+    /// Stores the head and the number of the command there, after all commands before it were recorded.
     #[inline(always)]
     pub(crate) fn store(&mut self, head: RingIndex, next: Mark) {
         self.next = next;

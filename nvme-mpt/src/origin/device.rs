@@ -1,4 +1,4 @@
-//! Block devices, down to what holds their bytes.
+//! Resolution of block devices down to the storage of their bytes.
 
 use std::fs::{self, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -11,20 +11,21 @@ use super::nvme::{self, Controller};
 use super::system::{DeviceNumber, Naming, System};
 use super::{BackingFile, file_extent, stacked};
 
-/// Devices on top of each other that are looked through: more than anybody stacks.
+/// Most stacked devices that are resolved, more than occur in practice.
 const DEPTH: u32 = 16;
 
-/// The kernel's sectors, whatever a device's blocks are (Linux, `Documentation/ABI/stable/sysfs-block`).
+/// Unit of sizes and offsets in sysfs in bytes, independent of a device's block size (Linux,
+/// `Documentation/ABI/stable/sysfs-block`).
 const SECTOR: u64 = 512;
 
-/// A block device.
+/// Resolved block device or file.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Device {
-    /// Its bytes, in order.
+    /// Extents, in the order of the device's bytes.
     pub(super) extents: Vec<Extent>,
-    /// The files that loop devices make it of, and those that overlay shows.
+    /// Backing files of loop devices, and files below overlay.
     pub(super) files: Vec<BackingFile>,
-    /// Reason for which its bytes could be leased twice.
+    /// Reason why the bytes could be leased twice.
     pub(super) refusal: Option<String>,
 }
 
@@ -40,7 +41,7 @@ impl Device {
         resolve(system, device, DEPTH)
     }
 
-    /// A file. One on overlay is the file below, and is locked there as well.
+    /// Resolves a file. A file on overlay is resolved to the file below, which is locked as well.
     pub(super) fn of_file(system: &System, path: &Path, metadata: &Metadata) -> Self {
         if system.naming == Naming::Former {
             return Self::of(file_extent(system, path, metadata));
@@ -55,7 +56,7 @@ impl Device {
                         offset: 0,
                         at: 0,
                         length: u64::MAX,
-                        // Overlay passes I/O on as it comes.
+                        // Overlay passes direct I/O on.
                         is_direct: !system.is_in_tmpfs(&file),
                         path: file,
                     });
@@ -76,7 +77,7 @@ impl Device {
         }
     }
 
-    /// A part of it.
+    /// Returns the given part of the device.
     fn part(self, offset: u64, length: u64) -> Self {
         let end = offset.saturating_add(length);
         let files = self.files.into_iter().filter_map(|file| {
@@ -100,7 +101,7 @@ impl Device {
         }
     }
 
-    /// Adds another one behind it.
+    /// Appends another device at offset `at`.
     fn append(&mut self, other: Self, at: u64) {
         for extent in other.extents {
             match self.extents.last_mut() {
@@ -116,7 +117,7 @@ impl Device {
         }));
     }
 
-    /// Returns its extents, and what is below each of them.
+    /// Returns the extents, each followed by the extents below it.
     fn flat(self) -> impl Iterator<Item = Extent> {
         self.extents.into_iter().flat_map(|mut extent| {
             let below = std::mem::take(&mut extent.below);
@@ -162,8 +163,8 @@ fn resolve(system: &System, device: DeviceNumber, depth: u32) -> Device {
     })
 }
 
-/// A device-mapper device: the devices of its `linear` targets, byte by byte. Other targets are bytes of its own, over
-/// all that they are made of.
+/// Resolves a device-mapper device. `linear` targets become the bytes of the devices below. Other targets become bytes
+/// of the device itself, over all devices below.
 fn resolve_table(
     system: &System,
     device: DeviceNumber,
@@ -186,7 +187,7 @@ fn resolve_table(
             .flatten();
         let part = linear.unwrap_or_else(|| {
             let (base, start) = match thin(system, target) {
-                // All devices of one number in the pool are the same bytes.
+                // All thin devices with the same number in a pool have the same bytes.
                 Some(base) => (base, 0),
                 None => (name(system, device), start),
             };
@@ -202,7 +203,7 @@ fn resolve_table(
     (end > 0).then_some(mapped)
 }
 
-/// The part of a device that a `linear` target has: the device, and its first sector.
+/// Resolves a `linear` target. Its parameters are the device and the first sector.
 fn resolve_linear(
     parameters: &str,
     length: u64,
@@ -215,7 +216,7 @@ fn resolve_linear(
     (whole == length).then_some(part)
 }
 
-/// The name of a `thin` target: its pool and its number there.
+/// Returns the name of a `thin` target: the pool's name and the target's number in it.
 fn thin(system: &System, target: &Target) -> Option<String> {
     let mut words = target.parameters.split_whitespace();
     let pool = DeviceNumber::parse(words.next()?)?;
@@ -223,7 +224,7 @@ fn thin(system: &System, target: &Target) -> Option<String> {
     (target.kind == "thin").then(|| extent::part_of(&name(system, pool), number))
 }
 
-/// Returns what the bytes of a target are made of, as far as they change with it.
+/// Returns the extents below a target whose changes also change the target's bytes.
 fn below(
     system: &System,
     device: DeviceNumber,
@@ -244,7 +245,7 @@ fn below(
     gather(devices, next)
 }
 
-/// Returns all that devices are made of, each extent once.
+/// Returns the extents of `devices` and everything below them, without duplicates.
 fn gather(devices: Vec<DeviceNumber>, next: &impl Fn(DeviceNumber) -> Device) -> Vec<Extent> {
     let mut all = Vec::new();
     for extent in devices.into_iter().flat_map(|device| next(device).flat()) {
@@ -255,7 +256,7 @@ fn gather(devices: Vec<DeviceNumber>, next: &impl Fn(DeviceNumber) -> Device) ->
     all
 }
 
-/// The file below a loop device. The kernel shows its present path, or that it has none.
+/// Resolves the backing file of a loop device. The kernel shows its present path, or that it has none.
 fn resolve_loop(
     system: &System,
     device_number: DeviceNumber,
@@ -268,7 +269,7 @@ fn resolve_loop(
     }
     let mut device = Device::of_file(system, path, &metadata);
     for extent in &mut device.extents {
-        // A file can grow below its device.
+        // The file may grow below its device.
         extent.length = u64::MAX;
     }
     device.files.push(BackingFile {
@@ -282,7 +283,8 @@ fn resolve_loop(
     Some(device)
 }
 
-/// The name of an NVMe namespace: that of its drive behind a PCI address, and the number.
+/// Returns the name of an NVMe namespace: the drive's name as derived from Identify Controller, and the namespace's
+/// number.
 fn nvme_name(system: &System, device: DeviceNumber) -> Option<String> {
     let attribute = |name| system.attribute(device, name);
     let nsid = attribute("nsid")?.parse().ok()?;
@@ -302,7 +304,8 @@ fn nvme_name(system: &System, device: DeviceNumber) -> Option<String> {
     Some(nvme::namespace(&numbered.or_else(|| drive.name())?, nsid))
 }
 
-/// The name of what is no part of anything. It is never the kernel's, which numbers devices as it finds them.
+/// Returns the name of a device that is not part of another one. Kernel names are not used, because the kernel numbers
+/// devices in the order of their discovery.
 pub(super) fn name(system: &System, device: DeviceNumber) -> String {
     if let Some(name) = nvme_name(system, device) {
         return name;
@@ -316,7 +319,7 @@ pub(super) fn name(system: &System, device: DeviceNumber) -> String {
     }
 }
 
-/// Returns all names of a device that is no part of anything.
+/// Returns all names of a device that is not part of another one.
 pub(super) fn names(system: &System, device: DeviceNumber) -> Vec<String> {
     let mut names = lasting_names(system, device);
     names.extend(nvme_name(system, device));
@@ -324,10 +327,10 @@ pub(super) fn names(system: &System, device: DeviceNumber) -> Vec<String> {
     names
 }
 
-/// Returns the names that outlive a boot, the best first.
+/// Returns the names that survive a boot, the best one first.
 fn lasting_names(system: &System, device: DeviceNumber) -> Vec<String> {
-    // NVMe, SCSI, virtio, MMC; device mapper and RAID. An NVMe namespace's `wwid` is there always; the serial number
-    // of its controller would be that of other namespaces, too.
+    // Attributes of NVMe, SCSI, virtio and MMC disks; of device mapper and RAID devices. An NVMe namespace always has a
+    // `wwid`. The serial number of its controller would be ambiguous, because other namespaces share it.
     const NAMES: [(&str, &str); 7] = [
         (extent::DISK, "wwid"),
         (extent::DISK, "device/wwid"),
@@ -349,7 +352,7 @@ fn lasting_names(system: &System, device: DeviceNumber) -> Vec<String> {
     names
 }
 
-/// Returns the name that a device has until the next boot: the kernel gives each disk that it finds another sequence number.
+/// Returns a device's name for this boot. The kernel gives each disk a unique sequence number.
 fn name_of_boot(system: &System, device: DeviceNumber) -> String {
     let sequence = system.attribute(device, "diskseq");
     let sequence = sequence.unwrap_or_else(|| device.to_string());

@@ -1,26 +1,26 @@
-//! Extents, and the identity of a drive that is made of them.
+//! Extents, and the identity of a drive as a list of extents.
 
 use std::fmt::Write;
 
 use crate::range::ByteRange;
 
-/// A part of something that holds bytes.
+/// Part of a base.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Extent {
-    /// The name of what holds them, without spaces.
+    /// Name of the base, without spaces.
     pub(crate) base: String,
     /// The first byte.
     pub(crate) start: u64,
     /// Number of bytes.
     pub(crate) length: u64,
-    /// Extents that the base is made of, where the place of each byte is not known.
+    /// Extents below the base, if the mapping of single bytes is not known.
     pub(crate) below: Vec<Extent>,
 }
 
 impl Extent {
-    /// Returns whether they may have a byte in common.
+    /// Returns whether the extents may have a byte in common.
     ///
-    /// Bytes of one base have their places in it. Of two bases, all that is below them counts.
+    /// Extents of the same base are compared by offset. For different bases, all extents below them are compared.
     pub(crate) fn overlaps(&self, other: &Self) -> bool {
         if self.base == other.base {
             return self.shares_place(other);
@@ -36,7 +36,7 @@ impl Extent {
         ours.any(|ours| others().any(|other| ours.shares_place(other)))
     }
 
-    /// Returns the parts of it, as starts and ends from its start, which may have bytes of the other.
+    /// Returns the parts that may share bytes with `other`, as start and end offsets within this extent.
     fn shared_with(&self, other: &Self) -> Vec<(u64, u64)> {
         if !self.overlaps(other) {
             return Vec::new();
@@ -49,7 +49,7 @@ impl Extent {
         if self.base == other.base {
             return vec![part(other)];
         }
-        // The place of each byte in what is below is not known, so each may be any of those.
+        // The mapping of single bytes is not known, so each byte may be one of the shared bytes.
         let mut others = std::iter::once(other).chain(&other.below);
         if others.any(|other| self.below.iter().any(|below| below.shares_place(other))) {
             return vec![(0, self.length)];
@@ -63,7 +63,7 @@ impl Extent {
         self.base == other.base && self.start < end(other) && other.start < end(self)
     }
 
-    /// Returns whether `other` continues it.
+    /// Returns whether `other` directly continues this extent.
     pub(super) fn is_followed_by(&self, other: &Self) -> bool {
         let end = self.start.checked_add(self.length);
         self.base == other.base && end == Some(other.start) && self.below == other.below
@@ -75,23 +75,23 @@ impl Extent {
     }
 }
 
-/// Separates the extents of an identity. No base has a space.
+/// Separates the extents of an identity. Names of bases have no spaces.
 const AND: &str = " and ";
-/// Separates an extent's bytes and its base.
+/// Separates the bytes and the base of an extent.
 const OF: &str = " of ";
-/// Separates a base and each extent that is below it.
+/// Separates a base and the extents below it.
 const OVER: &str = " over ";
-/// Separates the bytes and the base of an extent that is below another.
+/// Separates the bytes and the base of an extent below another one.
 const BELOW_OF: char = '/';
-/// Separates what gives out room and the number of one of its parts, which have no byte in common.
+/// Separates a pool and the number of one of its volumes. Volumes of a pool do not overlap.
 const PART: char = '#';
 
-/// Makes the name of a part that something gives room to.
+/// Returns the name of a volume of a pool.
 pub(super) fn part_of(base: &str, number: &str) -> String {
     format!("{base}{PART}{number}")
 }
 
-/// Makes the name of a base, of the kind of it and a name that may have any characters.
+/// Returns the name of a base from its kind and a name that may contain any characters.
 pub(crate) fn base(kind: &str, name: &str) -> String {
     let printable = |c: char| match c.is_ascii_graphic() {
         true => c,
@@ -101,23 +101,23 @@ pub(crate) fn base(kind: &str, name: &str) -> String {
     format!("{kind}:{name}")
 }
 
-/// Kind of the bases that are disks.
+/// Kind of bases that are disks.
 pub(super) const DISK: &str = "disk";
 
-/// Kind of the bases that are RAID devices.
+/// Kind of bases that are RAID devices.
 pub(super) const ARRAY: &str = "md";
 
-/// Kind of the bases that an operator named.
+/// Kind of bases that are named by an operator's label.
 pub(crate) const NAMED: &str = "drive-id";
 
-/// Begins the name of a file system that is made of its UUID.
+/// Prefix of the name of a file system that is named by its UUID.
 pub(super) const LABELLED: &str = "fs:";
 
-/// Boot id of a host that reports none. Two names with it may be of different boots.
+/// Boot id of a host that reports none. Two names with this id may be of different boots.
 pub(crate) const UNKNOWN_BOOT: &str = "00000000-0000-0000-0000-000000000000";
 
-/// Returns the boot of the host with which a base loses its name: that of a disk which the kernel numbered, or of a file
-/// on it. Its bytes outlive the boot.
+/// Returns the boot in which a base's name is valid; `None` for a lasting name. Disks that the kernel numbered, and
+/// files on them, have such names. Their bytes outlive the boot.
 pub(crate) fn boot_of(base: &str) -> Option<&str> {
     let is_boot = |text: &&str| {
         let groups = text.split('-').map(str::len);
@@ -128,8 +128,8 @@ pub(crate) fn boot_of(base: &str) -> Option<&str> {
     after.find_map(|name| name.split_once('/').map(|(boot, _)| boot).filter(is_boot))
 }
 
-/// Returns the boot of the host with which a drive loses its name, by its identity. A base with a lasting name keeps that name
-/// wherever it lies: what is below it does not count.
+/// Returns the boot in which a drive's identity is valid; `None` if all bases have lasting names. Devices below a base
+/// do not count.
 pub(crate) fn boot_of_drive(identity: &str) -> Option<String> {
     let bases = bases(identity);
     bases
@@ -143,8 +143,8 @@ pub(crate) fn is_earlier(boot: &str, present: &str) -> bool {
     boot != present || boot == UNKNOWN_BOOT
 }
 
-/// Returns whether a base that has its name from one boot can be the one that `other` names in another boot, or by a name that
-/// outlives boots. The base may have got such a name since.
+/// Returns whether a base with a name of one boot may be the same as `other`, which has a name of another boot or a
+/// lasting name. The base may have got its lasting name later.
 pub(crate) fn can_be(base: &str, other: &str) -> bool {
     let inode = |base: &str| {
         let (inode, _) = base.strip_prefix("file:")?.split_once('@')?;
@@ -159,7 +159,8 @@ pub(crate) fn can_be(base: &str, other: &str) -> bool {
     is_named_anew && inode(base) == inode(other)
 }
 
-/// Returns the identity of a drive of `bytes` that is the base `base`, and lies on the first bytes of the drive `of`.
+/// Returns the identity of a drive of `bytes` bytes with the base `base`, which lies on the first bytes of the drive
+/// `of`.
 pub(crate) fn over(base: &str, of: &str, bytes: u64) -> String {
     let all = ByteRange::new(0, bytes).map(|all| places(of, all));
     let all = all.unwrap_or_default().into_iter();
@@ -175,8 +176,8 @@ pub(crate) fn over(base: &str, of: &str, bytes: u64) -> String {
     }])
 }
 
-/// Returns where the first byte of a drive lies, by its identity. Unlike the identity, this stays as it is when the drive
-/// grows, or when something below it changes.
+/// Returns the location of a drive's first byte. Unlike the identity, the location does not change when the drive grows
+/// or a device below it changes.
 pub(crate) fn beginning(identity: &str) -> String {
     let first = ByteRange::new(0, 1).map(|first| places(identity, first));
     match first.unwrap_or_default().first() {
@@ -185,14 +186,14 @@ pub(crate) fn beginning(identity: &str) -> String {
     }
 }
 
-/// Returns the bases that hold the bytes of a drive, by its identity.
+/// Returns the bases of a drive's bytes.
 pub(crate) fn bases(identity: &str) -> Vec<String> {
     let all = ByteRange::new(0, u64::MAX).map(|all| places(identity, all));
     let all = all.unwrap_or_default().into_iter();
     all.map(|extent| extent.base).collect()
 }
 
-/// Returns an identity in which bases have the names that `rename` gives them. All else stays as it is written.
+/// Renames the bases of an identity with `rename`. The rest is unchanged.
 pub(crate) fn renamed(identity: &str, rename: impl Fn(&str) -> Option<String>) -> String {
     let mut extents: Vec<Extent> = match identity.split(AND).map(parse).collect() {
         Some(extents) => extents,
@@ -206,7 +207,7 @@ pub(crate) fn renamed(identity: &str, rename: impl Fn(&str) -> Option<String>) -
     join(&extents)
 }
 
-/// Returns the part of `extents` that begins at `offset` and has `length` bytes.
+/// Returns the part of `extents` from `offset` on with `length` bytes.
 pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> {
     let (mut skip, mut left) = (offset, length);
     let mut part = Vec::new();
@@ -229,8 +230,8 @@ pub(crate) fn part(extents: &[Extent], offset: u64, length: u64) -> Vec<Extent> 
     part
 }
 
-/// Writes extents as the identity of a drive. One that begins where its base does is just that base, as its length
-/// is the drive's.
+/// Formats extents as the identity of a drive. A single extent from the start of its base is written as the base alone,
+/// because its length is the drive's.
 pub(crate) fn join(extents: &[Extent]) -> String {
     if let [extent] = extents
         && extent.start == 0
@@ -262,8 +263,7 @@ pub(crate) fn join(extents: &[Extent]) -> String {
     text
 }
 
-/// Returns where a range of a drive lies, by the drive's identity. A drive whose identity is no list of extents is a
-/// base of its own.
+/// Returns the extents of a range of a drive. If the identity is not a list of extents, it names a base.
 pub(crate) fn places(identity: &str, range: ByteRange) -> Vec<Extent> {
     let whole = || {
         vec![Extent {
@@ -301,7 +301,7 @@ fn parse(text: &str) -> Option<Extent> {
     extent(bytes, base, below.collect::<Option<_>>()?)
 }
 
-/// A range of a drive, by the drive's identity.
+/// Range of a drive, which is given by its identity.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stretch<'a> {
     pub(crate) drive: &'a str,
@@ -314,7 +314,7 @@ impl Stretch<'_> {
     }
 }
 
-/// Returns whether two ranges of two drives are the same bytes, in the same order.
+/// Returns whether two ranges of two drives are the same bytes in the same order.
 pub(crate) fn same_bytes(one: Stretch<'_>, other: Stretch<'_>) -> bool {
     let (ours, others) = (one.places(), other.places());
     let mut pairs = ours.iter().zip(&others);
@@ -329,7 +329,8 @@ pub(crate) fn overlap(one: Stretch<'_>, other: Stretch<'_>) -> bool {
         .any(|ours| others.iter().any(|other| ours.overlaps(other)))
 }
 
-/// Returns the parts of a range of a drive, as it numbers its bytes, which may have bytes of ranges of another drive.
+/// Returns the parts of `one` that may share bytes with the ranges `of_other` of the drive `other`. The parts are
+/// offsets on the drive of `one`.
 pub(crate) fn shared(one: Stretch<'_>, other: &str, of_other: &[ByteRange]) -> Vec<ByteRange> {
     let ours = one.places();
     let all = ByteRange::new(0, u64::MAX).ok();

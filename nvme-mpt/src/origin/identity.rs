@@ -1,28 +1,28 @@
-//! The identity of a drive: all names that its bytes may be known by.
+//! Identity of a drive: all possible names of its bytes.
 
 use std::collections::BTreeMap;
 
 /// Names of the bytes of a drive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// The name that leases, locks and guests know the bytes by.
+    /// Name that leases, locks and guests use.
     pub name: String,
-    /// Names that these bytes certainly had in this boot of the host: with an earlier version, or before they got a label. What
-    /// the ledger has under them moves to `name`.
+    /// Names that these bytes certainly had in this boot: with an earlier version, or before they got a label. Ledger
+    /// entries under these names move to `name`.
     pub formerly: Vec<String>,
-    /// Names that the bytes would have if the host reported more of them or less: a disk without its serial number, or a
-    /// file on a disk that got one. Data under them refuses a lease, but never gives one.
+    /// Names that the bytes would have if the host reported more or fewer attributes, such as a disk without its serial
+    /// number. Data under these names refuses a lease, but never grants one.
     pub others: Vec<String>,
-    /// Facts of a physical drive.
+    /// Facts about a physical drive.
     pub facts: Option<DriveFacts>,
 }
 
-/// Facts of a physical drive, which tell another drive in its place or other content under its name.
+/// Facts about a physical drive, which reveal an exchanged drive or changed content.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriveFacts {
-    /// Its PCI address.
+    /// PCI address of the drive.
     pub address: String,
-    /// NGUIDs or EUI-64s in hexadecimal digits, by namespace. Namespaces without either may be left out.
+    /// NGUID or EUI-64 of each namespace, in hexadecimal digits. Namespaces without either may be missing.
     pub ids: BTreeMap<u32, String>,
 }
 
@@ -35,16 +35,16 @@ impl From<String> for Identity {
     }
 }
 
-/// An [`Identity`] by reference.
+/// Borrowed form of an [`Identity`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdentityRef<'a> {
-    /// As [`Identity::name`].
+    /// See [`Identity::name`].
     pub name: &'a str,
-    /// As [`Identity::formerly`].
+    /// See [`Identity::formerly`].
     pub formerly: &'a [String],
-    /// As [`Identity::others`].
+    /// See [`Identity::others`].
     pub others: &'a [String],
-    /// As [`Identity::facts`].
+    /// See [`Identity::facts`].
     pub facts: Option<&'a DriveFacts>,
 }
 

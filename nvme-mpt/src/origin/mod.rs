@@ -1,21 +1,21 @@
-//! Origins: where the bytes of a drive lie, whatever path leads to them, and what else uses them.
+//! Identity of a drive's bytes, whatever path leads to them, and other users of the bytes.
 //!
 //! A file, a loop device of that file and a partition of that loop device are three paths to the same bytes. Leases,
 //! locks and the names that guests see follow the bytes. So a path is resolved to *extents*: parts of *bases*, which
 //! have stable names. A base is a disk, an NVMe namespace or a file. A disk is named by its world-wide identifier or
-//! serial number. A namespace is named by its drive's name, a file by its file system and inode. A disk that has neither has
-//! a name until the next boot alone (`extent::boot_of`). A file on such a disk is named by the UUID of its file
-//! system, which lies outside of all files.
+//! serial number, a namespace by its drive's name, and a file by its file system and inode. A disk with neither
+//! identifier has a name that is only valid until the next boot (`extent::boot_of`). A file on such a disk is named by
+//! the UUID of its file system, which is stored outside of all files.
 //!
-//! A device-mapper device is its table: `linear` targets are the bytes of the devices below. Other targets, such as
-//! `crypt` or `striped`, and RAID devices are bases of their own. They overlap the whole of what they are made of, but
-//! thin volumes of one pool do not overlap each other.
+//! A device-mapper device is resolved by its table: `linear` targets are the bytes of the devices below. Other targets,
+//! such as `crypt` or `striped`, and RAID devices are bases. Such a base overlaps all devices below it, but thin
+//! volumes of one pool do not overlap each other.
 //!
-//! * `stacked`: file systems that show files of others.
-//! * `system`: the kernel's view of block devices and file systems, below a folder that tests replace.
+//! * `stacked`: file systems that show files of other file systems.
+//! * `system`: the kernel's view of block devices and file systems, below a directory that tests replace.
 //! * [`nvme`]: names of NVMe drives.
 //! * `identity`: all names of a drive.
-//! * `extent`: extents, and the identity that they are written as.
+//! * `extent`: extents, and their text form, the identity of a drive.
 
 mod device;
 pub(crate) mod extent;
@@ -39,35 +39,35 @@ use system::{DeviceNumber, Mount, Naming};
 
 use crate::memory;
 
-/// Origin of the bytes behind a path.
+/// Storage location of the bytes behind a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// The bytes, in order.
+    /// Extents, in the order of the drive's bytes.
     extents: Vec<Extent>,
-    /// The files among them that the path does not lead to by itself.
+    /// Files below the path, behind loop devices or overlay.
     files: Vec<BackingFile>,
     identity: Identity,
 }
 
-/// A file that a loop device makes a block device of, or one that overlay shows.
+/// Backing file of a loop device, or the file that overlay shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingFile {
-    /// Its path.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Device and inode.
+    /// Device and inode number.
     place: (u64, u64),
-    /// The first of its bytes that is used.
+    /// First byte of the file that is used.
     pub offset: u64,
-    /// The byte of the drive that this is.
+    /// Offset of this byte on the drive.
     at: u64,
-    /// Number of bytes of the drive that lie in it.
+    /// Number of bytes of the drive in the file.
     length: u64,
-    /// True if it is read and written past the page cache.
+    /// True if the file is accessed with direct I/O.
     pub is_direct: bool,
 }
 
 impl BackingFile {
-    /// Returns where it has its part of a range of the drive: the first byte, and the length.
+    /// Returns the first byte and the length in the file of a range of the drive; `None` if they do not overlap.
     #[must_use]
     pub fn part(&self, start: u64, length: u64) -> Option<(u64, u64)> {
         let first = start.max(self.at);
@@ -78,7 +78,7 @@ impl BackingFile {
         (length > 0).then(|| (self.offset + (first - self.at), length))
     }
 
-    /// Returns whether this is the file, and not another one that took its path.
+    /// Returns whether `file` is this file, and not another one at the same path.
     pub fn is(&self, file: &fs::File) -> io::Result<bool> {
         let metadata = file.metadata()?;
         Ok((metadata.dev(), metadata.ino()) == self.place)
@@ -86,12 +86,12 @@ impl BackingFile {
 }
 
 impl Origin {
-    /// Resolves a path without links.
+    /// Resolves a path without symbolic links.
     ///
     /// # Errors
-    /// Returns the kernel's error about the path itself, and `Unsupported` for a file that could be leased twice, as others
-    /// reach it by another name. Unknown facts of a device make a name that holds until
-    /// the next boot.
+    /// Returns the kernel's error about the path itself. Returns `Unsupported` for a file that could be leased twice,
+    /// because it also has another name. If facts about a device are unknown, the name is only valid until the next
+    /// boot.
     pub fn of(path: &Path) -> io::Result<Self> {
         Self::of_path(&System::real(), path)
     }
@@ -140,12 +140,12 @@ impl Origin {
         &self.identity
     }
 
-    /// Returns the files that lie below a loop device, or below overlay.
+    /// Returns the files below loop devices or overlay.
     pub fn files(&self) -> &[BackingFile] {
         &self.files
     }
 
-    /// Returns what uses the bytes: a mount or swap.
+    /// Describes a mount or swap that uses the bytes, if any.
     pub fn user(&self) -> Option<String> {
         self.user_in(&System::real())
     }
@@ -176,17 +176,17 @@ impl Origin {
     }
 }
 
-/// The boot of the host, and the disks that it has.
+/// Boot id and disks of the host.
 #[derive(Clone, Debug)]
 pub(crate) struct Host {
-    /// Tells this boot from others.
+    /// Identifier of this boot.
     pub(crate) boot: String,
     /// All names of all disks.
     disks: Vec<String>,
 }
 
 impl Host {
-    /// Looks at this host.
+    /// Queries this host.
     pub(crate) fn now() -> Self {
         Self::of(&System::real())
     }
@@ -199,8 +199,8 @@ impl Host {
         }
     }
 
-    /// Returns whether the host has the disk that a base is, or that its file system is on. `false` for a disk that cannot be
-    /// seen.
+    /// Returns whether the host has the disk of a base, or the disk of the base's file system. Returns `false` if the
+    /// disk cannot be seen.
     pub(crate) fn has(&self, base: &str) -> bool {
         let is_of = |disk: &String| {
             let mut places = base.match_indices(disk.as_str());
@@ -214,31 +214,31 @@ impl Host {
     }
 }
 
-/// Returns what tells this boot of the host from others.
+/// Returns the identifier of this boot of the host.
 #[cfg(test)]
 pub(crate) fn boot() -> String {
     System::real().boot()
 }
 
-/// Returns where the first byte of a drive lies, by its [identity](Identity). Unlike the identity, this stays as it is when the
-/// drive grows, or when something below it changes, as a member of a RAID.
+/// Returns the location of a drive's first byte, by its [identity](Identity). Unlike the identity, the location does
+/// not change when the drive grows or a device below it changes, such as a member of a RAID.
 #[must_use]
 pub fn beginning(identity: &str) -> String {
     extent::beginning(identity)
 }
 
-/// Returns what keeps a block device from being opened exclusively, as far as the kernel names it.
+/// Names the devices that prevent a block device from being opened exclusively, if the kernel reports any.
 pub fn holder(path: &Path) -> Option<String> {
     let device = DeviceNumber(fs::metadata(path).ok()?.rdev());
     let holders = System::real().holders(device);
     (!holders.is_empty()).then(|| format!("the device {}", holders.join(", ")))
 }
 
-/// A whole file: its inode, and the file system that it is in.
+/// Returns the extent of a whole file, named by inode and file system.
 fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
     let device = DeviceNumber(metadata.dev());
     let file_system = if system.is_mapped(device) {
-        // Its table can be read by few processes, and a file has the same name for all.
+        // Few processes can read the device's table, but a file must have the same name for all.
         device::name(system, device)
     } else if system.is_block_device(device) {
         extent::join(&Device::resolve(system, device).extents)
@@ -253,7 +253,7 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
         }
     };
     let file_system = match is_labelled {
-        // The label of a file system lies outside of all files, so that no lease can cover it.
+        // The UUID of a file system is stored outside of all files, so no lease can overwrite it.
         true => {
             let label = memory::file_system::uuid_name(path);
             label.map_or(file_system, |label| format!("{}{label}", extent::LABELLED))
@@ -268,7 +268,7 @@ fn file_extent(system: &System, path: &Path, metadata: &Metadata) -> Extent {
     }
 }
 
-/// Returns a name of a file system that is on no block device of its own.
+/// Returns a name of a file system without a block device.
 fn file_system(system: &System, path: &Path, device: DeviceNumber) -> String {
     let mounts = system.mounts();
     match Mount::holding(&mounts, path) {

@@ -1,21 +1,21 @@
-//! Names of NVMe drives, which are the same for the drive behind a PCI address and for its block devices.
+//! Names of NVMe drives, which are the same for a drive behind a PCI address and for its block devices.
 
 use std::borrow::Cow;
 
 use super::extent;
 
-/// Kind of the bases.
+/// Kind of these bases.
 const KIND: &str = "nvme";
 
-/// Linux makes such a name for a drive that has none (`drivers/nvme/host/core.c`, `nvme_init_subnqn`).
+/// Prefix of the NQN that Linux generates for a drive without one (`drivers/nvme/host/core.c`, `nvme_init_subnqn`).
 const MADE_UP: &str = "nqn.2014.08.org.nvmexpress:";
 
-/// Identify Controller's fields that name a drive.
+/// Fields of Identify Controller that name a drive.
 #[derive(Clone, Copy, Debug)]
 pub struct Controller<'a> {
     /// `SUBNQN`.
     pub nqn: &'a [u8],
-    /// PCI vendor, if it is known.
+    /// PCI vendor, if known.
     pub vendor: Option<u16>,
     /// Model Number.
     pub model: &'a [u8],
@@ -24,8 +24,8 @@ pub struct Controller<'a> {
 }
 
 impl Controller<'_> {
-    /// Returns a name of the drive: its NVM subsystem's, or what identified one before there were those names; `None`
-    /// if its vendor would be needed.
+    /// Returns the drive's name: its NVM subsystem's NQN, or vendor, model and serial number for a drive without one.
+    /// Returns `None` if the vendor is needed but unknown.
     #[must_use]
     pub fn name(&self) -> Option<String> {
         let (nqn, serial) = (text(self.nqn), text(self.serial));
@@ -37,8 +37,8 @@ impl Controller<'_> {
         Some(extent::base(KIND, &name))
     }
 
-    /// Returns a name that stays if firmware reports another NQN or another model; `None` without a vendor, or with a serial number
-    /// that says nothing. Two drives may have it.
+    /// Returns a name that does not change if firmware reports another NQN or model. Two drives may have the same such
+    /// name. Returns `None` without a vendor, or if all characters of the serial number are equal.
     #[must_use]
     pub fn numbered(&self) -> Option<String> {
         let (vendor, serial) = (self.vendor?, text(self.serial));
@@ -54,7 +54,7 @@ pub fn is_name(drive: &str) -> bool {
     drive.split_once(':').is_some_and(|(kind, _)| kind == KIND)
 }
 
-/// Returns the name of a namespace of the drive `name`, as one of a block device, which has no namespaces.
+/// Returns the name of a namespace of the drive `name` as a block device.
 #[must_use]
 pub fn namespace(name: &str, nsid: u32) -> String {
     match nsid {
@@ -63,7 +63,8 @@ pub fn namespace(name: &str, nsid: u32) -> String {
     }
 }
 
-/// Returns a drive and its namespace as if it were a block device: a namespace of an NVMe drive has a name of its own.
+/// Returns a drive and its namespace as a block device and its only namespace. A namespace of an NVMe drive becomes
+/// part of the name.
 #[must_use]
 pub fn as_block_device(drive: &str, nsid: u32) -> (Cow<'_, str>, u32) {
     match drive.split_once(':') {
@@ -72,7 +73,7 @@ pub fn as_block_device(drive: &str, nsid: u32) -> (Cow<'_, str>, u32) {
     }
 }
 
-/// Returns an ASCII field without its padding. Bytes that are not printable are replaced: they come from outside.
+/// Returns an ASCII field without its padding. Unprintable bytes are replaced, because the field is untrusted.
 #[must_use]
 pub fn text(field: &[u8]) -> String {
     let printable = |byte: &u8| match byte {

@@ -1,11 +1,11 @@
-//! File systems that show files of others under names and inode numbers of their own.
+//! Stacked file systems, which show files of other file systems under their own names and inode numbers.
 //!
-//! A lock on such a file does not lock the file below it, and the same bytes have another inode number there. So one file
-//! could be leased twice. A file on overlay is found in the upper directory, and leases and locks use that file. Files on
-//! other stacked file systems are refused.
+//! A lock on such a file does not lock the file below it, where the same bytes have another inode number. So one file
+//! could be leased twice. A file on overlay is found in the upper directory, and leases and locks use that file. Files
+//! on other stacked file systems are refused.
 //!
-//! A network file system is allowed if its inode numbers and locks are the server's: two clients, and the server itself, then
-//! see each other's locks. It is refused if it locks only on the client, or numbers files itself.
+//! A network file system is allowed if its inode numbers and locks are the server's: then all clients and the server
+//! see each other's locks. It is refused if it only locks on the client, or has its own inode numbers.
 
 use std::fs;
 use std::io;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 
 use super::system::{Mount, System};
 
-/// Stacked file systems. `fuse.` begins the kinds of programs, as they name themselves.
+/// Stacked file systems. FUSE file systems report the kind `fuse.` followed by their own name.
 const STACKED: &[&str] = &[
     "aufs",
     "ecryptfs",
@@ -37,7 +37,7 @@ const STACKED: &[&str] = &[
     "wrapfs",
 ];
 
-/// File systems of another machine, or of this machine's host, whose inode numbers or locks are the client's own.
+/// File systems of another machine or of this machine's host that have inode numbers or locks of the client.
 const OF_CLIENTS: &[&str] = &[
     "9p",
     "afs",
@@ -51,13 +51,13 @@ const OF_CLIENTS: &[&str] = &[
     "virtiofs",
 ];
 
-/// The kind of overlay.
+/// Kind of overlay file systems.
 const OVERLAY: &str = "overlay";
 
-/// Returns the file that holds the bytes of a file on overlay; `None` for a file that holds its own bytes.
+/// Returns the file below a file on overlay; `None` if the file is not stacked.
 ///
 /// # Errors
-/// `Unsupported` for a file that has another name and so could be leased twice.
+/// `Unsupported` for a file that has another name and could be leased twice.
 pub(super) fn file_below(system: &System, path: &Path) -> io::Result<Option<PathBuf>> {
     let mounts = system.mounts();
     let Some(mount) = Mount::holding(&mounts, path) else {
@@ -90,7 +90,7 @@ pub(super) fn file_below(system: &System, path: &Path) -> io::Result<Option<Path
             Some(file) => Ok(Some(file)),
             None => Err(refused(kind, why, remedy)),
         },
-        // In a container, whose root it is, no process has another name for the file.
+        // If overlay is the root of a container, no process in it has another name for the file.
         _ if mount.point == Path::new("/") => Ok(None),
         _ => Err(refused(kind, why, remedy)),
     }
@@ -102,20 +102,20 @@ fn refused(kind: &str, why: &str, remedy: &str) -> io::Error {
     io::Error::new(io::ErrorKind::Unsupported, text)
 }
 
-/// The directory to which overlay writes.
+/// Returns the directory to which overlay writes.
 fn upper(mount: &Mount) -> Option<PathBuf> {
     let upper = mount.option("upperdir")?;
     upper.is_absolute().then_some(upper)
 }
 
-/// Returns the file in the directory to which overlay writes, if it is the one at `path` beyond doubt.
+/// Returns the file at `path` in the directory to which overlay writes, if it is certainly the same file.
 fn file_in(upper: &Path, mount: &Mount, path: &Path) -> Option<PathBuf> {
     let folder = mount.root.strip_prefix("/").ok()?;
     let file = upper
         .join(folder)
         .join(path.strip_prefix(&mount.point).ok()?);
     let (shown, below) = (fs::metadata(path).ok()?, fs::symlink_metadata(&file).ok()?);
-    // A file that overlay copied up has the number of the one that it was copied from.
+    // A file that overlay copied up keeps the inode number of the lower file.
     let is_it = below.is_file() && (shown.ino(), shown.len()) == (below.ino(), below.len());
     if !is_it {
         return None;

@@ -1,4 +1,4 @@
-//! The kernel's view of block devices and file systems: sysfs and proc, below a folder that tests replace.
+//! The kernel's view of block devices and file systems in sysfs and proc, below a directory that tests replace.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -11,7 +11,7 @@ use nvme_mpt_memory::device_mapper::{self, Target};
 
 use super::extent::UNKNOWN_BOOT;
 
-/// Number of a device, as `stat` reports it.
+/// Device number as reported by `stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct DeviceNumber(pub(super) u64);
 
@@ -39,26 +39,26 @@ impl fmt::Display for DeviceNumber {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Mount {
     device: DeviceNumber,
-    /// The folder of the file system that is mounted.
+    /// Mounted directory of the file system.
     pub(super) root: PathBuf,
     /// Mount point.
     pub(super) point: PathBuf,
     pub(super) kind: String,
     source: PathBuf,
-    /// The subvolume of btrfs that the folder is in.
+    /// Subvolume of btrfs that contains the directory.
     subvolume: Option<PathBuf>,
-    /// Options of the file system, as the kernel writes them.
+    /// Options of the file system, as the kernel prints them.
     options: String,
 }
 
-/// Inode number of the root of each btrfs subvolume, and of nothing else there (`BTRFS_FIRST_FREE_OBJECTID`).
+/// Inode number of the root of each btrfs subvolume, and of no other directory there (`BTRFS_FIRST_FREE_OBJECTID`).
 const SUBVOLUME_ROOT: u64 = 256;
 
 impl Mount {
-    /// Returns the mount that holds a path without links.
+    /// Returns the mount that contains a path without symbolic links.
     pub(super) fn holding<'a>(mounts: &'a [Self], path: &Path) -> Option<&'a Self> {
         let holding = mounts.iter().filter(|mount| path.starts_with(&mount.point));
-        // The last of those on one folder hides the others.
+        // The last mount on a directory hides earlier ones.
         holding.max_by_key(|mount| mount.point.as_os_str().len())
     }
 
@@ -74,7 +74,7 @@ impl Mount {
         self.options.split(',').any(|option| option == key)
     }
 
-    /// Returns the block device that it is on. Some kinds, such as btrfs, have a number that is no device's.
+    /// Returns the block device of the file system. Some kinds, such as btrfs, report an anonymous device number.
     pub(super) fn block_device(&self) -> Option<DeviceNumber> {
         if self.device.major() != 0 {
             return Some(self.device);
@@ -87,13 +87,13 @@ impl Mount {
         is_device.then(|| DeviceNumber(metadata.rdev()))
     }
 
-    /// Returns the folder in which the inode number of a file is unique: its subvolume in btrfs, and else the root of the
-    /// file system. A bind mount changes neither.
+    /// Returns the directory within which a file's inode number is unique: its subvolume on btrfs, otherwise the root
+    /// of the file system. A bind mount changes neither.
     pub(super) fn numbered_in(&self, path: &Path) -> PathBuf {
         if self.kind != "btrfs" {
             return "/".into();
         }
-        // A subvolume below the mounted folder has no line of its own.
+        // A subvolume below the mounted directory is not listed as a mount.
         let below = path.strip_prefix(&self.point).unwrap_or(path);
         let mut folders = below.ancestors().skip(1);
         let nested = folders.find(|folder| {
@@ -104,7 +104,7 @@ impl Mount {
         nested.map_or_else(|| subvolume.clone(), |folder| self.root.join(folder))
     }
 
-    /// Returns the source without the mounted folder, which the kernel appends for NFS.
+    /// Returns the source without the mounted directory, which the kernel appends for NFS.
     pub(super) fn whole_source(&self) -> String {
         let source = self.source.display().to_string();
         let folder = self.root.to_string_lossy();
@@ -115,25 +115,25 @@ impl Mount {
     }
 }
 
-/// Choice among the names of a device or file system that has several.
+/// Choice among several names of a device or file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Naming {
-    /// The best one.
+    /// The best name.
     Present,
-    /// That of versions that named no file system by its UUID.
+    /// The name given by versions that did not use the UUID of file systems.
     Former,
     /// The UUID of a file's file system, also on a disk with a lasting name.
     ByFileSystem,
-    /// The lasting name of a disk after so many better ones.
+    /// The lasting name of a disk at this index, best first.
     Nth(usize),
-    /// Vendor and serial number of an NVMe drive, which stay if its firmware reports another NQN or model.
+    /// Vendor and serial number of an NVMe drive, which do not change if firmware reports another NQN or model.
     Numbered,
-    /// The name that a disk has if it reports none.
+    /// The name of a disk that reports no identifier.
     ByBoot,
 }
 
 impl Naming {
-    /// Names by which a ledger may know what has a better one now.
+    /// Other names under which a ledger may know something.
     pub(super) const OTHERS: [Self; 5] = [
         Self::ByFileSystem,
         Self::Nth(1),
@@ -143,7 +143,7 @@ impl Naming {
     ];
 }
 
-/// sysfs and proc.
+/// Access to sysfs and proc.
 #[derive(Clone, Debug)]
 pub(crate) struct System {
     root: PathBuf,
@@ -151,7 +151,7 @@ pub(crate) struct System {
 }
 
 impl System {
-    /// Those of this machine.
+    /// Returns sysfs and proc of this machine.
     pub(crate) fn real() -> Self {
         Self {
             root: "/".into(),
@@ -159,7 +159,7 @@ impl System {
         }
     }
 
-    /// Those below a folder.
+    /// Uses files below a directory.
     #[cfg(test)]
     pub(super) fn below(root: &Path) -> Self {
         Self {
@@ -168,7 +168,7 @@ impl System {
         }
     }
 
-    /// The same, with other names.
+    /// Returns a copy with another choice of names.
     pub(super) fn by(&self, naming: Naming) -> Self {
         Self {
             naming,
@@ -176,7 +176,7 @@ impl System {
         }
     }
 
-    /// Returns all block devices that are no partitions.
+    /// Returns all block devices except partitions.
     pub(super) fn block_devices(&self) -> Vec<DeviceNumber> {
         let devices = entries(&self.root.join("sys/dev/block")).into_iter();
         let devices = devices.filter(|path| !path.join("partition").exists());
@@ -193,7 +193,7 @@ impl System {
         self.root.join(format!("sys/dev/block/{device}"))
     }
 
-    /// Returns an attribute of a block device; `None` also for one that says nothing.
+    /// Returns an attribute of a block device; `None` if it is missing or blank.
     pub(super) fn attribute(&self, device: DeviceNumber, name: &str) -> Option<String> {
         let bytes = fs::read(self.folder(device).join(name)).ok()?;
         let text = String::from_utf8_lossy(&bytes);
@@ -205,14 +205,14 @@ impl System {
         device.major() != 0 && self.folder(device).join("dev").exists()
     }
 
-    /// Returns whether the content of a block device ends with the boot, as that of a RAM disk and of zram does.
+    /// Returns whether the content of a block device ends with the boot, like that of RAM disks and zram.
     pub(super) fn is_in_memory(&self, device: DeviceNumber) -> bool {
         // Documentation/admin-guide/devices.txt.
         const RAM_DISK: u32 = 1;
         device.major() == RAM_DISK || self.attribute(device, "comp_algorithm").is_some()
     }
 
-    /// Returns whether device mapper makes a device.
+    /// Returns whether the device is a device-mapper device.
     pub(super) fn is_mapped(&self, device: DeviceNumber) -> bool {
         self.attribute(device, "dm/name").is_some()
     }
@@ -224,7 +224,7 @@ impl System {
         DeviceNumber::parse(&text)
     }
 
-    /// Returns what a device is made of.
+    /// Returns the devices below a device.
     pub(super) fn slaves(&self, device: DeviceNumber) -> Vec<DeviceNumber> {
         let number = |path: PathBuf| {
             let text = fs::read_to_string(path.join("dev")).ok()?;
@@ -246,13 +246,13 @@ impl System {
         }
         let table = device_mapper::table(device.major(), libc::minor(device.0));
         let unread = |error| {
-            // Its place is then taken to be all of the devices below.
+            // The device is then treated as a base that overlaps all devices below it.
             log::info!("The table of the device {device} cannot be read: {error}");
         };
         table.map_err(unread).ok()
     }
 
-    /// Returns the names of the devices that are made of a device, or of a partition of it.
+    /// Returns the names of the devices on top of a device or its partitions.
     pub(super) fn holders(&self, device: DeviceNumber) -> Vec<String> {
         let folder = self.folder(device);
         let partitions = entries(&folder)
@@ -268,7 +268,7 @@ impl System {
         names
     }
 
-    /// Returns what tells this boot from others.
+    /// Returns the identifier of this boot.
     pub(super) fn boot(&self) -> String {
         let id = self.text("proc/sys/kernel/random/boot_id");
         let id = id.map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
@@ -283,12 +283,12 @@ impl System {
         lines.filter_map(parse_mount).collect()
     }
 
-    /// Returns whether a path without links leads to tmpfs.
+    /// Returns whether a path without symbolic links is on tmpfs.
     pub(super) fn is_in_tmpfs(&self, path: &Path) -> bool {
         Mount::holding(&self.mounts(), path).is_some_and(|mount| mount.kind == "tmpfs")
     }
 
-    /// Returns the files and devices that are swapped on.
+    /// Returns the files and devices that are used for swap.
     pub(super) fn swaps(&self) -> Vec<PathBuf> {
         let text = self.text("proc/swaps").unwrap_or_default();
         let lines = text.split(|byte| *byte == b'\n').skip(1);
@@ -305,14 +305,14 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// A line of mountinfo (`proc_pid_mountinfo(5)`).
+/// Parses a line of mountinfo (`proc_pid_mountinfo(5)`).
 fn parse_mount(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
     let device = fields.nth(2)?;
     let (root, point) = (fields.next()?, fields.next()?);
     let mut rest = fields.skip_while(|field| *field != b"-").skip(1);
     let (kind, source) = (rest.next()?, rest.next()?);
-    // The last option, which may have commas.
+    // Split at the last option, whose value may contain commas.
     let options = String::from_utf8_lossy(rest.next().unwrap_or_default());
     let subvolume = options.split_once(",subvol=");
     let subvolume = subvolume.map(|(_, folder)| unescape(folder.as_bytes()));
@@ -327,7 +327,7 @@ fn parse_mount(line: &[u8]) -> Option<Mount> {
     })
 }
 
-/// Undoes what the kernel writes of spaces and backslashes in names: three octal digits behind a backslash.
+/// Decodes the kernel's escapes in names: a backslash and three octal digits.
 fn unescape(text: &[u8]) -> PathBuf {
     let mut name = Vec::with_capacity(text.len());
     let mut rest = text;
@@ -353,7 +353,7 @@ fn unescape(text: &[u8]) -> PathBuf {
     OsString::from_vec(name).into()
 }
 
-/// A line of `dmsetup table`, by which tests give tables.
+/// Parses a line of `dmsetup table`, with which tests define tables.
 #[cfg(test)]
 fn parse_target(line: &str) -> Option<Target> {
     let mut words = line.splitn(4, ' ');

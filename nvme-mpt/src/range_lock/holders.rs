@@ -1,7 +1,7 @@
-//! Processes that hold locks on a file, as far as the kernel shows them.
+//! Processes that hold locks on a file, found in `/proc`.
 //!
-//! A lock of an open file description has no process in what fcntl answers. `/proc/PID/fdinfo` lists the
-//! locks of each descriptor, to root of all processes, to others of their own.
+//! `fcntl` reports no process for a lock of an open file description. `/proc/PID/fdinfo` lists the locks of each
+//! descriptor: of all processes to root, and of the user's own processes to other users.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -15,18 +15,18 @@ use std::path::Path;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LockHolder {
     pid: u32,
-    /// Name of its program.
+    /// Name of the program.
     program: String,
-    /// Its user.
+    /// User of the process.
     user: u32,
-    /// True if the lock shuts others out that want to share it.
+    /// True for an exclusive lock.
     pub(super) exclusive: bool,
-    /// True if the file may be written through the descriptor of the lock.
+    /// True if the descriptor of the lock is writable.
     pub(super) writes: bool,
 }
 
 impl LockHolder {
-    /// Returns whether it shares what it may only read, and belongs to another user than `user` and root.
+    /// Returns whether the holder is another user than `user` and root, with a shared lock on a read-only descriptor.
     pub(super) fn only_reads(&self, user: u32) -> bool {
         !self.exclusive && !self.writes && self.user != user && self.user != 0
     }
@@ -45,16 +45,16 @@ impl fmt::Display for LockHolder {
 #[derive(Debug, Default)]
 pub(crate) struct Holders {
     pub(super) seen: Vec<LockHolder>,
-    /// True if there are locks whose holder is not among them.
+    /// True if there are locks without a visible holder.
     pub(super) unseen: bool,
 }
 
-/// Kinds of locks, by the name that the kernel prints.
+/// Kinds of locks, as the kernel names them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Of fcntl: on ranges, by process or by open file description.
+    /// Locks of `fcntl` on ranges, by process or by open file description.
     Range,
-    /// Of flock: on whole files.
+    /// Locks of `flock` on whole files.
     Whole,
 }
 
@@ -68,12 +68,12 @@ impl Kind {
     }
 }
 
-/// One line about a lock: `1: OFDLCK ADVISORY  WRITE -1 fe:00:5243 0 4095`.
+/// A line about a lock: `1: OFDLCK ADVISORY  WRITE -1 fe:00:5243 0 4095`.
 #[derive(Debug, PartialEq, Eq)]
 struct Line<'a> {
     kind: Kind,
     exclusive: bool,
-    /// Device and inode, as printed.
+    /// Device and inode as printed.
     file: &'a str,
     first: u64,
     last: u64,
@@ -104,16 +104,17 @@ impl<'a> Line<'a> {
     }
 }
 
-/// Looks that a holder must stay hidden from before it counts as unseen.
+/// Number of scans after which a holder that was not found counts as unseen.
 const LOOKS: u32 = 5;
 
-/// Finds the locks of `kind` on bytes in `range` of `file`, but for those of `file`'s own descriptor.
+/// Finds the locks of `kind` in `range` of `file`, except those of `file`'s own descriptor.
 pub(crate) fn find(file: &File, kind: Kind, range: &Range<u64>) -> Holders {
     settled(|| look(Path::new("/proc"), file, kind, range))
 }
 
-/// Looks again while a holder is unseen, since one look is no snapshot. The kernel may print a lock of
-/// `/proc/locks` twice when another is taken meanwhile, and a lock may be younger than the look at its process.
+/// Repeats the scan while a holder is unseen, because one scan is not atomic. The kernel may print a lock of
+/// `/proc/locks` twice when another lock is taken during the scan. A lock may also be newer than the scan of its
+/// process.
 fn settled(mut look: impl FnMut() -> io::Result<Holders>) -> Holders {
     let mut look = || {
         look().unwrap_or(Holders {
@@ -136,7 +137,7 @@ fn look(proc: &Path, file: &File, kind: Kind, range: &Range<u64>) -> io::Result<
     let own = (std::process::id(), file.as_raw_fd());
     let mut holders = Holders::default();
     let mut found = 0;
-    // As the kernel names the file in /proc/locks, which some file systems have another name for.
+    // The file's name in /proc/locks. Some file systems report another device there than `stat` does.
     let mut name = None;
     for process in fs::read_dir(proc)?.flatten() {
         let pid = process
@@ -145,7 +146,7 @@ fn look(proc: &Path, file: &File, kind: Kind, range: &Range<u64>) -> io::Result<
             .and_then(|pid| pid.parse().ok());
         let Some(pid) = pid else { continue };
         let path = process.path();
-        // A process may end at any time, and others may be hidden: what cannot be read is not seen.
+        // A process may end at any time, and others may be hidden. Unreadable entries are skipped.
         let Ok(descriptors) = fs::read_dir(path.join("fd")) else {
             continue;
         };
@@ -183,7 +184,7 @@ fn look(proc: &Path, file: &File, kind: Kind, range: &Range<u64>) -> io::Result<
     let inode = format!(":{}", wanted.ino());
     let concerned = all
         .lines()
-        // Requests that wait for a lock are printed behind an arrow.
+        // Pending lock requests are printed with an arrow.
         .filter(|line| !line.contains("->"))
         .filter_map(Line::parse)
         .filter(|line| line.concerns(kind, range))
@@ -201,11 +202,11 @@ fn locks_in(info: &str) -> impl Iterator<Item = Line<'_>> {
         .filter_map(Line::parse)
 }
 
-/// Returns whether a descriptor may be written to, by its `/proc/PID/fdinfo`.
+/// Returns whether a descriptor is writable, by its `/proc/PID/fdinfo`.
 fn may_write(info: &str) -> bool {
     let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
     let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
-    // Without flags, it may.
+    // Without flags, assume that it is writable.
     flags.is_none_or(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY)
 }
 

@@ -1,22 +1,21 @@
-//! Locks on ranges of files, by open file description: the kernel drops them with the description,
-//! after SIGKILL too, and they exclude other descriptions in this process as in any other.
+//! Locks on ranges of files, by open file description (OFD locks). The kernel drops them with the description, also
+//! after SIGKILL. They exclude other descriptions in this process as well as in other processes.
 //!
-//! A process that is killed may leave I/O to the kernel. So what does the I/O keeps the lock's description as well
-//! ([`RangeLock::file`]), and the lock outlives the process until the last of it has ended. No process has such a lock,
-//! so a claim waits for a while if no holder is to be seen.
+//! A killed process may leave I/O to the kernel. So the I/O holds a reference to the lock's description
+//! ([`RangeLock::file`]), and the lock lasts until the last I/O has ended. No process owns such a lock, so a claim
+//! waits for a while if no holder is visible.
 //!
-//! The range of an image that a lease has is locked in the image itself. Servers with another state
-//! folder and VMMs respect no other place. Any user who may read the image can put a shared lock there,
-//! which stands in the way of an exclusive one. So [`RangeLock::claim`] distinguishes:
+//! The range of an image that a lease has is locked in the image itself. Servers with another state directory, and
+//! VMMs, check no other place. Any user who may read the image can put a shared lock there, which blocks an exclusive
+//! one. So [`RangeLock::claim`] distinguishes:
 //!
-//! * A lock that is exclusive, or was taken through a descriptor that may write, belongs to a user of the
-//!   image: QEMU shares the locks of an image that it writes. The claim is refused, and its holder named.
-//! * A shared lock through a descriptor that may only read, of another user than root and our own, refuses
-//!   nothing. We share the lock then, through a descriptor that may write, so that others that claim the
-//!   range find a user of it. The log names that process.
-//! * A holder that the kernel does not show to us may be either. It refuses the claim if it has the lock
-//!   for [`PATIENCE`]. A server that is not root sees its own user's processes alone: its images should be for its
-//!   user to read alone.
+//! * A lock that is exclusive, or was taken through a writable descriptor, belongs to a user of the image: QEMU takes
+//!   shared locks on images that it writes. The claim is refused, and its holder named.
+//! * A shared lock through a read-only descriptor, of another user than root and our own, does not block the claim. The
+//!   claim then takes a shared lock through a writable descriptor, so that other claims see a user of the range. The
+//!   process that holds the read-only lock is logged.
+//! * A holder that the kernel hides from us may be either. It blocks the claim if it holds the lock for [`PATIENCE`]. A
+//!   server without root sees only its own user's processes: its images should be readable by its user only.
 
 mod holders;
 
@@ -34,19 +33,19 @@ use crate::memory::system::{LockKind, is_lock_excluded, process_user, try_lock, 
 
 pub(crate) use holders::{Holders, Kind, find};
 
-/// Time for which a claim waits for a holder that is not to be seen: the I/O of a process that was killed.
+/// Timeout of a claim that waits for an invisible holder, such as the I/O of a killed process.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Shortest and longest pause before such a claim is tried again. Each try looks at all processes of the host.
+/// Shortest and longest pause between two attempts of such a claim. Each attempt scans all processes of the host.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
 
-/// A range of a file cannot be claimed.
+/// Error of claiming a range of a file.
 #[derive(Debug, thiserror::Error)]
 pub enum ClaimError {
-    /// Another process uses part of it.
+    /// Another process uses part of the range.
     #[error("It is locked by {holders}")]
     Taken {
-        /// The processes, as far as they can be seen.
+        /// The visible processes.
         holders: String,
     },
     /// A system call failed.
@@ -66,15 +65,15 @@ impl From<ClaimError> for io::Error {
 /// A lock on ranges of a file, held until dropped.
 #[derive(Debug)]
 pub struct RangeLock {
-    // The lock belongs to this open file description, hence one description per lock. Rust opens
-    // it with O_CLOEXEC, so that no program started later keeps the lock.
+    // The lock belongs to this open file description, so each lock has its own. Rust opens the file with O_CLOEXEC, so
+    // a program that is started later does not inherit the lock.
     file: File,
     /// Start and length of each range.
     ranges: Mutex<Vec<(u64, u64)>>,
 }
 
 impl RangeLock {
-    /// Without a range yet, on a file that was opened for this lock alone, to read and write.
+    /// Creates a lock without ranges. The file must have been opened for this lock alone, for reading and writing.
     #[must_use]
     pub const fn new(file: File) -> Self {
         Self {
@@ -87,14 +86,14 @@ impl RangeLock {
         self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the open file that has the lock. Who keeps it open for I/O keeps the lock for as long, but for a lock
-    /// that was dropped.
+    /// Returns the open file that has the lock. A holder that keeps it open for I/O keeps the lock, unless the
+    /// `RangeLock` is dropped.
     pub const fn file(&self) -> &File {
         &self.file
     }
 
-    /// Locks `length` bytes from `start` on of a file that was opened for this lock alone, to
-    /// read and write. `None`: someone else has part of it locked.
+    /// Locks `length` bytes from `start`. The file must have been opened for this lock alone, for reading and writing.
+    /// Returns `None` if part of the range is locked elsewhere.
     ///
     /// # Errors
     /// Returns the error of `fcntl`.
@@ -107,21 +106,21 @@ impl RangeLock {
         Ok(Some(lock))
     }
 
-    /// As [`Self::take`], but other users' locks that only share what they read refuse nothing. A length
-    /// of 0 reaches to the end of what can be locked. Waits up to [`PATIENCE`] for a holder that is not to be seen.
+    /// Like [`Self::take`], but shared locks of other users on read-only descriptors are ignored. A `length` of 0
+    /// extends to the largest offset. Waits up to [`PATIENCE`] for an invisible holder.
     ///
     /// # Errors
-    /// [`ClaimError::Taken`] names the processes that have part of it locked; else what `fcntl` reports.
+    /// [`ClaimError::Taken`] names the processes that have locked part of the range; otherwise the error of `fcntl`.
     pub fn claim(file: File, start: u64, length: u64) -> Result<Self, ClaimError> {
         let lock = Self::new(file);
         lock.add(start, length)?;
         Ok(lock)
     }
 
-    /// Claims another range of the file, which this lock has no part of.
+    /// Claims another range of the file, which must not overlap the ranges of this lock.
     ///
     /// # Errors
-    /// As [`Self::claim`]. The lock has what it had then.
+    /// Like [`Self::claim`]. The lock then keeps its previous ranges.
     pub fn add(&self, start: u64, length: u64) -> Result<(), ClaimError> {
         self.add_as(process_user(), start, length)
     }
@@ -136,10 +135,10 @@ impl RangeLock {
         Ok(())
     }
 
-    /// Shares a byte of the file with others that share it.
+    /// Takes a shared lock on a byte of the file.
     ///
     /// # Errors
-    /// [`ClaimError::Taken`] if another process has it for itself; else what `fcntl` reports.
+    /// [`ClaimError::Taken`] if another process has an exclusive lock on it; otherwise the error of `fcntl`.
     pub fn share(&self, byte: u64) -> Result<(), ClaimError> {
         if !try_lock(&self.file, LockKind::Shared, byte, 1)? {
             let holders = describe(&find(&self.file, Kind::Range, &(byte..byte + 1)));
@@ -149,8 +148,8 @@ impl RangeLock {
         Ok(())
     }
 
-    /// Returns the processes that [share](Self::share) a byte of the file. Other users' locks that only share what they
-    /// read do not count.
+    /// Names the other processes that [share](Self::share) a byte of the file. Shared locks of other users on read-only
+    /// descriptors do not count.
     ///
     /// # Errors
     /// Returns the error of `fcntl`.
@@ -165,7 +164,7 @@ impl RangeLock {
         Ok(are_some.then(|| describe(&holders)))
     }
 
-    /// Lets go of all ranges, also if the kernel keeps the file open for I/O.
+    /// Releases all ranges, even if the kernel keeps the file open for I/O.
     pub fn let_go(&self) {
         let ranges = self.ranges().clone();
         for (start, length) in ranges {
@@ -173,7 +172,7 @@ impl RangeLock {
         }
     }
 
-    /// Lets go of a range that was [added](Self::add).
+    /// Releases a range that was [added](Self::add).
     pub fn give_up(&self, start: u64, length: u64) {
         self.ranges().retain(|range| *range != (start, length));
         if let Err(error) = unlock(&self.file, start, length) {
@@ -182,7 +181,7 @@ impl RangeLock {
     }
 }
 
-/// Claims a range of a file for this user's process.
+/// Claims a range of a file, as the process of `user`.
 fn claim(
     user: u32,
     file: &File,
@@ -193,12 +192,13 @@ fn claim(
     let deadline = Deadline::after(&SystemClock::shared(), PATIENCE);
     let mut pause = PAUSE.0;
     loop {
-        // Before the try: the last one is made when the time is over, also if the machine stood still.
+        // Checked before the attempt, so that the last attempt comes after the timeout even if the machine was
+        // suspended.
         let is_last = deadline.has_passed();
         if try_lock(file, LockKind::Exclusive, start, length)? {
             return Ok(());
         }
-        // Shared first and looked at then: of two that claim at the same time, one at least sees the other.
+        // The shared lock comes first and the check second: of two concurrent claims, at least one sees the other.
         let shared = try_lock(file, LockKind::Shared, start, length)?;
         let holders = find(file, Kind::Range, range);
         let reads_only = |holder: &holders::LockHolder| holder.only_reads(user);
@@ -212,7 +212,7 @@ fn claim(
             }
             return Ok(());
         }
-        // Two that claim at the same time must not wait for each other, and one that is refused keeps nothing.
+        // Two concurrent claims must not wait for each other, and a refused claim keeps no lock.
         unlock(file, start, length)?;
         if is_last || !holders.seen.iter().all(reads_only) {
             let holders = describe(&holders);
@@ -225,7 +225,7 @@ fn claim(
 
 impl Drop for RangeLock {
     fn drop(&mut self) {
-        // The description may outlive this: in a child that was just forked, or in what did the lease's I/O.
+        // The description may outlive this value, in a forked child or in the lease's pending I/O.
         for &(start, length) in &*self.ranges() {
             if let Err(error) = unlock(&self.file, start, length) {
                 warn!("A lock on a drive's file stays until the file is closed: {error}");
@@ -245,13 +245,13 @@ pub(crate) fn describe(holders: &Holders) -> String {
     names.join(" and ")
 }
 
-/// Returns whether someone else has part of `length` bytes from `start` on locked for itself alone. A length
-/// of 0 reaches to the end of what can be locked.
+/// Returns whether another description has an exclusive lock on part of `length` bytes from `start`. A `length` of 0
+/// extends to the largest offset.
 ///
 /// # Errors
 /// Returns the error of `fcntl`.
 pub fn is_locked(file: &File, start: u64, length: u64) -> io::Result<bool> {
-    // Only an exclusive lock is in the way of a shared one. Shared locks do not count: any reader can take them.
+    // Only an exclusive lock excludes a shared one. Shared locks do not count: any reader can take them.
     is_lock_excluded(file, LockKind::Shared, start, length)
 }
 

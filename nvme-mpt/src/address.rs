@@ -1,13 +1,12 @@
-//! Addresses: of a guest's memory as the guest names it, and of the same memory as a host
-//! controller names it.
+//! Addresses of guest memory: guest physical addresses, and IOVAs for the host controller.
 
 use core::fmt;
 use serde::{Deserialize, Serialize};
 
 pub use nvme_mpt_memory::PAGE_SIZE;
 
-/// A guest physical address: what a guest writes into PRPs, SGLs and queue base registers.
-/// Over vfio-user it is the address that the client mapped, whatever that is on its side.
+/// A guest physical address, as the guest writes it into PRPs, SGLs and queue base registers. Over vfio-user: the DMA
+/// address that the client mapped.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -15,7 +14,7 @@ pub use nvme_mpt_memory::PAGE_SIZE;
 pub struct Gpa(pub u64);
 
 impl Gpa {
-    /// The address `bytes` further on, unless there is none.
+    /// Returns the address plus `bytes`; `None` on overflow.
     #[must_use]
     pub const fn checked_add(self, bytes: u64) -> Option<Self> {
         match self.0.checked_add(bytes) {
@@ -24,13 +23,13 @@ impl Gpa {
         }
     }
 
-    /// Offset in its memory page.
+    /// Offset within the memory page.
     #[must_use]
     pub const fn page_offset(self) -> u64 {
         self.0 % PAGE_SIZE
     }
 
-    /// Returns whether it is the start of a memory page.
+    /// Returns whether the address is the start of a memory page.
     #[must_use]
     pub const fn is_page_aligned(self) -> bool {
         self.page_offset() == 0
@@ -43,7 +42,7 @@ impl fmt::Display for Gpa {
     }
 }
 
-/// Returns a limit of bytes as a power of two of memory pages, rounded down; 0 below two pages.
+/// Returns a limit in bytes as a power of two of memory pages, rounded down. Returns 0 for limits below two pages.
 #[must_use]
 pub const fn log2_pages(bytes: u64) -> u8 {
     match (bytes / PAGE_SIZE).checked_ilog2() {
@@ -52,13 +51,13 @@ pub const fn log2_pages(bytes: u64) -> u8 {
     }
 }
 
-/// An address in a host controller's IOVA space. Only translation makes one from a guest's word.
+/// An address in a host controller's IOVA space. Only address translation creates one from a guest's address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]
 pub struct Iova(pub(crate) u64);
 
 impl Iova {
-    /// The number that goes into a PRP entry or an SGL descriptor for the host controller.
+    /// Returns the value for a PRP entry or SGL descriptor of the host controller.
     #[must_use]
     pub const fn bits(self) -> u64 {
         self.0

@@ -1,19 +1,19 @@
-//! Limits of this process's control group and its parents, in version 1 and 2.
+//! Limits of this process's control group and its ancestors, in cgroup version 1 and 2.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Folder of the kernel's control groups.
+/// Directory of the kernel's control groups.
 const GROUPS: &str = "sys/fs/cgroup";
 
-/// A limit of a control group, and its use.
+/// A limit of a control group, and its current use.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupLimit {
     /// The file of the limit.
     pub file: PathBuf,
     /// The limit.
     pub most: u64,
-    /// Its use by the group, without files' pages, which the kernel takes back where memory is short.
+    /// Use by the group, without page cache, which the kernel reclaims when memory is short.
     pub used: u64,
 }
 
@@ -25,12 +25,12 @@ impl GroupLimit {
     }
 }
 
-/// A controller, by the names of its files.
+/// A cgroup controller and the names of its files.
 struct Controller {
     name: &'static str,
-    /// Names of limit and use, in version 2 and in version 1.
+    /// Names of the limit file and the usage file, in version 2 and in version 1.
     files: [(&'static str, &'static str); 2],
-    /// Keys of `memory.stat`, in both versions, for what the kernel takes back by itself.
+    /// Keys of reclaimable memory in `memory.stat`, in version 2 and in version 1.
     reclaimable: [&'static [&'static str]; 2],
 }
 
@@ -52,19 +52,19 @@ const TASKS: Controller = Controller {
     reclaimable: [&[], &[]],
 };
 
-/// Returns the memory limit with the least left; `None` without one.
+/// Returns the memory limit with the least memory left; `None` if there is no limit.
 #[must_use]
 pub fn memory_limit() -> Option<GroupLimit> {
     memory_limit_below(Path::new("/"))
 }
 
-/// As [`memory_limit`], by the files below another folder than `/`.
+/// Like [`memory_limit`], with the kernel's files below `root` instead of `/`.
 pub(crate) fn memory_limit_below(root: &Path) -> Option<GroupLimit> {
     tightest(&MEMORY, &root.join(GROUPS), &own_groups(root))
 }
 
-/// Returns how many processes of this process's control group (version 2) and below the kernel has ended for lack of memory,
-/// by the files below a folder; `None` if the group does not count them.
+/// Returns how many processes of this control group (version 2) and its descendants the OOM killer has ended. The
+/// kernel's files are below `root`. Returns `None` if the group has no such count.
 pub(crate) fn oom_kills_below(root: &Path) -> Option<u64> {
     let groups = own_groups(root);
     let group = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
@@ -76,7 +76,7 @@ pub(crate) fn oom_kills_below(root: &Path) -> Option<u64> {
     count.trim().parse().ok()
 }
 
-/// Returns the limit of threads and processes that has the least left; `None` without one.
+/// Returns the limit on threads and processes that has the least left; `None` if there is no limit.
 #[must_use]
 pub fn task_limit() -> Option<GroupLimit> {
     let root = Path::new("/");
@@ -87,7 +87,7 @@ fn own_groups(root: &Path) -> String {
     fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default()
 }
 
-/// Returns the bytes of a group that the kernel takes back by itself.
+/// Returns the bytes of a group that the kernel can reclaim.
 fn reclaimable(group: &Path, keys: &[&str]) -> u64 {
     if keys.is_empty() {
         return 0;
@@ -100,7 +100,8 @@ fn reclaimable(group: &Path, keys: &[&str]) -> u64 {
     values.fold(0, u64::saturating_add)
 }
 
-/// Looks in a folder of control groups at those of a process, which are lines of `/proc/PID/cgroup` (cgroups(7)).
+/// Returns the limit with the least left of the process's groups and their ancestors. `groups` is the text of
+/// `/proc/PID/cgroup` (cgroups(7)).
 fn tightest(controller: &Controller, root: &Path, groups: &str) -> Option<GroupLimit> {
     let number = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     let limits = groups.lines().filter_map(|line| {

@@ -1,6 +1,6 @@
-//! Forms in which arguments and results cross to another process, where they have none of their own.
+//! Serialized forms of arguments and results that cross to another process and have no form of their own.
 
-/// The kernel's or a library's error: errno or kind, and text.
+/// Serialized form of an `io::Error`: errno or kind, and text.
 pub mod io_error {
     use std::io;
 
@@ -15,7 +15,7 @@ pub mod io_error {
         text: String,
     }
 
-    /// Kinds that somebody acts on.
+    /// Error kinds that callers distinguish.
     #[derive(Clone, Copy, Serialize, Deserialize)]
     #[serde(rename_all = "snake_case")]
     enum Kind {
@@ -45,14 +45,14 @@ pub mod io_error {
         }
     }
 
-    /// Returns the number by which an error crosses, if it has one. A resource that is busy, as a drive that is reset,
-    /// crosses as `EBUSY`: earlier releases know no name of that kind.
+    /// Returns the errno that represents an error, if there is one. `ResourceBusy`, for example while a drive is reset,
+    /// becomes `EBUSY`, because earlier releases do not know a name for this kind.
     fn errno(error: &io::Error) -> Option<i32> {
         let is_busy = error.kind() == io::ErrorKind::ResourceBusy;
         error.raw_os_error().or(is_busy.then_some(libc::EBUSY))
     }
 
-    /// Returns the error of a number. Words that are not the kernel's stay.
+    /// Returns the error for an errno. The text is kept if it is not the kernel's own.
     fn by_number(errno: i32, text: String) -> io::Error {
         let error = io::Error::from_raw_os_error(errno);
         match text.ends_with(&format!("(os error {errno})")) {
@@ -64,7 +64,7 @@ pub mod io_error {
     /// Serializes an error.
     ///
     /// # Errors
-    /// Those of the serializer.
+    /// Returns the serializer's error.
     pub fn serialize<S: Serializer>(error: &io::Error, serializer: S) -> Result<S::Ok, S::Error> {
         let crossing = Crossing {
             errno: errno(error),
@@ -77,7 +77,7 @@ pub mod io_error {
     /// Deserializes an error.
     ///
     /// # Errors
-    /// Those of the deserializer.
+    /// Returns the deserializer's error.
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<io::Error, D::Error> {
         let Crossing { errno, kind, text } = Crossing::deserialize(deserializer)?;
         Ok(match (errno, kind) {

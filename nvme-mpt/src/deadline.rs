@@ -1,5 +1,5 @@
-//! Time and sleep of the control path, by a clock that tests replace; and deadlines, one for all that a reset, a
-//! shutdown or the end of a function waits for.
+//! Clock and deadlines of the control path. Tests replace the clock. One deadline bounds all waits of a reset, a
+//! shutdown or the end of a function.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,22 +8,22 @@ use std::time::Duration;
 use crate::clock;
 use crate::memory::sync::mpsc::{Receiver, RecvTimeoutError};
 
-/// Longest wait in all for commands in flight and flushes, when a function ends, is paused, or loses memory.
+/// Longest total wait for in-flight commands and flushes when a function ends, is paused, or loses memory.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(30);
 
-/// Longest wait in all of one access to a function, and of the admin commands of one call. Longer work continues afterwards,
-/// without a bound. The storage decides how long it takes, and the guest how long it waits.
+/// Longest total wait of one register access of a function, and of the admin commands of one call. Longer work
+/// continues afterwards without a bound: the storage determines its duration, and the guest its own timeout.
 pub const ACCESS_DEADLINE: Duration = Duration::from_secs(1);
 
-/// Clock of the control path's waits. A test brings one that moves by itself.
+/// Clock of the control path's waits. A test provides one that it advances.
 pub trait WaitClock: fmt::Debug + Send + Sync {
-    /// Returns the time since some moment in the past.
+    /// Returns the time since a fixed moment in the past.
     fn now(&self) -> Duration;
 
-    /// Lets `attempt` wait for `time` at most. Returns whether it succeeded.
+    /// Calls `attempt`, which may wait for `time` at most. Returns whether the attempt succeeded.
     fn wait(&self, time: Duration, attempt: &mut dyn FnMut(Duration) -> bool) -> bool;
 
-    /// Sleeps between two looks at what the caller waits for.
+    /// Sleeps between two polls of the condition that the caller waits for.
     fn sleep(&self, time: Duration);
 }
 
@@ -32,7 +32,7 @@ pub trait WaitClock: fmt::Debug + Send + Sync {
 pub struct SystemClock;
 
 impl SystemClock {
-    /// Returns the clock as a value that can be replaced.
+    /// Returns the clock as a trait object.
     #[must_use]
     pub fn shared() -> Arc<dyn WaitClock> {
         Arc::new(Self)
@@ -53,7 +53,7 @@ impl WaitClock for SystemClock {
     }
 }
 
-/// A moment by which several waits end together. Clones are the same moment.
+/// A moment at which several waits end. Clones are the same moment.
 #[derive(Clone, Debug)]
 pub struct Deadline {
     clock: Arc<dyn WaitClock>,
@@ -61,7 +61,7 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// The moment after `time`.
+    /// Returns a deadline that is `time` from now.
     #[must_use]
     pub fn after(clock: &Arc<dyn WaitClock>, time: Duration) -> Self {
         Self {
@@ -70,33 +70,33 @@ impl Deadline {
         }
     }
 
-    /// The present moment, by the same clock.
+    /// Returns a deadline at the present moment, by the same clock.
     #[must_use]
     pub fn at_once(&self) -> Self {
         Self::after(&self.clock, Duration::ZERO)
     }
 
-    /// Time that is left; zero once the moment has passed.
+    /// Returns the time that is left; zero once the deadline has passed.
     #[must_use]
     pub fn left(&self) -> Duration {
         self.at.saturating_sub(self.clock.now())
     }
 
-    /// Returns whether the moment has passed.
+    /// Returns whether the deadline has passed.
     #[must_use]
     pub fn has_passed(&self) -> bool {
         self.left().is_zero()
     }
 
-    /// Sleeps on the deadline's clock for `pause`, between two looks at what the caller waits for.
+    /// Sleeps on the deadline's clock for `pause`, between two polls of the condition that the caller waits for.
     pub fn sleep(&self, pause: Duration) {
         self.clock.sleep(pause);
     }
 
-    /// Receives a value. After the deadline it takes only one that is there already.
+    /// Receives a value. After the deadline, only a value that is already queued is received.
     ///
     /// # Errors
-    /// As [`Receiver::recv_timeout`].
+    /// Like [`Receiver::recv_timeout`].
     pub(crate) fn receive<T>(&self, receiver: &Receiver<T>) -> Result<T, RecvTimeoutError> {
         let mut result = Err(RecvTimeoutError::Timeout);
         self.clock.wait(self.left(), &mut |time| {
@@ -107,7 +107,8 @@ impl Deadline {
     }
 }
 
-/// A clock that stands still: a wait ends when its end is there, however long a test's threads have no processor.
+/// A clock that never advances. A wait ends when its condition holds, even if the test's threads get no processor for
+/// long.
 #[cfg(test)]
 #[derive(Debug)]
 pub(crate) struct StillClock;

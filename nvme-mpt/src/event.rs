@@ -1,4 +1,4 @@
-//! Events of the data path for the guest controller, apart from completions.
+//! Events of the data path for the guest controller, other than completions.
 
 use std::collections::VecDeque;
 use std::io;
@@ -15,40 +15,39 @@ use crate::spec::ids::{CommandId, Nsid, QueueId};
 use crate::spec::registers::Doorbell;
 use crate::spec::status::Status;
 
-/// Events that wait to be taken; a guest that causes more loses the newer ones, as an Error
-/// Information log page has an end too.
+/// Most events in the queue. If a guest causes more, the newer ones are dropped, as an Error Information log page is
+/// bounded too.
 const CAPACITY: usize = 64;
 
 /// Something that happened on an I/O queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
-    /// The guest wrote a value to a doorbell that it must not have. It is ignored, and reported
-    /// once per value.
+    /// The guest wrote an invalid value to a doorbell. The write is ignored, and reported once per value.
     InvalidDoorbell {
         /// The doorbell.
         doorbell: Doorbell,
         /// The value.
         value: u32,
     },
-    /// A queue cannot go on; the guest controller is to report a fatal status (CSTS.CFS).
+    /// A queue failed. The guest controller has to report a fatal status (CSTS.CFS).
     QueueFailed {
-        /// The Completion Queue, whose Submission Queues stop with it.
+        /// The Completion Queue, whose Submission Queues stop as well.
         qid: QueueId,
-        /// Why.
+        /// Cause.
         reason: QueueFailure,
     },
     /// A command completed with an error.
     CommandFailed(ErrorEntry),
-    /// Something happened to the drive under all its users.
+    /// An event of the drive that concerns all its users.
     Drive(DriveEvent),
-    /// Something in the lease changed by itself, which its [changes](crate::host::Changes) list.
+    /// The lease changed without a request of the guest. Its [changes](crate::host::Changes) list how.
     Changes,
-    /// The process of the host side changed, which is not the function's.
+    /// The process of the function's back end ended or was replaced.
     HostSide(HostSideEvent),
 }
 
 impl Event {
-    /// Returns whether the guest can cause any number of them.
+    /// Returns whether the guest can cause any number of these events.
     fn is_of_guest(&self) -> bool {
         matches!(self, Self::CommandFailed(_) | Self::InvalidDoorbell { .. })
     }
@@ -57,48 +56,48 @@ impl Event {
         matches!(self, Self::QueueFailed { .. })
     }
 
-    /// Returns whether it says that there is something to look at, so that one that waits is enough.
+    /// Returns whether the event only says that some state has to be read again. One such event in the queue is enough.
     fn is_state(&self) -> bool {
         matches!(self, Self::Drive(_) | Self::Changes)
     }
 }
 
-/// Change of the process that has the host side.
+/// Change of the process that runs the back end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HostSideEvent {
-    /// It ended. Nothing happens on the I/O queues until another process has taken its place.
+    /// The process ended. I/O queues stand still until another process takes over.
     Away,
-    /// Another process has taken its place, and its queues where they were.
+    /// Another process took over and restored the queues.
     BackWithQueues,
-    /// Another process has taken its place, without the queues: only a reset of the controller goes on.
+    /// Another process took over without the queues: the controller only continues after a reset.
     BackWithoutQueues,
 }
 
 /// Something that happened to a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DriveEvent {
-    /// Its health changed: the SMART / Health Information tells how (Base 2.0, Figure 147).
+    /// The drive's health changed; see the SMART / Health Information log page (Base 2.0, Figure 147).
     Health,
     /// A namespace's attributes changed, such as its size.
     NamespaceChanged(Nsid),
-    /// It was reset: the commands that were in flight were completed with a status to retry on.
+    /// The drive was reset. Its in-flight commands completed with a status that lets the guest retry.
     Reset,
-    /// It failed or was removed: every command fails from now on.
+    /// The drive failed or was removed: every command fails from now on.
     Gone,
 }
 
-/// Why a queue cannot go on.
+/// Cause of a queue's failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum QueueFailure {
     /// The memory of a ring or of the Doorbell Buffer was unmapped.
     #[error("The memory at {0} that a queue lies in was unmapped")]
     RingUnmapped(Gpa),
-    /// Guest memory went away: its file was cut short, or pages of it were freed that a physical drive has.
+    /// Guest memory is gone: its file was truncated, or pages that a physical drive uses were freed.
     #[error(
         "Guest memory went away: its file was cut short, or pages of it were freed that the drive has (balloon, free page reporting)"
     )]
     MemoryLost,
-    /// The host controller's queue broke.
+    /// The host controller's queue failed.
     #[error("The host controller's queue cannot be used any more")]
     HostQueue,
 }
@@ -106,33 +105,33 @@ pub enum QueueFailure {
 /// An entry for the Error Information log page (Base 2.0, section 5.16.1.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorEntry {
-    /// The Submission Queue the command was in.
+    /// The Submission Queue of the command.
     pub sqid: QueueId,
     /// The command.
     pub cid: CommandId,
     /// Status of its completion.
     pub status: Status,
-    /// The first LBA that the command names, as the guest names it.
+    /// The first LBA of the command, in the guest's numbering.
     pub lba: u64,
-    /// The namespace that the command names.
+    /// The namespace of the command.
     pub nsid: Nsid,
     /// Parameter Error Location: byte (bits 7:0) and bit (bits 10:8) of the command, or FFFFh.
     pub parameter_location: u16,
 }
 
-/// Events on their way to the guest controller's control thread.
+/// Events for the guest controller's control thread.
 #[derive(Debug)]
 pub struct EventQueue {
     events: Mutex<VecDeque<Event>>,
     eventfd: Arc<EventFd>,
-    /// True if another process has the eventfd, and reads it.
+    /// True if another process reads the eventfd.
     is_read_elsewhere: bool,
-    /// The eventfd, if another process has it.
+    /// The eventfd, if another process reads it.
     client: Option<Arc<ClientEventFd>>,
 }
 
 impl EventQueue {
-    /// An empty queue.
+    /// Creates an empty queue.
     ///
     /// # Errors
     /// Returns the kernel's error when there are no file descriptors left.
@@ -141,7 +140,7 @@ impl EventQueue {
         Ok(Self::with(eventfd))
     }
 
-    /// An empty queue whose eventfd another process reads: an eventfd that it kept, or a new one.
+    /// Creates an empty queue whose eventfd another process reads. The eventfd is `kept`, or a new one.
     ///
     /// # Errors
     /// Returns the kernel's error when there are no file descriptors left.
@@ -168,25 +167,25 @@ impl EventQueue {
         }
     }
 
-    /// Readable while there are events.
+    /// Returns the eventfd, which is readable while there are events.
     #[must_use]
     pub fn eventfd(&self) -> &Arc<EventFd> {
         &self.eventfd
     }
 
-    /// Takes all events.
+    /// Takes all events out of the queue.
     #[must_use]
     pub fn take(&self) -> Vec<Event> {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.is_read_elsewhere {
-            // Nothing to read is no error: another call took the events already.
+            // The eventfd may not be readable: another call may have taken the events already.
             let _ = self.eventfd.read();
         }
         events.drain(..).collect()
     }
 
-    /// Reports an event. Those that a guest causes as often as it likes are bounded, and hide no other: neither that a
-    /// queue of its broke, nor that its namespace is another one.
+    /// Reports an event. Events that a guest can cause at will are bounded, and displace no others, such as the failure
+    /// of a queue or the replacement of its namespace.
     pub fn report(&self, event: Event) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if event.is_state() && events.contains(&event) {
@@ -198,9 +197,9 @@ impl EventQueue {
             }
             match events.iter().position(Event::is_of_guest) {
                 Some(index) => drop(events.remove(index)),
-                // One is enough for the controller to fail.
+                // One failure is enough for the controller to fail.
                 None if event.is_failure() && events.iter().any(Event::is_failure) => return,
-                // There are only so many others.
+                // The number of other events is bounded.
                 None => {}
             }
         }
@@ -212,9 +211,9 @@ impl EventQueue {
         }
     }
 
-    /// Signals the eventfd, as if there were an event.
+    /// Signals the eventfd as if an event were queued.
     pub fn signal(&self) {
-        // A counter that is full is readable as well.
+        // A saturated counter is readable as well.
         let _full = match &self.client {
             Some(client) => client.signal(),
             None => eventfd::signal(&self.eventfd).is_ok(),

@@ -1,7 +1,7 @@
-//! Values that the process keeps as long as it lives.
+//! Values that stay allocated until the process ends.
 //!
-//! A drive or the kernel may keep a command for good. Then all that the command can still reach is kept as well, and is
-//! never given to another.
+//! A drive or the kernel may never complete a command. Then everything that the command can still access stays
+//! allocated, and is never reused.
 
 use std::any::Any;
 use std::sync::PoisonError;
@@ -10,9 +10,9 @@ use crate::memory::sync::Mutex;
 
 static KEPT: Mutex<Vec<Box<dyn Any + Send>>> = Mutex::new(Vec::new());
 
-/// Keeps a value as long as the process lives.
+/// Keeps a value until the process ends.
 pub fn keep_for_good(value: impl Any + Send) {
-    // The list is whole between any two steps.
+    // A panic cannot leave the list inconsistent.
     let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
     kept.push(Box::new(value));
 }

@@ -1,31 +1,31 @@
 //! Host side of NVMe mediated pass-through: many VMs share one NVMe drive.
 //!
-//! A [`Drive`] is a namespace of a [host controller](host), of any kind. Each guest controller has a [`lease`] of it and an [`Attachment`]:
-//! the VM's memory as a [`DmaWindow`], doorbells, and shadow queues, which [`Pollers`] run. A
-//! shadow queue translates the guest's commands and passes them to a queue of the [host
-//! controller](host).
+//! A [`Drive`] is a namespace of a [host controller](host) of any kind. Each guest controller has a [`lease`] of the
+//! drive and an [`Attachment`]. The attachment holds the VM's memory as a [`DmaWindow`], the doorbells, and the shadow
+//! queues, which [`Pollers`] run. A shadow queue translates the guest's commands and submits them to a queue of the
+//! [host controller](host).
 //!
-//! Two crates lie below: [`spec`] has the wire format, and [`memory`] the unsafe code that reaches
-//! guest memory, rings and registers.
+//! Two crates lie below: [`spec`] has the wire format, and [`memory`] has the unsafe code that accesses guest memory,
+//! rings and registers.
 //!
 //! # Modules
 //!
-//! None imports one above it:
+//! A module imports only modules that come later in this list:
 //!
-//! 1. [`attachment`]: all that one guest controller holds of a drive;
-//! 2. [`wipe`], [`poller`]: what runs queues;
+//! 1. [`attachment`]: the resources of one guest controller on a drive;
+//! 2. [`wipe`], [`poller`]: the users of queues;
 //! 3. [`drive`]: the control path of host controllers, and their namespaces;
-//! 4. [`shadow`]: guests' commands on their way to the host controller and back;
-//! 5. [`seam`]: all that a function asks of its host side;
-//! 6. [`host`]: the data path of host controllers; [`live`]: state for the process after this one;
+//! 4. [`shadow`]: translation of guest commands and their completions;
+//! 5. [`seam`]: the traits of a function's back end;
+//! 6. [`host`]: the data path of host controllers; [`live`]: in-flight tracking for the successor process;
 //! 7. [`doorbell`], then [`dma`]: the guest's registers and memory;
-//! 8. [`lease`], then [`origin`]: who has which bytes;
-//! 9. all others, which import but each other and the crates below.
+//! 8. [`lease`], then [`origin`]: the allocation of a drive's bytes;
+//! 9. all others, which import only each other and the crates below.
 //!
 //! # Not implemented
 //!
 //! This crate has no host controller: `nvme-vfio` drives physical ones, and `nvme-software` has drives in software. It
-//! knows no guest's PCI configuration space or admin queue, and no hypervisor.
+//! does not handle the guest's PCI configuration space or admin queue, and does not depend on a hypervisor.
 
 #![cfg_attr(
     test,

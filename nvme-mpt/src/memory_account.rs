@@ -1,10 +1,10 @@
-//! Memory that the host and this process's control group have left, before something takes much of it.
+//! Admission control for large amounts of memory, by what the host and this process's control group have left.
 //!
-//! The kernel ends processes where memory runs out, and those are rarely the ones that asked for it. So whoever takes much
-//! asks here first. What several ask for at the same time is counted together.
+//! When memory runs out, the OOM killer ends processes that are often not the cause. Code that takes a lot of memory
+//! therefore asks here first. Concurrent requests are counted together.
 //!
-//! A part of all memory stays free. A function may have a little of that part, so that a VM whose memory is there already
-//! is not refused for the few MiB of its firmware and display.
+//! A reserve of the memory stays free. A function may use a small part of the reserve, so that a VM whose memory is
+//! already there is not refused for a few MiB of firmware and display memory.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,25 +19,25 @@ use crate::memory::Cell64;
 use crate::memory::sync::{Mutex, MutexGuard};
 use crate::range::Bytes;
 
-/// Divisor for the part of all memory that stays free.
+/// Divisor of the total memory for the reserve that stays free.
 const KEPT: u64 = 16;
 
-/// Most memory that stays free.
+/// Largest reserve in bytes.
 const KEPT_MAX: u64 = 1 << 30;
 
-/// Most memory that a function may have of what stays free.
+/// Most bytes of the reserve that one function may use.
 pub(crate) const SMALL: u64 = 32 << 20;
 
-/// Mark of a count of ended processes that is that of a control group.
+/// Flag of an OOM-kill count that is the control group's.
 const OF_GROUP: u64 = 1 << 63;
 
-/// Count in place of one, in the record of a function that was blamed for a shortage. No host gets there.
+/// Value in place of an OOM-kill count for a function that was blamed for a shortage. No real count gets this high.
 const BLAMED: u64 = OF_GROUP - 1;
 
-/// Account of memory, by files of the kernel.
+/// Memory account, based on files of the kernel.
 #[derive(Clone, Debug)]
 pub struct MemoryAccount {
-    /// Folder of the kernel's files, which is `/` outside of tests.
+    /// Directory of the kernel's files; `/` outside of tests.
     root: PathBuf,
     promised: Arc<Mutex<Promised>>,
 }
@@ -46,19 +46,19 @@ pub struct MemoryAccount {
 struct Promised {
     /// Bytes that were promised and are not taken yet.
     bytes: u64,
-    /// Bytes that functions have had of what stays free, since they last asked for some while there was more.
+    /// Bytes of the reserve that each function uses, until a request succeeds without the reserve.
     of_kept: BTreeMap<String, u64>,
 }
 
 impl MemoryAccount {
-    /// The account of this host, which all of the process share.
+    /// Returns the account of this host, which the whole process shares.
     #[must_use]
     pub fn of_host() -> Self {
         static HOST: OnceLock<MemoryAccount> = OnceLock::new();
         HOST.get_or_init(|| Self::below("/")).clone()
     }
 
-    /// An account by the files below `root`.
+    /// Creates an account with the kernel's files below `root`.
     #[must_use]
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self {
@@ -67,21 +67,21 @@ impl MemoryAccount {
         }
     }
 
-    /// Returns the bytes that the host has; `None` if it does not tell.
+    /// Returns the bytes that the host has; `None` if unknown.
     #[must_use]
     pub fn total(&self) -> Option<u64> {
         self.figure("proc/meminfo", "MemTotal:")?.checked_mul(1024)
     }
 
-    /// Returns the bytes that the host can give without swapping (proc_meminfo(5)); `None` if it does not tell.
+    /// Returns the bytes that the host can give without swapping (proc_meminfo(5)); `None` if unknown.
     #[must_use]
     pub fn available(&self) -> Option<u64> {
         let kib = self.figure("proc/meminfo", "MemAvailable:")?;
         kib.checked_mul(1024)
     }
 
-    /// Returns how many processes the kernel has ended for lack of memory: in this process's control group if that is told,
-    /// which has a mark, and else on the host since its start. `None` if it does not tell.
+    /// Returns the number of processes that the OOM killer has ended. Counts this process's control group if known,
+    /// with [`OF_GROUP`] set, else the host since its boot. Returns `None` if neither is known.
     fn oom_kills(&self) -> Option<u64> {
         let of_group = oom_kills_below(&self.root).map(|kills| kills | OF_GROUP);
         of_group.or_else(|| self.oom_kills_of_host())
@@ -91,12 +91,12 @@ impl MemoryAccount {
         self.figure("proc/vmstat", "oom_kill ")
     }
 
-    /// Returns whether the kernel has ended a process since a count of [`Self::oom_kills`], which is untrusted.
+    /// Returns whether the OOM killer has ended a process since `before`, an untrusted result of [`Self::oom_kills`].
     fn has_killed_since(&self, before: u64) -> bool {
         match before & OF_GROUP {
             _ if before == BLAMED => true,
             0 => self.oom_kills_of_host().is_some_and(|now| now != before),
-            // Another group may have fewer.
+            // The count of another group may be smaller.
             _ => oom_kills_below(&self.root).is_some_and(|now| now | OF_GROUP > before),
         }
     }
@@ -107,7 +107,7 @@ impl MemoryAccount {
         line.split_whitespace().next()?.parse().ok()
     }
 
-    /// Returns a promise to a function, of nothing at first.
+    /// Returns a promise to a function, of 0 bytes at first.
     #[must_use]
     pub fn promise(&self, function: &str) -> Promise {
         Promise {
@@ -118,11 +118,12 @@ impl MemoryAccount {
         }
     }
 
-    /// Checks whether `bytes` can be taken while others are to take `others`, and what `kept` tells of all memory stays free.
+    /// Checks whether `bytes` can be taken in addition to `others`, the bytes promised to other functions. `kept`
+    /// computes the reserve from the total.
     fn check(&self, bytes: u64, others: u64, kept: fn(u64) -> u64) -> Result<(), Shortage> {
         let wanted = bytes.saturating_add(others);
         if let (Some(total), Some(available)) = (self.total(), self.available()) {
-            // Pools of huge pages give nothing to others.
+            // Memory in huge page pools is not available for other uses.
             let huge = self.figure("proc/meminfo", "Hugetlb:").unwrap_or(0);
             let kept = kept(total.saturating_sub(huge.saturating_mul(1024)));
             if wanted.saturating_add(kept) > available {
@@ -149,29 +150,29 @@ impl MemoryAccount {
     }
 
     fn promised(&self) -> MutexGuard<'_, Promised> {
-        // Nothing panics between two changes that belong together.
+        // No code between two related changes can panic.
         self.promised.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Returns the bytes of a memory that stay free.
+/// Returns the reserve of a memory of `total` bytes.
 fn kept(total: u64) -> u64 {
     (total / KEPT).min(KEPT_MAX)
 }
 
-/// Memory that may be taken. What is left of it is given back when this is dropped.
+/// Permission to take memory. The part that was not taken is returned on drop.
 #[derive(Debug)]
 pub struct Promise {
     account: MemoryAccount,
     function: String,
     bytes: u64,
-    /// Bytes of them that are of what stays free.
+    /// Bytes of the promise that come from the reserve.
     of_kept: u64,
 }
 
 impl Promise {
-    /// Has the promise be of `bytes` at least, if they can be taken now beside what others were promised. It is asked again
-    /// before a part of what was promised is taken: others may have taken memory without a promise.
+    /// Extends the promise to at least `bytes`, if they are available now beside the other promises. Callers ask again
+    /// before they take a part of a promise, because others may have taken memory without one.
     ///
     /// # Errors
     /// [`Shortage`].
@@ -201,7 +202,7 @@ impl Promise {
         Ok(())
     }
 
-    /// Notes that `bytes` were taken, which the host's own figures show from now on.
+    /// Records that `bytes` were taken. The kernel's own counts include them from now on.
     pub fn note_taken(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
@@ -224,26 +225,26 @@ impl Drop for Promise {
     }
 }
 
-/// Record of memory that is being pinned, in memory that outlives the process. So the next process knows whose memory was
-/// being pinned when the kernel ended this one for lack of memory. Its content is untrusted.
+/// Record of memory that is being pinned, stored outside of the process. After an OOM kill, the next process reads
+/// which function was pinning memory. The content is untrusted.
 #[derive(Debug)]
 pub struct PinningRecord {
-    /// Bytes that the kernel may have to take; 0 while nothing is pinned.
+    /// Bytes that the kernel may have to allocate; 0 while no memory is being pinned.
     bytes: Cell64,
-    /// Processes that the kernel had ended before, [with a mark](OF_GROUP) if they are those of the control group.
+    /// OOM-kill count from before the pinning, with [`OF_GROUP`] set if it is the control group's.
     kills: Cell64,
 }
 
 impl PinningRecord {
-    /// The record in two words, which are zero at first.
+    /// Creates the record in two words, which are initially zero.
     #[must_use]
     pub fn new(bytes: Cell64, kills: Cell64) -> Self {
         Self { bytes, kills }
     }
 
-    /// Records that so many bytes are pinned, until what is returned is dropped.
+    /// Records that `bytes` are being pinned, until the returned guard is dropped.
     pub(crate) fn begin(&self, bytes: u64, account: &MemoryAccount) -> PinningUnderWay<'_> {
-        // Without a count, nobody could tell later.
+        // Without a count, the next process could not detect an OOM kill.
         if let Some(kills) = account.oom_kills() {
             self.kills.store(kills);
             self.bytes.store(bytes);
@@ -251,38 +252,38 @@ impl PinningRecord {
         PinningUnderWay(self)
     }
 
-    /// Forgets what was being pinned.
+    /// Clears the record.
     pub fn clear(&self) {
         self.bytes.store(0);
     }
 
-    /// Returns the bytes that were being pinned when the process before ended, for whatever reason.
+    /// Returns the bytes that were being pinned when the previous process ended, for any reason.
     #[must_use]
     pub fn interrupted(&self) -> Option<u64> {
         Some(self.bytes.load()).filter(|bytes| *bytes > 0)
     }
 
-    /// Returns the bytes that were being pinned if the kernel has ended a process for lack of memory since, of the same control
-    /// group if that is told. Without that, the process before ended for another reason, as by an operator's SIGKILL.
+    /// Returns the bytes that were being pinned if an OOM kill has happened since, in the same control group if known.
+    /// Without one, the previous process ended for another reason, such as SIGKILL by an operator.
     #[must_use]
     pub fn interrupted_by_shortage(&self, account: &MemoryAccount) -> Option<u64> {
-        // The record does not outlive a start of the host.
+        // The record does not survive a reboot of the host.
         self.interrupted()
             .filter(|_| account.has_killed_since(self.kills.load()))
     }
 
-    /// Blames its function for the shortage, in each process from now on.
+    /// Blames the function for the shortage. All later processes see this.
     pub fn blame(&self) {
         self.kills.store(BLAMED);
     }
 
-    /// Returns whether its function was blamed for a shortage before the last one.
+    /// Returns whether the function was blamed for an earlier shortage.
     #[must_use]
     pub fn is_blamed(&self) -> bool {
         self.kills.load() == BLAMED
     }
 
-    /// Notes that the shortage was due to others. That memory was being pinned stays noted.
+    /// Records that others caused the shortage. The interrupted pinning stays recorded.
     pub fn acquit(&self, account: &MemoryAccount) {
         match account.oom_kills() {
             Some(kills) => self.kills.store(kills),
@@ -291,7 +292,7 @@ impl PinningRecord {
     }
 }
 
-/// Memory is being pinned until this is dropped.
+/// Guard that exists while memory is being pinned.
 #[derive(Debug)]
 pub(crate) struct PinningUnderWay<'a>(&'a PinningRecord);
 
@@ -307,11 +308,11 @@ pub enum Shortage {
     /// On the host.
     #[error("the host has {} available, of which {} stay free{}", rounded(*.available), rounded(*.kept), Others(*.others))]
     Host {
-        /// Bytes that it can give.
+        /// Bytes that are available.
         available: u64,
-        /// Bytes of them that stay free.
+        /// Bytes of the reserve.
         kept: u64,
-        /// Bytes that others were promised.
+        /// Bytes promised to others.
         others: u64,
     },
     /// In a control group of this process.
@@ -326,14 +327,14 @@ pub enum Shortage {
         limit: u64,
         /// Bytes that are left.
         available: u64,
-        /// Bytes of them that stay free.
+        /// Bytes of the reserve.
         kept: u64,
-        /// Bytes that others were promised.
+        /// Bytes promised to others.
         others: u64,
     },
 }
 
-/// Returns a size in whole MiB, for people.
+/// Rounds a size down to whole MiB, for messages.
 fn rounded(bytes: u64) -> Bytes {
     match bytes >> 20 {
         0 => Bytes(bytes),
@@ -341,7 +342,7 @@ fn rounded(bytes: u64) -> Bytes {
     }
 }
 
-/// Bytes that others were promised.
+/// Bytes promised to others.
 struct Others(u64);
 
 impl fmt::Display for Others {

@@ -1,8 +1,8 @@
-//! Park and wake: how a poller goes to sleep without losing a notification.
+//! Park and wake protocol, which lets a poller sleep without losing a notification.
 //!
-//! The poller announces that it parks, fences, looks at all its sources once more, and only then
-//! sleeps. Whoever has something for it stores that first, fences, and then looks whether the
-//! poller is parked. Either the poller sees what was stored or the other sees that it is parked.
+//! The poller announces that it parks, fences, checks all its sources once more, and only then sleeps. A notifier first
+//! stores its data, fences, and then checks whether the poller is parked. Either the poller sees the data, or the
+//! notifier sees that the poller is parked.
 
 use std::io;
 use std::sync::Arc;
@@ -15,13 +15,13 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::memory::eventfd;
 use crate::sync::{AtomicBool, Ordering, fence};
 
-/// End of a poller's sleep.
+/// Wakes a sleeping poller.
 pub(crate) trait Bell {
-    /// Makes the sleeper wake up, now or as soon as it falls asleep.
+    /// Wakes the sleeper now, or as soon as it falls asleep.
     fn ring(&self);
 }
 
-/// The bell of a thread, and all else that ends its sleep.
+/// Eventfd that wakes a thread, and the epoll set on which the thread sleeps.
 #[derive(Debug)]
 pub(crate) struct ThreadBell {
     eventfd: EventFd,
@@ -30,12 +30,12 @@ pub(crate) struct ThreadBell {
 
 impl Bell for ThreadBell {
     fn ring(&self) {
-        // A counter that is full wakes the sleeper as well.
+        // A saturated counter wakes the sleeper as well.
         let _ = eventfd::signal(&self.eventfd);
     }
 }
 
-/// A poller's door bell: rung only while the poller is parked.
+/// Waker of a poller, which signals only while the poller is parked.
 #[derive(Debug)]
 pub(crate) struct DoorBell<B> {
     parked: AtomicBool,
@@ -50,7 +50,7 @@ impl<B: Bell> DoorBell<B> {
         }
     }
 
-    /// To be called after something was stored that the poller has to see.
+    /// Wakes the poller if it is parked. Callers store their data for the poller first.
     pub(crate) fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.parked.load(Ordering::Relaxed) {
@@ -58,26 +58,26 @@ impl<B: Bell> DoorBell<B> {
         }
     }
 
-    /// The poller is about to sleep. It looks at all its sources once more after this.
+    /// Announces that the poller is about to sleep. The poller checks all its sources once more afterwards.
     pub(crate) fn announce(&self) {
         self.parked.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// The poller is awake.
+    /// Records that the poller is awake.
     pub(crate) fn withdraw(&self) {
         self.parked.store(false, Ordering::Relaxed);
     }
 }
 
-/// Silence of doorbells: true while the guest may store to them unnoticed, as their page is mapped into it. A
-/// poller that parks meanwhile looks at them by the clock.
+/// Flag for untrapped doorbells: true while the doorbell page is mapped into the guest, which can then write doorbells
+/// without an exit. A poller that parks meanwhile polls the doorbells by a timer.
 ///
-/// Pages are mapped and unmapped while guests write and pollers park. It begins before the page is
-/// mapped, and pollers that are parked are woken, as they sleep without a clock. It ends after the page
-/// is unmapped, when all that was stored is in memory. A poller asks after it announced that it parks,
-/// so that it sees a beginning or is woken for it; and before it looks at the doorbells once more, so
-/// that one that sees the end also sees what was stored before that.
+/// Pages are mapped and unmapped while guests write and pollers park. The flag is set before the page is mapped, and
+/// parked pollers are then woken, because they sleep without a timer. The flag is cleared after the page is unmapped,
+/// when all doorbell stores are in memory. A poller reads the flag after it announced that it parks, so it either sees
+/// the flag set or is woken. It reads the flag before its last check of the doorbells, so a poller that sees the flag
+/// cleared also sees all earlier stores.
 #[derive(Debug)]
 pub(crate) struct Silence(AtomicBool);
 
@@ -86,13 +86,13 @@ impl Silence {
         Self(AtomicBool::new(is))
     }
 
-    /// The page is about to be mapped. All pollers of the guest's queues are to be
-    /// [woken](DoorBell::wake) after this, and before it is.
+    /// Sets the flag before the page is mapped. The caller then [wakes](DoorBell::wake) all pollers of the guest's
+    /// queues, before it maps the page.
     pub(crate) fn begin(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// The page is unmapped.
+    /// Clears the flag after the page is unmapped.
     pub(crate) fn end(&self) {
         self.0.store(false, Ordering::Release);
     }
@@ -102,7 +102,7 @@ impl Silence {
     }
 }
 
-/// The door bell of a poller's thread.
+/// The waker of a poller's thread.
 pub(crate) type Waker = DoorBell<ThreadBell>;
 
 impl Waker {
@@ -114,21 +114,21 @@ impl Waker {
         Ok(Arc::new(Self::with(ThreadBell { eventfd, epoll })))
     }
 
-    /// Becomes readable when the bell was rung.
+    /// Returns the eventfd, which is readable after the poller was woken.
     pub(crate) fn eventfd(&self) -> &EventFd {
         &self.bell.eventfd
     }
 
-    /// Descriptors that end the sleep when they are readable, the bell's among them.
+    /// Returns the epoll set that ends the sleep, which includes the waker's eventfd.
     pub(crate) fn epoll(&self) -> &Epoll {
         &self.bell.epoll
     }
 }
 
-/// A bell that another process rings to wake a poller.
+/// Eventfd with which another process wakes a poller.
 ///
-/// A process that had the poller's own bell could silence it for all others. So each has bells of its own: the poller
-/// never reads them, and is woken by each write.
+/// A process with access to the poller's own eventfd could reset it, and all other wake-ups would be lost. So each
+/// process gets its own eventfds. The poller never reads them, and each write wakes it.
 #[derive(Debug)]
 pub(crate) struct ForeignBell {
     eventfd: EventFd,
@@ -136,7 +136,7 @@ pub(crate) struct ForeignBell {
 }
 
 impl ForeignBell {
-    /// A bell for the poller of `waker`, until it is dropped.
+    /// Adds an eventfd to the poller of `waker`, until dropped.
     pub(crate) fn new(waker: Arc<Waker>) -> io::Result<Self> {
         let eventfd = EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?;
         let event = EpollEvent::new(
@@ -159,7 +159,7 @@ impl ForeignBell {
 
 impl Drop for ForeignBell {
     fn drop(&mut self) {
-        // The other process may still have the descriptor, so that closing ours would not take it out.
+        // The other process may still have the descriptor, so closing ours would not remove it from the epoll set.
         let (operation, event) = (ControlOperation::Delete, EpollEvent::default());
         let _ = self
             .waker

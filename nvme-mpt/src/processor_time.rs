@@ -1,31 +1,31 @@
-//! Processor time of pollers, charged to the functions that it was spent for.
+//! Processor time of pollers, charged to the functions they work for.
 //!
-//! The kernel counts the time of a poller's thread, without sleeps and preemptions. The poller reads that clock once per
-//! [`PERIOD`] at most, and divides the time by the ticks that it took for each queue since. So the sum is the kernel's.
-//! A preemption adds no time. It lengthens the share of the queue that it meets, and it meets queues in proportion to
-//! their time. A poller of one function alone takes no ticks: all of its time is that function's.
+//! The kernel counts the CPU time of a poller's thread, without sleeps and preemptions. The poller reads that clock at
+//! most once per [`PERIOD`], and divides the time by the ticks it spent on each queue since. So the sum equals the
+//! kernel's count. A preemption adds no time. It inflates the share of the preempted queue, and hits queues in
+//! proportion to their time. A poller with one function counts no ticks: all of its time is charged to that function.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Shortest time between two readings of the kernel's clock, unless queues come and go.
+/// Shortest time between two readings of the kernel's clock, unless queues are added or removed.
 pub(crate) const PERIOD: Duration = Duration::from_millis(1);
 
-/// Processor time that pollers spent for one function. Any poller may add.
+/// Processor time that pollers spent on one function. Any poller may add.
 #[derive(Debug, Default)]
 pub(crate) struct ProcessorTime {
     nanoseconds: AtomicU64,
 }
 
 impl ProcessorTime {
-    /// Returns the time so far, in seconds.
+    /// Returns the total in seconds.
     pub(crate) fn seconds(&self) -> f64 {
         self.nanoseconds.load(Ordering::Relaxed) as f64 / 1e9
     }
 }
 
-/// Ticks that a poller took for one of its queues, or for one of the doorbells that it watches, since the last settlement.
+/// Ticks that a poller spent on one queue, or on one watched doorbell, since the last settlement.
 #[derive(Debug)]
 pub(crate) struct Bill {
     function: Arc<ProcessorTime>,
@@ -33,24 +33,24 @@ pub(crate) struct Bill {
 }
 
 impl Bill {
-    /// An empty bill of a function.
+    /// Creates an empty account for a function.
     pub(crate) fn new(function: Arc<ProcessorTime>) -> Self {
         Self { function, ticks: 0 }
     }
 
-    /// Adds ticks that were taken for it.
+    /// Adds ticks that were spent.
     #[inline]
     pub(crate) fn add(&mut self, ticks: u64) {
         self.ticks = self.ticks.wrapping_add(ticks);
     }
 
-    /// Returns the processor time of its function, which is the function's own.
+    /// Returns the processor time of the function.
     pub(crate) fn function(&self) -> &Arc<ProcessorTime> {
         &self.function
     }
 }
 
-/// Time of a thread that is to be divided among bills.
+/// CPU time of a thread, to be divided among accounts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settlement {
     nanoseconds: u64,
@@ -59,7 +59,7 @@ pub(crate) struct Settlement {
 }
 
 impl Settlement {
-    /// The division of `spent` among `bills`: by their ticks, or in equal shares if no ticks were taken.
+    /// Divides `spent` among `bills` in proportion to their ticks, or equally if there are no ticks.
     pub(crate) fn new<'a>(spent: Duration, bills: impl Iterator<Item = &'a Bill>) -> Self {
         let (mut ticks, mut count) = (0_u64, 0);
         for bill in bills {
@@ -73,7 +73,7 @@ impl Settlement {
         }
     }
 
-    /// Charges a bill's share to its function, and empties the bill.
+    /// Charges the share of an account to its function, and resets the account.
     pub(crate) fn settle(&self, bill: &mut Bill) {
         let (part, whole) = match self.ticks {
             0 => (1, self.bills),
@@ -81,7 +81,7 @@ impl Settlement {
         };
         bill.ticks = 0;
         let share = u128::from(self.nanoseconds) * u128::from(part) / u128::from(whole.max(1));
-        // No part is larger than the whole.
+        // No share exceeds the total.
         let share = u64::try_from(share).unwrap_or(self.nanoseconds);
         bill.function
             .nanoseconds

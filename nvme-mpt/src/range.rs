@@ -1,4 +1,4 @@
-//! Sizes and ranges in bytes, as people write them, and ranges in logical blocks.
+//! Sizes and ranges in bytes, in the notation of the command line, and ranges of logical blocks.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,22 +8,22 @@ use thiserror::Error;
 
 use crate::spec::ids::Lba;
 
-/// The suffixes of a size and the power of two that each stands for, largest first.
+/// The suffixes of a size and their powers of two, largest first.
 const SUFFIXES: [(char, u32); 4] = [('T', 40), ('G', 30), ('M', 20), ('K', 10)];
 
-/// Leases begin and end at multiples of so many bytes. A store that changes a part of a block of that size rewrites all
-/// of it. So the rest of it must belong to no other lease.
+/// Alignment of the start and end of leases, in bytes. A store that changes part of a block of this size rewrites the
+/// whole block. So a block must not belong to two leases.
 pub const BOUNDARY: u64 = 4096;
 
-/// A size that is not one.
+/// Error of parsing a size.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum SizeError {
-    /// Not a number, or a suffix that is none of K, M, G, T.
+    /// Not a number, or the suffix is not K, M, G or T.
     #[error(
         "\"{0}\" is not a size: write bytes, or a number with suffix K, M, G or T (powers of 1024), such as 64G"
     )]
     Syntax(String),
-    /// More bytes than 64 bits count.
+    /// The size does not fit 64 bits.
     #[error("\"{0}\" is more than 64 bits can count; the largest size is 16777215T")]
     TooLarge(String),
 }
@@ -42,7 +42,7 @@ impl FromStr for Bytes {
             .iter()
             .find(|(suffix, _)| last.eq_ignore_ascii_case(suffix))
             .map_or((text, 0), |(_, shift)| (&text[..text.len() - 1], *shift));
-        // `u64::from_str` would take a leading plus sign, which separates start and length here.
+        // `u64::from_str` would accept a leading plus sign, which separates start and length here.
         if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
             return Err(syntax());
         }
@@ -56,7 +56,7 @@ impl FromStr for Bytes {
 }
 
 impl fmt::Display for Bytes {
-    /// With the largest suffix that loses nothing.
+    /// Uses the largest suffix that represents the size exactly.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let exact = SUFFIXES
             .iter()
@@ -68,10 +68,10 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// A range that is not one, or that does not fit the drive.
+/// Error of a range that is invalid, or does not fit the drive.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub enum RangeError {
-    /// No plus sign.
+    /// The plus sign is missing.
     #[error("\"{0}\" is not a range: write START+LENGTH, such as 64G+64G")]
     Syntax(String),
     /// Start or length is not a size.
@@ -87,7 +87,7 @@ pub enum RangeError {
     /// The length is zero.
     #[error("A range that starts at {0} is empty: give it a length above 0")]
     Empty(Bytes),
-    /// The end has no 64-bit address.
+    /// The end does not fit 64 bits.
     #[error("The range of {length} from {start} ends beyond what 64 bits can count")]
     Overflow {
         /// First byte.
@@ -107,12 +107,12 @@ pub enum RangeError {
         part: &'static str,
         /// Size of a logical block in bytes.
         block: u64,
-        /// The next lower value that would do.
+        /// The next lower valid value.
         below: Bytes,
-        /// The next higher value that would do.
+        /// The next higher valid value.
         above: Bytes,
     },
-    /// A lease does not begin and end where leases do.
+    /// The start or end of a lease is not aligned to [`BOUNDARY`].
     #[error(
         "The {part} of range {range} is not a multiple of {boundary} bytes, as that of a lease has to be: {below} and \
          {above} are",
@@ -123,9 +123,9 @@ pub enum RangeError {
         range: ByteRange,
         /// `start` or `length`.
         part: &'static str,
-        /// The next lower value that would do.
+        /// The next lower valid value.
         below: Bytes,
-        /// The next higher value that would do.
+        /// The next higher valid value.
         above: Bytes,
     },
     /// The range ends beyond the drive.
@@ -143,18 +143,17 @@ pub enum RangeError {
     /// A lease has no extents.
     #[error("A lease without extents has no bytes: give it one extent at least")]
     NoExtents,
-    /// Two extents of one lease have a byte in common.
+    /// Two extents of one lease overlap.
     #[error("The extents {one} and {other} overlap: those of a lease have no byte in common")]
     ExtentsOverlap {
-        /// The extent that begins first.
+        /// The extent with the lower start.
         one: ByteRange,
-        /// The other.
+        /// The other extent.
         other: ByteRange,
     },
 }
 
-/// A range of bytes of a drive, never empty, whose end has a 64-bit address. Written
-/// `START+LENGTH`, each a [`Bytes`].
+/// A non-empty range of bytes of a drive, whose end fits 64 bits. Written `START+LENGTH`, each a [`Bytes`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "RawRange", into = "RawRange")]
 pub struct ByteRange {
@@ -162,7 +161,7 @@ pub struct ByteRange {
     length: u64,
 }
 
-/// A range as it is stored: plain numbers, checked when they are read.
+/// Serialized form of a range, validated on read.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawRange {
@@ -188,10 +187,10 @@ impl TryFrom<RawRange> for ByteRange {
 }
 
 impl ByteRange {
-    /// The `length` bytes from byte `start` on.
+    /// Creates a range of `length` bytes from byte `start`.
     ///
     /// # Errors
-    /// The range is empty, or its end has no 64-bit address.
+    /// The range is empty, or its end does not fit 64 bits.
     pub fn new(start: u64, length: u64) -> Result<Self, RangeError> {
         if length == 0 {
             return Err(RangeError::Empty(Bytes(start)));
@@ -217,21 +216,21 @@ impl ByteRange {
         self.length
     }
 
-    /// First byte behind the range.
+    /// First byte after the range.
     #[must_use]
     pub const fn end(&self) -> u64 {
-        // `new` checked that this has a 64-bit address.
+        // `new` checked that the sum fits 64 bits.
         self.start + self.length
     }
 
-    /// Returns whether any byte lies in both ranges.
+    /// Returns whether the ranges have a byte in common.
     #[must_use]
     pub const fn overlaps(&self, other: &Self) -> bool {
         self.start < other.end() && other.start < self.end()
     }
 
-    /// Checks that this range of a drive of so many bytes begins and ends where leases do. The last one may end with
-    /// the drive.
+    /// Checks that start and end are aligned for a lease ([`BOUNDARY`]). The end may also be `capacity`, the size of
+    /// the drive in bytes.
     ///
     /// # Errors
     /// [`RangeError::NotOnBoundary`].
@@ -251,7 +250,7 @@ impl ByteRange {
         Ok(())
     }
 
-    /// This range as logical blocks of `1 << lba_shift` bytes of a drive of `blocks` blocks.
+    /// Converts the range to logical blocks of `1 << lba_shift` bytes, on a drive of `blocks` blocks.
     ///
     /// # Errors
     /// Start or length is not a whole number of blocks, or the range ends beyond the drive.
@@ -274,7 +273,7 @@ impl ByteRange {
             blocks: self.length >> lba_shift,
         };
         if self.end() >> lba_shift > blocks {
-            // Saturates only where the drive is larger than any range, which then fits.
+            // Saturates only if the drive is larger than any range, and then the range fits.
             let capacity = blocks.saturating_mul(block);
             let advice = match capacity.checked_sub(self.start) {
                 Some(rest) if rest > 0 => format!(
@@ -329,7 +328,7 @@ pub struct LbaRange {
 }
 
 impl LbaRange {
-    /// Returns the same range in bytes. It lies in a namespace, whose size in bytes 64 bits count.
+    /// Returns the range in bytes. The namespace's size in bytes must fit 64 bits.
     #[must_use]
     pub const fn bytes(&self, lba_shift: u8) -> ByteRange {
         ByteRange {

@@ -1,4 +1,4 @@
-//! Counters of the data path: written by one poller, read by anybody.
+//! Counters of the data path. One poller writes each of them; any thread may read.
 
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 
@@ -7,25 +7,25 @@ use serde::{Deserialize, Serialize};
 use crate::clock::nanoseconds;
 use crate::spec::status::Status;
 
-/// Figures of a VM's memory, as its function has it mapped.
+/// Statistics of the VM memory that a function has mapped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryStats {
-    /// Regions that are mapped.
+    /// Currently mapped regions.
     pub regions: u64,
-    /// Their bytes.
+    /// Bytes of the mapped regions.
     pub bytes: u64,
-    /// Regions that were mapped so far. A guest with an IOMMU of its own maps pages for each command.
+    /// Regions mapped so far. A guest with a virtual IOMMU maps pages for each command.
     pub maps: u64,
-    /// Regions that were unmapped so far.
+    /// Regions unmapped so far.
     pub unmaps: u64,
 }
 
-/// A counter with one writer at a time, which therefore needs no locked instruction.
+/// A counter with one writer at a time, which needs no locked instruction.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Adds to the counter. Only its one writer may.
+    /// Adds to the counter. Only its one writer may call this.
     #[inline]
     pub fn add(&self, by: u64) {
         self.0.store(
@@ -59,26 +59,26 @@ impl Gauge {
     }
 }
 
-/// Most statuses that are told apart.
+/// Number of distinct statuses that are counted.
 const STATUSES: usize = 32;
 
-/// Commands that failed with a status. A status is never 0, which is success: 0 is a free place.
+/// Commands that failed with a status. A `code` of 0 (success) marks a free entry.
 #[derive(Debug, Default)]
 struct StatusCounter {
     code: AtomicU16,
     commands: AtomicU64,
 }
 
-/// Commands of a function that completed with an error, by status. Any thread may count.
+/// Failed commands of a function, by status. Any thread may count.
 #[derive(Debug, Default)]
 pub struct StatusCounters {
     counters: [StatusCounter; STATUSES],
-    /// Commands with other statuses than the first [`STATUSES`].
+    /// Commands with statuses beyond the first [`STATUSES`].
     others: AtomicU64,
 }
 
 impl StatusCounters {
-    /// Counts a command. Advice on repeating it makes no other status of it.
+    /// Counts a command. The hints on retries in the status are ignored.
     #[cold]
     pub fn count(&self, status: Status) {
         let code = status.code().0;
@@ -116,11 +116,11 @@ pub struct StatusCount {
     pub commands: u64,
 }
 
-/// Steps in which a power of two of latency is told apart: buckets are 25 % wide or less.
+/// Buckets per power of two of latency. A bucket is at most 25 % wide.
 const STEPS: usize = 4;
 const BUCKETS: usize = 48 * STEPS;
 
-/// Latencies of commands, from the moment a batch of them was taken to their completion.
+/// Latencies of commands, from the fetch of their batch to their completion.
 #[derive(Debug)]
 pub struct Histogram {
     buckets: [Counter; BUCKETS],
@@ -139,14 +139,14 @@ impl Default for Histogram {
 impl Histogram {
     #[inline]
     fn bucket(ticks: u64) -> usize {
-        // The two bits after the leading one are the step; below 4 ticks all is one step.
+        // The two bits after the leading one select the step; all values below 4 ticks fall into one step.
         let ticks = ticks.max(STEPS as u64);
         let power = ticks.ilog2() as usize;
         let step = (ticks >> (power - 2)) as usize % STEPS;
         ((power - 2) * STEPS + step).min(BUCKETS - 1)
     }
 
-    /// The most ticks that fall into a bucket.
+    /// Returns the largest number of ticks in a bucket.
     fn upper_bound(bucket: usize) -> u64 {
         let (power, step) = (bucket / STEPS, bucket % STEPS);
         ((STEPS + step + 1) as u64)
@@ -154,7 +154,7 @@ impl Histogram {
             .map_or(u64::MAX, |end| end - 1)
     }
 
-    /// Counts a command that took this long. Only the one writer may.
+    /// Counts a command with a latency of `ticks`. Only the one writer may call this.
     #[inline]
     pub fn record(&self, ticks: u64) {
         self.buckets[Self::bucket(ticks)].add(1);
@@ -163,7 +163,7 @@ impl Histogram {
         }
     }
 
-    /// Adds the commands of each bucket to `sum`.
+    /// Adds the counts of all buckets to `sum`.
     fn add_to(&self, sum: &mut Distribution) {
         for (sum, bucket) in sum.0.iter_mut().zip(&self.buckets) {
             *sum += bucket.get();
@@ -175,7 +175,7 @@ impl Histogram {
         (buckets, self.max.load(Ordering::Relaxed))
     }
 
-    /// Returns the bounds of quantiles of the commands, in microseconds, rounded up to a bucket.
+    /// Returns quantiles of the latency in microseconds, rounded up to a bucket.
     #[must_use]
     pub fn latency(&self) -> LatencyStats {
         let (buckets, max) = self.snapshot();
@@ -199,12 +199,12 @@ impl Histogram {
     }
 }
 
-/// Latencies of the commands of several queues.
+/// Latency distribution of several queues.
 #[derive(Debug)]
 pub(crate) struct Distribution([u64; BUCKETS]);
 
 impl Distribution {
-    /// Returns the sum of some histograms.
+    /// Returns the sum of `histograms`.
     pub(crate) fn sum<'a>(histograms: impl IntoIterator<Item = &'a Histogram>) -> Self {
         let mut sum = Self([0; BUCKETS]);
         for histogram in histograms {
@@ -213,7 +213,7 @@ impl Distribution {
         sum
     }
 
-    /// Returns the buckets that have commands, shortest latencies first.
+    /// Returns the buckets that are not empty, shortest latencies first.
     pub(crate) fn buckets(&self) -> Vec<LatencyBucket> {
         let counted = self
             .0
@@ -232,7 +232,7 @@ impl Distribution {
     }
 }
 
-/// Commands whose latencies lie between two bounds, which are 25 % apart at most.
+/// Commands with latencies between two bounds, which are at most 25 % apart.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LatencyBucket {
     /// Lower bound in nanoseconds.
@@ -243,8 +243,8 @@ pub struct LatencyBucket {
     pub commands: u64,
 }
 
-/// Returns the nanoseconds that a share of the commands took at most, rounded up to a bucket; `None` without commands. The
-/// buckets may be those of several functions.
+/// Returns the latency quantile `share` in nanoseconds, rounded up to a bucket; `None` without commands. The buckets
+/// may be from several functions.
 #[must_use]
 pub fn quantile(buckets: &[LatencyBucket], share: f64) -> Option<u64> {
     let mut buckets: Vec<&LatencyBucket> = buckets.iter().collect();
@@ -259,7 +259,7 @@ pub fn quantile(buckets: &[LatencyBucket], share: f64) -> Option<u64> {
     bucket.map(|bucket| bucket.to_ns)
 }
 
-/// Counters of one I/O queue pair, kept while queues come and go under its identifier.
+/// Counters of one I/O queue pair. They persist when the guest deletes and creates queues of the same identifier.
 #[derive(Debug, Default)]
 pub struct QueueCounters {
     /// Commands completed.
@@ -278,15 +278,15 @@ pub struct QueueCounters {
     pub media_errors: Counter,
     /// Interrupts raised.
     pub interrupts: Counter,
-    /// Looks at the doorbell after re-arming that found a new value: each saved a lost wake-up.
+    /// Doorbell checks after re-arming that found a new value. Each of them prevented a lost wake-up.
     pub rearm_saves: Counter,
-    /// Commands that were taken and are not completed, after the last batch.
+    /// Commands in flight after the last batch.
     pub in_flight: Gauge,
-    /// Ticks in which commands waited for the limits of their lease.
+    /// Ticks in which commands were delayed by the limits of their lease.
     pub throttled: Counter,
     /// Latencies of commands.
     pub latency: Histogram,
-    /// Doorbell writes that exited to the VMM. Written by the control thread.
+    /// Doorbell writes that exited to the VMM. The control thread writes this counter.
     pub doorbell_exits: Counter,
 }
 
@@ -299,34 +299,34 @@ pub struct LatencyStats {
     pub p99: f64,
     /// 99.9 % of the commands took at most this long.
     pub p999: f64,
-    /// The longest.
+    /// The longest latency.
     pub max: f64,
 }
 
-/// Use of the drive's queue pair behind a guest's.
+/// Use of the drive's queue pair that serves a guest's queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum HostQueueUse {
-    /// Queues of this lease alone, which reserved it.
+    /// Reserved by this lease and used only by its queues.
     Reserved,
-    /// This queue alone.
+    /// Used by this queue alone.
     Exclusive,
-    /// Others, too, in turn.
+    /// Shared in turn with other queues.
     Shared,
 }
 
-/// Queue pairs of a drive that the queues of one lease use.
+/// Use of the drive's queue pairs by the queues of one lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasePairStats {
-    /// Pairs that belong to the lease, used or not.
+    /// Pairs that the lease reserved, used or not.
     pub reserved: u16,
-    /// Queues that have another pair to themselves.
+    /// Queues that have an unreserved pair to themselves.
     pub exclusive: u16,
     /// Queues that share a pair with other queues.
     pub shared: u16,
 }
 
-/// Figures of one I/O queue pair.
+/// Statistics of one I/O queue pair.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct QueueStats {
     /// Queue Identifier of the Submission Queue.
@@ -343,7 +343,7 @@ pub struct QueueStats {
     pub read_bytes: u64,
     /// Bytes written by the guest.
     pub write_bytes: u64,
-    /// Commands that were taken and are not completed.
+    /// Commands in flight.
     #[serde(default)]
     pub in_flight: u64,
     /// Doorbell writes that exited to the VMM.
@@ -352,21 +352,20 @@ pub struct QueueStats {
     pub interrupts: u64,
     /// Commands that completed with an error.
     pub errors: u64,
-    /// Looks at the doorbell after re-arming that found a new value.
+    /// Doorbell checks after re-arming that found a new value.
     pub rearm_saves: u64,
-    /// Milliseconds in which commands waited for the limits of their lease.
+    /// Milliseconds in which commands were delayed by the limits of their lease.
     #[serde(default)]
     pub throttled_ms: u64,
-    /// Latencies of commands, from being taken to their completion.
+    /// Latencies of commands, from fetch to completion.
     pub latency_us: LatencyStats,
-    /// Use of the drive's queue pair behind it; `None` while there is none, or the drive has no bound on
-    /// them.
+    /// Use of the drive's queue pair; `None` while there is no pair, or if the drive does not limit their number.
     #[serde(default)]
     pub host_queue: Option<HostQueueUse>,
 }
 
 impl QueueCounters {
-    /// Returns what the SMART log page counts.
+    /// Returns the counts for the SMART log page.
     pub(crate) fn smart(&self) -> Counters {
         Counters {
             reads: self.reads.get(),
@@ -398,12 +397,12 @@ impl QueueCounters {
     }
 }
 
-/// Figures of one poller.
+/// Statistics of one poller.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PollerStats {
     /// The thread's name.
     pub name: String,
-    /// The processor it is pinned to, if it is.
+    /// The CPU that the thread is pinned to, if any.
     pub cpu: Option<usize>,
     /// Seconds since its start.
     #[serde(default)]
@@ -414,23 +413,23 @@ pub struct PollerStats {
     /// Seconds in which it slept.
     #[serde(default)]
     pub parked_seconds: f64,
-    /// Seconds for which it had a processor, by the kernel's clock of its thread: a millisecond behind at most while the
-    /// poller is awake.
+    /// CPU time by the kernel's clock of the thread, in seconds. At most a millisecond behind while the poller is
+    /// awake.
     #[serde(default)]
     pub processor_seconds: f64,
-    /// Share of its life so far in which it found work, 0 to 1.
+    /// Share of the time since its start in which it found work, 0 to 1.
     pub busy_share: f64,
-    /// Share of its life so far in which it slept, 0 to 1. It spun for the rest.
+    /// Share of the time since its start in which it slept, 0 to 1. It spun for the rest.
     pub parked_share: f64,
-    /// Shadow queues it runs.
+    /// Number of shadow queues that it runs.
     pub queues: usize,
-    /// Number of times that it went to sleep.
+    /// Number of times that the poller went to sleep.
     pub parks: u64,
-    /// Number of times that it woke up and found nothing to do.
+    /// Number of times that the poller woke up and found no work.
     pub spurious_wakes: u64,
 }
 
-/// Figures of one lease, for the SMART / Health Information log page and in snapshots.
+/// Counters of one lease, for the SMART / Health Information log page and snapshots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counters {
@@ -442,7 +441,7 @@ pub struct Counters {
     pub bytes_read: u64,
     /// Bytes written by the guest.
     pub bytes_written: u64,
-    /// Commands that failed for the media.
+    /// Commands that completed with a media error.
     pub media_errors: u64,
     /// Commands that completed with an error.
     pub errors: u64,
@@ -452,7 +451,7 @@ impl std::ops::Add for Counters {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        // A counter from a snapshot may be any number.
+        // A counter from a snapshot may have any value.
         Self {
             reads: self.reads.wrapping_add(other.reads),
             writes: self.writes.wrapping_add(other.writes),
@@ -479,7 +478,7 @@ impl std::ops::Sub for Counters {
     }
 }
 
-/// Figures of one guest controller's lease and queues.
+/// Statistics of one guest controller's lease and queues.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttachmentStats {
     /// The lease's id.
@@ -490,23 +489,23 @@ pub struct AttachmentStats {
     pub serial: String,
     /// Size of the lease in bytes.
     pub capacity_bytes: u64,
-    /// Path of doorbell writes to the pollers.
+    /// Mode of delivering doorbell writes to the pollers.
     pub doorbells: String,
-    /// Use of the drive's queue pairs; `None` if the drive has no bound on them.
+    /// Use of the drive's queue pairs; `None` if the drive does not limit their number.
     #[serde(default)]
     pub queue_pairs: Option<LeasePairStats>,
     /// The VM's memory.
     #[serde(default)]
     pub memory: MemoryStats,
-    /// The I/O queue pairs that did anything.
+    /// The I/O queue pairs that were used.
     pub queues: Vec<QueueStats>,
-    /// Latencies of the commands of all queues.
+    /// Latency distribution over all queues.
     #[serde(default)]
     pub latency: Vec<LatencyBucket>,
     /// Commands that completed with an error, by status.
     #[serde(default)]
     pub errors: Vec<StatusCount>,
-    /// Seconds of processor time that pollers spent for it, with work and without.
+    /// Seconds of processor time that pollers spent on the function, including polls without work.
     #[serde(default)]
     pub processor_seconds: f64,
 }

@@ -1,4 +1,4 @@
-//! Atomics and locks, which a model checker, or a simulator, replaces by its own.
+//! Atomics and locks, which a model checker (loom) or the simulation replaces.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{

@@ -1,5 +1,4 @@
-//! Source of all threads. A VMM that confines its threads starts those of pollers, and those that watch over drives,
-//! itself.
+//! Creation of all threads. A VMM that confines its threads can start pollers and drive monitor threads itself.
 #![expect(clippy::disallowed_methods, reason = "the one source of threads")]
 
 use std::fmt;
@@ -17,14 +16,14 @@ pub type Work = Box<dyn FnOnce() + Send>;
 
 type Spawn = dyn Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync;
 
-/// Starts threads: by itself, unless whoever runs the process wants to.
+/// Starts threads: by default in this process, or with a function that the VMM provides.
 #[derive(Clone)]
 pub struct Threads(Arc<Spawn>);
 
 impl Threads {
-    /// Threads that `spawn` starts, given a name and what the thread is to do. It is called while a
-    /// drive is opened, while a function attaches to its lease, and while a guest's admin command waits
-    /// for its queue. The thread that carries that out calls it.
+    /// Uses `spawn` to start threads. It gets the thread's name and work. `spawn` is called when a drive is opened,
+    /// when a function attaches to its lease, and when a guest's admin command waits for its queue. The thread that
+    /// does this work makes the call.
     pub fn from_spawn(
         spawn: impl Fn(&str, Work) -> io::Result<JoinHandle<()>> + Send + Sync + 'static,
     ) -> Self {
@@ -34,7 +33,7 @@ impl Threads {
     /// Starts a thread.
     ///
     /// # Errors
-    /// Returns the error of the kernel, or of the starter of threads.
+    /// Returns the error of the kernel or of the provided function.
     pub fn spawn(&self, name: &str, work: Work) -> io::Result<JoinHandle<()>> {
         (self.0)(name, work).inspect_err(|error| report(name, error))
     }
@@ -62,11 +61,11 @@ pub fn start_thread<T: Send + 'static>(
     thread.spawn(work).inspect_err(|error| report(name, error))
 }
 
-/// Logs that a thread cannot be started, with the limit that may be the cause. A guest may repeat its request at will, so
-/// this logs at most every ten seconds.
+/// Logs that a thread cannot be started, with the limit that may be the cause. A guest may repeat its request at will,
+/// so this logs at most once in ten seconds.
 fn report(name: &str, error: &io::Error) {
     static SAID: AtomicU64 = AtomicU64::new(0);
-    // Not 0, which stands for never.
+    // 0 means that nothing was logged yet.
     let now = clock::monotonic().as_secs() + 1;
     let said = SAID.load(Ordering::Relaxed);
     let is_due = said == 0 || now >= said + 10;
@@ -82,7 +81,7 @@ fn report(name: &str, error: &io::Error) {
     }
 }
 
-/// Names the limit that is reached, or those that may be.
+/// Names the exhausted limit, or the limits to check.
 fn cause(limit: Option<GroupLimit>) -> String {
     match limit {
         Some(limit) if limit.left() == 0 => format!(
@@ -95,16 +94,16 @@ fn cause(limit: Option<GroupLimit>) -> String {
     }
 }
 
-/// Runs `work` on a thread of its own and `meanwhile` on this one. Returns after both have ended.
+/// Runs `work` on another thread and `meanwhile` on the calling thread. Returns after both have ended.
 ///
 /// # Errors
-/// Returns the kernel's error. Then neither ran.
+/// Returns the kernel's error. Then neither has run.
 pub fn run_beside<T>(
     name: &str,
     work: impl FnOnce() + Send,
     meanwhile: impl FnOnce() -> T,
 ) -> io::Result<T> {
-    // In a simulation the two take turns as a whole.
+    // A simulation runs them one after the other.
     if cfg!(simulation) {
         work();
         return Ok(meanwhile());

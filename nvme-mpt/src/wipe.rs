@@ -1,15 +1,14 @@
-//! Erasing what another id left in a lease's range, before a guest gets it.
+//! Erases data of other ids in a lease's range before a guest gets the range.
 //!
-//! Write Zeroes does it, with its Deallocate bit where the drive promises zeroes in deallocated blocks:
-//! blocks read as zeroes after it in any case, while Dataset Management is advice that a drive may ignore.
-//! The log tells of it without being asked, since data goes and a server starts no sooner.
+//! The wipe uses Write Zeroes, with the Deallocate bit if the drive promises that deallocated blocks read as zeroes. In
+//! both cases the blocks read as zeroes afterwards. Dataset Management is only a hint that a drive may ignore. Each
+//! wipe is logged, because data is lost and the server starts later.
 //!
-//! The ledger has each part marked until it is zeroes and flushed, so a crash leaves nothing unnoticed.
+//! The ledger marks each part until it is zeroed and flushed, so a crash leaves no part unnoticed.
 //!
-//! Blocks that are known to be zeroes, as holes of a file are, are left out. The flush at the end makes them durable, too.
+//! Blocks that are known to be zero, such as holes of a file, are skipped. The final flush makes them durable as well.
 //!
-//! A command that a reset of the drive, or an Abort, took away is sent again, as by all drivers. The wipe goes on where it
-//! was.
+//! A command that a reset of the drive or an Abort cancelled is submitted again, and the wipe continues.
 
 use std::io;
 use std::sync::Arc;
@@ -33,25 +32,26 @@ use crate::spec::opcode::NvmOpcode;
 use crate::spec::sqe::Sqe;
 use crate::spec::status::Status;
 
-/// Commands in flight: enough for a drive to work on some at a time.
+/// Commands in flight, enough for the drive to work in parallel.
 const DEPTH: u16 = 8;
 
-/// Longest time without a completion, in pauses: the machine may stand still. A drive's own deadline is shorter.
+/// Longest time without a completion, measured in pauses because the machine may be suspended. The drive's own command
+/// timeout is shorter.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Attempts at a command that resets or Aborts take away. A drive that fails with a command again and again ends the wipe.
+/// Attempts at a command that resets or Aborts cancel. A drive that keeps cancelling it ends the wipe.
 const ATTEMPTS: u32 = 5;
 
-/// Time between two looks for completions.
+/// Pause between two polls for completions.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// Percent of a part between two lines of the log.
+/// Percentage of a part between two progress messages.
 const STEP: u64 = 10;
 
-/// A lease's range cannot be wiped. It stays marked.
+/// Error of a wipe. The part stays marked in the ledger.
 #[derive(Debug, thiserror::Error)]
 pub enum WipeError {
-    /// The drive has no command for it.
+    /// The drive has no Write Zeroes command.
     #[error(
         "Drive {drive} cannot be wiped from here: it has no Write Zeroes. Erase {range} by other means, then say \
          data=keep"
@@ -74,7 +74,7 @@ pub enum WipeError {
         /// Its status.
         status: Status,
     },
-    /// No command completes any more, or the drive is gone.
+    /// The drive completes no commands, or is gone.
     #[error("Wiping {range} of drive {drive} came to a stop: the drive completes no commands")]
     Stopped {
         /// The drive.
@@ -82,7 +82,7 @@ pub enum WipeError {
         /// Range that was to be wiped.
         range: ByteRange,
     },
-    /// It was stopped on request.
+    /// The wipe was stopped on request.
     #[error(
         "Wiping {range} of drive {drive} was stopped, as the server ends; it continues with the next start"
     )]
@@ -92,42 +92,42 @@ pub enum WipeError {
         /// Range that was to be wiped.
         range: ByteRange,
     },
-    /// The drive's queues or its cache cannot be used.
+    /// The drive's queues or its cache failed.
     #[error("Drive {drive} cannot be wiped")]
     Io {
         /// The drive.
         drive: String,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// The host controller does not give the lease.
+    /// The host controller refused to open the lease.
     #[error("Range {range} of drive {drive} cannot be leased to be wiped")]
     Lease {
         /// The drive.
         drive: String,
         /// Extents of the lease.
         range: Extents,
-        /// Why.
+        /// Cause.
         source: HostLeaseError,
     },
-    /// The end of it cannot be entered in the ledger.
+    /// The wiped part cannot be recorded in the ledger.
     #[error(transparent)]
     Ledger(#[from] LeaseError),
 }
 
-/// Bytes that this process has wiped, and whole parts.
+/// Bytes and whole parts that this process has wiped.
 static WIPED: (AtomicU64, AtomicU64) = (AtomicU64::new(0), AtomicU64::new(0));
 
 /// Amounts that this process has wiped since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wiped {
-    /// Bytes, also of parts that are being wiped.
+    /// Bytes, including those of unfinished parts.
     pub bytes: u64,
-    /// Parts that are wiped as a whole.
+    /// Parts that are completely wiped.
     pub parts: u64,
 }
 
-/// Returns what this process has wiped.
+/// Returns the amounts that this process has wiped.
 #[must_use]
 pub fn wiped() -> Wiped {
     let (bytes, parts) = &WIPED;
@@ -137,12 +137,12 @@ pub fn wiped() -> Wiped {
     }
 }
 
-/// Erases all [unwiped](Lease::unwiped) parts of a lease, and tells how far it is in the log.
+/// Erases all [unwiped](Lease::unwiped) parts of a lease, and logs the progress.
 ///
-/// It begins no further command after `stop` was set.
+/// After `stop` is set, no more commands are submitted.
 ///
 /// # Errors
-/// See [`WipeError`]; what is not wiped stays marked in the ledger.
+/// See [`WipeError`]; unwiped parts stay marked in the ledger.
 pub fn wipe(drive: &Arc<Drive>, lease: &Lease, stop: &AtomicBool) -> Result<(), WipeError> {
     if lease.unwiped().is_empty() {
         return Ok(());
@@ -157,7 +157,7 @@ pub fn wipe(drive: &Arc<Drive>, lease: &Lease, stop: &AtomicBool) -> Result<(), 
     wipe_with(drive, lease, host.as_ref(), stop)
 }
 
-/// As [`wipe`], with a lease that is open at the host controller.
+/// Like [`wipe`], with a lease that is already open at the host controller.
 pub(crate) fn wipe_with(
     drive: &Arc<Drive>,
     lease: &Lease,
@@ -187,7 +187,7 @@ pub(crate) fn wipe_with(
         let mut eraser = Eraser::new(drive, host, range).map_err(failed)?;
         eraser.run(stop)?;
         drop(eraser);
-        // Other parts of the lease had no other's data, and stay as they are.
+        // Only this part is reported as wiped. Other parts of the lease keep their content, such as written zones.
         host.wiped(&range);
         host.flush().map_err(failed)?;
         lease.wiped()?;
@@ -205,16 +205,16 @@ struct Eraser<'a> {
     queue: HostQueuePair,
     lists: ListMemory,
     table: RegionTable,
-    /// The next block that no command was made for, and the first behind the part.
+    /// Next block to wipe, and the first block after the part.
     next: u64,
     end: u64,
-    /// Blocks of one command at most.
+    /// Most blocks of one command.
     step: u64,
-    /// The commands in flight, by slot.
+    /// Commands in flight, by slot.
     flying: [Option<Piece>; DEPTH as usize],
-    /// Commands that a reset or an Abort took away.
+    /// Commands to submit again after a reset or an Abort.
     again: Vec<Piece>,
-    /// True if all is durable that was written before the wipe.
+    /// True once all writes from before the wipe are durable.
     is_flushed: bool,
 }
 
@@ -223,7 +223,7 @@ struct Eraser<'a> {
 struct Piece {
     /// The first block.
     block: Lba,
-    /// Attempts at it that were taken away.
+    /// Number of cancelled attempts.
     failed: u32,
 }
 
@@ -301,7 +301,7 @@ impl<'a> Eraser<'a> {
         }
     }
 
-    /// Takes the next piece, behind blocks that are zeroes already; `None` behind the last one.
+    /// Returns the next piece, after skipping zero blocks; `None` at the end of the part.
     fn next_piece(&mut self) -> Result<Option<Piece>, WipeError> {
         if let Some(piece) = self.again.pop() {
             return Ok(Some(piece));
@@ -315,10 +315,10 @@ impl<'a> Eraser<'a> {
         Ok(Some(Piece { block, failed: 0 }))
     }
 
-    /// Goes on behind blocks that are zeroes already.
+    /// Skips blocks that are already zero.
     fn leave_zeroes_out(&mut self) -> Result<(), WipeError> {
         let mut zeroes = self.leading_zeroes();
-        // Some file systems take data that they have not written yet for a hole.
+        // Some file systems report data that is not written back yet as a hole.
         if zeroes > 0 && !self.is_flushed {
             self.host.flush().map_err(|source| WipeError::Io {
                 drive: self.drive.path().to_string(),
@@ -334,7 +334,7 @@ impl<'a> Eraser<'a> {
         Ok(())
     }
 
-    /// Returns the number of blocks from the next one on that are known to be zeroes.
+    /// Returns the number of blocks from `next` on that are known to be zero.
     fn leading_zeroes(&self) -> u64 {
         let blocks = self.end - self.next;
         if blocks == 0 {

@@ -1,4 +1,4 @@
-//! Shared parts of several files' tests: plain values, and a guest that drives a function.
+//! Test support: plain values, and a guest driver for a function.
 
 use std::{
     ops::Range,
@@ -91,7 +91,7 @@ pub(crate) const DATA: u64 = 0x20_0000;
 /// No memory is mapped here.
 pub(crate) const NOWHERE: u64 = 0x80_0000;
 
-/// A clock that sleep alone moves: a wait ends when its end is there, however long a thread has no processor.
+/// Clock that only sleep advances: a wait never times out, however long its thread is preempted.
 #[derive(Debug, Default)]
 pub(crate) struct StillClock(Mutex<Duration>);
 
@@ -109,24 +109,24 @@ impl WaitClock for StillClock {
     }
 }
 
-/// Returns such a clock.
+/// Returns a clock that only sleep advances.
 pub(crate) fn still_clock() -> Arc<dyn WaitClock> {
     Arc::<StillClock>::default()
 }
 
-/// A drive of 64 MiB in memory.
+/// Returns a drive of 64 MiB in memory.
 pub(crate) fn drive() -> Arc<Drive> {
     let controller =
         SoftwareController::memory(64 << 20, 9, Allocation::AsWritten).expect("memory");
     Drive::new("memory:64M", Arc::new(controller), None).expect("a namespace")
 }
 
-/// An attachment to a drive of 64 MiB in memory, leased as a whole.
+/// Returns an attachment to a drive of 64 MiB in memory, leased as a whole.
 pub(crate) fn attachment(mode: DoorbellMode) -> Attachment {
     attachment_with(mode, drive(), &Ledger::in_process(), FunctionParts::Own)
 }
 
-/// An attachment to a drive that is leased as a whole.
+/// Returns an attachment to a drive that is leased as a whole.
 pub(crate) fn attachment_with(
     mode: DoorbellMode,
     drive: Arc<Drive>,
@@ -165,7 +165,7 @@ pub(crate) fn attachment_with(
         .with_clock(still_clock())
 }
 
-/// A function on such an attachment.
+/// Returns a function on such an attachment.
 pub(crate) fn function(mode: DoorbellMode, masking: MsixMasking) -> NvmeFunction {
     NvmeFunction::new(Arc::new(attachment(mode)), masking).with_clock(still_clock())
 }
@@ -190,7 +190,7 @@ pub(crate) fn map_memory(function: &NvmeFunction, memory: OwnedFd) {
     function.host().map(region).expect("mapped");
 }
 
-/// A guest's driver, as far as the admin queue goes.
+/// A guest's driver for the admin queue.
 pub(crate) struct Guest {
     pub(crate) function: NvmeFunction,
     pub(crate) interrupt: EventFd,
@@ -201,12 +201,12 @@ pub(crate) struct Guest {
 }
 
 impl Guest {
-    /// A guest that has not touched its controller yet.
+    /// Creates a guest that has not touched its controller yet.
     pub(crate) fn new(mode: DoorbellMode) -> Self {
         Self::on(function(mode, MsixMasking::Client), guest_memory())
     }
 
-    /// A guest of this function and with this memory.
+    /// Creates a guest of this function, with this memory.
     pub(crate) fn on(function: NvmeFunction, memory: OwnedFd) -> Self {
         map_memory(&function, memory);
         let interrupt = EventFd::new(EFD_NONBLOCK).expect("eventfd");
@@ -221,7 +221,7 @@ impl Guest {
         }
     }
 
-    /// A guest whose controller is ready.
+    /// Creates a guest and enables its controller.
     pub(crate) fn ready(mode: DoorbellMode) -> Self {
         let mut guest = Self::new(mode);
         guest.enable();
@@ -298,7 +298,7 @@ impl Guest {
         cid
     }
 
-    /// The next completion, if there is one. The controller is not told that it was taken.
+    /// Returns the next completion, if there is one. The head doorbell is not written.
     pub(crate) fn peek(&mut self) -> Option<Cqe> {
         let mut cqe = Cqe::new_zeroed();
         let bytes = self.read_memory(ADMIN_CQ + u64::from(self.cq_head) * 16, 16);
@@ -317,14 +317,14 @@ impl Guest {
         self.function.process_events();
     }
 
-    /// Takes the next completion, which there is.
+    /// Takes the next completion, which must exist.
     pub(crate) fn completion(&mut self) -> Cqe {
         let cqe = self.peek().expect("a completion");
         self.consume();
         cqe
     }
 
-    /// One admin command from submission to completion. Memory that it names and that is not there stays away.
+    /// Executes one admin command. Unmapped memory that it names stays unmapped.
     pub(crate) fn admin(&mut self, sqe: Sqe) -> Cqe {
         let cid = self.submit(sqe);
         if self.function.events_interval() == Some(LOOK_INTERVAL) {

@@ -1,18 +1,17 @@
 //! The guest-visible NVMe PCI function.
 //!
-//! [`NvmeFunction`] is an NVMe controller as a guest's own driver finds it. It follows the NVM Express Base
-//! Specification 2.0 with the NVM Command Set 1.0 and the PCIe Transport 1.0. It holds a [`nvme_mpt::HostSide`],
-//! which does the I/O. This crate has the registers, configuration space, interrupts and admin commands. The
-//! function's VMM or server brings accesses and memory to it and carries interrupts from it.
+//! [`NvmeFunction`] is an NVMe controller as a guest's own driver finds it. It follows the NVM Express Base Specification 2.0
+//! with the NVM Command Set 1.0 and the PCIe Transport 1.0. Its I/O is done by a [`nvme_mpt::HostSide`]. This crate implements
+//! the registers, configuration space, interrupts and admin commands. A VMM or a vfio-user server passes the guest's accesses
+//! and memory to the function and delivers its interrupts.
 //!
-//! Everything that a guest writes is untrusted. A wrong command completes with the status that the
-//! specification has for it; what no completion can tell sets `CSTS.CFS`.
+//! Everything that a guest writes is untrusted. An invalid command completes with the status that the specification defines for
+//! it. An error that no completion can report sets `CSTS.CFS`.
 //!
-//! Not implemented, and not advertised: INTx in a VMM's process, and masks of single MSI messages; Controller Memory
-//! Buffer and Persistent Memory Region; NVM Subsystem Reset; more than one namespace, and its management; metadata and
-//! protection information; firmware update, Format NVM, Sanitize, Security Send and Receive,
-//! Device Self-test, Directives; reservations; fused operations; SGLs in admin commands; Keep
-//! Alive, which a PCIe host has no need of.
+//! Not implemented, and not advertised: INTx in a VMM's process, and masks of single MSI messages; Controller Memory Buffer and
+//! Persistent Memory Region; NVM Subsystem Reset; more than one namespace, and namespace management; metadata and protection
+//! information; firmware update, Format NVM, Sanitize, Security Send and Receive, Device Self-test, Directives; reservations;
+//! fused operations; SGLs in admin commands; Keep Alive, which a PCIe host does not need.
 
 #![cfg_attr(
     test,

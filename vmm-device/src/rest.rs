@@ -1,23 +1,23 @@
-//! Makes functions rest together, so that another process can take their place.
+//! Pauses several functions together, so that another process can take over.
 //!
-//! Functions have drives of different speeds, and a drive may stand still. No guest is to notice that of another guest's drive.
+//! Drives differ in speed, and a drive may hang. That must not pause the guests of other drives noticeably.
 
 use std::time::Duration;
 
-/// Longest time for which a function rests while it waits for other functions to rest.
+/// Longest time for which a function stays paused while others are being paused.
 const REST: Duration = Duration::from_millis(100);
 
-/// Time that a function with a slow drive has to come to rest, while all others run.
+/// Time limit for pausing a function on a slow drive, while all others run.
 const SLOW_REST: Duration = Duration::from_secs(10);
 
-/// Makes all functions rest at the same time. `ask` makes the functions at some places rest within a time, each until its
-/// returned value is dropped.
+/// Pauses all functions at the same time. `ask` pauses the functions at the given indices within a time; each stays paused
+/// until its returned value is dropped.
 ///
-/// A drive may be slow, or not answer at all. No function rests longer than 100 ms for another function's drive, unless all
-/// rest in the end. So functions that do not rest in time are tried one by one, while all others run.
+/// A drive may be slow, or not answer at all. No function is paused for more than 100 ms on behalf of another function's drive,
+/// unless all can be paused in the end. So functions that are not paused in time are tried one by one, while all others run.
 ///
 /// # Errors
-/// The place of one that does not rest, and why.
+/// Returns the index of a function that cannot be paused, and the reason.
 pub fn rest_all<R>(
     count: usize,
     mut ask: impl FnMut(&[usize], Duration) -> Vec<Result<R, String>>,
@@ -38,7 +38,7 @@ pub fn rest_all<R>(
     if slow.is_empty() {
         return Ok(resting);
     }
-    // All go on. One that does not rest alone ends the attempt.
+    // All functions run again. The attempt fails if one of the slow ones cannot be paused even alone.
     drop(resting);
     for place in &slow {
         drop(rest_at(&[*place], SLOW_REST, &mut ask)?);
@@ -48,7 +48,7 @@ pub fn rest_all<R>(
     Ok(resting)
 }
 
-/// Makes the functions at some places rest, or none of them.
+/// Pauses the functions at the given indices, or none of them.
 fn rest_at<R>(
     places: &[usize],
     time: Duration,

@@ -1,22 +1,22 @@
 //! Abort (Base 2.0, section 5.1).
 //!
-//! Only requests for asynchronous events can be aborted: they are the commands that wait for
-//! something. I/O commands are with the host controller and complete by themselves; an abort of one
-//! says "not aborted", at once, and the host goes on to wait or to reset.
+//! Only Asynchronous Event Requests can be aborted, as they are the only commands that wait for long. I/O commands are with the
+//! host controller and complete on their own. An Abort of an I/O command returns "not aborted" at once, and the host then waits
+//! or resets.
 
 use nvme_mpt::spec::{admin::Abort, ids::QueueId};
 
 use super::{async_events::AsyncEvents, ring::Completion};
 
-/// Abort Command Limit, `ACL`: four, as is recommended. An abort never waits, so it is not needed.
+/// Abort Command Limit, `ACL`: four, the recommended value, although an Abort never waits.
 pub(super) const LIMIT_Z: u8 = 3;
 
-/// Completion dword 0, bit 0: whether the command was *not* aborted.
+/// Values of completion dword 0, bit 0: set if the command was *not* aborted.
 const ABORTED: u32 = 0;
 const NOT_ABORTED: u32 = 1;
 
-/// Aborts a command if it can be. Returns its completion if it has one now, which goes before that
-/// of the abort, and dword 0 of the abort's own.
+/// Aborts a command if possible. Returns the completion of the aborted command, which precedes the Abort's, and the Abort's
+/// dword 0.
 pub(super) fn abort(command: Abort, events: &mut AsyncEvents) -> (Option<Completion>, u32) {
     let request = if command.sqid == QueueId::ADMIN {
         events.abort(command.cid)

@@ -1,5 +1,5 @@
-//! Asynchronous events (Base 2.0, section 5.2): requests that wait, events that wait, and the
-//! masking of a type of events from its report until its log page is read.
+//! Asynchronous events (Base 2.0, section 5.2). After an event is reported, further events of its type are masked until its log
+//! page is read.
 
 use std::collections::VecDeque;
 
@@ -15,7 +15,7 @@ use nvme_mpt::{
 use super::ring::Completion;
 use crate::state::parts::AsyncEventsState;
 
-/// Asynchronous Event Request Limit, `AERL`: four requests, the least that is recommended.
+/// Asynchronous Event Request Limit, `AERL`: four, the recommended minimum.
 pub(super) const LIMIT_Z: u8 = 3;
 
 /// Asynchronous events of one controller.
@@ -23,14 +23,14 @@ pub(super) const LIMIT_Z: u8 = 3;
 pub(super) struct AsyncEvents {
     /// Requests that wait for an event, the oldest first.
     requests: VecDeque<CommandId>,
-    /// Events that wait for a request, each once.
+    /// Events that wait for a request, without duplicates.
     events: VecDeque<AsyncEvent>,
-    /// Types that were reported and whose log page was not read since, as bits.
+    /// Event types, as bits, that were reported and whose log page has not been read since.
     masked: u8,
 }
 
 impl AsyncEvents {
-    /// An Asynchronous Event Request: it waits until there is something to report.
+    /// Adds an Asynchronous Event Request, which waits for an event.
     pub(super) fn request(&mut self, cid: CommandId) -> Result<(), Status> {
         if self.requests.len() > usize::from(LIMIT_Z) {
             return Err(Status::ASYNC_EVENT_LIMIT_EXCEEDED);
@@ -39,7 +39,7 @@ impl AsyncEvents {
         Ok(())
     }
 
-    /// Takes back a request that waits, if it is one.
+    /// Aborts a waiting request.
     pub(super) fn abort(&mut self, cid: CommandId) -> Option<Completion> {
         let index = self.requests.iter().position(|request| *request == cid)?;
         self.requests.remove(index)?;
@@ -50,7 +50,7 @@ impl AsyncEvents {
         })
     }
 
-    /// Something happened. Returns whether that is news: an event that waits already is not.
+    /// Adds an event. Returns `false` if the same event is waiting already.
     pub(super) fn raise(&mut self, event: AsyncEvent) -> bool {
         let news = !self.events.contains(&event);
         if news {
@@ -59,14 +59,14 @@ impl AsyncEvents {
         news
     }
 
-    /// The same for what matters more than all that waits.
+    /// Adds an event in front of all others.
     pub(super) fn raise_first(&mut self, event: AsyncEvent) {
         self.events.retain(|other| *other != event);
         self.events.push_front(event);
     }
 
-    /// The completion of a request for which nothing happened, if one waits: the guest has an entry to find. No type of
-    /// events is masked by it, as there is no log page that unmasks it.
+    /// Completes a request without an event, so that the guest finds an entry. No event type is masked, as no log page would
+    /// unmask it.
     pub(super) fn report_nothing(&mut self) -> Option<Completion> {
         Some(Completion {
             cid: self.requests.pop_front()?,
@@ -75,13 +75,12 @@ impl AsyncEvents {
         })
     }
 
-    /// The log page of a type of events was read with Retain Asynchronous Event clear.
+    /// Unmasks an event type: its log page was read with Retain Asynchronous Event clear.
     pub(super) fn clear(&mut self, event_type: AsyncEventType) {
         self.masked &= !bit(event_type);
     }
 
-    /// The completion of a request with an event, if there are both. The type of the event is
-    /// masked from now on.
+    /// Returns the completion of a request with an event, if there are both. Masks the event's type.
     pub(super) fn report(&mut self) -> Option<Completion> {
         let masked = self.masked;
         let index = self
@@ -99,7 +98,7 @@ impl AsyncEvents {
     }
 }
 
-/// Events that can wait: there are fewer kinds of them.
+/// Upper bound on waiting events in a saved state. There are fewer kinds of events.
 const EVENTS_MAX: usize = 32;
 
 impl AsyncEvents {
@@ -137,7 +136,7 @@ impl AsyncEvents {
         Ok(())
     }
 
-    /// Restores the saved state, which has been checked.
+    /// Restores a checked state.
     pub(super) fn restored(state: &AsyncEventsState) -> Self {
         let AsyncEventsState {
             requests,

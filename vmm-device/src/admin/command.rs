@@ -1,4 +1,4 @@
-//! From a submission queue entry to an admin command: once, and before anything acts on it.
+//! Parsing of submission queue entries into admin commands.
 
 use nvme_mpt::spec::{
     admin::{Abort, CreateIoCq, CreateIoSq, DeleteQueue, GetFeatures, Identify, SetFeatures},
@@ -8,7 +8,7 @@ use nvme_mpt::spec::{
     status::Status,
 };
 
-/// An admin command that the controller knows.
+/// Admin command that the controller supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AdminCommand {
     DeleteIoSq(DeleteQueue),
@@ -25,7 +25,7 @@ pub(super) enum AdminCommand {
 }
 
 impl AdminCommand {
-    /// The command in an entry.
+    /// Parses an entry.
     pub(super) fn parse(sqe: &Sqe) -> Result<Self, Status> {
         let command = match AdminOpcode(sqe.opcode()) {
             AdminOpcode::DELETE_IO_SQ => Self::DeleteIoSq(sqe.into()),
@@ -39,11 +39,10 @@ impl AdminCommand {
             AdminOpcode::GET_FEATURES => Self::GetFeatures(sqe.into()),
             AdminOpcode::ASYNC_EVENT_REQUEST => Self::AsyncEventRequest,
             AdminOpcode::DOORBELL_BUFFER_CONFIG => Self::DoorbellBufferConfig,
-            // Keep Alive is among what is left: KAS is 0, as PCIe needs none of it (Base 2.0,
-            // section 3.9).
+            // Includes Keep Alive: KAS is 0, as PCIe does not need it (Base 2.0, section 3.9).
             _ => return Err(Status::INVALID_OPCODE),
         };
-        // No admin command is part of a fused operation, and none has SGLs on PCIe.
+        // Admin commands are never fused, and use no SGLs on PCIe.
         if sqe.cdw0.fuse() != Fuse::NORMAL || sqe.cdw0.psdt() != Psdt::PRP {
             return Err(Status::INVALID_FIELD);
         }

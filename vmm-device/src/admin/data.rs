@@ -1,6 +1,6 @@
-//! The data buffer of an admin command: PRP entries (Base 2.0, section 4.1.1).
+//! Data buffer of an admin command: PRP entries (Base 2.0, section 4.1.1).
 //!
-//! SGLs are not for admin commands on PCIe (Base 2.0, section 3.3.3.1, PSDT).
+//! Admin commands on PCIe do not use SGLs (Base 2.0, section 3.3.3.1, PSDT).
 
 use nvme_mpt::{
     DmaError, Gpa, GuestMemory,
@@ -14,27 +14,27 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::failure::Failure;
 
-/// CC.MPS is 0, the only value that CAP offers.
+/// Page size for CC.MPS = 0, the only value that CAP offers.
 const PAGE_SHIFT: u32 = 12;
 
-/// A part of a data buffer that lies in one memory page.
+/// Part of a data buffer within one memory page.
 type Segment = (Gpa, usize);
 
-/// Returns the failure of an access to memory that is not there.
+/// Returns the failure for an access to unmapped memory.
 fn not_mapped(_: DmaError) -> Failure {
     Failure::NotMapped(Status::DATA_TRANSFER_ERROR)
 }
 
-/// Buffer that the data of one admin command goes to or comes from.
+/// Data buffer of one admin command.
 pub(super) struct DataBuffer<'a> {
     memory: &'a GuestMemory,
     prp: [PrpEntry; 2],
-    /// Bytes that the command transfers by its own word, which decides what PRP2 means.
+    /// Transfer length in bytes by the command. It decides the meaning of PRP2.
     length: u64,
 }
 
 impl<'a> DataBuffer<'a> {
-    /// The buffer of a command that transfers `length` bytes.
+    /// Creates the buffer of a command that transfers `length` bytes.
     pub(super) fn new(memory: &'a GuestMemory, sqe: &Sqe, length: u64) -> Self {
         Self {
             memory,
@@ -43,7 +43,7 @@ impl<'a> DataBuffer<'a> {
         }
     }
 
-    /// Writes the beginning of the buffer, or all of it.
+    /// Writes the first `data.len()` bytes of the buffer, at most all of it.
     pub(super) fn write(&self, data: &[u8]) -> Result<(), Failure> {
         let mut rest = data;
         for (gpa, length) in self.segments(data.len() as u64)? {
@@ -54,7 +54,7 @@ impl<'a> DataBuffer<'a> {
         Ok(())
     }
 
-    /// Reads the beginning of the buffer, or all of it.
+    /// Reads the first `data.len()` bytes of the buffer, at most all of it.
     pub(super) fn read(&self, data: &mut [u8]) -> Result<(), Failure> {
         let mut rest = data;
         for (gpa, length) in self.segments(rest.len() as u64)? {
@@ -65,13 +65,12 @@ impl<'a> DataBuffer<'a> {
         Ok(())
     }
 
-    /// The first `wanted` bytes of the buffer, page by page. A PRP list is read once, and only as
-    /// far as they need it.
+    /// Returns the first `wanted` bytes of the buffer, split by page. A PRP list is read once, and only as far as needed.
     fn segments(&self, wanted: u64) -> Result<Vec<Segment>, Failure> {
         let [first, second] = self.prp;
         let wanted = wanted.min(self.length);
         if wanted == 0 {
-            // A command without data has no data pointer, whatever is in its place.
+            // The data pointer of a command without data is ignored.
             return Ok(Vec::new());
         }
         if !first.is_dword_aligned() {
@@ -96,20 +95,20 @@ impl<'a> DataBuffer<'a> {
                 return Err(Status::PRP_OFFSET_INVALID.into());
             }
             let here = left.min(prp.bytes_to_page_end(PAGE_SHIFT));
-            // At most a memory page.
+            // Fits: at most a memory page.
             segments.push((Gpa(prp.0), here as usize));
             left -= here;
         }
         Ok(segments)
     }
 
-    /// The first `wanted` of `entries` entries of a PRP list.
+    /// Reads the first `wanted` of a PRP list's `entries` entries.
     fn list(&self, list: PrpEntry, entries: u64, wanted: u64) -> Result<Vec<PrpEntry>, Failure> {
         let mut list = PrpList::new(list, entries, PAGE_SHIFT);
         let mut found = Vec::new();
         loop {
             let page = list.page().ok_or(Status::PRP_OFFSET_INVALID)?;
-            // The wanted entries of this page, and the entry that leads to the next page if more are wanted.
+            // Includes the link to the next page if more entries are wanted.
             let missing = wanted - found.len() as u64;
             let length = missing.min(page.count);
             let mut here = vec![PrpEntry::new_zeroed(); length as usize];

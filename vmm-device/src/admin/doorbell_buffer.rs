@@ -1,8 +1,8 @@
 //! Doorbell Buffer Config (Base 2.0, section 5.8).
 //!
-//! I/O queues are served from the buffers. The admin queue's places in them are kept such that every move
-//! of a doorbell leads to a register write, see [`AdminRings`](super::ring::AdminRings). A reset of the
-//! controller forgets the buffers: their pages may be anything by the time the next driver looks at them.
+//! I/O queues are served from the buffers. The admin queue's buffer entries are kept such that every doorbell move leads to a
+//! register write, see [`AdminRings`](super::ring::AdminRings). A controller reset drops the buffers: the next driver may use
+//! their pages for other data.
 
 use nvme_mpt::{
     DoorbellBuffer, Gpa, LeaseFacts, QueueError,
@@ -11,12 +11,12 @@ use nvme_mpt::{
 
 use super::{Controller, failure::Failure};
 
-/// Returns whether the command is offered.
+/// Returns whether the controller offers the command.
 pub(super) fn is_supported(facts: &LeaseFacts) -> bool {
     facts.doorbells.offers_buffer()
 }
 
-/// Lets the guest write its doorbells to memory. Returns the pages.
+/// Sets the Doorbell Buffer and returns its pages.
 pub(super) fn configure(controller: Controller<'_>, sqe: &Sqe) -> Result<DoorbellBuffer, Failure> {
     if !is_supported(controller.facts) {
         return Err(Status::INVALID_OPCODE.into());

@@ -1,4 +1,4 @@
-//! The Error Information log (Base 2.0, section 5.16.1.2): the newest errors, newest first.
+//! The Error Information log (Base 2.0, section 5.16.1.2), newest entry first.
 
 use std::collections::VecDeque;
 
@@ -14,14 +14,14 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::state::parts::ErrorLogState;
 
-/// Error Log Page Entries, `ELPE`: 64, which fill a memory page.
+/// Error Log Page Entries, `ELPE`: 64 entries, one memory page.
 pub(super) const ENTRIES_Z: u8 = 63;
 const ENTRIES: usize = ENTRIES_Z as usize + 1;
 
-/// SQID and CID of an error that is not a command's.
+/// SQID and CID of an error without a command.
 const NO_COMMAND: u16 = 0xFFFF;
 
-/// Errors since the function was made; a reset of the controller forgets none.
+/// Errors of the function's whole life; a controller reset keeps them.
 #[derive(Debug, Default)]
 pub(super) struct ErrorLog {
     entries: VecDeque<ErrorInformation>,
@@ -29,7 +29,7 @@ pub(super) struct ErrorLog {
 }
 
 impl ErrorLog {
-    /// A command completed with an error.
+    /// Logs the error of a command.
     pub(super) fn command_failed(&mut self, error: &ErrorEntry) {
         self.push(ErrorInformation {
             sqid: error.sqid,
@@ -42,7 +42,7 @@ impl ErrorLog {
         });
     }
 
-    /// Something went wrong that is no command's fault.
+    /// Logs an error that belongs to no command.
     pub(super) fn controller_failed(&mut self, status: Status) {
         self.push(ErrorInformation {
             sqid: QueueId(NO_COMMAND),
@@ -54,12 +54,12 @@ impl ErrorLog {
         });
     }
 
-    /// Errors so far, those included that the log does not hold any more.
+    /// Returns the number of errors so far, including those that have left the log.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
 
-    /// The log page: entries that were never used are zero.
+    /// Returns the log page. Unused entries are zero.
     pub(super) fn page(&self) -> Vec<u8> {
         let mut page: Vec<u8> = self
             .entries
@@ -90,7 +90,7 @@ impl ErrorLog {
         Err(StateError::invalid("bytes of the error log", len, valid))
     }
 
-    /// Restores the saved state, which has been checked.
+    /// Restores a checked state.
     pub(super) fn restored(state: &ErrorLogState) -> Self {
         let entries = state.entries.chunks_exact(size_of::<ErrorInformation>());
         Self {

@@ -4,18 +4,17 @@ use std::io;
 
 use nvme_mpt::{QueueError, spec::status::Status};
 
-/// Failure of a command.
+/// Failure of an admin command.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// The command fails, as it does when it comes again. The controller goes on.
+    /// The command fails, and would fail again if retried.
     Command(Status),
-    /// The command fails, and may succeed when it comes again.
+    /// The command fails, but may succeed if retried.
     ForNow(Status),
-    /// Memory that the command names is not there, and the VMM may bring it back. The command fails with this status if it
-    /// does not.
+    /// The command names unmapped memory. It waits for the VMM to map that again, and fails with this status otherwise.
     NotMapped(Status),
-    /// The command is to change an I/O queue that has commands in flight. The queue takes no more commands, and this one is
-    /// carried out again.
+    /// The command changes an I/O queue that has commands in flight. The queue takes no further commands, and this command is
+    /// carried out later.
     Waits,
 }
 
@@ -37,7 +36,7 @@ impl From<Status> for Failure {
 }
 
 impl From<QueueError> for Failure {
-    /// The failure of a command whose queue could not be created, deleted or changed.
+    /// Converts the failure to create, delete or change a queue.
     fn from(error: QueueError) -> Self {
         Self::Command(match &error {
             QueueError::NoSuchQueue { .. }
@@ -55,7 +54,7 @@ impl From<QueueError> for Failure {
             }
             QueueError::Host { source, .. } => {
                 log::error!("{error}: {source}");
-                // A drive that is reset again and again, say.
+                // For example, a drive that is reset again and again.
                 if source.kind() == io::ErrorKind::ResourceBusy {
                     return Self::ForNow(Status::INTERNAL_ERROR);
                 }

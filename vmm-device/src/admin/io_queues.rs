@@ -1,5 +1,5 @@
-//! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The host side checks the place of a queue, its
-//! size and its vector; here is what the admin commands add.
+//! Creation and deletion of I/O queues (Base 2.0, sections 5.4 to 5.7). The host side checks a queue's address, size and
+//! vector; this file has the other checks of the admin commands.
 
 use nvme_mpt::{
     CqConfig, Gpa, QueueError, SqConfig,
@@ -14,14 +14,14 @@ use nvme_mpt::{
 
 use super::{Controller, failure::Failure};
 
-/// Parts from which I/O queues are created.
+/// Context for creating and deleting I/O queues.
 pub(super) struct IoQueues<'a> {
     pub(super) controller: Controller<'a>,
-    /// Queues of each kind that were allocated by the Number of Queues feature.
+    /// Numbers of queues allocated by the Number of Queues feature.
     pub(super) allocated: Allocated,
 }
 
-/// I/O queues of each kind that a host may create: identifiers 1 to that number.
+/// Numbers of I/O queues that a host may create. Valid identifiers are 1 to these numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Allocated {
     pub(super) submission: u16,
@@ -31,9 +31,9 @@ pub(super) struct Allocated {
 impl IoQueues<'_> {
     pub(super) fn create_cq(&self, command: CreateIoCq, base: Gpa) -> Result<CqConfig, Failure> {
         require_id(command.qid, self.allocated.completion)?;
-        // CAP.CQR: queues are physically contiguous.
+        // CAP.CQR: queues must be physically contiguous.
         require(command.pc, Status::INVALID_FIELD)?;
-        // An entry size that was not set yet is reported as an invalid queue size.
+        // An entry size that was not set yet counts as an invalid queue size.
         require(
             self.controller.cc.iocqes() == IOCQES,
             Status::INVALID_QUEUE_SIZE,
@@ -50,8 +50,8 @@ impl IoQueues<'_> {
 
     pub(super) fn create_sq(&self, command: CreateIoSq, base: Gpa) -> Result<SqConfig, Failure> {
         require_id(command.qid, self.allocated.submission)?;
-        // An identifier that no completion queue can have is invalid; one that none has yet names a
-        // completion queue that is.
+        // An identifier beyond the allocated range is an invalid queue identifier; an unused one in the range is an invalid
+        // completion queue.
         require_id(command.cqid, self.allocated.completion)?;
         require(command.pc, Status::INVALID_FIELD)?;
         require(
@@ -91,7 +91,7 @@ impl IoQueues<'_> {
     }
 }
 
-/// Returns the number of entries by the field QSIZE.
+/// Returns the number of entries from the zero-based field QSIZE.
 fn entries(qsize_z: u16) -> u32 {
     u32::from(qsize_z) + 1
 }

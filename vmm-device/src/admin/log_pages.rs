@@ -27,8 +27,8 @@ use super::{
     subject::Subject,
 };
 
-/// The log pages there always are, among them all that version 2.0 demands of an I/O controller (Base 2.0,
-/// section 3.1.2.1.2).
+/// Log pages that are always supported, including all that version 2.0 requires of an I/O controller (Base 2.0, section
+/// 3.1.2.1.2).
 const SUPPORTED: [LogPageId; 7] = [
     LogPageId::SUPPORTED_LOG_PAGES,
     LogPageId::ERROR_INFORMATION,
@@ -39,7 +39,7 @@ const SUPPORTED: [LogPageId; 7] = [
     LogPageId::FEATURES_SUPPORTED_AND_EFFECTS,
 ];
 
-/// Admin commands that are always there.
+/// Admin commands that are always supported.
 const ADMIN_COMMANDS: [AdminOpcode; 10] = [
     AdminOpcode::DELETE_IO_SQ,
     AdminOpcode::CREATE_IO_SQ,
@@ -53,7 +53,7 @@ const ADMIN_COMMANDS: [AdminOpcode; 10] = [
     AdminOpcode::ASYNC_EVENT_REQUEST,
 ];
 
-/// Data of log pages.
+/// Sources of the log pages' data.
 pub(super) struct LogPages<'a> {
     pub(super) subject: Subject<'a>,
     pub(super) features: &'a Features,
@@ -61,20 +61,20 @@ pub(super) struct LogPages<'a> {
     pub(super) errors: &'a ErrorLog,
     pub(super) counters: Counters,
     pub(super) health: &'a Health,
-    /// True if the namespace changed since the host was told which.
+    /// Set if the namespace has changed since the host last read the list.
     pub(super) namespace_changed: bool,
-    /// Changes since the host was told which, if the command set has a list of them.
+    /// Changes since the host last read the list, if the command set has a change list.
     pub(super) changes: Option<&'a Changes>,
 }
 
 impl LogPages<'_> {
-    /// The part of a log page that a command asks for. It ends with the page, whatever length the
-    /// command has: dwords beyond the page are undefined (Base 2.0, section 5.16).
+    /// Returns the requested part of a log page. It ends with the page even if the command asks for more: dwords beyond the
+    /// page are undefined (Base 2.0, section 5.16).
     pub(super) fn read(&self, request: &LogPageRequest, nsid: Nsid) -> Result<Vec<u8>, Status> {
         if request.length() > self.subject.limits.max_transfer() {
             return Err(Status::INVALID_FIELD);
         }
-        // Offsets are bytes; that they could be indices is not advertised for any page.
+        // Offsets are bytes. No page advertises index offsets.
         if request.ot || !request.lpo.is_multiple_of(4) {
             return Err(Status::INVALID_FIELD);
         }
@@ -92,7 +92,7 @@ impl LogPages<'_> {
             LogPageId::SUPPORTED_LOG_PAGES => Ok(self.supported()),
             LogPageId::ERROR_INFORMATION => Ok(self.errors.page()),
             LogPageId::SMART_HEALTH => {
-                // The controller's page and its one namespace's page are the same.
+                // With one namespace, the controller's page and the namespace's page are the same.
                 if !matches!(nsid, Nsid::NONE | Nsid::BROADCAST) {
                     self.subject.require_namespace(nsid)?;
                 }
@@ -104,7 +104,7 @@ impl LogPages<'_> {
             LogPageId::FEATURES_SUPPORTED_AND_EFFECTS => Ok(self.supported_features()),
             lid if self.change_list().is_some_and(|list| list.lid == lid) => {
                 let changes = self.changes.ok_or(Status::INVALID_LOG_PAGE)?;
-                // It is of one namespace.
+                // The change list belongs to one namespace.
                 self.subject.require_namespace(nsid)?;
                 Ok(changes.page())
             }
@@ -142,8 +142,8 @@ impl LogPages<'_> {
         log.as_bytes().to_vec()
     }
 
-    /// SMART / Health Information (Base 2.0, section 5.16.1.3): the state is the drive's, what is
-    /// counted is the lease's, of the life of the function.
+    /// SMART / Health Information (Base 2.0, section 5.16.1.3). The state is the drive's; the counters are the lease's, for the
+    /// function's life.
     fn smart_health(&self) -> Vec<u8> {
         let counters = &self.counters;
         let mut log = self.health.page(self.features);
@@ -156,7 +156,7 @@ impl LogPages<'_> {
         log.as_bytes().to_vec()
     }
 
-    /// Changed Namespace List (Base 2.0, section 5.16.1.5), as the guest numbers them.
+    /// Changed Namespace List (Base 2.0, section 5.16.1.5), with the guest's namespace identifiers.
     fn changed_namespaces(&self) -> Vec<u8> {
         let mut log = ChangedNamespaceList::new_zeroed();
         if self.namespace_changed {
@@ -165,8 +165,8 @@ impl LogPages<'_> {
         log.as_bytes().to_vec()
     }
 
-    /// Commands Supported and Effects (Base 2.0, section 5.16.1.6). A command set that is not there
-    /// has no commands; tools go through all that they know and take an error for the end.
+    /// Commands Supported and Effects (Base 2.0, section 5.16.1.6). An absent command set has an empty page: tools query all
+    /// sets that they know and stop at an error.
     fn commands(&self, csi: Csi) -> Vec<u8> {
         let supported = CommandEffects::default().with_csupp(true);
         let mut log = CommandsSupportedAndEffects::new_zeroed();
@@ -183,7 +183,7 @@ impl LogPages<'_> {
     }
 }
 
-/// The type of events that reading a log page clears, of those that all command sets have.
+/// Returns the event type that reading a log page unmasks, for pages common to all command sets.
 pub(super) fn cleared_by(lid: LogPageId) -> Option<AsyncEventType> {
     match lid {
         LogPageId::ERROR_INFORMATION => Some(AsyncEventType::ERROR),
@@ -193,7 +193,7 @@ pub(super) fn cleared_by(lid: LogPageId) -> Option<AsyncEventType> {
     }
 }
 
-/// Firmware Slot Information (Base 2.0, section 5.16.1.4): one slot, which is what runs.
+/// Firmware Slot Information (Base 2.0, section 5.16.1.4): one slot, with the running firmware.
 fn firmware_slots() -> Vec<u8> {
     let mut log = FirmwareSlots::new_zeroed();
     log.afi = ActiveFirmware::default().with_active(1);
@@ -201,7 +201,7 @@ fn firmware_slots() -> Vec<u8> {
     log.as_bytes().to_vec()
 }
 
-/// Thousands of 512 bytes, rounded up.
+/// Converts bytes into thousands of 512 bytes, rounded up.
 fn data_units(bytes: u64) -> U128 {
     wide(bytes.div_ceil(512 * 1000))
 }

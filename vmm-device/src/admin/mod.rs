@@ -1,8 +1,7 @@
-//! The admin queue and the commands in it (Base 2.0, section 5).
+//! The admin queue and its commands (Base 2.0, section 5).
 //!
-//! One command after the other is taken, carried out and completed, on the thread that calls
-//! [`Admin::run`] and never on a poller. Requests for asynchronous events wait, and so do commands that change an I/O queue
-//! which has commands in flight.
+//! Commands are taken, carried out and completed one after the other, on the thread that calls [`Admin::run`], never on a
+//! poller. Two kinds wait: requests for asynchronous events, and commands that change an I/O queue with commands in flight.
 
 mod abort;
 mod async_events;
@@ -61,67 +60,66 @@ use self::{
 pub(crate) use self::{health::WATCH_INTERVAL, suspension::LOOK_INTERVAL};
 use crate::{registers::AdminQueues, state::parts::AdminState};
 
-/// Store of the state of the admin queue, with the I/O queues that there are.
+/// Callback that stores the admin queue's state together with the existing I/O queues.
 pub(crate) type Keep<'a> = &'a dyn Fn(AdminState, &KeptQueues);
 
-/// Parts that admin commands act upon, apart from the state that they keep here.
+/// Parts of the function that admin commands act upon.
 #[derive(Clone, Copy)]
 pub(crate) struct Controller<'a> {
     pub(crate) host: &'a dyn HostSide,
     pub(crate) facts: &'a LeaseFacts,
     pub(crate) shared: &'a SharedParts,
     pub(crate) cc: Cc,
-    /// End of all waits for commands in flight.
+    /// Deadline for all waits for commands in flight.
     pub(crate) deadline: &'a Deadline,
-    /// Stores the state before each completion is posted, for the process after this one.
+    /// Stores the state before each completion is posted, for the successor process.
     pub(crate) keep: Option<Keep<'a>>,
 }
 
-/// The admin queue and the state that admin commands read and change.
+/// Admin queue, and the state that admin commands read and change.
 #[derive(Debug)]
 pub(crate) struct Admin {
     rings: Option<AdminRings>,
-    /// Wait for memory of the rings.
+    /// Wait for memory of the rings that the VMM has unmapped.
     suspension: Suspension,
-    /// Wait for memory that a command names. The command is postponed meanwhile.
+    /// Wait for memory that a command names. The command is in `postponed` then.
     command_suspension: Suspension,
-    /// Completions that were not posted yet, in order. No command is taken while there are any,
-    /// so there are never more than an abort makes.
+    /// Completions that were not posted yet, in order. No command is taken while there are any, so their number is limited to
+    /// what one Abort produces.
     unposted: VecDeque<Completion>,
-    /// The process before may have posted the first of them, and the guest may have consumed it.
+    /// Set after a restore: the predecessor may have posted the first of `unposted`, and the guest may have consumed it.
     may_be_posted: bool,
-    /// A command that is carried out again: by the next host side if the one before went meanwhile, or once memory
-    /// that it names is back.
+    /// Command to carry out again: after the host side's next process has connected, or once memory that it names is back.
     postponed: Option<Sqe>,
     features: Features,
     events: AsyncEvents,
     errors: ErrorLog,
     health: Health,
-    /// Critical warnings that there are and that need no further event, as they were one already.
+    /// Present critical warnings that were already reported.
     warned: CriticalWarning,
-    /// The namespace is in the Changed Namespace List.
+    /// Set if the namespace is in the Changed Namespace List.
     namespace_changed: bool,
     /// I/O queues that the guest has created.
     queues: KeptQueues,
     commands: u64,
     aborts: u64,
-    /// Doorbell Buffer that the command which is carried out has set up.
+    /// Doorbell Buffer that the current command has set up.
     new_buffer: Option<DoorbellBuffer>,
     clock: Arc<dyn WaitClock>,
-    /// Commands that change an I/O queue which has commands in flight, in the order in which they came.
+    /// Commands that wait for commands in flight on the I/O queue that they change, in order of arrival.
     held: VecDeque<Sqe>,
-    /// Events that came with errors of commands, until the function has taken them.
+    /// Events that were read together with command errors, for the function to take.
     put_off: Vec<Event>,
 }
 
-/// Most commands that wait for I/O commands in flight. A further one blocks all commands behind it.
+/// Maximum length of `held`. A further such command blocks all commands behind it.
 const HELD_MAX: usize = 64;
 
-/// Continuation of a command that was carried out.
+/// Result of executing a command.
 enum Outcome {
-    /// It completes, with dword 0 of its completion.
+    /// The command completes, with this dword 0.
     Done(u32),
-    /// It waits.
+    /// The command waits for an event.
     Waits,
 }
 
@@ -150,21 +148,21 @@ impl Admin {
         }
     }
 
-    /// Goes by another clock, before the first command.
+    /// Replaces the clock, before the first command.
     pub(crate) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.features = Features::new(&clock);
         self.health.set_clock(clock.clone());
         self.clock = clock;
     }
 
-    /// The controller was enabled: the admin queues are empty and begin where it says.
+    /// Sets up empty admin queues after the controller was enabled.
     pub(crate) fn enable(&mut self, queues: AdminQueues, host: &dyn HostSide) {
         self.reset();
         host.set_coalescing(self.features.coalescing());
         self.rings = AdminRings::new(queues);
     }
 
-    /// The controller was reset. The error log and what is counted live as long as the function.
+    /// Resets the admin state with the controller. The error log and the counters live as long as the function.
     pub(crate) fn reset(&mut self) {
         self.rings = None;
         self.suspension.end();
@@ -180,22 +178,22 @@ impl Admin {
         self.queues = KeptQueues::default();
     }
 
-    /// Returns whether memory of the rings, or that a command names, has to be looked for every [`LOOK_INTERVAL`].
+    /// Returns whether unmapped memory must be checked for every [`LOOK_INTERVAL`].
     pub(crate) fn waits_for_memory(&self) -> bool {
         self.suspension.is_on() || self.command_suspension.is_on()
     }
 
-    /// I/O queues that the guest has created.
+    /// Returns the I/O queues that the guest has created.
     pub(crate) fn queues(&self) -> &KeptQueues {
         &self.queues
     }
 
-    /// Every I/O command fails until the next reset.
+    /// Records that all I/O commands fail until the next reset.
     pub(crate) fn note_revoked(&mut self) {
         self.queues.revoked = true;
     }
 
-    /// Commands taken so far.
+    /// Returns the number of commands taken.
     pub(crate) fn commands(&self) -> u64 {
         self.commands
     }
@@ -205,12 +203,12 @@ impl Admin {
         self.aborts
     }
 
-    /// Takes over what the admin doorbells hold. Returns whether another look is due.
+    /// Reads the admin doorbells. Returns whether to read them again soon.
     pub(crate) fn ring(&mut self, shared: &SharedParts) -> bool {
         let Some(rings) = &mut self.rings else {
             return false;
         };
-        // A head behind that completion is valid once it is posted again.
+        // After a restore, the guest's head may be beyond the first completion. It is valid only once that is posted again.
         if self.may_be_posted && rings.has_room() {
             return true;
         }
@@ -221,12 +219,12 @@ impl Admin {
         look.moves_on
     }
 
-    /// A doorbell was written whose queue does not exist.
+    /// Reports a write to a doorbell whose queue does not exist.
     pub(crate) fn report_unknown_doorbell(&mut self) {
         self.report_doorbell(AsyncEvent::INVALID_DOORBELL_REGISTER);
     }
 
-    /// Something happened on an I/O queue or to the drive that the guest can be told of.
+    /// Reports an event of an I/O queue or the drive to the guest.
     pub(crate) fn report(&mut self, event: &Event, host: &dyn HostSide) {
         match event {
             Event::InvalidDoorbell { .. } => {
@@ -236,12 +234,12 @@ impl Admin {
             Event::QueueFailed { .. } => self.errors.controller_failed(Status::INTERNAL_ERROR),
             Event::Drive(event) => self.report_drive(*event, host),
             Event::Changes => self.report_changes(host),
-            // The function decides what the guest learns of it.
+            // The function decides what to report of it.
             Event::HostSide(_) => {}
         }
     }
 
-    /// The command set's list of changes has another one.
+    /// Reports a new entry in the command set's change list.
     fn report_changes(&mut self, host: &dyn HostSide) {
         let Some(list) = host.facts().namespace.command_sets.own().change_list else {
             return;
@@ -251,23 +249,22 @@ impl Admin {
         }
     }
 
-    /// The I/O queues are lost, and only a reset goes on. The guest is told at once, if it listens.
+    /// Reports that the I/O queues are lost and a reset is needed. The event precedes all others.
     pub(crate) fn report_lost_queues(&mut self) {
         self.errors.controller_failed(Status::INTERNAL_ERROR);
         self.events
             .raise_first(AsyncEvent::PERSISTENT_INTERNAL_ERROR);
     }
 
-    /// The drive, or what it is divided into, is not what it was.
+    /// Reports an event of the drive or its namespaces.
     fn report_drive(&mut self, event: DriveEvent, host: &dyn HostSide) {
         match event {
             DriveEvent::Health => self.read_health(host),
             DriveEvent::NamespaceChanged(_) => self.report_namespace(),
-            // Each command that it interrupted is an error of its own.
+            // Each interrupted command is logged as an error.
             DriveEvent::Reset => {}
-            // Without its drive, a driver does best to forget the namespace: it asks which are active, finds none,
-            // and fails its remaining commands. It would reset a controller in a fatal state again and again, and
-            // notice that state by time-outs alone.
+            // If the namespace disappears, a driver asks for the active namespaces, finds none, and fails its remaining
+            // commands. CSTS.CFS would be worse: drivers notice it only by timeouts, and reset the controller again and again.
             DriveEvent::Gone => {
                 self.errors.controller_failed(Status::INTERNAL_ERROR);
                 self.report_namespace();
@@ -283,14 +280,14 @@ impl Admin {
         }
     }
 
-    /// Returns whether the drive has to be asked for its health now and then.
+    /// Returns whether the drive's health must be polled.
     pub(crate) fn watches_health(&self, facts: &LeaseFacts) -> bool {
-        // Damage is for the log, too, whatever the guest wants to hear of.
+        // Damage goes into the log even if the guest has not enabled the events.
         let wanted = self.features.async_events().critical_warnings().0 != 0;
         facts.can_be_damaged || (wanted && self.health.can_change())
     }
 
-    /// Asks the drive for its health, if it was not asked for long.
+    /// Polls the drive's health if that is due.
     pub(crate) fn watch_health(&mut self, controller: Controller<'_>) {
         if self.watches_health(controller.facts) && self.health.is_due() {
             self.read_health(controller.host);
@@ -303,13 +300,13 @@ impl Admin {
         self.report_health();
     }
 
-    /// Tells of the critical warnings that are new, if the guest wants to hear of them.
+    /// Raises events for new critical warnings that the guest has enabled.
     fn report_health(&mut self) {
         let warnings = self.health.warnings(&self.features);
         let wanted = self.features.async_events().critical_warnings();
         let news = CriticalWarning(warnings.0 & !self.warned.0 & wanted.0);
         self.warned = CriticalWarning(warnings.0 & wanted.0);
-        // As the specification sorts them (Base 2.0, Figure 147).
+        // The grouping is the specification's (Base 2.0, Figure 147).
         let reliability = news.reliability() || news.read_only() || news.volatile_backup();
         for (is_news, event) in [
             (news.spare(), SmartEvent::SPARE_BELOW_THRESHOLD),
@@ -322,31 +319,29 @@ impl Admin {
         }
     }
 
-    /// Posts an entry for the guest to find, if it has an Asynchronous Event Request outstanding: an event that tells of
-    /// nothing.
+    /// Completes an outstanding Asynchronous Event Request without an event, so that the guest finds an entry.
     pub(crate) fn report_nothing(&mut self) {
         self.unposted.extend(self.events.report_nothing());
     }
 
     fn report_doorbell(&mut self, event: AsyncEvent) {
-        // The log has an entry per event, so a guest that writes nonsense on and on fills neither.
+        // A waiting event is logged once, so a guest with a stream of invalid writes does not flood the log.
         if self.events.raise(event) {
             self.errors.controller_failed(Status::INVALID_FIELD);
         }
     }
 
-    /// Carries out the commands that wait and posts what there is to post. Returns whether the
-    /// guest has something new to look at.
+    /// Carries out waiting commands and posts completions. Returns whether completions were posted.
     ///
     /// # Errors
-    /// The memory of a queue cannot be accessed, and is not waited for any longer: the controller cannot go on.
+    /// A queue's memory cannot be accessed and was waited for long enough: the controller must fail.
     pub(crate) fn run(&mut self, controller: Controller<'_>) -> Result<bool, DmaError> {
-        // Taken out, so that commands can have all the rest.
+        // Taken out to borrow the rest of `self` for the commands.
         let Some(mut rings) = self.rings.take() else {
             return Ok(false);
         };
         let mut posted = false;
-        // In front of the look at the memory, which may be back when the thread looks at the clock once more.
+        // Before the access: the memory may be back by the time the thread reads the clock again.
         let before = self.moment(controller);
         let result = self.run_rings(&mut rings, controller, &mut posted);
         self.rings = Some(rings);
@@ -369,8 +364,8 @@ impl Admin {
         !self.held.is_empty()
     }
 
-    /// Carries out and posts until nothing is left. Sets `posted` with the first completion. After an error, the entry
-    /// at which it stopped is the next one still.
+    /// Carries out commands and posts completions until nothing is left. Sets `posted` with the first completion. After an
+    /// error, the failed entry is the next one again.
     fn run_rings(
         &mut self,
         rings: &mut AdminRings,
@@ -390,8 +385,8 @@ impl Admin {
         if let Some(sqe) = self.postponed.take() {
             self.carry_out_in(&sqe, rings, controller);
         }
-        // Room is had before anything is taken that will need it. A guest that makes none waits for
-        // itself; the doorbell that it makes room with leads here again.
+        // Reserves completion queue space before taking a command that needs it. If the guest frees none, only its own commands
+        // wait; its head doorbell leads here again.
         while self.postponed.is_none()
             && let Some(room) = rings.reserve()
         {
@@ -399,8 +394,8 @@ impl Admin {
             self.unposted.extend(event.flatten());
             if let Some(completion) = self.unposted.front().copied() {
                 if let Some(keep) = controller.keep {
-                    // The guest acts on a completion as soon as it sees it. So the next process has to know by then
-                    // that the command was carried out. It posts the same entry once more, which changes nothing.
+                    // The guest may act on a completion as soon as it is visible. By then, the successor must know that the
+                    // command was carried out. It posts the same entry once more, which changes nothing.
                     keep(self.save_with(Some(rings)), &self.queues);
                 }
                 rings.post(room, completion, memory)?;
@@ -417,16 +412,16 @@ impl Admin {
         Ok(())
     }
 
-    /// Carries out one command and notes its completion, as [`Self::carry_out`] does.
+    /// Carries out one command like [`Self::carry_out`], and enters a new Doorbell Buffer.
     fn carry_out_in(&mut self, sqe: &Sqe, rings: &mut AdminRings, controller: Controller<'_>) {
         self.carry_out(sqe, controller);
-        // Before its completion is posted: from then on the driver may use the buffer.
+        // Must precede the completion: after it, the driver may use the buffer.
         if let Some(buffer) = self.new_buffer.take() {
             rings.enter_buffer(buffer, controller.shared);
         }
     }
 
-    /// Carries out one command and notes its completion, or that it waits for the next host side or for memory.
+    /// Carries out one command. Queues its completion, or postpones the command until the host side or memory is back.
     fn carry_out(&mut self, sqe: &Sqe, controller: Controller<'_>) {
         let cid = sqe.cid();
         let host = controller.host;
@@ -439,17 +434,17 @@ impl Admin {
                 status: Status::SUCCESS,
                 dw0,
             },
-            // Another process may be back by now. Its event leads here again.
+            // Another host side process may be connected by now. Its event leads here again.
             Err(_) if host.is_away() || host.successors() != successors => {
                 self.postponed = Some(*sqe);
                 return;
             }
-            // It has changed nothing yet.
+            // The command has changed nothing yet.
             Err(Failure::NotMapped(_)) if !self.is_memory_gone_for_good(before, controller) => {
                 self.postponed = Some(*sqe);
                 return;
             }
-            // Its I/O queue has commands in flight. Others, such as an Abort, are carried out meanwhile.
+            // Its I/O queue has commands in flight. Other commands, such as an Abort, are carried out before it.
             Err(Failure::Waits) if self.held.len() < HELD_MAX => {
                 self.held.push_back(*sqe);
                 return;
@@ -479,7 +474,7 @@ impl Admin {
         self.unposted.push_back(completion);
     }
 
-    /// Returns the present moment.
+    /// Returns the time, and how long the VM's memory has not changed.
     fn moment(&self, controller: Controller<'_>) -> Moment {
         Moment {
             now: self.clock.now(),
@@ -487,7 +482,7 @@ impl Admin {
         }
     }
 
-    /// Returns whether memory that a command names is waited for no longer. The command did not find it after `before`.
+    /// Returns whether to give up waiting for memory that a command names. The access failed after `before`.
     fn is_memory_gone_for_good(&mut self, before: Moment, controller: Controller<'_>) -> bool {
         let after = self.moment(controller);
         let Moment { now, quiet } = self.command_suspension.moment(before, after);
@@ -615,8 +610,8 @@ impl Admin {
         Ok(())
     }
 
-    /// Takes up the errors that queues have reported by now. The guest may have seen the completions of their commands
-    /// before it asked for the log, and after the function looked for events.
+    /// Logs the errors that queues have reported by now. The guest may have seen these commands' completions before it
+    /// requested the log, but after the function read the events.
     fn take_up_errors(&mut self, controller: Controller<'_>) {
         for event in controller.host.take_events() {
             match event {
@@ -624,22 +619,22 @@ impl Admin {
                 other => self.put_off.push(other),
             }
         }
-        // The look for events takes the signal of a doorbell, too. A counter that is full wakes as well.
+        // Reading the events also consumes a doorbell's signal. A full counter wakes as well.
         let _ = eventfd::signal(&controller.shared.events);
     }
 
-    /// Returns the events that the function has not been told of.
+    /// Returns the events that are waiting for the function.
     pub(crate) fn take_put_off(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.put_off)
     }
 
-    /// Carries out the demand of a feature that got another value.
+    /// Applies the new value of a feature.
     fn feature_changed(&mut self, fid: FeatureId, controller: Controller<'_>) {
         match fid {
             FeatureId::INTERRUPT_COALESCING | FeatureId::INTERRUPT_VECTOR_CONFIGURATION => {
                 controller.host.set_coalescing(self.features.coalescing());
             }
-            // A condition that holds already is told once more, to a host that asks for it anew.
+            // A warning that is already present is reported again to a host that enables it again.
             FeatureId::TEMPERATURE_THRESHOLD | FeatureId::ASYNC_EVENT_CONFIGURATION => {
                 self.warned = match fid {
                     FeatureId::TEMPERATURE_THRESHOLD => self.warned.with_temperature(false),
@@ -678,7 +673,7 @@ impl Admin {
             host, facts, cc, ..
         } = controller;
         let status = host.status();
-        // A namespace of a command set that is not enabled is not there (Base 2.0, section 3.1.3.5).
+        // A namespace of a disabled command set is inactive (Base 2.0, section 3.1.3.5).
         let is_basic = facts.namespace.command_sets.own().csi == Csi::NVM;
         let enabled = is_basic || cc.css() == CommandSetSelected::ALL;
         Subject {

@@ -1,8 +1,8 @@
 //! The admin queue pair: two rings in guest memory and their doorbells (Base 2.0, section 3.3.1).
 //!
-//! Some drivers write the registers of queue 0 alone (Linux, SPDK). Others keep its doorbells in the Doorbell Buffer
-//! too, and write a register when EventIdx asks (libvfn). Both are served. EventIdx follows each tail and head, so
-//! every move leads to a register write. A value that a driver of the second kind changed in the buffer counts.
+//! Some drivers write only the registers of queue 0 (Linux, SPDK). Others keep its doorbells in the Doorbell Buffer as well,
+//! and write a register when EventIdx asks for it (libvfn). Both are supported. EventIdx follows each tail and head, so every
+//! move leads to a register write. If a driver of the second kind has changed the buffer, the value in the buffer counts.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -21,10 +21,10 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use crate::{registers::AdminQueues, state::parts::AdminRingsState};
 
-/// The most that AQA can say.
+/// Maximum that AQA can express.
 const ENTRIES_MAX: u32 = 4096;
 
-/// End of an admin command.
+/// Completion of an admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Completion {
     pub(super) cid: CommandId,
@@ -32,38 +32,38 @@ pub(super) struct Completion {
     pub(super) dw0: u32,
 }
 
-/// Result of a look at the doorbells.
+/// Result of reading the doorbells.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Look {
-    /// A value that its queue cannot have.
+    /// A doorbell had a value that is invalid for its queue.
     pub(super) invalid: bool,
-    /// The driver moves a doorbell on: another look is due.
+    /// The driver keeps moving a doorbell: read it again.
     pub(super) moves_on: bool,
 }
 
-/// The admin queue pair of a controller that is enabled.
+/// Admin queue pair of an enabled controller.
 #[derive(Debug)]
 pub(super) struct AdminRings {
     sq_base: Gpa,
     sq_head: RingIndex,
-    /// Below the size of the queue.
+    /// Less than the size of the queue.
     sq_tail: u32,
     cq_base: Gpa,
     cq: CompletionIndices,
-    /// Values of the doorbells at the last look, valid or not.
+    /// Doorbell values when they were last read, valid or not.
     seen: [u32; 2],
-    /// Values of the Doorbell Buffer at the last look. Only a driver that uses it changes them.
+    /// Doorbell Buffer values when they were last read. Only a driver that uses the buffer changes them.
     held: [u32; 2],
-    /// Positions by which the registers may lag behind what the Doorbell Buffer had.
+    /// Numbers of positions by which the registers may lag behind the Doorbell Buffer.
     behind: [u32; 2],
     buffer: Option<DoorbellBuffer>,
 }
 
-/// Looks that are taken at a doorbell whose driver moves it on meanwhile.
+/// Maximum number of reads of a doorbell that its driver keeps moving.
 const LOOKS: u32 = 4;
 
 impl AdminRings {
-    /// Empty rings; `None` if one of the queues has no entries.
+    /// Creates empty rings; `None` if a queue has no entries.
     pub(super) fn new(queues: AdminQueues) -> Option<Self> {
         Some(Self {
             sq_base: queues.sq_base,
@@ -78,10 +78,10 @@ impl AdminRings {
         })
     }
 
-    /// Takes over what the doorbells hold.
+    /// Reads both doorbells.
     pub(super) fn look(&mut self, shared: &SharedParts) -> Look {
         let mut look = Look::default();
-        // Both are taken over, whatever is wrong with one of them.
+        // Each is read even if the other is invalid.
         for doorbell in [
             Doorbell::CqHead(QueueId::ADMIN),
             Doorbell::SqTail(QueueId::ADMIN),
@@ -91,20 +91,20 @@ impl AdminRings {
         look
     }
 
-    /// Takes over what one doorbell holds, and has the driver write the register at its next move.
+    /// Reads one doorbell, and asks the driver to write the register at its next move.
     ///
-    /// Some drivers write only the registers of the admin queue (Linux, SPDK). Others keep its doorbells in
-    /// the buffer and write the register where EventIdx asks for that (libvfn; Base 2.0, sections 5.8 and
-    /// B.5). EventIdx at the doorbell's value asks for every move. The driver stores the doorbell and reads
-    /// EventIdx; we store EventIdx and read the doorbell. Of two moves the second may find EventIdx behind
-    /// the first, and write no register; the look after EventIdx sees it.
+    /// Some drivers write only the registers of the admin queue (Linux, SPDK). Others keep its doorbells in the buffer and
+    /// write the register where EventIdx asks for that (libvfn; Base 2.0, sections 5.8 and B.5). EventIdx at the doorbell's
+    /// value asks for every move. The driver stores the doorbell, then reads EventIdx; this function stores EventIdx, then
+    /// reads the doorbell. If the driver moves twice in a row, the second move may find EventIdx behind the first and write no
+    /// register. The read after the store of EventIdx sees that move.
     ///
-    /// A value in the buffer that was not there before is the driver's newest. Register writes may arrive
-    /// after it: those are values that the buffer had, and told of already.
+    /// A changed value in the buffer is the driver's newest. Later register writes may still deliver older values, which the
+    /// buffer has already shown.
     fn look_at(&mut self, doorbell: Doorbell, shared: &SharedParts, look: &mut Look) {
         let place = place(doorbell);
         for _ in 0..LOOKS {
-            // The register first: a driver that uses the buffer stores there before it writes the register.
+            // The register is read first: a driver stores to the buffer before it writes the register.
             let register = shared.doorbells.load(doorbell);
             let buffered = self.buffered(doorbell, shared);
             let moved = buffered.filter(|value| *value != self.held[place]);
@@ -131,8 +131,7 @@ impl AdminRings {
         look.moves_on = true;
     }
 
-    /// Returns whether a value of the register tells nothing new: it is what was seen last, or what the
-    /// buffer had before that.
+    /// Returns whether a register value is old: the value seen last, or an earlier value of the buffer.
     fn is_told(&mut self, doorbell: Doorbell, register: u32) -> bool {
         let place = place(doorbell);
         let seen = self.seen[place];
@@ -159,7 +158,7 @@ impl AdminRings {
         }
     }
 
-    /// The Doorbell Buffer was set up: it holds what the doorbells do, and asks for every move.
+    /// Enters a new Doorbell Buffer: stores the doorbells' values there, and asks for every move.
     pub(super) fn enter_buffer(&mut self, buffer: DoorbellBuffer, shared: &SharedParts) {
         self.buffer = Some(buffer);
         self.behind = [0; 2];
@@ -167,7 +166,7 @@ impl AdminRings {
             Doorbell::CqHead(QueueId::ADMIN),
             Doorbell::SqTail(QueueId::ADMIN),
         ] {
-            // A driver that uses the buffer goes on from here.
+            // A driver that uses the buffer continues from this value.
             let position = self.position(doorbell);
             store_buffered(buffer.shadow, doorbell, position, shared);
             self.held[place(doorbell)] = position;
@@ -175,14 +174,14 @@ impl AdminRings {
         }
     }
 
-    /// Returns the content of a doorbell's place in the Doorbell Buffer; `None` without a buffer.
+    /// Returns a doorbell's value in the Doorbell Buffer; `None` without a buffer.
     fn buffered(&self, doorbell: Doorbell, shared: &SharedParts) -> Option<u32> {
         let gpa = buffered_at(self.buffer?.shadow, doorbell, shared)?;
         shared.memory.load(gpa)
     }
 
-    /// Has the guest write a doorbell's register at the doorbell's next move from here, if there is a Doorbell
-    /// Buffer (Base 2.0, section B.5). The admin queue looks at the doorbell once more afterwards.
+    /// If there is a Doorbell Buffer, asks the guest to write the doorbell's register at its next move (Base 2.0, section B.5).
+    /// The caller must read the doorbell once more afterwards.
     fn ask_for(&self, doorbell: Doorbell, shared: &SharedParts) {
         if let Some(buffer) = self.buffer {
             store_buffered(buffer.event_idx, doorbell, self.position(doorbell), shared);
@@ -190,7 +189,7 @@ impl AdminRings {
         fence(Ordering::SeqCst);
     }
 
-    /// The last value of a doorbell that the queue can have.
+    /// Returns the last valid value of a doorbell.
     fn position(&self, doorbell: Doorbell) -> u32 {
         match doorbell {
             Doorbell::SqTail(_) => self.sq_tail,
@@ -198,8 +197,7 @@ impl AdminRings {
         }
     }
 
-    /// Takes over a value of a doorbell. One that the queue cannot have changes nothing, and is an error
-    /// once, not each time that it is found.
+    /// Applies a doorbell value. An invalid value changes nothing, and is reported once rather than at each read.
     pub(super) fn ring(&mut self, doorbell: Doorbell, value: u32) -> Result<(), InvalidIndex> {
         let seen = &mut self.seen[place(doorbell)];
         if *seen == value {
@@ -216,25 +214,25 @@ impl AdminRings {
         }
     }
 
-    /// Reserves room for a completion, unless the host has yet to consume older ones.
+    /// Reserves space for a completion; `None` while the queue is full of unconsumed ones.
     pub(super) fn reserve(&mut self) -> Option<Room> {
         self.cq.reserve()
     }
 
-    /// Returns whether there is room for a completion.
+    /// Returns whether there is space for a completion.
     pub(super) fn has_room(&self) -> bool {
         self.cq.room() > 0
     }
 
-    /// Returns the number of commands that wait to be taken.
+    /// Returns the number of submitted commands that were not taken yet.
     pub(super) fn waiting(&self) -> u32 {
         self.sq_head
             .size()
             .distance(self.sq_head.get(), self.sq_tail)
     }
 
-    /// Takes the next command, which can be completed as there is room for it. The room is free until the
-    /// completion is there: a command that waits for an event holds none.
+    /// Takes the next command. The reserved space only proves that it could be completed now, and is returned: a command that
+    /// waits for an event must not hold it.
     pub(super) fn take(
         &mut self,
         room: Room,
@@ -253,7 +251,7 @@ impl AdminRings {
         Ok(Some(sqe))
     }
 
-    /// Posts a completion into the room that was reserved for it. The room is free again if that fails.
+    /// Posts a completion into its reserved space. On failure, the space is returned.
     pub(super) fn post(
         &mut self,
         room: Room,
@@ -271,13 +269,13 @@ impl AdminRings {
     /// Writes a completion at the tail.
     fn write(&self, completion: Completion, memory: &GuestMemory) -> Result<(), DmaError> {
         let Completion { cid, status, dw0 } = completion;
-        // Indices stay below 4,096, the most that AQA can say.
+        // Fits: indices stay below 4,096, the maximum of AQA.
         let sqhd = self.sq_head.get() as u16;
         let tail = self.cq.tail();
         let cqe = Cqe::new(QueueId::ADMIN, sqhd, cid, status, dw0, 0).with_phase(tail.phase());
         let at = entry(self.cq_base, tail.get(), size_of::<Cqe>());
         memory.write(at, cqe.low.as_bytes())?;
-        // The host may read the whole entry once it sees the phase tag turn.
+        // The host may read the whole entry once it sees the new phase tag.
         fence(Ordering::Release);
         memory.write(Gpa(at.0.wrapping_add(8)), cqe.high.as_bytes())
     }
@@ -294,7 +292,7 @@ impl AdminRings {
             seen,
             held,
             behind,
-            // The host side keeps its pages.
+            // Saved with the host side.
             buffer: _,
         } = self;
         AdminRingsState {
@@ -313,7 +311,7 @@ impl AdminRings {
         }
     }
 
-    /// Checks whether this can be the state of an admin queue pair.
+    /// Checks a saved state.
     pub(super) fn check(state: &AdminRingsState) -> Result<(), StateError> {
         let AdminRingsState {
             sq_entries,
@@ -345,7 +343,7 @@ impl AdminRings {
         Ok(())
     }
 
-    /// Restores the saved state, which has been [checked](Self::check); `None` if it was not.
+    /// Restores a [checked](Self::check) state; `None` if it is invalid.
     pub(super) fn restored(
         state: &AdminRingsState,
         buffer: Option<DoorbellBuffer>,
@@ -380,25 +378,25 @@ impl AdminRings {
         })
     }
 
-    /// Returns whether the host has yet to consume completions.
+    /// Returns whether there are completions that the host has not consumed.
     pub(super) fn has_unconsumed(&self) -> bool {
         self.cq.unconsumed() != 0
     }
 }
 
-/// Guest address of a doorbell's place in a page of the Doorbell Buffer.
+/// Returns the guest address of a doorbell's entry in a page of the Doorbell Buffer.
 fn buffered_at(page: Gpa, doorbell: Doorbell, shared: &SharedParts) -> Option<Gpa> {
     page.checked_add(doorbell.offset(shared.doorbells.dstrd()))
 }
 
-/// Stores to a doorbell's place in a page of the Doorbell Buffer. A page that is gone takes no value.
+/// Stores to a doorbell's entry in a page of the Doorbell Buffer. A store to an unmapped page is dropped.
 fn store_buffered(page: Gpa, doorbell: Doorbell, value: u32, shared: &SharedParts) {
     if let Some(gpa) = buffered_at(page, doorbell, shared) {
         shared.memory.store(gpa, value);
     }
 }
 
-/// Place of a doorbell where both have one.
+/// Returns the index of a doorbell in the arrays above.
 fn place(doorbell: Doorbell) -> usize {
     match doorbell {
         Doorbell::SqTail(_) => 0,
@@ -406,8 +404,7 @@ fn place(doorbell: Doorbell) -> usize {
     }
 }
 
-/// Address of a queue entry. A queue that wraps around the address space is not mapped anywhere,
-/// which the access then finds.
+/// Returns the guest address of a queue entry. If the queue wraps around the address space, the access fails as unmapped.
 fn entry(base: Gpa, index: u32, size: usize) -> Gpa {
     Gpa(base.0.wrapping_add(u64::from(index) * size as u64))
 }

@@ -1,4 +1,4 @@
-//! The admin queue and what admin commands left behind, saved and restored.
+//! Save and restore of the admin queue and of the state that admin commands change.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::state::parts::{AdminState, CompletionState};
 
-/// Completions that can wait for room: an Abort's own, and those of all requests that it ends.
+/// Maximum number of waiting completions: an Abort's own, and those of the requests that it ends.
 const UNPOSTED_MAX: usize = async_events::LIMIT_Z as usize + 2;
 
 impl Admin {
@@ -21,33 +21,33 @@ impl Admin {
         self.save_with(self.rings.as_ref())
     }
 
-    /// Saves the state while the rings are elsewhere.
+    /// Saves the state while the rings are taken out of `self`.
     pub(super) fn save_with(&self, rings: Option<&AdminRings>) -> AdminState {
         let Self {
             rings: _,
-            // The waits begin anew in the next process.
+            // Waits start again in the successor.
             suspension: _,
             command_suspension: _,
             unposted,
-            // Whoever restores completions takes it so.
+            // Derived at the restore.
             may_be_posted: _,
             postponed,
             features,
             events,
             errors,
-            // The drive is asked for its health anew.
+            // The health itself is read from the drive again.
             health,
             warned,
             namespace_changed,
-            // The host side has them, and the state of its queues.
+            // Saved with the host side's queues.
             queues: _,
             commands,
             aborts,
-            // Set within a command alone.
+            // Set only during a command.
             new_buffer: _,
             clock: _,
             held,
-            // Taken before the state is saved.
+            // Empty: taken before the state is saved.
             put_off: _,
         } = self;
         AdminState {
@@ -75,7 +75,7 @@ impl Admin {
         let AdminState {
             rings,
             unposted,
-            // Checked when it is carried out, as any command.
+            // Checked when it is carried out, like any command.
             postponed: _,
             held,
             features,
@@ -111,8 +111,8 @@ impl Admin {
         ErrorLog::check(errors)
     }
 
-    /// Restores the saved state, which has been checked, beside these queues of the host side. `since` is the time since it
-    /// was saved in which the controller went on; `None` if it stood still.
+    /// Restores a checked state for a host side with these queues. `since` is the time that has passed for the controller since
+    /// the save; `None` if its clock stood still.
     pub(crate) fn restore(
         &mut self,
         state: &AdminState,
@@ -156,7 +156,7 @@ impl Admin {
         host.set_coalescing(self.features.coalescing());
     }
 
-    /// Returns whether the host has yet to consume completions.
+    /// Returns whether there are completions that the host has not consumed.
     pub(crate) fn has_unconsumed(&self) -> bool {
         self.rings.as_ref().is_some_and(AdminRings::has_unconsumed)
     }

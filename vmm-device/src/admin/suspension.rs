@@ -1,29 +1,29 @@
-//! Memory of the admin queues, and memory that admin commands name, which the VMM has unmapped. It may bring the memory
-//! back, as it does while it moves memory.
+//! Waits for memory that the VMM has unmapped, of the admin queues or named by admin commands. A VMM that moves memory maps it
+//! again soon.
 
 use std::time::Duration;
 
 use nvme_mpt::dma::is_gone_for_good;
 
-/// Interval at which memory that is gone is looked for. Nothing reports that it is back.
+/// Poll interval for unmapped memory. Nothing reports that it is mapped again.
 pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Time by the clock, and time since the VM's memory changed last.
+/// Point in time: the clock, and the time since the VM's memory last changed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moment {
     pub(super) now: Duration,
     pub(super) quiet: Duration,
 }
 
-/// Time in which the admin queues, or a command, wait for memory.
+/// Wait of the admin queues, or of a command, for memory.
 #[derive(Debug, Default)]
 pub(super) struct Suspension {
     since: Option<Duration>,
 }
 
 impl Suspension {
-    /// Returns the moment of an access that found no memory, made between two others. The thread may have stood still after
-    /// the access, and the memory may be back. The next access finds it then.
+    /// Returns the moment of a failed access between `before` and `after`. The thread may have been preempted after the access,
+    /// and the memory may be back; the next access finds it then.
     pub(super) fn moment(&self, before: Moment, after: Moment) -> Moment {
         let begun = if self.is_on() { before } else { after };
         Moment {
@@ -32,26 +32,26 @@ impl Suspension {
         }
     }
 
-    /// Notes that memory is gone at the moment `now`, in a VM whose memory has not changed for the time `quiet`. Returns
-    /// whether the queues wait for it no longer.
+    /// Records that memory is gone at `now`, in a VM whose memory has not changed for `quiet`. Returns whether to give up
+    /// waiting.
     pub(super) fn is_over(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_gone_for_good(now.saturating_sub(since), quiet)
     }
 
-    /// As [`Self::is_over`], for a command. Any command may name memory that never was there. So the wait is for memory that
-    /// went with the last change: it has been gone for the time `quiet` at least.
+    /// Does the same as [`Self::is_over`] for a command, which may name memory that never existed. So the wait is for memory
+    /// that went with the last change: it has been gone for at least `quiet`.
     pub(super) fn is_over_for_command(&mut self, now: Duration, quiet: Duration) -> bool {
         let since = *self.since.get_or_insert(now);
         is_gone_for_good(now.saturating_sub(since).max(quiet), quiet)
     }
 
-    /// Notes that the memory is there.
+    /// Records that the memory is mapped.
     pub(super) fn end(&mut self) {
         self.since = None;
     }
 
-    /// Returns whether there is a wait for memory.
+    /// Returns whether a wait is in progress.
     pub(super) fn is_on(&self) -> bool {
         self.since.is_some()
     }

@@ -1,15 +1,15 @@
-//! Control state of a function whose process may end at any instruction, and its take-up by the next process.
+//! Persisted control state of a function, and its restore by the successor of a process that ended at any instruction.
 //!
-//! A snapshot is taken of a function that is paused. This state is stored while the function runs, and the live state of
-//! its queues ([`nvme_mpt::live`]) says the rest. The owner of the function stores it after each access and each turn
-//! ([`NvmeFunction::control_state`]). In between, the function stores it by itself through its [`ControlKeeper`]:
+//! A snapshot is taken of a paused function. The control state, by contrast, is stored while the function runs; the in-flight
+//! tracking of its queues ([`nvme_mpt::live`]) holds the rest. The owner of the function stores the state after each access and
+//! each turn ([`NvmeFunction::control_state`]). In between, the function itself stores it through its [`ControlKeeper`]:
 //!
-//! 1. Before an admin completion is posted. From then on the guest may act on the command, so the next process must not
-//!    carry the command out again. It posts the same entry once more.
-//! 2. Before queues are reset: without the queues, and with the registers as they were before the access. A reset sets
-//!    doorbells to zero. A queue that is taken up with such a doorbell would carry out entries again.
+//! 1. Before an admin completion is posted. After that the guest may act on the command, so the successor must not carry it out
+//!    again. It posts the same entry once more.
+//! 2. Before queues are reset: without the queues, and with the registers from before the access. A reset sets doorbells to
+//!    zero. A queue restored from such a doorbell would carry out entries again.
 //!
-//! All else may happen twice: an access or an admin command that was not complete is carried out again, from the state
+//! Everything else may happen twice: an access or an admin command that was not complete is carried out again, from the state
 //! before it.
 
 use std::{fmt, time::Duration};
@@ -34,46 +34,46 @@ use crate::{
     },
 };
 
-/// Version of the control state that is stored. Those up to it are taken up.
+/// Version of the control state that is stored. This version and older ones can be restored.
 ///
-/// | version | since then |
+/// | version | changes |
 /// |---|---|
 /// | 1 | |
 /// | 2 | MSI and the pin in configuration space |
 const VERSION: u32 = 2;
 
-/// Version of the state of a function whose guest was offered MSI-X alone. The release before takes it up as well.
+/// Version for a function whose guest was offered MSI-X only. The previous release can restore it, too.
 const VERSION_MSIX_ALONE: u32 = 1;
 
-/// Store of a function's control state, which outlives the process.
+/// Storage for a function's control state that outlives the process.
 pub trait ControlKeeper: fmt::Debug + Send {
-    /// Stores the state, in place of the one before. When this returns, the end of the process does not lose it.
+    /// Replaces the stored state. When this returns, the state survives the end of the process.
     fn store(&self, state: ControlState);
 }
 
-/// Reason that a control state cannot be taken up.
+/// Error of restoring a control state.
 #[derive(Debug, Error)]
 pub enum TakeUpError {
-    /// Another release stored it.
+    /// The state has a version that this program cannot restore.
     #[error(
         "The function's state has version {found}, but this program takes up versions up to {VERSION}; detach the drive and \
          attach it again"
     )]
     Version {
-        /// Its version.
+        /// Version of the state.
         found: u32,
     },
-    /// The drive or the options are others than before.
+    /// The drive or the options have changed.
     #[error(
         "The function has not what its guest was promised; detach the drive and attach it again"
     )]
     Promise,
-    /// Its values cannot be.
+    /// The state is invalid.
     #[error(transparent)]
     State(#[from] StateError),
 }
 
-/// Control state of a function: all that its guest was told and the live state of its queues does not have.
+/// Control state of a function: everything that its guest was told and that the queues' in-flight tracking does not hold.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ControlState {
@@ -81,23 +81,23 @@ pub struct ControlState {
     facts: LeaseFacts,
     /// The first 256 bytes of configuration space.
     config_space: Vec<u8>,
-    /// The guest has cleared Command. It is left out where it has not.
+    /// Set if the guest has cleared Command. Omitted if false.
     #[serde(default, skip_serializing_if = "is_false")]
     switched_off: bool,
     pub(super) msix: MsixState,
     pub(super) registers: RegistersState,
     pub(super) admin: AdminState,
     pub(super) queues: KeptQueues,
-    /// It is left out where there was no reset.
+    /// Omitted if there was no reset.
     #[serde(default, skip_serializing_if = "ResetStats::is_zero")]
     resets: ResetStats,
-    /// Time of the host at which it was stored. Clocks of the guest go on from there. It is left out by earlier releases.
+    /// Host time at which the state was stored. The guest's clocks continue from it. Earlier releases omit it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) stored_at: Option<Duration>,
 }
 
 impl ControlState {
-    /// Checks whether this program can take it up, as far as its version says.
+    /// Checks whether this program can restore a state of this version.
     ///
     /// # Errors
     /// [`TakeUpError::Version`].
@@ -108,8 +108,8 @@ impl ControlState {
         }
     }
 
-    /// Returns the facts with which a function goes on that has `now`: those that its guest was told. `None` if it
-    /// cannot keep them.
+    /// Returns the facts for a function that has `now` and restores this state: the values that its guest was told. `None` if
+    /// the function cannot keep them.
     fn facts_for(&self, now: &LeaseFacts) -> Option<LeaseFacts> {
         now.keep(&self.facts).then(|| LeaseFacts {
             parks: now.parks,
@@ -120,7 +120,7 @@ impl ControlState {
     }
 }
 
-/// Parts of a function that its control state has, beside the admin queue.
+/// Parts of a function that its control state contains, besides the admin queue.
 #[derive(Clone, Copy)]
 pub(super) struct ControlParts<'a> {
     pub(super) facts: &'a LeaseFacts,
@@ -151,7 +151,7 @@ impl ControlParts<'_> {
 }
 
 impl NvmeFunction {
-    /// Has the function store its control state in `keeper` where no access and no turn has ended.
+    /// Sets the `keeper` in which the function stores its control state during accesses and turns.
     pub fn keep_with(&mut self, keeper: Box<dyn ControlKeeper>) {
         self.keeper = Some(keeper);
     }
@@ -181,16 +181,16 @@ impl NvmeFunction {
         }
     }
 
-    /// Becomes the function of a process that ended. This function is as after power-on, has the files of that process,
-    /// and its guest's memory is mapped. The state is untrusted.
+    /// Restores the state of a process that ended. This function must be as after power-on and have that process's files, with
+    /// the guest's memory mapped. The state is untrusted.
     ///
-    /// Commands in flight are carried out again, or end with Command Interrupted. If the queues cannot be taken up, the
-    /// controller has failed (`CSTS.CFS`), and the guest's driver resets it; unless the host has too little of something for
-    /// them now. Each vector is raised once, since the process before may have ended before it raised it.
+    /// Commands in flight are carried out again, or end with Command Interrupted. If the queues cannot be restored, the
+    /// controller fails (`CSTS.CFS`) and the guest's driver resets it; but if the host only lacks a resource, this returns an
+    /// error. Each vector is raised once, since the predecessor may have ended before it raised it.
     ///
     /// # Errors
-    /// See [`TakeUpError`]; then nothing was done for the guest. After [`TakeUpError::State`] with the cause that the host
-    /// has too little of something, another function may take the state up later.
+    /// See [`TakeUpError`]; the guest is unaffected then. If the cause of a [`TakeUpError::State`] is that the host lacks a
+    /// resource, another function may restore the state later.
     pub fn take_up(&mut self, state: &ControlState) -> Result<(), TakeUpError> {
         let ControlState {
             version: _,
@@ -217,7 +217,7 @@ impl NvmeFunction {
         self.facts = facts;
         self.registers.restore(registers);
         if registers.is_being_disabled() {
-            // The commands that the disable waited for ended with the process before.
+            // The commands that the disable waited for ended with the predecessor.
             self.registers.disabled();
         }
         self.resets = *resets;
@@ -225,11 +225,11 @@ impl NvmeFunction {
         let since = stored_at.map(|at| system::host_time().saturating_sub(at));
         self.admin
             .restore(admin, queues.clone(), &*self.host, since);
-        // The BARs are where the client has them.
+        // The client keeps the BARs where they are.
         drop(self.config.restore(config_space, *switched_off));
         self.msix.restore(msix);
         self.apply_masks();
-        // Without Bus Master Enable the queues rest, before they exist.
+        // Without Bus Master Enable, the queues are paused before they are created.
         self.follow_bus_master();
         if self.registers.is_running()
             && let Err(error) = self.host.watch_admin_doorbells()
@@ -246,29 +246,30 @@ impl NvmeFunction {
             self.fail("the process that had its queues ended");
         }
         for vector in self.msix.vectors() {
-            // Owners of queues signal the pin if their guest has left entries: a level without an entry would stay.
+            // Owners of queues signal the pin if their guest has left entries. A level without an entry would stay high.
             if !vector.is_pin() || self.admin.has_unconsumed() {
                 vector.signal();
             }
         }
-        // Admin commands may wait whose doorbell was written already. A counter that is full wakes as well.
+        // Admin commands may be waiting whose doorbell was written before. A full counter wakes as well.
         let _ = eventfd::signal(self.events_fd());
         Ok(())
     }
 
-    /// Becomes the function of a process that ended, for good without its queues and commands: they are not looked at.
+    /// Quarantines the function of a process that ended: restores its registers without its queues and commands, and fails the
+    /// controller for good.
     ///
-    /// The guest finds its controller failed (`CSTS.CFS`), and cannot enable it any more. A disable or a shutdown
-    /// completes at once. Nothing reads or writes the guest's memory, and no interrupt is sent. As for [`Self::take_up`],
-    /// this function is as after power-on, and the state is untrusted.
+    /// The guest sees `CSTS.CFS` and cannot enable the controller again. A disable or a shutdown completes at once. Guest
+    /// memory is neither read nor written, and no interrupt is sent. As for [`Self::take_up`], this function must be as after
+    /// power-on, and the state is untrusted.
     ///
     /// # Errors
-    /// See [`TakeUpError`]; then the function is as before.
+    /// See [`TakeUpError`]; the function is unchanged then.
     pub fn set_aside(&mut self, state: &ControlState) -> Result<(), TakeUpError> {
         let facts = self.check_registers(state)?;
         self.facts = facts;
         self.registers.restore(&state.registers);
-        // The BARs are where the client has them.
+        // The client keeps the BARs where they are.
         let ControlState {
             config_space,
             switched_off,
@@ -280,7 +281,7 @@ impl NvmeFunction {
         Ok(())
     }
 
-    /// Checks the state of configuration space and registers. Returns the facts that the guest was told.
+    /// Checks the saved configuration space and registers. Returns the facts that the guest was told.
     fn check_registers(&self, state: &ControlState) -> Result<LeaseFacts, TakeUpError> {
         state.check_version()?;
         let facts = state.facts_for(&self.facts).ok_or(TakeUpError::Promise)?;
@@ -293,8 +294,7 @@ impl NvmeFunction {
         Ok(facts)
     }
 
-    /// Carries out what a write to the registers of a function that is set aside asks for, as far as it leaves the
-    /// controller failed.
+    /// Completes a register write's transition on a quarantined function, and leaves the controller failed.
     pub(super) fn stay_failed(&mut self, transition: Option<Transition>) {
         match transition {
             Some(Transition::Disable) => self.registers.disabled(),

@@ -1,27 +1,27 @@
-//! Pace of the checks whether a guest's memory is complete.
+//! Rate limit for the checks that a guest's memory is completely mapped.
 //!
-//! A check reads the mappings of the VMM's process from `/proc`, for which the kernel walks the process's pages: the more memory,
-//! the longer. The VMM's threads that map memory wait meanwhile. A guest has a check with each enable of its controller, so it
-//! decides how many there are.
+//! A check reads the mappings of the VMM's process from `/proc`. The kernel walks the process's pages for that, which takes
+//! longer with more memory, and blocks the VMM's threads that map memory. Each enable of the controller causes a check, so
+//! without a limit the guest could cause any number of them.
 
 use std::time::Duration;
 
-/// Checks that take less cost nothing: they read no mappings.
+/// Duration below which a check costs nothing: it has read no mappings.
 const FREE: Duration = Duration::from_micros(50);
 
-/// Time of checks that a guest may have at once.
+/// Total duration of checks that a guest may cause without a pause.
 const BURST: Duration = Duration::from_millis(100);
 
-/// Part of all time that checks may take beyond [`BURST`]: one in so many.
+/// Share of time, as 1/`SHARE`, that checks may take beyond [`BURST`].
 const SHARE: u32 = 20;
 
 /// Longest wait for the next check.
 const WAIT_MAX: Duration = Duration::from_secs(2);
 
-/// Pace of a function's checks: a bucket of time. Moments are those of the function's clock.
+/// Rate limiter for a function's checks: a token bucket of time. Times are those of the function's clock.
 #[derive(Debug, Default)]
 pub(super) struct MemoryChecks {
-    /// Time that checks have taken, less what has been paid off by `at`.
+    /// Time that checks have taken, less the time paid off until `at`.
     debt: Duration,
     at: Duration,
 }
@@ -32,7 +32,7 @@ impl MemoryChecks {
         self.debt_at(now) <= BURST
     }
 
-    /// Notes a check.
+    /// Records the duration of a check.
     pub(super) fn ended(&mut self, began: Duration, now: Duration) {
         let time = now.saturating_sub(began);
         if time >= FREE {

@@ -1,4 +1,4 @@
-//! The NVMe PCI function: what a VMM holds of a guest controller.
+//! The NVMe PCI function: the object through which a VMM drives a guest's controller.
 
 mod kept;
 mod memory_checks;
@@ -46,16 +46,16 @@ use pin::{PIN_INTERVAL, PinWatch};
 const ADMIN_SQ_TAIL: Doorbell = Doorbell::SqTail(QueueId::ADMIN);
 const ADMIN_CQ_HEAD: Doorbell = Doorbell::CqHead(QueueId::ADMIN);
 
-/// Interval at which a function looks for the end of commands that it waits for.
+/// Interval at which a function checks whether the commands that it waits for have ended.
 const HOLD_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Vector of the Admin Completion Queue (Base 2.0, section 3.3.1).
 const ADMIN_VECTOR: u16 = 0;
 
-/// A function did not end in time, or its drive did not keep what was written.
+/// Error of `NvmeFunction::end`.
 #[derive(Debug, thiserror::Error)]
 pub enum EndError {
-    /// Commands are in flight.
+    /// Commands were still in flight at the deadline.
     #[error("The function ends with commands in flight; its lease lives until they have ended")]
     Busy(#[source] QueueError),
     /// The drive was not flushed.
@@ -63,31 +63,31 @@ pub enum EndError {
     Flush(#[source] io::Error),
 }
 
-/// Doorbells that a VMM can map into the guest, so that they are stores to memory.
+/// Doorbell memory that a VMM can map into the guest, so that a doorbell write is a plain store.
 #[derive(Clone, Copy, Debug)]
 pub struct DoorbellRegion<'a> {
     /// Offset in BAR0.
     pub offset: u64,
-    /// Length in bytes, whole memory pages of the device.
+    /// Length in bytes, a multiple of the device's memory page size.
     pub length: u64,
-    /// The memory, which is laid out as BAR0.
+    /// Memory, laid out as in BAR0.
     pub fd: BorrowedFd<'a>,
 }
 
-/// Costs of the admin queue so far.
+/// Counters of the admin queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdminStats {
     /// Admin commands taken.
     pub commands: u64,
     /// Writes to admin doorbells that exited to the VMM.
     pub doorbell_exits: u64,
-    /// Times that vector 0 was raised.
+    /// Number of times that vector 0 was raised.
     pub interrupts: u64,
     /// Abort commands.
     pub aborts: u64,
 }
 
-/// Resets of a function so far, by the way that they came.
+/// Numbers of resets of a function, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ResetStats {
@@ -95,7 +95,7 @@ pub struct ResetStats {
     pub controller: u64,
     /// Function-level resets by the guest.
     pub function_level: u64,
-    /// Resets by the VMM, such as those of a machine that restarts.
+    /// Resets by the VMM, for example at a machine's restart.
     pub vmm: u64,
 }
 
@@ -107,58 +107,59 @@ impl ResetStats {
 
 /// An NVMe controller as a PCI function: configuration space, BAR0, BAR4 and interrupts.
 ///
-/// Accesses never fail, and carry out no admin command: that is done in [`Self::process_events`].
-/// A reset or a shutdown waits for I/O commands in flight and for the drive's flush, as long as the storage takes: until
-/// then, `CSTS.RDY` stays set and `CSTS.SHST` says that the shutdown occurs. The access itself waits a second at most.
+/// Accesses never fail, and carry out no admin command: [`Self::process_events`] does that. A reset or a shutdown waits for I/O
+/// commands in flight and for the drive's flush, as long as the storage takes. Until then, `CSTS.RDY` stays set and `CSTS.SHST`
+/// reports a shutdown in progress. The access itself waits a second at most.
 #[derive(Debug)]
 pub struct NvmeFunction {
     config: ConfigSpace,
     msix: Msix,
     registers: Registers,
     admin: Admin,
-    /// Dropped before the host side: the view keeps memory mapped, which goes before the lease.
+    /// Must be dropped before `host`: it keeps guest memory mapped, and the memory must be unmapped before the lease is
+    /// released.
     shared: SharedParts,
     host: Arc<dyn HostSide>,
     facts: LeaseFacts,
     pub(crate) clock: Arc<dyn WaitClock>,
     admin_doorbell_exits: u64,
-    /// Counted once they are done: an access that the next process carries out again counts once.
+    /// Updated after a reset is complete, so that an access that the successor process repeats is counted once.
     resets: ResetStats,
-    /// Vectors to raise when a function that was restored goes on.
+    /// Vectors to raise when a restored function resumes.
     owed: Vec<u16>,
-    /// The VMM has paused it.
+    /// Set while the VMM has paused the function.
     paused: bool,
-    /// The host side is paused, which it is without Bus Master Enable, too.
+    /// Set while the host side is paused: by the VMM, or because Bus Master Enable is clear.
     rests: bool,
-    /// The VMM or the guest has requested a pause of the host side, and commands are still in flight.
+    /// Set while a pause of the host side was requested and commands are still in flight.
     rest_waits: bool,
-    /// The process of the host side is gone, and another one is waited for.
+    /// Set while the host side's process is gone and its successor has not connected.
     away: bool,
-    /// Transition that is not complete, as `CSTS` shows: it waits for another process of the host side, for commands in
-    /// flight, for a flush, or for a check of the memory.
+    /// Incomplete transition, as `CSTS` shows it. It waits for the host side's next process, for commands in flight, for a
+    /// flush, or for a check of the memory.
     waiting: Option<Transition>,
-    /// Moment since which it waits for the storage.
+    /// Time since which `waiting` waits for the storage.
     held_since: Option<Duration>,
     keeper: Option<Box<dyn ControlKeeper>>,
-    /// Registers before the access that is carried out now. The next process carries it out again, so for it these count.
+    /// Registers before the access in progress. The successor process repeats that access, so these are stored for it.
     before_access: Option<Registers>,
-    /// True if the control state may differ from what was last asked for.
+    /// Set if the control state may have changed since `take_change` was called last.
     is_touched: bool,
-    /// It has failed for good, and does nothing any more.
+    /// Set for a quarantined function: its controller stays failed.
     is_set_aside: bool,
-    /// Looks at the level of the pin.
+    /// Detects an interrupt pin whose level stays high.
     pin_watch: PinWatch,
     memory_checks: MemoryChecks,
 }
 
-/// Returns whether a function with these vectors may have a pin.
+/// Returns whether all of these vectors support an interrupt pin.
 fn can_be_pin(vectors: &[Arc<InterruptVector>]) -> bool {
     vectors.iter().all(|vector| vector.can_be_pin())
 }
 
 impl NvmeFunction {
-    /// A function as after power-on, whose I/O `host` does. It has a vector for each I/O queue pair and for the
-    /// admin queue.
+    /// Creates a function as after power-on. `host` does its I/O. The function has one vector for each I/O queue pair and one
+    /// for the admin queue.
     #[must_use]
     pub fn new(host: Arc<dyn HostSide>, masking: MsixMasking) -> Self {
         let (facts, shared) = (host.facts(), host.shared());
@@ -170,7 +171,7 @@ impl NvmeFunction {
         };
         let offer = Offer {
             msi: true,
-            // A client has a level for it. A VMM that has the function in its process says so.
+            // A vfio-user client can drive a pin. A VMM that embeds the function calls `with_pin`.
             pin: masking == MsixMasking::Client && can_be_pin(&shared.vectors),
         };
         Self {
@@ -200,7 +201,7 @@ impl NvmeFunction {
         }
     }
 
-    /// The same function, which goes by another clock.
+    /// Replaces the function's clock.
     #[must_use]
     pub fn with_clock(mut self, clock: Arc<dyn WaitClock>) -> Self {
         self.admin.set_clock(clock.clone());
@@ -208,8 +209,8 @@ impl NvmeFunction {
         self
     }
 
-    /// The same function, as after power-on, which offers its guest INTx as well: for a VMM that has it in its process, and
-    /// has a level for it. A function whose host side is another process has messages alone.
+    /// Offers the guest INTx as well, for a VMM that embeds the function and can drive an interrupt line. Configuration space
+    /// is then as after power-on. A function whose host side is another process offers MSI and MSI-X only.
     #[must_use]
     pub fn with_pin(mut self) -> Self {
         let offer = Offer {
@@ -229,7 +230,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns whether the pin has an interrupt (PCI Local Bus 3.0, section 6.2.3). INTMS takes it away, and Interrupt
+    /// Returns whether the pin has a pending interrupt (PCI Local Bus 3.0, section 6.2.3). INTMS suppresses it, Interrupt
     /// Disable does not.
     fn has_pin_interrupt(&self) -> bool {
         let is_masked = self.registers.interrupt_mask() & 1 != 0;
@@ -237,21 +238,21 @@ impl NvmeFunction {
         !self.sends_messages() && !is_masked && pin.is_some_and(|pin| pin.has_pin_interrupt())
     }
 
-    /// Returns whether the guest has enabled MSI-X or MSI. Otherwise, interrupts go by the pin, if there is one.
+    /// Returns whether the guest has enabled MSI-X or MSI. Otherwise interrupts are sent by the pin, if the function has one.
     #[must_use]
     pub fn sends_messages(&self) -> bool {
         self.config.msix_control().enabled || self.config.msi_control().enabled
     }
 
-    /// Writes configuration space. Returns the BARs that moved, whose new places the VMM is to
-    /// trap and whose doorbells it is to map.
+    /// Writes configuration space. Returns the BARs that moved: the VMM must trap their new addresses and map their doorbells
+    /// there.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Vec<BarMove> {
         self.write_config_routed(offset, data, |_| {})
     }
 
-    /// As [`Self::write_config`]. Calls `route` before the write unmasks a vector, for a VMM to take over the messages
-    /// that vectors write from then on. After a Function Level Reset, no signal from before it goes that way.
+    /// Writes configuration space like [`Self::write_config`]. Calls `route` before the write unmasks a vector, so that the VMM
+    /// can install the message routes first. Signals from before a Function Level Reset are discarded before that.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config_routed(
         &mut self,
@@ -274,13 +275,13 @@ impl NvmeFunction {
         write.moves
     }
 
-    /// Size of a BAR in bytes, a power of two.
+    /// Returns the size of a BAR in bytes, a power of two.
     #[must_use]
     pub fn bar_size(&self, bar: Bar) -> u64 {
         self.config.bar_size(bar)
     }
 
-    /// Returns the address at which the guest has a BAR decoded, if any.
+    /// Returns the guest address at which a BAR is decoded, if any.
     #[must_use]
     pub fn bar_address(&self, bar: Bar) -> Option<u64> {
         self.config.bar_address(bar)
@@ -326,16 +327,16 @@ impl NvmeFunction {
         }
     }
 
-    /// The doorbells, where the guest is to store to them without an exit, once and for all. A host
-    /// whose pages are larger than the distance from the properties to the doorbells cannot map the
-    /// one without the other; its VMM goes on trapping, which serves as well.
+    /// Returns the doorbells if the guest is to store to them without an exit for the function's whole life. If the host's page
+    /// size is larger than the distance from the properties to the doorbells, the VMM cannot map the doorbells alone. It
+    /// continues to trap them then, which works as well.
     #[must_use]
     pub fn doorbell_region(&self) -> Option<DoorbellRegion<'_>> {
         (self.facts.doorbells == DoorbellMode::Mapped).then(|| self.doorbell_memory())
     }
 
-    /// The doorbells, for a VMM that maps and unmaps them as it goes along, between
-    /// [`Self::begin_mapped_doorbells`] and [`Self::end_mapped_doorbells`].
+    /// Returns the doorbells for a VMM that maps and unmaps them at run time, between [`Self::begin_mapped_doorbells`] and
+    /// [`Self::end_mapped_doorbells`].
     #[must_use]
     pub fn doorbell_memory(&self) -> DoorbellRegion<'_> {
         let doorbells = &self.shared.doorbells;
@@ -346,68 +347,68 @@ impl NvmeFunction {
         }
     }
 
-    /// The VMM is about to map the doorbells: what the guest stores there, it is not told of.
+    /// Prepares for mapped doorbells: from now on, the guest's doorbell stores do not exit to the VMM.
     ///
     /// # Errors
-    /// Returns the kernel's error when there is no poller to watch the admin queue's doorbells.
+    /// Returns the kernel's error if there is no poller to watch the admin queue's doorbells.
     pub fn begin_mapped_doorbells(&mut self) -> io::Result<()> {
         self.host.begin_silent_doorbells()
     }
 
-    /// The VMM has unmapped the doorbells: it is told of each write, and passes it on. A VMM that
-    /// begins with doorbells that are not mapped, whatever the mode, calls this first.
+    /// Returns to trapped doorbells: the VMM has unmapped them and reports each write. A VMM that starts with unmapped
+    /// doorbells calls this first, whatever the mode.
     pub fn end_mapped_doorbells(&mut self) {
         self.host.end_silent_doorbells();
-        // The event makes the VMM look at values that were stored to the admin queue's doorbells right before. A
-        // full counter wakes it, too.
+        // Makes the VMM process values that were stored to the admin doorbells just before. A full counter wakes it, too.
         let _ = eventfd::signal(self.events_fd());
     }
 
-    /// The MSI-X vectors, by number: where a VMM connects its eventfds.
+    /// Returns the interrupt vectors by number, for the VMM to connect its eventfds.
     #[must_use]
     pub fn vectors(&self) -> &[Arc<InterruptVector>] {
         self.msix.vectors()
     }
 
-    /// A vector's message, as the guest has set it up: that of MSI if it is enabled, else its entry in the MSI-X table.
+    /// Returns the message of a vector as the guest has set it up: the MSI message if MSI is enabled, else the MSI-X table
+    /// entry.
     #[must_use]
     pub fn msix_message(&self, vector: u16) -> Option<MsixMessage> {
         let msi = self.config.msi_control();
-        // A guest that enables both finds MSI-X (PCI Local Bus 3.0, section 6.8, leaves that undefined).
+        // If both are enabled, MSI-X wins (PCI Local Bus 3.0, section 6.8, leaves that undefined).
         match msi.enabled && !self.config.msix_control().enabled {
             true => msi.message(vector),
             false => self.msix.message(vector),
         }
     }
 
-    /// Returns the number of messages that the function has by MSI; 0 if its guest was offered none.
+    /// Returns the number of MSI messages, or 0 if the guest was not offered MSI.
     #[must_use]
     pub fn msi_messages(&self) -> u16 {
         self.config.msi_messages()
     }
 
-    /// Returns whether the function offers its guest INTx. [`Self::vectors`] has the pin as its first one then.
+    /// Returns whether the guest is offered INTx. The first of [`Self::vectors`] is the pin then.
     #[must_use]
     pub fn has_pin(&self) -> bool {
         self.config.has_pin()
     }
 
-    /// The level of the pin has fallen at the VMM: the guest has acknowledged the interrupt.
+    /// Reports that the VMM has lowered the pin: the guest has acknowledged the interrupt.
     pub fn end_of_interrupt(&mut self) {
         if let Some(pin) = self.msix.vector(ADMIN_VECTOR) {
             pin.end_of_interrupt();
         }
         self.raise_pin();
-        // Pollers look whether the guest has left entries of their queues.
+        // Pollers check whether the guest has left completions in their queues.
         for (_, waker) in self.host.io_doorbells().wakers {
-            // A counter that is full wakes as well.
+            // A full counter wakes as well.
             let _ = eventfd::signal(waker.eventfd());
         }
     }
 
-    /// Raises the pin while the guest has left entries of the admin queue, unless its level is high.
+    /// Raises the pin if the guest has left completions in the admin queue, unless the level is high already.
     fn raise_pin(&mut self) {
-        // Its head may have moved on.
+        // The guest may have advanced the queue's head.
         self.ring_admin();
         let is_high =
             !self.is_at_rest() && self.registers.is_running() && self.admin.has_unconsumed();
@@ -418,7 +419,7 @@ impl NvmeFunction {
         }
     }
 
-    /// The guest's memory, as far as the VMM has [mapped](HostSide::map) it for the function.
+    /// Returns the guest memory that the VMM has [mapped](HostSide::map) for the function.
     #[must_use]
     pub fn memory(&self) -> &GuestMemory {
         &self.shared.memory
@@ -430,7 +431,7 @@ impl NvmeFunction {
         &self.facts
     }
 
-    /// Returns the doorbell that is at an offset in BAR0, if its queue can exist.
+    /// Returns the doorbell at an offset in BAR0, if its queue can exist.
     #[must_use]
     pub fn doorbell_at(&self, offset: u64) -> Option<Doorbell> {
         self.shared.doorbells.at_bar_offset(offset)
@@ -442,9 +443,9 @@ impl NvmeFunction {
         doorbell.bar_offset(self.shared.doorbells.dstrd())
     }
 
-    /// Returns the host side, which does the I/O and has the guest's memory.
+    /// Returns the host side, which does the I/O and holds the guest's memory.
     ///
-    /// Its state is the function's: a caller maps memory and reads figures.
+    /// The function owns the host side's state: callers only map memory and read statistics.
     #[must_use]
     pub fn host(&self) -> &dyn HostSide {
         self.host.as_ref()
@@ -470,23 +471,22 @@ impl NvmeFunction {
         self.resets
     }
 
-    /// Ends all that the function does and makes durable what was written, within 30 seconds in all. It is
-    /// the last before the function is dropped.
+    /// Stops all work and flushes the drive, within 30 seconds in all. Call it last, before the function is dropped.
     ///
     /// # Errors
-    /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The
-    /// lease lives until both are done.
+    /// [`EndError::Busy`] if commands are still in flight, [`EndError::Flush`] if the drive was not flushed. The lease lives
+    /// until both are done.
     pub fn end(&mut self) -> Result<(), EndError> {
         let deadline = self.deadline();
         drop(self.config.reset());
         let stopped = self.reset_controller(&deadline);
-        // Completed commands are made durable, whatever became of the rest.
+        // Completed commands are made durable even if others are still in flight.
         let flushed = self.flush_by(&deadline);
         stopped.map_err(EndError::Busy)?;
         flushed.map_err(EndError::Flush)
     }
 
-    /// Makes durable what was written, unless the drive is gone.
+    /// Flushes the drive, unless it is gone.
     ///
     /// # Errors
     /// Returns the drive's error; [`io::ErrorKind::TimedOut`] after 30 seconds.
@@ -502,19 +502,19 @@ impl NvmeFunction {
         self.host.flush_within(deadline.left())
     }
 
-    /// Returns the deadline of an end that begins now.
+    /// Returns the deadline for an end that begins now.
     fn deadline(&self) -> Deadline {
         Deadline::after(&self.clock, DRAIN_DEADLINE)
     }
 
-    /// Returns the deadline of an access that begins now, and of the admin commands that are carried out now.
+    /// Returns the deadline for an access, or a turn of admin commands, that begins now.
     fn access_deadline(&self) -> Deadline {
         Deadline::after(&self.clock, ACCESS_DEADLINE)
     }
 
-    /// Resets the function as power-on does. No processor of the guest waits for it, so it waits for commands in flight for up to
-    /// 30 s: a guest that boots uses memory without a look at the controller. Commands that have not ended by then use the
-    /// guest's memory until they have, and `CSTS.RDY` is set until then. The VMM's connections and mappings stay.
+    /// Resets the function to its power-on state. Waits up to 30 s for commands in flight: no vCPU waits for this reset, and a
+    /// booting guest uses its memory without checking the controller. Commands that are still in flight after that keep using
+    /// the guest's memory, and `CSTS.RDY` stays set until they end. The VMM's connections and mappings stay.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&mut self) -> Vec<BarMove> {
         let moves = self.reset_by(&self.deadline());
@@ -522,7 +522,7 @@ impl NvmeFunction {
         moves
     }
 
-    /// As [`Self::reset`], until `deadline`.
+    /// Resets the function like [`Self::reset`], with `deadline` instead of 30 s.
     pub(super) fn reset_by(&mut self, deadline: &Deadline) -> Vec<BarMove> {
         self.is_touched = true;
         let moves = self.config.reset();
@@ -536,11 +536,11 @@ impl NvmeFunction {
         moves
     }
 
-    /// Resets the function as [`Self::reset`] does, and unmaps all of the guest's memory, within a second in all. Its
-    /// BARs are where they are after power-on. Returns the number of bytes that were mapped.
+    /// Resets the function like [`Self::reset`] and unmaps all guest memory, within a second in all. The BARs return to their
+    /// power-on addresses. Returns the number of bytes that were mapped.
     ///
     /// # Errors
-    /// [`DmaError::Busy`] if commands in flight have not ended. They keep the memory, and no other command reaches it.
+    /// [`DmaError::Busy`] if commands are still in flight. They keep the memory mapped, but no new command can reach it.
     pub fn reset_and_unmap(&mut self) -> Result<u64, DmaError> {
         let deadline = self.access_deadline();
         drop(self.reset_by(&deadline));
@@ -548,16 +548,19 @@ impl NvmeFunction {
         self.host.unmap_all_within(deadline.left())
     }
 
-    /// Readable when [`Self::process_events`] has something to do.
+    /// Returns an eventfd that is readable when [`Self::process_events`] has work to do.
     #[must_use]
     pub fn events_fd(&self) -> &EventFd {
         &self.shared.events
     }
 
-    /// Returns the interval at which [`Self::process_events`] is to be called although [`Self::events_fd`] is
-    /// not readable; `None` for never. A guest that wants to hear of its drive's temperature needs it, one whose pin
-    /// falls by an access, one whose admin queues or commands wait for memory that the VMM has unmapped, and one that
-    /// waits for commands in flight.
+    /// Returns the interval at which [`Self::process_events`] must be called even if [`Self::events_fd`] is not readable;
+    /// `None` if that is not needed. There is an interval while:
+    ///
+    /// - the guest has enabled events for the drive's health,
+    /// - the pin is lowered by a guest access,
+    /// - admin queues or commands wait for memory that the VMM has unmapped, or
+    /// - the function waits for commands in flight.
     #[must_use]
     pub fn events_interval(&self) -> Option<Duration> {
         if self.is_held() || self.admin.holds_commands() {
@@ -576,8 +579,8 @@ impl NvmeFunction {
         pin.into_iter().chain(health).chain(memory).min()
     }
 
-    /// Carries out admin commands, and tells the guest of what happened on its I/O queues and to its
-    /// drive. The call waits a second at most in all for I/O commands in flight. To be called whenever [`Self::events_fd`] is readable, and harmless at any other time.
+    /// Carries out admin commands and reports events of the I/O queues and the drive to the guest. Waits at most a second in
+    /// all for I/O commands in flight. Call it whenever [`Self::events_fd`] is readable; further calls are harmless.
     pub fn process_events(&mut self) {
         self.is_touched = true;
         self.take_events();
@@ -588,7 +591,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Gives the guest's handler an entry where the level of the pin stays high.
+    /// If the pin's level is stuck high, completes an event request so that the guest's handler finds an entry.
     fn watch_pin(&mut self) {
         let high = match self.msix.vector(ADMIN_VECTOR) {
             Some(pin) if self.registers.is_running() && !self.is_at_rest() => {
@@ -604,12 +607,12 @@ impl NvmeFunction {
         }
     }
 
-    /// Carries out admin commands, and posts completions that wait.
+    /// Carries out admin commands and posts completions that wait.
     fn run_admin(&mut self) {
         if !self.registers.is_running() || self.is_at_rest() {
             return;
         }
-        // A guest that has the doorbells mapped just stores to them.
+        // Stores to mapped doorbells are only seen here.
         self.ring_admin();
         let deadline = self.access_deadline();
         let parts = ControlParts {
@@ -643,14 +646,14 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns the events that nothing has taken up yet.
+    /// Returns the pending events, the deferred ones first.
     fn events(&mut self) -> Vec<Event> {
         let mut events = self.admin.take_put_off();
         events.extend(self.host.take_events());
         events
     }
 
-    /// Takes up what happened on the I/O queues and to the drive.
+    /// Handles the pending events of the I/O queues and the drive.
     fn take_events(&mut self) {
         for event in self.events() {
             match &event {
@@ -668,9 +671,8 @@ impl NvmeFunction {
         }
     }
 
-    /// The process of the host side went, or another one has taken its place. The guest sees a drive that is slow. If
-    /// its queues are lost, it then sees a controller that has to be reset, after which its driver gives its commands
-    /// once more.
+    /// Handles the loss or the return of the host side's process. While it is away, the guest sees a slow drive. If its queues
+    /// are lost, the controller fails: the guest's driver resets it and submits its commands again.
     fn follow_host_side(&mut self, event: HostSideEvent) {
         self.away = event == HostSideEvent::Away;
         if self.away {
@@ -680,15 +682,14 @@ impl NvmeFunction {
             self.carry_out(transition, &self.access_deadline());
             self.begin_looks();
         } else if event == HostSideEvent::BackWithoutQueues && self.registers.is_running() {
-            // A driver notices `CSTS.CFS` by time-outs alone.
+            // A driver notices `CSTS.CFS` only after its commands time out.
             self.admin.report_lost_queues();
             self.run_admin();
             self.fail("the process that had its queues ended, and another one took its place");
         }
     }
 
-    /// The namespace that was leased is another one, or none: what its commands name is not what
-    /// they would do.
+    /// Revokes the lease after its namespace was replaced or removed: commands would reach other data than the guest means.
     fn revoke(&mut self) {
         log::error!("The namespace of the guest's lease is gone, or has other blocks");
         self.admin.note_revoked();
@@ -697,34 +698,34 @@ impl NvmeFunction {
         }
     }
 
-    /// Returns whether an error says that the host side went right now, and is waited for.
+    /// Returns whether an error means that the host side has just disconnected and its successor is expected.
     fn is_waited_for(&self, error: &io::Error) -> bool {
         error.kind() == io::ErrorKind::NotConnected && !self.host.status().is_gone
     }
 
-    /// Carries out a request of the guest, or a part of it: what is not done by `deadline` waits.
+    /// Carries out a transition, as far as that is possible by `deadline`. The rest is deferred.
     fn carry_out(&mut self, transition: Transition, deadline: &Deadline) {
-        // Each of them ends what was: a guest that enables the controller finds no leftovers, and
-        // what was stored to doorbells while there was no controller means nothing. Until that is done, CSTS.RDY and
-        // CSTS.SHST show a reset or shutdown that is not complete (Base 2.0, sections 3.1.3.6 and 3.6.1).
+        // Each transition ends the previous state: a guest that enables the controller finds no leftovers, and doorbell stores
+        // from before count for nothing. Until that is done, CSTS.RDY and CSTS.SHST show an incomplete reset or shutdown (Base
+        // 2.0, sections 3.1.3.6 and 3.6.1).
         if let Err(error) = self.stop(deadline) {
             return self.hold(transition, &error);
         }
         match transition {
             Transition::Enable(_) if self.away => self.waiting = Some(transition),
-            // The guest has done that often. It is ready a little later.
+            // The guest has caused many memory checks. Enabling is delayed.
             Transition::Enable(_) if !self.memory_checks.may_begin(self.clock.now()) => {
                 self.waiting = Some(transition);
             }
             Transition::Enable(queues) => {
-                // Nothing of the guest's memory was used since it was reset.
+                // No guest memory was used since the reset.
                 let began = self.clock.now();
                 let checked = self.host.check_memory();
                 self.memory_checks.ended(began, self.clock.now());
                 if let Err(error) = checked {
                     return self.fail(&format!("its memory cannot be used: {error}"));
                 }
-                // No store to mapped doorbells ends up here.
+                // Stores to mapped doorbells do not arrive here.
                 if let Err(error) = self.host.watch_admin_doorbells() {
                     if self.is_waited_for(&error) {
                         return self.wait(transition);
@@ -735,19 +736,19 @@ impl NvmeFunction {
                 self.registers.enabled();
             }
             Transition::Disable => {
-                // The masks end with the reset. No queue has an entry for what they held back.
+                // The reset clears the masks. The interrupts that they held back have no queue entry left.
                 self.msix.clear_pending();
                 self.owed.clear();
                 self.registers.disabled();
             }
             Transition::Shutdown(notification) => {
-                // A guest that is in a hurry does without, and a drive that is gone keeps nothing.
+                // An abrupt shutdown skips the flush. A drive that is gone keeps nothing.
                 let successors = self.host.successors();
                 if notification == ShutdownNotification::NORMAL
                     && let Err(error) = self.flush_by(deadline)
                 {
                     if self.host.is_away() || self.host.successors() != successors {
-                        // The next one makes durable what this one did.
+                        // The successor makes durable what this host side wrote.
                         return self.wait(transition);
                     }
                     if error.kind() == io::ErrorKind::TimedOut {
@@ -760,14 +761,13 @@ impl NvmeFunction {
         }
     }
 
-    /// Puts a request of the guest off: the process of the host side went right now, and the next one is waited for.
+    /// Defers a transition until the host side's next process has connected.
     fn wait(&mut self, transition: Transition) {
         self.away = true;
         self.waiting = Some(transition);
     }
 
-    /// Defers a request of the guest, because the storage has not finished. The guest waits as long as it likes. A later request
-    /// replaces this one.
+    /// Defers a transition because the storage has not finished. A later transition replaces this one.
     fn hold(&mut self, transition: Transition, why: &dyn std::error::Error) {
         if matches!(transition, Transition::Disable) {
             self.registers.hold_reset();
@@ -779,26 +779,26 @@ impl NvmeFunction {
         self.waiting = Some(transition);
     }
 
-    /// Wakes the thread that calls `process_events`, if the function waits since now: the thread looks at the clock from
-    /// now on. Its looks do not come here. If each of them called for the next one, they would have no interval.
+    /// If the function has just begun to wait, wakes the thread that calls `process_events`, so that it starts to poll. The
+    /// polls themselves do not come here: each would trigger the next one without an interval.
     fn begin_looks(&self) {
         if self.is_held() {
-            // A counter that is full wakes as well.
+            // A full counter wakes as well.
             let _ = eventfd::signal(self.events_fd());
         }
     }
 
-    /// Returns whether the function waits for the end of commands in flight, or for a flush.
+    /// Returns whether the function waits for commands in flight or for a flush.
     fn is_held(&self) -> bool {
         !self.is_set_aside && !self.away && (self.waiting.is_some() || self.rest_waits)
     }
 
-    /// Returns whether nothing is to touch the guest's memory, or will soon.
+    /// Returns whether the function is pausing or paused, so that it must not touch guest memory.
     fn is_at_rest(&self) -> bool {
         self.rests || self.rest_waits
     }
 
-    /// Continues the work that waits for commands in flight, if they have ended.
+    /// Continues a deferred transition or pause, if its commands have ended.
     fn look_after_held(&mut self) {
         let at_once = self.access_deadline().at_once();
         if let Some(transition) = self.waiting.take() {
@@ -818,18 +818,18 @@ impl NvmeFunction {
         }
     }
 
-    /// Shows the guest that its controller has failed, and whoever runs it why.
+    /// Fails the controller (`CSTS.CFS`) and logs the reason.
     fn fail(&mut self, why: &str) {
         log::warn!("The guest's controller has failed: {why}");
         self.registers.fail();
     }
 
-    /// Masks and unmasks vectors as the guest's registers have it: MSI-X, MSI, INTMS and INTMC, and Interrupt Disable. All
-    /// are masked without Bus Master Enable.
+    /// Masks and unmasks the vectors by the guest's registers: MSI-X, MSI, INTMS and INTMC, and Interrupt Disable. Without Bus
+    /// Master Enable, all are masked.
     fn apply_masks(&self) {
         let (msix, msi) = (self.config.msix_control(), self.config.msi_control());
         let is_msi = msi.enabled && !msix.enabled;
-        // These registers have no effect with MSI-X (Base 2.0, sections 3.1.3.3 and 3.1.3.4).
+        // INTMS and INTMC have no effect with MSI-X (Base 2.0, sections 3.1.3.3 and 3.1.3.4).
         let mask = match msix.enabled {
             true => 0,
             false => self.registers.interrupt_mask(),
@@ -846,14 +846,14 @@ impl NvmeFunction {
         });
     }
 
-    /// Acts on INTMS and INTMC, if they have changed from this value.
+    /// Applies INTMS and INTMC if they have changed from `before`.
     fn follow_masks(&self, before: u32) {
         if self.registers.interrupt_mask() != before {
             self.apply_masks();
         }
     }
 
-    /// Makes the first vector the pin, for a VMM that has connected it as such, or a message again.
+    /// Turns the first vector into the pin, for a VMM that has connected an interrupt line, or back into a message.
     pub fn set_pin(&self, pin: Option<PinFall>) {
         if let Some(vector) = self.msix.vector(ADMIN_VECTOR) {
             vector.set_pin(pin);
@@ -861,11 +861,11 @@ impl NvmeFunction {
         self.apply_masks();
     }
 
-    /// Has the queues rest while the guest does not let the function master the bus: then nothing of it reads
-    /// or writes memory, and no interrupt message is sent.
+    /// Pauses the queues while Bus Master Enable is clear: the function then neither reads nor writes memory and sends no
+    /// messages. Resumes them when it is set.
     fn follow_bus_master(&mut self) {
         let deadline = match self.waiting {
-            // Its commands were waited for a moment ago.
+            // A longer wait for these commands has just been tried.
             Some(_) => self.access_deadline().at_once(),
             None => self.access_deadline(),
         };
@@ -873,7 +873,7 @@ impl NvmeFunction {
         self.begin_looks();
     }
 
-    /// As [`Self::follow_bus_master`]. Commands that are in flight at the deadline are waited for later.
+    /// Does the work of [`Self::follow_bus_master`]. Commands that are in flight at the deadline are waited for later.
     fn follow_bus_master_by(&mut self, deadline: &Deadline) {
         self.apply_masks();
         let rests = self.paused || !self.config.is_bus_master();
@@ -891,10 +891,10 @@ impl NvmeFunction {
             }
             let pin = self.msix.vector(ADMIN_VECTOR);
             if pin.is_some_and(|vector| vector.is_pin()) {
-                // Its level may have fallen meanwhile, when nothing raised it for what was left.
+                // During the pause, the level may have fallen without being raised again for leftover entries.
                 self.raise_pin();
             }
-            // Admin commands may have come meanwhile. A counter that is full wakes as well.
+            // Admin commands may have arrived during the pause. A full counter wakes as well.
             let _ = eventfd::signal(self.events_fd());
         } else {
             self.rests = self.host.pause_within(deadline.left()).is_ok();
@@ -902,8 +902,7 @@ impl NvmeFunction {
         }
     }
 
-    /// A reset that leaves nothing of the controller's state (Base 2.0, section 3.7.2), but for
-    /// configuration space, which is done already.
+    /// Resets the controller's whole state (Base 2.0, section 3.7.2) except configuration space, which the caller has reset.
     fn reset_controller(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.registers.reset();
         let stopped = self.stop(deadline);
@@ -917,18 +916,18 @@ impl NvmeFunction {
         stopped
     }
 
-    /// Stops all work of the controller. If this succeeds, nothing touches the guest's memory any more.
+    /// Stops all work of the controller. After success, nothing touches the guest's memory.
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands are in flight at the deadline. Another call completes the stop.
     fn stop(&mut self, deadline: &Deadline) -> Result<(), QueueError> {
         self.waiting = None;
         self.admin.reset();
-        // From here on, doorbells are no longer what they were. The next process must not take queues up by them.
+        // From here on the doorbells are reset. The successor process must not restore queues from them.
         self.store();
         let stopped = self.host.reset_within(deadline.left());
-        // Errors of commands of the queues that went stay in the log. Events of the drive are dropped: later requests
-        // find its state out anew.
+        // Errors of the ended queues' commands stay in the log. Drive events are dropped: later requests read the drive's state
+        // again.
         for event in self.events() {
             match event {
                 Event::CommandFailed(_) => self.admin.report(&event, &*self.host),
@@ -940,9 +939,9 @@ impl NvmeFunction {
         stopped
     }
 
-    /// A doorbell write that exited to the VMM.
+    /// Handles a doorbell write that exited to the VMM.
     fn write_doorbell(&mut self, offset: u64, data: &[u8]) {
-        // Doorbells are dwords; one that is written with more has the first.
+        // Doorbells are dwords. Of a longer write, the first dword counts.
         let Some(value) = data.first_chunk().copied().map(u32::from_le_bytes) else {
             return;
         };
@@ -959,25 +958,24 @@ impl NvmeFunction {
             _ => self.admin.report_unknown_doorbell(),
         }
         self.is_touched = true;
-        // Commands are carried out when the VMM gets to it, not while a vCPU waits for this write.
-        // A counter that is full wakes as well as one that is not.
+        // `process_events` carries the commands out later, so that the vCPU does not wait here. A full counter wakes as well.
         let _ = eventfd::signal(self.events_fd());
     }
 
-    /// Takes over what the admin doorbells hold.
+    /// Reads the admin doorbells.
     fn ring_admin(&mut self) {
-        // A paused function touches no memory, the Doorbell Buffer included. It looks when it goes on.
+        // A paused function touches no memory, including the Doorbell Buffer. The doorbells are read after the resume.
         if self.is_at_rest() {
             return;
         }
         if self.admin.ring(&self.shared) {
-            // A driver that moves them on without end delays nobody else. A counter that is full wakes as
-            // well as one that is not.
+            // The rest is left to the next turn, so that a driver that keeps ringing delays no other work. A full counter wakes
+            // as well.
             let _ = eventfd::signal(self.events_fd());
         }
     }
 
-    /// The BAR at a guest address, and the offset in it.
+    /// Returns the BAR at a guest address, and the offset in that BAR.
     #[must_use]
     pub fn bar_at(&self, base: MmioAddress, offset: MmioAddressOffset) -> Option<(Bar, u64)> {
         let address = base.0.checked_add(offset)?;
@@ -988,13 +986,13 @@ impl NvmeFunction {
     }
 }
 
-/// Both BARs, at the addresses that the guest gave them: what a VMM registers is the function
-/// behind a `Mutex`, for each range that a [`BarMove`] tells of.
+/// Accesses to both BARs at their guest addresses. A VMM registers the function, behind a `Mutex`, for each range that a
+/// [`BarMove`] reports.
 impl MutDeviceMmio for NvmeFunction {
     fn mmio_read(&mut self, base: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
         match self.bar_at(base, offset) {
             Some((bar, offset)) => self.read_bar(bar, offset, data),
-            // As a bus without a device there: it has moved away just now.
+            // The BAR has just moved away: read as from a bus without a device.
             None => data.fill(0xFF),
         }
     }

@@ -19,17 +19,17 @@ use super::kept::tests::{Survivors, clone, function_on, pass_on};
 use crate::fixtures::{self, ADMIN_ENTRIES, ADMIN_SQ, MEMORY, NOWHERE};
 use crate::{Bar, FunctionState, MsixMasking};
 
-/// Bytes of a part of the guest's memory, which the VMM maps and unmaps by itself.
+/// Size of a part of the guest's memory, the unit that the VMM maps and unmaps.
 const PART: u64 = 1 << 20;
-/// Such parts. Each kind of ring, and data, lies in one of its own.
+/// Number of parts. Each kind of ring, and data, has its own part.
 const PARTS: u64 = (MEMORY.end - MEMORY.start) / PART;
 /// Entries of the I/O queues.
 const ENTRIES: u16 = 16;
-/// Offsets of properties that a guest writes.
+/// Offsets of properties that the guest writes.
 const CC: u64 = 0x14;
 const PROPERTIES: u64 = 0x60;
 
-/// A step of a guest, or of its VMM.
+/// Step of the guest or of its VMM.
 #[derive(Clone, Debug)]
 enum Step {
     /// A write to Controller Configuration.
@@ -42,27 +42,27 @@ enum Step {
     Msix { offset: u64, data: Vec<u8> },
     /// A doorbell write.
     Doorbell { qid: u16, head: bool, value: u32 },
-    /// An admin command, at the place that the queue takes next.
+    /// An admin command, written at the queue's tail.
     Admin([u64; 8]),
-    /// An I/O command, at the start of a queue, with its doorbell.
+    /// An I/O command, written at the start of a queue, with its doorbell.
     Io { qid: u16, words: [u64; 8] },
     /// The guest enables its controller as a driver does.
     Enable,
-    /// The guest creates a queue pair as a driver does, with rings in parts of their own.
+    /// The guest creates a queue pair like a driver, with rings in separate parts.
     CreatePair(u16),
     /// The VMM unmaps a part of the memory, or maps it again.
     Map { part: u64, mapped: bool },
-    /// A vector that the client masks or unmasks.
+    /// The client masks or unmasks a vector.
     Mask { vector: usize, masked: bool },
-    /// A vector that is raised.
+    /// A vector is raised.
     Signal(usize),
     /// The function handles its events.
     Events,
     /// Time passes.
     Wait,
-    /// A process takes the place of this one.
+    /// A successor process takes over.
     Replace,
-    /// The VMM pauses the function, and has a snapshot of it go on.
+    /// The VMM pauses the function and restores a snapshot of it.
     Snapshot,
 }
 
@@ -72,7 +72,7 @@ fn any_bytes() -> impl Strategy<Value = Vec<u8>> {
     (value, length).prop_map(|(value, length)| value.to_le_bytes()[..length].to_vec())
 }
 
-/// Guest addresses of rings and data, and some that are none.
+/// Guest addresses of rings and data, and some invalid ones.
 fn any_address() -> impl Strategy<Value = u64> {
     let page =
         (0..PARTS, 0..4_u64).prop_map(|(part, page)| MEMORY.start + part * PART + (page << 12));
@@ -84,7 +84,7 @@ fn any_address() -> impl Strategy<Value = u64> {
     ]
 }
 
-/// Values of `CC`: those of drivers, with fields that change while the controller is enabled, and any.
+/// Values of `CC`: those that drivers write, some that change constant fields, and arbitrary ones.
 fn any_cc() -> impl Strategy<Value = u32> {
     let driver = prop_oneof![
         Just(0x0046_0001),
@@ -104,7 +104,7 @@ fn any_cc() -> impl Strategy<Value = u32> {
     prop_oneof![6 => driver, 1 => any::<u32>(), 1 => any::<u32>().prop_map(|value| value | 1)]
 }
 
-/// Admin commands whose effects a state has, and any.
+/// Admin commands that change the state, and arbitrary ones.
 fn any_admin() -> impl Strategy<Value = [u64; 8]> {
     let opcode = prop_oneof![
         4 => Just(0x05_u8),
@@ -201,13 +201,13 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A function, with its guest and its VMM.
+/// A function with its guest and its VMM.
 struct Machine {
     function: NvmeFunction,
     survivors: Survivors,
-    /// Parts of the memory that are mapped.
+    /// Set for each part of the memory that is mapped.
     mapped: [bool; PARTS as usize],
-    /// Tail of the admin queue, as the guest has it.
+    /// The guest's tail of the admin queue.
     tail: u32,
 }
 
@@ -245,7 +245,7 @@ impl Machine {
         }
     }
 
-    /// Maps what the VMM has mapped.
+    /// Maps the parts that the VMM has mapped.
     fn map_all(&self, function: &NvmeFunction) {
         for (part, mapped) in (0..).zip(self.mapped) {
             if mapped {
@@ -363,10 +363,10 @@ impl Machine {
         Ok(())
     }
 
-    /// Ends this process at once, and has the next one take the function up.
+    /// Ends this process and restores the function in the next one.
     fn replace(&mut self) -> Result<(), TestCaseError> {
         let mut before = pass_on(&self.function.control_state());
-        // By the clock of these functions, no time passes.
+        // No time passes by the clock of these functions.
         before.stored_at = None;
         let unused = fixtures::function(DoorbellMode::Trap, MsixMasking::Client);
         drop(std::mem::replace(&mut self.function, unused));
@@ -380,10 +380,10 @@ impl Machine {
         prop_assert!(taken_up.is_ok(), "{taken_up:?} of {before:?}");
         let mut after = next.control_state();
         if before.registers.is_being_disabled() {
-            // It ends with the process that it waited for.
+            // The disable ends with the process that it waited for.
             before.registers = after.registers;
         }
-        // Time goes on meanwhile, and the guest's clock with it.
+        // Time passes during the take-over, also for the guest's clock.
         before.admin.powered_seconds = after.admin.powered_seconds;
         before.admin.features.timestamp = after.admin.features.timestamp;
         // Each vector is raised.
@@ -395,7 +395,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Has a snapshot go on, with the guest's memory mapped.
+    /// Restores a snapshot of the function, with all guest memory mapped.
     fn snapshot(&mut self) -> Result<(), TestCaseError> {
         for part in 0..PARTS {
             self.take(&Step::Map { part, mapped: true })?;
@@ -415,7 +415,7 @@ impl Machine {
         }
         before.admin.powered_seconds = after.admin.powered_seconds;
         before.admin.features.timestamp = after.admin.features.timestamp;
-        // What was not consumed is told of once more.
+        // Vectors for unconsumed completions are raised once more.
         before.msix.pending = Vec::new();
         after.msix.pending = Vec::new();
         prop_assert_eq!(&after, &before);
@@ -427,7 +427,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Checks that a driver which starts again finds a working controller.
+    /// Checks that a driver that starts again finds a working controller.
     fn check_usable(&mut self) -> Result<(), TestCaseError> {
         drop(self.function.reset());
         for part in 0..PARTS {

@@ -1,32 +1,33 @@
-//! Pin whose level stays high although the guest has consumed all entries.
+//! Recovery of an interrupt pin whose level stays high although the guest has consumed all entries.
 //!
-//! A VMM without an irqchip in its kernel has the level fall when the guest accesses a BAR, and takes notice of the
-//! level's rise when its own thread gets to it. Handlers of other queues and devices on the line may consume the entries in
-//! between. Their access comes before the rise then, and no later one follows: a driver whose handler finds no entry
-//! accesses nothing. It is called again and again, until its kernel switches the line off ("nobody cared").
+//! A VMM without an in-kernel irqchip lowers the level when the guest accesses a BAR, and notices a rise only when its own
+//! thread runs. In between, handlers of other queues and devices on the line may consume the entries. Their access then
+//! precedes the rise, and no later one follows: a driver whose handler finds no entry accesses nothing. The handler is called
+//! again and again, until the guest's kernel disables the line ("nobody cared").
 //!
-//! Nothing in the protocol takes the level back. So the handler gets an entry to find: an Asynchronous Event Request completes,
-//! the driver writes the head of the admin Completion Queue, and the level falls.
+//! The protocol has no way to withdraw the level. So the handler is given an entry to find: an Asynchronous Event Request
+//! completes, the driver writes the head of the admin Completion Queue, and the level falls.
 
 use std::time::Duration;
 
-/// Interval at which the level is looked at. Linux switches a line off once 99,900 of 100,000 calls of its handlers were in
-/// vain.
+/// Interval at which the level is checked. Linux disables a line once 99,900 of 100,000 calls of its handlers found nothing to
+/// do.
 pub(super) const PIN_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Time after which a level that is still high is stuck. A guest that is only slow gets an event without need.
+/// Time after which a high level counts as stuck. A guest that is merely slow gets a needless event.
 const STUCK: Duration = Duration::from_millis(100);
 
-/// Finds a level that stays high.
+/// Detects a level that stays high.
 #[derive(Debug, Default)]
 pub(super) struct PinWatch {
-    /// The time in which the level is high, by its number; and when it was first seen so.
+    /// Number of the current high period, and the time when it was first seen.
     high: Option<(u64, Duration)>,
     is_reported: bool,
 }
 
 impl PinWatch {
-    /// Returns `true` once for each time in which the level stays high. `high` is the present one's number.
+    /// Returns `true` once for each high period that lasts too long. `high` is the current period's number, if the level is
+    /// high.
     pub(super) fn is_stuck(&mut self, high: Option<u64>, now: Duration) -> bool {
         let since = match (high, self.high) {
             (None, _) => {

@@ -1,4 +1,4 @@
-//! Pausing a function, taking a snapshot of it, and restoring one.
+//! Pause, snapshot and restore of a function.
 
 use std::{io, time::Duration};
 
@@ -11,9 +11,8 @@ use crate::{
 };
 
 impl NvmeFunction {
-    /// Stops taking commands, of I/O queues and of the admin queue, and waits for those in flight.
-    /// When it returns, nothing touches the guest's memory until it goes on. Accesses are answered
-    /// as ever; commands that they announce wait.
+    /// Stops taking I/O and admin commands, and waits for commands in flight. After it returns, nothing touches the guest's
+    /// memory until `resume`. Accesses are still answered; commands that they announce wait.
     ///
     /// # Errors
     /// [`QueueError::Timeout`] if commands are in flight after 30 seconds. The function then continues as before.
@@ -21,13 +20,13 @@ impl NvmeFunction {
         self.pause_within(DRAIN_DEADLINE)
     }
 
-    /// As [`Self::pause`], with a wait of at most `time`.
+    /// Pauses like [`Self::pause`], but waits at most `time`.
     ///
     /// # Errors
     /// As [`Self::pause`].
     pub fn pause_within(&mut self, time: Duration) -> Result<(), QueueError> {
         let paused = match self.rest_waits {
-            // Its queues stay stopped whatever becomes of this.
+            // Bus Master Enable is clear: the queues stay stopped even if this times out.
             true => self.host.pause_within(time),
             false if time == DRAIN_DEADLINE => self.host.pause(),
             false => self
@@ -38,15 +37,15 @@ impl NvmeFunction {
         if paused.is_ok() {
             (self.paused, self.rests, self.rest_waits) = (true, true, false);
         }
-        // Events that the queues reported on their way to rest are a part of the saved state.
+        // Events that the queues reported while they stopped belong to the saved state.
         self.take_events();
         paused
     }
 
-    /// Goes on where it was when it was paused, or saved.
+    /// Continues after a pause or a restore.
     pub fn resume(&mut self) {
         self.paused = false;
-        // Unless its guest does not let it master the bus: then it goes on when that changes.
+        // Without Bus Master Enable, the function continues once the guest sets it.
         self.follow_bus_master();
     }
 
@@ -56,10 +55,10 @@ impl NvmeFunction {
         self.paused
     }
 
-    /// Saves the function, while it is paused.
+    /// Saves the state of a paused function.
     ///
     /// # Errors
-    /// [`StateError::NotPaused`]; [`StateError::Unreachable`] while the function waits for its host side.
+    /// [`StateError::NotPaused`]; [`StateError::Unreachable`] while a transition waits for the host side or its storage.
     pub fn save(&self) -> Result<FunctionState, StateError> {
         if self.waiting.is_some() {
             let text = "the guest enables its controller or shuts it down, which waits for the host side: save it again \
@@ -68,7 +67,7 @@ impl NvmeFunction {
             return Err(StateError::Unreachable { source });
         }
         let mut msix = self.msix.save();
-        // Those of a function that was restored and did not go on yet are owed still.
+        // A restored function that was not resumed yet still has to raise these vectors.
         msix.pending.extend(&self.owed);
         msix.pending.sort_unstable();
         msix.pending.dedup();
@@ -83,15 +82,14 @@ impl NvmeFunction {
         })
     }
 
-    /// Becomes the function that was saved, in this process or another one: on an equal lease, with
-    /// the guest's memory mapped. It is paused until it is resumed, and has raised no vector until
-    /// then. Returns the BARs that moved.
+    /// Restores a saved function, in this process or another one, on an equal lease and with the guest's memory mapped. The
+    /// function is paused, and raises no vector until it is resumed. Returns the BARs that moved.
     ///
     /// # Errors
-    /// All of [`SnapshotError`] but those of bytes; then it is as after power-on, and not paused.
+    /// All of [`SnapshotError`] except those about bytes. The function is then as after power-on, and not paused.
     pub fn restore(&mut self, state: &FunctionState) -> Result<Vec<BarMove>, SnapshotError> {
         state.check_version()?;
-        // Before anything is made of any of it, and what says most about it first.
+        // Everything is checked before anything is applied. The host side comes first, as its errors are the most telling.
         self.host.check(&state.attachment)?;
         self.config.check(&state.config_space)?;
         self.msix.check(&state.msix)?;
@@ -111,7 +109,7 @@ impl NvmeFunction {
         Ok(moves)
     }
 
-    /// Queues belong to a controller that is enabled.
+    /// Checks that there are queues only if the controller is enabled.
     fn check_enabled(&self, state: &FunctionState) -> Result<(), StateError> {
         let queues = state.attachment.queues.len() + usize::from(state.admin.rings.is_some());
         if queues > 0 && !state.registers.is_enabled() {
@@ -138,14 +136,14 @@ impl NvmeFunction {
         self.host.restore(attachment)?;
         self.registers.restore(registers);
         if registers.is_being_disabled() {
-            // The commands that the disable waited for are not here.
+            // The commands that the disable waited for do not exist here.
             self.registers.disabled();
         }
         let queues = KeptQueues::of(attachment);
         self.admin.restore(admin, queues, &*self.host, None);
         if self.registers.is_running()
             && let Err(error) = self.host.watch_admin_doorbells()
-            // The next one is told that they are watched.
+            // The host side's next process gets this request on connecting.
             && !self.is_waited_for(&error)
         {
             self.fail(&format!("its admin doorbells cannot be watched: {error}"));
@@ -154,8 +152,7 @@ impl NvmeFunction {
         self.msix.restore(msix);
         self.apply_masks();
         self.owed.clone_from(&msix.pending);
-        // The interrupt that told of admin completions may have been lost on the way, as those of
-        // I/O queues. One too many harms nobody.
+        // The interrupt for admin completions may have been lost, like those of I/O queues. A superfluous one is harmless.
         if self.admin.has_unconsumed() {
             self.owed.push(ADMIN_VECTOR);
         }

@@ -1,5 +1,4 @@
-//! The capabilities of the function: where they lie in configuration space, what they say and
-//! which of their bits a guest may change.
+//! PCI capabilities of the function: their offsets, their values, and the bits that a guest may change.
 
 /// Power Management capability (PCI Power Management 1.2, section 3.2).
 pub(super) mod pm {
@@ -13,7 +12,7 @@ pub(super) mod pm {
     pub(in crate::pci) const POWER_STATE: u8 = 0b11;
     pub(in crate::pci) const D0: u8 = 0b00;
     pub(in crate::pci) const D3HOT: u8 = 0b11;
-    /// PMCSR.No_Soft_Reset: what D3hot is left with is what it was entered with.
+    /// PMCSR.No_Soft_Reset: state is kept across D3hot.
     pub(in crate::pci) const NO_SOFT_RESET: u8 = 1 << 3;
 }
 
@@ -33,7 +32,7 @@ pub(super) mod msix {
     pub(in crate::pci) const ENABLE: u16 = 1 << 15;
 }
 
-/// MSI capability with a 64-bit address, without masks of single messages (PCI Local Bus 3.0, section 6.8.1).
+/// MSI capability with a 64-bit address, without per-vector masking (PCI Local Bus 3.0, section 6.8.1).
 pub(super) mod msi {
     pub(in crate::pci) const OFFSET: u8 = 0xA0;
     pub(in crate::pci) const ID: u8 = 0x05;
@@ -52,7 +51,7 @@ pub(super) mod msi {
     pub(in crate::pci) const ENABLE_MASK: u16 = 0b111 << ENABLE_SHIFT;
     /// Message Control: 64-bit Address Capable.
     pub(in crate::pci) const ADDRESS_64: u16 = 1 << 7;
-    /// Multiple Message Enable and Capable have no larger value.
+    /// Largest value of Multiple Message Enable and Capable.
     pub(in crate::pci) const MESSAGES_LOG2_MAX: u16 = 5;
 }
 
@@ -68,20 +67,20 @@ pub(super) mod pcie {
     pub(in crate::pci) const DEVICE_CAPABILITIES_VALUE: u32 = 1 << 28 | 1 << 15;
 
     pub(in crate::pci) const DEVICE_CONTROL: u8 = 0x08;
-    /// As after a conventional reset: read requests of 512 bytes, no-snoop, relaxed ordering.
+    /// Value after a conventional reset: read requests of 512 bytes, no-snoop, relaxed ordering.
     pub(in crate::pci) const DEVICE_CONTROL_DEFAULT: u16 = 0x2810;
-    /// All but Extended Tag, Phantom Functions and Aux Power, which are not offered, and Initiate
-    /// Function Level Reset, which reads as zero.
+    /// All bits except Extended Tag, Phantom Functions and Aux Power, which are not offered, and Initiate Function Level Reset,
+    /// which reads as zero.
     pub(in crate::pci) const DEVICE_CONTROL_WRITABLE: u16 = 0x78FF;
-    /// Initiate Function Level Reset, bit 15, as a bit of the upper byte of Device Control.
+    /// Initiate Function Level Reset, bit 15, as a bit of Device Control's upper byte.
     pub(in crate::pci) const INITIATE_FLR: u8 = 1 << 7;
 
     pub(in crate::pci) const LINK_CAPABILITIES: u8 = 0x0C;
-    /// 8 GT/s, four lanes, ASPM Optionality Compliance without ASPM. No link is modelled; tools
-    /// print these, and a driver finds nothing to tune.
+    /// 8 GT/s, four lanes, ASPM Optionality Compliance without ASPM. No link is modelled: tools print these values, and drivers
+    /// have nothing to tune.
     pub(in crate::pci) const LINK_CAPABILITIES_VALUE: u32 = 1 << 22 | LINK as u32;
     pub(in crate::pci) const LINK_CONTROL: u8 = 0x10;
-    /// ASPM Control, Common Clock Configuration and Extended Synch are kept and do nothing.
+    /// ASPM Control, Common Clock Configuration and Extended Synch: stored, without effect.
     pub(in crate::pci) const LINK_CONTROL_WRITABLE: u16 = 0x00C3;
     pub(in crate::pci) const LINK_STATUS: u8 = 0x12;
     /// Speed 3 (8 GT/s) and width 4, as Link Capabilities and Link Status encode them.

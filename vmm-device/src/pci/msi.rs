@@ -1,13 +1,13 @@
-//! Messages of MSI (PCI Local Bus 3.0, section 6.8.1).
+//! MSI messages (PCI Local Bus 3.0, section 6.8.1).
 
 use super::msix::MsixMessage;
 
-/// MSI of a function, as the guest has set it up in configuration space.
+/// MSI settings that the guest has made in configuration space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MsiControl {
     /// MSI Enable.
     pub(crate) enabled: bool,
-    /// Messages that the guest has allocated, as a power of two: at most those that there are.
+    /// Base-2 logarithm of the number of messages that the guest has allocated, at most the number available.
     pub(crate) messages_log2: u16,
     /// Message Address.
     pub(crate) address: u64,
@@ -21,9 +21,9 @@ impl MsiControl {
         1 << self.messages_log2
     }
 
-    /// Returns the message of a vector, if the guest has allocated so many.
+    /// Returns the message of a vector, if the guest has allocated enough messages.
     pub(crate) fn message(&self, vector: u16) -> Option<MsixMessage> {
-        // The function changes as many low bits of the data as it has messages for (section 6.8.1.6).
+        // The message number replaces the low bits of the data (section 6.8.1.6).
         let low = self.messages() - 1;
         (vector <= low).then(|| MsixMessage {
             address: self.address,

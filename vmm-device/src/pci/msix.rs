@@ -1,4 +1,4 @@
-//! MSI-X table and pending bit array, behind BAR4 (PCI Local Bus 3.0, section 6.8.2).
+//! MSI-X table and pending bit array in BAR4 (PCI Local Bus 3.0, section 6.8.2).
 
 use std::sync::Arc;
 
@@ -6,38 +6,38 @@ use nvme_mpt::{InterruptVector, StateError};
 
 use crate::state::parts::{MsixEntryState, MsixState};
 
-/// The table begins BAR4.
+/// Offset of the table in BAR4.
 pub(super) const TABLE_OFFSET: u64 = 0;
-/// The pending bits have a page of their own.
+/// Offset of the pending bits: a page separate from the table's.
 pub(super) const PBA_OFFSET: u64 = 0x1000;
-/// Both pages.
+/// Size of BAR4: both pages.
 pub(super) const BAR_SIZE: u64 = 0x2000;
 
 const ENTRY_SIZE: usize = 16;
 /// Vector Control: Mask Bit. The other bits are reserved.
 const MASK_BIT: u32 = 1;
-/// Most vectors that a function may have.
+/// Largest number of vectors of a function.
 pub const MSIX_VECTORS_MAX: u16 = nvme_mpt::interrupt::VECTORS_MAX;
 const _: () = assert!(MSIX_VECTORS_MAX as usize * ENTRY_SIZE <= PBA_OFFSET as usize);
 
-/// Side that holds interrupts back while a vector is masked.
+/// Party that holds interrupts back while a vector is masked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MsixMasking {
-    /// The function: the guest's accesses to the table and to Message Control reach it.
+    /// The function, which the guest's accesses to the table and to Message Control reach.
     Function,
-    /// The client that the function serves, which emulates the table for the guest and gives the
-    /// function one eventfd per vector. The table here is memory that nobody acts upon.
+    /// The vfio-user client. It emulates the table for the guest and gives the function one eventfd per vector. The table here
+    /// is plain memory without effect.
     Client,
 }
 
-/// The two bits of Message Control that a guest writes, and MSI in place of MSI-X.
+/// MSI-X settings that the guest has made in Message Control, or MSI in their place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MsixControl {
     /// MSI-X Enable.
     pub(crate) enabled: bool,
-    /// Function Mask: as if every vector were masked.
+    /// Function Mask, which masks all vectors.
     pub(crate) function_masked: bool,
-    /// Messages of MSI, if the guest has enabled that in the place of MSI-X.
+    /// Number of MSI messages, if the guest has enabled MSI instead of MSI-X.
     pub(crate) msi: Option<u16>,
 }
 
@@ -49,7 +49,7 @@ impl MsixControl {
     };
 }
 
-/// Message that a vector writes when it fires.
+/// Message that a vector sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MsixMessage {
     /// Message Address.
@@ -61,7 +61,7 @@ pub struct MsixMessage {
 }
 
 impl MsixMessage {
-    /// As after a reset (PCI Local Bus 3.0, section 6.8.2.9).
+    /// Value after a reset (PCI Local Bus 3.0, section 6.8.2.9).
     const RESET: Self = Self {
         address: 0,
         data: 0,
@@ -104,7 +104,7 @@ impl MsixMessage {
     }
 }
 
-/// MSI-X of one function: the table, and the vectors that it masks.
+/// MSI-X of one function: the table and the vectors.
 #[derive(Debug)]
 pub(crate) struct Msix {
     masking: MsixMasking,
@@ -113,7 +113,7 @@ pub(crate) struct Msix {
 }
 
 impl Msix {
-    /// A table of these vectors, masked as after power-on. Those beyond [`MSIX_VECTORS_MAX`] are left out.
+    /// Creates a table for these vectors, masked as after power-on. Vectors beyond [`MSIX_VECTORS_MAX`] are dropped.
     pub(crate) fn new(mut vectors: Vec<Arc<InterruptVector>>, masking: MsixMasking) -> Self {
         vectors.truncate(MSIX_VECTORS_MAX.into());
         let msix = Self {
@@ -125,28 +125,28 @@ impl Msix {
         msix
     }
 
-    /// A vector of the function, if it has one of that number.
+    /// Returns the vector with a number, if it exists.
     pub(crate) fn vector(&self, number: u16) -> Option<&Arc<InterruptVector>> {
         self.vectors.get(usize::from(number))
     }
 
-    /// Number of vectors.
+    /// Returns the number of vectors.
     pub(crate) fn count(&self) -> u16 {
         // At most MSIX_VECTORS_MAX.
         self.vectors.len() as u16
     }
 
-    /// All vectors, by number.
+    /// Returns all vectors, by number.
     pub(crate) fn vectors(&self) -> &[Arc<InterruptVector>] {
         &self.vectors
     }
 
-    /// A vector's entry in the table.
+    /// Returns a vector's table entry.
     pub(crate) fn message(&self, number: u16) -> Option<MsixMessage> {
         self.table.get(usize::from(number)).copied()
     }
 
-    /// Acts on a change of Message Control or of the table. A client's masking is left to it.
+    /// Applies a change of Message Control or of the table. Does nothing if the client does the masking.
     pub(crate) fn apply(&self, control: MsixControl) {
         if self.masking == MsixMasking::Client {
             return;
@@ -159,7 +159,7 @@ impl Msix {
         for (number, (entry, vector)) in (0..).zip(self.table.iter().zip(&self.vectors)) {
             let is_off = match msi {
                 Some(messages) => number >= messages || function_masked,
-                // Without messages, the pin has only masks of its own, and needs no Bus Master Enable.
+                // Without messages, only the pin can be unmasked. Its own masks apply, and it does not need Bus Master Enable.
                 None if !enabled => !vector.is_pin(),
                 None => entry.masked || function_masked,
             };
@@ -167,22 +167,21 @@ impl Msix {
         }
     }
 
-    /// Table, control and pending bits as after power-on. Eventfds stay: they belong to whoever
-    /// set them.
+    /// Resets table, control and pending bits to their power-on state. Eventfds stay: they belong to the VMM.
     pub(crate) fn reset(&mut self) {
         self.table.fill(MsixMessage::RESET);
         self.clear_pending();
         self.apply(MsixControl::RESET);
     }
 
-    /// Forgets interrupts that did not reach the guest.
+    /// Discards pending interrupts.
     pub(crate) fn clear_pending(&self) {
         for vector in &self.vectors {
             vector.clear_pending();
         }
     }
 
-    /// Table and pending bits, for a snapshot.
+    /// Returns the table and the pending bits for a snapshot.
     pub(crate) fn save(&self) -> MsixState {
         let save = |message: &MsixMessage| {
             let MsixMessage {
@@ -206,7 +205,7 @@ impl Msix {
         }
     }
 
-    /// Checks whether this can be its state.
+    /// Checks a saved state.
     pub(crate) fn check(&self, state: &MsixState) -> Result<(), StateError> {
         let MsixState { table, pending } = state;
         if table.len() != self.table.len() {
@@ -232,8 +231,8 @@ impl Msix {
         Ok(())
     }
 
-    /// Takes over a table that has been checked. [`Self::apply`] acts on it. Vectors that are pending are raised by
-    /// whoever has the function go on.
+    /// Replaces the table by a checked state; [`Self::apply`] must follow. Whoever resumes the function raises the pending
+    /// vectors.
     pub(crate) fn restore(&mut self, state: &MsixState) {
         for (entry, saved) in self.table.iter_mut().zip(&state.table) {
             let MsixEntryState {
@@ -249,7 +248,7 @@ impl Msix {
         }
     }
 
-    /// Reads any number of bytes from any offset in BAR4; what is not there reads as zero.
+    /// Reads any number of bytes at any offset in BAR4. Bytes outside the table and the pending bits read as zero.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         for (byte, at) in data.iter_mut().zip(Offsets(offset)) {
@@ -257,7 +256,7 @@ impl Msix {
         }
     }
 
-    /// Writes any number of bytes to any offset in BAR4; pending bits are read-only. [`Self::apply`] acts on it.
+    /// Writes any number of bytes at any offset in BAR4; [`Self::apply`] must follow. Pending bits are read-only.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) {
         for (byte, at) in data.iter().zip(Offsets(offset)) {
             let Some((number, within)) = Self::entry_at(at) else {
@@ -289,14 +288,14 @@ impl Msix {
         )
     }
 
-    /// Entry and byte in it at an offset in the table's page.
+    /// Returns the table entry at an offset, and the byte offset in that entry.
     fn entry_at(at: u64) -> Option<(usize, usize)> {
         let at = usize::try_from(at).ok().filter(|_| at < PBA_OFFSET)?;
         Some((at / ENTRY_SIZE, at % ENTRY_SIZE))
     }
 }
 
-/// Consecutive offsets, which end rather than wrap.
+/// Consecutive offsets, which end instead of wrapping.
 struct Offsets(u64);
 
 impl Iterator for Offsets {

@@ -1,8 +1,7 @@
-//! The controller properties in BAR0, up to the doorbells (Base 2.0, section 3.1.3; PCIe 1.0,
-//! section 3.1).
+//! Controller properties in BAR0, up to the doorbells (Base 2.0, section 3.1.3; PCIe 1.0, section 3.1).
 //!
-//! A write that asks for work (enable, reset, shut down) is returned as a [`Transition`]. Whoever
-//! carries it out reports back, and only then does `CSTS` tell the guest.
+//! A write that requests work (enable, reset, shut down) is returned as a [`Transition`]. The caller carries it out and reports
+//! back, and only then does `CSTS` change.
 
 use nvme_mpt::{
     Gpa,
@@ -18,27 +17,27 @@ use nvme_mpt::{
 
 mod state;
 
-/// `CAP.TO` and `CRTO.CRWMT`, in units of 500 ms: 127.5 s, the most that `CAP.TO` has room for. Enabling takes no time at
-/// all. A reset waits for commands that the host still works on, as long as its storage takes.
+/// `CAP.TO` and `CRTO.CRWMT`, in units of 500 ms: 127.5 s, the maximum of `CAP.TO`. Enabling itself is immediate. A reset waits
+/// for commands in flight, as long as the storage takes.
 const READY_TIMEOUT: u8 = u8::MAX;
 
-/// Bits 11:0 of `ASQ` and `ACQ` are reserved: queues begin a memory page.
+/// Mask for `ASQ` and `ACQ`: bits 11:0 are reserved, as queues are page aligned.
 const BASE_MASK: u64 = !0xFFF;
 /// Bits of `AQA` that are not reserved.
 const AQA_MASK: u32 = 0x0FFF_0FFF;
 
-/// Request of a guest to the controller, by writing a property.
+/// Work that a guest has requested by writing a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Transition {
-    /// `CC.EN` went from 0 to 1, with everything valid that has to be.
+    /// `CC.EN` changed from 0 to 1, with valid settings.
     Enable(AdminQueues),
-    /// `CC.EN` went from 1 to 0: a Controller Reset (Base 2.0, section 3.7.2).
+    /// `CC.EN` changed from 1 to 0: a Controller Reset (Base 2.0, section 3.7.2).
     Disable,
-    /// `CC.SHN` asks for a shutdown, normal or abrupt (Base 2.0, section 3.6).
+    /// `CC.SHN` requests a shutdown, normal or abrupt (Base 2.0, section 3.6).
     Shutdown(ShutdownNotification),
 }
 
-/// Places of the admin queues, by `AQA`, `ASQ` and `ACQ` when the controller was enabled.
+/// Addresses and sizes of the admin queues: `AQA`, `ASQ` and `ACQ` at the enable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AdminQueues {
     pub(crate) sq_base: Gpa,
@@ -47,16 +46,16 @@ pub(crate) struct AdminQueues {
     pub(crate) cq_entries: u32,
 }
 
-/// Promises in the controller's `CAP` that depend on the layers behind it.
+/// Values in `CAP` that depend on the lower layers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Capabilities {
-    /// Most entries of an I/O queue, 2 to 65,536.
+    /// Largest number of entries of an I/O queue, 2 to 65,536.
     pub(crate) queue_entries_max: u32,
     /// `CAP.DSTRD`.
     pub(crate) dstrd: u8,
 }
 
-/// The properties of one controller.
+/// Properties of one controller.
 #[derive(Clone, Debug)]
 pub(crate) struct Registers {
     cap: Cap,
@@ -69,7 +68,7 @@ pub(crate) struct Registers {
 }
 
 impl Registers {
-    /// The properties of a controller that is disabled.
+    /// Creates the properties of a disabled controller.
     pub(crate) fn new(capabilities: Capabilities) -> Self {
         let mqes_z = capabilities.queue_entries_max.clamp(2, 1 << 16) - 1;
         let cap = Cap::default()
@@ -78,7 +77,7 @@ impl Registers {
             .with_to(READY_TIMEOUT)
             .with_dstrd(capabilities.dstrd)
             .with_css_nvm(true)
-            // CNS 05h to 08h and 1Ch are there, so a host may select all command sets: the one.
+            // CNS 05h to 08h and 1Ch are supported, so a host may select all command sets.
             .with_css_io(true)
             // Required of a controller that reports version 2.0.
             .with_crwms(true);
@@ -97,7 +96,7 @@ impl Registers {
         }
     }
 
-    /// Reads any number of bytes from any offset; what is not a property reads as zero.
+    /// Reads any number of bytes at any offset. Bytes outside the properties read as zero.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         for (byte, at) in data.iter_mut().zip(offset..offset::DOORBELLS) {
@@ -105,8 +104,7 @@ impl Registers {
         }
     }
 
-    /// Writes any number of bytes to any offset. Properties are 4 or 8 bytes and accessed as such;
-    /// of one that is written in part, the rest keeps its value.
+    /// Writes any number of bytes at any offset. If a property is written in part, its other bytes keep their values.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Option<Transition> {
         let mut transition = None;
         let mut bytes = data.iter().zip(offset..offset::DOORBELLS).peekable();
@@ -131,23 +129,23 @@ impl Registers {
             && self.csts.shst() == ShutdownStatus::NORMAL
     }
 
-    /// `CC`, as far as commands depend on it.
+    /// Returns `CC`, for the commands that depend on it.
     pub(crate) fn cc(&self) -> Cc {
         self.cc
     }
 
-    /// Vectors that the guest has masked by INTMS, as bits.
+    /// Returns the vectors that the guest has masked by INTMS, as bits.
     pub(crate) fn interrupt_mask(&self) -> u32 {
         self.interrupt_mask
     }
 
-    /// The admin queues are set up: `CSTS.RDY` follows `CC.EN`.
+    /// Sets `CSTS.RDY`: the admin queues are set up.
     pub(crate) fn enabled(&mut self) {
         self.csts = self.csts.with_rdy(true);
     }
 
-    /// Nothing touches guest memory any more: a Controller Reset is complete. The properties of
-    /// the admin queues keep their values, all others are reset (Base 2.0, section 3.7.2).
+    /// Completes a Controller Reset, once nothing touches guest memory. `AQA`, `ASQ` and `ACQ` keep their values, all other
+    /// properties are reset (Base 2.0, section 3.7.2).
     pub(crate) fn disabled(&mut self) {
         *self = Self {
             aqa: self.aqa,
@@ -157,13 +155,12 @@ impl Registers {
         };
     }
 
-    /// A reset has begun, and commands that were taken before it may still reach guest memory: `CSTS.RDY` stays until
-    /// [`Self::disabled`].
+    /// Keeps `CSTS.RDY` set during a reset, while earlier commands may still access guest memory. [`Self::disabled`] clears it.
     pub(crate) fn hold_reset(&mut self) {
         self.csts = self.csts.with_rdy(true);
     }
 
-    /// Returns the transition that is not complete, by these properties.
+    /// Returns the incomplete transition that these properties show.
     pub(crate) fn incomplete(&self) -> Option<Transition> {
         if self.csts.cfs() {
             return None;
@@ -178,17 +175,17 @@ impl Registers {
         }
     }
 
-    /// Shutdown processing is complete.
+    /// Completes a shutdown.
     pub(crate) fn shut_down(&mut self) {
         self.csts = self.csts.with_shst(ShutdownStatus::COMPLETE);
     }
 
-    /// The controller failed in a way that no completion can tell: `CSTS.CFS`.
+    /// Sets `CSTS.CFS`, for a failure that no completion can report.
     pub(crate) fn fail(&mut self) {
         self.csts = self.csts.with_cfs(true);
     }
 
-    /// As after power-on.
+    /// Resets all properties to their power-on values.
     pub(crate) fn reset(&mut self) {
         *self = Self::with_cap(self.cap);
     }
@@ -201,8 +198,7 @@ impl Registers {
             offset::CAP => self.cap.0 as u32,
             CAP_HIGH => (self.cap.0 >> 32) as u32,
             offset::VS => Version::V2_0.0,
-            // Undefined while MSI-X is in use, and yet some drivers rely on reading back what
-            // they masked.
+            // Undefined while MSI-X is in use, but some drivers rely on reading back the masks that they set.
             offset::INTMS | offset::INTMC => self.interrupt_mask,
             offset::CC => self.cc.0,
             offset::CSTS => self.csts.0,
@@ -238,7 +234,7 @@ impl Registers {
         None
     }
 
-    /// A write to Controller Configuration (Base 2.0, section 3.1.3.5).
+    /// Writes Controller Configuration (Base 2.0, section 3.1.3.5).
     fn write_cc(&mut self, value: Cc) -> Option<Transition> {
         // CRIME is read-only without CAP.CRMS.CRIMS.
         let value = value.with_crime(false);
@@ -249,7 +245,7 @@ impl Registers {
             }
             (false, true) => self.enable(value),
             (true, true) => {
-                // These three may only change while disabled.
+                // These three may only change while the controller is disabled.
                 let (css, mps, ams) = (self.cc.css(), self.cc.mps(), self.cc.ams());
                 self.notify_shutdown(value.with_css(css).with_mps(mps).with_ams(ams))
             }
@@ -261,7 +257,7 @@ impl Registers {
         self.cc = value.with_shn(ShutdownNotification::NONE);
         self.csts = Csts::default();
         let queues = self.admin_queues();
-        // A queue of one entry could hold none (Base 2.0, section 3.3.3.4).
+        // A queue of one entry could hold no command (Base 2.0, section 3.3.3.4).
         if !is_supported(self.cc) || queues.sq_entries < 2 || queues.cq_entries < 2 {
             self.fail();
             return None;
@@ -285,7 +281,7 @@ impl Registers {
             value.shn(),
             ShutdownNotification::NORMAL | ShutdownNotification::ABRUPT
         );
-        // Once begun, a shutdown is left by a reset only.
+        // Only a reset ends a shutdown that has begun.
         if !asked || value.shn() == notified || self.csts.shst() != ShutdownStatus::NORMAL {
             return None;
         }
@@ -294,15 +290,15 @@ impl Registers {
     }
 }
 
-/// Returns whether the controller can be enabled with these values. Sizes of I/O queue entries are due only
-/// when I/O queues are created, so zero stands for "not yet".
+/// Returns whether the controller can be enabled with these values. The sizes of I/O queue entries may still be zero: they are
+/// needed only when I/O queues are created.
 fn is_supported(cc: Cc) -> bool {
     has_supported_constants(cc)
         && matches!(cc.iosqes(), 0 | IOSQES)
         && matches!(cc.iocqes(), 0 | IOCQES)
 }
 
-/// Returns whether the fields are supported that must not change while the controller is enabled.
+/// Returns whether the fields that are constant while the controller is enabled have supported values.
 fn has_supported_constants(cc: Cc) -> bool {
     matches!(cc.css(), CommandSetSelected::NVM | CommandSetSelected::ALL)
         && cc.mps() == 0

@@ -1,4 +1,4 @@
-//! The controller properties in a snapshot.
+//! Controller properties in a snapshot.
 
 use nvme_mpt::{
     StateError,
@@ -9,7 +9,7 @@ use super::{AQA_MASK, BASE_MASK, Registers, has_supported_constants};
 use crate::state::parts::RegistersState;
 
 impl Registers {
-    /// The properties, for a snapshot.
+    /// Returns the properties for a snapshot.
     pub(crate) fn save(&self) -> RegistersState {
         let Self {
             cap,
@@ -31,8 +31,7 @@ impl Registers {
         }
     }
 
-    /// Checks whether these can be the properties: of a controller with this `CAP`, and as accesses leave
-    /// them.
+    /// Checks saved properties against this controller's `CAP`, and for values that accesses cannot produce.
     pub(crate) fn check(&self, state: &RegistersState) -> Result<(), StateError> {
         let RegistersState {
             cap,
@@ -51,7 +50,7 @@ impl Registers {
                 here: here.to_string(),
             });
         }
-        // A guest keeps the time that it was told.
+        // `CAP.TO` may differ: the guest keeps the value that it was told.
         if Cap(cap).with_to(0) != self.cap.with_to(0) {
             return Err(StateError::Mismatch {
                 promise: "CAP".to_owned(),
@@ -64,7 +63,7 @@ impl Registers {
             .with_rdy(csts.rdy())
             .with_cfs(csts.cfs())
             .with_shst(csts.shst());
-        // Sizes of entries may change while the controller is enabled. A reset that is not complete has RDY beside a cleared EN.
+        // Entry sizes may change while the controller is enabled. During an incomplete reset, RDY is set and EN is clear.
         let ready = csts.rdy() && cc.en() && !has_supported_constants(cc);
         let shut_down = matches!(
             csts.shst(),
@@ -92,7 +91,7 @@ impl Registers {
         Ok(())
     }
 
-    /// Takes over properties that have been checked.
+    /// Restores checked properties.
     pub(crate) fn restore(&mut self, state: &RegistersState) {
         let RegistersState {
             cap,
@@ -121,7 +120,7 @@ impl RegistersState {
         Cc(self.cc).en()
     }
 
-    /// Returns whether the guest has disabled the controller, and that has not ended.
+    /// Returns whether the guest has disabled the controller and the reset is incomplete.
     pub(crate) fn is_being_disabled(&self) -> bool {
         !self.is_enabled() && Csts(self.csts).rdy()
     }

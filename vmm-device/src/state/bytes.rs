@@ -1,7 +1,6 @@
-//! A snapshot as bytes: one line that says what follows, and the state as JSON.
+//! Encoding of a snapshot as bytes: a header line, then the state as JSON.
 //!
-//! The line is read first. So a snapshot of another version, one that was cut short and one that
-//! was changed are each reported as what they are.
+//! The header is checked first, so that another version, a truncated snapshot and a damaged one are reported as such.
 
 use std::fmt;
 
@@ -12,14 +11,14 @@ use super::{FunctionState, SnapshotError, VERSION};
 /// First bytes of every snapshot.
 pub(super) const MAGIC: &str = "nvme-mpt function state";
 
-/// Most bytes of a state. A Completion Queue that holds all completions that it can takes less than 128 KiB.
+/// Largest state in bytes. A Completion Queue with all completions that it can hold takes less than 128 KiB.
 const STATE_MAX: usize = MAX_QUEUE_PAIRS as usize * (128 << 10);
 
-/// Most bytes of the first line, its end included.
+/// Longest header line in bytes, including its newline.
 const LINE_MAX: usize = 128;
 
 impl FunctionState {
-    /// The state as bytes, to be written to a file.
+    /// Encodes the state as bytes, for a file.
     ///
     /// # Errors
     /// [`SnapshotError::Syntax`], which numbers and text never cause.
@@ -33,10 +32,10 @@ impl FunctionState {
         Ok([format!("{line}\n").as_bytes(), &state].concat())
     }
 
-    /// The state that was saved as these bytes.
+    /// Decodes a state from bytes.
     ///
     /// # Errors
-    /// All of [`SnapshotError`] but those of restoring.
+    /// All of [`SnapshotError`] except those about restoring.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, SnapshotError> {
         let head = &bytes[..bytes.len().min(LINE_MAX)];
         let end = head.iter().position(|byte| *byte == b'\n');
@@ -54,7 +53,7 @@ impl FunctionState {
         if version != VERSION {
             return Err(SnapshotError::Version { found: version });
         }
-        // Numbers can be written in more than one way, but were in one.
+        // Only the canonical spelling of the numbers is accepted.
         if parsed.to_string() != line {
             return Err(SnapshotError::NotASnapshot);
         }
@@ -83,7 +82,7 @@ impl FunctionState {
     }
 }
 
-/// First line of a snapshot.
+/// Header line of a snapshot.
 struct Line {
     version: u32,
     len: usize,
@@ -106,7 +105,7 @@ impl Line {
         let mut words = line.strip_prefix(MAGIC)?.strip_prefix(' ')?.split(' ');
         let mut value = |name: &str| words.next()?.strip_prefix(name)?.strip_prefix('=');
         let version = value("version")?.parse().ok()?;
-        // Other versions may have other fields after this one.
+        // The fields after the version may differ between versions.
         if version != VERSION {
             return Some(Self {
                 version,

@@ -1,11 +1,9 @@
-//! The state of a function that is paused, as a snapshot keeps it: configuration space, MSI-X,
-//! properties, the admin queue with what admin commands left behind, and the attachment with its
-//! I/O queues. No guest memory and no data of the drive.
+//! Snapshot of a paused function: configuration space, MSI-X, properties, the admin queue with the effects of admin commands,
+//! and the attachment with its I/O queues. It contains no guest memory and no data of the drive.
 //!
-//! [`FunctionState`] goes into whatever a VMM keeps its own state in, by `serde`, or into bytes of
-//! its own. These bytes reveal a snapshot that was cut short or changed. A state that comes back
-//! from either is untrusted: all of it is checked before anything is made of it. The types of all parts
-//! lie in `parts`; a change to one of them is a new [`VERSION`].
+//! A VMM stores [`FunctionState`] by `serde` in its own format, or as the bytes of `to_bytes`, which reveal
+//! truncation and damage. A state that is read back is untrusted: everything is checked before anything is applied. The types
+//! of the parts are in `parts`; a change to one of them needs a new [`VERSION`].
 
 mod bytes;
 pub(crate) mod parts;
@@ -16,65 +14,65 @@ use thiserror::Error;
 
 use parts::{AdminState, MsixState, RegistersState};
 
-/// The version of snapshots that are taken, and the only one that is restored.
+/// Version of the snapshots that are taken, and the only version that is restored.
 pub const VERSION: u32 = 1;
 
-/// Why a function cannot be restored.
+/// Error of decoding or restoring a snapshot.
 #[derive(Debug, Error)]
 pub enum SnapshotError {
-    /// The bytes begin otherwise.
+    /// The bytes do not begin like a snapshot.
     #[error(
         "This is no snapshot of an NVMe function: it does not begin with `{}`",
         bytes::MAGIC
     )]
     NotASnapshot,
-    /// Another program took it.
+    /// The snapshot has another version.
     #[error(
         "The snapshot has version {found}, but this program takes version {VERSION}; restore it with \
          the program that took it"
     )]
     Version {
-        /// Its version.
+        /// Version of the snapshot.
         found: u32,
     },
-    /// Bytes are missing at its end, or there are too many.
+    /// The state is truncated or too long.
     #[error("The snapshot has {found} bytes of state, but must have {expected}; copy it again")]
     Length {
-        /// Bytes that there are.
+        /// Number of bytes found.
         found: usize,
-        /// Bytes that it says there are.
+        /// Number of bytes that the header announces.
         expected: usize,
     },
-    /// Bytes changed.
+    /// The checksum does not match.
     #[error(
         "The snapshot is damaged: its checksum is {found:08x}, but must be {expected:08x}; copy it \
          again"
     )]
     Checksum {
-        /// Of the bytes that there are.
+        /// Checksum of the bytes found.
         found: u32,
-        /// Of the bytes that were saved.
+        /// Checksum in the header.
         expected: u32,
     },
-    /// It is no state, although nothing was damaged.
+    /// The bytes are intact, but are not a function's state.
     #[error("The snapshot is not that of a function")]
     Syntax(#[from] serde_json::Error),
-    /// It does not fit, or its values cannot be.
+    /// The state does not fit this function, or is invalid.
     #[error(transparent)]
     State(#[from] StateError),
-    /// The function that it was to be restored into cannot be stopped.
+    /// The function to restore into cannot be stopped.
     #[error("The function cannot be stopped, so that nothing can be restored into it")]
     Stop(#[from] QueueError),
 }
 
-/// The state of a function.
+/// Saved state of a function.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FunctionState {
     pub(crate) version: u32,
     /// The first 256 bytes of configuration space.
     pub(crate) config_space: Vec<u8>,
-    /// The guest has cleared Command. It is left out where it has not.
+    /// Set if the guest has cleared Command. Omitted if false.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) switched_off: bool,
     pub(crate) msix: MsixState,
@@ -83,20 +81,20 @@ pub struct FunctionState {
     pub(crate) attachment: AttachmentState,
 }
 
-/// Skips a field that says nothing.
+/// Returns whether to omit a field that is false.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
 pub(crate) fn is_false(flag: &bool) -> bool {
     !flag
 }
 
 impl FunctionState {
-    /// The version that it was saved by.
+    /// Returns the version with which the state was saved.
     #[must_use]
     pub fn version(&self) -> u32 {
         self.version
     }
 
-    /// The attachment's part: queues, and what the guest was promised.
+    /// Returns the attachment's part: the queues, and the facts that the guest was told.
     #[must_use]
     pub fn attachment(&self) -> &AttachmentState {
         &self.attachment

@@ -1,13 +1,13 @@
-//! The parts of a function's state, as they are kept. The owner of each part saves and restores it.
+//! Saved forms of a function's parts. The owner of each part saves and restores it.
 
 use serde::{Deserialize, Serialize};
 
-/// MSI-X.
+/// State of MSI-X.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MsixState {
     pub(crate) table: Vec<MsixEntryState>,
-    /// Vectors that wait to be unmasked.
+    /// Masked vectors with a pending interrupt.
     pub(crate) pending: Vec<u16>,
 }
 
@@ -20,7 +20,7 @@ pub(crate) struct MsixEntryState {
     pub(crate) masked: bool,
 }
 
-/// Controller properties.
+/// Values of the controller properties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RegistersState {
@@ -33,31 +33,31 @@ pub(crate) struct RegistersState {
     pub(crate) acq: u64,
 }
 
-/// The admin queue, and what admin commands left behind.
+/// State of the admin queue, and the effects of admin commands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AdminState {
-    /// Of a controller that is enabled.
+    /// Present if the controller is enabled.
     pub(crate) rings: Option<AdminRingsState>,
-    /// Completions that wait for room.
+    /// Completions that wait for space in the queue.
     pub(crate) unposted: Vec<CompletionState>,
-    /// Entry of a command that the next host side carries out. It is left out where there is none.
+    /// Entry of a command that waits for the host side's next process. Omitted if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) postponed: Option<[u64; 8]>,
-    /// Entries of commands that wait for I/O commands in flight. It is left out where there are none.
+    /// Entries of commands that wait for I/O commands in flight. Omitted if there are none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) held: Vec<[u64; 8]>,
     pub(crate) features: FeaturesState,
     pub(crate) events: AsyncEventsState,
     pub(crate) errors: ErrorLogState,
-    /// Critical Warning bits that were told.
+    /// Critical Warning bits that were reported.
     pub(crate) warned: u8,
     pub(crate) namespace_changed: bool,
     pub(crate) commands: u64,
-    /// Abort commands. It is left out where there was none.
+    /// Number of Abort commands. Omitted if zero.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) aborts: u64,
-    /// Seconds for which the controller was on. It is left out where there were none.
+    /// Seconds for which the controller was powered. Omitted if zero.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) powered_seconds: u64,
 }
@@ -75,12 +75,12 @@ pub(crate) struct AdminRingsState {
     pub(crate) cq_head: u32,
     pub(crate) cq_tail: u32,
     pub(crate) phase: bool,
-    /// Values of its doorbells at the last look: tail and head.
+    /// Values of its doorbells, tail and head, when they were last read.
     pub(crate) seen: [u32; 2],
-    /// Values of their places in the Doorbell Buffer at the last look.
+    /// Values of its Doorbell Buffer entries when they were last read.
     #[serde(default, skip_serializing_if = "are_zero")]
     pub(crate) held: [u32; 2],
-    /// Positions by which the registers may lag behind the Doorbell Buffer.
+    /// Numbers of positions by which the registers may lag behind the Doorbell Buffer.
     #[serde(default, skip_serializing_if = "are_zero")]
     pub(crate) behind: [u32; 2],
 }
@@ -102,7 +102,7 @@ pub(crate) struct CompletionState {
     pub(crate) dw0: u32,
 }
 
-/// Values of features, as dword 11 of Set Features has them.
+/// Values of features, encoded as in dword 11 of Set Features.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FeaturesState {
@@ -111,15 +111,15 @@ pub(crate) struct FeaturesState {
     pub(crate) over_temperature: Option<u16>,
     pub(crate) under_temperature: u16,
     pub(crate) error_recovery: u32,
-    /// I/O Submission and Completion Queues that were allocated.
+    /// Numbers of I/O Submission and Completion Queues that were allocated.
     pub(crate) queues: Option<[u16; 2]>,
     pub(crate) interrupt_coalescing: u32,
-    /// Vectors with Coalescing Disable.
+    /// Vectors with Coalescing Disable set.
     pub(crate) coalescing_disabled: Vec<u16>,
     pub(crate) write_atomicity: u32,
     pub(crate) async_events: u32,
     pub(crate) timestamp: TimestampState,
-    /// ACRE, ETDAS and LBAFEE.
+    /// Values of ACRE, ETDAS and LBAFEE.
     pub(crate) host_behavior: [u8; 3],
 }
 
@@ -136,11 +136,11 @@ pub(crate) struct TimestampState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AsyncEventsState {
-    /// Commands that wait for an event.
+    /// Command identifiers of the event requests that wait for an event.
     pub(crate) requests: Vec<u16>,
-    /// Events that wait for a command, as dword 0 of its completion.
+    /// Events that wait for a request, as dword 0 of a completion.
     pub(crate) events: Vec<u32>,
-    /// Types that are masked, as bits.
+    /// Masked event types, as bits.
     pub(crate) masked: u8,
 }
 
@@ -150,6 +150,6 @@ pub(crate) struct AsyncEventsState {
 pub(crate) struct ErrorLogState {
     /// Entries of 64 bytes, the newest first.
     pub(crate) entries: Vec<u8>,
-    /// Errors so far.
+    /// Total number of errors.
     pub(crate) count: u64,
 }

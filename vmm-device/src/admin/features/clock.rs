@@ -1,4 +1,4 @@
-//! The clock behind the Timestamp feature (Base 2.0, section 5.27.1, "Timestamp").
+//! Clock of the Timestamp feature (Base 2.0, section 5.27.1, "Timestamp").
 
 use std::time::Duration;
 
@@ -6,19 +6,19 @@ use nvme_mpt::spec::feature::{Timestamp, TimestampAttributes, TimestampOrigin};
 
 use crate::state::parts::TimestampState;
 
-/// The clock of one controller.
+/// Timestamp clock of one controller.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clock {
-    /// Its value at `since`, in milliseconds.
+    /// Value at `since`, in milliseconds.
     start: u64,
     since: Duration,
     origin: TimestampOrigin,
-    /// It stood still for a time: Synch.
+    /// Set if the clock has stood still: the Synch attribute.
     stopped: bool,
 }
 
 impl Clock {
-    /// The clock as a reset of the controller leaves it at `now`: it counts from zero.
+    /// Creates the clock after a controller reset at `now`: it counts from zero.
     pub(super) fn reset(now: Duration) -> Self {
         Self {
             start: 0,
@@ -53,8 +53,8 @@ impl Clock {
         }
     }
 
-    /// It did not run while the function was kept in a snapshot. `elapsed` is the time since it was saved in which it ran;
-    /// `None` if it stood still.
+    /// Restores the clock. `elapsed` is the time since the save for which the clock ran; `None` for a snapshot, in which it
+    /// stood still.
     pub(super) fn restored(
         state: &TimestampState,
         now: Duration,

@@ -1,4 +1,4 @@
-//! Bits of dword 11 that a feature keeps: those that are reserved, or not offered, read as zero.
+//! Masks for dword 11 of features: bits that are reserved or not offered are stored as zero.
 
 use nvme_mpt::spec::feature::{
     Arbitration, AsyncEventConfiguration, ErrorRecovery, InterruptCoalescing, PowerManagement,
@@ -29,7 +29,7 @@ pub(super) fn write_atomicity(dword11: u32) -> WriteAtomicity {
     WriteAtomicity::default().with_dn(WriteAtomicity(dword11).dn())
 }
 
-/// Notices that OAES does not offer stay off; a host reads what it got. The command set offers `own`.
+/// Clears notices that OAES does not offer; the host reads the result back. `own` are the command set's notices.
 pub(super) fn async_events(dword11: u32, own: AsyncEventConfiguration) -> AsyncEventConfiguration {
     let value = AsyncEventConfiguration(dword11);
     AsyncEventConfiguration(dword11 & own.0)

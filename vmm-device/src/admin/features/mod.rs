@@ -1,5 +1,5 @@
-//! Get Features and Set Features (Base 2.0, sections 5.15, 5.27 and 5.27.1; NVM 1.0, section
-//! 4.1.3). No feature is saveable, so what is saved of one is its default.
+//! Get Features and Set Features (Base 2.0, sections 5.15, 5.27 and 5.27.1; NVM 1.0, section 4.1.3). No feature is saveable, so
+//! a saved value equals the default.
 
 mod clock;
 mod kept;
@@ -29,26 +29,26 @@ use zerocopy::{FromBytes, FromZeros, IntoBytes};
 use self::clock::Clock;
 use super::{identify::ARBITRATION_BURST, io_queues::Allocated, subject::notices};
 
-/// I/O Command Set Combination Index, of the I/O Command Set Profile: bits of dword 11.
+/// Mask of the I/O Command Set Combination Index in dword 11 of the I/O Command Set Profile.
 const COMBINATION_INDEX: u32 = 0x1FF;
 
-/// Surroundings of features, besides the values that they hold.
+/// Facts besides the stored values on which features depend.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FeatureContext<'a> {
     pub(super) namespace: &'a LeasedNamespace,
-    /// Logical blocks that the namespace has now.
+    /// Present size of the namespace in logical blocks.
     pub(super) blocks: u64,
     pub(super) volatile_write_cache: bool,
     pub(super) queue_pairs_max: u16,
-    /// The Over Temperature Threshold that nobody has set.
+    /// Default Over Temperature Threshold.
     pub(super) default_threshold: u16,
     /// Number of interrupt vectors.
     pub(super) vectors: usize,
-    /// True if I/O queues were created and not deleted since.
+    /// Set while I/O queues exist.
     pub(super) io_queues_exist: bool,
 }
 
-/// Value of Get Features: dword 0 of the completion, and data if the feature has any.
+/// Result of Get Features: dword 0 of the completion, and the feature's data, if any.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct FeatureValue {
     pub(super) dw0: u32,
@@ -60,11 +60,11 @@ pub(super) struct FeatureValue {
 pub(super) struct Features {
     arbitration: Arbitration,
     power: PowerManagement,
-    /// `None` until it is set.
+    /// `None` for the default.
     over_temperature: Option<u16>,
     under_temperature: u16,
     error_recovery: ErrorRecovery,
-    /// Allocation of Number of Queues, if it was asked for one.
+    /// Granted numbers of queues; `None` if the feature was not set.
     queues: Option<Allocated>,
     coalescing: InterruptCoalescing,
     /// Vectors with Coalescing Disable, as bits.
@@ -72,14 +72,14 @@ pub(super) struct Features {
     write_atomicity: WriteAtomicity,
     async_events: AsyncEventConfiguration,
     timestamp: Clock,
-    /// Clock that the Timestamp counts by.
+    /// Clock that drives the Timestamp.
     clock: Arc<dyn WaitClock>,
-    /// ACRE, ETDAS and LBAFEE.
+    /// Values of ACRE, ETDAS and LBAFEE.
     host_behavior: [u8; 3],
 }
 
 impl Features {
-    /// Values as a reset of the controller leaves them.
+    /// Creates the values after a controller reset.
     pub(super) fn new(clock: &Arc<dyn WaitClock>) -> Self {
         Self {
             arbitration: Arbitration::default().with_ab(ARBITRATION_BURST),
@@ -98,7 +98,7 @@ impl Features {
         }
     }
 
-    /// Bytes of data that Get Features of a feature returns, or Set Features of it takes.
+    /// Returns the number of data bytes of a feature, for Get and Set Features.
     pub(super) fn data_length(fid: FeatureId) -> usize {
         match fid {
             FeatureId::LBA_RANGE_TYPE => LbaRange::ENTRIES * size_of::<LbaRange>(),
@@ -108,7 +108,7 @@ impl Features {
         }
     }
 
-    /// Queues that a host may create.
+    /// Returns the numbers of queues that a host may create.
     pub(super) fn allocated(&self, context: &FeatureContext<'_>) -> Allocated {
         let all = context.queue_pairs_max;
         self.queues.unwrap_or(Allocated {
@@ -123,12 +123,12 @@ impl Features {
             || temperature <= self.under_temperature
     }
 
-    /// Returns the events that the host wants to learn of.
+    /// Returns the events that the host has enabled.
     pub(super) fn async_events(&self) -> AsyncEventConfiguration {
         self.async_events
     }
 
-    /// Returns the coalescing of interrupts that the host asked for.
+    /// Returns the interrupt coalescing that the host has set.
     pub(super) fn coalescing(&self) -> CoalescingConfig {
         CoalescingConfig {
             threshold_z: self.coalescing.thr_z(),
@@ -202,7 +202,7 @@ impl Features {
                 data[..self.host_behavior.len()].copy_from_slice(&self.host_behavior);
                 return Ok(FeatureValue { dw0: 0, data });
             }
-            // The one combination of command sets that CNS 1Ch lists.
+            // The only combination of command sets that CNS 1Ch lists.
             FeatureId::IO_COMMAND_SET_PROFILE => 0,
             _ => return Err(Status::INVALID_FIELD),
         };
@@ -212,8 +212,7 @@ impl Features {
         })
     }
 
-    /// Set Features (Base 2.0, section 5.27), except that `data` was fetched. Returns dword 0 of
-    /// the completion.
+    /// Set Features (Base 2.0, section 5.27); the caller has read `data`. Returns dword 0 of the completion.
     pub(super) fn set(
         &mut self,
         fid: FeatureId,
@@ -240,7 +239,7 @@ impl Features {
                 self.error_recovery = kept::error_recovery(dword11);
             }
             FeatureId::VOLATILE_WRITE_CACHE => {
-                // The cache is the host controller's, shared by all that lease from it.
+                // The cache belongs to the physical drive and is shared by all leases.
                 let value = VolatileWriteCache(dword11);
                 require(value.wce(), Status::FEATURE_NOT_CHANGEABLE)?;
             }
@@ -287,7 +286,7 @@ impl Features {
         Ok(0)
     }
 
-    /// Number of Queues (Base 2.0, section 5.27.1.5): what is asked for, or less.
+    /// Number of Queues (Base 2.0, section 5.27.1.5): grants the requested numbers, or fewer.
     fn allocate_queues(
         &mut self,
         request: NumberOfQueues,
@@ -339,7 +338,7 @@ impl Features {
     }
 }
 
-/// Checks whether Set Features may go on with a feature (Base 2.0, section 5.27).
+/// Checks whether Set Features of a feature is allowed (Base 2.0, section 5.27).
 pub(super) fn check_set(
     fid: FeatureId,
     save: bool,
@@ -355,12 +354,12 @@ pub(super) fn check_set(
         (false, _) if this => return Err(Status::FEATURE_NOT_NAMESPACE_SPECIFIC),
         _ => return Err(Status::INVALID_NAMESPACE_OR_FORMAT),
     }
-    // For the cache, the value decides later: it may leave the cache on, and not turn it off.
+    // Decided by the value later: the cache may be left on, but not turned off.
     let changeable = capabilities.changeable() || fid == FeatureId::VOLATILE_WRITE_CACHE;
     require(changeable, Status::FEATURE_NOT_CHANGEABLE)
 }
 
-/// Returns the possible uses of a feature, if there is one of that identifier.
+/// Returns the capabilities of a feature, if it is supported.
 pub(super) fn capabilities(
     fid: FeatureId,
     context: &FeatureContext<'_>,
@@ -392,7 +391,7 @@ fn number_of_queues(allocated: Allocated) -> NumberOfQueues {
         .with_ncq_z(allocated.completion.saturating_sub(1))
 }
 
-/// LBA Range Type (NVM 1.0, section 4.1.3.1): one range, which is the namespace.
+/// LBA Range Type (NVM 1.0, section 4.1.3.1): one range for the whole namespace.
 fn lba_range_type(blocks: u64) -> FeatureValue {
     let mut range = LbaRange::new_zeroed();
     range.attributes = LbaRangeAttributes::default().with_overwritable(true);
@@ -416,7 +415,7 @@ fn require_vector(
     )
 }
 
-/// There are at most 128 vectors.
+/// Returns a vector's bit. There are at most 128 vectors.
 fn vector_bit(vector: usize) -> u128 {
     1 << (vector % 128)
 }

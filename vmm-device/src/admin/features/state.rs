@@ -1,4 +1,4 @@
-//! Values of features, saved and restored.
+//! Save and restore of feature values.
 
 use std::{sync::Arc, time::Duration};
 
@@ -48,7 +48,7 @@ impl Features {
         }
     }
 
-    /// Checks whether these are values that Set Features leaves.
+    /// Checks that Set Features could have produced these values.
     pub(in crate::admin) fn check(
         state: &FeaturesState,
         vectors: usize,
@@ -125,8 +125,8 @@ impl Features {
         Ok(())
     }
 
-    /// Restores the saved state, which has been checked. `elapsed` is the time since then in which the controller went on;
-    /// `None` if it stood still.
+    /// Restores a checked state. `elapsed` is the time that has passed for the controller since the save; `None` if its clock
+    /// stood still.
     pub(in crate::admin) fn restored(
         state: &FeaturesState,
         clock: &Arc<dyn WaitClock>,

@@ -1,12 +1,11 @@
-//! The health of the drive, as one of its users may know it (Base 2.0, section 5.16.1.3).
+//! Health of the drive, as one of its guests may see it (Base 2.0, section 5.16.1.3).
 //!
-//! All users share one drive that wears out, heats up or fails. So each of them gets its state: spare, wear,
-//! temperatures, hours, power cycles. Data read, written and lost is counted for the lease alone: no guest learns
-//! what others do.
+//! All guests share one drive that wears out, heats up or fails, so each of them sees its state: spare, wear, temperatures,
+//! hours, power cycles. Data read, written and lost is counted per lease: no guest learns about the others' use.
 //!
-//! The drive's log is read at most once a second for a guest. It is read every 10 s while the guest has health
-//! events enabled, and whenever the drive raises an event. A drive that is gone leaves its guest a controller that
-//! works and has no namespace. CSTS.CFS would make Linux reset the controller in vain.
+//! The drive's log is read at most once a second for a guest. It is read every 10 s while the guest has health events enabled,
+//! and whenever the drive raises an event. After the drive is gone, the guest has a working controller without a namespace.
+//! CSTS.CFS would only make Linux reset the controller to no avail.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,37 +23,36 @@ use zerocopy::{
 
 use super::features::Features;
 
-/// Time for which the drive's last report is taken as true: a guest that asks again and again does not keep
-/// the drive's admin queue busy, which others need.
+/// Time for which the drive's last report is reused, so that a guest that polls does not occupy the drive's admin queue.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// Interval at which the drive is asked while the guest wants to hear of warnings. A drive reports its own
-/// thresholds by itself, not those that a guest has set.
+/// Poll interval while the guest has health events enabled. A drive reports crossings of its own thresholds, but does not know
+/// those that a guest has set.
 pub(crate) const WATCH_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Of a drive without a sensor: 37 °C, 70 °C and 100 °C.
+/// Values in kelvins for a drive without a sensor: 37 °C, 70 °C and 100 °C.
 const TEMPERATURE: u16 = 310;
 const THRESHOLDS: TemperatureThresholds = TemperatureThresholds {
     warning: 343,
     critical: 373,
 };
 
-/// Available Spare of a drive that does not wear out, in percent.
+/// Available Spare, in percent, of a drive that does not wear out.
 const SPARE: u8 = 100;
 const SPARE_THRESHOLD: u8 = 10;
 
-/// Knowledge of the drive's health.
+/// Latest result of reading the drive's health.
 #[derive(Debug)]
 enum Reading {
-    /// Nobody asked, or the drive did not answer yet.
+    /// The drive was not asked, or has not answered yet.
     Unknown,
-    /// The drive keeps no log: nothing in it wears out.
+    /// The drive has no log: nothing in it wears out.
     None,
-    /// The drive's last report.
+    /// Last report of the drive.
     Drive(Box<SmartHealth>),
 }
 
-/// The drive's health, read when somebody wants to know it.
+/// Cached health of the drive, read on demand.
 #[derive(Debug)]
 pub(super) struct Health {
     thresholds: Option<TemperatureThresholds>,
@@ -63,13 +61,13 @@ pub(super) struct Health {
     gone: bool,
     damage: Damage,
     since: Duration,
-    /// Time for which the controller was on before that, in other processes.
+    /// Time for which the controller was powered in earlier processes.
     powered_before: Duration,
     clock: Arc<dyn WaitClock>,
 }
 
 impl Health {
-    /// Knows nothing yet. `thresholds` are those of the drive; `None` if it measures no temperature.
+    /// Creates an empty cache. `thresholds` are the drive's; `None` if it measures no temperature.
     pub(super) fn new(
         thresholds: Option<TemperatureThresholds>,
         clock: Arc<dyn WaitClock>,
@@ -86,36 +84,36 @@ impl Health {
         }
     }
 
-    /// Goes by another clock from now on. The drive was not asked by it.
+    /// Replaces the clock, and forgets when the drive was last asked.
     pub(super) fn set_clock(&mut self, clock: Arc<dyn WaitClock>) {
         self.asked = None;
         self.since = clock.now();
         self.clock = clock;
     }
 
-    /// Returns the time for which the controller has been on.
+    /// Returns the time for which the controller has been powered.
     pub(super) fn powered(&self) -> Duration {
         let here = self.clock.now().saturating_sub(self.since);
         here.saturating_add(self.powered_before)
     }
 
-    /// Goes on as a controller that was on for some time before.
+    /// Continues a controller that was powered for some time before.
     pub(super) fn go_on(&mut self, powered: Duration) {
         (self.since, self.powered_before) = (self.clock.now(), powered);
     }
 
-    /// Returns whether the drive was not asked for at least `time`.
+    /// Returns whether the last request to the drive is at least `time` ago.
     fn is_older_than(&self, time: Duration) -> bool {
         self.asked
             .is_none_or(|asked| self.clock.now().saturating_sub(asked) >= time)
     }
 
-    /// `WCTEMP` and `CCTEMP`.
+    /// Returns `WCTEMP` and `CCTEMP`.
     pub(super) fn thresholds(&self) -> TemperatureThresholds {
         self.thresholds.unwrap_or(THRESHOLDS)
     }
 
-    /// The Over Temperature Threshold that nobody has set: `WCTEMP`, if the drive reports one.
+    /// Returns the default Over Temperature Threshold: `WCTEMP`, if the drive reports one.
     pub(super) fn default_threshold(&self) -> u16 {
         match self.thresholds().warning {
             0 => u16::MAX,
@@ -128,24 +126,24 @@ impl Health {
         self.thresholds.is_some()
     }
 
-    /// Takes note of the lease's own damage, which costs the drive nothing.
+    /// Records the damage of the lease itself. This does not access the drive.
     pub(super) fn note(&mut self, damage: Damage) {
         self.damage = damage;
     }
 
-    /// Asks the drive, unless it was asked just now.
+    /// Reads the drive's health, unless that was done a moment ago.
     pub(super) fn refresh(&mut self, host: &dyn HostSide) {
         if self.is_older_than(FRESH) {
             self.read(host);
         }
     }
 
-    /// Returns whether the drive was not asked for so long that its guest may have missed something.
+    /// Returns whether the next periodic read is due.
     pub(super) fn is_due(&self) -> bool {
         self.is_older_than(WATCH_INTERVAL)
     }
 
-    /// Asks the drive. While it does not answer, what it said last stays.
+    /// Reads the drive's health. If the drive does not answer, the last report stays.
     pub(super) fn read(&mut self, host: &dyn HostSide) {
         self.asked = Some(self.clock.now());
         self.gone = host.status().is_gone;
@@ -159,7 +157,7 @@ impl Health {
         }
     }
 
-    /// Composite Temperature in kelvins; 0 if not known.
+    /// Returns the Composite Temperature in kelvins; 0 if unknown.
     fn temperature(&self) -> u16 {
         match &self.reading {
             Reading::Unknown => 0,
@@ -168,10 +166,9 @@ impl Health {
         }
     }
 
-    /// Critical Warning: the drive's own, but for its temperature, which is held against the
-    /// thresholds of this guest; and a drive that is gone is not reliable. A lease whose
-    /// data is damaged is less reliable by an internal error (bit 2). One that lost completed writes takes no
-    /// writes either (bit 3), which no write protection of the namespace has brought about (Base 2.0, Figure 207).
+    /// Returns Critical Warning. Most bits are the drive's. The temperature is compared with this guest's thresholds. Bit 2
+    /// (reliability) is also set if the drive is gone or the lease's data is damaged. Bit 3 (read only) is also set if
+    /// completed writes were lost; no write protection of the namespace has caused that (Base 2.0, Figure 207).
     pub(super) fn warnings(&self, features: &Features) -> CriticalWarning {
         let Damage {
             lost_writes,
@@ -194,7 +191,7 @@ impl Health {
             .with_volatile_backup(drive.volatile_backup())
     }
 
-    /// The drive's part of the log page; what is counted for a lease is zero.
+    /// Returns the drive's part of the log page. The lease's counters are zero in it.
     pub(super) fn page(&self, features: &Features) -> SmartHealth {
         let mut page = SmartHealth::new_zeroed();
         page.critical_warning = self.warnings(features);

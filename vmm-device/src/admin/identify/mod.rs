@@ -1,4 +1,4 @@
-//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5). The lease's [`CommandSets`] have what differs between
+//! Identify (Base 2.0, section 5.17; NVM 1.0, section 4.1.5). The lease's [`CommandSets`] describe the differences between
 //! command sets.
 
 use nvme_mpt::{
@@ -26,22 +26,21 @@ use super::{
 };
 use crate::pci::config_space::VENDOR_ID;
 
-/// `CNTLID`: each controller is alone in an NVM subsystem of its own.
+/// `CNTLID`: each controller is the only one of its NVM subsystem.
 pub(super) const CONTROLLER_ID: u16 = 0;
-/// `CNTID` that stands for the controller that processes the command.
+/// `CNTID` that means the controller that processes the command.
 const THIS_CONTROLLER: u16 = 0xFFFF;
 /// Firmware Revision: this crate's version, padded with spaces.
 pub(super) const FIRMWARE_REVISION: [u8; 8] = padded(env!("CARGO_PKG_VERSION"));
-/// `RTD3E`, in microseconds: what a shutdown is expected to take, with a flush of the drive.
+/// `RTD3E`, in microseconds: expected time of a shutdown, including a flush of the drive.
 const SHUTDOWN_TIME: u32 = 5_000_000;
-/// Most blocks of `NOIOB`: the largest power of two that the field has.
+/// Largest `NOIOB` in blocks: the largest power of two that fits into the field.
 const NOIOB_MAX: u64 = 1 << 15;
-/// `RAB`, as a power of two: 64 commands.
+/// `RAB`, as a base-2 logarithm: 64 commands.
 pub(super) const ARBITRATION_BURST: u8 = 6;
 
 impl Subject<'_> {
-    /// The data structure that a command asks for, or at least its beginning: what is left of
-    /// 4,096 bytes is zero.
+    /// Returns the requested data structure of 4,096 bytes.
     pub(super) fn identify(&self, command: Identify, nsid: Nsid) -> Result<Vec<u8>, Status> {
         let structure = match command.cns {
             Cns::NAMESPACE => {
@@ -65,7 +64,7 @@ impl Subject<'_> {
             }
             Cns::IOCS_ACTIVE_NSID_LIST => match command.csi {
                 csi if csi == self.csi() => self.active_namespaces(nsid)?,
-                // A command set that is there for what others have in common.
+                // Listed only because other command sets are based on it.
                 Csi::NVM => vec![0; IDENTIFY_SIZE],
                 _ => return Err(Status::INVALID_FIELD),
             },
@@ -92,8 +91,7 @@ impl Subject<'_> {
         Ok(structure(self))
     }
 
-    /// A structure that is filled with zeroes for a namespace that is not active (Base 2.0, section
-    /// 5.17.2, Figure 273).
+    /// Returns a data structure, filled with zeroes if the namespace is inactive (Base 2.0, section 5.17.2, Figure 273).
     fn with_namespace_or_zeroes(
         &self,
         nsid: Nsid,
@@ -106,8 +104,7 @@ impl Subject<'_> {
         Ok(structure(self))
     }
 
-    /// The namespace must be the one there is. The broadcast value stands for what namespaces have
-    /// in common only where there is Namespace Management.
+    /// Checks that `nsid` is this namespace. The broadcast value is valid only with Namespace Management.
     pub(super) fn require_namespace(&self, nsid: Nsid) -> Result<(), Status> {
         if nsid != self.namespace.nsid {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT);
@@ -115,7 +112,7 @@ impl Subject<'_> {
         Ok(())
     }
 
-    /// Identify Controller (Base 2.0, section 5.17.2.1). A field that is not set reports no support, or no limit.
+    /// Identify Controller (Base 2.0, section 5.17.2.1). A field that is left zero reports no support, or no limit.
     fn controller(&self) -> Vec<u8> {
         let mut id = IdentifyController::new_zeroed();
         id.vid = VENDOR_ID;
@@ -162,9 +159,9 @@ impl Subject<'_> {
             .with_flush_broadcast(FlushBroadcast::SUPPORTED);
         id.awun_z = self.limits.awun_z;
         id.awupf_z = self.limits.awupf_z;
-        // Source Range Entries of Copy: format 0.
+        // Copy: source range entries of format 0.
         id.cdfs = offers(NvmOpcode::COPY).into();
-        // SGLs at any alignment, if a command may have any.
+        // SGLs at any alignment, if supported at all.
         id.sgls = Sgls::default().with_support(u8::from(self.limits.sgl_descriptors_max > 0));
         copy_text(&mut id.subnqn, &subsystem_nqn(&self.namespace.uuid));
         bytes(id)
@@ -222,7 +219,7 @@ impl Subject<'_> {
             id.mcl = saturating_u32(blocks);
             id.msrc_z = u8::try_from(ranges.saturating_sub(1)).unwrap_or(u8::MAX);
         }
-        // `NOIOB` (NVM 1.0, Figure 97). The boundaries of a power of two of blocks are among those of each smaller one.
+        // `NOIOB` (NVM 1.0, Figure 97). Boundaries of a power of two of blocks include those of larger powers.
         let boundary = self.unit_blocks.map_or(0, |unit| unit.min(NOIOB_MAX));
         id.noiob = boundary as u16;
         id.nguid = namespace.nguid;
@@ -238,7 +235,7 @@ impl Subject<'_> {
         bytes(id)
     }
 
-    /// Active Namespace ID list: those above `nsid` (Base 2.0, section 5.17.2.2).
+    /// Active Namespace ID list: identifiers above `nsid` (Base 2.0, section 5.17.2.2).
     fn active_namespaces(&self, nsid: Nsid) -> Result<Vec<u8>, Status> {
         if nsid.0 >= Nsid::BROADCAST.0 - 1 {
             return Err(Status::INVALID_NAMESPACE_OR_FORMAT);
@@ -267,8 +264,8 @@ impl Subject<'_> {
         list
     }
 
-    /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). Another one
-    /// comes with the NVM Command Set, whose structures hosts ask for before they look at namespaces.
+    /// Identify I/O Command Set: one combination (Base 2.0, section 5.17.2.21). A command set other than NVM is combined with
+    /// NVM, whose structures hosts request before they look at namespaces.
     fn combinations(&self, controller: u16) -> Result<Vec<u8>, Status> {
         if controller != THIS_CONTROLLER && controller != CONTROLLER_ID {
             return Err(Status::INVALID_FIELD);
@@ -282,7 +279,7 @@ impl Subject<'_> {
     }
 }
 
-/// Printable ASCII, padded with spaces (Base 2.0, section 1.4.2).
+/// Returns printable ASCII, padded with spaces (Base 2.0, section 1.4.2).
 const fn padded<const N: usize>(text: &str) -> [u8; N] {
     let text = text.as_bytes();
     let mut field = [b' '; N];
@@ -305,7 +302,7 @@ fn copy_text(field: &mut [u8], text: &str) {
     }
 }
 
-/// The UUID-based NVMe Qualified Name (Base 2.0, section 4.5).
+/// Returns the UUID-based NVMe Qualified Name (Base 2.0, section 4.5).
 fn subsystem_nqn(uuid: &[u8; 16]) -> String {
     let mut nqn = String::from("nqn.2014-08.org.nvmexpress:uuid:");
     for (index, byte) in uuid.iter().enumerate() {

@@ -1,10 +1,10 @@
 //! PCI configuration space: a type 0 header and four capabilities.
 //!
-//! All of it is two arrays: what a read returns, and which bits a write changes. Sizing a BAR by
-//! writing all ones, read-only fields and reserved bits all follow from the second one. A write's
-//! other effects (a BAR moves, the function resets) are derived by comparing before and after.
+//! It consists of two arrays: the bytes that reads return, and the bits that writes change. BAR sizing, read-only fields and
+//! reserved bits follow from the second array. Other effects of a write (a moved BAR, a function reset) are found by comparing
+//! the state before and after.
 //!
-//! Releases up to 0.1 had MSI-X alone. A function that goes on keeps what its guest has seen: [`Offer`] is read from the
+//! Releases up to 0.1 had MSI-X only. A restored function keeps the layout that its guest has seen: [`Offer`] is read from the
 //! saved bytes.
 
 use nvme_mpt::{StateError, spec::registers::offset::DOORBELLS};
@@ -15,12 +15,11 @@ use super::{
     msix::{BAR_SIZE as MSIX_BAR_SIZE, MsixControl, PBA_OFFSET, TABLE_OFFSET},
 };
 
-/// Vendor ID, "MP": free in the public list of PCI IDs.
+/// Vendor ID, "MP", unassigned in the public list of PCI IDs.
 ///
-/// Guest drivers find an NVMe controller by its class code and use the IDs for quirks alone. Those
-/// of other emulated and physical controllers are bound to quirks of theirs: Linux restricts
-/// namespace identifiers for 1B36:0010, stalls queue creation for others, and so on. An ID that
-/// nobody has gets the behaviour that the specification describes.
+/// Guest drivers find an NVMe controller by its class code and use the IDs for quirks only. The IDs of other emulated and
+/// physical controllers trigger such quirks: Linux restricts namespace identifiers for 1B36:0010, stalls queue creation for
+/// others, and so on. An unassigned ID gets the behaviour that the specification describes.
 pub const VENDOR_ID: u16 = 0x4D50;
 /// Device ID.
 pub const DEVICE_ID: u16 = 0x0001;
@@ -28,11 +27,11 @@ pub const DEVICE_ID: u16 = 0x0001;
 /// Bytes of configuration space (PCI Express 4.0, section 7.2).
 pub const CONFIG_SPACE_SIZE: u64 = 4096;
 
-/// Bytes that hold anything: from here on lie extended capabilities, of which there are none, and
-/// a first one of zero says so (PCI Express 4.0, section 7.6.1).
+/// Size of the part with content. Extended capabilities would follow; there are none, and a first one of zero says so (PCI
+/// Express 4.0, section 7.6.1).
 const COMPATIBLE_SIZE: usize = 256;
 
-/// Smallest BAR0: a guest driver in wide use masks the address with FFFF_C000h.
+/// Smallest size of BAR0: a guest driver in wide use masks the address with FFFF_C000h.
 const REGISTERS_BAR_MIN: u64 = 0x4000;
 
 const COMMAND: u8 = 0x04;
@@ -40,9 +39,8 @@ const COMMAND: u8 = 0x04;
 const MEMORY_SPACE: u8 = 1 << 1;
 /// Bus Master Enable, as a bit of the lower byte of Command.
 const BUS_MASTER: u8 = 1 << 2;
-/// Memory Space, Bus Master, Parity Error Response, SERR#, Interrupt Disable. There is no I/O BAR,
-/// so I/O Space is read-only. Memory Space is not enforced on accesses that reach the function: a
-/// driver in user space does not set it.
+/// Memory Space, Bus Master, Parity Error Response, SERR#, Interrupt Disable. I/O Space is read-only, as there is no I/O BAR.
+/// Accesses are accepted without Memory Space: drivers in user space do not set it.
 const COMMAND_WRITABLE: u16 = 1 << 1 | 1 << 2 | 1 << 6 | 1 << 8 | 1 << 10;
 const STATUS: u8 = 0x06;
 /// Interrupt Status, as a bit of the lower byte of Status.
@@ -54,7 +52,7 @@ const REVISION_ID: u8 = 0x08;
 /// (PCIe 1.0, section 3.8.1).
 const CLASS_CODE: [u8; 3] = [0x02, 0x08, 0x01];
 const BARS: u8 = 0x10;
-/// A memory BAR's type: 64-bit, not prefetchable.
+/// Type of a memory BAR: 64-bit, not prefetchable.
 const BAR_MEMORY_64: u64 = 0b100;
 const SUBSYSTEM_VENDOR_ID: u8 = 0x2C;
 const SUBSYSTEM_ID: u8 = 0x2E;
@@ -71,8 +69,7 @@ const INTERRUPT_DISABLE: u8 = 1 << 2;
 pub enum Bar {
     /// BAR0: controller properties and doorbells.
     Registers,
-    /// BAR4: MSI-X table and pending bits. They do not share BAR0's pages, so that a VMM which
-    /// traps the one can map the other.
+    /// BAR4: MSI-X table and pending bits. They share no page with BAR0, so that a VMM can trap one BAR and map the other.
     Msix,
 }
 
@@ -80,7 +77,7 @@ impl Bar {
     /// All BARs.
     pub const ALL: [Self; 2] = [Self::Registers, Self::Msix];
 
-    /// Index of its lower half among the six BARs of the header.
+    /// Returns the index of the BAR's lower half among the six BARs of the header.
     #[must_use]
     pub const fn index(self) -> u8 {
         match self {
@@ -89,7 +86,7 @@ impl Bar {
         }
     }
 
-    /// Offset of its address in configuration space, in eight bytes.
+    /// Returns the offset of the BAR's eight address bytes in configuration space.
     #[must_use]
     pub const fn config_offset(self) -> u64 {
         (BARS + 4 * self.index()) as u64
@@ -100,29 +97,29 @@ impl Bar {
     }
 }
 
-/// A BAR that a guest has given another place in its address space.
+/// Change of a BAR's guest address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BarMove {
-    /// Which one.
+    /// BAR that moved.
     pub bar: Bar,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Address at which it was decoded before, if any.
+    /// Previous address, if the BAR was decoded.
     pub from: Option<u64>,
-    /// Address at which it is decoded from now on, if any.
+    /// New address, if the BAR is decoded.
     pub to: Option<u64>,
 }
 
-/// Effects of a write to configuration space besides changed bits.
+/// Side effects of a write to configuration space.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ConfigWrite {
     /// BARs that moved, appeared or vanished.
     pub(crate) moves: Vec<BarMove>,
-    /// A Function Level Reset was initiated. Configuration space is as after power-on already.
+    /// Set if a Function Level Reset was initiated. Configuration space is already as after power-on.
     pub(crate) function_level_reset: bool,
 }
 
-/// Interrupts that a function offers its guest beside MSI-X.
+/// Interrupt types that a function offers its guest besides MSI-X.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Offer {
     /// MSI.
@@ -132,13 +129,13 @@ pub(crate) struct Offer {
 }
 
 impl Offer {
-    /// Releases up to 0.1.
+    /// Offer of releases up to 0.1.
     const MSIX_ALONE: Self = Self {
         msi: false,
         pin: false,
     };
 
-    /// Returns what the guest of these contents was offered.
+    /// Returns the offer that these contents of configuration space make.
     fn of(contents: &[u8]) -> Self {
         let at = |offset: u8| contents.get(usize::from(offset)).copied();
         Self {
@@ -153,13 +150,13 @@ impl Offer {
 pub(crate) struct ConfigSpace {
     contents: [u8; COMPATIBLE_SIZE],
     layout: Layout,
-    /// Offer to a guest that is new.
+    /// Offer to a new guest.
     newest: Offer,
-    /// Command was written since power-on.
+    /// Set once Command was written since power-on.
     commanded: bool,
 }
 
-/// Facts that do not change while a function lives.
+/// Layout, which is constant for a guest.
 #[derive(Clone, Debug)]
 struct Layout {
     doorbells: u64,
@@ -173,8 +170,7 @@ struct Layout {
 }
 
 impl ConfigSpace {
-    /// Configuration space of a function with so many bytes of doorbells and so many MSI-X
-    /// vectors, of which there is at least one.
+    /// Creates configuration space for `doorbells` bytes of doorbells and `vectors` MSI-X vectors, at least one.
     pub(crate) fn new(doorbells: u64, vectors: u16, newest: Offer) -> Self {
         let layout = Layout::new(doorbells, vectors, newest);
         Self {
@@ -185,7 +181,7 @@ impl ConfigSpace {
         }
     }
 
-    /// As after power-on, of a function for a guest that is new.
+    /// Returns to the power-on state for a new guest.
     pub(crate) fn renew(&mut self) {
         let Layout {
             doorbells, vectors, ..
@@ -193,12 +189,12 @@ impl ConfigSpace {
         *self = Self::new(doorbells, vectors, self.newest);
     }
 
-    /// Returns whether it is as releases up to 0.1 had it.
+    /// Returns whether the layout is that of releases up to 0.1: MSI-X only.
     pub(crate) fn is_of_first_releases(&self) -> bool {
         self.layout.offer == Offer::MSIX_ALONE
     }
 
-    /// As after power-on.
+    /// Resets the contents to their power-on values. Returns the BARs that moved.
     pub(crate) fn reset(&mut self) -> Vec<BarMove> {
         let before = self.addresses();
         self.commanded = false;
@@ -206,7 +202,7 @@ impl ConfigSpace {
         self.moves_since(before)
     }
 
-    /// Reads any number of bytes from any offset; what is not there reads as zero.
+    /// Reads any number of bytes at any offset. Bytes beyond the end read as zero.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         for (byte, content) in data
@@ -217,7 +213,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Writes any number of bytes to any offset; what is not there or read-only stays as it is.
+    /// Writes any number of bytes at any offset. Writes to read-only bits and beyond the end are ignored.
     pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> ConfigWrite {
         let start = saturate(offset);
         let before = self.addresses();
@@ -235,8 +231,7 @@ impl ConfigSpace {
         }
 
         if !matches!(self.power_state(), pm::D0 | pm::D3HOT) {
-            // A state that is not supported: the write is discarded (PCI Power Management 1.2,
-            // section 3.2.4).
+            // Unsupported power state: the write is discarded (PCI Power Management 1.2, section 3.2.4).
             let pmcsr = &mut self.contents[usize::from(pm::OFFSET + pm::PMCSR)];
             *pmcsr = *pmcsr & !pm::POWER_STATE | power_state;
         }
@@ -255,13 +250,12 @@ impl ConfigSpace {
         }
     }
 
-    /// Its contents, for a snapshot.
+    /// Returns the contents for a snapshot.
     pub(crate) fn save(&self) -> Vec<u8> {
         self.contents.to_vec()
     }
 
-    /// Checks whether these can be its contents: those of a function with other BARs, vectors or capabilities
-    /// cannot.
+    /// Checks saved contents. Contents with other BARs, vectors or capabilities are rejected.
     pub(crate) fn check(&self, saved: &[u8]) -> Result<(), StateError> {
         if saved.len() != COMPATIBLE_SIZE {
             let valid = COMPATIBLE_SIZE.to_string();
@@ -291,27 +285,26 @@ impl ConfigSpace {
         Ok(())
     }
 
-    /// Returns the layout of contents that this program or an earlier one has saved.
+    /// Returns the layout of contents that this release or an earlier one has saved.
     fn layout_of(&self, saved: &[u8]) -> Layout {
         let Layout {
             doorbells, vectors, ..
         } = self.layout;
         let was = Offer::of(saved);
         let offer = Offer {
-            // What this function does not have is a mismatch.
+            // An interrupt type that this function lacks causes a mismatch later.
             pin: was.pin && self.newest.pin,
             msi: was.msi && self.newest.msi,
         };
         Layout::new(doorbells, vectors, offer)
     }
 
-    /// Returns whether Command was written and enables nothing. Its contents alone do not tell that.
+    /// Returns whether Command was written and is zero. The contents alone do not show whether it was written.
     pub(crate) fn is_switched_off(&self) -> bool {
         self.commanded && self.contents[usize::from(COMMAND)] == 0
     }
 
-    /// Takes over contents that have been checked, and what [`Self::is_switched_off`] returned. Returns the BARs that
-    /// moved.
+    /// Restores checked contents, and the value that [`Self::is_switched_off`] returned. Returns the BARs that moved.
     pub(crate) fn restore(&mut self, saved: &[u8], switched_off: bool) -> Vec<BarMove> {
         let before = self.addresses();
         self.layout = self.layout_of(saved);
@@ -322,34 +315,32 @@ impl ConfigSpace {
         self.moves_since(before)
     }
 
-    /// Returns the address at which a BAR is decoded: none until the guest has given it an address and set
-    /// Memory Space Enable.
+    /// Returns the address at which a BAR is decoded: `None` until the guest has set an address and Memory Space Enable.
     pub(crate) fn bar_address(&self, bar: Bar) -> Option<u64> {
         let enabled = self.contents[usize::from(COMMAND)] & MEMORY_SPACE != 0;
         let mut raw = [0; 8];
         raw.copy_from_slice(&self.contents[bar.offset()..][..8]);
         let address = u64::from_le_bytes(raw) & !(self.bar_size(bar) - 1);
-        // All ones is sizing in progress, with Memory Space left enabled.
+        // All ones: the BAR is being sized with Memory Space enabled.
         let sizing = address == !(self.bar_size(bar) - 1);
         (enabled && address != 0 && !sizing).then_some(address)
     }
 
-    /// Returns whether the function may read and write memory and send interrupt messages: Bus Master Enable
-    /// (PCI Express 4.0, section 7.5.1.1.3).
+    /// Returns whether the function may access memory and send interrupt messages: Bus Master Enable (PCI Express 4.0, section
+    /// 7.5.1.1.3).
     ///
-    /// A client that never writes Command may as well: a driver in user space that leaves configuration
-    /// space alone. All guests write it, and their firmware does, before they can access the BARs. SPDK's and
-    /// libvfn's drivers set Bus Master Enable.
+    /// A client that has never written Command counts as well: a user-space driver that leaves configuration space alone. All
+    /// guests or their firmware write it before they can access the BARs. The drivers of SPDK and libvfn set Bus Master Enable.
     pub(crate) fn is_bus_master(&self) -> bool {
         !self.commanded || self.contents[usize::from(COMMAND)] & BUS_MASTER != 0
     }
 
-    /// Size of a BAR, a power of two.
+    /// Returns the size of a BAR, a power of two.
     pub(crate) fn bar_size(&self, bar: Bar) -> u64 {
         self.layout.bar_size(bar)
     }
 
-    /// Message Control of the MSI-X capability.
+    /// Returns the settings in the MSI-X capability's Message Control.
     pub(crate) fn msix_control(&self) -> MsixControl {
         let at = usize::from(msix::OFFSET + msix::CONTROL);
         let control = u16::from_le_bytes([self.contents[at], self.contents[at + 1]]);
@@ -360,7 +351,7 @@ impl ConfigSpace {
         }
     }
 
-    /// MSI, as the guest has set it up.
+    /// Returns the MSI settings of the guest.
     pub(crate) fn msi_control(&self) -> MsiControl {
         let word = |at: u8| {
             let at = usize::from(msi::OFFSET + at);
@@ -379,7 +370,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Returns the number of messages that MSI has; 0 if the function does not offer it.
+    /// Returns the number of MSI messages, or 0 if the function does not offer MSI.
     pub(crate) fn msi_messages(&self) -> u16 {
         match self.layout.offer.msi {
             true => 1 << messages_log2(self.layout.vectors),
@@ -392,7 +383,7 @@ impl ConfigSpace {
         self.layout.offer.pin
     }
 
-    /// Returns whether the guest has switched the pin off: Interrupt Disable.
+    /// Returns whether the guest has set Interrupt Disable.
     pub(crate) fn is_pin_disabled(&self) -> bool {
         self.contents[usize::from(COMMAND) + 1] & INTERRUPT_DISABLE != 0
     }
@@ -421,7 +412,7 @@ impl ConfigSpace {
     }
 }
 
-/// Sets Interrupt Status in bytes that were read from `offset` on, if they have it.
+/// Sets Interrupt Status in bytes that were read from `offset`, if they include it.
 pub(crate) fn set_interrupt_status(offset: u64, data: &mut [u8]) {
     let place = u64::from(STATUS).checked_sub(offset);
     if let Some(byte) = place.and_then(|place| data.get_mut(saturate(place))) {
@@ -429,14 +420,14 @@ pub(crate) fn set_interrupt_status(offset: u64, data: &mut [u8]) {
     }
 }
 
-/// Messages of MSI for so many vectors, as a power of two.
+/// Returns the base-2 logarithm of the number of MSI messages for this number of vectors.
 fn messages_log2(vectors: u16) -> u16 {
-    // At most 15, for at least one vector.
+    // At most 15, as `vectors` is a `u16`.
     let floor = vectors.checked_ilog2().unwrap_or_default() as u16;
     floor.min(msi::MESSAGES_LOG2_MAX)
 }
 
-/// An offset as an index: one that is too large for an index is beyond everything anyway.
+/// Converts an offset into an index. An offset too large for an index is out of range in any case.
 fn saturate(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }
@@ -485,7 +476,7 @@ impl Layout {
         self.put(SUBSYSTEM_VENDOR_ID, &VENDOR_ID.to_le_bytes());
         self.put(SUBSYSTEM_ID, &DEVICE_ID.to_le_bytes());
         self.put(CAPABILITIES_POINTER, &[pm::OFFSET]);
-        // Firmware keeps a number here.
+        // Interrupt Line is storage for the firmware.
         self.allow(INTERRUPT_LINE, &[0xFF]);
         if self.offer.pin {
             self.put(INTERRUPT_PIN, &[INTA]);

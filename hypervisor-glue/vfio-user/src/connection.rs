@@ -1,8 +1,7 @@
-//! A byte stream becomes messages, and replies become bytes.
+//! Conversion between a byte stream and messages.
 //!
-//! [`Reader`] never reads past the message it is reading. That costs a second system call for a
-//! message with a payload. In return, file descriptors belong to the message whose bytes they came
-//! with, however a client cuts its stream into pieces.
+//! [`Reader`] never reads past the present message. That costs a second system call for a message with a payload. In return,
+//! file descriptors belong to the message whose bytes they came with, however the client splits its stream.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -19,33 +18,33 @@ use crate::message::{Header, MAX_FDS_ACCEPTED};
 use crate::socket;
 use crate::step::step;
 
-/// Bytes that are made room for at a time, so that a client has to send what it wants us to keep;
-/// and the room that stays between messages.
+/// Step in which buffers grow, so that a client must send what it makes the server allocate; also the capacity kept between
+/// messages.
 const CHUNK: usize = 64 * 1024;
 
-/// A whole message.
+/// Complete message.
 #[derive(Debug)]
 pub(crate) struct Message<'a> {
     pub(crate) header: Header,
     pub(crate) payload: &'a [u8],
     pub(crate) fds: Vec<OwnedFd>,
-    /// There were file descriptors that are not in `fds`.
+    /// Set if file descriptors of the message are missing from `fds`.
     pub(crate) fds_lost: bool,
 }
 
-/// The stream has no more messages.
+/// End of the message stream.
 #[derive(Debug)]
 pub(crate) enum Ended {
     /// The client closed it.
     Closed {
-        /// In the middle of a message.
+        /// Set if the stream ended within a message.
         cut_short: bool,
     },
     /// The socket failed.
     Failed(io::Error),
-    /// The bytes are no message, and the start of the next one is unknown.
+    /// The bytes are no valid message, so the start of the next one is unknown.
     OutOfStep { header: Header, refusal: Refusal },
-    /// The last message was refused, and the connection ends with its reply.
+    /// The last message was refused, and the connection ends after its reply.
     Refused,
     /// The journal failed.
     Journal(JournalError),
@@ -57,21 +56,21 @@ impl From<JournalError> for Ended {
     }
 }
 
-/// Reads messages.
+/// Reads messages from a socket.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
     header: [u8; Header::SIZE],
-    /// Bytes of `header` that are there.
+    /// Number of bytes of `header` received.
     filled: usize,
     payload: Vec<u8>,
     fds: Vec<OwnedFd>,
     fds_lost: bool,
-    /// The message was handed out: the next call begins a new one.
+    /// Set if the message was returned: the next call begins a new one.
     handed_out: bool,
 }
 
 impl Reader {
-    /// The next message, or `None` when it has not come in whole yet.
+    /// Returns the next message; `None` if it is incomplete.
     pub(crate) fn next(&mut self, stream: &UnixStream) -> Result<Option<Message<'_>>, Ended> {
         if self.handed_out {
             self.begin();
@@ -116,19 +115,19 @@ impl Reader {
         }))
     }
 
-    /// Returns whether a message has come in part.
+    /// Returns whether a message is partly received.
     pub(crate) fn is_amid(&self) -> bool {
         self.filled > 0 && !self.handed_out
     }
 
-    /// Looks at the next message, which stays in the socket, or returns `None` when it has not come in whole yet. When it has, the socket's
+    /// Peeks the next message, which stays in the socket; `None` if it is incomplete. After a complete message, the socket's
     /// peek offset is its size.
     pub(crate) fn peek(&mut self, stream: &UnixStream) -> Result<Option<Message<'_>>, Ended> {
         if self.handed_out {
             self.begin();
         }
         while self.filled < Header::SIZE {
-            // Without a control message, no file descriptors are opened.
+            // Without a control buffer, no file descriptors are opened.
             let room = &mut self.header[self.filled..];
             let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
             match rustix::net::recv(stream, room, flags) {
@@ -141,8 +140,8 @@ impl Reader {
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(Ended::Failed(error.into())),
             }
-            // The header again, with the payload: descriptors come with every look at any of the bytes that they were
-            // sent with. A message that is a header alone has no use for them.
+            // Peeks the header again together with the payload: descriptors come with every peek at any of the bytes that they
+            // were sent with. A message that is only a header does not need them.
             if self.filled == Header::SIZE && self.header().message_size != Header::SIZE as u32 {
                 socket::set_peek_offset(stream, 0).map_err(Ended::Failed)?;
                 step();
@@ -152,7 +151,7 @@ impl Reader {
         let header = self.header();
         let size = Refusal::check_size(&header, MAX_REQUEST)
             .map_err(|refusal| Ended::OutOfStep { header, refusal })?;
-        // Room for all of it, so that each look ends where a sendmsg(2) of the client's ends, or with the message.
+        // Covers the whole message, so that each peek ends where a sendmsg(2) of the client's ends, or with the message.
         while size > Header::SIZE && self.payload.len() < size {
             let have = self.payload.len();
             self.payload.resize(size, 0);
@@ -181,7 +180,7 @@ impl Reader {
         }))
     }
 
-    /// Forgets the last message.
+    /// Drops the last message.
     fn begin(&mut self) {
         let mut payload = std::mem::take(&mut self.payload);
         payload.clear();
@@ -202,7 +201,7 @@ impl Reader {
         }
     }
 
-    /// A message that comes in many pieces could bring file descriptors with each of them.
+    /// Checks the number of descriptors: each piece of a message could bring more of them.
     fn check_fds(&self) -> Result<(), Ended> {
         if self.fds.len() <= MAX_FDS_ACCEPTED {
             return Ok(());
@@ -218,7 +217,7 @@ impl Reader {
     }
 }
 
-/// Receives, `None` standing for "nothing yet".
+/// Receives bytes and descriptors; `None` if none are there yet.
 fn receive(
     stream: &UnixStream,
     room: &mut [u8],
@@ -238,42 +237,42 @@ fn receive(
 /// Sends replies, one at a time.
 #[derive(Debug, Default)]
 pub(crate) struct Writer {
-    /// The reply, header first; empty when there is none.
+    /// Present reply, header first; empty if there is none.
     bytes: Vec<u8>,
-    /// Bytes of it that are sent.
+    /// Number of bytes sent.
     sent: usize,
-    /// Goes with the first byte.
+    /// Descriptor that is sent with the first byte.
     fd: Option<Arc<OwnedFd>>,
 }
 
 impl Writer {
-    /// Begins a reply: the buffer to append its payload to.
+    /// Begins a reply. Returns the buffer to append its payload to.
     pub(crate) fn payload(&mut self) -> &mut Vec<u8> {
         self.discard();
         self.bytes.resize(Header::SIZE, 0);
         &mut self.bytes
     }
 
-    /// The reply to `command` is what was appended.
+    /// Completes the reply to `command` with the appended payload.
     pub(crate) fn reply(&mut self, command: &Header, fd: Option<Arc<OwnedFd>>) {
         let header = command.reply(self.bytes.len().saturating_sub(Header::SIZE));
         self.bytes[..Header::SIZE].copy_from_slice(header.as_bytes());
         self.fd = fd;
     }
 
-    /// The reply to `command` is an error, whatever was appended.
+    /// Replaces the reply to `command` by an error reply.
     pub(crate) fn error_reply(&mut self, command: &Header, errno: u32) {
         self.discard();
         let header = command.error_reply(errno);
         self.bytes.extend_from_slice(header.as_bytes());
     }
 
-    /// The reply, header first; empty when there is none.
+    /// Returns the present reply, header first; empty if there is none.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// There is no reply.
+    /// Drops the present reply.
     pub(crate) fn discard(&mut self) {
         self.bytes.clear();
         self.bytes.shrink_to(CHUNK);
@@ -281,7 +280,7 @@ impl Writer {
         self.fd = None;
     }
 
-    /// Sends what is left of the reply, if there is one. Returns whether nothing is left.
+    /// Sends the rest of the present reply. Returns whether all of it is sent.
     pub(crate) fn flush(&mut self, stream: &UnixStream) -> io::Result<bool> {
         while self.sent < self.bytes.len() {
             match socket::send(stream, &self.bytes[self.sent..], self.fd.as_deref()) {

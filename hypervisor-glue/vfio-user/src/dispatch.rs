@@ -1,4 +1,4 @@
-//! A request becomes device calls and a reply.
+//! Execution of requests: device calls and replies.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -18,15 +18,15 @@ use crate::message::{
 use crate::request::{RegionWrite, Request};
 use crate::version::VersionReply;
 
-/// Smallest unit of a mappable area: the smallest page there is.
+/// Granularity of a mappable area: the smallest page size of any host.
 const PAGE: u64 = 4096;
 
-/// The device's regions, as they are for as long as the server runs.
+/// Regions of the device, constant while the server runs.
 #[derive(Debug)]
 pub(crate) struct Regions([Region; NUM_REGIONS as usize]);
 
 impl Regions {
-    /// Asks the device.
+    /// Reads the regions from the device, and checks their mappable areas.
     pub(crate) fn of(device: &impl Device) -> Result<Self, Error> {
         let regions = RegionIndex::ALL.map(|index| device.region(index));
         for (index, region) in RegionIndex::ALL.into_iter().zip(&regions) {
@@ -35,7 +35,7 @@ impl Regions {
             };
             let (offset, size) = (area.offset, area.size);
             let inside = end(offset, size).is_some_and(|end| end <= region.size);
-            // A file ends within 63 bits.
+            // File offsets have 63 bits.
             let file_end = end(area.base, offset).and_then(|offset| end(offset, size));
             let in_file = file_end.is_some_and(|end| i64::try_from(end).is_ok());
             let pages = [offset, size, area.base].iter().all(|x| x % PAGE == 0);
@@ -55,7 +55,7 @@ impl Regions {
         &self.0[index as usize]
     }
 
-    /// The region that an access is for, when all of it lies in there.
+    /// Returns the region of an access, if the region contains all of it.
     fn find(&self, region: u32, offset: u64, count: usize) -> Option<(RegionIndex, &Region)> {
         let index = RegionIndex::new(region)?;
         let region = self.get(index);
@@ -68,13 +68,13 @@ fn end(start: u64, size: u64) -> Option<u64> {
     start.checked_add(size)
 }
 
-/// Answers one client's requests.
+/// Answers the requests of one client.
 #[derive(Debug)]
 pub(crate) struct Dispatch {
     regions: Arc<Regions>,
     /// Result of `VERSION`; `None` before it.
     agreed: Option<Agreed>,
-    /// Announced to the client.
+    /// Limit announced to the client.
     max_data_xfer_size: u32,
     pub(crate) complaints: Complaints,
 }
@@ -84,7 +84,7 @@ impl Dispatch {
         Self::resume(regions, None, MAX_DATA_XFER_SIZE)
     }
 
-    /// Goes on with a client that this much is agreed with.
+    /// Continues with a client after `VERSION`, with these results.
     pub(crate) fn resume(
         regions: Arc<Regions>,
         agreed: Option<Agreed>,
@@ -102,14 +102,14 @@ impl Dispatch {
         self.agreed
     }
 
-    /// The memory of a region's mappable area.
+    /// Returns the memory of a region's mappable area.
     pub(crate) fn memory(&self, index: RegionIndex) -> Option<Arc<OwnedFd>> {
         let area = self.regions.get(index).mappable.as_ref()?;
         Some(area.memory.clone())
     }
 
-    /// Does what a message asks for, and appends the reply's payload to `reply`. Returns the
-    /// region whose [memory](Self::memory) goes with the reply.
+    /// Carries out a message and appends the reply's payload to `reply`. Returns the region whose [memory](Self::memory) is
+    /// sent with the reply.
     pub(crate) fn answer<D: Device>(
         &mut self,
         device: &mut D,
@@ -184,7 +184,7 @@ impl Dispatch {
                 let access = RegionAccess {
                     offset: write.offset.into(),
                     region: write.region.into(),
-                    // Checked against `max_data_xfer_size`.
+                    // Fits: checked against `max_data_xfer_size`.
                     count: (write.data.len() as u32).into(),
                 };
                 reply.extend_from_slice(access.as_bytes());
@@ -206,9 +206,9 @@ impl Dispatch {
         Ok(None)
     }
 
-    /// Answers `DEVICE_GET_REGION_INFO`. Of mapping nothing is said unless `argsz` has room for
-    /// all there is to say: a client that sees the MMAP flag maps the whole region where it sees no
-    /// capability, and unwraps the file descriptor. QEMU refuses a CAPS flag without capabilities.
+    /// Answers `DEVICE_GET_REGION_INFO`. Mapping is offered only if `argsz` has space for the whole capability: a client that
+    /// sees the MMAP flag without a capability maps the whole region, and unwraps the file descriptor. QEMU refuses a CAPS flag
+    /// without capabilities.
     fn region_info(
         &self,
         index: RegionIndex,
@@ -338,7 +338,7 @@ fn check_irqs<D: Device>(device: &D, command: &IrqCommand) -> Result<(), Refusal
     })
 }
 
-/// Logs what a client does wrong, so often and no more: a client must not fill the log.
+/// Logs a client's errors, up to a limit, so that a client cannot fill the log.
 #[derive(Debug)]
 pub(crate) struct Complaints {
     left: u32,
@@ -360,7 +360,7 @@ impl Complaints {
         self.left = self.left.saturating_sub(1);
     }
 
-    /// Logs that a command is refused, with the whole chain of reasons.
+    /// Logs a refused command with its cause.
     pub(crate) fn log_refusal(&mut self, refusal: &Refusal) {
         match std::error::Error::source(refusal) {
             Some(source) => self.log(format_args!("{refusal}: {source}")),

@@ -10,16 +10,16 @@ use crate::device::{IrqIndex, RegionIndex};
 use crate::journal::JournalError;
 use crate::message::{Command, Header};
 
-/// A server cannot be started.
+/// Error of starting a server.
 #[derive(Debug, Error)]
 pub enum Error {
-    /// Another server answers at this path.
+    /// Another server listens at this path.
     #[error("Socket {path} is in use: stop the server that listens on it, or choose another path")]
     SocketInUse {
         /// The socket file.
         path: PathBuf,
     },
-    /// Something else than a socket lies at this path; it is left alone.
+    /// The path exists and is not a socket. It is left alone.
     #[error("{path} exists and is not a socket: remove it, or choose another path")]
     NotASocket {
         /// The file.
@@ -38,18 +38,18 @@ pub enum Error {
         path: PathBuf,
         /// Action that failed.
         action: &'static str,
-        /// Why it failed.
+        /// Cause.
         source: io::Error,
     },
-    /// Another user could change where the path leads.
+    /// Another user could redirect the path.
     #[error("Cannot make socket {path}")]
     SocketPath {
         /// The socket file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: PathError,
     },
-    /// The descriptor that was kept is no listening socket.
+    /// The inherited descriptor is no listening socket.
     #[error("The kept descriptor for socket {path} is no listening UNIX stream socket")]
     NotListening {
         /// The socket file.
@@ -58,7 +58,7 @@ pub enum Error {
     /// The journal of a server cannot be used.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// The device's mappable area cannot be mapped by a client.
+    /// The device's mappable area is invalid.
     #[error(
         "Mappable area {offset:#x}+{size:#x} of region {region:?} is empty, not made of pages, \
          beyond the region's {region_size:#x} bytes, or beyond what a file can have"
@@ -66,16 +66,16 @@ pub enum Error {
     MappableArea {
         /// The region.
         region: RegionIndex,
-        /// The region's size.
+        /// Size of the region.
         region_size: u64,
-        /// Start of the area.
+        /// Offset of the area in the region.
         offset: u64,
-        /// The area's size.
+        /// Size of the area.
         size: u64,
     },
 }
 
-/// Returns an error with its reasons, for a line of the log.
+/// Returns an error and its causes as text for a line of the log.
 pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let reasons = std::iter::successors(error.source(), |reason| reason.source());
     reasons.fold(error.to_string(), |text, reason| {
@@ -83,7 +83,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     })
 }
 
-/// A command that a client gets an error reply for.
+/// Reason for which a client's command gets an error reply.
 #[derive(Debug, Error)]
 pub enum Refusal {
     /// The message is no command.
@@ -94,7 +94,7 @@ pub enum Refusal {
         /// The message's type.
         found: u32,
     },
-    /// The message size is less than a header, or more than is read for the command.
+    /// The message size is less than a header, or more than the limit for the command.
     #[error("{command} has a message size of {size}: must be {minimum} to {maximum}")]
     MessageSize {
         /// The message's command.
@@ -106,7 +106,7 @@ pub enum Refusal {
         /// Largest size.
         maximum: usize,
     },
-    /// More file descriptors than a message can have.
+    /// The message has more file descriptors than allowed.
     #[error("{command} has more than {maximum} file descriptors")]
     TooManyFds {
         /// The message's command.
@@ -114,23 +114,23 @@ pub enum Refusal {
         /// Largest number.
         maximum: usize,
     },
-    /// The kernel could not hand over the file descriptors of the message.
+    /// The kernel could not install the message's file descriptors.
     #[error("File descriptors of {command} are lost: this process has too many open files")]
     FdsLost {
         /// The message's command.
         command: Command,
     },
-    /// The payload does not have the size that its command needs.
+    /// The payload does not have the size that its command requires.
     #[error("{command} has a payload of {size} bytes: must be {needed}")]
     PayloadSize {
         /// The message's command.
         command: Command,
         /// Bytes of payload.
         size: usize,
-        /// Bytes needed.
+        /// Required number of bytes.
         needed: u64,
     },
-    /// `argsz` has no room for the fixed part of the reply.
+    /// `argsz` is too small for the fixed part of the reply.
     #[error("{command} has an argsz of {argsz}: must be {needed} or more")]
     Argsz {
         /// The message's command.
@@ -140,16 +140,16 @@ pub enum Refusal {
         /// Smallest value.
         needed: usize,
     },
-    /// The first command was not `VERSION`.
+    /// The client sent another command before `VERSION`.
     #[error("{command} came before VERSION")]
     NotNegotiated {
         /// The message's command.
         command: Command,
     },
-    /// A second `VERSION`.
+    /// The client sent a second `VERSION`.
     #[error("VERSION came twice")]
     NegotiatedTwice,
-    /// A protocol that is not spoken here. The connection ends.
+    /// The client's protocol version is not supported. The connection ends.
     #[error("Protocol version {major}.{minor} is not supported: major version must be 0")]
     Version {
         /// Proposed major version.
@@ -160,7 +160,7 @@ pub enum Refusal {
     /// The version data is no JSON, or a capability has the wrong type.
     #[error("Version data is malformed")]
     VersionData(#[source] serde_json::Error),
-    /// Flags that the command does not have, or that exclude each other.
+    /// A flag is unknown for the command, or flags exclude each other.
     #[error("{command} has flags {flags:#x}, which are not allowed")]
     Flags {
         /// The message's command.
@@ -168,17 +168,17 @@ pub enum Refusal {
         /// The value of `flags`.
         flags: u32,
     },
-    /// The wrong number of file descriptors.
+    /// The message has the wrong number of file descriptors.
     #[error("{command} has {found} file descriptors: must be {needed}")]
     Fds {
         /// The message's command.
         command: Command,
-        /// File descriptors that came.
+        /// Number of file descriptors received.
         found: usize,
-        /// Bytes that are needed.
+        /// Description of the required number.
         needed: &'static str,
     },
-    /// An address range that is empty or ends beyond 64 bits.
+    /// The address range is empty or ends beyond 64 bits.
     #[error("{command} of {address:#x}+{size:#x} is empty or overflows")]
     Range {
         /// The message's command.
@@ -188,7 +188,7 @@ pub enum Refusal {
         /// Bytes.
         size: u64,
     },
-    /// More data than `max_data_xfer_size` allows.
+    /// The access is larger than `max_data_xfer_size`.
     #[error("{command} has a count of {count}: must be {maximum} or less")]
     Count {
         /// The message's command.
@@ -198,7 +198,7 @@ pub enum Refusal {
         /// Largest value.
         maximum: u32,
     },
-    /// No region has this number.
+    /// There is no region with this number.
     #[error("{command} is for region {index}: there are 9 regions")]
     NoSuchRegion {
         /// The message's command.
@@ -206,7 +206,7 @@ pub enum Refusal {
         /// The region's number.
         index: u32,
     },
-    /// No interrupt type has this number.
+    /// There is no interrupt type with this number.
     #[error("{command} is for interrupt type {index}: there are 5 types")]
     NoSuchIrq {
         /// The message's command.
@@ -214,7 +214,7 @@ pub enum Refusal {
         /// The interrupt type's number.
         index: u32,
     },
-    /// No interrupts are meant, and it is not the command that means all.
+    /// The command selects no interrupts and is not the one that disconnects all.
     #[error("DEVICE_SET_IRQS is for {start}+0 with flags {flags:#x}, which is no interrupt")]
     NoIrqs {
         /// First interrupt.
@@ -222,7 +222,7 @@ pub enum Refusal {
         /// The value of `flags`.
         flags: u32,
     },
-    /// Interrupts that the device does not have.
+    /// The command selects interrupts that the device does not have.
     #[error("DEVICE_SET_IRQS is for {start}+{count} of the {available} interrupts of {index:?}")]
     IrqRange {
         /// The interrupt type.
@@ -234,13 +234,13 @@ pub enum Refusal {
         /// Number of interrupts of the device.
         available: u32,
     },
-    /// A part of the protocol that is not implemented here.
+    /// The command or option is not implemented.
     #[error("{command} is not supported")]
     Unsupported {
         /// The message's command.
         command: Command,
     },
-    /// The device refused.
+    /// The device returned an error.
     #[error("{command} failed")]
     Device {
         /// The message's command.
@@ -251,7 +251,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// The errno of the error reply.
+    /// Returns the errno for the error reply.
     pub fn errno(&self) -> u32 {
         let errno = match self {
             Self::Unsupported { .. } | Self::Version { .. } => libc::ENOTSUP,
@@ -262,8 +262,7 @@ impl Refusal {
         errno.unsigned_abs()
     }
 
-    /// Returns whether the connection ends with this: the protocol is not spoken by both sides, or it is not
-    /// known where the next message begins.
+    /// Returns whether the connection ends: the versions do not match, or the start of the next message is unknown.
     pub fn ends_connection(&self) -> bool {
         matches!(
             self,
@@ -271,7 +270,7 @@ impl Refusal {
         )
     }
 
-    /// The message size of this header, unless no message of this command has it or it is more than `limit`.
+    /// Returns the message size of a header, if it is valid for the command and at most `limit`.
     pub(crate) fn check_size(header: &Header, limit: usize) -> Result<usize, Self> {
         let command = header.command();
         let size = header.message_size.get();
@@ -289,7 +288,7 @@ impl Refusal {
     }
 }
 
-/// The errno of an error that need not come from the operating system.
+/// Returns the errno of an error, or the closest one for its kind.
 fn errno_of(error: &io::Error) -> i32 {
     use io::ErrorKind;
     match (error.raw_os_error(), error.kind()) {

@@ -1,25 +1,26 @@
-//! Record of a server's steps, in a file that outlives its process.
+//! Request log of a server, in a file that outlives its process.
 //!
 //! | offset | content |
 //! |---|---|
 //! | 0 | magic, layout, *commit word* |
-//! | 4 KiB, 8 KiB | two heads: the last request, the connection, the place of the device's state |
+//! | 4 KiB, 8 KiB | two heads: the last request, the connection, the location of the device's state |
 //! | 2 MiB, 18 MiB | two states of the device, at most 16 MiB each |
 //! | 34 MiB | replies, each at a multiple of 2 MiB |
 //!
-//! A commit writes the head that is not valid, then the commit word, which makes it valid. The commit word is written
-//! at once, so that a process which ends at any moment leaves one valid head. The device's state has a
-//! head point to it in the same way.
+//! A commit writes the invalid one of the heads, then the commit word, which makes that head valid. The commit word is written
+//! in a single write, so there is always one valid head, whenever the process ends. The device's state is written in the same
+//! way: a head points to it.
 //!
-//! The file's *position* is kept by the kernel, in the open file that every process shares through the kept descriptor.
-//! [`Journal::send`] moves it by what the socket takes. So the position says how much of a reply was sent.
+//! The file's *position* belongs to the open file description, which all processes share through the kept descriptor.
+//! [`Journal::send`] advances it by the number of bytes that the socket accepts. So the position shows how much of a reply was
+//! sent.
 //!
 //! # 2 MiB for each reply
 //!
-//! sendfile(2) lends the file's pages to the socket. A client that has not read a reply yet must not see it change.
-//! So each reply has pages of its own, and these are removed from the file, never overwritten. Memory files can have huge pages
-//! (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Removing a part of a huge page would clear it in place, and
-//! 2 MiB is a whole one. On a host whose pages are 16 or 64 KiB, huge pages are larger: `shmem_enabled` must be `never` there.
+//! sendfile(2) lends the file's pages to the socket. A client that has not read a reply yet must not see it change. So each
+//! reply has its own pages, which are removed from the file, never overwritten. Memory files can have huge pages
+//! (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`). Removing a part of a huge page would clear it in place, and 2 MiB is
+//! a whole one. On a host with pages of 16 or 64 KiB, huge pages are larger: there, `shmem_enabled` must be `never`.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -45,26 +46,26 @@ const HEADS: u64 = 0x1000;
 const HEAD_STRIDE: u64 = 0x1000;
 const DEVICES: u64 = SLOT;
 const REPLIES: u64 = DEVICES + 2 * MAX_DEVICE_STATE as u64;
-/// Bytes of file for each reply.
+/// Space in the file for each reply, in bytes.
 const SLOT: u64 = 2 << 20;
-/// Replies whose places differ. A reply's pages are removed long before its place is used again.
+/// Number of reply slots. A reply's pages are removed long before its slot is used again.
 const SLOTS: u64 = 1024;
 const FILE_SIZE: u64 = REPLIES + SLOTS * SLOT;
 
 /// Largest state of a device in a journal, in bytes.
 pub const MAX_DEVICE_STATE: usize = 16 << 20;
 
-/// Reads of a journal that changes, before they are given up. A commit takes about as long as a read.
+/// Maximum number of attempts to read a journal that changes. A commit takes about as long as a read.
 const ATTEMPTS: u32 = 1000;
 
-/// Largest request. All of it stays in the socket until it is answered, so that it must fit there.
+/// Largest request in bytes. All of it stays in the socket until it is answered, so it must fit there.
 pub(crate) const MAX_REQUEST: usize = Header::SIZE + MAX_CONTROL_PAYLOAD;
 
 const MAX_REPLY: usize = Header::SIZE + size_of::<RegionAccess>() + MAX_DATA_XFER_SIZE as usize;
 const _: () = assert!((MAX_REPLY as u64) < SLOT);
 const _: () = assert!(DEVICES.is_multiple_of(SLOT) && REPLIES.is_multiple_of(SLOT));
 
-/// A journal cannot be made, read or written.
+/// Error of creating, reading or writing a journal.
 #[derive(Debug, Error)]
 pub enum JournalError {
     /// The file is no journal.
@@ -72,21 +73,21 @@ pub enum JournalError {
         "The kept file is no vfio-user journal: it is {found}. Start without it, and connect the VMM again"
     )]
     NotAJournal {
-        /// Kind of file.
+        /// Kind of file found.
         found: &'static str,
     },
-    /// The journal is an older or a newer server's.
+    /// Another version of the server wrote the journal.
     #[error(
         "The vfio-user journal has layout {found}, and this program reads layout {LAYOUT}: start the program that wrote it"
     )]
     Layout {
-        /// Layout of the file.
+        /// Layout version of the file.
         found: u32,
     },
-    /// Nothing was committed to the journal: its process ended before the device's first state.
+    /// Nothing was committed: the process ended before it stored the device's first state.
     #[error("The vfio-user journal is empty: start without it")]
     Empty,
-    /// A value of the journal cannot be.
+    /// The journal contains an invalid value.
     #[error(
         "The vfio-user journal is damaged: {field} is {value}. Start without it, and connect the VMM again"
     )]
@@ -101,13 +102,13 @@ pub enum JournalError {
         "The vfio-user journal changed while it was read, {ATTEMPTS} times in a row: try again when its client does less"
     )]
     Busy,
-    /// A reply is unsent whose descriptor the device does not have.
+    /// An unsent reply needs a descriptor that the device does not have.
     #[error("A kept reply goes with the memory of region {region:?}, which the device has none of")]
     NoMemory {
         /// The region.
         region: RegionIndex,
     },
-    /// The device's state does not fit.
+    /// The device's state is too large.
     #[error(
         "The device's state has {size} bytes: a vfio-user journal has room for {MAX_DEVICE_STATE}"
     )]
@@ -120,7 +121,7 @@ pub enum JournalError {
     File {
         /// Action that failed.
         action: &'static str,
-        /// Why it failed.
+        /// Cause.
         source: io::Error,
     },
 }
@@ -129,7 +130,7 @@ fn failed(action: &'static str) -> impl FnOnce(io::Error) -> JournalError {
     move |source| JournalError::File { action, source }
 }
 
-/// First bytes of the file.
+/// Header of the file.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct Title {
@@ -141,17 +142,17 @@ struct Title {
 
 const _: () = assert!(std::mem::offset_of!(Title, commit_word) as u64 == COMMIT_WORD);
 
-/// A head as it lies in the file.
+/// Head as stored in the file.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 struct RawHead {
-    /// Equal to the commit word that makes the head valid.
+    /// Equal to the commit word if the head is valid.
     generation: U64,
     sequence: U64,
     request: U32,
     reply: U32,
     flags: U32,
-    /// A region's number, or [`NO_REGION`].
+    /// Number of a region, or [`NO_REGION`].
     memory_of: U32,
     unread: U32,
     unanswered: U32,
@@ -167,44 +168,44 @@ const SENDING: u32 = 1 << 4;
 const FLAGS: u32 = CONNECTED | AGREED | TAKES_FDS | ENDS | SENDING;
 const NO_REGION: u32 = u32::MAX;
 
-/// Result of `VERSION`, as far as later requests depend on it.
+/// Result of `VERSION` on which later requests depend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Agreed {
-    /// The client takes a file descriptor with a reply.
+    /// Set if the client accepts a file descriptor with a reply.
     pub(crate) takes_fds: bool,
 }
 
-/// Facts of a connection.
+/// State of a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Connected {
     /// Result of `VERSION`; `None` before it.
     pub(crate) agreed: Option<Agreed>,
-    /// The connection ends with the last reply.
+    /// Set if the connection ends with the last reply.
     pub(crate) ends: bool,
 }
 
-/// The last request and the connection.
+/// State of the last request and of the connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Head {
-    /// Number of the request. It says where the reply lies.
+    /// Number of the request, which selects the slot of its reply.
     pub(crate) sequence: u64,
-    /// Bytes of the request, 0 if it is not to be taken out of the socket.
+    /// Size of the request in bytes; 0 if nothing must be removed from the socket.
     pub(crate) request: u32,
-    /// Bytes of the reply, 0 if there is none.
+    /// Size of the reply in bytes; 0 if there is none.
     pub(crate) reply: u32,
-    /// Region whose memory goes with the reply.
+    /// Region whose memory is sent with the reply.
     pub(crate) memory_of: Option<RegionIndex>,
-    /// Contents of the socket right before a reply with a descriptor was sent. `None`: it was not sent.
+    /// Traffic right before a reply with a descriptor was sent; `None` if it was not sent.
     pub(crate) before_sending: Option<Traffic>,
     pub(crate) client: Option<Connected>,
 }
 
-/// Contents of both directions of a socket.
+/// Unread data in both directions of a socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Traffic {
-    /// Memory of what the client has not read.
+    /// Kernel memory, in bytes, of data that the client has not read.
     pub(crate) unread: u32,
-    /// Bytes of what the server has not taken.
+    /// Number of bytes that the server has not read.
     pub(crate) unanswered: u32,
 }
 
@@ -223,7 +224,7 @@ impl Head {
         start(self.sequence.wrapping_add(1))
     }
 
-    /// The head for the request after this one.
+    /// Returns the head for the next request.
     pub(crate) fn next(&self, client: Connected) -> Self {
         Self {
             sequence: self.sequence.wrapping_add(1),
@@ -232,7 +233,7 @@ impl Head {
         }
     }
 
-    /// This head for another connection, or for none, without a request.
+    /// Returns a head for another connection or none, without a request.
     pub(crate) fn with_client(&self, client: Option<Connected>) -> Self {
         Self {
             sequence: self.sequence,
@@ -242,12 +243,12 @@ impl Head {
     }
 }
 
-/// Place of a reply. Numbers wrap around at a multiple of [`SLOTS`].
+/// Returns the offset of a reply. Sequence numbers wrap at a multiple of [`SLOTS`].
 fn start(sequence: u64) -> u64 {
     REPLIES + sequence % SLOTS * SLOT
 }
 
-/// Place and size of the device's state.
+/// Slot and size of the device's state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct DeviceState {
     slot: u32,
@@ -260,36 +261,36 @@ impl DeviceState {
     }
 }
 
-/// File in which a server keeps what it has done, for the process after it.
+/// File in which a server logs its requests for its successor.
 ///
-/// The caller keeps the file's descriptor ([`AsFd`]) where it outlives the process, and opens the journal from it again.
-/// A journal belongs to one server at a time. A process that has handed its journal over must not use it any more.
+/// The caller keeps the file's descriptor ([`AsFd`]) where it outlives the process; the successor opens the journal from it. A
+/// journal belongs to one server at a time: a process that has handed its journal over must not use it.
 #[derive(Debug)]
 pub struct Journal {
     shared: Arc<Shared>,
 }
 
-/// Parts that a journal and its [`StateStore`]s share.
+/// Parts shared by a journal and its [`StateStore`]s.
 #[derive(Debug)]
 struct Shared {
     file: File,
     committed: Mutex<Committed>,
 }
 
-/// The last commit.
+/// Last commit.
 #[derive(Debug)]
 struct Committed {
     generation: u64,
     head: Head,
     device: DeviceState,
-    /// State of the device that a commit failed with.
+    /// Device state of a failed commit.
     unwritten: Option<Vec<u8>>,
 }
 
-/// A place for the device's state in the middle of a request.
+/// Storage for the device's state during a request.
 ///
-/// A device that must not do something twice stores its state before it does that. The request is not finished then: the next
-/// process carries it out again, from the state that was stored.
+/// A device stores its state before an action that must not happen twice. The request is not finished then: the successor
+/// carries it out again, from the stored state.
 #[derive(Clone, Debug)]
 pub struct StateStore {
     shared: Arc<Shared>,
@@ -300,7 +301,7 @@ impl StateStore {
     ///
     /// # Errors
     ///
-    /// The state is too large, or the journal cannot be written. It is tried again with the next commit.
+    /// The state is too large, or the journal cannot be written. The next commit stores the state again.
     pub fn store(&self, device: &[u8]) -> Result<(), JournalError> {
         let mut committed = self.shared.committed();
         let head = committed.head;
@@ -309,7 +310,7 @@ impl StateStore {
     }
 }
 
-/// Contents of a kept journal.
+/// Contents of a journal that another process wrote.
 #[derive(Debug)]
 pub struct Record {
     device: Vec<u8>,
@@ -317,7 +318,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Reads the journal of a server that goes on meanwhile.
+    /// Reads the journal of a server that is still running.
     ///
     /// # Errors
     ///
@@ -335,7 +336,7 @@ impl Record {
                 amid();
                 Self::read(&file, head, device)
             });
-            // Until the second commit from here, nothing that was read is written.
+            // The data just read can only be overwritten by the second commit from here.
             let after = generation(&file)?;
             if after == before {
                 return read;
@@ -355,7 +356,7 @@ impl Record {
         })
     }
 
-    /// The device's last state, as [`Device::save`](crate::Device::save) returned it.
+    /// Returns the device's last state, as [`Device::save`](crate::Device::save) returned it.
     pub fn device(&self) -> &[u8] {
         &self.device
     }
@@ -367,7 +368,7 @@ impl Record {
 }
 
 impl Journal {
-    /// Makes an empty journal.
+    /// Creates an empty journal.
     ///
     /// # Errors
     ///
@@ -390,7 +391,7 @@ impl Journal {
         Ok(this)
     }
 
-    /// Opens the journal of the process before this one.
+    /// Opens the journal of the predecessor.
     ///
     /// # Errors
     ///
@@ -420,7 +421,7 @@ impl Journal {
         }
     }
 
-    /// Returns a place where the device can store its state in the middle of a request.
+    /// Returns a handle by which the device can store its state during a request.
     pub fn state_store(&self) -> StateStore {
         StateStore {
             shared: self.shared.clone(),
@@ -431,8 +432,8 @@ impl Journal {
         self.shared.committed().head
     }
 
-    /// Makes `head` the valid one, and `device` the device's state if it is given. What cannot be written is tried again
-    /// with the next commit.
+    /// Makes `head` the valid one, and `device` the device's state if it is given. The next commit writes a state that could
+    /// not be written again.
     pub(crate) fn commit(
         &mut self,
         head: Head,
@@ -442,7 +443,7 @@ impl Journal {
         self.shared.commit(&mut committed, head, device)
     }
 
-    /// Writes the reply to request `sequence`. Its head is not valid yet.
+    /// Writes the reply to request `sequence`, whose head is not valid yet.
     pub(crate) fn write_reply(&self, sequence: u64, reply: &[u8]) -> Result<(), JournalError> {
         self.shared.write(reply, start(sequence))?;
         step();
@@ -460,27 +461,27 @@ impl Journal {
         Ok(reply)
     }
 
-    /// Returns how many bytes of the reply to the last request were sent, or `None` if the request is finished.
+    /// Returns the number of bytes sent of the reply to the last request; `None` if the request is finished.
     pub(crate) fn sent(&self) -> Result<Option<u32>, JournalError> {
         let head = self.head();
         let position = (&self.shared.file).stream_position();
         let position = position.map_err(failed("look at"))?;
         let sent = position.wrapping_sub(head.start());
-        // Larger values are the next request's place: others were refused when the journal was opened.
+        // Larger values are in the next request's slot: others were rejected when the journal was opened.
         Ok(u32::try_from(sent).ok().filter(|&sent| sent <= head.reply))
     }
 
-    /// Notes that `sent` bytes of the reply to the last request were sent.
+    /// Records that `sent` bytes of the reply to the last request were sent.
     pub(crate) fn set_sent(&self, sent: u32) -> Result<(), JournalError> {
         self.seek(self.head().start() + u64::from(sent))
     }
 
-    /// Sends `count` more bytes of the reply to the last request. Returns how many the socket took.
+    /// Sends up to `count` more bytes of the reply to the last request. Returns the number of bytes that the socket accepted.
     pub(crate) fn send(&self, stream: &UnixStream, count: u32) -> io::Result<u32> {
         loop {
             match rustix::fs::sendfile(stream, &self.shared.file, None, count as usize) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                // At most `count`.
+                // Fits: at most `count`.
                 Ok(sent) => return Ok(sent as u32),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
@@ -488,7 +489,7 @@ impl Journal {
         }
     }
 
-    /// The last request is finished. Its reply's pages are removed from the file.
+    /// Finishes the last request, and removes its reply's pages from the file.
     pub(crate) fn close(&self) -> Result<(), JournalError> {
         let head = self.head();
         self.seek(head.end())?;
@@ -515,7 +516,7 @@ impl Journal {
 
 impl Shared {
     fn committed(&self) -> MutexGuard<'_, Committed> {
-        // Each change is complete before anything can panic.
+        // A panic cannot leave a partial change.
         self.committed
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -547,13 +548,13 @@ impl Shared {
             }
             state = DeviceState {
                 slot: 1 - state.slot,
-                // At most 16 MiB.
+                // Fits: at most 16 MiB.
                 size: size as u32,
             };
             self.write(bytes, state.offset())?;
             step();
         }
-        // 0 stands for a journal that nothing was committed to.
+        // 0 marks a journal without commits.
         let generation = committed.generation.wrapping_add(1).max(1);
         let raw = RawHead::new(generation, &head, state);
         self.write(raw.as_bytes(), head_offset(generation))?;
@@ -574,13 +575,13 @@ impl Shared {
 }
 
 impl AsFd for Journal {
-    /// The file to keep.
+    /// Returns the file to keep.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared.file.as_fd()
     }
 }
 
-/// Opens a file that is a journal.
+/// Opens a file as a journal, and checks its header and size.
 fn open(file: OwnedFd) -> Result<File, JournalError> {
     let file = File::from(file);
     let metadata = file.metadata().map_err(failed("look at"))?;
@@ -622,7 +623,7 @@ fn generation(file: &File) -> Result<u64, JournalError> {
     }
 }
 
-/// Reads the head that a commit word makes valid.
+/// Reads the head that the commit word selects.
 fn read_head(file: &File, generation: u64) -> Result<(Head, DeviceState), JournalError> {
     let mut raw = RawHead::new_zeroed();
     file.read_exact_at(raw.as_mut_bytes(), head_offset(generation))
@@ -668,7 +669,7 @@ impl RawHead {
         }
     }
 
-    /// Makes a head of bytes that anything may have written.
+    /// Checks and decodes a head from an untrusted file.
     fn check(&self, commit_word: u64) -> Result<(Head, DeviceState), JournalError> {
         let Self {
             generation,

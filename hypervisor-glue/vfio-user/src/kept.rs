@@ -1,36 +1,36 @@
-//! A client that does not notice when the server's process ends.
+//! Sessions that survive the end of the server's process unnoticed by the client.
 //!
-//! A request is carried out and answered in steps. After SIGKILL between any two instructions, the next process sees which
-//! step comes next, from what outlives a process: the [`Journal`], its file position and the socket.
+//! A request is carried out and answered in steps. After SIGKILL between any two instructions, the successor finds the next
+//! step from the state that outlives a process: the [`Journal`], its file position and the socket.
 //!
-//! 1. The request is looked at and stays in the socket (`MSG_PEEK`). Descriptors that come with it are duplicates.
-//! 2. It is carried out. Another process would carry it out again, from the device's state before it.
-//! 3. The reply is written, then request, reply and the device's new state are committed. From here on the request has
-//!    been carried out.
-//! 4. The reply is sent from the journal. The file's position says how much was sent.
-//! 5. The request is taken out of the socket. `SO_PEEK_OFF` says how much is left: the kernel raised it when the
-//!    request was looked at, and lowers it by what is taken.
-//! 6. The position moves to the next reply's place, and the reply's memory is freed.
+//! 1. The request is peeked and stays in the socket (`MSG_PEEK`). Its descriptors are duplicates.
+//! 2. It is carried out. A successor would carry it out again, from the device's state before it.
+//! 3. The reply is written, then request, reply and the device's new state are committed. From here on, the request has been
+//!    carried out.
+//! 4. The reply is sent from the journal. The file's position shows how much was sent.
+//! 5. The request is removed from the socket. `SO_PEEK_OFF` shows how much is left: the kernel raised it by the peek, and
+//!    lowers it by each read.
+//! 6. The position moves to the next reply's slot, and the reply's memory is freed.
 //!
 //! # A reply with a descriptor
 //!
-//! A file cannot send descriptors. Such a reply is sent from memory, and the position is moved afterwards. What lies in both directions of
-//! the socket is committed before. A process that ends between this commit and the move leaves a doubt. The next
-//! process looks at the socket. If it has more in either direction, the reply was sent: the client has not read it yet, or has read it and asked again.
-//! Otherwise the reply is sent.
+//! A file cannot send descriptors. Such a reply is sent from memory, and the position is moved afterwards. The traffic in both
+//! directions of the socket is committed before. If a process ends between this commit and the move, it is unknown whether the
+//! reply was sent. The successor then compares the socket. If there is more traffic in either direction, the reply was sent:
+//! the client has not read it yet, or has read it and sent another request. Otherwise the reply is sent.
 //!
-//! One doubt remains. The client has read the reply and not asked again: it gets the reply twice. Or it has sent a
-//! request without waiting for the reply: it does not get the reply. Both take a process that ends within three
-//! successive system calls, and a client that does so meanwhile.
+//! Two cases remain undetected. If the client has read the reply and sent nothing since, it gets the reply twice. If it has
+//! sent a request without waiting for the reply, it does not get the reply. Both require a process that ends within three
+//! successive system calls, and a client that does this at the same time.
 //!
 //! # Limits
 //!
-//! A request lies in the socket as a whole. So it is at most [`MAX_REQUEST`] bytes, and the client is told so. A client that
-//! cuts a message into hundreds of pieces, or has made its socket's buffer small, fills the socket before the
-//! message is whole, and stops itself.
+//! A request is in the socket as a whole. So it has at most [`MAX_REQUEST`] bytes, and the client is told so. A client that
+//! cuts a message into hundreds of pieces, or shrinks its socket's buffer, fills the socket before the message is complete, and
+//! blocks only itself.
 //!
-//! A process that ends between accept(2) and [`Device::keep_client`] takes the connection with it. The client has not been
-//! answered then, and finds the connection closed.
+//! If a process ends between accept(2) and [`Device::keep_client`], the connection is lost. The client has had no answer then,
+//! and finds the connection closed.
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
@@ -51,21 +51,21 @@ use crate::step::step;
 #[cfg(doc)]
 use crate::journal::MAX_REQUEST;
 
-/// `max_data_xfer_size` for a client whose requests have to fit into its socket.
+/// Value of `max_data_xfer_size` for a client whose requests must fit into its socket.
 const MAX_DATA: u32 = 32 * 1024;
 
-/// Result of one step.
+/// Result of one turn.
 enum Turn {
     /// A request was answered.
     Answered,
-    /// The socket has to become ready first.
+    /// The socket must become ready first.
     Waits(EventSet),
 }
 
 impl Session {
-    /// A session with a client that has not said anything yet.
+    /// Creates a session with a client that has not sent anything yet.
     ///
-    /// Nothing of it is committed.
+    /// Does not commit it.
     pub(crate) fn begin_kept(
         stream: UnixStream,
         regions: Arc<Regions>,
@@ -76,7 +76,7 @@ impl Session {
         Ok(Self::kept(stream, regions, Connected::default(), None))
     }
 
-    /// Goes on with the session of the process before this one.
+    /// Continues the predecessor's session.
     pub(crate) fn resume_kept(
         stream: UnixStream,
         regions: Arc<Regions>,
@@ -91,10 +91,10 @@ impl Session {
         } = journal.head();
         let left = socket::peek_offset(&stream).map_err(looking)?.min(request);
         let pending = journal.sent()?.map(|sent| Pending { sent, left });
-        // Of a connection that ends, this is still to be done.
+        // If the connection ends after the reply, that is still to be done.
         let pending = pending.filter(|rest| connected.ends || rest.sent < reply || rest.left > 0);
         if pending.is_none() {
-            // In case that the process before this one did not come to free the reply.
+            // The predecessor may have ended before it freed the reply.
             journal.close()?;
             look_again(&stream)?;
         }
@@ -128,17 +128,17 @@ impl Session {
         }
     }
 
-    /// The readiness that a session begins with.
+    /// Returns the socket events that a session waits for first.
     pub(crate) fn first_wait(&self, journal: &Journal) -> EventSet {
         match self.pending {
             Some(pending) if pending.sent < journal.head().reply => EventSet::OUT,
-            // What is left of a request makes the socket readable.
+            // The rest of a request makes the socket readable.
             _ => EventSet::IN,
         }
     }
 
-    /// Answers what the client has sent, as far as that goes without waiting. Returns what the socket has to be ready for, or `None`
-    /// when the connection has ended.
+    /// Answers the client's requests as far as possible without blocking. Returns the socket events to wait for, or `None` if
+    /// the connection has ended.
     pub(crate) fn run_kept<D: Device>(
         &mut self,
         device: &mut D,
@@ -172,7 +172,7 @@ impl Session {
             Ok(Some(message)) => {
                 step();
                 let header = message.header;
-                // Checked against `MAX_REQUEST`.
+                // Fits: checked against `MAX_REQUEST`.
                 request = (Header::SIZE + message.payload.len()) as u32;
                 let reply = self.writer.payload();
                 match self.dispatch.answer(device, message, reply) {
@@ -188,7 +188,7 @@ impl Session {
             }
             Ok(None) => {
                 let mut events = EventSet::IN;
-                // A message that has come in part leaves the socket readable: only more bytes are news.
+                // A partial message leaves the socket readable. Edge triggering reports only further bytes.
                 events.set(EventSet::EDGE_TRIGGERED, self.reader.is_amid());
                 return Ok(Turn::Waits(events));
             }
@@ -205,7 +205,7 @@ impl Session {
         let mut head = journal.head().next(connected);
         head.request = request;
         let reply = self.writer.bytes();
-        // At most `max_data_xfer_size` and two headers.
+        // Fits: at most `max_data_xfer_size` and two headers.
         head.reply = reply.len() as u32;
         if !reply.is_empty() {
             journal.write_reply(head.sequence, reply)?;
@@ -223,7 +223,7 @@ impl Session {
         }
     }
 
-    /// Has the writer hold the reply to a message.
+    /// Fills the writer with the reply to a message.
     fn write_reply(&mut self, header: &Header, refusal: Option<&Refusal>, ends: bool) {
         match refusal {
             None => self.writer.reply(header, None),
@@ -238,7 +238,7 @@ impl Session {
         }
     }
 
-    /// Sends the rest of the reply and takes the rest of the request. Returns whether nothing is left.
+    /// Sends the rest of the reply and removes the rest of the request from the socket. Returns whether both are complete.
     fn finish(&mut self, journal: &mut Journal) -> Result<bool, Ended> {
         let Some(pending) = &mut self.pending else {
             return Ok(true);
@@ -258,7 +258,7 @@ impl Session {
                         head.before_sending = None;
                         journal.commit(head, None)?;
                     }
-                    // At most the reply's size.
+                    // Fits: at most the reply's size.
                     sent.map(|sent| sent as u32)
                 }
                 None => journal.send(&self.stream, head.reply - pending.sent),
@@ -288,7 +288,7 @@ impl Session {
             let room = scrap.len().min(pending.left as usize);
             match (&self.stream).read(&mut scrap[..room]) {
                 Ok(0) => return Err(Ended::Failed(io::ErrorKind::UnexpectedEof.into())),
-                // At most `left`.
+                // Fits: at most `left`.
                 Ok(taken) => pending.left -= taken as u32,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(Ended::Failed(error)),
@@ -310,7 +310,7 @@ fn traffic(stream: &UnixStream) -> io::Result<Traffic> {
     })
 }
 
-/// Has the next look at the socket begin with the first byte there.
+/// Makes the next peek begin with the first byte in the socket.
 fn look_again(stream: &UnixStream) -> Result<(), JournalError> {
     socket::set_peek_offset(stream, 0).map_err(looking)
 }

@@ -1,9 +1,8 @@
 //! A vfio-user server: offers an emulated PCI function to a VMM over a UNIX socket.
 //!
-//! The protocol is QEMU's `docs/interop/vfio-user.rst`, version 0.1. Names of sections in this crate are that
-//! document's. [`Server`] listens, one [`Session`] speaks with the one client, and the client's requests reach a
-//! [`Device`]. The crate knows nothing of the device: mapping the client's memory, raising interrupts and emulating
-//! registers are the device's part.
+//! The protocol is QEMU's `docs/interop/vfio-user.rst`, version 0.1; section names in this crate refer to that document.
+//! [`Server`] listens, one [`Session`] serves one client, and the client's requests reach a [`Device`]. The crate does not
+//! depend on the kind of device: the device maps the client's memory, raises interrupts and emulates registers.
 //!
 //! # Example
 //!
@@ -90,22 +89,22 @@
 //! | `socket.rs` | passes bytes and file descriptors through a socket; the only unsafe code |
 //! | `connection.rs` | turns a byte stream into messages and replies into bytes, both bounded |
 //! | `dispatch.rs` | turns a request into device calls and a reply |
-//! | `session.rs` | serves one client, from its first byte to its last |
-//! | `journal.rs` | notes what was done, in a file that outlives the process |
-//! | `kept.rs` | serves one client so that another process can go on with it |
-//! | `step.rs` | moments at which tests end the process |
-//! | `listener.rs` | makes and removes the socket file |
-//! | `server.rs` | joins listener, session and device |
-//! | `watcher.rs` | joins a server to an event loop |
-//! | `device.rs` | defines what a PCI function has to offer |
+//! | `session.rs` | serves one client for its whole connection |
+//! | `journal.rs` | logs requests in a file that outlives the process |
+//! | `kept.rs` | serves one client so that a successor process can continue |
+//! | `step.rs` | points at which tests end the process |
+//! | `listener.rs` | creates and removes the socket file |
+//! | `server.rs` | connects listener, session and device |
+//! | `watcher.rs` | connects a server to an event loop |
+//! | `device.rs` | defines the interface of a PCI function |
 //!
 //! # Trust
 //!
 //! A client is not trusted. The server checks every length before it allocates for it. Each message is answered or ends the
 //! connection. A session holds at most one request and one reply in memory. While a reply cannot be sent, the session
-//! reads nothing more: a client that sends and never reads stops itself alone.
+//! reads no further request: a client that sends and never reads blocks only itself.
 //!
-//! The journal that a process takes up is not trusted either: a client may have ended the process before. Every length and number in
+//! The journal of a predecessor is not trusted either: a client may have crashed that process. Every length and number in
 //! it is checked.
 //!
 //! # Not implemented
@@ -114,9 +113,9 @@
 //!   region without a file descriptor as one without memory, and can refuse commands that point into it.
 //! - Migration (`DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`) and dirty page logging: answered with `ENOTSUP`.
 //! - File descriptors in `DEVICE_GET_REGION_IO_FDS`: answered with none.
-//! - With a [`Journal`], requests of more than 64 KiB: the connection ends. The client is told a `max_data_xfer_size` of 32 KiB.
-//! - With a [`Journal`], certainty about a reply with a descriptor if the process ends within three particular system calls
-//!   and the client reads or sends meanwhile: it may get that reply twice or not at all.
+//! - With a [`Journal`], requests of more than 64 KiB: the connection ends. `max_data_xfer_size` is 32 KiB.
+//! - With a [`Journal`], exactly one delivery of a reply with a descriptor if the process ends within three particular
+//!   system calls and the client reads or sends at the same time: it may get that reply twice or not at all.
 
 mod connection;
 mod device;

@@ -1,4 +1,4 @@
-//! The socket file: made, and removed, without stepping on another server's.
+//! Listening socket and its file, which never replaces a live server's file.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -13,19 +13,19 @@ use nvme_mpt_paths::{Directory, FileId, Occupant, PathError, SocketPermissions};
 use crate::error::Error;
 use crate::socket;
 
-/// Permissions of a socket file. A client needs the permission to write the file.
+/// Permissions of a socket file. Clients need write permission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SocketAccess {
     /// File mode.
     pub mode: u32,
-    /// Number of the user that owns the file; `None` for this process's.
+    /// User that owns the file; `None` for this process's user.
     pub user: Option<u32>,
-    /// Number of the group that owns the file; `None` for this process's.
+    /// Group that owns the file; `None` for this process's group.
     pub group: Option<u32>,
 }
 
 impl Default for SocketAccess {
-    /// The server's user alone may connect.
+    /// Lets only the server's user connect.
     fn default() -> Self {
         Self {
             mode: 0o600,
@@ -37,27 +37,27 @@ impl Default for SocketAccess {
 
 /// Listening UNIX socket with its file.
 ///
-/// [`Server`](crate::Server) has one. It is public for programs that offer other sockets by the same rules. The file
-/// replaces that of a dead server and no other. It is removed with the listener.
+/// [`Server`](crate::Server) contains one. It is public for programs that offer other sockets by the same rules. The file
+/// replaces only the file of a dead server, and is removed with the listener.
 #[derive(Debug)]
 pub struct Listener {
     socket: UnixListener,
     file: SocketFile,
-    /// A file descriptor to let go of when there is no other one for a connection.
+    /// Spare file descriptor, closed to accept and drop a connection when the process is out of descriptors.
     reserve: Option<File>,
 }
 
 impl Listener {
-    /// Listens on `path`, with a file for this process's user alone. Replaces the file of a server that is gone.
+    /// Listens on `path`, with a file that only this process's user can access. Replaces the file of a dead server.
     ///
     /// # Errors
     ///
-    /// Another server has the path, or the file cannot be made.
+    /// Another server has the path, or the file cannot be created.
     pub fn bind(path: &Path) -> Result<Self, Error> {
         Self::bind_with(path, SocketAccess::default())
     }
 
-    /// [Listens](Self::bind) on `path`, with a file of these permissions.
+    /// [Listens](Self::bind) on `path`, with these permissions of the file.
     ///
     /// # Errors
     ///
@@ -71,10 +71,10 @@ impl Listener {
         })
     }
 
-    /// Goes on with the listening socket of the process before this one, which has its file at `path`.
+    /// Continues with the predecessor's listening socket, whose file is at `path`.
     ///
-    /// The listener leaves the file alone when it is dropped, until it [adopts](Self::adopt) it. A file that is missing or another
-    /// socket's is logged: clients cannot connect then.
+    /// Until it [adopts](Self::adopt) the file, dropping the listener leaves that alone. If the file is missing or belongs to another socket,
+    /// a warning is logged: clients cannot connect then.
     ///
     /// # Errors
     ///
@@ -99,8 +99,8 @@ impl Listener {
             .set_nonblocking(true)
             .map_err(failed("set the mode"))?;
         let (directory, name) = Directory::holding(path).map_err(failure(path))?;
-        // Not every process may ask for the file. Any socket that lives is taken for it then: a server does
-        // not replace one that lives.
+        // Without the privilege to query the socket's file, any live socket at the path is taken for this one: servers do not
+        // replace a live socket's file.
         let bound = socket::bound_file(&socket).ok();
         let bound = bound.and_then(|file| FileId::of_open(file).ok());
         let there = directory.entry(name).ok().flatten();
@@ -134,7 +134,7 @@ impl Listener {
         self.file.adopted = true;
     }
 
-    /// Leaves the file where it is when the listener is dropped: another process goes on with the socket.
+    /// Keeps the file when the listener is dropped: another process continues with the socket.
     pub fn leave(&mut self) {
         self.file.adopted = false;
     }
@@ -144,11 +144,11 @@ impl Listener {
         &self.file.path
     }
 
-    /// Returns the next connection, which is non-blocking, or `None` if no client waits.
+    /// Returns the next connection, which is non-blocking; `None` if no client waits.
     ///
     /// # Errors
     ///
-    /// Returns the kernel's error. Without a file descriptor for it, the connection is closed.
+    /// Returns the kernel's error. If there is no file descriptor for the connection, it is closed.
     pub fn accept(&mut self) -> io::Result<Option<UnixStream>> {
         loop {
             match self.socket.accept() {
@@ -169,8 +169,8 @@ impl Listener {
         }
     }
 
-    /// Closes the next connection, for which there is no file descriptor. Left where it is, it
-    /// would wake the event loop for ever.
+    /// Closes the next connection, for which there is no file descriptor. If it stayed in the queue, it would wake the event
+    /// loop for ever.
     fn turn_away(&mut self) {
         if self.reserve.take().is_some() {
             drop(self.socket.accept());
@@ -195,7 +195,7 @@ fn reserve() -> io::Result<File> {
     File::open("/dev/null")
 }
 
-/// Returns a conversion from an error of this path to an error of the socket there.
+/// Returns a function that converts an error of this path into an error of its socket.
 fn failure(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
     move |error| match error {
         PathError::InUse { .. } => Error::SocketInUse { path: path.into() },
@@ -208,16 +208,15 @@ fn failure(path: &Path) -> impl FnOnce(PathError) -> Error + use<'_> {
     }
 }
 
-/// The name of a listening socket in the file system. Removed with this, unless it is another
-/// socket's meanwhile.
+/// File of a listening socket. Dropping it removes the file, unless that belongs to another socket by then.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
     directory: Directory,
     name: OsString,
-    /// `None` if the file is not this socket's.
+    /// Identity of the file; `None` if the file is not this socket's.
     identity: Option<FileId>,
-    /// The file is removed with this.
+    /// Set if the file is removed on drop.
     adopted: bool,
 }
 
@@ -244,7 +243,7 @@ impl Drop for SocketFile {
         if self.adopted
             && let Some(identity) = self.identity
         {
-            // Whoever comes next finds a stale socket, and knows what to do.
+            // A file that stays is stale, and the next server replaces it.
             self.directory.remove(&self.name, identity);
         }
     }

@@ -1,30 +1,28 @@
-//! Messages on the wire: structures, command numbers, flags.
+//! Wire format: structures, command numbers, flags.
 //!
-//! Offsets and sizes are those of the protocol's section of the same name. Integers are
-//! little-endian; the structures have no alignment, so that they are read in place.
+//! Offsets and sizes are as in the protocol's section of the same name. Integers are little-endian. The structures are
+//! unaligned, so that they can be read in place.
 
 use std::fmt;
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// The protocol has the host's byte order, and a client and its server share a host.
+/// The protocol uses the host's byte order, as client and server share a host.
 const _: () = assert!(cfg!(target_endian = "little"));
 
 /// Largest `count` of a region access, announced as `max_data_xfer_size` (the protocol's default).
 pub const MAX_DATA_XFER_SIZE: u32 = 1024 * 1024;
 
-/// Announced as `max_msg_fds`. A client may refuse more than 16 (QEMU does), and splits what it
-/// sends by it.
+/// Value of `max_msg_fds`. Clients split their messages by it; some refuse values above 16 (QEMU).
 pub const MAX_MSG_FDS: u32 = 16;
 
-/// File descriptors that one message can carry: the kernel's limit for one control message
-/// (`SCM_MAX_FD`). Cloud Hypervisor sends the eventfds of all vectors at once, whatever
-/// `max_msg_fds` says.
+/// Maximum number of file descriptors accepted with one message: the kernel's limit for a control message (`SCM_MAX_FD`). Cloud
+/// Hypervisor sends the eventfds of all vectors at once, regardless of `max_msg_fds`.
 pub const MAX_FDS_ACCEPTED: usize = 253;
 
-/// Largest payload of a message other than `REGION_WRITE`. The largest that a client has a reason
-/// for is a `REGION_WRITE_MULTI` of 200 writes, 4,808 bytes.
+/// Largest payload of a message other than `REGION_WRITE`. The largest useful one is a `REGION_WRITE_MULTI` of 200 writes,
+/// 4,808 bytes.
 pub const MAX_CONTROL_PAYLOAD: usize = 64 * 1024;
 
 /// `VFIO_PCI_NUM_REGIONS`: six BARs, the expansion ROM, config space, VGA.
@@ -33,7 +31,7 @@ pub const NUM_REGIONS: u32 = 9;
 /// `VFIO_PCI_NUM_IRQS`: INTx, MSI, MSI-X, ERR, REQ.
 pub const NUM_IRQS: u32 = 5;
 
-/// A command number. Any value can come from a client, so this is no enum.
+/// Command number. A client can send any value, so this is no enum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Command(pub u16);
 
@@ -65,7 +63,7 @@ impl Command {
     /// `VFIO_USER_DEVICE_FEATURE`
     pub const DEVICE_FEATURE: Self = Self(16);
 
-    /// Largest payload that is read for this command; a message with more is not allocated for.
+    /// Returns the largest payload accepted for this command. No memory is allocated for a larger message.
     pub fn max_payload(self) -> usize {
         match self {
             Self::REGION_WRITE => size_of::<RegionAccess>() + MAX_DATA_XFER_SIZE as usize,
@@ -101,15 +99,15 @@ impl fmt::Display for Command {
     }
 }
 
-/// The 16 bytes before every message (section Header).
+/// Header of every message (section Header).
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Header {
-    /// Chosen by the sender, echoed in the reply; need not be unique.
+    /// Identifier chosen by the sender and echoed in the reply; need not be unique.
     pub message_id: U16,
-    /// See [`Command`].
+    /// Command number, see [`Command`].
     pub command: U16,
-    /// Size of the message, this header included.
+    /// Size of the message in bytes, including this header.
     pub message_size: U32,
     /// Type, No_reply, Error.
     pub flags: U32,
@@ -120,26 +118,26 @@ pub struct Header {
 const _: () = assert!(size_of::<Header>() == Header::SIZE);
 
 impl Header {
-    /// Bytes on the wire.
+    /// Size in bytes.
     pub const SIZE: usize = 16;
 
-    /// The bits of `flags` that hold the message type.
+    /// Mask of the message type in `flags`.
     pub const TYPE_MASK: u32 = 0xf;
     /// Type of a command message.
     pub const TYPE_COMMAND: u32 = 0;
     /// Type of a reply message.
     pub const TYPE_REPLY: u32 = 1;
-    /// No reply is wanted.
+    /// Flag: the sender wants no reply.
     pub const NO_REPLY: u32 = 1 << 4;
-    /// The command failed.
+    /// Flag: the command failed.
     pub const ERROR: u32 = 1 << 5;
 
-    /// The command that the message is or answers.
+    /// Returns the message's command.
     pub fn command(&self) -> Command {
         Command(self.command.get())
     }
 
-    /// The message type, in the low four bits of `flags`.
+    /// Returns the message type, in the low four bits of `flags`.
     pub fn message_type(&self) -> u32 {
         self.flags.get() & Self::TYPE_MASK
     }
@@ -149,19 +147,19 @@ impl Header {
         self.flags.get() & Self::NO_REPLY != 0
     }
 
-    /// The header of the reply to this command, for a payload of `payload` bytes.
+    /// Returns the header of a reply to this command with `payload` bytes of payload.
     pub fn reply(&self, payload: usize) -> Self {
         Self {
             message_id: self.message_id,
             command: self.command,
-            // A reply's payload is at most a region access's, far below 4 GiB.
+            // Fits: a reply's payload is at most a region access's, far below 4 GiB.
             message_size: ((Self::SIZE + payload) as u32).into(),
             flags: Self::TYPE_REPLY.into(),
             error: 0.into(),
         }
     }
 
-    /// The reply to this command when it failed: the header alone (section Header).
+    /// Returns the error reply to this command, which is a header only (section Header).
     pub fn error_reply(&self, errno: u32) -> Self {
         Self {
             flags: (Self::TYPE_REPLY | Self::ERROR).into(),
@@ -171,13 +169,13 @@ impl Header {
     }
 }
 
-/// The fixed part of `VERSION`, before the JSON.
+/// Fixed part of `VERSION`, before the JSON.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Version {
-    /// Changes with incompatible changes of the protocol.
+    /// Major version, which changes with incompatible changes of the protocol.
     pub major: U16,
-    /// Changes with compatible additions.
+    /// Minor version, which changes with compatible additions.
     pub minor: U16,
 }
 
@@ -191,11 +189,11 @@ pub struct DmaMap {
     pub argsz: U32,
     /// `READ`, `WRITE`, `MMAP`.
     pub flags: U32,
-    /// Start of the region in the file that comes with the message.
+    /// Offset of the region in the file that accompanies the message.
     pub offset: U64,
     /// First DMA address.
     pub address: U64,
-    /// Bytes.
+    /// Size in bytes.
     pub size: U64,
 }
 
@@ -206,9 +204,9 @@ impl DmaMap {
     pub const READ: u32 = 1 << 0;
     /// The device may write the region.
     pub const WRITE: u32 = 1 << 1;
-    /// The region is to be mapped: a file descriptor comes with it. Newer clients say so.
+    /// The region can be mapped: a file descriptor accompanies it. Newer clients set this.
     pub const MMAP: u32 = 1 << 2;
-    /// The region is to be accessed through `pread` and `pwrite`.
+    /// The region must be accessed through `pread` and `pwrite`.
     pub const FILE_IO: u32 = 1 << 3;
 }
 
@@ -218,11 +216,11 @@ impl DmaMap {
 pub struct DmaUnmap {
     /// Largest reply payload.
     pub argsz: U32,
-    /// As in `struct vfio_iommu_type1_dma_unmap`.
+    /// Flags as in `struct vfio_iommu_type1_dma_unmap`.
     pub flags: U32,
     /// First DMA address.
     pub address: U64,
-    /// Bytes.
+    /// Size in bytes.
     pub size: U64,
 }
 
@@ -231,7 +229,7 @@ const _: () = assert!(size_of::<DmaUnmap>() == 24);
 impl DmaUnmap {
     /// `VFIO_DMA_UNMAP_FLAG_GET_DIRTY_BITMAP`
     pub const GET_DIRTY_BITMAP: u32 = 1 << 0;
-    /// `VFIO_DMA_UNMAP_FLAG_ALL`: address and size are zero, everything is unmapped.
+    /// `VFIO_DMA_UNMAP_FLAG_ALL`: unmap everything; address and size are zero.
     pub const ALL: u32 = 1 << 1;
 }
 
@@ -252,7 +250,7 @@ pub struct DeviceInfo {
 const _: () = assert!(size_of::<DeviceInfo>() == 16);
 
 impl DeviceInfo {
-    /// `VFIO_DEVICE_FLAGS_RESET`: the device takes `DEVICE_RESET`.
+    /// `VFIO_DEVICE_FLAGS_RESET`: the device supports `DEVICE_RESET`.
     pub const RESET: u32 = 1 << 0;
     /// `VFIO_DEVICE_FLAGS_PCI`
     pub const PCI: u32 = 1 << 1;
@@ -270,9 +268,9 @@ pub struct RegionInfo {
     pub index: U32,
     /// Offset of the capabilities, from the beginning of this structure.
     pub cap_offset: U32,
-    /// Bytes; 0 for a region that does not exist.
+    /// Size in bytes; 0 for a region that does not exist.
     pub size: U64,
-    /// Number that a client adds to an area's offset to get the file offset to map.
+    /// Number to add to an offset in the region for the file offset to map.
     pub offset: U64,
 }
 
@@ -289,24 +287,23 @@ impl RegionInfo {
     pub const CAPS: u32 = 1 << 3;
 }
 
-/// A sparse mmap capability of one area (section VFIO region info cap sparse mmap), capability
-/// header included.
+/// Sparse mmap capability with one area (section VFIO region info cap sparse mmap), including the capability header.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct SparseMmap {
     /// `VFIO_REGION_INFO_CAP_SPARSE_MMAP`
     pub id: U16,
-    /// 1
+    /// Capability version, 1.
     pub version: U16,
-    /// Offset of the next capability; 0: there is none.
+    /// Offset of the next capability; 0 if there is none.
     pub next: U32,
-    /// 1
+    /// Number of areas, 1.
     pub nr_areas: U32,
     /// Zero.
     pub reserved: U32,
-    /// Start of the area in the region.
+    /// Offset of the area in the region.
     pub offset: U64,
-    /// Bytes of the area.
+    /// Size of the area in bytes.
     pub size: U64,
 }
 
@@ -343,7 +340,7 @@ pub struct IrqInfo {
     pub flags: U32,
     /// Index of the interrupt type.
     pub index: U32,
-    /// Interrupts of this type.
+    /// Number of interrupts of this type.
     pub count: U32,
 }
 
@@ -370,9 +367,9 @@ pub struct IrqSet {
     pub flags: U32,
     /// Index of the interrupt type.
     pub index: U32,
-    /// First interrupt that is meant.
+    /// First selected interrupt.
     pub start: U32,
-    /// Interrupts that are meant.
+    /// Number of selected interrupts.
     pub count: U32,
 }
 
@@ -397,23 +394,23 @@ impl IrqSet {
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct RegionAccess {
-    /// First byte, from the beginning of the region.
+    /// Offset in the region.
     pub offset: U64,
     /// Index of the region.
     pub region: U32,
-    /// Bytes.
+    /// Number of bytes.
     pub count: U32,
 }
 
 const _: () = assert!(size_of::<RegionAccess>() == 16);
 
-/// One write of `REGION_WRITE_MULTI` (section Single Device Write Format).
+/// Single write of a `REGION_WRITE_MULTI` (section Single Device Write Format).
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct SingleWrite {
-    /// Place of the access.
+    /// Region, offset and size of the write.
     pub access: RegionAccess,
-    /// The first `count` bytes are written.
+    /// Data, of which the first `count` bytes are written.
     pub data: [u8; 8],
 }
 

@@ -1,4 +1,4 @@
-//! A raw message becomes a request: everything the protocol demands of it is checked here, once.
+//! Parsing and validation of requests. All rules of the protocol that need no device are checked here.
 
 use std::os::fd::OwnedFd;
 
@@ -12,18 +12,18 @@ use crate::message::{
 };
 use crate::version::Proposal;
 
-/// A command of a client, well-formed as far as that can be told without the device.
+/// Well-formed command of a client. Whether it fits the device is not checked yet.
 #[derive(Debug)]
 pub enum Request<'a> {
     /// `VERSION`
     Version(Proposal),
     /// `DMA_MAP`
     DmaMap(DmaRegion),
-    /// `DMA_UNMAP`: of a range (address, bytes), or of everything.
+    /// `DMA_UNMAP` of a range (address, bytes) or of everything.
     DmaUnmap {
         /// The payload, which the reply repeats.
         payload: DmaUnmap,
-        /// Range to unmap; `None`: all.
+        /// Range to unmap; `None` for all.
         range: Option<(u64, u64)>,
     },
     /// `DEVICE_GET_INFO`
@@ -32,7 +32,7 @@ pub enum Request<'a> {
     DeviceGetRegionInfo {
         /// The region.
         region: RegionIndex,
-        /// Largest reply payload, at least that of the fixed part.
+        /// Size of the client's reply buffer, at least the fixed part.
         argsz: u32,
     },
     /// `DEVICE_GET_REGION_IO_FDS`
@@ -45,15 +45,15 @@ pub enum Request<'a> {
         /// The interrupt type.
         index: IrqIndex,
     },
-    /// `DEVICE_SET_IRQS`. That the device has these interrupts is not checked yet.
+    /// `DEVICE_SET_IRQS`. The interrupts may not exist in the device.
     DeviceSetIrqs(IrqCommand),
-    /// `REGION_READ`. The region need not exist: what does not is read as all ones.
+    /// `REGION_READ`. The region may not exist: then the client reads all ones.
     RegionRead {
         /// Number of the region.
         region: u32,
-        /// First byte.
+        /// Offset in the region.
         offset: u64,
-        /// Bytes, at most [`MAX_DATA_XFER_SIZE`].
+        /// Number of bytes, at most [`MAX_DATA_XFER_SIZE`].
         count: u32,
     },
     /// `REGION_WRITE`
@@ -64,23 +64,23 @@ pub enum Request<'a> {
     DeviceReset,
 }
 
-/// A write to a region. The region need not exist: what does not is not written.
+/// Write to a region. The region may not exist: then the write is ignored.
 #[derive(Clone, Copy, Debug)]
 pub struct RegionWrite<'a> {
     /// Number of the region.
     pub region: u32,
-    /// First byte.
+    /// Offset in the region.
     pub offset: u64,
     /// Data to write.
     pub data: &'a [u8],
 }
 
 impl<'a> Request<'a> {
-    /// Makes a request of a message. File descriptors that the request has no use for are closed.
+    /// Parses a message. File descriptors that the request does not use are closed.
     ///
     /// # Errors
     ///
-    /// The refusal that goes to the client.
+    /// Returns the refusal to send to the client.
     pub fn parse(header: &Header, payload: &'a [u8], fds: Vec<OwnedFd>) -> Result<Self, Refusal> {
         let command = header.command();
         if header.message_type() != Header::TYPE_COMMAND {
@@ -102,7 +102,7 @@ impl<'a> Request<'a> {
                 Ok(Self::DeviceGetInfo)
             }
             Command::DEVICE_GET_REGION_INFO => {
-                // A client may send as much as it wants to get, so there may be more.
+                // The request may be as long as the reply, so more bytes may follow.
                 let (info, _) = prefix::<RegionInfo>(command, payload)?;
                 Ok(Self::DeviceGetRegionInfo {
                     region: region(command, info.index.get())?,
@@ -197,7 +197,7 @@ fn dma_map(payload: &[u8], mut fds: Vec<OwnedFd>) -> Result<DmaRegion, Refusal> 
     })
 }
 
-/// A client may send the region's file descriptor again; it is closed with the message.
+/// Parses `DMA_UNMAP`. A client may send the region's file descriptor again; it is closed with the message.
 fn dma_unmap(payload: &[u8]) -> Result<Request<'_>, Refusal> {
     let command = Command::DMA_UNMAP;
     let (unmap, _) = prefix::<DmaUnmap>(command, payload)?;
@@ -242,7 +242,7 @@ fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Refusal> {
     let index = irq(command, set.index.get())?;
     let (start, count) = (set.start.get(), set.count.get());
 
-    // No interrupts at all is a command of its own: disconnect those of this type.
+    // A count of zero is only valid in the command that disconnects all interrupts of a type.
     let all = (flags, start) == (IrqSet::DATA_NONE | IrqSet::ACTION_TRIGGER, 0);
     if count == 0 && !all {
         return Err(Refusal::NoIrqs { start, flags });
@@ -254,7 +254,7 @@ fn set_irqs(payload: &[u8], fds: Vec<OwnedFd>) -> Result<IrqCommand, Refusal> {
             exact(command, payload, size_of::<IrqSet>(), count.into(), 1)?;
             IrqData::Bools(data.iter().map(|&byte| byte != 0).collect())
         }
-        // All interrupts of the range get an eventfd, or none does and they lose theirs.
+        // Without descriptors, the interrupts of the range lose their eventfds. Otherwise there is one for each.
         IrqSet::DATA_EVENTFD if fds.is_empty() => IrqData::Disconnect,
         IrqSet::DATA_EVENTFD if fds.len() == count as usize => IrqData::Connect(fds),
         IrqSet::DATA_EVENTFD => {
@@ -290,7 +290,7 @@ fn region_write_multi(payload: &[u8]) -> Result<Request<'_>, Refusal> {
         size: payload.len(),
         needed: wr_cnt.get(),
     })?;
-    // All or nothing: a message that is refused has written nothing.
+    // All writes are checked first, so that a refused message has written nothing.
     for write in writes {
         let maximum = write.data.len() as u32;
         count(command, write.access.count.get().into(), maximum)?;
@@ -298,7 +298,7 @@ fn region_write_multi(payload: &[u8]) -> Result<Request<'_>, Refusal> {
     Ok(Request::RegionWriteMulti(writes))
 }
 
-/// The structure that a payload begins with, and what follows it.
+/// Splits a payload into its fixed structure and the rest.
 fn prefix<T>(command: Command, payload: &[u8]) -> Result<(&T, &[u8]), Refusal>
 where
     T: FromBytes + zerocopy::KnownLayout + zerocopy::Immutable + zerocopy::Unaligned,
@@ -310,7 +310,7 @@ where
     })
 }
 
-/// `argsz`, when there is room for a `T`.
+/// Checks that `argsz` covers a `T`.
 fn argsz<T>(command: Command, argsz: u32) -> Result<u32, Refusal> {
     if argsz as usize >= size_of::<T>() {
         Ok(argsz)
@@ -323,7 +323,7 @@ fn argsz<T>(command: Command, argsz: u32) -> Result<u32, Refusal> {
     }
 }
 
-/// Checks that a payload is a fixed part and `count` elements, exactly.
+/// Checks that a payload consists of a fixed part and `count` elements.
 fn exact(
     command: Command,
     payload: &[u8],
@@ -345,7 +345,7 @@ fn exact(
     }
 }
 
-/// A `count` that is at most `maximum`.
+/// Checks that a count is at most `maximum`.
 fn count(command: Command, count: u64, maximum: u32) -> Result<u32, Refusal> {
     match u32::try_from(count) {
         Ok(count) if count <= maximum => Ok(count),
@@ -357,7 +357,7 @@ fn count(command: Command, count: u64, maximum: u32) -> Result<u32, Refusal> {
     }
 }
 
-/// A range of one byte or more whose last byte has a 64-bit address.
+/// Checks that a range is not empty and its last byte has a 64-bit address.
 fn range(command: Command, address: u64, size: u64) -> Result<(u64, u64), Refusal> {
     size.checked_sub(1)
         .and_then(|last| address.checked_add(last))

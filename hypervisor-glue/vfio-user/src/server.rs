@@ -1,4 +1,4 @@
-//! The event loop's side: a listening socket and at most one client.
+//! The server: a listening socket, at most one client, and the device.
 
 use std::io;
 use std::net::Shutdown;
@@ -27,62 +27,64 @@ const LISTENER: u32 = 0;
 /// Token of the client's events.
 const CLIENT: u32 = 1;
 
-/// Connections that are accepted before others on the thread get their turn.
+/// Maximum number of connections accepted before other event sources of the thread get a turn.
 const ACCEPTS_PER_TURN: usize = 16;
 
-/// Calls of a session whose client is gone, to answer what it left. More than a socket buffers.
+/// Maximum number of turns for answering the remaining requests of a client that has closed its connection. More than a socket
+/// buffers.
 const LAST_TURNS: usize = 1024;
 
-/// Time that a client has to send its version. Until then it blocks other clients of the device.
+/// Timeout for a client's version. Until then, it blocks other clients of the device.
 const NEGOTIATION: Duration = Duration::from_secs(10);
 
-/// Time that a new client waits for the end of a connection whose process has ended. Clients wait five seconds for an answer.
+/// Time for which a new client waits for the end of a connection whose process has ended. Clients wait five seconds for an
+/// answer.
 const SUCCESSION: Duration = Duration::from_secs(3);
 
 /// Serves a device to one client after the other.
 ///
-/// It is added to an event manager, or watched by an event loop of one's own ([`Self::watch`], [`Self::handle`]). It has
-/// no thread and no timer: the loop's thread answers a request as soon as it sees it. A second client is refused at once, by closing
-/// its connection; when the first one goes, the next one finds the device as it was left.
+/// Add it to an event manager, or watch it from another event loop ([`Self::watch`], [`Self::handle`]). It has no thread and no
+/// timer: the loop's thread answers requests as they arrive. A second client is refused at once by closing its connection.
+/// After the first client has gone, the next client finds the device as the first one left it.
 ///
 /// A connection lives as long as its socket: the process that made it may pass the socket to another process. Requests of an
 /// io_uring can hold the socket of a killed process a little longer. So if the process has ended, a new client waits for a
-/// moment. If the socket is not closed by then, the new client is refused.
+/// moment. If the socket is still open then, the new client is refused.
 ///
-/// The caller's loop calls [`Self::look`] when [`Self::due_in`] is over. That ends such waits, and disconnects clients that do
-/// not send their version.
+/// The caller's loop must call [`Self::look`] when [`Self::due_in`] is over. That ends such waits, and disconnects clients that
+/// do not send their version.
 ///
 /// # A connection that outlives the process
 ///
-/// A server with a [`Journal`] ([`Self::bind_kept`]) notes what it has done. If descriptors of the listening socket, the
-/// client's socket and the journal are kept open elsewhere, another process goes on with them ([`Self::resume`]). Each request
-/// is then carried out and answered once, at whatever instruction the first process ended. The client does not notice.
+/// A server with a [`Journal`] ([`Self::bind_kept`]) logs what it has done. If descriptors of the listening socket, the
+/// client's socket and the journal are kept open elsewhere, a successor process continues with them ([`Self::resume`]). Each
+/// request is then carried out and answered once, at whatever instruction the first process ended. The client does not notice.
 ///
-/// Signal SIGPIPE has to be ignored in such a process, as Rust programs do.
+/// Such a process must ignore signal SIGPIPE, as Rust programs do by default.
 #[derive(Debug)]
 pub struct Server<D: Device> {
     listener: Listener,
     device: D,
     regions: Arc<Regions>,
     client: Option<Client>,
-    /// Client that waits for the end of a connection whose process has ended, and the time at which the wait was first seen.
+    /// Client that waits for the end of a connection whose process has ended, and the time of the first check.
     newcomer: Option<(UnixStream, Option<Duration>)>,
-    /// Notes of what was done, for the process after this one.
+    /// Request log for the successor process.
     journal: Option<Journal>,
-    /// Another process goes on with the sockets.
+    /// Set after another process has taken over the sockets.
     left: bool,
 }
 
 #[derive(Debug)]
 struct Client {
     session: Session,
-    /// The process that connected, if the kernel names it.
+    /// Process that connected, if the kernel reports it.
     peer: Option<Peer>,
-    /// Readiness of the socket that the event manager watches for.
+    /// Events of the socket that the watcher is set to.
     waits_for: EventSet,
-    /// Others that were refused meanwhile.
+    /// Number of other clients refused during this connection.
     refused: u64,
-    /// Time of the first look at the client while it has not sent its version; `None` before that look.
+    /// Time of the first check of a client that has not sent its version; `None` before that.
     seen: Option<Duration>,
 }
 
@@ -92,12 +94,12 @@ impl Client {
         self.peer.as_ref().is_some_and(Peer::is_dead)
     }
 
-    /// Returns whether it has sent its version.
+    /// Returns whether the client has sent its version.
     fn has_negotiated(&self) -> bool {
         self.session.dispatch.agreed().is_some()
     }
 
-    /// Answers what the client has sent. Returns what its socket has to be ready for, or `None` when the connection has ended.
+    /// Answers the client's requests. Returns the socket events to wait for, or `None` if the connection has ended.
     fn run<D: Device>(
         &mut self,
         device: &mut D,
@@ -115,21 +117,20 @@ impl Client {
 }
 
 impl<D: Device> Server<D> {
-    /// Tokens of the server's events. Other sources of the same event loop use other tokens.
+    /// Tokens of the server's events. Other sources of the same event loop must use other tokens.
     pub const TOKENS: Range<u32> = LISTENER..CLIENT + 1;
 
-    /// Offers `device` at `path`. The socket file is for this process's user alone, replaces that
-    /// of a server that is gone, and is removed with the server.
+    /// Offers `device` at `path`. Only this process's user can access the socket file. The file replaces the file of a dead
+    /// server, and is removed with the server.
     ///
     /// # Errors
     ///
-    /// Another server has the path, the file cannot be made, or the device's mappable areas are no
-    /// good.
+    /// Another server has the path, the file cannot be created, or a mappable area of the device is invalid.
     pub fn bind(path: impl AsRef<Path>, device: D) -> Result<Self, Error> {
         Self::bind_with(path, SocketAccess::default(), device)
     }
 
-    /// [Offers](Self::bind) `device` at `path`, with a socket file of these permissions.
+    /// [Offers](Self::bind) `device` at `path`, with these permissions of the socket file.
     ///
     /// # Errors
     ///
@@ -142,7 +143,7 @@ impl<D: Device> Server<D> {
         Self::bind_any(path.as_ref(), access, device, None)
     }
 
-    /// [Offers](Self::bind_with) `device` at `path`, and keeps its state and that of the connection in `journal`.
+    /// [Offers](Self::bind_with) `device` at `path`, and stores the state of the device and the connection in `journal`.
     ///
     /// # Errors
     ///
@@ -177,20 +178,21 @@ impl<D: Device> Server<D> {
         })
     }
 
-    /// Goes on where another process has ended or has [left](Self::leave).
+    /// Continues for a process that has ended or has [left](Self::leave).
     ///
-    /// `device` is made of the [record](crate::Record::device) that came with the journal. `stream` is the client's socket, if the device
-    /// [kept](Device::keep_client) one. The rest of the request that was being answered is done in the event loop.
+    /// `device` is created from the [record](crate::Record::device) of the journal. `stream` is the client's socket, if the
+    /// device [kept](Device::keep_client) one. A request that was being answered is completed by the event loop.
     ///
-    /// - A client that was connected and has no socket is gone: the device is [told](Device::disconnected).
-    /// - A socket that the journal has no client for is a new client's, unless it is closed.
-    ///   [`Self::is_connected`] says whether it is in use.
+    /// - If a client was connected and there is no socket, the client is gone: the device is [told](Device::disconnected).
+    /// - If there is a socket, but no client in the journal, it is a new client's, unless it is closed. [`Self::is_connected`]
+    ///   says whether it is in use.
     ///
     /// On success, the socket file is removed with the server.
     ///
     /// # Errors
     ///
-    /// The journal cannot be accessed, or the device has other mappable areas. The sockets and the file stay as they are then.
+    /// The journal cannot be accessed, or a mappable area of the device is invalid. The sockets and the file are unchanged
+    /// then.
     pub fn resume(
         listener: Listener,
         journal: Journal,
@@ -226,7 +228,7 @@ impl<D: Device> Server<D> {
                 let none = head.with_client(None);
                 journal.commit(none, self.device.save())?;
             }
-            // Memory of the reply that the client has not taken.
+            // Frees the memory of the reply that the client has not read.
             journal.close()?;
             self.device.saved();
             return Ok(());
@@ -241,7 +243,7 @@ impl<D: Device> Server<D> {
         let peer = Peer::of(&stream).ok();
         let session = match head.client {
             Some(connected) => Session::resume_kept(stream, regions, connected, journal)?,
-            // The process before this one ended its connection, or it has gone by itself.
+            // The predecessor ended the connection, or the client has closed it.
             None if socket::hung_up(&stream).unwrap_or(true) => {
                 self.device.saved();
                 return Ok(());
@@ -266,8 +268,8 @@ impl<D: Device> Server<D> {
         Ok(())
     }
 
-    /// Commits the device's state to the journal, if there is one and the state has changed. To be called when it has changed other than by a
-    /// request.
+    /// Commits the device's state to the journal, if there is one and the state has changed. Call it after changes other than
+    /// by requests.
     ///
     /// # Errors
     ///
@@ -284,36 +286,36 @@ impl<D: Device> Server<D> {
         Ok(())
     }
 
-    /// Leaves the sockets to another process. From now on this server handles no event and commits nothing. When it is dropped, the socket
-    /// file stays and the device is not told that the client is gone.
+    /// Leaves the sockets to a successor. From now on, this server handles no event and commits nothing. When it is dropped,
+    /// the socket file stays and the device is not told of a disconnected client.
     ///
-    /// To be called before the other process [resumes](Self::resume), between two events.
+    /// Call it between two events, before the successor [resumes](Self::resume).
     pub fn leave(&mut self) {
         self.left = true;
         self.listener.leave();
     }
 
-    /// The listening socket.
+    /// Returns the listening socket.
     pub fn listener(&self) -> &Listener {
         &self.listener
     }
 
-    /// The journal, if the server has one.
+    /// Returns the journal, if the server has one.
     pub fn journal(&self) -> Option<&Journal> {
         self.journal.as_ref()
     }
 
-    /// The socket file, as it was given.
+    /// Returns the path of the socket file, as given by the caller.
     pub fn path(&self) -> &Path {
         self.listener.path()
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &D {
         &self.device
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device_mut(&mut self) -> &mut D {
         &mut self.device
     }
@@ -324,7 +326,7 @@ impl<D: Device> Server<D> {
         client.is_some_and(|client| !client.session.hung_up())
     }
 
-    /// Returns the time after which [`Self::look`] is due; `None` if no wait has to end. `now` is the time since some moment
+    /// Returns the time until [`Self::look`] is due; `None` if no wait is in progress. `now` is measured from any fixed point
     /// in the past.
     pub fn due_in(&self, now: Duration) -> Option<Duration> {
         let left = |since: Option<Duration>, bound: Duration| match since {
@@ -366,9 +368,10 @@ impl<D: Device> Server<D> {
         }
     }
 
-    /// Has `watcher` watch the listening socket, and the client's if there is one. The server has it watch its later clients as well.
+    /// Registers the listening socket, and the present client's socket, with `watcher`. The server registers later clients
+    /// itself.
     ///
-    /// A server in an event manager does so by itself.
+    /// In an event manager, the server does this itself.
     ///
     /// # Errors
     ///
@@ -407,7 +410,7 @@ impl<D: Device> Server<D> {
     }
 
     fn admit(&mut self, stream: UnixStream, watcher: &mut impl Watcher) {
-        // A VMM that is restarted connects before this thread has seen its predecessor go.
+        // A restarted VMM connects before this thread has noticed the end of its predecessor.
         if self
             .client
             .as_ref()
@@ -457,7 +460,7 @@ impl<D: Device> Server<D> {
             Err(error) => {
                 error!("Cannot serve a client on {path}: {}", chain(&*error));
                 if self.journal.is_some() {
-                    // It lets go of the socket.
+                    // The device releases the socket.
                     self.device.disconnected();
                 }
             }
@@ -484,7 +487,7 @@ impl<D: Device> Server<D> {
         }
     }
 
-    /// Answers what a client sent before it went, and lets it go.
+    /// Answers the remaining requests of a client that has closed its connection, and disconnects it.
     fn finish(&mut self, watcher: &mut impl Watcher) {
         if let Some(client) = &mut self.client {
             for _ in 0..LAST_TURNS {
@@ -500,7 +503,7 @@ impl<D: Device> Server<D> {
         let Some(client) = self.client.take() else {
             return;
         };
-        // Before the socket is closed: the event manager must not see its number again.
+        // Must precede closing the socket: the event manager must not see a reused descriptor number.
         unwatch(&client.session, watcher);
         self.end(client);
         if let Some((stream, _)) = self.newcomer.take() {
@@ -510,7 +513,7 @@ impl<D: Device> Server<D> {
 
     fn end(&mut self, client: Client) {
         if self.journal.is_some() {
-            // The socket may be kept open elsewhere. The client has to see its end, and so has the next process.
+            // The socket may be kept open elsewhere. The shutdown shows its end to the client and to the successor.
             let _ = client.session.stream.shutdown(Shutdown::Both);
             step();
         }
@@ -519,7 +522,7 @@ impl<D: Device> Server<D> {
         self.note_client(None);
     }
 
-    /// Commits that there is this client, or none. Returns whether that went well.
+    /// Commits the present client, or `None`, to the journal. Returns whether that succeeded.
     fn note_client(&mut self, client: Option<Connected>) -> bool {
         let Some(journal) = &mut self.journal else {
             return true;
@@ -531,7 +534,7 @@ impl<D: Device> Server<D> {
             self.device.saved();
             match client {
                 Some(_) => Ok(()),
-                // Memory of the reply that the client has not taken.
+                // Frees the memory of the reply that the client has not read.
                 None => journal.close(),
             }
         });

@@ -1,4 +1,4 @@
-//! One client, from its first byte to its last.
+//! Connection with one client.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -14,47 +14,47 @@ use crate::error::{Error, chain};
 use crate::message::Header;
 use crate::socket;
 
-/// Messages that are answered before others on the thread get their turn. Remaining messages make the
-/// socket readable again.
+/// Maximum number of messages answered before other event sources of the thread get a turn. Remaining messages make the socket
+/// readable again.
 pub(crate) const MESSAGES_PER_TURN: usize = 32;
 
-/// Readiness that a [`Session`] waits for.
+/// Event that a [`Session`] waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// That the socket is readable.
+    /// The socket becomes readable.
     Reading,
-    /// That the socket is writable: the client has not read its replies.
+    /// The socket becomes writable: the client has not read its replies.
     Writing,
-    /// Nothing any more: the connection has ended.
+    /// None: the connection has ended.
     Ended,
 }
 
-/// Remainder of the last request that was carried out.
+/// Unfinished part of the last request that was carried out.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pending {
-    /// Bytes of the reply that were sent.
+    /// Number of bytes of the reply that were sent.
     pub(crate) sent: u32,
-    /// Bytes of the request that are in the socket.
+    /// Number of bytes of the request that are left in the socket.
     pub(crate) left: u32,
 }
 
-/// The connection with one client.
+/// Connection with one client.
 #[derive(Debug)]
 pub struct Session {
     pub(crate) stream: UnixStream,
     pub(crate) reader: Reader,
     pub(crate) writer: Writer,
     pub(crate) dispatch: Dispatch,
-    /// With a journal: the remainder of the last request.
+    /// Unfinished part of the last request, with a journal.
     pub(crate) pending: Option<Pending>,
 }
 
 impl Session {
-    /// A session on a connected socket, with a client that has not said anything yet.
+    /// Creates a session on a connected socket, with a client that has not sent anything yet.
     ///
     /// # Errors
     ///
-    /// A mappable area of the device is no good.
+    /// A mappable area of the device is invalid.
     pub fn new<D: Device>(stream: UnixStream, device: &D) -> Result<Self, Error> {
         Ok(Self::with_regions(stream, Arc::new(Regions::of(device)?)))
     }
@@ -69,11 +69,10 @@ impl Session {
         }
     }
 
-    /// Answers what the client has sent, as far as that goes without waiting. To be called again
-    /// when the socket is ready for what is returned.
+    /// Answers the client's requests as far as possible without blocking. Call it again when the returned event has happened.
     ///
-    /// The socket has to be non-blocking for sending. When the connection has ended, the device has
-    /// not been told: that is the caller's part.
+    /// The socket must be non-blocking for sending. The device is not told of the end of the connection: the caller must do
+    /// that.
     pub fn run<D: Device>(&mut self, device: &mut D) -> Progress {
         for _ in 0..MESSAGES_PER_TURN {
             match self.turn(device) {
@@ -88,15 +87,14 @@ impl Session {
         Progress::Reading
     }
 
-    /// Returns whether the client has closed the connection, even if not all it sent has been answered.
+    /// Returns whether the client has closed the connection, even if requests are unanswered.
     pub(crate) fn hung_up(&self) -> bool {
         socket::hung_up(&self.stream).unwrap_or(false)
     }
 
-    /// Answers one message, and returns `None`, or what has to be waited for first.
+    /// Answers one message. Returns the event to wait for, if any.
     fn turn<D: Device>(&mut self, device: &mut D) -> Result<Option<Progress>, Ended> {
-        // The reply before this one. While it is here no message is read, so that there is never
-        // more than one.
+        // Sends the previous reply. No message is read before that, so there is at most one reply in memory.
         if !self.writer.flush(&self.stream).map_err(Ended::Failed)? {
             return Ok(Some(Progress::Writing));
         }
@@ -134,7 +132,7 @@ impl Session {
             Ended::Closed { cut_short: true } => {
                 warn!("vfio-user: the client has disconnected in the middle of a message");
             }
-            // As it is when a client is killed.
+            // Happens when a client is killed.
             Ended::Failed(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 info!("vfio-user: the client has disconnected without waiting for a reply");
             }
@@ -151,7 +149,7 @@ impl Session {
         }
     }
 
-    /// A last word, as far as the socket takes it now.
+    /// Sends an error reply before the connection is closed, as far as the socket accepts it now.
     fn say(&mut self, header: &Header, errno: u32) {
         if header.message_type() == Header::TYPE_COMMAND && !header.no_reply() {
             self.writer.error_reply(header, errno);

@@ -1,8 +1,8 @@
-//! Bytes and file descriptors through a UNIX socket, and the process at its other end.
+//! System calls on the UNIX socket: bytes, file descriptors, and the process at the other end.
 //!
-//! Sending is `vmm-sys-util`'s. Receiving is not. `vmm-sys-util` receives the control message
-//! without `MSG_CMSG_CLOEXEC`, so that a process started meanwhile inherits guest memory. If it loses
-//! file descriptors, it also loses the bytes that came with them, which puts a stream out of step.
+//! Sending uses `vmm-sys-util`. Receiving does not: `vmm-sys-util` receives without `MSG_CMSG_CLOEXEC`, so that a process
+//! started at that moment inherits guest memory. If it loses file descriptors, it also loses the bytes that came with them, and
+//! the stream loses its message boundaries.
 
 #![expect(
     unsafe_code,
@@ -20,16 +20,16 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::device::ClientProcess;
 use crate::message::MAX_FDS_ACCEPTED;
 
-/// Result of one `recvmsg`.
+/// Result of a recvmsg(2).
 #[derive(Debug)]
 pub(crate) struct Received {
-    /// Bytes; 0 at the end of the stream.
+    /// Number of bytes; 0 at the end of the stream.
     pub(crate) bytes: usize,
-    /// File descriptors came that the kernel could not hand over.
+    /// Set if file descriptors came that the kernel could not install.
     pub(crate) fds_lost: bool,
 }
 
-/// Room for the control message, aligned as `cmsghdr` is.
+/// Size of the control buffer, in words aligned like `cmsghdr`.
 const CONTROL_WORDS: usize = {
     let fds = (MAX_FDS_ACCEPTED * size_of::<RawFd>()) as libc::c_uint;
     // SAFETY: CMSG_SPACE computes a size, and has no conditions.
@@ -38,8 +38,7 @@ const CONTROL_WORDS: usize = {
 
 const _: () = assert!(align_of::<libc::cmsghdr>() <= align_of::<u64>());
 
-/// Receives bytes into `buffer`, and appends the file descriptors that come with them to `fds`.
-/// Does not wait.
+/// Receives bytes into `buffer`, and appends the accompanying file descriptors to `fds`. Does not block.
 pub(crate) fn receive(
     stream: &UnixStream,
     buffer: &mut [u8],
@@ -48,8 +47,8 @@ pub(crate) fn receive(
     receive_with(stream, buffer, fds, 0)
 }
 
-/// Looks at the bytes from [`peek_offset`] on, which moves past them. They stay in the socket. `fds` gets duplicates of
-/// the file descriptors that come with them, each time that any byte of the client's sendmsg(2) is looked at.
+/// Peeks the bytes from [`peek_offset`] on, and advances the offset. The bytes stay in the socket. `fds` gets duplicates of the
+/// accompanying file descriptors, at each peek at any byte of the client's sendmsg(2).
 pub(crate) fn peek(
     stream: &UnixStream,
     buffer: &mut [u8],
@@ -126,8 +125,8 @@ fn receive_with(
     })
 }
 
-/// Sends bytes, and a file descriptor with the first of them. Returns how many bytes were sent.
-/// Does not wait where `stream` is non-blocking; raises no signal when the other side is gone.
+/// Sends bytes, and a file descriptor with the first of them. Returns the number of bytes sent. Does not block if `stream` is
+/// non-blocking; raises no signal if the other side is gone.
 pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> io::Result<usize> {
     let fd = fd.map(AsRawFd::as_raw_fd);
     loop {
@@ -139,14 +138,14 @@ pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fd: Option<&OwnedFd>) -> i
     }
 }
 
-/// Returns the bytes of the socket that [`peek`] has passed and that are still there.
+/// Returns the number of bytes in the socket that [`peek`] has passed.
 pub(crate) fn peek_offset(stream: &UnixStream) -> io::Result<u32> {
     let offset: libc::c_int = option(stream, libc::SO_PEEK_OFF, 0)?;
-    // Negative: it was never set.
+    // Negative if it was never set.
     Ok(offset.try_into().unwrap_or(0))
 }
 
-/// Has the next [`peek`] begin `offset` bytes after the first byte that is there.
+/// Makes the next [`peek`] begin `offset` bytes after the first byte in the socket.
 pub(crate) fn set_peek_offset(stream: &UnixStream, offset: libc::c_int) -> io::Result<()> {
     // SAFETY: the call reads one integer, which outlives it.
     let result = unsafe {
@@ -164,7 +163,7 @@ pub(crate) fn set_peek_offset(stream: &UnixStream, offset: libc::c_int) -> io::R
     }
 }
 
-/// Returns the memory that the kernel holds for what the other side has not read, in bytes.
+/// Returns the kernel memory, in bytes, of data that the other side has not read.
 pub(crate) fn unread(stream: &UnixStream) -> io::Result<u32> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the call writes one integer, which outlives it.
@@ -175,7 +174,7 @@ pub(crate) fn unread(stream: &UnixStream) -> io::Result<u32> {
     }
 }
 
-/// Returns the file that a listening socket is bound to. Only a process with `CAP_NET_ADMIN` may ask.
+/// Returns the file to which a listening socket is bound. Requires `CAP_NET_ADMIN`.
 pub(crate) fn bound_file(socket: &impl AsRawFd) -> io::Result<OwnedFd> {
     // Linux 4.13 (linux/un.h).
     const SIOCUNIXFILE: libc::Ioctl = 0x89e0;
@@ -188,7 +187,7 @@ pub(crate) fn bound_file(socket: &impl AsRawFd) -> io::Result<OwnedFd> {
     }
 }
 
-/// Returns whether the other side has closed the connection, even if not all it sent has been read.
+/// Returns whether the other side has closed the connection, even if data is unread.
 pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
     let epoll = Epoll::new()?;
     let closed = EventSet::HANG_UP | EventSet::READ_HANG_UP | EventSet::ERROR;
@@ -197,7 +196,7 @@ pub(crate) fn hung_up(stream: &UnixStream) -> io::Result<bool> {
     Ok(epoll.wait(0, &mut event)? > 0)
 }
 
-/// Returns the process that made a connection.
+/// Returns the identifiers of the process that made a connection.
 pub(crate) fn process(stream: &UnixStream) -> io::Result<ClientProcess> {
     let libc::ucred { pid, uid: user, .. } = credentials(stream)?;
     let pid = u32::try_from(pid).unwrap_or_default();
@@ -213,12 +212,12 @@ fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
     option(stream, libc::SO_PEERCRED, none)
 }
 
-/// The process that made a connection.
+/// Process that made a connection, as a pidfd.
 #[derive(Debug)]
 pub(crate) struct Peer(OwnedFd);
 
 impl Peer {
-    /// Names the process at the other end of an accepted connection.
+    /// Opens the process that made an accepted connection.
     pub(crate) fn of(stream: &UnixStream) -> io::Result<Self> {
         // Linux 6.5 (asm-generic/socket.h).
         const SO_PEERPIDFD: libc::c_int = 77;
@@ -228,7 +227,7 @@ impl Peer {
             _ => {}
         }
         let credentials = credentials(stream)?;
-        // If another process has the number by now, the client is taken to live on.
+        // If the number was reused, the client counts as alive.
         Self::of_number(credentials.pid)
     }
 
@@ -255,7 +254,7 @@ impl Peer {
     }
 }
 
-/// Returns an option of a socket. `T` is plain data that any bytes are valid for.
+/// Reads a socket option. `T` must be plain data for which all bytes are valid.
 fn option<T: Copy>(stream: &UnixStream, name: libc::c_int, mut value: T) -> io::Result<T> {
     let size = size_of::<T>() as libc::socklen_t;
     let mut length = size;

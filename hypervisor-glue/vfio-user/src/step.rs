@@ -1,6 +1,6 @@
-//! Moments between two effects that outlive the process. Tests end the process there.
+//! Points between two effects that outlive the process, at which tests end the process.
 
-/// A moment between two effects that outlive the process.
+/// Marks a point between two effects that outlive the process.
 #[cfg_attr(not(test), inline)]
 pub(crate) fn step() {
     #[cfg(test)]

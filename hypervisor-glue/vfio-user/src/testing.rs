@@ -1,4 +1,4 @@
-//! The two sides of a connection, for tests: a device that remembers, a client that says anything.
+//! Test support: a device that records calls, and a client that sends any message.
 
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -20,7 +20,7 @@ pub(crate) const BAR0_SIZE: u64 = 0x4000;
 pub(crate) const CONFIG_SIZE: u64 = 0x1000;
 pub(crate) const MSIX_VECTORS: u32 = 128;
 
-/// A device that remembers what was asked of it.
+/// Device that records its calls.
 #[derive(Debug)]
 pub(crate) struct Memo {
     pub(crate) bar0: Vec<u8>,
@@ -30,7 +30,7 @@ pub(crate) struct Memo {
     pub(crate) accesses: Vec<(RegionIndex, u64, usize)>,
     pub(crate) resets: u32,
     pub(crate) disconnects: u32,
-    /// The errno of the next fallible call.
+    /// Errno that the next fallible call returns.
     pub(crate) fail: Option<i32>,
 }
 
@@ -48,7 +48,7 @@ impl Memo {
         }
     }
 
-    /// With a mappable area, of a file that nothing is done with.
+    /// Creates a device with a mappable area, in a file that is not used.
     pub(crate) fn mappable() -> Self {
         let file = std::fs::File::open("/dev/null").unwrap();
         Self {
@@ -144,7 +144,7 @@ impl Device for Memo {
     }
 }
 
-/// A reply as it came back.
+/// Reply as the client received it.
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) header: Header,
@@ -153,7 +153,7 @@ pub(crate) struct Reply {
 }
 
 impl Reply {
-    /// The errno, 0 for success; checks what every reply must be.
+    /// Returns the errno, 0 for success. Checks the rules for all replies.
     pub(crate) fn errno(&self) -> u32 {
         let flags = self.header.flags.get();
         if flags & Header::ERROR != 0 {
@@ -174,7 +174,7 @@ impl Reply {
     }
 }
 
-/// A client whose server is run on the same thread.
+/// Client whose server runs on the same thread.
 pub(crate) struct Conversation {
     pub(crate) client: UnixStream,
     pub(crate) session: Session,
@@ -183,7 +183,7 @@ pub(crate) struct Conversation {
 }
 
 impl Conversation {
-    /// Before `VERSION`.
+    /// Creates a connection before `VERSION`.
     pub(crate) fn begin(device: Memo) -> Self {
         let (client, server) = UnixStream::pair().unwrap();
         server.set_nonblocking(true).unwrap();
@@ -196,7 +196,7 @@ impl Conversation {
         }
     }
 
-    /// After `VERSION`.
+    /// Creates a connection after `VERSION`.
     pub(crate) fn negotiated(device: Memo) -> Self {
         let mut this = Self::begin(device);
         assert_eq!(this.ask(Command::VERSION, &[0, 0, 1, 0]).errno(), 0);
@@ -228,8 +228,8 @@ impl Conversation {
         reply
     }
 
-    /// The next reply, if one has come. Header and payload have to come in one piece, and file
-    /// descriptors with the header.
+    /// Returns the next reply, if there is one. Header and payload must each arrive in one piece, and file descriptors with the
+    /// header.
     pub(crate) fn hear(&mut self) -> Option<Reply> {
         let mut header = Header::default();
         let mut fds = Vec::new();
@@ -274,7 +274,7 @@ pub(crate) fn message(id: u16, command: Command, flags: u32, payload: &[u8]) -> 
     [header.as_bytes(), payload].concat()
 }
 
-/// The end of a pipe that tells whether any copy of the other end is open.
+/// Reading end of a pipe, which shows whether any copy of the writing end is open.
 pub(crate) struct Tracer(io::PipeReader);
 
 impl Tracer {

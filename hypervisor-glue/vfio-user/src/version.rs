@@ -1,4 +1,4 @@
-//! `VERSION`: the capabilities that both sides agree on.
+//! `VERSION`: negotiation of capabilities.
 
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
@@ -7,25 +7,24 @@ use crate::error::Refusal;
 use crate::journal::Agreed;
 use crate::message::MAX_MSG_FDS;
 
-/// The protocol's major version. Another one is another protocol.
+/// Major version of the protocol. Other major versions are incompatible.
 const MAJOR: u16 = 0;
 
-/// The newest minor version that is spoken here.
+/// Newest supported minor version.
 const MINOR: u16 = 1;
 
-/// More DMA regions than this a client does not let a server ask for.
+/// Largest `max_dma_maps` that clients accept.
 const MAX_DMA_MAPS: u32 = 65_535;
 
-/// DMA regions are made of these page sizes: 4 KiB, the smallest page of any host, and its
-/// multiples.
+/// Supported page sizes of DMA regions: 4 KiB, the smallest page of any host, and its multiples.
 const PAGE_SIZES: u64 = !0xfff;
 
-/// Proposal of a client.
+/// Version proposal of a client.
 #[derive(Clone, Debug, Default)]
 pub struct Proposal {
-    /// Minor version; the major one is 0.
+    /// Minor version; the major version is 0.
     minor: u16,
-    /// The capabilities, where the client sent version data with an object of that name.
+    /// Capabilities from the client's version data; defaults without them.
     capabilities: ProposedCapabilities,
 }
 
@@ -34,28 +33,28 @@ struct VersionData {
     capabilities: Option<ProposedCapabilities>,
 }
 
-/// Capabilities of a client that change what the server does. Others are ignored.
+/// Capabilities of a client that affect the server. Others are ignored.
 #[derive(Clone, Debug, Default, Deserialize)]
 struct ProposedCapabilities {
     max_msg_fds: Option<u64>,
     max_dma_maps: Option<u64>,
     pgsizes: Option<u64>,
     write_multiple: Option<bool>,
-    /// Known, and not taken: named here so that its absence from the reply is no accident.
+    /// Declined: listed to show that the reply leaves it out on purpose.
     #[serde(rename = "twin_socket")]
     _twin_socket: Option<IgnoredAny>,
 }
 
 impl Proposal {
-    /// Reads the version data, `data` being all that follows the two numbers.
+    /// Parses a proposal; `data` is everything after the two version numbers.
     pub(crate) fn parse(major: u16, minor: u16, data: &[u8]) -> Result<Self, Refusal> {
         if major != MAJOR {
             return Err(Refusal::Version { major, minor });
         }
-        // The terminating NUL is part of the size; what might follow it is not version data.
+        // The size includes the terminating NUL. Bytes after it are not version data.
         let json = data.split(|&byte| byte == 0).next().unwrap_or_default();
         let data: VersionData = if json.is_empty() {
-            // Optional, and a client in use does not send any.
+            // Version data is optional, and a client in use sends none.
             VersionData::default()
         } else {
             serde_json::from_slice(json).map_err(Refusal::VersionData)?
@@ -66,13 +65,12 @@ impl Proposal {
         })
     }
 
-    /// Returns whether the client takes a file descriptor with a reply. It does unless it says so (the
-    /// default of `max_msg_fds` is 1).
+    /// Returns whether the client accepts a file descriptor with a reply. It does unless `max_msg_fds` is 0 (the default is 1).
     pub(crate) fn takes_fds(&self) -> bool {
         self.capabilities.max_msg_fds != Some(0)
     }
 
-    /// Returns what later requests depend on.
+    /// Returns the results on which later requests depend.
     pub(crate) fn agreed(&self) -> Agreed {
         Agreed {
             takes_fds: self.takes_fds(),
@@ -81,9 +79,9 @@ impl Proposal {
 
     /// Returns the reply.
     ///
-    /// The two limits of what may be sent here are always told. Of the rest only what the client
-    /// proposed, as the protocol demands; that also keeps the reply within the size of the request,
-    /// which is the room that QEMU has for it.
+    /// The server's two limits for messages are always included. Of the other capabilities, the reply has only those that the
+    /// client proposed, as the protocol requires. That also keeps the reply within the size of the request, which is QEMU's
+    /// buffer size.
     pub(crate) fn answer(&self, max_dma_maps: u32, max_data_xfer_size: u32) -> VersionReply {
         let proposed = &self.capabilities;
         let data = Answer {
@@ -100,7 +98,7 @@ impl Proposal {
                 write_multiple: proposed.write_multiple.filter(|&wanted| wanted),
             },
         };
-        // Numbers and booleans under fixed names: serialising them cannot fail.
+        // Cannot fail for numbers and booleans under fixed names.
         let mut json = serde_json::to_vec(&data).unwrap_or_else(|_| b"{}".to_vec());
         json.push(0);
         VersionReply {
@@ -115,7 +113,7 @@ impl Proposal {
 pub(crate) struct VersionReply {
     pub(crate) major: u16,
     pub(crate) minor: u16,
-    /// The version data, with its NUL.
+    /// Version data, with its NUL.
     pub(crate) data: Vec<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! Event loops that a server can be part of.
+//! Event loops that can drive a server.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -8,21 +8,21 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
 /// Event loop that watches sockets for a [`Server`](crate::Server).
 pub trait Watcher {
-    /// Reports `token` from now on whenever one of `events` happens at `fd`.
+    /// Starts to watch `fd`: each of `events` is reported with `token`.
     ///
     /// # Errors
     ///
     /// Returns the event loop's error.
     fn add(&mut self, fd: RawFd, token: u32, events: EventSet) -> io::Result<()>;
 
-    /// Waits for `events` at `fd` instead of those before.
+    /// Replaces the events to watch at `fd`.
     ///
     /// # Errors
     ///
     /// Returns the event loop's error.
     fn modify(&mut self, fd: RawFd, token: u32, events: EventSet) -> io::Result<()>;
 
-    /// Watches `fd` no more.
+    /// Stops watching `fd`.
     ///
     /// # Errors
     ///
@@ -30,7 +30,7 @@ pub trait Watcher {
     fn remove(&mut self, fd: RawFd) -> io::Result<()>;
 }
 
-/// An event manager of `event-manager`, which a server is a subscriber of.
+/// Event manager of the `event-manager` crate, with the server as a subscriber.
 impl Watcher for EventOps<'_> {
     fn add(&mut self, fd: RawFd, token: u32, events: EventSet) -> io::Result<()> {
         Self::add(self, Events::with_data_raw(fd, token, events)).map_err(io::Error::other)
@@ -45,7 +45,7 @@ impl Watcher for EventOps<'_> {
     }
 }
 
-/// An epoll instance of a loop of one's own. The token is the event's data.
+/// Epoll instance of the caller's own event loop. The token is the event's data.
 impl Watcher for &Epoll {
     fn add(&mut self, fd: RawFd, token: u32, events: EventSet) -> io::Result<()> {
         let event = EpollEvent::new(events, token.into());

@@ -1,4 +1,4 @@
-//! The first messages of a connection: a VMM asks a server for a lease.
+//! Opening of a connection, by which a VMM requests a lease from a server.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -11,43 +11,43 @@ use crate::channel::{Channel, ChannelError};
 use crate::message::{Attached, Opened, Opening, PARTS, SIGNS, VERSION};
 use crate::socket::{self, Signs, Stream};
 
-/// Time in which a server says something while a lease is made.
+/// Timeout for each message of a server while a lease is created.
 pub(crate) const OPENING_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Time in which a server answers, or ends a lease. Its longest work is bounded by 30 seconds.
+/// Timeout for a server's answer, or for the end of a lease. The server's longest operation is limited to 30 seconds.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(45);
 
-/// Descriptors of a server that sends its signs.
+/// Number of descriptors from a server that sends its signs.
 const WITH_SIGNS: usize = PARTS + SIGNS;
 
-/// A server does not give its drive's lease.
+/// Error of requesting a lease from a server.
 #[derive(Debug, Error)]
 pub enum AttachError {
-    /// Nothing listens on the socket, or not to us.
+    /// Nothing accepts connections on the socket, or access is denied.
     #[error("Cannot connect to the drive server on {}", socket.display())]
     Connect {
         /// The socket.
         socket: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
-    /// It does not answer as the protocol says.
+    /// The server does not answer, or violates the protocol.
     #[error("The drive server on {} does not answer", socket.display())]
     Answer {
         /// The socket.
         socket: PathBuf,
-        /// Why.
+        /// Cause.
         source: ChannelError,
     },
-    /// It refused.
+    /// The server refused.
     #[error("The drive server on {} refused: {reason}", socket.display())]
     Refused {
         /// The socket.
         socket: PathBuf,
-        /// Its words.
+        /// Reason that the server gave.
         reason: String,
     },
-    /// This process has no memory, descriptors or threads.
+    /// This process lacks memory, descriptors or threads.
     #[error("Cannot set up what the drive server on {} gave", socket.display())]
     SetUp {
         /// The socket.
@@ -57,29 +57,29 @@ pub enum AttachError {
     },
 }
 
-/// A lease that a server has given, before the function uses it.
+/// Granted lease, before the function uses it.
 #[derive(Debug)]
 pub(crate) struct Given {
     pub(crate) channel: Channel,
     pub(crate) attached: Attached,
-    /// Files of the doorbells and of the live state, and the eventfd of events.
+    /// Files of the doorbells and of the in-flight state, and the eventfd of events.
     pub(crate) parts: [OwnedFd; PARTS],
-    /// Signs that nothing of the server is left; `None` from a server that knows none.
+    /// Signs of the server's end; `None` from a server that sends none.
     pub(crate) signs: Option<Signs>,
     pub(crate) socket: PathBuf,
 }
 
 /// Answer of a server to an [`Opening`].
 enum Answer {
-    /// It does not have the drive.
+    /// The server does not have the drive.
     NotServed,
-    /// It has the drive, and made no lease.
+    /// The server has the drive, and created no lease.
     Served,
-    /// It has the drive, and made the lease. The descriptors come with it.
+    /// The server has created the lease. The descriptors are its files.
     Attached(Box<Attached>, Vec<OwnedFd>),
 }
 
-/// Returns the error of a server that does not answer as the protocol says.
+/// Returns the error for a server that does not answer, or violates the protocol.
 fn no_answer(socket: &Path, source: ChannelError) -> AttachError {
     AttachError::Answer {
         socket: socket.to_owned(),
@@ -87,7 +87,7 @@ fn no_answer(socket: &Path, source: ChannelError) -> AttachError {
     }
 }
 
-/// Returns the error of a process that cannot use its connection to a server.
+/// Returns the error for a process that cannot use its connection to a server.
 fn no_set_up(socket: &Path, source: io::Error) -> AttachError {
     AttachError::SetUp {
         socket: socket.to_owned(),
@@ -95,8 +95,8 @@ fn no_set_up(socket: &Path, source: io::Error) -> AttachError {
     }
 }
 
-/// Sends an opening to the server on `socket`, with the descriptors that go with it. Returns the connection and the
-/// answer. A server that says nothing for `patience` is not waited for any longer.
+/// Sends an opening with its descriptors to the server on `socket`. Returns the connection and the answer. `patience` is the
+/// timeout for each message of the server.
 fn open(
     stream: Stream,
     socket: &Path,
@@ -127,9 +127,9 @@ fn open(
     Ok((channel, answer))
 }
 
-/// Asks the server on `socket` for the lease of an option string with absolute paths; `None` if the server does not have
-/// the function's drive. `kept` is what the function has from the server before. A server that says nothing for `patience`
-/// is not waited for any longer.
+/// Requests the lease of an option string with absolute paths from the server on `socket`; `None` if the server does not have
+/// the function's drive. `kept` are the descriptors from the previous server. `patience` is the timeout for each message of the
+/// server.
 pub(crate) fn ask_for_lease(
     stream: Stream,
     socket: &Path,
@@ -149,7 +149,7 @@ pub(crate) fn ask_for_lease(
         Answer::Attached(attached, descriptors) if attached.is_possible() => {
             (*attached, descriptors)
         }
-        // It was asked for a lease.
+        // A lease was requested.
         Answer::Served | Answer::Attached(..) => {
             return Err(no_answer(socket, ChannelError::Impossible));
         }
@@ -176,8 +176,8 @@ pub(crate) fn ask_for_lease(
     }))
 }
 
-/// Asks the server on `socket` whether it has the drive of an option string with absolute paths. The function gets no
-/// lease. A server that says nothing for `patience` is not waited for any longer.
+/// Asks the server on `socket` whether it has the drive of an option string with absolute paths. No lease is kept. `patience`
+/// is the timeout for each message of the server.
 pub(crate) fn ask_for_drive(
     stream: Stream,
     socket: &Path,
@@ -191,7 +191,7 @@ pub(crate) fn ask_for_drive(
         sees_end: false,
     };
     let (_, answer) = open(stream, socket, &opening, &[], patience)?;
-    // A server that does not know the question gives a lease, which ends with the connection.
+    // A server that does not know the field grants a lease, which ends with the connection.
     Ok(!matches!(answer, Answer::NotServed))
 }
 
@@ -203,13 +203,13 @@ pub(crate) fn connect(socket: &Path) -> Result<Stream, AttachError> {
     })
 }
 
-/// Way to a server that has the drive, while the function's own is gone.
+/// Search parameters for the next server, when the function's own is gone.
 #[derive(Clone, Debug)]
 pub(crate) struct Reach {
-    /// State folder of the servers.
+    /// State directory of the servers.
     pub(crate) state_dir: PathBuf,
     /// The function's option string.
     pub(crate) options: String,
-    /// Time to look for a server; `None` for ever.
+    /// Maximum time to look for a server; `None` for ever.
     pub(crate) patience: Option<Duration>,
 }

@@ -1,7 +1,7 @@
 //! Messages with descriptors over a stream socket.
 //!
-//! A message is a header of 8 bytes, then JSON. The header has the number of bytes of JSON and the number of
-//! descriptors, each as 32 bits in little endian. The descriptors come with the header.
+//! A message is a header of 8 bytes, then JSON. The header has the number of bytes of JSON and the number of descriptors, each
+//! as 32 bits in little endian. The descriptors accompany the header.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -16,18 +16,18 @@ use thiserror::Error;
 use crate::message::Farewell;
 use crate::socket::{self, DESCRIPTORS_MAX, Stream};
 
-/// Most bytes of a message's JSON, for a lease of up to 64 queue pairs.
+/// Largest JSON of a message in bytes, for a lease of up to 64 queue pairs.
 pub const MESSAGE_MAX: usize = 4 << 20;
 
-/// Most bytes for each queue pair of a lease with more of them: the state of one that holds all completions that it can.
+/// Bytes allowed for each queue pair of a larger lease: the state of a pair with as many completions as it can hold.
 const BYTES_PER_PAIR: usize = MESSAGE_MAX / 64;
 
-/// Time in which a message that began has to arrive, or to be taken.
+/// Timeout for receiving the rest of a message, and for sending one.
 const TRANSFER: Duration = Duration::from_secs(10);
 
 const HEADER: usize = 8;
 
-/// A message did not arrive, or is none.
+/// Error of sending or receiving a message.
 #[derive(Debug, Error)]
 pub enum ChannelError {
     /// The other side closed the connection.
@@ -36,26 +36,26 @@ pub enum ChannelError {
     /// A message did not arrive in time.
     #[error("the other side does not go on")]
     Timeout,
-    /// A message is larger than one may be.
+    /// A message is larger than the limit.
     #[error("a message of {length} bytes came, but it may have {most}")]
     TooLarge {
         /// Bytes of the message.
         length: usize,
-        /// Most bytes that it may have.
+        /// Limit in bytes.
         most: usize,
     },
-    /// A message has other descriptors than it says.
+    /// The number of descriptors is not the expected one.
     #[error("a message came with {came} descriptors instead of {said}")]
     Descriptors {
-        /// Descriptors that came.
+        /// Number of descriptors received, or to be sent.
         came: usize,
-        /// Descriptors that the header has, or the request needs.
+        /// Number that the header announces, the request needs, or a message may have.
         said: usize,
     },
-    /// A message is not what the protocol has there.
+    /// The message is invalid, or not expected here.
     #[error("a message came that is not one of the lease protocol")]
     Message(#[from] serde_json::Error),
-    /// A lease has facts that none can have.
+    /// A lease has impossible facts.
     #[error("a lease came with facts that no lease has")]
     Impossible,
     /// The kernel's error.
@@ -63,16 +63,16 @@ pub enum ChannelError {
     Io(#[from] io::Error),
 }
 
-/// A connection.
+/// Connection that carries messages.
 #[derive(Debug)]
 pub(crate) struct Channel {
     stream: Stream,
-    /// Most bytes of a message's JSON.
+    /// Largest JSON of a message in bytes.
     most: AtomicUsize,
     last_words: LastWords,
 }
 
-/// The [`Farewell`]s of the other side that have come.
+/// Messages of [`Farewell`] received from the server.
 #[derive(Debug, Default)]
 struct LastWords {
     removed: AtomicBool,
@@ -80,7 +80,7 @@ struct LastWords {
 }
 
 impl Channel {
-    /// Over a socket that is blocking.
+    /// Creates a channel over a blocking socket.
     pub(crate) fn new(stream: Stream) -> io::Result<Self> {
         stream.set_write_timeout(Some(TRANSFER))?;
         let most = MESSAGE_MAX.into();
@@ -92,7 +92,7 @@ impl Channel {
         })
     }
 
-    /// Lets messages have the size that a lease with so many queue pairs needs.
+    /// Raises the size limit for a lease with this number of queue pairs.
     pub(crate) fn expect_queue_pairs(&self, queue_pairs: u16) {
         let most = MESSAGE_MAX.max(usize::from(queue_pairs) * BYTES_PER_PAIR);
         self.most.store(most, Ordering::Relaxed);
@@ -131,7 +131,7 @@ impl Channel {
         (&self.stream).write_all(&bytes[sent..]).map_err(failure)
     }
 
-    /// Receives a request, which begins within `patience`, or at any time. Then it has to arrive.
+    /// Receives a request. `patience` is the timeout for its first byte; the rest must arrive within `TRANSFER`.
     pub(crate) fn receive_request<M: DeserializeOwned>(
         &self,
         patience: Option<Duration>,
@@ -139,7 +139,7 @@ impl Channel {
         self.stream.set_read_timeout(patience)?;
         let mut deadline = None;
         self.receive(|| {
-            // The first part has come.
+            // Reached after the first part has arrived.
             let deadline: &mut Deadline =
                 deadline.get_or_insert_with(|| Deadline::after(&SystemClock::shared(), TRANSFER));
             match deadline.left() {
@@ -149,13 +149,13 @@ impl Channel {
         })
     }
 
-    /// Sets the time that [`Self::receive_answer`] waits for each part of an answer.
+    /// Sets the timeout of [`Self::receive_answer`] for each part of an answer.
     pub(crate) fn set_patience(&self, patience: Duration) -> io::Result<()> {
         self.stream.set_read_timeout(Some(patience))
     }
 
-    /// Receives an answer. A sandbox of the VMM need not allow any thread to change the socket. A server that ends gives no
-    /// more answers, and its last words may come in place of one.
+    /// Receives an answer. Sets no socket option, which a sandbox of the VMM may forbid. A server that ends may send its last
+    /// messages in place of the answer.
     pub(crate) fn receive_answer<M: DeserializeOwned>(
         &self,
     ) -> Result<(M, Vec<OwnedFd>), ChannelError> {
@@ -180,8 +180,8 @@ impl Channel {
         }
     }
 
-    /// Reads the last words of a server, as far as they have come. Answers that nobody waited for are passed over. Returns
-    /// whether the server has closed the connection.
+    /// Reads the server's last messages, as far as they have arrived, and skips unread answers. Returns whether the server has
+    /// closed the connection.
     pub(crate) fn read_last_words(&self) -> bool {
         loop {
             match self.receive_bytes(|| Ok(())) {
@@ -195,17 +195,17 @@ impl Channel {
         }
     }
 
-    /// Returns whether the server has said that the lease was taken away.
+    /// Returns whether the server has reported that the lease was removed.
     pub(crate) fn was_removed(&self) -> bool {
         self.last_words.removed.load(Ordering::Relaxed)
     }
 
-    /// Returns whether the server has said that nothing reaches the function's memory any more.
+    /// Returns whether the server has reported that nothing accesses the function's memory.
     pub(crate) fn has_ended(&self) -> bool {
         self.last_words.ended.load(Ordering::Relaxed)
     }
 
-    /// Receives a message. `before_part` comes before each part but the first.
+    /// Receives a message. `before_part` is called before each part except the first.
     fn receive<M: DeserializeOwned>(
         &self,
         before_part: impl FnMut() -> Result<(), ChannelError>,
@@ -214,7 +214,7 @@ impl Channel {
         Ok((serde_json::from_slice(&bytes)?, descriptors))
     }
 
-    /// As [`Self::receive`], and returns the JSON.
+    /// Receives a message like [`Self::receive`], and returns its JSON.
     fn receive_bytes(
         &self,
         mut before_part: impl FnMut() -> Result<(), ChannelError>,

@@ -1,4 +1,4 @@
-//! The VMM's side: a [`HostSide`] whose lease, memory windows, queues and pollers are in the server.
+//! The VMM's side: a [`HostSide`] whose lease, DMA window, queues and pollers are in the server.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -44,8 +44,9 @@ use crate::socket::Stream;
 use crate::vector::RemoteVector;
 use crate::watch::{Server, Watch};
 
-/// Attaches over a connection, for the function of an option string with absolute paths; `None` if the server does not
-/// have the function's drive. The stream is blocking, and `socket` is its name in messages. Without the server the function has failed for good.
+/// Attaches over a connection, for the function of an option string with absolute paths; `None` if the server does not have the
+/// function's drive. The stream must be blocking; `socket` is its name in messages. If this server is lost, the function has
+/// failed for good.
 ///
 /// # Errors
 /// See [`AttachError`].
@@ -60,10 +61,10 @@ pub fn attach_over(
         .transpose()
 }
 
-/// Attaches to the server that has the drive of `options`; `None` if no server has it. If that server goes, the function
-/// waits `patience` for one that has the drive, or for ever.
+/// Attaches to the server that has the drive of `options`; `None` if no server has it. If that server is lost, the function
+/// waits at most `patience` for another one; `None` waits for ever.
 ///
-/// A server that cannot be asked is passed over with a warning. If it has the drive, opening the drive fails.
+/// A server that cannot be reached is skipped with a warning. If it has the drive, opening the drive fails later.
 ///
 /// # Errors
 /// [`AttachError::Refused`], [`AttachError::SetUp`].
@@ -84,24 +85,24 @@ pub fn attach_anywhere(
     RemoteHostSide::new(given, reach, threads).map(Some)
 }
 
-/// Returns whether a server has the drive of `options`, by the look-up with which [`attach_anywhere`] finds it. No lease is
-/// made. A server that cannot be asked counts as one that does not have the drive.
+/// Returns whether a server has the drive of `options`, by the search of [`attach_anywhere`]. No lease is created. A server
+/// that cannot be reached counts as not having the drive.
 #[must_use]
 pub fn is_served(state_dir: &Path, options: &str) -> bool {
     places::have(state_dir, options, OPENING_PATIENCE)
 }
 
-/// Bells of the server's pollers, and the doorbells whose queues they poll.
+/// Wakers of the server's pollers, and the doorbells of the queues that they poll.
 #[derive(Debug, Default)]
 struct Bells {
     by_number: BTreeMap<u64, Arc<EventFd>>,
     doorbells: IoDoorbells,
 }
 
-/// Figures across servers. Each begins with zero; the last ones before its end are lost with it.
+/// Counters across servers. Each server counts from zero; its last values before its end are lost.
 #[derive(Debug, Default)]
 struct Counted {
-    /// Server that [`Self::last`] is of.
+    /// Server to which `last` belongs.
     server: u64,
     before: Counters,
     last: Counters,
@@ -119,24 +120,24 @@ impl Counted {
 
 /// Host side of a function in another process, a drive server.
 ///
-/// If the server goes, the function waits for one that has the drive, as far as it was told to. Until then its I/O
-/// stands still. After that every I/O command and admin command of the guest fails as on a drive that was removed.
+/// If the server is lost, the function waits for another server with the drive, for the configured time. Until then its I/O is
+/// delayed. After that, every command of the guest fails as on a removed drive.
 #[derive(Debug)]
 pub struct RemoteHostSide {
     id: String,
     link: Arc<Link>,
     facts: LeaseFacts,
     shared: SharedParts,
-    /// The VM's memory in this process, for the admin queue.
+    /// The VM's memory as mapped in this process, for the admin queue.
     window: DmaWindow,
     bells: Arc<Mutex<Bells>>,
     counters: Mutex<Counted>,
-    /// Doorbell writes that came here, for the server's figures; `None` with a server whose files are others.
+    /// Counter of doorbell writes in this process, for the server's statistics; `None` if the server's file layout differs.
     exits: Option<ExitCounter>,
     watch: Option<JoinHandle<()>>,
-    /// Dropped to end the watch.
+    /// Dropped to end the watch thread.
     stop: Option<Sender<()>>,
-    /// Disconnected once the watch has ended.
+    /// Disconnected once the watch thread has ended.
     ended: Mutex<Receiver<()>>,
 }
 
@@ -206,7 +207,7 @@ impl RemoteHostSide {
             memory: shared.memory.clone(),
             forget_bells: {
                 let bells = bells.clone();
-                // The queues are there for the guest until it resets its controller.
+                // For the guest, the queues exist until it resets its controller.
                 Box::new(move || lock(&bells).by_number.clear())
             },
         };
@@ -240,7 +241,7 @@ impl RemoteHostSide {
         self.link.ask(request, None)
     }
 
-    /// Asks for what cannot fail. Without a server there is nothing to do it to.
+    /// Sends a request that cannot fail. Without a server, the request is dropped.
     fn tell(&self, request: &Request) {
         // The link has reported the loss.
         let _ = self.ask::<()>(request);
@@ -250,8 +251,8 @@ impl RemoteHostSide {
         self.ask_io_in(&mut self.link.state(), request)
     }
 
-    /// As [`Self::ask_io`], while the caller has the state. Between an answer and a note for the next server, that one may
-    /// come.
+    /// Sends a request like [`Self::ask_io`], under the caller's lock. The lock keeps the next server from connecting between
+    /// the answer and its record.
     fn ask_io_in<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
@@ -261,8 +262,8 @@ impl RemoteHostSide {
         outcome.map_err(|failed| failed.0)
     }
 
-    /// Asks for a change of the queues, and notes it for the next server, in one step. A change without an answer counts
-    /// as not made.
+    /// Sends a change of the queues, and records it for the next server, under one lock. A change without an answer counts as
+    /// not made.
     fn change_queues(
         &self,
         qid: QueueId,
@@ -284,8 +285,7 @@ impl RemoteHostSide {
         result
     }
 
-    /// Asks for an end of what the queues do. A server that is gone does nothing any more, and one that is ending is
-    /// waited for.
+    /// Sends a request that stops work of the queues. If the server is lost, waits until its work has ended.
     fn ask_to_rest(&self, request: &Request, time: Duration) -> Result<(), QueueError> {
         match self.ask(request) {
             Ok(result) => result,
@@ -301,7 +301,7 @@ impl RemoteHostSide {
         })
     }
 
-    /// Returns whether the server has ended what it did for the function.
+    /// Returns whether all work of the server has ended.
     fn is_over(&self) -> bool {
         self.link.state().is_over()
     }
@@ -310,7 +310,7 @@ impl RemoteHostSide {
         lock(&self.bells)
     }
 
-    /// All of the VM's memory that commands may write.
+    /// Returns all memory that commands may write.
     fn all_pages(&self) -> Result<Vec<DirtyRange>, DmaError> {
         let regions = self.shared.memory.hold().regions();
         let regions = regions.map_err(|_| DmaError::NotLogged)?;
@@ -319,12 +319,12 @@ impl RemoteHostSide {
         Ok(writable.map(range).collect())
     }
 
-    /// Asks for the doorbells anew, after the queues changed.
+    /// Reads the doorbells again after a change of the queues.
     fn renew_doorbells(&self) -> IoDoorbells {
         let mut bells = self.bells();
         let bells = &mut *bells;
         for _ in 0..=usize::from(MAX_QUEUE_PAIRS) / DESCRIPTORS_MAX {
-            // Without a server the queues are still there for the guest.
+            // Without a server, the queues still exist for the guest.
             let Some((doorbells, new)) = self.doorbells(&mut bells.by_number) else {
                 break;
             };
@@ -336,7 +336,7 @@ impl RemoteHostSide {
         bells.doorbells.clone()
     }
 
-    /// Asks for the doorbells. Returns them, and the number of bells that are new.
+    /// Reads the doorbells. Returns them, and the number of new wakers.
     fn doorbells(&self, bells: &mut BTreeMap<u64, Arc<EventFd>>) -> Option<(IoDoorbells, usize)> {
         let mut state = self.link.state();
         let answer = self
@@ -353,8 +353,8 @@ impl RemoteHostSide {
         for (number, descriptor) in new_bells.into_iter().zip(descriptors) {
             match eventfd::take(descriptor) {
                 Ok(bell) => {
-                    // The doorbell may have been written a moment ago, with the bell of the server before. A counter
-                    // that is full wakes the poller as well.
+                    // A doorbell may have been written a moment ago, with the previous server's waker. A full counter wakes the
+                    // poller as well.
                     let _ = eventfd::signal(&bell);
                     bells.insert(number, Arc::new(bell));
                 }
@@ -380,10 +380,11 @@ impl Drop for RemoteHostSide {
         drop(self.stop.take());
         let channel = self.link.state().part();
         if let Some(channel) = &channel {
-            // The server ends the lease, and closes the connection when it has: then the drive is free.
+            // The server ends the lease, and then closes the connection: the drive is free.
             let _ = channel.stream().shutdown(Shutdown::Write);
         }
-        // The watch sees it: a sandboxed vCPU that takes the function out may not. It may be asking another server.
+        // Wait for the watch thread to see that: a sandboxed vCPU thread that removes the function may not. The watch thread
+        // may be connecting to another server.
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
         if ended.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
             log::error!("A drive server does not end its lease, and is not waited for any more");
@@ -398,13 +399,12 @@ impl Drop for RemoteHostSide {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Each change is complete before anything can panic.
+    // A panic cannot leave a partial change.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl RemoteHostSide {
-    /// Maps memory on the server and here. A region is mapped on both sides, or on neither. A server that
-    /// reconnects meanwhile gets the region then.
+    /// Maps memory in the server and in this process, or in neither. A server that reconnects later gets the region then.
     fn map_on_both(
         &self,
         memory: MemoryRegion,
@@ -534,9 +534,9 @@ impl HostSide for RemoteHostSide {
     }
 
     fn take_events(&self) -> Vec<Event> {
-        // Before the events are taken: each that comes later signals once more. Nothing to read is no error.
+        // Must precede reading the events: each later event signals again. No signal is no error.
         let _ = self.link.events.read();
-        // Before those of a server that came after them.
+        // Older events first: the next server's events are read after the loss of the previous one.
         let mut events = self.link.state().take_notices();
         events.extend(
             self.ask::<Vec<Event>>(&Request::TakeEvents)
@@ -565,7 +565,7 @@ impl HostSide for RemoteHostSide {
     }
 
     fn map_in_place(&self, memory: MemoryRegion, own: VmmMapping) -> Result<(), DmaError> {
-        // The server maps the file.
+        // The server maps the whole file.
         if !own.is_complete {
             let (gpa, len) = (memory.gpa, memory.len);
             return Err(DmaError::Incomplete { gpa, len });
@@ -587,7 +587,8 @@ impl HostSide for RemoteHostSide {
     }
 
     fn unmap_within(&self, gpa: Gpa, len: u64, time: Duration) -> Result<u64, DmaError> {
-        // Both in one step, for a server that comes back. Before that, one that is ending is waited for.
+        // Unmaps both sides under one lock, against a server that reconnects. Before that, a server that is ending is waited
+        // for.
         let mut waited = false;
         loop {
             let mut state = self.link.state();
@@ -596,7 +597,7 @@ impl HostSide for RemoteHostSide {
                 self.link.ask_in(&mut state, &request, None);
             match answer {
                 Ok(Ok(_)) => {}
-                // The region is gone there, and commands in flight keep its memory alone.
+                // The server has unmapped the region; only the memory of commands in flight is still mapped.
                 Ok(Err(busy @ DmaError::Busy { .. })) => {
                     let _ = self.window.unmap_within(gpa, len, time);
                     return Err(busy);
@@ -609,7 +610,7 @@ impl HostSide for RemoteHostSide {
                     self.link.wait_until_over(time);
                     continue;
                 }
-                // The server may still use it.
+                // The server may still use the memory.
                 Err(Lost) => return Err(DmaError::Busy { gpa, len }),
             }
             let unmapped = self.window.unmap_within(gpa, len, time);
@@ -621,13 +622,13 @@ impl HostSide for RemoteHostSide {
     }
 
     fn start_dirty_log(&self) -> Result<(), DmaError> {
-        // A server that comes back meanwhile is told of it then.
+        // A server that reconnects later gets the request then.
         let mut state = self.link.state();
         let answer: Result<Result<(), DmaError>, Lost> =
             self.link.ask_in(&mut state, &Request::StartDirtyLog, None);
         let log = match answer {
             Ok(result) => result.map(|()| DirtyLog::Complete)?,
-            // A server that is ending may write still.
+            // A server that is ending may still write.
             Err(Lost) if state.waits() => DirtyLog::Missed,
             Err(Lost) => return Err(DmaError::NotLogged),
         };
@@ -643,7 +644,7 @@ impl HostSide for RemoteHostSide {
                 self.ask(&Request::TakeDirtyPages);
             let pages = match answer {
                 Ok(result) => result?,
-                // What the server knew is lost with it.
+                // The server's dirty pages are lost with it.
                 Err(Lost) if self.link.state().waits() => return self.all_pages(),
                 Err(Lost) => return Err(DmaError::NotLogged),
             };
@@ -652,7 +653,7 @@ impl HostSide for RemoteHostSide {
                 break;
             }
         }
-        // Last, as the server that answered may have come a moment ago.
+        // Checked last: the server that answered may have connected a moment ago.
         match self.link.state().standing.take_missed() {
             true => self.all_pages(),
             false => Ok(ranges),
@@ -660,7 +661,7 @@ impl HostSide for RemoteHostSide {
     }
 
     fn stop_dirty_log(&self) {
-        // First, for a server that comes back meanwhile.
+        // Set first, for a server that reconnects at this time.
         self.link.state().standing.dirty_log = None;
         self.tell(&Request::StopDirtyLog);
         self.window.stop_dirty_log();
@@ -701,7 +702,7 @@ impl HostSide for RemoteHostSide {
         let bells = self.bells();
         let wakers = &bells.doorbells.wakers;
         let waker = wakers.iter().find(|(other, _)| *other == doorbell);
-        // A server that goes may not have told its bell yet. The next one looks at the doorbell by itself.
+        // A server that was lost may not have sent its waker yet. The next one reads the doorbell itself.
         if waker.is_none() && !self.link.state().standing.queues.has(doorbell) {
             return false;
         }
@@ -712,7 +713,7 @@ impl HostSide for RemoteHostSide {
             exits.count(qid);
         }
         if let Some((_, waker)) = waker {
-            // A counter that is full wakes the poller as well.
+            // A full counter wakes the poller as well.
             let _ = eventfd::signal(waker.eventfd());
         }
         true
@@ -736,7 +737,7 @@ impl HostSide for RemoteHostSide {
     fn begin_silent_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
         let began = self.ask_io_in(&mut state, &Request::BeginSilentDoorbells);
-        // The next server is told, if this one went. One that refused has begun nothing.
+        // If the server was lost, the next one gets the request. If the server refused, nothing has begun.
         state.standing.silent = began.is_ok() || state.is_away();
         match state.standing.silent {
             true => Ok(()),
@@ -752,7 +753,7 @@ impl HostSide for RemoteHostSide {
     fn watch_admin_doorbells(&self) -> io::Result<()> {
         let mut state = self.link.state();
         let watched = self.ask_io_in(&mut state, &Request::WatchAdminDoorbells);
-        // The next server is told, if this one went. One that refused watches nothing.
+        // If the server was lost, the next one gets the request. If the server refused, nothing is watched.
         state.standing.watched = watched.is_ok() || state.is_away();
         watched
     }
@@ -762,14 +763,14 @@ impl HostSide for RemoteHostSide {
     }
 
     fn pause_within(&self, time: Duration) -> Result<(), QueueError> {
-        // First, for a server that comes back meanwhile.
+        // Set first, for a server that reconnects at this time.
         self.link.state().standing.paused = true;
         self.ask_to_rest(&Request::PauseWithin(time), time)
     }
 
     fn pause(&self) -> Result<(), QueueError> {
         self.link.state().standing.paused = true;
-        // The server has all queues go on if it cannot pause them.
+        // If the pause fails, the server resumes all queues.
         let result = self.ask_to_rest(&Request::Pause, DRAIN_DEADLINE);
         if result.is_err() {
             self.link.state().standing.paused = false;
@@ -784,14 +785,14 @@ impl HostSide for RemoteHostSide {
     }
 
     fn revoke(&self) -> Result<(), QueueError> {
-        // First, for a server that comes back meanwhile.
+        // Set first, for a server that reconnects at this time.
         self.link.state().standing.queues.revoked = true;
         self.ask_to_rest(&Request::Revoke, DRAIN_DEADLINE)
     }
 
     fn reset_within(&self, time: Duration) -> Result<(), QueueError> {
         {
-            // First, for a server that comes back meanwhile.
+            // Set first, for a server that reconnects at this time.
             let mut state = self.link.state();
             state.standing.watched = false;
             state.standing.queues = KeptQueues::default();
@@ -799,7 +800,7 @@ impl HostSide for RemoteHostSide {
         let result = self.ask_to_rest(&Request::ResetWithin(time), time);
         self.renew_doorbells();
         if self.is_over() {
-            // Nobody else sets them to zero.
+            // Without a server, the doorbells must be cleared here.
             self.shared.doorbells.clear();
             self.bells().doorbells = IoDoorbells::default();
         }

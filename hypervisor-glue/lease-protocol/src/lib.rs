@@ -1,25 +1,25 @@
-//! The lease protocol: a function in a VMM has its I/O done by a drive server.
+//! The lease protocol, by which a drive server does the I/O of a function in a VMM.
 //!
-//! A VMM's process has the PCI function and its admin commands. The server has the drive, the lease, the DMA window,
-//! the shadow queues and the pollers. [`RemoteHostSide`] is the [`HostSide`](nvme_mpt::HostSide) in the VMM, and
-//! [`Session`] answers it in the server. No I/O command crosses: doorbells lie in a memory file, interrupts and
-//! wake-ups are eventfds.
+//! The VMM's process has the PCI function and its admin commands. The server has the drive, the lease, the DMA window, the
+//! shadow queues and the pollers. [`RemoteHostSide`] is the [`HostSide`](nvme_mpt::HostSide) in the VMM; [`Session`] serves it
+//! in the server. I/O commands are not sent over the connection: doorbells are in a shared memory file, interrupts and wake-ups
+//! are eventfds.
 //!
 //! | module | job |
 //! |---|---|
-//! | `channel` | messages and descriptors over a socket, with bounds in bytes and time |
+//! | `channel` | messages and descriptors over a socket, limited in size and time |
 //! | `message` | requests and replies |
-//! | `ask` | the first messages: a VMM asks for a lease |
+//! | `ask` | opening messages, with which a VMM requests a lease |
 //! | `client` | the VMM's side |
-//! | `link` | the VMM's connection, and what the next server is told |
-//! | `watch` | the VMM's thread that sees a server go, and looks for the next one |
+//! | `link` | the VMM's connection, and the state to send to the next server |
+//! | `watch` | the VMM's thread that notices the end of a server and looks for the next one |
 //! | `vector` | the VMM's side of an interrupt vector |
 //! | `session` | the server's side |
-//! | `places` | sockets of the servers that share a state folder |
-//! | `socket` | the kernel's sockets, or those of a simulator |
+//! | `places` | sockets of the servers that share a state directory |
+//! | `socket` | the kernel's sockets, or simulated ones |
 //!
-//! The server trusts nothing that arrives. Each message is bounded, and each value is checked by the host side as if the
-//! guest had sent it. A client that ends, at any byte, ends its lease alone. `docs/lease-protocol.md` has the messages.
+//! The server trusts nothing that arrives. Each message is limited in size, and the host side checks each value as if the guest
+//! had sent it. If a client ends, at any byte, only its lease ends. `docs/lease-protocol.md` describes the messages.
 #![forbid(unsafe_code)]
 
 mod ask;

@@ -1,4 +1,4 @@
-//! The VMM's connection to a server, and what is told to the next one if the server goes.
+//! The VMM's connection to a server, and the state to send to the next server.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -21,7 +21,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::channel::{Channel, ChannelError};
 use crate::message::{RegionHistory, Request};
 
-/// The server cannot be asked any more.
+/// Error: the server cannot be reached.
 #[derive(Debug)]
 pub(crate) struct Lost;
 
@@ -35,47 +35,47 @@ impl From<Lost> for io::Error {
     }
 }
 
-/// State of a connection.
+/// State of the connection.
 #[derive(Debug)]
 enum Connection {
     Open(Arc<Channel>),
-    /// The server reads nothing any more. It closes its side when it has ended the lease.
+    /// The server has stopped reading requests. It closes its side after it has ended the lease.
     Ending(Arc<Channel>),
-    /// The server cannot be asked, and what it does is not known.
+    /// The server cannot be reached, and its state is unknown.
     Failed(Arc<Channel>),
-    /// The connection has ended. The drive may still carry out commands of the function: of a server that was killed, the kernel
+    /// The connection has ended, but the drive may still carry out commands of the function: for a killed server, the kernel
     /// closes the sockets before the drive.
     Gone,
-    /// The server has ended what it did for the function, or nothing of it is left.
+    /// All work of the server for the function has ended.
     Over,
 }
 
-/// Dirty pages of a log that goes on across servers.
+/// State of a dirty log that continues across servers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DirtyLog {
-    /// The server and this process know them all.
+    /// The server and this process know all dirty pages.
     Complete,
-    /// A server that went knew of pages: each page may be dirty.
+    /// A lost server knew dirty pages, so every page counts as dirty.
     Missed,
 }
 
-/// Choices of the function that a server is told once, and so is the next one.
+/// Settings of the function that every server must know.
 #[derive(Debug, Default)]
 pub(crate) struct Standing {
-    /// Vectors, by number.
+    /// Connections of the vectors, by number.
     pub(crate) vectors: Vec<Wire>,
     pub(crate) rates: Option<RateLimits>,
     pub(crate) coalescing: Option<CoalescingConfig>,
-    /// Queues that the guest has.
+    /// Queues that the guest has created.
     pub(crate) queues: KeptQueues,
-    /// The doorbells are mapped.
+    /// Set while the doorbells are mapped.
     pub(crate) silent: bool,
-    /// The doorbells of the admin queue are watched.
+    /// Set while the doorbells of the admin queue are watched.
     pub(crate) watched: bool,
     pub(crate) paused: bool,
     pub(crate) dirty_log: Option<DirtyLog>,
-    /// Regions, by guest address and length, that were mapped while there was no server. Where a server before had them
-    /// mapped, it may have been with other pages.
+    /// Regions, by guest address and length, that were mapped while there was no server. An earlier server may have mapped
+    /// other pages there.
     pub(crate) unknown: BTreeSet<(u64, u64)>,
 }
 
@@ -87,13 +87,13 @@ pub(crate) struct Wire {
 }
 
 impl Standing {
-    /// Forgets regions that are unmapped.
+    /// Removes regions that were unmapped.
     pub(crate) fn forget(&mut self, gpa: Gpa, len: u64) {
         let range = gpa.0..gpa.0.saturating_add(len);
         self.unknown.retain(|(start, _)| !range.contains(start));
     }
 
-    /// Returns whether the server before had a region that is mapped now.
+    /// Returns whether the previous server had this region mapped.
     pub(crate) fn had(&self, region: &MemoryRegion) -> RegionHistory {
         match self.unknown.contains(&(region.gpa.0, region.len)) {
             true => RegionHistory::New,
@@ -101,7 +101,7 @@ impl Standing {
         }
     }
 
-    /// Returns whether a server took dirty pages with it that were not told yet.
+    /// Returns whether a lost server had dirty pages that were not reported yet, and resets that.
     pub(crate) fn take_missed(&mut self) -> bool {
         let missed = self.dirty_log == Some(DirtyLog::Missed);
         if missed {
@@ -111,39 +111,39 @@ impl Standing {
     }
 }
 
-/// State that the function's calls and the watch share.
+/// State shared by the function's calls and the watch thread.
 #[derive(Debug)]
 pub(crate) struct LinkState {
     connection: Connection,
-    /// The next server is waited for if this one goes.
+    /// Set if the function waits for another server when this one is lost.
     waits: bool,
     pub(crate) standing: Standing,
-    /// Servers that came after the first one.
+    /// Number of servers after the first one.
     pub(crate) servers: u64,
-    /// Leased blocks, as a server reported them last.
+    /// Number of leased blocks, as last reported by a server.
     pub(crate) blocks: u64,
-    /// Events that no server has.
+    /// Events that originate in this process.
     notices: Vec<Event>,
     pub(crate) socket: PathBuf,
 }
 
 impl LinkState {
-    /// Returns whether no server does anything for the function.
+    /// Returns whether no server works for the function.
     pub(crate) fn is_over(&self) -> bool {
         matches!(self.connection, Connection::Over)
     }
 
-    /// Returns whether the function waits for a server now.
+    /// Returns whether the function is waiting for a server.
     pub(crate) fn is_away(&self) -> bool {
         self.waits && !matches!(self.connection, Connection::Open(_))
     }
 
-    /// Returns whether the function waits for a server, or will if its server goes.
+    /// Returns whether the function waits for servers, now or when its server is lost.
     pub(crate) fn waits(&self) -> bool {
         self.waits
     }
 
-    /// Notes that a server may do something for the function again which does not have it yet.
+    /// Notes that a server whose connection was not completed may have begun commands.
     pub(crate) fn doubt(&mut self) {
         if self.is_over() {
             self.connection = Connection::Gone;
@@ -154,12 +154,12 @@ impl LinkState {
         std::mem::take(&mut self.notices)
     }
 
-    /// Takes out a connection whose server ends the lease if it is asked to: the function ends.
+    /// Takes the connection at the end of the function, if its server can still end the lease.
     pub(crate) fn part(&mut self) -> Option<Arc<Channel>> {
         self.waits = false;
         let connection = std::mem::replace(&mut self.connection, Connection::Over);
         if let Connection::Failed(channel) = connection {
-            // The watch ends with it.
+            // Makes the watch thread end.
             let _ = channel.stream().shutdown(Shutdown::Both);
             return None;
         }
@@ -173,21 +173,21 @@ impl LinkState {
     }
 }
 
-/// The server that goes on with the function's drive.
+/// Server that takes over the function's drive.
 pub(crate) struct NextServer {
     pub(crate) channel: Arc<Channel>,
     pub(crate) socket: PathBuf,
-    /// Blocks of the lease by now.
+    /// Present number of blocks of the lease.
     pub(crate) blocks: u64,
 }
 
-/// The connection to a server.
+/// Connection to the present server.
 #[derive(Debug)]
 pub(crate) struct Link {
     state: Mutex<LinkState>,
-    /// Notified when the server has closed the connection, and when nothing of it is left.
+    /// Notified when all work of a server has ended.
     closed: Condvar,
-    /// Readable while the host side has events, and when the connection changes.
+    /// Readable when the host side has events or the connection has changed.
     pub(crate) events: Arc<EventFd>,
 }
 
@@ -220,11 +220,11 @@ impl Link {
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, LinkState> {
-        // Each change is complete before anything can panic.
+        // A panic cannot leave a partial change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for something, with a descriptor if it needs one.
+    /// Sends a request, with a descriptor if it needs one, and returns the answer.
     pub(crate) fn ask<T: DeserializeOwned>(
         &self,
         request: &Request,
@@ -233,7 +233,7 @@ impl Link {
         self.ask_in(&mut self.state(), request, descriptor)
     }
 
-    /// As [`Self::ask`], while the caller has the state.
+    /// Sends a request like [`Self::ask`], under the caller's lock.
     pub(crate) fn ask_in<T: DeserializeOwned>(
         &self,
         state: &mut LinkState,
@@ -260,15 +260,15 @@ impl Link {
             });
         }
         channel.receive_answer().map_err(|error| match error {
-            // The watch sees the end, and then whether nothing is in flight any more.
+            // The watch thread notices the end, and whether commands are still in flight.
             ChannelError::Closed => self.lose(state, &error, Connection::Ending),
             _ => self.lose(state, &error, Connection::Failed),
         })
     }
 
-    /// Waits, for `time` at most, until no server that was lost can still carry out commands of the function. Returns whether
-    /// that is so; the next server may be connected by then. If a server has not closed the connection within `time`, later
-    /// calls do not wait for it. If it has, they do.
+    /// Waits at most `time` until no lost server can carry out commands of the function. Returns whether that is so; the next
+    /// server may be connected by then. If the server has not closed the connection within `time`, later calls do not wait for
+    /// it.
     pub(crate) fn wait_until_over(&self, time: Duration) -> bool {
         let is_ending = |state: &mut LinkState| {
             matches!(state.connection, Connection::Ending(_) | Connection::Gone)
@@ -290,7 +290,7 @@ impl Link {
         !matches!(state.connection, Connection::Failed(_) | Connection::Gone)
     }
 
-    /// Notes that the server cannot be asked any more.
+    /// Records that the server cannot be reached.
     fn lose(
         &self,
         state: &mut LinkState,
@@ -310,7 +310,7 @@ impl Link {
             false => "its drive is lost",
         };
         log::error!("The drive server on {socket} is lost, and {outcome}: {error}");
-        // A server that goes on sees the end, and closes its side when it has ended the lease.
+        // A server that is still running sees this, and closes its side after it has ended the lease.
         let _ = channel.stream().shutdown(Shutdown::Write);
         state.connection = then(channel);
         if let Some(log) = &mut state.standing.dirty_log {
@@ -323,10 +323,10 @@ impl Link {
         Lost
     }
 
-    /// Tells the function that its drive is gone for good.
+    /// Reports to the function that its drive is gone for good.
     pub(crate) fn fail(&self, state: &mut LinkState) {
         state.waits = false;
-        // Nobody completes the commands that were taken.
+        // The commands in flight will never be completed.
         let reason = QueueFailure::HostQueue;
         let qid = QueueId::ADMIN;
         self.notify(state, Event::QueueFailed { qid, reason });
@@ -335,11 +335,11 @@ impl Link {
 
     fn notify(&self, state: &mut LinkState, event: Event) {
         state.notices.push(event);
-        // A counter that is full is readable as well.
+        // A full counter is readable as well.
         let _ = eventfd::signal(&self.events);
     }
 
-    /// Notes that the server has closed the connection.
+    /// Records that the server has closed the connection.
     pub(crate) fn close(&self) {
         let mut state = self.state();
         self.lose(&mut state, &ChannelError::Closed, Connection::Ending);
@@ -348,7 +348,7 @@ impl Link {
         }
     }
 
-    /// Notes that a server whose connection has ended does nothing for the function any more.
+    /// Records that all work of a disconnected server has ended.
     pub(crate) fn end(&self) {
         let mut state = self.state();
         if matches!(state.connection, Connection::Gone) {
@@ -358,7 +358,7 @@ impl Link {
         self.closed.notify_all();
     }
 
-    /// Goes on with another server, which knows all that the one before did, and the queues unless they are lost.
+    /// Continues with another server, which has got the state of the previous one, and the queues unless they are lost.
     pub(crate) fn go_on(&self, state: &mut LinkState, next: NextServer, back: HostSideEvent) {
         let NextServer {
             channel,
@@ -378,7 +378,7 @@ impl Link {
         state.socket = socket;
         self.notify(state, Event::HostSide(back));
         if std::mem::replace(&mut state.blocks, blocks) != blocks {
-            // The lease has grown, and the server that did it may have ended before it told.
+            // The lease was resized, and the server that did this may have ended before it reported the event.
             let changed = DriveEvent::NamespaceChanged(GUEST_NSID);
             self.notify(state, Event::Drive(changed));
         }

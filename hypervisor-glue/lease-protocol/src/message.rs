@@ -1,4 +1,4 @@
-//! Messages of the protocol. The VMM asks, and the server answers each request with one reply.
+//! Messages of the protocol. The VMM sends requests, and the server answers each with one reply.
 
 use std::io;
 use std::time::Duration;
@@ -18,26 +18,25 @@ use nvme_mpt::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Version of the protocol. Sides of different versions do not talk: a change of a message, or of a type in one, is a
-/// new version.
+/// Version of the protocol. Client and server must have the same. Any change of a message, or of a type in one, needs a new
+/// version.
 pub const VERSION: u32 = 4;
 
 /// First message of a VMM. All versions have its fields.
 ///
-/// Descriptors: none, or those of [`Opened::Attached`] from the server before, whose place this one is to take.
+/// Descriptors: none, or those of [`Opened::Attached`] from the previous server, which this one is to replace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Opening {
-    /// Version that the VMM speaks.
+    /// Protocol version of the VMM.
     pub(crate) version: u32,
     /// The function's option string, with absolute paths.
     #[serde(default)]
     pub(crate) options: String,
-    /// True if the VMM asks only for [`Opened::Served`], and wants no lease. A server that does not know this field makes
-    /// the lease, which ends with the connection.
+    /// Set if the VMM only requests [`Opened::Served`], and no lease. A server that does not know this field creates a lease,
+    /// which ends with the connection.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) only_asks: bool,
-    /// True if the VMM waits for the signs that nothing of the server is left ([`SIGNS`]). A server that does not know this
-    /// field sends none.
+    /// Set if the VMM waits for the [`SIGNS`] of the server's end. A server that does not know this field sends none.
     #[serde(default, skip_serializing_if = "is_false")]
     pub(crate) sees_end: bool,
 }
@@ -46,44 +45,44 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Answers to an [`Opening`]: any number of [`Self::Waiting`], and one other.
+/// Answers to an [`Opening`]: any number of [`Self::Waiting`], then one other.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Opened {
     /// The server does not have the drive.
     NotServed,
-    /// The server has the drive. It answers [`Opening::only_asks`] so.
+    /// The server has the drive. Answer to [`Opening::only_asks`].
     Served,
-    /// The server has the drive, and gives out no lease.
+    /// The server has the drive, but grants no lease.
     Refused {
-        /// Why, for a person.
+        /// Reason, for a person.
         reason: String,
     },
-    /// The range is being wiped, or the like. One comes each second.
+    /// The lease is being created, for example while the range is wiped. Sent every second.
     Waiting,
-    /// Descriptors: the doorbells' file, that of the live state, and the eventfd of events. With [`Opening::sees_end`], the
-    /// [signs](SIGNS) follow.
+    /// The lease is granted. Descriptors: the doorbells' file, the file of the in-flight state, and the eventfd of events. With
+    /// [`Opening::sees_end`], the [signs](SIGNS) follow.
     Attached(Box<Attached>),
 }
 
-/// Descriptors of [`Opened::Attached`].
+/// Number of descriptors of [`Opened::Attached`].
 pub(crate) const PARTS: usize = 3;
 
-/// Descriptors after those of [`PARTS`] that tell when nothing of the server is left: its pidfd, and a pipe.
+/// Number of descriptors after [`PARTS`] that signal the complete end of the server's process: its pidfd, and a pipe.
 pub(crate) const SIGNS: usize = presence::SIGNS;
 
-/// Last messages of a server, which nobody asked for. Each comes once at most, in this order.
+/// Last messages of a server, sent without a request. Each is sent at most once, in this order.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Farewell {
-    /// An operator has taken the lease away.
+    /// An operator has removed the lease.
     Removed,
-    /// Nothing is in flight for the function, and nothing reaches its memory any more. Without this, the end of the connection
+    /// No command is in flight, and nothing accesses the function's memory. Without this message, the end of the connection
     /// says nothing about the drive.
     Ended,
 }
 
-/// Facts that stay the same as long as the function has the lease.
+/// Facts that are constant during a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Attached {
     /// Id of the lease.
@@ -91,12 +90,12 @@ pub(crate) struct Attached {
     pub(crate) facts: LeaseFacts,
     /// `CAP.DSTRD` of the doorbells.
     pub(crate) dstrd: u8,
-    /// Interrupt vectors: that of the admin queue, and those of I/O queues.
+    /// Number of interrupt vectors: one for the admin queue, and those of I/O queues.
     pub(crate) vectors: u16,
 }
 
 impl Attached {
-    /// Returns whether all that was `promised` is there. The function goes on, so its own choices are the same too.
+    /// Returns whether these facts include everything that was `promised` to the function. Its own options must be equal.
     pub(crate) fn keeps(&self, promised: &Self) -> bool {
         let own = |attached: &Self| {
             let LeaseFacts {
@@ -126,7 +125,7 @@ impl Attached {
     }
 }
 
-/// Request for one method of [`HostSide`](nvme_mpt::HostSide). The reply is the method's result.
+/// Request to call one method of [`HostSide`](nvme_mpt::HostSide). The reply is the method's result.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum Request {
@@ -182,19 +181,18 @@ pub(crate) enum Request {
     Check(Box<AttachmentState>),
     TakeUp(Box<KeptQueues>),
     Restore(Box<AttachmentState>),
-    /// Of an [`InterruptVector`](nvme_mpt::InterruptVector). Descriptor of [`VectorChange::Connect`]: the eventfd.
+    /// Change of an [`InterruptVector`](nvme_mpt::InterruptVector). Descriptor of [`VectorChange::Connect`]: the eventfd.
     Vector {
         number: u16,
         change: VectorChange,
     },
-    /// As `Pause`, but queues that still have commands in flight after that time stay stopped. Servers of early builds do not
-    /// know it.
+    /// Like `Pause`, but after a timeout the queues stay stopped. Servers of early builds do not know it.
     PauseWithin(Duration),
-    /// As `Map`, for a region that the function had under the server before.
+    /// Like `Map`, for a region that was mapped under the previous server.
     MapKept(Region),
 }
 
-/// A region of the VM's memory.
+/// Region of the VM's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Region {
@@ -205,17 +203,17 @@ pub(crate) struct Region {
     pub(crate) writable: bool,
 }
 
-/// History of a region of a function's memory.
+/// History of a region of the function's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RegionHistory {
-    /// The previous server had it mapped, and it was not unmapped since.
+    /// The previous server had the region mapped, and it was not unmapped since.
     Kept,
-    /// No server had it mapped.
+    /// The previous server did not have the region mapped in this form.
     New,
 }
 
 impl Request {
-    /// The request that maps a region, which is sent with the region's descriptor.
+    /// Returns the request that maps a region. The region's descriptor must be sent with it.
     pub(crate) fn map(region: &MemoryRegion, had: RegionHistory) -> Self {
         let MemoryRegion {
             gpa,
@@ -239,9 +237,9 @@ impl Request {
     }
 }
 
-/// Change of a vector, or question about it. The reply is a boolean.
+/// Change or query of a vector. The reply is a boolean.
 ///
-/// For [`Self::Ask`] it is true if a signal waits; for the others, if one that waited was delivered.
+/// For [`Self::Ask`], the reply tells whether a signal is pending; for the others, whether a pending one was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum VectorChange {
@@ -253,36 +251,35 @@ pub(crate) enum VectorChange {
     Clear,
 }
 
-/// Reply to [`Request::IoDoorbells`]. Descriptors: the bells of pollers that are new, in the order of
-/// [`Self::new_bells`]. If there are [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) of them, doorbells of others may be left
-/// out, and the VMM asks again.
+/// Reply to [`Request::IoDoorbells`]. Descriptors: the wakers of new pollers, in the order of [`Self::new_bells`]. If there are
+/// [`DESCRIPTORS_MAX`](crate::DESCRIPTORS_MAX) of them, doorbells may be missing, and the VMM asks again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Doorbells {
     pub(crate) are_buffered: bool,
     pub(crate) are_silent: bool,
-    /// Each doorbell, and the number of its poller's bell. Bells that are not named are gone.
+    /// Each doorbell, and the number of its poller's waker. Wakers that are not listed no longer exist.
     pub(crate) bells: Vec<(Doorbell, u64)>,
     pub(crate) new_bells: Vec<u64>,
 }
 
-/// Reply to [`Request::TakeDirtyPages`]: a part of them.
+/// Part of the reply to [`Request::TakeDirtyPages`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DirtyPages {
     pub(crate) ranges: Vec<DirtyRange>,
-    /// Others follow, for which the VMM asks again.
+    /// Set if further ranges follow, for which the VMM sends another request.
     pub(crate) more: bool,
 }
 
-/// Ranges in one [`DirtyPages`].
+/// Maximum number of ranges in one [`DirtyPages`].
 pub(crate) const RANGES_MAX: usize = 1 << 15;
 
 /// Result of a method, or its error.
 pub(crate) type Outcome<T> = Result<T, Failed>;
 
-/// The kernel's or a library's error.
+/// Error of the kernel or of a library.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Failed(#[serde(with = "crossing::io_error")] pub(crate) io::Error);
 
-/// A SMART / Health Information log page (Base 2.0, section 5.16.1.3), as bytes.
+/// SMART / Health Information log page (Base 2.0, section 5.16.1.3), as bytes.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Smart(pub(crate) Vec<u8>);

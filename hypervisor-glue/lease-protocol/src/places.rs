@@ -1,4 +1,4 @@
-//! Sockets of the servers that share a state folder. There is no other registry: a VMM asks each server for its drive.
+//! Sockets of the servers that share a state directory. There is no other registry: a VMM asks each server for its drive.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -10,21 +10,21 @@ use nvme_mpt::lease::SERVER_SOCKETS;
 use crate::ask::{AttachError, Given, ask_for_drive, ask_for_lease, connect};
 use crate::socket::named_in;
 
-/// Returns the folder with the sockets of all servers of a state folder.
+/// Returns the directory with the sockets of all servers of a state directory.
 #[must_use]
 pub fn sockets(state_dir: &Path) -> PathBuf {
     state_dir.join(SERVER_SOCKETS)
 }
 
-/// Returns the socket of the server with a name, such as the number of its process.
+/// Returns the socket of the server with a name, such as its process identifier.
 #[must_use]
 pub fn socket_of(state_dir: &Path, name: &str) -> PathBuf {
     sockets(state_dir).join(format!("{name}.sock"))
 }
 
-/// Returns the sockets in the folder of all servers, also those that servers left behind.
+/// Returns all sockets in the servers' directory, including stale ones.
 fn sockets_in(state_dir: &Path) -> impl Iterator<Item = PathBuf> {
-    // No server was there yet, or its folder is not ours to read: the ledger in it neither.
+    // An unreadable directory means that no server has run, or that this process cannot use the ledger either.
     let names = named_in(&sockets(state_dir)).unwrap_or_default();
     let is_socket = |path: &PathBuf| {
         path.extension()
@@ -33,12 +33,12 @@ fn sockets_in(state_dir: &Path) -> impl Iterator<Item = PathBuf> {
     names.into_iter().filter(is_socket)
 }
 
-/// Returns whether a server has the drive of `options`. Each server may say nothing for `patience`.
+/// Returns whether a server has the drive of `options`. `patience` is the timeout for each server's message.
 pub(crate) fn have(state_dir: &Path, options: &str, patience: Duration) -> bool {
     sockets_in(state_dir).any(|path| {
         let ask = |stream| ask_for_drive(stream, &path, options, patience);
         let answer = connect(&path).and_then(ask);
-        // One that cannot be asked is reported when the function wants its lease.
+        // Reported later, when the function requests its lease.
         answer.unwrap_or_else(|error| {
             log::debug!("{error}, and is not asked for the drive");
             false
@@ -46,8 +46,8 @@ pub(crate) fn have(state_dir: &Path, options: &str, patience: Duration) -> bool 
     })
 }
 
-/// Finds the server that has the drive of `options`, and gets a lease there. `kept` is what the function has from the
-/// server before. Each server may say nothing for `patience`.
+/// Finds the server that has the drive of `options`, and gets a lease from it. `kept` are the descriptors from the previous
+/// server. `patience` is the timeout for each server's message.
 pub(crate) fn find(
     state_dir: &Path,
     options: &str,
@@ -60,14 +60,14 @@ pub(crate) fn find(
         match given {
             Ok(Some(given)) => return Ok(Some(given)),
             Ok(None) => {}
-            // The server is gone, and left its socket behind.
+            // Stale socket of a server that is gone.
             Err(AttachError::Connect { source, .. })
                 if matches!(
                     source.kind(),
                     io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound
                 ) => {}
             Err(error @ (AttachError::Connect { .. } | AttachError::Answer { .. })) => {
-                // A function that waits for a server asks over and over, and says by itself what keeps it.
+                // A function that waits for a server repeats the search, and reports the reason itself.
                 let level = match kept.is_empty() {
                     true => log::Level::Warn,
                     false => log::Level::Debug,

@@ -1,4 +1,4 @@
-//! The server's side of one connection: a lease, from its beginning to its end.
+//! The server's side of one connection, for the life of a lease.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -27,19 +27,19 @@ use crate::message::{
 };
 use crate::socket::{self, DESCRIPTORS_MAX, Peer, Stream};
 
-/// Time that a VMM has for its first message.
+/// Timeout for a VMM's first message.
 const OPENING_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Time between two signs of life while a lease is made.
+/// Interval of `Waiting` messages while a lease is created.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(1);
 
-/// A session ended otherwise than by its VMM.
+/// Error of a session.
 #[derive(Debug, Error)]
 pub enum SessionError {
-    /// The VMM broke the protocol, or the connection did.
+    /// The VMM violated the protocol, or the connection failed.
     #[error("A VMM's connection ended")]
     Channel(#[from] ChannelError),
-    /// The lease was made for a function of this process.
+    /// The lease was created without the shared in-flight state that a VMM's function needs.
     #[error("A lease has no live state, which a function in a VMM needs")]
     NoLiveState,
     /// The kernel's error.
@@ -47,21 +47,21 @@ pub enum SessionError {
     Io(#[from] std::io::Error),
 }
 
-/// Decision about a VMM that wants a lease.
+/// Answer to a VMM's request for a lease.
 #[derive(Debug)]
 pub enum Admission {
-    /// The drive is none of this server's.
+    /// This server does not have the drive.
     NotServed,
-    /// There is no lease, for the reason given.
+    /// The lease is refused, for the given reason.
     Refused(String),
-    /// Host side of the lease.
+    /// The lease is granted, with this host side.
     Attached(Arc<dyn HostSide>),
 }
 
-/// Source of leases.
+/// Creates the leases that a session serves.
 pub trait Leases: Sync {
-    /// Makes the lease of an option string, for a function that may have kept parts from the server before. It ends
-    /// early when `stop` is set.
+    /// Creates the lease of an option string. `parts` are the function's files from the previous server, if any. Must return
+    /// early once `stop` is set.
     fn attach(
         &self,
         peer: Peer,
@@ -70,36 +70,36 @@ pub trait Leases: Sync {
         stop: &AtomicBool,
     ) -> Admission;
 
-    /// Returns whether this server has the drive of an option string. A VMM asks before it wants a lease.
+    /// Returns whether this server has the drive of an option string. Called for a VMM that does not want a lease yet.
     fn serves(&self, options: &str) -> bool {
         let _ = options;
         false
     }
 
-    /// Sets the limits that the VMM asks for.
+    /// Sets the rate limits that the VMM requests.
     fn set_rates(&self, host: &Arc<dyn HostSide>, rates: RateLimits) {
         host.set_rates(rates);
     }
 
-    /// Returns whether the server ends, so that functions go on with the next one.
+    /// Returns whether the server is ending, so that functions continue with its successor.
     fn server_ends(&self) -> bool {
         false
     }
 
-    /// The lease of `host` has ended, unless its commands are in flight.
+    /// Handles the end of a lease, and returns its cause. Its commands may still be in flight.
     fn ended(&self, host: &Arc<dyn HostSide>) -> End;
 }
 
-/// Cause of the end of a lease.
+/// Cause of a lease's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// The VMM or the server goes. The VMM may ask for the lease again.
+    /// The VMM or the server has gone. The VMM may request the lease again.
     Gone,
-    /// An operator has taken it away.
+    /// An operator has removed the lease.
     Removed,
 }
 
-/// A connection of a VMM.
+/// Connection of a VMM.
 #[derive(Debug)]
 pub struct Session {
     channel: Channel,
@@ -108,7 +108,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// A session that has not begun.
+    /// Creates a session, to be run with `run`.
     ///
     /// # Errors
     /// [`SessionError::Io`].
@@ -124,23 +124,23 @@ impl Session {
         })
     }
 
-    /// The same session, whose deadlines go by another clock.
+    /// Replaces the clock of the session's deadlines.
     #[must_use]
     pub fn with_clock(self, clock: Arc<dyn WaitClock>) -> Self {
         Self { clock, ..self }
     }
 
-    /// The process at the other end.
+    /// Returns the process at the other end.
     #[must_use]
     pub fn peer(&self) -> Peer {
         self.peer
     }
 
-    /// Serves the VMM until it goes. When this returns, nothing is done for it any more; a lease with commands in
-    /// flight lives until they have ended.
+    /// Serves the VMM until it disconnects. After this returns, no work is done for the VMM; a lease with commands in flight
+    /// lives until they have ended.
     ///
     /// # Errors
-    /// See [`SessionError`]: the lease has ended all the same.
+    /// See [`SessionError`]. The lease ends also after an error.
     pub fn run(self, leases: &dyn Leases) -> Result<(), SessionError> {
         match self.hold_lease(leases) {
             Err(SessionError::Channel(ChannelError::Closed)) => Ok(()),
@@ -187,7 +187,7 @@ impl Session {
         };
         let mut flushed = 0;
         let result = self.serve(leases, &host, sees_end, &mut flushed);
-        // The next server takes up queues whose commands are complete.
+        // A successor can only restore queues whose commands are complete.
         let last = match leases.server_ends() {
             true => LastCommands::Complete,
             false => LastCommands::CutShort,
@@ -195,18 +195,18 @@ impl Session {
         let deadline = Deadline::after(&self.clock, DRAIN_DEADLINE);
         let is_over = end(&*host, last, flushed, &deadline);
         if leases.ended(&host) == End::Removed {
-            // A VMM that has gone as well does not need it.
+            // If the VMM has gone as well, the message is not needed.
             let _ = self.channel.send(&Farewell::Removed, &[]);
         }
-        // A VMM that does not know the word would take it for an answer.
+        // A VMM that does not know the message would take it for an answer.
         if is_over && sees_end {
             let _ = self.channel.send(&Farewell::Ended, &[]);
         }
-        // Without that word, the VMM waits for the next server, or until nothing of this process is left.
+        // Without that message, the VMM waits for the next server, or for the complete end of this process.
         result
     }
 
-    /// Asks for the lease, with a sign of life to the VMM each second.
+    /// Requests the lease, and sends the VMM an `Waiting` each second.
     fn admit(
         &self,
         leases: &dyn Leases,
@@ -217,7 +217,7 @@ impl Session {
         let (peer, stopped) = (self.peer, &stop);
         let (sender, receiver) = mpsc::channel();
         let attach = move || {
-            // The receiver waits in any case.
+            // The receiver waits until this is sent.
             let _ = sender.send(leases.attach(peer, options, parts, stopped));
         };
         run_beside("lease", attach, || {
@@ -227,7 +227,7 @@ impl Session {
                     Err(RecvTimeoutError::Disconnected) => {
                         return Ok(Admission::Refused("the server failed".to_owned()));
                     }
-                    // Nobody waits for a lease of a server that ends, however long it takes to make.
+                    // A lease is useless in a server that is ending, so its creation is aborted.
                     Err(RecvTimeoutError::Timeout) if leases.server_ends() => {
                         stop.store(true, Ordering::Relaxed);
                     }
@@ -244,7 +244,7 @@ impl Session {
         })?
     }
 
-    /// Answers requests. `flushed` becomes the number of commands that were complete when the VMM had them flushed.
+    /// Answers requests. Sets `flushed` to the number of commands that were complete at the VMM's last flush.
     fn serve(
         &self,
         leases: &dyn Leases,
@@ -260,13 +260,13 @@ impl Session {
             ..
         } = host.shared();
         let live = live.ok_or(SessionError::NoLiveState)?;
-        // The VMM's side looks whether its memory is complete before it sends any.
+        // The VMM checks that its memory is complete before it sends any.
         host.set_memory_holder(MemoryHolder::Trusted);
         let attached = Opened::Attached(Box::new(Attached {
             id: host.stats().id,
             facts: host.facts(),
             dstrd: doorbells.dstrd(),
-            // At most 128.
+            // Fits: at most 128.
             vectors: vectors.len() as u16,
         }));
         self.channel.expect_queue_pairs(host.facts().queue_pairs);
@@ -278,7 +278,7 @@ impl Session {
         let events = eventfd::share(&events)?;
         let mut parts = vec![doorbells.fd(), live.fd(), events.as_fd()];
         if sees_end {
-            // Before the lease has a queue, so that all that its commands begin is covered.
+            // Must precede the first queue, so that the signs cover all its commands.
             parts.extend(Presence::announce()?.signs());
         }
         self.channel.send(&attached, &parts)?;
@@ -295,7 +295,7 @@ impl Session {
         loop {
             let (request, descriptors) = self.channel.receive_request(None)?;
             if let Request::FlushWithin(_) = &request {
-                // The VMM learns of the flush's result, so that it is not made again for these.
+                // The VMM gets the flush's result, so these commands need no further flush.
                 *flushed = host.commands();
             }
             served.answer(request, descriptors)?;
@@ -303,11 +303,11 @@ impl Session {
     }
 }
 
-/// Ends all that is done for a function, until `deadline`. Returns whether nothing reaches its memory any more.
+/// Ends all work for a function, until `deadline`. Returns whether nothing accesses its memory.
 fn end(host: &dyn HostSide, last: LastCommands, flushed: u64, deadline: &Deadline) -> bool {
     host.end_silent_doorbells();
     let is_over = match host.leave_within(deadline.left(), last) {
-        // Without queues this waits for nothing.
+        // Does not wait, as there are no queues.
         Ok(()) => {
             let unmapped = host.unmap_all();
             if let Err(error) = &unmapped {
@@ -315,7 +315,7 @@ fn end(host: &dyn HostSide, last: LastCommands, flushed: u64, deadline: &Deadlin
             }
             unmapped.is_ok()
         }
-        // Their memory stays mapped until they have ended.
+        // The memory of commands in flight stays mapped until they have ended.
         Err(error) => {
             log::warn!("A lease ends with commands of its function in flight: {error}");
             false
@@ -329,7 +329,7 @@ fn end(host: &dyn HostSide, last: LastCommands, flushed: u64, deadline: &Deadlin
     is_over
 }
 
-/// Returns what a function kept from the server before.
+/// Returns the parts that a function has kept from the previous server.
 fn kept_parts(descriptors: Vec<OwnedFd>) -> Result<Option<KeptParts>, SessionError> {
     if descriptors.is_empty() {
         return Ok(None);
@@ -354,12 +354,12 @@ fn expect(descriptors: &[OwnedFd], said: usize) -> Result<(), ChannelError> {
     }
 }
 
-/// Returns the time that a VMM asks for, within the server's own bound.
+/// Limits a VMM's timeout to the server's maximum.
 fn bounded(time: Duration) -> Duration {
     time.min(DRAIN_DEADLINE)
 }
 
-/// Returns a region with its descriptor.
+/// Combines a region with its descriptor.
 fn memory(region: Region, descriptor: Option<OwnedFd>) -> Result<MemoryRegion, DmaError> {
     let Region {
         gpa,
@@ -379,16 +379,16 @@ fn memory(region: Region, descriptor: Option<OwnedFd>) -> Result<MemoryRegion, D
     })
 }
 
-/// A lease that is served.
+/// Lease with its connection.
 struct Served<'a> {
     channel: &'a Channel,
     leases: &'a dyn Leases,
     host: &'a Arc<dyn HostSide>,
     shared: SharedParts,
-    /// Bells that the VMM has, by their numbers.
+    /// Wakers that the VMM has, by number.
     bells: Vec<(u64, ForeignDoorbellWaker)>,
     bells_made: u64,
-    /// Pages that were taken and not told.
+    /// Dirty pages that were read and not sent yet.
     dirty: Vec<DirtyRange>,
     /// Signals to the VMM's eventfds.
     signals: Arc<ClientSignals>,
@@ -500,7 +500,7 @@ impl Served<'_> {
         Ok(DirtyPages { ranges, more })
     }
 
-    /// Carries out a change of a vector, or answers a question about it.
+    /// Carries out a change or a query of a vector.
     fn change_vector(
         &self,
         number: u16,
@@ -514,7 +514,7 @@ impl Served<'_> {
         match change {
             VectorChange::Connect => match descriptor.map(eventfd::take) {
                 Some(Ok(eventfd)) => vector.set_client(self.signals.eventfd(eventfd)),
-                // A vector that leads nowhere keeps its signals.
+                // The vector stays unconnected and keeps its signals.
                 _ => log::warn!("A VMM sent what is no eventfd for vector {number}"),
             },
             VectorChange::Disconnect => vector.set_eventfd(None),
@@ -544,7 +544,7 @@ impl Served<'_> {
         for (doorbell, waker) in &doorbells.wakers {
             let number = match self.bells.iter().find(|(_, bell)| bell.is_of(waker)) {
                 Some((number, _)) => *number,
-                // The VMM asks again.
+                // The VMM repeats the request.
                 None if new.len() == DESCRIPTORS_MAX => continue,
                 None => {
                     let Some((number, descriptor)) = self.make_bell(waker)? else {

@@ -10,7 +10,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::link::{Link, Wire};
 use crate::message::{Request, VectorChange};
 
-/// Tells the server of the changes of a vector.
+/// Forwards the changes of a vector to the server.
 #[derive(Debug)]
 pub(crate) struct RemoteVector {
     pub(crate) number: u16,
@@ -22,7 +22,7 @@ impl RemoteVector {
         self.wire(change, None, |_| {})
     }
 
-    /// Changes the vector at the server, and in what the next server is told.
+    /// Changes the vector in the server, and in the state for the next server.
     fn wire(
         &self,
         change: VectorChange,
@@ -32,7 +32,7 @@ impl RemoteVector {
         let number = self.number;
         let request = Request::Vector { number, change };
         let mut state = self.link.state();
-        // Without a server nothing is raised, and the link has reported that it is lost.
+        // Without a server, no interrupt is raised. The link has reported the loss.
         let answer = self.link.ask_in(&mut state, &request, eventfd.as_ref());
         if let Some(wire) = state.standing.vectors.get_mut(usize::from(number)) {
             note(wire);

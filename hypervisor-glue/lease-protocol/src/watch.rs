@@ -1,4 +1,4 @@
-//! The thread that sees a server go, and looks for the next one.
+//! Thread that notices the end of a server and looks for the next one.
 
 use std::fmt;
 use std::io;
@@ -23,19 +23,19 @@ use crate::message::{Attached, Outcome, RegionHistory, Request, VectorChange};
 use crate::places;
 use crate::socket::{Signs, Stream, wait_for_end};
 
-/// Shortest and longest time between two looks for a server.
+/// Shortest and longest interval between two searches for a server.
 const RETRY: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
 
-/// Longest time of a look for the last words of a server.
+/// Timeout for reading the last messages of a server.
 const LOOK: Duration = Duration::from_millis(1);
 
-/// Part of the time that was waited already, for which a look may come later.
+/// Divisor of the time waited so far, which gives the interval to the next search.
 const DELAY: u32 = 10;
 
-/// Time between two reports that there is still no server.
+/// Interval of log messages while there is no server.
 const REPORT: Duration = Duration::from_secs(60);
 
-/// A server does not take the place of the one before.
+/// Error of continuing with another server.
 #[derive(Debug, Error)]
 enum ResumeError {
     #[error(transparent)]
@@ -58,41 +58,41 @@ enum ResumeError {
 }
 
 impl ResumeError {
-    /// Returns whether it is of no use to ask once more.
+    /// Returns whether retrying is pointless.
     fn is_final(&self) -> bool {
         matches!(self, Self::Other | Self::Stride { .. })
     }
 }
 
-/// A server that has the function's lease.
+/// Server that has, or had, the function's lease.
 #[derive(Debug)]
 pub(crate) struct Server {
     pub(crate) channel: Arc<Channel>,
-    /// Signs that nothing of it is left; `None` if it sends none.
+    /// Signs of its complete end; `None` if it sends none.
     pub(crate) signs: Option<Signs>,
 }
 
 impl Server {
-    /// Has it end the lease.
+    /// Makes the server end the lease.
     fn leave(self) -> Self {
-        // A connection that failed does not matter.
+        // A failed connection ends the lease as well.
         let _ = self.channel.stream().shutdown(Shutdown::Write);
         let _ = self.channel.set_patience(LOOK);
         self
     }
 
-    /// Returns whether nothing is left of what it did for the function. Its connection has ended, or the function
+    /// Returns whether all its work for the function has ended. Its connection must have ended, or the function has
     /// [left](Self::leave).
     fn is_over(&self) -> bool {
         let has_closed = self.channel.read_last_words();
         match &self.signs {
             Some(signs) => self.channel.has_ended() || signs.have_come().unwrap_or(false),
-            // One of an earlier release has no other word than the end of the connection.
+            // A server of an earlier release signals this only by the end of the connection.
             None => has_closed,
         }
     }
 
-    /// Waits until nothing is left of what it did for the function.
+    /// Waits until all its work for the function has ended.
     fn await_nothing_left(&self) {
         await_end(self.channel.stream());
         if let Some(signs) = &self.signs
@@ -103,19 +103,19 @@ impl Server {
     }
 }
 
-/// Parts of a function that the watch needs.
+/// Context of the watch thread.
 pub(crate) struct Watch {
     pub(crate) link: Arc<Link>,
     /// Disconnected when the function ends.
     pub(crate) stopped: Receiver<()>,
     pub(crate) reach: Option<Reach>,
-    /// Facts that the guest goes by.
+    /// Facts that the guest was told.
     pub(crate) promised: Attached,
     pub(crate) doorbells: Arc<DoorbellPage>,
-    /// File of the live state.
+    /// File of the in-flight state.
     pub(crate) live: OwnedFd,
     pub(crate) memory: GuestMemory,
-    /// Forgets the bells of a server that went.
+    /// Drops the wakers of a lost server.
     pub(crate) forget_bells: Box<dyn Fn() + Send>,
 }
 
@@ -128,7 +128,7 @@ impl fmt::Debug for Watch {
 }
 
 impl Watch {
-    /// Watches until the function ends or its drive is lost for good, and nothing reaches the function's memory any more.
+    /// Runs until the function ends, or its drive is lost for good and nothing accesses the function's memory.
     pub(crate) fn run(&self, mut server: Server) {
         loop {
             let channel = server.channel.clone();
@@ -145,7 +145,7 @@ impl Watch {
                     continue;
                 }
             }
-            // The function may have turned away from a server that does not answer.
+            // The function may already have given up a server that does not answer.
             if !self.link.state().is_over() {
                 left.iter().for_each(Server::await_nothing_left);
                 self.link.end();
@@ -154,7 +154,7 @@ impl Watch {
         }
     }
 
-    /// Removes from `left` the servers that can do nothing for the function any more. Notes when none is left.
+    /// Removes from `left` the servers whose work has ended. Records when none remains.
     fn look_for_end(&self, left: &mut Vec<Server>) {
         left.retain(|server| !server.is_over());
         if left.is_empty() {
@@ -166,7 +166,8 @@ impl Watch {
         self.stopped.try_recv() == Err(TryRecvError::Disconnected)
     }
 
-    /// Looks for a server until there is one, and returns the connection. Meanwhile notes when nothing is left of those before.
+    /// Repeats the search for a server until it succeeds, and returns the server. Meanwhile records the end of the previous
+    /// servers' work.
     fn next_server(&self, left: &mut Vec<Server>) -> Option<Server> {
         let reach = self.reach.as_ref()?;
         let began = clock::monotonic();
@@ -208,8 +209,8 @@ impl Watch {
         }
     }
 
-    /// Asks the servers for the lease, and tells the one that has it all that the one before knew.
-    /// One that fails after it was told of the function's memory is added to those that may have commands in flight.
+    /// Requests the lease from the servers, and sends the granting one the state of the previous one. If that fails after it
+    /// got the function's memory, it is added to `left`, as it may have commands in flight.
     fn resume(&self, reach: &Reach, left: &mut Vec<Server>) -> Result<Option<Server>, ResumeError> {
         let events = eventfd::share(&self.link.events)?;
         let kept = [self.doorbells.fd(), self.live.as_fd(), events.as_fd()];
@@ -237,7 +238,7 @@ impl Watch {
             channel: channel.clone(),
             signs,
         };
-        // The function's calls wait meanwhile, so that none is missed.
+        // The function's calls are blocked by the lock, so that no change is missed.
         let mut state = self.link.state();
         if !state.waits() {
             // The function has ended.
@@ -246,7 +247,7 @@ impl Watch {
         let back = match self.tell(&channel, &state) {
             Ok(back) => back,
             Err(error) => {
-                // It may have begun commands, and been killed before it said so.
+                // The server may have begun commands before it failed.
                 state.doubt();
                 left.push(server.leave());
                 return Err(error);
@@ -263,7 +264,7 @@ impl Watch {
     }
 
     fn tell(&self, channel: &Channel, state: &LinkState) -> Result<HostSideEvent, ResumeError> {
-        // What the server before had comes first: after new memory, it counts as new.
+        // Regions that the previous server had come first: after a new region, they would count as new.
         let regions = self.memory.hold().regions()?.into_iter();
         let (had, new): (Vec<_>, Vec<_>) =
             regions.partition(|region| state.standing.had(region) == RegionHistory::Kept);
@@ -321,13 +322,13 @@ impl Watch {
     }
 }
 
-/// Has a server take up the guest's queues, last of all: from then on commands are carried out.
+/// Makes a server restore the guest's queues. Must be the last request: from then on, commands are carried out.
 fn take_up(channel: &Channel, queues: &KeptQueues) -> Result<HostSideEvent, ResumeError> {
     let request = Request::TakeUp(Box::new(queues.clone()));
     let taken: Result<(), StateError> = ask(channel, &request, None)?;
     Ok(match taken {
         Ok(()) => HostSideEvent::BackWithQueues,
-        // Their memory may be mapped again, and the server have what they need, at the next try.
+        // A later attempt may succeed, once memory is mapped again or the server has the resources.
         Err(error @ StateError::Queue { .. }) => return Err(error.into()),
         Err(error) => {
             log::error!(
@@ -349,18 +350,18 @@ fn ask<T: DeserializeOwned>(
     Ok(channel.receive_answer()?.0)
 }
 
-/// An error with its causes.
+/// Returns an error and its causes as text.
 fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
-/// Waits until the other side closes a connection.
+/// Waits until the other side closes the connection.
 fn await_end(stream: &Stream) {
     persist("the end of a drive server", || wait_for_end(stream));
 }
 
-/// Waits for something, again and again if the kernel refuses: this process lacks a descriptor, and may have one later.
+/// Repeats a wait while the kernel refuses it, for example for lack of a descriptor.
 fn persist(what: &str, wait: impl Fn() -> io::Result<()>) {
     let mut reported = false;
     while let Err(error) = wait() {

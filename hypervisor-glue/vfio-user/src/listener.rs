@@ -73,8 +73,8 @@ impl Listener {
 
     /// Continues with the predecessor's listening socket, whose file is at `path`.
     ///
-    /// Until it [adopts](Self::adopt) the file, dropping the listener leaves that alone. If the file is missing or belongs to another socket,
-    /// a warning is logged: clients cannot connect then.
+    /// Until it [adopts](Self::adopt) the file, dropping the listener leaves that alone. If the file is missing or belongs to
+    /// another socket, a warning is logged: clients cannot connect then.
     ///
     /// # Errors
     ///

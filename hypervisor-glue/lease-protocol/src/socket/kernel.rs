@@ -1,4 +1,4 @@
-//! The kernel's stream sockets.
+//! Stream sockets of the kernel.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,7 +18,7 @@ use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use super::{DESCRIPTORS_MAX, Peer, Received};
 use crate::message::SIGNS;
 
-/// Sends bytes with at most [`DESCRIPTORS_MAX`] descriptors. Returns the number of bytes that were sent.
+/// Sends bytes with at most [`DESCRIPTORS_MAX`] descriptors. Returns the number of bytes sent.
 pub(crate) fn send(
     stream: &Stream,
     bytes: &[u8],
@@ -27,7 +27,7 @@ pub(crate) fn send(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !descriptors.is_empty() {
-        // There is room, as the number was checked.
+        // Cannot fail: the number was checked.
         control.push(SendAncillaryMessage::ScmRights(descriptors));
     }
     let sent = retry_on_intr(|| {
@@ -37,7 +37,7 @@ pub(crate) fn send(
     Ok(sent?)
 }
 
-/// Receives some bytes, and the descriptors that come with them.
+/// Receives some bytes and the accompanying descriptors.
 pub(crate) fn receive(
     stream: &Stream,
     buffer: &mut [u8],
@@ -65,13 +65,13 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
     Stream::connect(socket)
 }
 
-/// Returns what lies in a folder with sockets. What cannot be read is left out.
+/// Returns the entries of a directory. Unreadable ones are left out.
 pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = folder.read_dir()?.flatten();
     Ok(entries.map(|entry| entry.path()).collect())
 }
 
-/// Returns the process at the other end, when it connected.
+/// Returns the process at the other end, as of the connection.
 pub(crate) fn peer(stream: &Stream) -> io::Result<Peer> {
     let credentials = getsockopt(stream, PeerCredentials)?;
     Ok(Peer {
@@ -87,13 +87,13 @@ pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
     wait_for(stream, end, FOREVER).map(drop)
 }
 
-/// Time-outs of [`wait_for`], in milliseconds.
+/// Timeouts of [`wait_for`], in milliseconds.
 const FOREVER: i32 = -1;
 const AT_ONCE: i32 = 0;
 
-/// Waits for events of a descriptor. Returns whether one has come.
+/// Waits for events of a descriptor. Returns whether one has occurred.
 fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Result<bool> {
-    // The system calls are those that sandboxes of VMMs allow.
+    // Uses only system calls that sandboxes of VMMs allow.
     let epoll = Epoll::new()?;
     let event = EpollEvent::new(events, 0);
     epoll.ctl(ControlOperation::Add, descriptor.as_raw_fd(), event)?;
@@ -105,7 +105,7 @@ fn wait_for(descriptor: &impl AsRawFd, events: EventSet, timeout: i32) -> io::Re
     }
 }
 
-/// Signs that nothing of a server is left: see [`presence`](nvme_mpt::memory::presence).
+/// Signs of the complete end of a server's process: see [`presence`](nvme_mpt::memory::presence).
 #[derive(Debug)]
 pub(crate) struct Signs {
     process: OwnedFd,
@@ -113,17 +113,17 @@ pub(crate) struct Signs {
 }
 
 impl Signs {
-    /// Takes the descriptors that a server has sent over this connection.
+    /// Wraps the descriptors that a server has sent over this connection.
     pub(crate) fn new(_: &Stream, [process, hangs_up]: [OwnedFd; SIGNS]) -> Self {
         Self { process, hangs_up }
     }
 
-    /// Returns whether nothing of the server is left.
+    /// Returns whether the server's process has ended completely.
     pub(crate) fn have_come(&self) -> io::Result<bool> {
         self.wait(AT_ONCE)
     }
 
-    /// Waits until nothing of the server is left.
+    /// Waits until the server's process has ended completely.
     pub(crate) fn await_all(&self) -> io::Result<()> {
         self.wait(FOREVER).map(drop)
     }

@@ -1,5 +1,5 @@
-//! Sockets between a VMM and a server: the kernel's, or those of a simulator (`cfg(simulation)`), in which both sides
-//! take turns on one thread.
+//! Sockets between a VMM and a server: the kernel's, or simulated ones (`cfg(simulation)`), with both sides taking turns on one
+//! thread.
 
 #[cfg(not(simulation))]
 mod kernel;
@@ -13,33 +13,33 @@ pub(crate) use kernel::{Signs, Stream, connect, named_in, peer, receive, send, w
 #[cfg(simulation)]
 pub(crate) use simulated::{Signs, Stream, connect, named_in, peer, receive, send, wait_for_end};
 
-/// Most descriptors of a message. With more new bells, a VMM asks again.
+/// Maximum number of descriptors of a message. With more new wakers, a VMM repeats the request.
 pub const DESCRIPTORS_MAX: usize = 64;
 
-/// The process at the other end of a connection, when it connected.
+/// Process at the other end of a connection, as of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Process; 0 if it is in another PID namespace.
+    /// Process identifier; 0 if it is in another PID namespace.
     pub pid: i32,
-    /// User.
+    /// User identifier.
     pub uid: u32,
-    /// Group.
+    /// Group identifier.
     pub gid: u32,
 }
 
 impl Peer {
-    /// Returns whether the process can do to this one what it likes.
+    /// Returns whether the process could control this one anyway.
     #[must_use]
     pub fn is_trusted(&self) -> bool {
         system::is_trusted(self.uid)
     }
 }
 
-/// Outcome of one receive.
+/// Result of one receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Received {
-    /// Bytes that came; none if the other side sends no more.
+    /// Number of bytes received; 0 at the end of the stream.
     pub(crate) bytes: usize,
-    /// True if there was no room for descriptors that came with them.
+    /// Set if accompanying descriptors were lost for lack of space.
     pub(crate) has_lost_descriptors: bool,
 }

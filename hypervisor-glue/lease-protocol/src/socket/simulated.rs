@@ -1,8 +1,8 @@
 //! Stream sockets of a simulator.
 //!
-//! They carry bytes in order, and descriptors with them, as those of the kernel do (unix(7)). A send may take a part of
-//! its bytes, and a receive may return a part of what has come, as chance has it. A process that dies leaves what it
-//! sent, at any byte: [`end_process`] closes its side.
+//! They carry bytes in order with their descriptors, like the kernel's (unix(7)). A send may accept a random part of its bytes,
+//! and a receive may return a random part of the data. If a process dies, its sent bytes stay, up to any byte: `close_all`
+//! closes its sides.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -18,17 +18,17 @@ use nvme_mpt::memory::system::process_user;
 use super::{Peer, Received};
 use crate::message::SIGNS;
 
-/// Bytes that wait for a reader at most. Less than many messages have, so that a sender waits in the middle of one.
+/// Maximum number of unread bytes of a side. Less than the size of many messages, so that senders block within one.
 const ROOM: usize = 300;
 
-/// Last words of a server. A function that turns away before it has told the server anything does not read them.
+/// Last message of a server. A function that disconnects before it has sent a request does not read it.
 const LAST_WORDS: &[u8] = b"\x07\0\0\0\0\0\0\0\"ended\"";
 
-/// Bytes that were sent at once.
+/// Bytes of one send.
 #[derive(Debug)]
 struct Segment {
     bytes: VecDeque<u8>,
-    /// Taken with the first byte.
+    /// Received with the first byte.
     descriptors: Vec<OwnedFd>,
 }
 
@@ -37,12 +37,12 @@ struct Segment {
 struct Side {
     other: u64,
     process: u64,
-    /// [`Stream`]s of it.
+    /// Number of [`Stream`]s of this side.
     handles: u64,
     arrived: VecDeque<Segment>,
-    /// Nothing arrives any more.
+    /// Set if nothing more will arrive.
     is_deaf: bool,
-    /// Nothing is sent any more.
+    /// Set if nothing more can be sent.
     is_mute: bool,
     read_timeout: Option<Duration>,
     write_timeout: Option<Duration>,
@@ -62,11 +62,11 @@ impl Side {
     }
 }
 
-/// A name under which a server listens, or did.
+/// Name under which a server listens or has listened.
 #[derive(Debug)]
 struct Name {
     process: u64,
-    /// Sides of connections that nobody accepted yet; `None` once nobody listens.
+    /// Sides of connections that were not accepted yet; `None` if there is no listener.
     waiting: Option<VecDeque<u64>>,
 }
 
@@ -74,12 +74,12 @@ struct Name {
 struct Sockets {
     sides: BTreeMap<u64, Side>,
     names: BTreeMap<PathBuf, Name>,
-    /// Sides that were ever made.
+    /// Number of sides created so far.
     made: u64,
     sends: u64,
-    /// Clients' sides that were closed in order, with bytes that their process did not read.
+    /// Number of clients' sides that were closed in order with unread bytes.
     unread: u64,
-    /// Processes that have died.
+    /// Processes that have ended.
     ended: BTreeSet<u64>,
 }
 
@@ -156,7 +156,7 @@ impl Sockets {
         self.sides.remove(&side);
     }
 
-    /// Makes a connection between two processes. Returns its sides.
+    /// Creates a connection between two processes. Returns its sides.
     fn connect(&mut self, processes: [u64; 2]) -> [u64; 2] {
         let first = self.made;
         self.made += 2;
@@ -173,12 +173,12 @@ impl Sockets {
     }
 }
 
-/// Returns whether a side is that of the process that connected.
+/// Returns whether a side belongs to the process that connected.
 const fn is_of_client(side: u64) -> bool {
     side.is_multiple_of(2)
 }
 
-/// Returns a number of bytes from 1 to `most`, often all of them.
+/// Returns a random number of bytes from 1 to `most`, often `most`.
 fn part(most: usize) -> usize {
     match random() % 4 {
         0 => 1 + random() as usize % most,
@@ -201,13 +201,13 @@ impl Stream {
         Ok(())
     }
 
-    /// A call that waits does so in any case.
+    /// Accepts blocking mode only.
     pub(crate) fn set_nonblocking(&self, is: bool) -> io::Result<()> {
         assert!(!is, "sockets of a simulator block");
         Ok(())
     }
 
-    /// Ends one direction of the connection, or both.
+    /// Shuts down one direction of the connection, or both.
     ///
     /// # Errors
     /// None.
@@ -218,7 +218,7 @@ impl Stream {
         Ok(())
     }
 
-    /// The same side once more.
+    /// Returns another handle of this side.
     ///
     /// # Errors
     /// None.
@@ -234,7 +234,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // The thread may end, and its sockets have gone before.
+        // At the end of the thread, its sockets may be gone already.
         let Ok(true) = SOCKETS.try_with(|sockets| {
             let mut sockets = sockets.borrow_mut();
             let side = sockets.sides.get_mut(&self.0);
@@ -275,7 +275,7 @@ impl Write for &Stream {
     }
 }
 
-/// Sends bytes with descriptors. Returns the number of bytes that were sent.
+/// Sends bytes with descriptors. Returns the number of bytes sent.
 pub(crate) fn send(
     stream: &Stream,
     bytes: &[u8],
@@ -293,7 +293,7 @@ pub(crate) fn send(
     sent.unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
 }
 
-/// Receives some bytes, and the descriptors that come with them.
+/// Receives some bytes and the accompanying descriptors.
 pub(crate) fn receive(
     stream: &Stream,
     buffer: &mut [u8],
@@ -304,7 +304,7 @@ pub(crate) fn receive(
     let bytes = wait_for(time, || {
         with(|sockets| sockets.receive(stream.0, buffer, descriptors))
     });
-    // There is room for others.
+    // Other senders have space now.
     fence_and_act();
     let bytes = bytes.ok_or(io::ErrorKind::WouldBlock)?;
     Ok(Received {
@@ -335,7 +335,7 @@ pub(crate) fn connect(socket: &Path) -> io::Result<Stream> {
     })
 }
 
-/// Returns the names in a folder, also those that servers left behind.
+/// Returns the names in a directory, including stale ones.
 pub(crate) fn named_in(folder: &Path) -> io::Result<Vec<PathBuf>> {
     turn(Step::Receive, [0; 2]);
     with(|sockets| {
@@ -359,7 +359,7 @@ pub(crate) fn peer(stream: &Stream) -> io::Result<Peer> {
     })
 }
 
-/// Waits until the other side closes a connection.
+/// Waits until the other side closes the connection.
 pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
     turn(Step::Receive, [stream.0, 0]);
     let ended = || stream.change(|side| side.is_deaf).unwrap_or(true);
@@ -367,15 +367,15 @@ pub(crate) fn wait_for_end(stream: &Stream) -> io::Result<()> {
     Ok(())
 }
 
-/// Signs that nothing of a server is left.
+/// Signs of the complete end of a server's process.
 #[derive(Debug)]
 pub(crate) struct Signs {
-    /// `None` if it had died before.
+    /// `None` if the process had ended before.
     process: Option<u64>,
 }
 
 impl Signs {
-    /// The descriptors of a simulated process are those of the simulator, which goes on.
+    /// Ignores the descriptors: they belong to the simulator's process, which continues.
     pub(crate) fn new(stream: &Stream, _: [OwnedFd; SIGNS]) -> Self {
         let process = with(|sockets| {
             let other = sockets.sides.get(&stream.0)?.other;
@@ -384,13 +384,13 @@ impl Signs {
         Self { process }
     }
 
-    /// Returns whether nothing of the server is left.
+    /// Returns whether the server's process has ended completely.
     pub(crate) fn have_come(&self) -> io::Result<bool> {
         turn(Step::Receive, [0; 2]);
         Ok(self.has_ended())
     }
 
-    /// Waits until nothing of the server is left.
+    /// Waits until the server's process has ended completely.
     pub(crate) fn await_all(&self) -> io::Result<()> {
         turn(Step::Receive, [0; 2]);
         let _ended = wait_for(None, || self.has_ended().then_some(()));
@@ -403,12 +403,12 @@ impl Signs {
     }
 }
 
-/// A server's socket, under a name.
+/// Listening socket of a server, under a name.
 #[derive(Debug)]
 pub struct Listener(PathBuf);
 
 impl Listener {
-    /// Listens under a name, whoever had it before.
+    /// Listens under a name, replacing an earlier listener.
     #[must_use]
     pub fn bind(name: &Path) -> Self {
         turn(Step::Send, [0; 2]);
@@ -421,7 +421,7 @@ impl Listener {
         Self(name.to_owned())
     }
 
-    /// Waits for a connection; `None` once nobody listens any more.
+    /// Waits for a connection; `None` once the listener is closed.
     #[must_use]
     pub fn accept(&self) -> Option<Stream> {
         turn(Step::Receive, [0; 2]);
@@ -441,7 +441,7 @@ impl Listener {
         accepted.flatten()
     }
 
-    /// Takes no more connections. Those that nobody accepted are closed.
+    /// Closes the listener and the connections that were not accepted.
     pub fn close(&self) {
         turn(Step::Send, [0; 2]);
         fence_and_act();
@@ -454,7 +454,7 @@ impl Listener {
     }
 }
 
-/// Closes the sockets of a process that was killed.
+/// Closes the sockets of a killed process.
 pub fn close_all(process: u64) {
     with(|sockets| {
         for name in sockets.names.values_mut() {
@@ -470,12 +470,12 @@ pub fn close_all(process: u64) {
     });
 }
 
-/// Notes that nothing is left of a process that was killed.
+/// Records that a killed process has ended completely.
 pub fn end_process(process: u64) {
     with(|sockets| sockets.ended.insert(process));
 }
 
-/// Returns the number of connections, and of servers that listen.
+/// Returns the number of connections and of listening servers.
 #[must_use]
 pub fn open() -> (usize, usize) {
     with(|sockets| {
@@ -484,8 +484,8 @@ pub fn open() -> (usize, usize) {
     })
 }
 
-/// Returns the number of connections that their client closed in order, with bytes left that it did not ask for or did not
-/// wait for.
+/// Returns the number of connections that clients closed in order with unread bytes: unrequested ones, or answers that they did
+/// not wait for.
 #[must_use]
 pub fn unread() -> u64 {
     with(|sockets| sockets.unread)
@@ -497,7 +497,7 @@ pub fn sends() -> u64 {
     with(|sockets| sockets.sends)
 }
 
-/// Forgets all sockets of a simulation before.
+/// Drops all sockets of an earlier simulation.
 pub fn clear() {
     with(|sockets| {
         sockets.sides.clear();

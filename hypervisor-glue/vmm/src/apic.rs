@@ -2,12 +2,11 @@
 
 use vmm_device::MsixMessage;
 
-/// Returns the local APIC that a message is for (Intel SDM, volume 3A, section 11.11.1, Message Address Register Format);
+/// Returns the local APIC to which a message is sent (Intel SDM, volume 3A, section 11.11.1, Message Address Register Format);
 /// `None` if there are several, or an IOMMU remaps it.
 ///
 /// Bits 11:5 extend the identifier for guests of KVM (Linux, `Documentation/virt/kvm/x86/cpuid.rst`,
-/// `KVM_FEATURE_MSI_EXT_DEST_ID`). A logical destination is taken to be of the flat model, in which systems give
-/// processor N bit N.
+/// `KVM_FEATURE_MSI_EXT_DEST_ID`). A logical destination is decoded by the flat model, in which processor N usually has bit N.
 #[must_use]
 pub fn local_apic(message: MsixMessage) -> Option<u32> {
     const REMAPPABLE: u32 = 1 << 4;

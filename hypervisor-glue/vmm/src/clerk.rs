@@ -1,7 +1,7 @@
-//! Thread that enters this process in the ledger as the holder of leases that it took over.
+//! Ledger writer thread: records this process as the holder of leases that it took over.
 //!
-//! A write of the ledger waits for the disk, with the ledger locked. Guests of the process before would wait as well, for
-//! the write of their own lease and for the others'. Only people look for the entry, so it is made later.
+//! A write of the ledger waits for the disk while the ledger is locked. During a hand-over, guests would wait for the writes of
+//! all leases. The record is only information for people, so it is written later.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
@@ -12,19 +12,19 @@ use nvme_mpt::poller::start_thread;
 
 use crate::report;
 
-/// Time without another lease after which the entries are made.
+/// Time without another lease after which the record is written.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// The thread. It ends when this is dropped.
+/// Ledger writer thread. Dropping it ends the thread.
 #[derive(Debug)]
 pub(crate) struct Clerk {
-    /// `None` once it is to end.
+    /// `None` once the thread is to end.
     asked: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Clerk {
-    /// Starts it for a ledger.
+    /// Starts the thread for a ledger.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -37,10 +37,10 @@ impl Clerk {
         })
     }
 
-    /// Tells it that this process has one more lease.
+    /// Reports that this process has taken over another lease.
     pub(crate) fn ask(&self) {
         if let Some(asked) = &self.asked {
-            // If there is no room, it was asked already.
+            // If the channel is full, a request is pending already.
             let _ = asked.try_send(());
         }
     }
@@ -57,7 +57,7 @@ impl Drop for Clerk {
     }
 }
 
-/// Makes the entries, each time once no more leases come.
+/// Writes the record whenever no further leases have been reported for a while.
 fn run(ledger: &Ledger, requests: &Receiver<()>) {
     while requests.recv().is_ok() {
         loop {

@@ -1,8 +1,8 @@
-//! The control thread of a function, whatever its transport.
+//! The control thread of a function, independent of its transport.
 //!
-//! A function has one control thread: it carries out admin commands and tells the guest of events, so that a
-//! slow admin command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`Controlled`] is
-//! what a transport does in one turn of it.
+//! Each function has one control thread. It carries out admin commands and reports events to the guest, so that a slow admin
+//! command delays no I/O and no other function. [`ControlLoop`] is the loop of that thread; [`Controlled`] is the transport's
+//! work in one turn of the loop.
 
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -12,24 +12,24 @@ use std::time::Duration;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::EventFd;
 
-/// Sources that can be ready in one turn. More are ready in the next.
+/// Maximum number of sources handled in one turn. Further ones are handled in the next turn.
 const READY_MAX: usize = 8;
 
 /// Token of the loop's own wake-ups.
 const WAKE: u64 = u64::MAX;
 
-/// Part of a function that its control thread runs.
+/// Work that a control thread does for a function.
 pub trait Controlled {
-    /// Returns the time after which a turn is due without any event; `None` if there is none.
+    /// Returns the time after which a turn is due without any event; `None` to wait for events only.
     fn due_in(&mut self) -> Option<Duration>;
 
-    /// Does what there is to do. `ready` has the tokens of the sources that are ready.
+    /// Does the pending work. `ready` has the tokens of the sources that are ready.
     ///
-    /// Wake-ups are taken back before a turn. An event that comes during the turn causes another one.
+    /// Wake-ups are consumed before a turn, so an event during the turn causes another one.
     fn turn(&mut self, ready: &[u64]);
 }
 
-/// Loop of a control thread. Any thread may call any of it.
+/// Event loop of a control thread. All methods may be called by any thread.
 #[derive(Debug)]
 pub struct ControlLoop {
     epoll: Epoll,
@@ -38,7 +38,7 @@ pub struct ControlLoop {
 }
 
 impl ControlLoop {
-    /// Makes a loop that watches nothing yet.
+    /// Creates a loop without sources.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -52,13 +52,13 @@ impl ControlLoop {
         Ok(this)
     }
 
-    /// Returns the loop's epoll instance, for sources that change what they wait for.
+    /// Returns the loop's epoll instance, for sources that change their events.
     #[must_use]
     pub fn epoll(&self) -> &Epoll {
         &self.epoll
     }
 
-    /// Reports `token` whenever `fd` is readable. `u64::MAX` is the loop's own token.
+    /// Adds a source: reports `token` whenever `fd` is readable. `u64::MAX` is reserved for the loop.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -67,7 +67,7 @@ impl ControlLoop {
         self.epoll.ctl(ControlOperation::Add, fd, event)
     }
 
-    /// Ends [`Self::watch`].
+    /// Removes a source.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -78,22 +78,22 @@ impl ControlLoop {
 
     /// Causes a turn.
     pub fn wake(&self) {
-        // A counter that is full wakes the thread as well.
+        // A full counter wakes the thread as well.
         let _ = self.wake.write(1);
     }
 
-    /// Ends the loop once its present turn is over.
+    /// Ends the loop after its present turn.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.wake();
     }
 
-    /// Runs the function `id` until [`Self::stop`] is called.
+    /// Runs the loop of the function `id` until [`Self::stop`] is called.
     pub fn run(&self, id: &str, controlled: &mut impl Controlled) {
         let mut events = [EpollEvent::default(); READY_MAX];
         let mut ready = [0; READY_MAX];
         loop {
-            // Not too early, where a part of a millisecond is left; -1 waits for an event.
+            // Rounded up to a millisecond, so as not to wake too early. -1 waits without a timeout.
             let timeout = controlled.due_in().map_or(-1, |due| {
                 i32::try_from(due.as_millis() + 1).unwrap_or(i32::MAX)
             });
@@ -105,7 +105,7 @@ impl ControlLoop {
                     return;
                 }
             };
-            // Taken back before the turn, so that a later wake-up causes another one.
+            // Consumed before the turn, so that a later wake-up causes another one.
             let _ = self.wake.read();
             if self.stopping.load(Ordering::Acquire) {
                 return;

@@ -1,14 +1,14 @@
 //! Doorbell writes of the guest that reach pollers without an exit to the VMM.
 //!
-//! If doorbells are mapped, the guest stores to the memory that a poller reads, and its stores wake no sleeping
-//! poller. So doorbells are mapped while there is I/O, and unmapped when there is none. If they are in the Doorbell
-//! Buffer, a poller that is awake asks for no register writes. An eventfd wakes a poller that sleeps. A write whose
-//! value is needed has to exit: an eventfd does not keep it.
+//! If doorbells are mapped, the guest stores to the memory that a poller reads, and its stores do not wake a sleeping poller.
+//! So doorbells are mapped while there is I/O, and unmapped otherwise. If they are in the Doorbell Buffer, a poller that is
+//! awake asks for no register writes, and an eventfd wakes a sleeping poller. A write whose value is needed must exit, as an
+//! eventfd does not transport it.
 //!
-//! The control thread maps and unmaps, never a poller or a vCPU: it may take long, and a shared poller has other
-//! guests ([`Hysteresis`] decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
-//! [`NvmeFunction::end_mapped_doorbells`]. Pollers that never sleep have doorbells mapped all the time. When a tie
-//! changes, the new poller is woken once, as a write may have gone to the poller before.
+//! The control thread maps and unmaps, not a poller or a vCPU: it may take long, and a shared poller has other guests
+//! ([`Hysteresis`] decides when). The order is [`NvmeFunction::begin_mapped_doorbells`], map; unmap,
+//! [`NvmeFunction::end_mapped_doorbells`]. For pollers that never sleep, doorbells are mapped all the time. When a tie changes,
+//! the new poller is woken once, as a write may have gone to the previous poller.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -25,39 +25,39 @@ use vmm_device::{Bar, NvmeFunction};
 use crate::report;
 use crate::vmm::{Vmm, VmmError};
 
-/// Doorbells that the guest stores to at times: while they are mapped. At other times, or for a guest
-/// whose doorbells are in the Doorbell Buffer, its writes exit.
+/// Doorbells that are mapped into the guest at times. At other times, or if they are in the guest's Doorbell Buffer, the
+/// guest's writes exit.
 #[derive(Debug)]
 pub(super) struct MappedDoorbells {
     /// Offset in BAR0.
     offset: u64,
     memory: Arc<Mapping>,
-    /// Address in the guest, while they are mapped.
+    /// Guest address, while they are mapped.
     at: Option<Gpa>,
-    /// True if they are to be mapped, wherever BAR0 is.
+    /// Set if they should be mapped, independent of BAR0's address.
     wanted: bool,
-    /// The VMM cannot map them.
+    /// Set after the VMM failed to map them.
     refused: bool,
-    /// True if pollers ever sleep. If not, no wake-up is needed, and the doorbells stay mapped.
+    /// Set if pollers may sleep. Otherwise no wake-up is needed, and the doorbells stay mapped.
     parks: bool,
     hysteresis: Hysteresis,
     rate: Rate,
     figures: DoorbellFigures,
 }
 
-/// Costs of mapping doorbells, and of unmapping them.
+/// Costs of mapping and unmapping doorbells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DoorbellFigures {
-    /// Times that they were mapped.
+    /// Number of times that they were mapped.
     pub mapped: u64,
-    /// Times that they were unmapped.
+    /// Number of times that they were unmapped.
     pub unmapped: u64,
-    /// Time that the VMM took to map them, and to unmap them.
+    /// Total time that the VMM took to map and unmap them.
     pub took: Duration,
 }
 
 impl MappedDoorbells {
-    /// Those of a function that may have them mapped. They are not yet.
+    /// Creates the doorbells of a function, unmapped; `None` if the function never has them mapped at times.
     pub(super) fn of(function: &mut NvmeFunction) -> io::Result<Option<Self>> {
         if !function.facts().doorbells.maps_at_times() {
             return Ok(None);
@@ -84,26 +84,26 @@ impl MappedDoorbells {
         self.figures
     }
 
-    /// A write to an I/O queue's doorbell has exited. Returns whether [`Self::decide`] is to be called.
+    /// Records that a write to an I/O queue's doorbell has exited. Returns whether [`Self::decide`] is due.
     pub(super) fn exited(&mut self) -> bool {
         !self.refused && self.hysteresis.exited(Ticks::now())
     }
 
-    /// Decides whether they are to be mapped from now on.
+    /// Decides whether the doorbells should be mapped.
     pub(super) fn decide(&mut self, function: &NvmeFunction) {
         let done = function.host().commands();
         self.wanted = !self.parks || self.hysteresis.wants_mapped(Ticks::now(), done);
     }
 
-    /// Returns the time until the next decision; `None` if it follows [`Self::exited`] alone.
+    /// Returns the time until the next decision; `None` if only [`Self::exited`] triggers it.
     pub(super) fn decides_in(&self) -> Option<Duration> {
         let unchanged = self.hysteresis.unchanged_for(Ticks::now());
         unchanged.filter(|_| self.parks)
     }
 
-    /// Has them mapped where BAR0 is now, if they are to be mapped; and not mapped if not.
+    /// Maps or unmaps the doorbells as decided, at BAR0's present address.
     pub(super) fn follow(&mut self, function: &mut NvmeFunction, vmm: &dyn Vmm) {
-        // Without I/O queues there is nobody for whom it would pay; after a reset, for one.
+        // Mapping is only useful with I/O queues; there are none after a reset, for example.
         self.wanted = self.wanted && function.host().io_doorbells().are_registers();
         let bar = function.bar_address(Bar::Registers);
         let place = bar.and_then(|bar| bar.checked_add(self.offset)).map(Gpa);
@@ -151,7 +151,7 @@ impl MappedDoorbells {
         Ok(())
     }
 
-    /// Adds the time since `began` to the figures. Returns it, in ticks.
+    /// Adds the time since `began` to the statistics. Returns it in ticks.
     fn note(&mut self, began: Ticks) -> u64 {
         let took = Ticks::now().since(began);
         self.figures.took += self.rate.time(took);
@@ -159,16 +159,17 @@ impl MappedDoorbells {
     }
 }
 
-/// Doorbells that only wake a poller, by guest address.
+/// Doorbells that are tied to eventfds, which wake pollers, by guest address.
 #[derive(Debug, Default)]
 pub(super) struct TiedDoorbells {
     tied: BTreeMap<Gpa, DoorbellWaker>,
-    /// Number of them at which the VMM refused another one, while any is tied: KVM has a bound for all devices of a VM.
+    /// Number of ties at which the VMM refused another one; forgotten once none is wanted. KVM limits them for all devices of a
+    /// VM.
     most: Option<usize>,
 }
 
 impl TiedDoorbells {
-    /// Ties what is to be tied now, where BAR0 is now, and nothing else.
+    /// Updates the ties to the function's wakers and BAR0's present address.
     pub(super) fn follow(&mut self, function: &NvmeFunction, vmm: &dyn Vmm) {
         let wanted = Self::wanted(function);
         self.tied.retain(|address, waker| {
@@ -192,8 +193,8 @@ impl TiedDoorbells {
             }
             match vmm.tie(address, waker.eventfd()) {
                 Ok(()) => {
-                    // A write may have signalled the poller of the queue before, a moment ago: this
-                    // one looks for itself. A counter that is full wakes it as well.
+                    // A write may have signalled the queue's previous poller a moment ago: make this one check. A full counter
+                    // wakes it as well.
                     let _ = waker.eventfd().write(1);
                     self.tied.insert(address, waker);
                 }

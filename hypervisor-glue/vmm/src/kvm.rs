@@ -1,4 +1,4 @@
-//! A VMM's lower half over KVM: memory slots, ioeventfds, irqfds and the routes of MSI messages.
+//! Implementation of `Vmm` over KVM: memory slots, ioeventfds, irqfds and MSI routes.
 #![expect(
     unsafe_code,
     reason = "hands memory of this process to KVM, which has no safe interface for it"
@@ -24,23 +24,23 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::apic::local_apic;
 use crate::vmm::{Pin, Vectors, Vmm, VmmError};
 
-/// Pins of KVM's I/O APIC, which are the first GSIs.
+/// Number of pins of KVM's I/O APIC, which are the first GSIs.
 const IOAPIC_PINS: u32 = 24;
-/// Pins of each of the two PICs.
+/// Number of pins of each of the two PICs.
 const PIC_PINS: u32 = 8;
-/// GSIs that KVM has routes for (Linux, `KVM_MAX_IRQ_ROUTES`).
+/// Number of GSIs that KVM can route (Linux, `KVM_MAX_IRQ_ROUTES`).
 const MAX_GSIS: u32 = 4096;
 
-/// A virtual machine of KVM that has its interrupt controllers in the kernel. Its memory slots and
-/// its GSIs beyond the I/O APIC are given out here and nowhere else.
+/// KVM virtual machine with in-kernel interrupt controllers. Its memory slots, and its GSIs beyond the I/O APIC, must be
+/// allocated only here.
 pub struct KvmVmm {
     vm: Arc<VmFd>,
     /// Memory slots by guest address, with the memory that must outlive them.
     slots: Mutex<BTreeMap<u64, Slot>>,
     routes: Arc<Mutex<RouteTable>>,
-    /// Threads of the vCPUs, by the identifiers of their local APICs.
+    /// Threads of the vCPUs, by local APIC identifier.
     vcpus: Mutex<BTreeMap<u32, ThreadId>>,
-    /// Pin of the I/O APIC that all functions have as INTx.
+    /// Pin of the I/O APIC that is the INTx of all functions; `None` without INTx.
     intx: Option<u32>,
 }
 
@@ -59,7 +59,7 @@ impl fmt::Debug for KvmVmm {
 }
 
 impl KvmVmm {
-    /// Over `vm`, which has no memory yet and has had its interrupt controllers made.
+    /// Wraps `vm`, which must have its interrupt controllers and no memory yet.
     #[must_use]
     pub fn new(vm: Arc<VmFd>) -> Self {
         Self {
@@ -71,16 +71,16 @@ impl KvmVmm {
         }
     }
 
-    /// The same, whose functions all have this pin of the I/O APIC as INTx. The VMM's firmware tables have to say so.
+    /// Makes a pin of the I/O APIC the INTx of all functions. The VMM's firmware tables must describe it.
     #[must_use]
     pub fn with_intx(mut self, pin: u32) -> Self {
         self.intx = Some(pin);
         self
     }
 
-    /// Notes the thread that runs the vCPU with this local APIC, or that none does.
+    /// Sets the thread of the vCPU with this local APIC; `None` if there is none.
     ///
-    /// Functions ask when their guest leads an interrupt somewhere. Those that did it before are to be told with
+    /// Functions ask for it when their guest sets an interrupt's destination. For interrupts set earlier, call
     /// [`FunctionDevice::vcpus_changed`](crate::FunctionDevice::vcpus_changed).
     pub fn set_vcpu_thread(&self, apic: u32, thread: Option<ThreadId>) {
         let mut vcpus = lock(&self.vcpus);
@@ -90,13 +90,13 @@ impl KvmVmm {
         };
     }
 
-    /// Memory slots in use.
+    /// Returns the number of memory slots in use.
     #[must_use]
     pub fn slots(&self) -> usize {
         lock(&self.slots).len()
     }
 
-    /// GSIs that are routed as messages.
+    /// Returns the number of GSIs that are routed as messages.
     #[must_use]
     pub fn message_routes(&self) -> usize {
         let gsis = lock(&self.routes);
@@ -115,7 +115,7 @@ impl Vmm for KvmVmm {
         if slots.contains_key(&gpa.0) {
             return Err(VmmError::new(action(), "There is memory already"));
         }
-        // As many as there are in use leave one of the numbers up to that free.
+        // Always found: n slots cannot occupy all numbers from 0 to n.
         let number = (0..)
             .find(|number| slots.values().all(|slot| slot.number != *number))
             .unwrap_or(u32::MAX);
@@ -232,7 +232,7 @@ impl Vmm for KvmVmm {
     }
 }
 
-/// INTx of one function: an irqfd of a level, which KVM lowers when the guest acknowledges the interrupt (Linux,
+/// INTx of one function: a level-triggered irqfd, which KVM lowers when the guest acknowledges the interrupt (Linux,
 /// Documentation/virt/kvm/api.rst, 4.75, `KVM_IRQFD_FLAG_RESAMPLE`).
 struct KvmPin {
     vm: Arc<VmFd>,
@@ -267,7 +267,7 @@ impl Drop for KvmPin {
     }
 }
 
-/// The vectors of one function: each a GSI with an irqfd.
+/// Vectors of one function: a GSI with an irqfd for each.
 struct KvmVectors {
     vm: Arc<VmFd>,
     routes: Arc<Mutex<RouteTable>>,
@@ -325,23 +325,23 @@ impl Drop for KvmVectors {
     }
 }
 
-/// The routes of a virtual machine, which KVM takes as a whole.
+/// Routing table of a virtual machine, which KVM replaces as a whole.
 struct RouteTable(
-    /// By GSI; none where a GSI is reserved and leads nowhere yet.
+    /// Routes by GSI; `None` for a reserved GSI without a route.
     BTreeMap<u32, Option<Route>>,
 );
 
 /// Destination of a GSI.
 #[derive(Clone, Copy)]
 enum Route {
-    /// To a pin of the I/O APIC, and of a PIC if it is one of the first sixteen.
+    /// Pin of the I/O APIC, and of a PIC if it is one of the first sixteen.
     Pin,
-    /// To this message.
+    /// Message.
     Message(kvm_irq_routing_msi),
 }
 
 impl RouteTable {
-    /// As KVM has it when the interrupt controllers are made.
+    /// Creates the table that KVM has after creating the interrupt controllers.
     fn of_pins() -> Self {
         Self(
             (0..IOAPIC_PINS)
@@ -350,7 +350,7 @@ impl RouteTable {
         )
     }
 
-    /// A GSI that nobody has.
+    /// Reserves an unused GSI.
     fn reserve(&mut self) -> Option<u32> {
         let gsi = (IOAPIC_PINS..MAX_GSIS).find(|gsi| !self.0.contains_key(gsi))?;
         self.0.insert(gsi, None);
@@ -416,7 +416,7 @@ fn pin_entry(gsi: u32, irqchip: u32, pin: u32) -> kvm_irq_routing_entry {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Each change of what these protect is complete before anything can panic.
+    // A panic cannot leave a partial change.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -1,9 +1,8 @@
 //! NVMe functions in a VMM's own process.
 //!
-//! A function's doorbells and interrupts go through the hypervisor, without another process in between. A VMM
-//! implements [`Vmm`], which is all that a function asks of it, and holds a [`FunctionDevice`] for each function. It passes on
-//! accesses to configuration space and to the BARs, follows BARs that move, and reports guest memory that comes and
-//! goes.
+//! A function's doorbells and interrupts go through the hypervisor, without another process in between. A VMM implements
+//! [`Vmm`], the functions' interface to it, and holds a [`FunctionDevice`] for each function. It forwards accesses to
+//! configuration space and to the BARs, follows BARs that move, and reports guest memory that is added or removed.
 //!
 //! # Example
 //!

@@ -1,16 +1,16 @@
-//! Text of an error for a person.
+//! Formatting of errors for people.
 
 use std::error::Error;
 use std::io;
 
-/// Likely cause of a kernel's error, and the remedy.
+/// Likely cause of a read-only file system, and the remedy.
 const READ_ONLY: &str = "it is mounted so, or the unit of this service does not let it write there: name the folder in \
                          ReadWritePaths= of the unit, and in --landlock-rules where --landlock is given";
 
-/// Returns the error and its causes, outermost first, one a line.
+/// Returns the error and its causes, outermost first, one per line.
 ///
-/// Leaves out a cause that repeats the text before it (an error that passes on its source's text). Adds a hint to "Read-only
-/// file system": the cause may be the sandbox of a service.
+/// Omits a cause that repeats the text before it. Adds a hint to "Read-only file system": the cause may be the sandbox of a
+/// service.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();

@@ -1,4 +1,4 @@
-//! Keeps the hypervisor's interrupt routes as the guest's messages say, those of its MSI-X table or of MSI, and connects
+//! Keeps the hypervisor's interrupt routes equal to the guest's messages, in its MSI-X table or its MSI capability. Connects
 //! the pin while the guest has enabled neither.
 
 use std::io;
@@ -10,26 +10,26 @@ use vmm_device::{Bar, BarMove, MsixMessage, NvmeFunction};
 use crate::report;
 use crate::vmm::{Pin, Vectors, Vmm};
 
-/// Bytes of an MSI-X table entry (PCI Local Bus 3.0, section 6.8.2).
+/// Size of an MSI-X table entry (PCI Local Bus 3.0, section 6.8.2).
 const ENTRY_SIZE: u64 = 16;
-/// Offset of the Vector Control in it.
+/// Offset of Vector Control in the entry.
 const VECTOR_CONTROL: u64 = 12;
-/// The unit in which a driver is to write the table.
+/// Unit in which drivers must write the table.
 const DWORD: u64 = 4;
 
-/// The routes of one function's vectors.
+/// Routes of one function's vectors.
 #[derive(Debug)]
 pub(super) struct Routes {
     vmm: Arc<dyn Vmm>,
     vectors: Box<dyn Vectors>,
-    /// The hypervisor's last routes.
+    /// Address and data of the hypervisor's present routes.
     told: Vec<Option<(u64, u32)>>,
     pin: Option<Box<dyn Pin>>,
-    /// True if the first vector is connected as the pin.
+    /// Set while the first vector is connected as the pin.
     is_pin: bool,
 }
 
-/// Vector that the pin takes the place of.
+/// Vector that is replaced by the pin.
 const PIN_VECTOR: u16 = 0;
 
 impl Routes {
@@ -59,8 +59,8 @@ impl Routes {
         self.is_pin
     }
 
-    /// Makes the first vector the pin while the guest has enabled no messages, and a message otherwise. A guest that was
-    /// saved where it was offered no pin has none here.
+    /// Makes the first vector the pin while the guest has enabled no messages, and a message otherwise. A restored guest that
+    /// was not offered a pin does not get one.
     fn follow_pin(&mut self, function: &NvmeFunction) {
         let may_be = function.has_pin() && !function.sends_messages();
         let wanted = self.pin.as_ref().filter(|_| may_be);
@@ -74,12 +74,12 @@ impl Routes {
         };
         match (eventfd, function.vectors().first()) {
             (Ok(eventfd), Some(vector)) => {
-                // What is pending goes the new way alone.
+                // Disconnected first, so that a pending interrupt is delivered only by the new way.
                 vector.set_eventfd(None);
                 function.set_pin(is_pin.then_some(PinFall::Acknowledgement));
                 vector.set_eventfd(Some(eventfd));
                 self.is_pin = is_pin;
-                // The pin leads to no vCPU that is known.
+                // The vCPU of a pin is not known.
                 self.find_vcpus(function);
             }
             (Err(error), _) => {
@@ -89,10 +89,9 @@ impl Routes {
         }
     }
 
-    /// Passes a write on to the MSI-X table. A vector's route is as the table says before the vector
-    /// can be raised: it is set when a message changes that is not masked, and before a Vector
-    /// Control is written, which may unmask it. So that no write does both, it is taken dword by
-    /// dword, as the specification has drivers write them (PCI Local Bus 3.0, section 6.8.2).
+    /// Writes to the MSI-X table. A vector's route must be set before the vector can be raised: after an unmasked message
+    /// changes, and before a write of Vector Control, which may unmask it. The write is split into dwords so that no part does
+    /// both; drivers must write dwords anyway (PCI Local Bus 3.0, section 6.8.2).
     pub(super) fn write_table(&mut self, function: &mut NvmeFunction, offset: u64, data: &[u8]) {
         let mut rest = data;
         let mut offset = offset;
@@ -114,8 +113,8 @@ impl Routes {
         }
     }
 
-    /// Passes a write on to configuration space, which may change the messages of MSI, or enable them or MSI-X. All routes
-    /// are as the messages say before the write unmasks a vector. Returns the BARs that moved.
+    /// Writes configuration space, which may change the MSI messages, or enable MSI or MSI-X. All routes are set before the
+    /// write unmasks a vector. Returns the BARs that moved.
     pub(super) fn write_config(
         &mut self,
         function: &mut NvmeFunction,
@@ -125,10 +124,10 @@ impl Routes {
         function.write_config_routed(offset, data, |function| self.follow_all(function))
     }
 
-    /// Sets the routes of all vectors that the guest has given a message, and connects or disconnects the pin.
+    /// Sets the routes of all vectors that have a message, and connects or disconnects the pin.
     pub(super) fn follow_all(&mut self, function: &NvmeFunction) {
         for vector in 0..self.told.len() {
-            // At most 128.
+            // Fits: at most 128.
             let vector = vector as u16;
             let given = |message: MsixMessage| message.address != 0;
             if function.msix_message(vector).is_some_and(given) {
@@ -138,7 +137,7 @@ impl Routes {
         self.follow_pin(function);
     }
 
-    /// Asks the VMM once more for the threads of the vCPUs that the messages go to.
+    /// Asks the VMM again for the vCPU threads of all messages.
     pub(super) fn find_vcpus(&self, function: &NvmeFunction) {
         let vectors = (0..).zip(function.vectors()).zip(&self.told);
         for ((number, vector), told) in vectors {
@@ -164,8 +163,8 @@ impl Routes {
         match moved {
             Ok(()) => {
                 *told = wanted;
-                // Also of the same message: it may have led nowhere when the VMM's threads changed, as that of a processor
-                // that the guest took offline.
+                // Also for an unchanged message: its processor may have had no thread when the VMM's threads changed, for
+                // example while the guest had it offline.
                 if let Some(vector) = function.vectors().get(usize::from(vector)) {
                     vector.set_vcpu_thread(self.vmm.vcpu_thread(message));
                 }

@@ -1,11 +1,11 @@
-//! Files that a VMM's sandbox lets functions use, and drives that it leaves to their servers.
+//! Files that a VMM's sandbox must allow for its functions, and drives that the process leaves to drive servers.
 //!
-//! A sandbox such as Landlock is made once, and holds until the process ends. A function on a server's drive needs the
-//! folder of the servers' sockets alone. The right to open the drive as well would be one that a guest could gain, and that
-//! the function never uses: if the server goes, the function waits for the next one.
+//! A sandbox such as Landlock is set up once, and lasts until the process ends. A function on a server's drive only needs the
+//! directory of the servers' sockets. The right to open the drive itself would never be used, but a malicious guest could gain
+//! it: if the server ends, the function waits for the next one.
 //!
-//! So [`settle`] looks for the server while the sandbox is made. From then on, this process leaves the drive to servers: a
-//! function that finds no server there is refused, whoever adds it.
+//! So [`settle`] looks for the server while the sandbox is set up. From then on, this process leaves the drive to servers: if
+//! no server has the drive when a function is added later, the function is refused.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -16,25 +16,25 @@ use nvme_mpt_lease_protocol::is_served;
 use crate::drives::DrivePath;
 use crate::options::{AskedFunction, FunctionConfig, OptionError};
 
-/// Drives that this process leaves to servers, by absolute paths.
+/// Absolute paths of the drives that this process leaves to servers.
 static LEFT: Mutex<Vec<DrivePath>> = Mutex::new(Vec::new());
 
 fn left() -> MutexGuard<'static, Vec<DrivePath>> {
-    // Each change is complete before anything can panic.
+    // A panic cannot leave a partial change.
     LEFT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the files that a sandbox has to let a function use, each with whether it has to let it write there. It leaves
-/// the drive to servers from now on if a server has it: see [`is_left_to_servers`].
+/// Returns the files that a sandbox must allow for a function, each with whether write access is needed. If a server has the
+/// drive, leaves it to servers from now on: see [`is_left_to_servers`].
 ///
-/// Call it once for each function that the sandbox is made for, and confine the process by what it returns. Without a
-/// server the folder of the ledger has to be there before.
+/// Call this once for each function for which the sandbox is made, and confine the process to the returned files. Without a
+/// server, the ledger's directory must already exist.
 ///
 /// # Errors
 /// All of [`OptionError`] that values can cause.
 pub fn settle(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionError> {
     let asked = config.asked()?;
-    // A function that is given memory as a file looks there for pages that the VMM restores on demand.
+    // Needed to detect pages that the VMM restores on demand, for a function that gets memory as a file.
     if let Err(error) = open_own_mappings() {
         log::warn!("Functions will take no memory that the VMM gives as a file: {error}");
     }
@@ -51,8 +51,8 @@ pub fn settle(config: &FunctionConfig) -> Result<Vec<(PathBuf, bool)>, OptionErr
     Ok(config.files_with_server())
 }
 
-/// Returns whether this process leaves the function's drive to servers. The function then does no I/O of its own, in any of
-/// its threads. That stays so until the process ends.
+/// Returns whether this process leaves the function's drive to servers, until the process ends. The function then does no I/O
+/// itself, in any of its threads.
 #[must_use]
 pub fn is_left_to_servers(config: &FunctionConfig) -> bool {
     config.asked().is_ok_and(|asked| is_left(&asked))
@@ -63,17 +63,17 @@ pub(crate) fn is_left(asked: &AskedFunction) -> bool {
     left().contains(&drive_of(asked))
 }
 
-/// Returns whether a server can have a drive. Others are in the memory of the process that opens them.
+/// Returns whether a server can have a drive. Other kinds are in the memory of the process that opens them.
 pub(crate) fn can_be_served(path: &DrivePath) -> bool {
     matches!(path, DrivePath::Pci(_) | DrivePath::File(_))
 }
 
-/// Returns whether a server has the drive of a function now.
+/// Returns whether a server has the drive of a function at present.
 fn has_server(state_dir: &Path, asked: &AskedFunction) -> bool {
     can_be_served(&asked.options().path) && is_served(state_dir, &asked.text().to_string())
 }
 
-/// Returns the drive of a function, by its absolute path.
+/// Returns the absolute path of a function's drive.
 fn drive_of(asked: &AskedFunction) -> DrivePath {
     let absolute = asked.text().get("path").and_then(|path| path.parse().ok());
     absolute.unwrap_or_else(|| asked.options().path.clone())

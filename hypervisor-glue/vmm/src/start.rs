@@ -1,4 +1,4 @@
-//! Starts the function that a VMM's configuration describes.
+//! Start of a function from its configuration.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use crate::open::{self, Ledgers, OpenError};
 use crate::options::{FunctionConfig, OptionError};
 use crate::vmm::Vmm;
 
-/// Error starting a configured function.
+/// Error of starting a configured function.
 #[derive(Debug, Error)]
 pub enum StartError {
-    /// The description is that of no function.
+    /// The configuration is invalid.
     #[error(transparent)]
     Option(#[from] OptionError),
     /// The drive or its part cannot be opened.
@@ -26,12 +26,12 @@ pub enum StartError {
     Device(#[from] DeviceError),
 }
 
-/// Longest wait for a drive that was handed over, while another process has it: longer than a process that
-/// failed to take it takes to end, and shorter than a guest's driver waits for I/O.
+/// Maximum wait for a drive that was handed over, while another process has it. A process that failed to take the guest ends
+/// within this time, and it is shorter than a guest driver's I/O timeout.
 const TAKE_BACK_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Puts the function that `config` describes into `vmm`, which knows it as `id`. It reaches no guest
-/// memory until it is told of some with [`FunctionDevice::map_memory`].
+/// Starts the function that `config` describes in `vmm`, with this `id`. It reaches no guest memory until
+/// [`FunctionDevice::map_memory`] adds some.
 ///
 /// # Errors
 /// See [`StartError`].

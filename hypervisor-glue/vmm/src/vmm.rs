@@ -1,4 +1,4 @@
-//! The interface between a function and the VMM that holds it.
+//! Interface through which a function uses its VMM.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -14,7 +14,7 @@ use thiserror::Error;
 use vmm_device::MsixMessage;
 use vmm_sys_util::eventfd::EventFd;
 
-/// Error of the hypervisor or of the VMM in front of it.
+/// Error of the hypervisor or of the VMM.
 #[derive(Debug, Error)]
 #[error("Cannot {action}")]
 pub struct VmmError {
@@ -23,7 +23,7 @@ pub struct VmmError {
 }
 
 impl VmmError {
-    /// Makes the error "Cannot `action`", as in "map a page", with its cause.
+    /// Creates the error "Cannot `action`", as in "map a page", with its cause.
     pub fn new(
         action: impl Into<String>,
         source: impl Into<Box<dyn StdError + Send + Sync>>,
@@ -35,7 +35,7 @@ impl VmmError {
     }
 }
 
-/// Demands of a function on the VMM that it lives in. Any thread may call any of it.
+/// Services that a function needs from its VMM. All methods may be called by any thread.
 pub trait Vmm: fmt::Debug + Send + Sync {
     /// Maps `memory` at `gpa` into the guest. From then on, the guest's accesses there do not trap.
     ///
@@ -43,52 +43,52 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     /// The memory cannot be mapped there.
     fn map(&self, gpa: Gpa, memory: &Arc<Mapping>) -> Result<(), VmmError>;
 
-    /// Unmaps what [`Self::map`] mapped. After it returns, accesses trap to the VMM, and all earlier stores of
-    /// the guest are in the memory.
+    /// Unmaps memory that [`Self::map`] mapped. After it returns, accesses trap to the VMM, and all earlier stores of the guest
+    /// are in the memory.
     ///
     /// # Errors
-    /// The hypervisor does not unmap it.
+    /// The hypervisor cannot unmap the memory.
     fn unmap(&self, gpa: Gpa) -> Result<(), VmmError>;
 
     /// Makes a guest's write to `address`, of any size, signal `eventfd` instead of trapping. The written value
     /// is lost.
     ///
     /// # Errors
-    /// The hypervisor does not watch the address.
+    /// The hypervisor cannot watch the address.
     fn tie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
     /// Ends [`Self::tie`]. After it returns, writes trap to the VMM.
     ///
     /// # Errors
-    /// The hypervisor goes on watching the address.
+    /// The hypervisor cannot stop watching the address.
     fn untie(&self, address: Gpa, eventfd: &EventFd) -> Result<(), VmmError>;
 
-    /// Returns interrupt vectors for a function. They have no message yet.
+    /// Allocates interrupt vectors for a function. They have no message yet.
     ///
     /// # Errors
-    /// There are no more of them.
+    /// There are not enough vectors left.
     fn vectors(&self, count: u16) -> Result<Box<dyn Vectors>, VmmError>;
 
-    /// Returns a level of INTx for a function. `None`, as of a VMM that has none, leaves the guest MSI-X and MSI.
+    /// Returns an INTx level for a function; `None` to offer the guest MSI-X and MSI only.
     ///
     /// # Errors
-    /// The hypervisor gives none.
+    /// The hypervisor cannot provide a level.
     fn pin(&self) -> Result<Option<Box<dyn Pin>>, VmmError> {
         Ok(None)
     }
 
-    /// Returns the thread that runs the vCPU to which the hypervisor delivers `message`; `None` if that is not known, or
-    /// there are several. [`local_apic`](crate::local_apic) reads the message on a PC.
+    /// Returns the thread of the vCPU to which the hypervisor delivers `message`; `None` if it is unknown, or there are
+    /// several. [`local_apic`](crate::local_apic) decodes the message on a PC.
     ///
-    /// A poller of `poll=dedicated@vcpu` stays beside that thread. It reads the thread's processors ten times a second while
-    /// it is awake, so a thread that is moved needs no call. A VMM that gives a vCPU another thread calls
+    /// A poller of `poll=dedicated@vcpu` stays beside that thread. It reads the thread's processors ten times a second while it
+    /// is awake, so moving the thread needs no call. If a VMM gives a vCPU another thread, it must call
     /// [`FunctionDevice::vcpus_changed`](crate::FunctionDevice::vcpus_changed).
     fn vcpu_thread(&self, message: MsixMessage) -> Option<ThreadId> {
         let _ = message;
         None
     }
 
-    /// Starts a thread. A VMM that confines its threads does so here.
+    /// Starts a thread. A VMM that confines its threads overrides this.
     ///
     /// # Errors
     /// Returns the kernel's error.
@@ -97,7 +97,7 @@ pub trait Vmm: fmt::Debug + Send + Sync {
     }
 }
 
-/// The interrupt vectors of one function. Dropping them gives them back.
+/// Interrupt vectors of one function. Dropping them frees them.
 pub trait Vectors: fmt::Debug + Send {
     /// Returns the eventfd that raises a vector when it is signalled.
     ///
@@ -105,15 +105,15 @@ pub trait Vectors: fmt::Debug + Send {
     /// There is no such vector, or there are no file descriptors left.
     fn eventfd(&self, vector: u16) -> io::Result<EventFd>;
 
-    /// Sets the address and data that a vector writes when it is raised. The function itself masks: it does not
-    /// raise a masked vector.
+    /// Sets the address and data that a vector writes when it is raised. The function does the masking: it does not raise
+    /// masked vectors.
     ///
     /// # Errors
-    /// There is no such vector, or the hypervisor does not take the message.
+    /// There is no such vector, or the hypervisor rejects the message.
     fn set_message(&self, vector: u16, message: MsixMessage) -> Result<(), VmmError>;
 }
 
-/// The level of one function's INTx. Several may share a line. Dropping it gives it back.
+/// INTx level of one function. Several levels may share a line. Dropping the level frees it.
 pub trait Pin: fmt::Debug + Send {
     /// Returns the eventfd that raises the level when it is signalled.
     ///
@@ -121,15 +121,15 @@ pub trait Pin: fmt::Debug + Send {
     /// There are no file descriptors left.
     fn raise(&self) -> io::Result<EventFd>;
 
-    /// Returns the eventfd that is readable once the level has fallen, as the guest has acknowledged the interrupt of its
-    /// line. Reading it does not block.
+    /// Returns the eventfd that is readable once the level has fallen because the guest has acknowledged the line's interrupt.
+    /// Reading it does not block.
     ///
     /// # Errors
     /// There are no file descriptors left.
     fn fallen(&self) -> io::Result<EventFd>;
 }
 
-/// Returns pollers whose threads are started by `vmm`, as the threads of functions are.
+/// Creates pollers whose threads are started by `vmm`, like the threads of functions.
 #[must_use]
 pub fn pollers(vmm: Arc<dyn Vmm>) -> Arc<Pollers> {
     Pollers::on(Threads::from_spawn(move |name, work| vmm.spawn(name, work)))

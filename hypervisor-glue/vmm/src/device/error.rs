@@ -12,13 +12,13 @@ use crate::vmm::VmmError;
 /// Error of a function in a VMM.
 #[derive(Debug, Error)]
 pub enum DeviceError {
-    /// The VMM does not provide what the function needs.
+    /// The VMM failed to provide a service.
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// The kernel does not.
+    /// The kernel refused a resource.
     #[error("Cannot wire {id}; raise the limit on open files")]
     Wiring {
-        /// The function.
+        /// Id of the function.
         id: String,
         /// Kernel's error.
         source: io::Error,
@@ -26,45 +26,45 @@ pub enum DeviceError {
     /// The control thread cannot be started.
     #[error("Cannot start the control thread of {id}")]
     Thread {
-        /// The function.
+        /// Id of the function.
         id: String,
         /// Kernel's error.
         source: io::Error,
     },
-    /// The function cannot map guest memory, or cannot unmap it.
+    /// Guest memory cannot be mapped or unmapped for the function.
     #[error("Cannot follow the guest's memory")]
     Memory(#[from] DmaError),
-    /// Commands in flight do not finish.
+    /// Commands in flight did not complete in time.
     #[error("The function cannot be paused; its guest has to reset it")]
     Pause(#[from] QueueError),
-    /// The state cannot be taken.
+    /// The state cannot be saved.
     #[error("The state of the function cannot be saved")]
     Save(#[from] StateError),
-    /// The state does not fit, or is damaged.
+    /// The saved state does not fit, or is damaged.
     #[error("The function cannot be restored")]
     Restore(#[from] SnapshotError),
-    /// The drive cannot make what was written durable.
+    /// The drive could not be flushed.
     #[error("Cannot flush the drive: what the guest wrote and did not flush may be lost")]
     Flush(#[source] io::Error),
-    /// The function is out of the VMM, but has not ended in order.
+    /// The function has left the VMM, but did not end cleanly.
     #[error(transparent)]
     End(#[from] EndError),
-    /// The control thread died.
+    /// The control thread panicked.
     #[error("The control thread of {0} panicked")]
     Panicked(String),
     /// The drive exists in this process only.
     #[error("The drive of {0} cannot be handed over: it exists in this process only")]
     Private(String),
-    /// The function has no recipe to be made again.
+    /// The function was not given a way to be created again.
     #[error("The drive of {0} cannot be handed over: it could not be taken back")]
     Unique(String),
-    /// Another process has the drive for now.
+    /// Another process has the drive at present.
     #[error("The drive of {0} was handed over; have the function go on first")]
     HandedOver(String),
     /// The drive was handed over and cannot be taken back.
     #[error("The drive of {0} cannot be taken back; its slot is empty from now on")]
     TakeBack(String, #[source] OpenError),
-    /// There is no function any more.
+    /// The slot has no function.
     #[error("The slot of {0} is empty; remove it")]
     Empty(String),
 }

@@ -1,4 +1,4 @@
-//! A function as a VMM holds it in its own process, with its control thread.
+//! A function in a VMM's own process, with its control thread.
 
 mod error;
 mod hand_over;
@@ -34,14 +34,14 @@ pub use remake::Remake;
 
 /// An NVMe function in a VMM's process.
 ///
-/// Any thread may call any of it. Accesses wait for each other, and for an admin command that is
-/// being carried out; a guest's I/O waits for none of that.
+/// All methods may be called by any thread. Accesses wait for each other and for an admin command in progress; a guest's I/O
+/// does not wait for them.
 ///
-/// Lock order: the state, then whatever the [`Vmm`] takes. A VMM holds no lock of its own that
-/// [`Vmm`]'s functions take while it calls in here.
+/// Lock order: the function's state, then locks of the [`Vmm`]. While a VMM calls a method, it must not hold a lock that its
+/// [`Vmm`] methods take.
 pub struct FunctionDevice {
     shared: Arc<Shared>,
-    /// As [`Bar::ALL`] has them.
+    /// BAR sizes, in the order of [`Bar::ALL`].
     bar_sizes: [u64; Bar::ALL.len()],
     remake: Option<Remake>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -50,25 +50,25 @@ pub struct FunctionDevice {
 struct Shared {
     id: String,
     vmm: Arc<dyn Vmm>,
-    /// Loop of the control thread. It watches the function's events while the function is here.
+    /// Loop of the control thread. It watches the function's events while the function is in the slot.
     control: ControlLoop,
     slot: Mutex<Slot>,
 }
 
-/// Content of a VMM's slot.
+/// Contents of a VMM's slot.
 enum Slot {
     /// The function.
     Function(Box<State>),
-    /// Everything to have the function here again.
+    /// State for taking the function back.
     HandedOver(Box<HandedOver>),
-    /// Nothing: reads are ones, and writes reach nobody.
+    /// No function: reads return all ones, and writes are dropped.
     Empty,
 }
 
-/// A function that is wired to its VMM.
+/// Function with its connections to the VMM.
 struct State {
     function: NvmeFunction,
-    /// Event of the control thread.
+    /// Eventfd that the control thread watches.
     events: EventFd,
     routes: Routes,
     /// Readable when the level of the pin has fallen.
@@ -86,11 +86,11 @@ impl fmt::Debug for FunctionDevice {
 }
 
 impl FunctionDevice {
-    /// Puts `function`, which was made with [`MsixMasking::Function`](vmm_device::MsixMasking), into
-    /// `vmm`. It reaches no guest memory until it is told of some with [`Self::map_memory`].
+    /// Puts `function` into `vmm`. It must use [`MsixMasking::Function`](vmm_device::MsixMasking). It reaches no guest memory
+    /// until [`Self::map_memory`] adds some.
     ///
     /// # Errors
-    /// All of [`DeviceError`] but those of memory and of the end.
+    /// All of [`DeviceError`] except those about memory and the end.
     pub fn start(id: &str, function: NvmeFunction, vmm: Arc<dyn Vmm>) -> Result<Self, DeviceError> {
         let wiring = |source| DeviceError::wiring(id, source);
         let bar_sizes = Bar::ALL.map(|bar| function.bar_size(bar));
@@ -118,19 +118,19 @@ impl FunctionDevice {
         })
     }
 
-    /// The name it was started with.
+    /// Returns the id given at the start.
     #[must_use]
     pub fn id(&self) -> &str {
         &self.shared.id
     }
 
-    /// Calls `look` with the function, if it is here.
+    /// Calls `look` with the function, if the slot has one.
     pub fn with<T>(&self, look: impl FnOnce(&NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
         slot.function().map(|state| look(&state.function))
     }
 
-    /// Follows a change of the threads that run vCPUs: the VMM is asked for [each](Vmm::vcpu_thread) once more.
+    /// Updates the vCPU threads of all vectors: asks the VMM for [each](Vmm::vcpu_thread) again.
     pub fn vcpus_changed(&self) {
         if let Some(state) = self.shared.slot().function() {
             state.routes.find_vcpus(&state.function);
@@ -145,8 +145,8 @@ impl FunctionDevice {
         }
     }
 
-    /// Writes configuration space. Returns the BARs that moved: their accesses are to reach the
-    /// function at their new places from now on, and at the old ones no more.
+    /// Writes configuration space. Returns the BARs that moved: the VMM must forward accesses at their new addresses, and no
+    /// longer those at the old ones.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn write_config(&self, offset: u64, data: &[u8]) -> Vec<BarMove> {
         let mut slot = self.shared.slot();
@@ -161,13 +161,13 @@ impl FunctionDevice {
         moves
     }
 
-    /// Gives a BAR an address, as firmware does. The guest finds it there once it enables accesses.
+    /// Sets a BAR's address, as firmware does. The BAR is decoded there once the guest enables accesses.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn place_bar(&self, bar: Bar, address: u64) -> Vec<BarMove> {
         self.write_config(bar.config_offset(), &address.to_le_bytes())
     }
 
-    /// Size of a BAR in bytes, a power of two.
+    /// Returns the size of a BAR in bytes, a power of two.
     #[must_use]
     pub fn bar_size(&self, bar: Bar) -> u64 {
         match bar {
@@ -201,7 +201,7 @@ impl FunctionDevice {
             Bar::Registers => function.write_bar(bar, offset, data),
         }
         if bar == Bar::Registers && offset >= DOORBELLS {
-            // It changes nothing but what mapping is worth.
+            // A doorbell write can only change the decision whether to map the doorbells.
             if let Some(mapped) = mapped
                 && is_io_doorbell(function, offset)
                 && mapped.exited()
@@ -213,17 +213,17 @@ impl FunctionDevice {
         state.follow(&*self.shared.vmm);
     }
 
-    /// Reads from the BAR that is at a guest address, for a VMM with a bus of its own.
+    /// Reads from the BAR at a guest address, for a VMM with its own bus.
     pub fn read_at(&self, base: u64, offset: u64, data: &mut [u8]) {
         self.mmio_read(MmioAddress(base), offset, data);
     }
 
-    /// Writes to the BAR that is at a guest address, for a VMM with a bus of its own.
+    /// Writes to the BAR at a guest address, for a VMM with its own bus.
     pub fn write_at(&self, base: u64, offset: u64, data: &[u8]) {
         self.mmio_write(MmioAddress(base), offset, data);
     }
 
-    /// Returns the costs of mapping the function's doorbells into the guest, where that is done at all.
+    /// Returns the costs of mapping the function's doorbells into the guest, or zeros if they are never mapped.
     #[must_use]
     pub fn doorbell_figures(&self) -> DoorbellFigures {
         let mut slot = self.shared.slot();
@@ -231,8 +231,8 @@ impl FunctionDevice {
         mapped.map(MappedDoorbells::figures).unwrap_or_default()
     }
 
-    /// Resets the function as power-on does: for a guest that is restarted. When it returns, nothing
-    /// touches the guest's memory.
+    /// Resets the function to its power-on state, for a guest that is restarted. Commands that do not end within 30 seconds
+    /// keep the guest's memory in use, and `CSTS.RDY` set, until they end.
     #[must_use = "the VMM has to follow the BARs"]
     pub fn reset(&self) -> Vec<BarMove> {
         self.change(NvmeFunction::reset).unwrap_or_default()
@@ -240,8 +240,8 @@ impl FunctionDevice {
 
     /// Adds guest memory by its file: all memory at the start of the function, and memory that is added later.
     ///
-    /// The memory has to be complete: the function maps the file, and a page that the VMM has not restored yet would read as
-    /// zeros. Memory that this process has registered with userfaultfd, and that may still have faults, is refused. Use
+    /// The memory must be complete. The function maps the file, and a page that the VMM has not restored yet would read as
+    /// zeros. Memory that this process has registered with userfaultfd and that may still fault is refused: use
     /// [`Self::map_vmm_memory`] for it.
     ///
     /// # Errors
@@ -250,11 +250,11 @@ impl FunctionDevice {
         self.map_by(|host| host.map(memory))
     }
 
-    /// Adds guest memory, as [`Self::map_memory`] does, by the VMM's own mapping. The function makes no other mapping. So
-    /// restore on demand, post-copy and other uses of the VMM's mapping work.
+    /// Adds guest memory like [`Self::map_memory`], but uses the VMM's own mapping and creates no other. So restore on demand,
+    /// post-copy and other uses of the VMM's mapping work.
     ///
-    /// A function whose drive is on a server refuses memory that is not [complete](VmmMapping::is_complete), because the
-    /// server maps the file.
+    /// A function whose drive is on a server refuses memory that is not [complete](VmmMapping::is_complete), because the server
+    /// maps the file.
     ///
     /// # Errors
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
@@ -273,7 +273,7 @@ impl FunctionDevice {
         }
     }
 
-    /// Tells that guest memory goes. When it returns, nothing of the function touches it.
+    /// Removes guest memory. When this returns, the function does not access it.
     ///
     /// # Errors
     /// [`DeviceError::Memory`], [`DeviceError::HandedOver`].
@@ -285,14 +285,12 @@ impl FunctionDevice {
         }
     }
 
-    /// Takes the function out of the VMM. When it returns, nothing of the function touches the
-    /// guest's memory, and nothing of it is mapped into the guest. Data written to the drive is
-    /// durable. From then on its slot is empty, and the drive and its lease are given back.
+    /// Removes the function from the VMM and flushes its drive. When this returns, the function does not access the guest's
+    /// memory, and none of its memory is mapped into the guest. The slot is empty, and the drive and its lease are released.
     ///
     /// # Errors
-    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; it is out all the
-    /// same. Commands that did not end within 30 seconds keep the guest's memory and the lease until they
-    /// have.
+    /// [`DeviceError::Panicked`], [`DeviceError::Memory`], [`DeviceError::End`]; the function is removed nevertheless. Commands
+    /// that did not end within 30 seconds keep the guest's memory and the lease until they have.
     pub fn stop(&self) -> Result<(), DeviceError> {
         let Some(thread) = lock(&self.thread).take() else {
             return Ok(());
@@ -305,7 +303,7 @@ impl FunctionDevice {
             let ended = state.function.end();
             self.shared.disconnect(&mut state);
             result = match ended {
-                // The function has waited for the commands in flight. The memory that they name is kept.
+                // The function has already waited for the commands in flight. Their memory stays mapped.
                 Err(busy @ EndError::Busy(_)) => Err(busy.into()),
                 ended => {
                     let unmapped = state.function.host().unmap_all();
@@ -318,7 +316,7 @@ impl FunctionDevice {
         result
     }
 
-    /// Does something to the function, if it is here, that the VMM has to follow.
+    /// Changes the function, if there is one, and updates the VMM accordingly.
     fn change<T>(&self, change: impl FnOnce(&mut NvmeFunction) -> T) -> Option<T> {
         let mut slot = self.shared.slot();
         let state = slot.function()?;
@@ -345,7 +343,7 @@ impl Drop for FunctionDevice {
     }
 }
 
-/// Both BARs, at the addresses that the guest gave them.
+/// Accesses to both BARs at their guest addresses.
 impl DeviceMmio for FunctionDevice {
     fn mmio_read(&self, base: MmioAddress, offset: MmioAddressOffset, data: &mut [u8]) {
         match self
@@ -353,7 +351,7 @@ impl DeviceMmio for FunctionDevice {
             .flatten()
         {
             Some((bar, offset)) => self.read_bar(bar, offset, data),
-            // It has moved away just now, or is not here.
+            // The BAR has just moved away, or the slot is empty.
             None => read_nothing(data),
         }
     }
@@ -366,18 +364,18 @@ impl DeviceMmio for FunctionDevice {
     }
 }
 
-/// A read that nobody answers.
+/// Fills a read without a device: all ones.
 fn read_nothing(data: &mut [u8]) {
     data.fill(0xFF);
 }
 
 /// Token of the function's events.
 const EVENTS: u64 = 0;
-/// Token of the eventfd that tells of the pin.
+/// Token of the eventfd that reports the fall of the pin's level.
 const PIN_FALLEN: u64 = 1;
 
 impl Slot {
-    /// The function, if it is here.
+    /// Returns the function, if the slot has one.
     fn function(&mut self) -> Option<&mut State> {
         match self {
             Self::Function(state) => Some(state),
@@ -394,20 +392,20 @@ impl Shared {
     /// Connects a function to the VMM and to the control thread.
     fn wire(&self, mut function: NvmeFunction) -> Result<State, DeviceError> {
         let wiring = |source| DeviceError::wiring(&self.id, source);
-        // At most 128.
+        // Fits: at most 128.
         let vectors = self.vmm.vectors(function.vectors().len() as u16)?;
         let pin = self.vmm.pin()?;
         if pin.is_some() {
             function = function.with_pin();
         }
-        // One whose host side is another process has none.
+        // A function whose host side is another process has no pin.
         let pin = pin.filter(|_| function.has_pin());
         let pin_fallen = pin.as_ref().map(|pin| pin.fallen()).transpose();
         let pin_fallen = pin_fallen.map_err(wiring)?;
         let routes = Routes::connect(self.vmm.clone(), vectors, pin, &function);
         let routes = routes.map_err(wiring)?;
         let mapped = MappedDoorbells::of(&mut function).map_err(wiring)?;
-        // Not lent, so that what is watched stays open as long as it is watched.
+        // A duplicate, so that the descriptor stays open while it is watched.
         let events = function.events_fd().try_clone().map_err(wiring)?;
         self.control
             .watch(events.as_raw_fd(), EVENTS)
@@ -427,8 +425,8 @@ impl Shared {
         })
     }
 
-    /// Ends all that the function does within 30 seconds, and disconnects it. When this returns, nothing of it touches
-    /// the guest's memory, and nothing of it is mapped into the guest.
+    /// Ends all work of the function within 30 seconds, and disconnects it. Afterwards it does not access the guest's memory,
+    /// and none of its memory is mapped into the guest.
     fn unwire(&self, state: &mut State) -> Result<(), DeviceError> {
         let unmapped = state.function.reset_and_unmap();
         self.disconnect(state);
@@ -436,7 +434,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Disconnects a function that does nothing any more from the VMM and from the control thread.
+    /// Disconnects a function without work in progress from the VMM and from the control thread.
     fn disconnect(&self, state: &mut State) {
         state.follow(&*self.vmm);
         for vector in state.function.vectors() {
@@ -453,8 +451,7 @@ impl Shared {
     }
 }
 
-/// The function's share of its control thread: admin commands, events of the guest, and doorbells that are worth
-/// mapping or no longer.
+/// The function's work on the control thread: admin commands, events for the guest, and the decision whether to map doorbells.
 impl Controlled for &Shared {
     fn due_in(&mut self) -> Option<Duration> {
         self.slot().function().and_then(|state| state.interval())
@@ -465,7 +462,7 @@ impl Controlled for &Shared {
             if ready.contains(&PIN_FALLEN)
                 && let Some(fallen) = &state.pin_fallen
                 && fallen.read().is_ok()
-                // Each function on the line is told, those that send messages too.
+                // All functions on the line are told, including those that send messages.
                 && state.routes.is_pin()
             {
                 state.function.end_of_interrupt();
@@ -478,21 +475,21 @@ impl Controlled for &Shared {
 }
 
 impl State {
-    /// Returns the time in which nothing has to be done, unless something happens; `None` for ever.
+    /// Returns the time until the next periodic work; `None` if only events cause work.
     fn interval(&self) -> Option<Duration> {
         let decision = self.mapped.as_ref().and_then(MappedDoorbells::decides_in);
         let events = self.function.events_interval();
         [decision, events].into_iter().flatten().min()
     }
 
-    /// Decides whether doorbells are worth being mapped from now on.
+    /// Decides whether doorbells are to be mapped.
     fn decide(&mut self) {
         if let Some(mapped) = &mut self.mapped {
             mapped.decide(&self.function);
         }
     }
 
-    /// Has the hypervisor as the function is now.
+    /// Updates the hypervisor's mappings and eventfds to the function's present state.
     fn follow(&mut self, vmm: &dyn Vmm) {
         let Self {
             function,
@@ -507,7 +504,7 @@ impl State {
     }
 }
 
-/// Returns whether it is one of those that a guest writes for every I/O.
+/// Returns whether the doorbell belongs to an I/O queue.
 fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
     function.doorbell_at(offset).is_some_and(|doorbell| {
         let (Doorbell::SqTail(qid) | Doorbell::CqHead(qid)) = doorbell;
@@ -516,6 +513,6 @@ fn is_io_doorbell(function: &NvmeFunction, offset: u64) -> bool {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // The function is built so that what a panic leaves behind is at worst a failed controller.
+    // After a panic, the function's state is at worst a failed controller.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! The parts of a function whose drive was handed over, and the recipe to make it again.
+//! State of a function whose drive was handed over, and the way to create it again.
 
 use std::fmt;
 use std::mem;
@@ -11,19 +11,19 @@ use vmm_device::{FunctionState, NvmeFunction};
 
 use crate::open::OpenError;
 
-/// Pause between two attempts to take a drive back.
+/// Interval between two attempts to take a drive back.
 const RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Parts of a function whose drive another process may have.
+/// State of a function whose drive another process may have.
 pub(super) struct HandedOver {
     pub(super) saved: FunctionState,
     pub(super) memory: HeldMemory,
-    /// Pages of its last writes, if they were logged.
+    /// Pages of its last writes; `None` if they were not logged.
     pub(super) dirty: Option<Vec<DirtyRange>>,
 }
 
 impl HandedOver {
-    /// Takes the pages that were not taken yet.
+    /// Takes the logged pages.
     pub(super) fn take_dirty_pages(&mut self) -> Option<Vec<DirtyRange>> {
         self.dirty.as_mut().map(mem::take)
     }
@@ -33,15 +33,15 @@ impl HandedOver {
     }
 }
 
-/// Recipe that makes a function once more.
+/// Constructor of a function, for taking its drive back.
 pub struct Remake {
     make: Box<dyn Fn() -> Result<NvmeFunction, OpenError> + Send + Sync>,
-    /// For how long it is tried: who had the drive meanwhile may be about to give it back.
+    /// Time for repeated attempts: the process that has the drive may be about to release it.
     patience: Duration,
 }
 
 impl Remake {
-    /// Remakes by `make`, which is tried again for `patience` if it fails.
+    /// Creates the function by `make`, which is repeated for up to `patience` while it fails.
     pub fn new(
         make: impl Fn() -> Result<NvmeFunction, OpenError> + Send + Sync + 'static,
         patience: Duration,

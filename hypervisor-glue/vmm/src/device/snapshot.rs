@@ -1,8 +1,7 @@
-//! Pausing a function in a VMM's process, taking a snapshot of it, and restoring one.
+//! Pause, snapshot and restore of a function in a VMM's process.
 //!
-//! A VMM pauses its vCPUs, then its functions; takes the guest's memory and each function's state;
-//! and makes both again elsewhere: a function that was just started, with the guest's memory mapped,
-//! is restored, and goes on before the vCPUs do.
+//! A VMM pauses its vCPUs, then its functions, and saves the guest's memory and each function's state. To restore, it starts a
+//! new function, maps the guest's memory, restores the function, and resumes it before the vCPUs.
 
 use nvme_mpt::{DirtyRange, DmaError};
 use vmm_device::{BarMove, FunctionState};
@@ -10,11 +9,11 @@ use vmm_device::{BarMove, FunctionState};
 use super::{DeviceError, FunctionDevice, Slot, State};
 
 impl FunctionDevice {
-    /// Has the function take no more commands, and waits for those in flight. When this returns,
-    /// nothing of it touches the guest's memory until it goes on.
+    /// Stops taking commands and waits for those in flight. When this returns, the function does not access the guest's memory
+    /// until it is resumed.
     ///
     /// # Errors
-    /// [`DeviceError::Pause`]: it goes on, and its controller has failed.
+    /// [`DeviceError::Pause`]: commands did not end in time. The function continues as before.
     pub fn pause(&self) -> Result<(), DeviceError> {
         match self.shared.slot().function() {
             Some(state) => Ok(state.function.pause()?),
@@ -22,13 +21,12 @@ impl FunctionDevice {
         }
     }
 
-    /// Has the function go on. One that was [handed over](Self::hand_over) is taken back first, with
-    /// its drive: that takes as long as the drive takes to be opened, and some seconds if somebody
-    /// else has it.
+    /// Resumes the function. If it was [handed over](Self::hand_over), takes its drive back first: that takes as long as
+    /// opening the drive, and some seconds more if another process has it.
     ///
     /// # Errors
-    /// [`DeviceError::TakeBack`], and whatever a function cannot be started or restored for: its slot
-    /// is empty from then on, as if the guest had lost its drive.
+    /// [`DeviceError::TakeBack`], and all errors of starting or restoring a function. The slot is empty from then on, as if the
+    /// guest had lost its drive.
     pub fn resume(&self) -> Result<(), DeviceError> {
         let mut slot = self.shared.slot();
         match &mut *slot {
@@ -39,7 +37,7 @@ impl FunctionDevice {
             }
             Slot::HandedOver(_) => {
                 let taken_back = self.take_back(&mut slot);
-                // The control thread may have to wake up at another time now.
+                // The interval of the control thread's work may have changed.
                 self.shared.control.wake();
                 taken_back
             }
@@ -47,7 +45,7 @@ impl FunctionDevice {
         }
     }
 
-    /// The state of the function, which is paused.
+    /// Returns the state of a paused function.
     ///
     /// # Errors
     /// [`DeviceError::Save`], [`DeviceError::Empty`].
@@ -59,11 +57,11 @@ impl FunctionDevice {
         }
     }
 
-    /// Begins to note which pages of the guest's memory the function writes: for a VMM that copies
-    /// the memory of a guest that runs on. It copies all of it after this.
+    /// Starts to log the pages of guest memory that the function writes, for a VMM that copies the memory of a running guest.
+    /// The VMM must copy all memory after this call.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`] if commands in flight do not finish, [`DeviceError::HandedOver`].
+    /// [`DeviceError::Memory`] if commands in flight do not complete, [`DeviceError::HandedOver`].
     pub fn start_dirty_log(&self) -> Result<(), DeviceError> {
         match &*self.shared.slot() {
             Slot::Function(state) => Ok(state.function.host().start_dirty_log()?),
@@ -72,11 +70,11 @@ impl FunctionDevice {
         }
     }
 
-    /// The pages that the function wrote since the last time, or since it began to note them. What
-    /// it wrote at the last is there once it is paused.
+    /// Returns the pages that the function has written since the last call, or since the log was started. The last writes are
+    /// complete once the function is paused.
     ///
     /// # Errors
-    /// [`DeviceError::Memory`] if it does not note them.
+    /// [`DeviceError::Memory`] if the log is not active.
     pub fn take_dirty_pages(&self) -> Result<Vec<DirtyRange>, DeviceError> {
         match &mut *self.shared.slot() {
             Slot::Function(state) => Ok(state.function.host().take_dirty_pages()?),
@@ -88,7 +86,7 @@ impl FunctionDevice {
         }
     }
 
-    /// Ends [`Self::start_dirty_log`].
+    /// Stops the log of [`Self::start_dirty_log`].
     pub fn stop_dirty_log(&self) {
         match &mut *self.shared.slot() {
             Slot::Function(state) => state.function.host().stop_dirty_log(),
@@ -97,13 +95,11 @@ impl FunctionDevice {
         }
     }
 
-    /// Makes a function that was just started what another one was when it was saved. It is paused
-    /// until it is resumed. Returns the BARs that are somewhere now: their accesses are to reach the
-    /// function there.
+    /// Restores a saved function into this one, which was just started. The function is paused until it is resumed. Returns the
+    /// BARs that moved: the VMM must forward accesses at their new addresses.
     ///
     /// # Errors
-    /// [`DeviceError::Restore`]; then it is as it was. [`DeviceError::HandedOver`],
-    /// [`DeviceError::Empty`].
+    /// [`DeviceError::Restore`]; the function keeps working. [`DeviceError::HandedOver`], [`DeviceError::Empty`].
     pub fn restore(&self, saved: &FunctionState) -> Result<Vec<BarMove>, DeviceError> {
         let mut slot = self.shared.slot();
         let state = match &mut *slot {
@@ -115,7 +111,7 @@ impl FunctionDevice {
             function, routes, ..
         } = &mut **state;
         let restored = function.restore(saved);
-        // No vector is raised before the function goes on. One that was refused is as after power-on.
+        // Vectors are raised only after the resume. After a refusal, the function may have been reset.
         routes.follow_all(function);
         let moves = restored?;
         state.follow(&*self.shared.vmm);

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// The id of a blob in a git repository of SHA-1.
+/// Id of a blob in a git repository that uses SHA-1.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct BlobId([u8; 20]);
 
@@ -16,7 +16,7 @@ impl BlobId {
         Self(sha1(blob))
     }
 
-    /// Returns whether it is the id of no file (all zeros).
+    /// Returns whether this is the id of a missing file: all zeros.
     pub(crate) fn is_none(self) -> bool {
         self.0 == [0; 20]
     }
@@ -25,7 +25,7 @@ impl BlobId {
 impl FromStr for BlobId {
     type Err = ();
 
-    /// Reads an id of 40 digits.
+    /// Parses an id of 40 hexadecimal digits.
     fn from_str(text: &str) -> Result<Self, ()> {
         let mut id = [0; 20];
         let digits = text.as_bytes();

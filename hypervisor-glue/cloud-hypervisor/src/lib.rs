@@ -1,8 +1,8 @@
-//! Gives a checkout of Cloud Hypervisor NVMe functions in its own process.
+//! Patches a checkout of Cloud Hypervisor so that it can run NVMe functions in its own process.
 //!
 //! The patch contains no lines of Cloud Hypervisor, so it has no context lines that would locate a change in another version. A
-//! tool would insert its lines in wrong places. So the git blob id of each file is compared with the id that the patch was made
-//! for, and the id of the result with the expected id. All files are patched, or none is touched.
+//! tool would insert its lines in wrong places. So the git blob id of each file is compared with the expected id before and
+//! after the patch. Either all files are patched, or none.
 
 mod blob;
 mod patch;
@@ -17,15 +17,15 @@ pub use blob::BlobId;
 use patch::FilePatch;
 pub use patch::{ParseError, Patch};
 
-/// The version of Cloud Hypervisor that the patch was made for.
+/// Version of Cloud Hypervisor for which the patch was made.
 pub const VERSION: &str = "v53.0";
-/// The patch.
+/// Text of the patch.
 pub const CLOUD_HYPERVISOR: &str = include_str!("../v53.0.patch");
 
-/// A patch was not applied.
+/// Error of applying a patch.
 #[derive(Debug, Error)]
 pub enum ApplyError {
-    /// Files differ from those that the patch was made for. Nothing was changed.
+    /// Files differ from those for which the patch was made. Nothing was changed.
     #[error("Nothing was changed, as the patch is for Cloud Hypervisor {VERSION} as it was released:{}", list(.0))]
     Differ(Vec<String>),
     /// A file could not be read or written. Earlier changes were undone.
@@ -57,18 +57,18 @@ fn list(lines: &[String]) -> String {
     lines.collect()
 }
 
-/// A file to write.
+/// File to write.
 struct Change<'a> {
     path: PathBuf,
-    /// Content before; `None` for a new file.
+    /// Previous content; `None` for a new file.
     before: Option<Vec<u8>>,
     after: Vec<u8>,
     patch: &'a FilePatch,
 }
 
 impl Patch {
-    /// Applies the patch to the files in a directory. Returns the number of changed files. Patched files stay as they are, so an
-    /// interrupted run can be repeated.
+    /// Applies the patch to the files in a directory. Returns the number of changed files. Files that are patched already are
+    /// skipped, so an interrupted run can be repeated.
     ///
     /// # Errors
     /// All of [`ApplyError`].
@@ -79,14 +79,14 @@ impl Patch {
         let written = written.and_then(|()| put_in_place(&changes, &staged));
         if written.is_err() {
             for path in staged {
-                // What was put in place is not there any more.
+                // Files that were put in place no longer exist under this name.
                 let _ = fs::remove_file(path);
             }
         }
         written.map(|()| changes.len())
     }
 
-    /// Compares all files.
+    /// Compares all files with the patch, and returns the changes to make.
     fn changes(&self, checkout: &Path) -> Result<Vec<Change<'_>>, ApplyError> {
         let (mut changes, mut others) = (Vec::new(), Vec::new());
         for patch in &self.files {
@@ -127,7 +127,7 @@ impl Patch {
     }
 }
 
-/// Reads a file, if there is one.
+/// Reads a file; `None` if it does not exist.
 fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -137,7 +137,7 @@ fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Writes the new contents beside their files. `staged` gets the names of new files that may exist.
+/// Writes the new contents next to their files. `staged` gets the names of new files that may exist.
 fn stage(changes: &[Change<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyError> {
     for change in changes {
         let mut write = || -> io::Result<()> {
@@ -151,7 +151,7 @@ fn stage(changes: &[Change<'_>], staged: &mut Vec<PathBuf>) -> Result<(), ApplyE
                 fs::create_dir_all(folder)?;
             }
             staged.push(path.clone());
-            // One of an earlier run may still lie there.
+            // A file of an earlier run may be left.
             match fs::remove_file(&path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => File::create_new(&path)?.write_all(&change.after)?,

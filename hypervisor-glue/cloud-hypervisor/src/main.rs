@@ -1,4 +1,4 @@
-//! `cargo patch-vmm CHECKOUT`: gives a checkout of Cloud Hypervisor the option `--nvme-mpt`.
+//! `cargo patch-vmm CHECKOUT`: adds the option `--nvme-mpt` to a checkout of Cloud Hypervisor.
 
 use std::error::Error;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! A patch that only adds lines, to files with known contents.
+//! Patch format: lines to add to files with known contents.
 
 use std::fmt;
 
@@ -6,13 +6,13 @@ use thiserror::Error;
 
 use crate::blob::BlobId;
 
-/// A text is no patch of this kind.
+/// Error of parsing a patch.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("Line {line} of the patch: {problem}")]
 pub struct ParseError {
-    /// Number of the line, from 1.
+    /// Line number, from 1.
     pub line: usize,
-    /// The problem with it.
+    /// Description of the problem.
     pub problem: &'static str,
 }
 
@@ -21,7 +21,7 @@ pub struct ParseError {
 pub(crate) struct FilePatch {
     /// Path in the checkout, without `..`.
     pub(crate) path: String,
-    /// Content that the patch was made for; `None` if the file is new.
+    /// Content for which the patch was made; `None` for a new file.
     pub(crate) before: Option<BlobId>,
     /// Content of the patched file.
     pub(crate) after: BlobId,
@@ -30,19 +30,19 @@ pub(crate) struct FilePatch {
 
 #[derive(Debug, PartialEq, Eq)]
 struct Hunk {
-    /// Number of lines of the file before the added lines.
+    /// Number of the file's lines before the added lines.
     at: usize,
     lines: Vec<String>,
 }
 
-/// A patch of a checkout.
+/// Patch of a checkout.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Patch {
     pub(crate) files: Vec<FilePatch>,
 }
 
 impl Patch {
-    /// Reads a patch as git writes it with `--unified=0 --full-index`, without the text that git quotes behind the second `@@`.
+    /// Parses a patch as git writes it with `--unified=0 --full-index`, without the text that git quotes after the second `@@`.
     ///
     /// # Errors
     /// The text is no such patch: it removes lines, quotes lines, or abbreviates ids.
@@ -137,7 +137,7 @@ impl Patch {
     }
 }
 
-/// Reads a hunk's header. Returns the number of lines before the added lines, and the number of added lines.
+/// Parses a hunk's header. Returns the number of lines before the added lines, and the number of added lines.
 fn added(header: &str) -> Option<(usize, usize)> {
     let ranges = header.strip_prefix("@@ -")?.strip_suffix(" @@")?;
     let (old, new) = ranges.split_once(" +")?;
@@ -149,7 +149,7 @@ fn added(header: &str) -> Option<(usize, usize)> {
 }
 
 impl FilePatch {
-    /// Returns the content with the added lines; `None` if its id is not the id that the patch names.
+    /// Returns the content with the added lines; `None` if the result does not have the expected id.
     pub(crate) fn added_to(&self, content: &[u8]) -> Option<Vec<u8>> {
         let mut old = content.split_inclusive(|byte| *byte == b'\n');
         let mut new = Vec::with_capacity(content.len());

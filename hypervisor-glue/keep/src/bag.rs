@@ -1,4 +1,4 @@
-//! Many descriptors in two: the queue of a socket pair.
+//! Many descriptors packed into two: they are in the queue of a socket pair.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,19 +14,19 @@ use rustix::net::{
 use crate::error::KeepError;
 use crate::message::{self, DESCRIPTORS_MAX, Received};
 
-/// Bytes of the queue that a bag asks for; the kernel counts about 1 KiB for each message.
+/// Requested size of the queue in bytes; the kernel counts about 1 KiB for each message.
 const QUEUE: usize = 1 << 20;
 
-/// Bytes of the queue that only [`Bag::retain`] uses, for the copy of one message.
+/// Part of the queue, in bytes, that is reserved for [`Bag::retain`], which copies one message at a time.
 const RESERVE: usize = 4 << 10;
 
-/// Bound of the messages that are read.
+/// Maximum number of messages that are read.
 const MESSAGES_MAX: usize = 1 << 16;
 
-/// Bytes of a message: its number.
+/// Size of a message in bytes: its number.
 const NUMBER: usize = 8;
 
-/// Socket option of the byte at which the next peek begins.
+/// Socket option for the offset of the next peek, in bytes.
 #[derive(Clone, Copy)]
 struct PeekOffset;
 
@@ -40,11 +40,11 @@ setsockopt_impl!(
 
 /// Descriptors that outlive the process in the queue of a socket pair, in numbered messages.
 ///
-/// The keeper stores both [`ends`](Self::ends) under one name. So a bag costs the keeper two descriptors, whatever the
-/// number of its messages. The last message of a number counts. One process uses a bag at a time.
+/// The keeper stores both [`ends`](Self::ends) under one name. So a bag costs the keeper two descriptors, whatever the number
+/// of its messages. The last message of a number counts. Only one process may use a bag at a time.
 ///
-/// A process may die between any two system calls of a method. Then a message was put or it was not, and
-/// [`retain`](Self::retain) has lost none that it retains.
+/// A process may die between any two system calls of a method. A message is then either in the bag or not, and
+/// [`retain`](Self::retain) loses none that it should retain.
 #[derive(Debug)]
 pub struct Bag {
     writer: OwnedFd,
@@ -52,7 +52,7 @@ pub struct Bag {
 }
 
 impl Bag {
-    /// Makes an empty bag.
+    /// Creates an empty bag.
     ///
     /// # Errors
     ///
@@ -67,13 +67,13 @@ impl Bag {
         Ok(bag)
     }
 
-    /// Takes up a bag whose ends a keeper stored, in any order.
+    /// Opens a bag whose ends a keeper stored, in any order.
     ///
     /// The end with messages in its queue is the reader. If neither end has messages, either may be the reader.
     ///
     /// # Errors
     ///
-    /// The descriptors are no ends of a bag.
+    /// The descriptors are not the ends of a bag.
     pub fn from_kept(ends: Vec<OwnedFd>) -> Result<Self, KeepError> {
         let no_bag = |reason| KeepError::NoBag { reason };
         let Ok([first, second]) = <[OwnedFd; 2]>::try_from(ends) else {
@@ -100,17 +100,17 @@ impl Bag {
         Ok(bag)
     }
 
-    /// Returns both ends, for the keeper.
+    /// Returns both ends, for the keeper to store.
     #[must_use]
     pub fn ends(&self) -> [BorrowedFd<'_>; 2] {
         [self.writer.as_fd(), self.reader.as_fd()]
     }
 
-    /// Puts a message with at most 253 descriptors. It replaces earlier messages of its number.
+    /// Adds a message with at most 253 descriptors. It replaces earlier messages of its number.
     ///
     /// # Errors
     ///
-    /// The bag is full, or the user has too many descriptors in queues. The bag is unchanged then.
+    /// The bag is full, or the user has too many descriptors in queues. The bag is then unchanged.
     pub fn put(&self, number: u64, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
         let count = descriptors.len();
         if count > DESCRIPTORS_MAX {
@@ -126,11 +126,11 @@ impl Bag {
         })
     }
 
-    /// Reads the last message of each number, sorted by number, and leaves all messages in the bag.
+    /// Returns the last message of each number, sorted by number. All messages stay in the bag.
     ///
     /// # Errors
     ///
-    /// The process has too few descriptors left, or the bag has more messages than any bag of this kind.
+    /// The process has too few descriptors left, or the bag has more messages than allowed.
     pub fn contents(&mut self) -> Result<Vec<(u64, Vec<OwnedFd>)>, KeepError> {
         let mut last = BTreeMap::new();
         self.read_all(|number, descriptors| {
@@ -139,19 +139,19 @@ impl Bag {
         Ok(last.into_iter().collect())
     }
 
-    /// Removes messages whose number is not retained, and messages that later ones replaced. Returns how many are left.
+    /// Removes messages whose number is not retained, and messages that were replaced. Returns the number of messages left.
     ///
     /// # Errors
     ///
-    /// As [`put`](Self::put) and [`contents`](Self::contents). No retained message is lost then.
+    /// See [`put`](Self::put) and [`contents`](Self::contents). No retained message is lost.
     pub fn retain(&mut self, keep: impl Fn(u64) -> bool) -> Result<usize, KeepError> {
         self.retain_until(keep, || false)
     }
 
-    /// Retains, or stops before the first change of the queue for which `stops` returns true.
+    /// Does the work of `retain`, but stops before the first change of the queue for which `stops` returns true.
     ///
-    /// A retained message is copied to the back before it is taken from the front. So a stop leaves it in the queue
-    /// once or twice.
+    /// A retained message is copied to the back before it is removed from the front. So after a stop, the queue has it once or
+    /// twice.
     fn retain_until(
         &mut self,
         keep: impl Fn(u64) -> bool,
@@ -189,7 +189,7 @@ impl Bag {
         Ok(last.into_keys().filter(|number| keep(*number)).count())
     }
 
-    /// Passes all messages from front to back to `take`, and leaves them in the queue.
+    /// Passes all messages in order to `take`, and leaves them in the queue.
     fn read_all(&mut self, mut take: impl FnMut(u64, Vec<OwnedFd>)) -> Result<(), KeepError> {
         self.peek_from(0)?;
         let read = (0..=MESSAGES_MAX).try_fold(false, |ended, _| match ended {
@@ -231,13 +231,13 @@ impl Bag {
         }
     }
 
-    /// Sets the message that the next peek begins at, in bytes; -1 is the front for every peek.
+    /// Sets the offset of the next peek, in bytes; -1 makes every peek begin at the front.
     fn peek_from(&self, offset: i32) -> Result<(), KeepError> {
         setsockopt(&self.reader, PeekOffset, &offset)
             .map_err(|error| KeepError::system("set the place to read a bag from", error))
     }
 
-    /// Sets the queue's room to the most that the process may use, less [`RESERVE`] unless `all` is set.
+    /// Sets the queue's size to the maximum for this process, less [`RESERVE`] unless `all` is set.
     fn set_room(&self, all: bool) -> Result<(), KeepError> {
         let set = |size| {
             sockopt::set_socket_send_buffer_size_force(&self.writer, size)
@@ -245,7 +245,7 @@ impl Bag {
         };
         let most = || {
             set(QUEUE)?;
-            // The kernel doubles what it is given.
+            // The kernel doubles the requested size.
             let size = sockopt::socket_send_buffer_size(&self.writer)? / 2;
             match all {
                 true => Ok(()),

@@ -1,4 +1,4 @@
-//! Errors of the server's side and of the keeper.
+//! Errors of the server and of the keeper.
 
 use std::ffi::OsString;
 use std::io;
@@ -10,7 +10,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum KeepError {
-    /// A variable of the keeper's protocol has another form.
+    /// A variable of the keeper's protocol is malformed.
     #[error(
         "{name} is {value:?}, which no keeper sets: start the server by its keeper, or unset {name}"
     )]
@@ -20,7 +20,7 @@ pub enum KeepError {
         /// Its value.
         value: OsString,
     },
-    /// No socket is at the address in `NOTIFY_SOCKET`.
+    /// Nothing listens at the address in `NOTIFY_SOCKET`.
     #[error("Cannot connect to the keeper at {address:?}, which NOTIFY_SOCKET names")]
     Connect {
         /// The address.
@@ -28,7 +28,7 @@ pub enum KeepError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// The keeper's protocol has no such name.
+    /// The name is invalid for stored descriptors.
     #[error(
         "Descriptors cannot be kept as {name:?}: a name has 1 to 255 printable ASCII characters and no colon"
     )]
@@ -44,7 +44,7 @@ pub enum KeepError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// A message did not reach the keeper.
+    /// A message could not be sent to the keeper.
     #[error("Cannot send {message:?} to the keeper")]
     Send {
         /// The message.
@@ -52,7 +52,7 @@ pub enum KeepError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// The keeper did not process a barrier.
+    /// The keeper did not process a barrier in time.
     #[error("The keeper has not processed all messages within {milliseconds} ms")]
     Barrier {
         /// The time waited.
@@ -61,13 +61,13 @@ pub enum KeepError {
     /// The inherited descriptors were taken before.
     #[error("The inherited descriptors were taken before: take them once, at the start")]
     TakenBefore,
-    /// A descriptor that `LISTEN_FDS` counts is closed.
+    /// A descriptor counted by `LISTEN_FDS` is closed.
     #[error("Descriptor {number} is closed, though LISTEN_FDS counts it")]
     Closed {
         /// The descriptor.
         number: i32,
     },
-    /// Kept descriptors that are no bag.
+    /// The stored descriptors are no bag.
     #[error("The kept descriptors are no bag: {reason}")]
     NoBag {
         /// The reason.
@@ -85,16 +85,16 @@ pub enum KeepError {
     /// The user has too many descriptors in queues of sockets.
     #[error("The user has too many descriptors in queues of sockets: raise RLIMIT_NOFILE")]
     TooManyInQueues,
-    /// A bag has more messages than are read.
+    /// A bag has more messages than allowed.
     #[error("The bag has more than {limit} messages")]
     TooManyMessages {
-        /// The bound.
+        /// Maximum number of messages.
         limit: usize,
     },
-    /// Descriptors of a message exceed the limit of this process.
+    /// A message has more descriptors than this process may open.
     #[error("The process has too few descriptors left to read a bag: raise RLIMIT_NOFILE")]
     Cut,
-    /// The kernel refused an operation.
+    /// A system call failed.
     #[error("Cannot {action}")]
     System {
         /// The operation.
@@ -105,21 +105,21 @@ pub enum KeepError {
 }
 
 impl KeepError {
-    /// Returns whether the keeper has ended, so that no message reaches it any more.
+    /// Returns whether the keeper has ended, so that no message can reach it.
     #[must_use]
     pub fn is_of_the_end(&self) -> bool {
         matches!(self, Self::Gone { .. })
     }
 }
 
-/// Error of the keeper.
+/// Error of the keeper's side.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum KeeperError {
     /// No command was given.
     #[error("No command to start: name it after --")]
     NoCommand,
-    /// The kernel refused an operation.
+    /// A system call failed.
     #[error("The keeper cannot {action}")]
     System {
         /// The operation.
@@ -127,7 +127,7 @@ pub enum KeeperError {
         /// The kernel's error.
         source: io::Error,
     },
-    /// A server does not take this keeper.
+    /// The running server did not accept this keeper.
     #[error("The server does not take this keeper")]
     Adopt(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The command died too often.
@@ -140,10 +140,10 @@ pub enum KeeperError {
         command: OsString,
         /// Number of deaths within a minute.
         deaths: usize,
-        /// The last process's status.
+        /// Status of the last process.
         status: ExitStatus,
     },
-    /// A first stage without a keeper.
+    /// The first stage was started without a keeper.
     #[error(
         "The first stage of a command is for the keeper alone: standard input is no socket of a keeper"
     )]
@@ -151,7 +151,7 @@ pub enum KeeperError {
     /// The keeper passed fewer descriptors than it stores.
     #[error("The keeper could not pass all descriptors: raise RLIMIT_NOFILE")]
     Cut,
-    /// A stored descriptor's place is taken.
+    /// A descriptor number that is needed for a stored descriptor is already in use.
     #[error("Descriptor {number} is open already in the first stage of a command")]
     Occupied {
         /// The descriptor.

@@ -1,4 +1,4 @@
-//! The step between the keeper and its command.
+//! First stage of a command: the process between the keeper and the command.
 #![expect(
     unsafe_code,
     reason = "the default action of a signal is set by an unsafe call"
@@ -24,15 +24,15 @@ const STORED: u8 = 1;
 /// Last message, with the command's standard input.
 const STANDARD_INPUT: u8 = 0;
 
-/// A first stage that was started.
+/// First stage that was started.
 #[derive(Debug)]
 pub(crate) struct Started {
     pub(crate) child: Child,
-    /// An error if it does not get all descriptors. Then it ends by itself.
+    /// Error if the first stage did not get all descriptors. It then ends on its own.
     pub(crate) passed: rustix::io::Result<()>,
 }
 
-/// Starts a command by its first stage, which puts the descriptors with these names in place.
+/// Starts a command through its first stage, which puts the named descriptors in place.
 pub(crate) fn start(
     command: &mut Command,
     names: OsString,
@@ -52,13 +52,13 @@ pub(crate) fn start(
     }
     let child = command.spawn();
     let child = child.map_err(|error| KeeperError::system("start the command", error))?;
-    // The first stage's end of the socket: without it, the end of that process is seen.
+    // Closes this process's copy of the first stage's socket, so that the end of the first stage is noticed.
     command.stdin(Stdio::null());
     let passed = pass(&ours, descriptors);
     Ok(Started { child, passed })
 }
 
-/// Passes all that the first stage waits for.
+/// Sends the descriptors for which the first stage waits.
 fn pass(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<()> {
     for some in descriptors.chunks(DESCRIPTORS_MAX) {
         message::send(socket, &[STORED], some, SendFlags::empty())?;
@@ -68,11 +68,10 @@ fn pass(socket: &OwnedFd, descriptors: &[BorrowedFd<'_>]) -> rustix::io::Result<
     message::send(socket, &[STANDARD_INPUT], &last, SendFlags::empty())
 }
 
-/// Starts a command beside this process, which is to take its place: with these descriptors by their names, and with this
-/// process's keeper. `first_stage` are the arguments with which this program calls [`first_stage`]. `variables` are added to
-/// the environment.
+/// Starts a successor of this process, with these named descriptors and with this process's keeper. `first_stage` are the
+/// arguments with which this program calls [`first_stage`]. `variables` are added to the environment.
 ///
-/// This process names its successor to the keeper by `MAINPID=`, once the successor may take over.
+/// Once the successor may take over, this process must name it to the keeper by `MAINPID=`.
 ///
 /// # Errors
 ///
@@ -90,17 +89,17 @@ pub fn start_successor(
     first.envs(variables.iter().map(|(name, value)| (name, value)));
     let Started { mut child, passed } = start(&mut first, names.join(":").into(), &descriptors)?;
     if let Err(error) = passed {
-        // It ends by itself.
+        // The first stage ends on its own.
         let _ = child.wait();
         return Err(KeeperError::system("pass descriptors on", error));
     }
     Ok(child)
 }
 
-/// Executes a command of the keeper: puts the descriptors in their places, and sets `LISTEN_PID`.
+/// Executes the command of a keeper: puts the descriptors in place, and sets `LISTEN_PID`.
 ///
-/// `main` calls this first, with the arguments after [`KeepOptions::first_stage`](crate::KeepOptions::first_stage). It
-/// returns only to report an error; the process ends then.
+/// `main` must call this first, with the arguments after [`KeepOptions::first_stage`](crate::KeepOptions::first_stage). It
+/// returns only on an error; the process must end then.
 pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> KeeperError {
     let mut words = command.into_iter();
     let Some(program) = words.next() else {
@@ -110,7 +109,7 @@ pub fn first_stage(command: impl IntoIterator<Item = OsString>) -> KeeperError {
         return error;
     }
     let mut command = Command::new(&program);
-    // Without `LISTEN_FDS`, it names no descriptors.
+    // Harmless without `LISTEN_FDS`: it then names no descriptors.
     command
         .args(words)
         .env("LISTEN_PID", process::id().to_string());
@@ -129,7 +128,7 @@ fn receive() -> Result<(), KeeperError> {
         match (came.bytes, kind, came.is_cut) {
             (1, [STORED], false) => stored.extend(came.descriptors),
             (1, [STANDARD_INPUT], false) => break came.descriptors,
-            // The keeper closed the socket before the last message, or descriptors are missing.
+            // The keeper closed the socket too early, or descriptors are missing.
             _ => return Err(KeeperError::Cut),
         }
     };
@@ -147,10 +146,10 @@ fn receive() -> Result<(), KeeperError> {
     unblocked.map_err(|error| KeeperError::system("unblock signals", error))
 }
 
-/// Puts descriptors at 3 and above, and leaves them open for the command.
+/// Moves descriptors to 3 and above, and leaves them open for the command.
 fn place(descriptors: Vec<OwnedFd>) -> Result<(), KeeperError> {
     let end = FIRST + descriptors.len() as RawFd;
-    // First all out of the way that are not where they belong.
+    // First moves all misplaced descriptors out of the way.
     let places = FIRST..end;
     let mut aside = Vec::new();
     for (number, descriptor) in places.clone().zip(descriptors) {

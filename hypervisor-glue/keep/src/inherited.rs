@@ -1,4 +1,4 @@
-//! Descriptors that a keeper passed at the process's start.
+//! Descriptors that a keeper passed at the start of this process.
 #![expect(unsafe_code, reason = "descriptors are owned by their numbers")]
 
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use crate::error::KeepError;
 /// Number of the first descriptor that a keeper passes (`SD_LISTEN_FDS_START`).
 pub(crate) const FIRST: RawFd = 3;
 
-/// Variables of the keeper's protocol.
+/// Environment variables of the keeper's protocol.
 const VARIABLES: [&str; 9] = [
     "NOTIFY_SOCKET",
     "FDSTORE",
@@ -30,15 +30,14 @@ const VARIABLES: [&str; 9] = [
 
 static TAKEN: AtomicBool = AtomicBool::new(false);
 
-/// Descriptors that a keeper passed, by name. Those that are not taken are closed on drop.
+/// Descriptors that a keeper passed, by name. Dropping this closes those that were not taken.
 ///
-/// The environment stays unchanged, since other threads may read it. Use [`clear`] for each command that the process
-/// starts.
+/// The environment stays unchanged, since other threads may read it. Call [`clear`] for each command that the process starts.
 #[derive(Debug, Default)]
 pub struct Inherited(BTreeMap<String, Vec<OwnedFd>>);
 
 impl Inherited {
-    /// Takes the descriptors that the environment names, and sets close-on-exec.
+    /// Takes the descriptors that the environment names, and sets close-on-exec for them.
     ///
     /// Call this once, at the start of `main`, before the process opens or closes descriptors. Without `LISTEN_FDS`, or
     /// with the `LISTEN_PID` of another process, nothing is inherited.
@@ -67,17 +66,17 @@ impl Inherited {
         Ok(inherited)
     }
 
-    /// Returns the descriptors of a name, which stay here.
+    /// Returns the descriptors of a name without taking them.
     pub fn get(&self, name: &str) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.0.get(name).into_iter().flatten().map(AsFd::as_fd)
     }
 
-    /// Takes the descriptors of a name, in the order in which they were kept.
+    /// Takes the descriptors of a name, oldest first.
     pub fn take(&mut self, name: &str) -> Vec<OwnedFd> {
         self.0.remove(name).unwrap_or_default()
     }
 
-    /// Returns the names of descriptors that are not taken, sorted.
+    /// Returns the sorted names of descriptors that were not taken.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.keys().map(String::as_str)
     }
@@ -90,7 +89,7 @@ pub fn clear(command: &mut Command) {
     }
 }
 
-/// Returns numbers and names of the descriptors that the variables name.
+/// Returns numbers and names of the descriptors that the variables describe.
 fn listed(
     count: Option<OsString>,
     pid: Option<OsString>,
@@ -106,7 +105,7 @@ fn listed(
         Some(pid) if pid != own => return Ok(Vec::new()),
         Some(_) => {}
     }
-    // The next number has to exist too.
+    // `u16` leaves room for the number after the last one.
     let parsed = count.to_str().and_then(|count| count.parse::<u16>().ok());
     let Some(number) = parsed.map(RawFd::from) else {
         return Err(malformed("LISTEN_FDS", count));

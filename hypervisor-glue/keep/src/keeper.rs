@@ -1,4 +1,4 @@
-//! The keeper's process.
+//! The keeper's process: it starts a command, stores its descriptors and restarts it.
 #![expect(unsafe_code, reason = "close_range and signal have no safe interface")]
 
 use std::collections::VecDeque;
@@ -34,19 +34,19 @@ use crate::stored::{Refusal, Stored};
 /// Largest message (systemd's `NOTIFY_BUFFER_MAX`).
 const MESSAGE_MAX: usize = 4096;
 
-/// Descriptors that the keeper needs for itself: a message's, and some that are always open.
+/// Number of descriptors that the keeper itself needs: those of a message, and some that are always open.
 const OWN_DESCRIPTORS: usize = message::DESCRIPTORS_MAX + 64;
 
-/// Name of descriptors that came without one, as in systemd.
+/// Default name of descriptors, as in systemd.
 const UNNAMED: &str = "stored";
 
-/// Exit code of a command whose arguments are wrong. Another start ends as this one.
+/// Exit code of a command with wrong arguments. A restart would fail in the same way.
 const USAGE: i32 = 2;
 
-/// Signals that the keeper passes on.
+/// Signals that the keeper forwards.
 const PASSED_ON: [Signal; 3] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP];
 
-/// Signals that the keeper ignores, as they have no meaning for it. The processes that it starts inherit that.
+/// Signals without a meaning for the keeper, which it ignores. The processes that it starts inherit that.
 const IGNORED: [Signal; 12] = [
     Signal::SIGALRM,
     Signal::SIGIO,
@@ -68,13 +68,13 @@ const IGNORED: [Signal; 12] = [
 pub struct KeepOptions {
     /// Arguments with which [`Self::program`] calls [`first_stage`](crate::first_stage) on the arguments after them.
     pub first_stage: Vec<OsString>,
-    /// Program of the first stage: this process's own.
+    /// Program of the first stage; by default, this process's executable.
     pub program: PathBuf,
-    /// Largest number of stored descriptors (`FDSTORE`), as far as `RLIMIT_NOFILE` allows.
+    /// Maximum number of stored descriptors (`FDSTORE`), if `RLIMIT_NOFILE` allows it.
     pub store_max: u16,
-    /// Number of deaths within a minute after which the keeper gives up.
+    /// Number of deaths within a minute at which the keeper gives up.
     pub deaths: usize,
-    /// Delay before the start after the second death within a minute.
+    /// Delay before the restart after the second death within a minute.
     pub first_delay: Duration,
 }
 
@@ -95,7 +95,7 @@ impl KeepOptions {
     }
 }
 
-/// Returns a process's exit code: of a signal, 128 and its number.
+/// Returns a process's exit code; 128 plus the signal's number if a signal ended the process.
 #[must_use]
 pub fn exit_code(status: ExitStatus) -> ExitCode {
     let signal = status.signal().map(|signal| 128 + signal);
@@ -103,40 +103,42 @@ pub fn exit_code(status: ExitStatus) -> ExitCode {
     ExitCode::from(u8::try_from(code).unwrap_or(1))
 }
 
-/// Runs a command and stores descriptors for it; starts it again if it dies.
+/// Runs a command, stores descriptors for it, and restarts it if it dies.
 ///
-/// The keeper passes SIGTERM, SIGINT and SIGHUP on to the command's main process. It returns that process's status if
+/// The keeper forwards SIGTERM, SIGINT and SIGHUP to the command's main process. It returns that process's status if
 ///
 /// - the keeper was asked to end by SIGTERM or SIGINT,
 /// - the process ended with 0, or with 2 (wrong arguments), or
 /// - no process of the command was ever ready (`READY=1`).
 ///
-/// Otherwise, the command is started again: at once after its first death within a minute, then after
-/// [`KeepOptions::first_delay`], and after twice the time for each further death, up to 5 s. A main process names its successor by `MAINPID=`. Before another
-/// start, the keeper ends former main processes by SIGKILL: two never run at the same time.
+/// Otherwise, the command is restarted: at once after its first death within a minute, then after [`KeepOptions::first_delay`],
+/// and after twice the time for each further death, up to 5 s. A main process names its successor by `MAINPID=`. Before a
+/// restart, the keeper ends former main processes by SIGKILL, so that two never run at the same time.
 ///
-/// Call this in a process whose other threads take no signals, before it starts any other process. The keeper blocks signals, adopts
-/// orphans, collects all children, sets close-on-exec for all descriptors, and raises `RLIMIT_NOFILE` as far as it may.
+/// Call this in a process whose other threads block these signals, before it starts any other process. The keeper blocks
+/// signals, adopts orphans, collects all children, sets close-on-exec for all descriptors, and raises `RLIMIT_NOFILE` to its
+/// maximum.
 ///
 /// # Errors
 ///
-/// The command died too often, or cannot be started, or the kernel refuses what a keeper needs.
+/// The command died too often or cannot be started, or the kernel refuses an operation.
 pub fn keep(options: &KeepOptions, command: &[OsString]) -> Result<ExitStatus, KeeperError> {
     Keeper::new(options, command)?.run()
 }
 
-/// Runs a keeper for a process of `command` that runs already, and whose keeper has ended. After its death, `command` is
+/// Runs a keeper for a process of `command` that is running and whose keeper has ended. After the process's death, `command` is
 /// started.
 ///
 /// `number` is the id of that process. `ask` asks the process to use this keeper. Its arguments are the keeper's address
-/// (`NOTIFY_SOCKET`) and the number of descriptors that the keeper stores at most (`FDSTORE`). The process must send no
-/// message to the keeper before `ask` has returned.
+/// (`NOTIFY_SOCKET`) and the maximum number of stored descriptors (`FDSTORE`). The process must send no message to the keeper
+/// before `ask` has returned.
 ///
-/// The status of this process cannot be collected. It ended in order if it announced that (`STOPPING=1`).
+/// The keeper is not the parent of this process and cannot collect its status. If the process announced its end (`STOPPING=1`),
+/// it counts as successful.
 ///
 /// # Errors
 ///
-/// As [`keep`], and the error of `ask`.
+/// See [`keep`]; also the error of `ask`.
 pub fn adopt<E: Error + Send + Sync + 'static>(
     options: &KeepOptions,
     command: &[OsString],
@@ -144,7 +146,7 @@ pub fn adopt<E: Error + Send + Sync + 'static>(
     ask: impl FnOnce(&Path, u64) -> Result<(), E>,
 ) -> Result<ExitStatus, KeeperError> {
     let mut keeper = Keeper::new(options, command)?;
-    // Before it is asked: it may end at any time after that, and its number may be another process's.
+    // Must precede `ask`: after that, the process may end at any time and its number may be reused.
     let pid = i32::try_from(number).ok().and_then(Pid::from_raw);
     let process = pid.ok_or(Errno::SRCH).and_then(Process::open);
     let process = process.map_err(|error| KeeperError::system("watch the server", error))?;
@@ -160,26 +162,26 @@ pub fn adopt<E: Error + Send + Sync + 'static>(
 struct Keeper<'a> {
     options: &'a KeepOptions,
     command: &'a [OsString],
-    /// Folder that this user alone may enter. So messages come from this user's processes.
+    /// Directory that only this user may enter, so that only this user's processes can send messages.
     folder: TempDir,
     socket: UnixDatagram,
     signals: SignalFd,
     stored: Stored,
     main: Option<Process>,
-    /// The process that was the main process, and had ended when that was looked at last.
+    /// Main process, if it had ended when that was last checked.
     ended: Option<Pid>,
     /// Former main processes that have not ended.
     former: Vec<Process>,
     deaths: Deaths,
-    /// Time of the next start, if there is no main process.
+    /// Time of the next start, while there is no main process.
     start_at: Option<Instant>,
-    /// A process of the command was ready.
+    /// Set once a process of the command was ready.
     was_ready: bool,
-    /// The main process announced its end (`STOPPING=1`).
+    /// Set once the main process has announced its end (`STOPPING=1`).
     is_stopping: bool,
-    /// The keeper was asked to end.
+    /// Set once the keeper was asked to end.
     ends: bool,
-    /// The last status of a main process.
+    /// Last status of a main process.
     status: ExitStatus,
 }
 
@@ -235,7 +237,7 @@ impl<'a> Keeper<'a> {
                 self.start()?;
             }
             self.wait()?;
-            // All that a process sent before its end is read after its end was seen.
+            // The end is checked before the messages are read, so that all messages of an ended process are seen.
             let main = self.main.as_ref();
             self.ended = main.filter(|main| main.has_ended()).map(|main| main.pid);
             self.read_messages();
@@ -243,7 +245,7 @@ impl<'a> Keeper<'a> {
             self.former.retain(|process| !process.has_ended());
             self.collect();
             if self.main_ended() {
-                // Their orphans, with the main process perhaps, are the keeper's children afterwards.
+                // Afterwards, their orphans are the keeper's children, possibly including the main process.
                 for former in &self.former {
                     former.signal(rustix::process::Signal::KILL);
                 }
@@ -265,19 +267,19 @@ impl<'a> Keeper<'a> {
         main.is_some() && main == self.ended
     }
 
-    /// Waits for a message, a signal, the end of a process, or the time to start.
+    /// Waits for a message, a signal, the end of a process, or the time of the next start.
     fn wait(&self) -> Result<(), KeeperError> {
         let mut events = vec![
             PollFd::new(&self.socket, PollFlags::IN),
             PollFd::new(&self.signals, PollFlags::IN),
         ];
-        // A main process whose end was seen waits for the former ones alone.
+        // A main process whose end was seen only waits for the former ones.
         let main = self.main.iter().filter(|_| !self.main_ended());
         let processes = self.former.iter().chain(main);
         events.extend(processes.map(|process| PollFd::new(process, PollFlags::IN)));
         let time = self.start_at.map(|at| {
             let left = at.saturating_duration_since(now());
-            // At most a minute.
+            // Fits: at most a minute.
             let (tv_sec, tv_nsec) = (left.as_secs() as i64, left.subsec_nanos().into());
             Timespec { tv_sec, tv_nsec }
         });
@@ -300,7 +302,7 @@ impl<'a> Keeper<'a> {
             .args(self.command)
             .env("NOTIFY_SOCKET", address(&self.folder))
             .env("FDSTORE", self.stored.max().to_string())
-            // A terminal's SIGINT reaches the keeper alone, which passes it on once.
+            // A separate process group: a terminal's SIGINT reaches only the keeper, which forwards it once.
             .process_group(0);
         let stored: Vec<_> = self.stored.descriptors().map(AsFd::as_fd).collect();
         let started = first_stage::start(&mut command, self.stored.names(), &stored)?;
@@ -316,18 +318,18 @@ impl<'a> Keeper<'a> {
         self.is_stopping = false;
         self.main = Some(process);
         if let Err(error) = started.passed {
-            // The first stage ends without all of them, which is a death.
+            // The first stage fails without all descriptors, which counts as a death.
             log::error!("Cannot pass stored descriptors on: {error}");
         }
         Ok(())
     }
 
-    /// Notes the end of the main process. Returns its status if it is the keeper's end too.
+    /// Handles the end of the main process. Returns its status if the keeper ends as well.
     fn bury(&mut self) -> Result<Option<ExitStatus>, KeeperError> {
         let Some(main) = self.main.take() else {
             return Ok(None);
         };
-        // Its parent has collected a process that is no child of the keeper.
+        // A process that is no child of the keeper was collected by its parent.
         let unknown = match self.is_stopping {
             true => ExitStatus::default(),
             false => ExitStatus::from_raw(1 << 8),
@@ -382,15 +384,15 @@ impl<'a> Keeper<'a> {
 
     /// Collects children that have ended: main processes and orphans.
     ///
-    /// Before a process is collected, the keeper reads the messages that may name it. Its former parent sent them before
-    /// it ended and left the process to the keeper.
+    /// Before it collects a process, the keeper reads messages that may name that process. The process's former parent sent
+    /// them before it ended.
     fn collect(&mut self) {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
         loop {
             let ended = match waitid(Id::All, flags) {
                 Ok(WaitStatus::StillAlive) | Err(nix::errno::Errno::ECHILD) => return,
                 Ok(status) => status.pid(),
-                // nix knows no real-time signals, which may end a process too.
+                // nix cannot decode real-time signals, which may end a process as well.
                 Err(_) => None,
             };
             self.read_messages();
@@ -429,8 +431,8 @@ impl<'a> Keeper<'a> {
         }
     }
 
-    /// Processes a message. It closes descriptors that it does not store. That answers `BARRIER=1`, as all earlier
-    /// messages are processed.
+    /// Processes a message. Descriptors that are not stored are closed. That answers `BARRIER=1`, as all earlier messages have
+    /// been processed.
     fn process(&mut self, text: &str, descriptors: Vec<OwnedFd>) {
         let value = |name| {
             let mut lines = text.lines().filter_map(|line| line.split_once('='));
@@ -494,9 +496,9 @@ impl<'a> Keeper<'a> {
             return;
         }
         let process = pid.and_then(|pid| Process::open(pid).ok());
-        // A successor that has ended is a main process that died: the keeper must not end with its predecessor.
+        // A successor that has ended counts as a dead main process: the keeper must not end with its predecessor.
         let main = self.main.as_ref().map(|main| main.pid);
-        // A former one is main again if its successor does not take over.
+        // A former main process may become main again if its successor does not take over.
         let is_former = |pid| self.former.iter().any(|former| former.pid == pid);
         let process =
             process.filter(|process| is_former(process.pid) || descends(process.pid, main));
@@ -512,7 +514,7 @@ impl<'a> Keeper<'a> {
         );
         self.former.retain(|former| former.pid != process.pid);
         if self.ends {
-            // The signal reached the process before it alone.
+            // The signal has reached only the previous main process.
             process.signal(rustix::process::Signal::TERM);
         }
         self.former.extend(self.main.replace(process));
@@ -520,7 +522,7 @@ impl<'a> Keeper<'a> {
     }
 }
 
-/// Returns how many descriptors a keeper can store that may have `limit` of them; `None` is no limit.
+/// Returns the number of descriptors that a keeper with this limit can store; `None` means no limit.
 fn storable(wanted: usize, limit: Option<u64>) -> usize {
     let limit = limit.map_or(usize::MAX, |limit| {
         usize::try_from(limit).unwrap_or(usize::MAX)
@@ -532,7 +534,7 @@ fn address(folder: &TempDir) -> PathBuf {
     Path::new(folder.path()).join("notify")
 }
 
-/// Prepares the process for children.
+/// Sets up signals, limits and descriptors of this process before it starts children.
 fn prepare_process() -> Result<(), KeeperError> {
     nix::sys::prctl::set_child_subreaper(true)
         .map_err(|error| KeeperError::system("adopt orphans", error))?;
@@ -568,7 +570,7 @@ fn now() -> Instant {
     Instant::now()
 }
 
-/// Deaths within the last minute.
+/// Deaths of the command within the last minute.
 struct Deaths {
     max: usize,
     first_delay: Duration,
@@ -588,7 +590,7 @@ impl Deaths {
         }
     }
 
-    /// Notes a death. Returns the time to wait before a start; `None` after too many deaths.
+    /// Records a death. Returns the delay before the restart; `None` after too many deaths.
     fn note(&mut self, now: Instant) -> Option<Duration> {
         self.times
             .retain(|time| now.duration_since(*time) < Self::WINDOW);

@@ -1,33 +1,33 @@
-//! Descriptors that outlive a server's process: the keeper, and the server's side.
+//! Descriptors that outlive a server's process: the supervisor ("keeper"), and the server's side.
 //!
-//! A keeper starts a server, stores file descriptors for it, and passes them to the server's next process. The protocol
-//! is systemd's (`sd_notify(3)`, `sd_listen_fds(3)`): systemd is one keeper, [`keep`] is another. The crate knows
-//! nothing of the descriptors.
+//! A keeper starts a server, stores file descriptors for it, and passes them to the server's next process. The protocol is
+//! systemd's (`sd_notify(3)`, `sd_listen_fds(3)`): systemd is one keeper, [`keep`] is another. The crate does not depend on the
+//! kind of the descriptors.
 //!
 //! | module | job |
 //! |---|---|
 //! | `store` | the server's messages to its keeper: [`Store`] |
 //! | `inherited` | descriptors that the keeper passed at the start: [`Inherited`] |
-//! | `bag` | many descriptors in two that the keeper stores: [`Bag`] |
+//! | `bag` | many descriptors packed into two that the keeper stores: [`Bag`] |
 //! | `keeper` | the keeper's process: [`keep`] |
-//! | `stored` | the keeper's descriptors and their names |
-//! | `process` | the keeper's view of a process |
+//! | `stored` | the keeper's fd store: descriptors and their names |
+//! | `process` | the keeper's handle of a process |
 //! | `first_stage` | the step between the keeper and its command: [`first_stage`] |
 //! | `message` | bytes and descriptors over a socket |
 //!
 //! # Start of a command
 //!
-//! `LISTEN_PID` is the number of the process that reads it, so the keeper cannot set it. The keeper starts its own
-//! executable, whose `main` calls [`first_stage`]. This process receives the descriptors through a socket at its
-//! standard input, puts them at 3 and above, sets `LISTEN_PID`, and executes the command.
+//! `LISTEN_PID` must be the number of the process that reads it, so the keeper cannot set it. The keeper starts its own
+//! executable, whose `main` calls [`first_stage`]. This process receives the descriptors through a socket at its standard
+//! input, moves them to 3 and above, sets `LISTEN_PID`, and executes the command.
 //!
 //! # Limits
 //!
-//! The keeper neither polls stored descriptors for errors (`FDPOLL=1`) nor watches a watchdog. It kills no other process
-//! than former main processes. Descriptors that a parent passed to the keeper stay with the keeper.
+//! The keeper neither polls stored descriptors for errors (`FDPOLL=1`) nor implements a watchdog. It kills no process except
+//! former main processes. Descriptors that a parent passed to the keeper stay with the keeper.
 //!
-//! For a user without `CAP_SYS_RESOURCE`, the kernel limits descriptors in the queues of sockets to `RLIMIT_NOFILE`.
-//! All [`Bag`]s of a user, and the start of a command, count toward this limit.
+//! For a user without `CAP_SYS_RESOURCE`, the kernel limits descriptors in the queues of sockets to `RLIMIT_NOFILE`. All
+//! [`Bag`]s of a user, and the start of a command, count toward this limit.
 
 mod bag;
 mod error;

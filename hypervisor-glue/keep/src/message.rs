@@ -1,4 +1,4 @@
-//! Bytes and descriptors in one message over a socket.
+//! Sockets' messages of bytes and descriptors.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -13,13 +13,13 @@ use rustix::net::{
 /// Largest number of descriptors in a message (`SCM_MAX_FD`).
 pub const DESCRIPTORS_MAX: usize = 253;
 
-/// A message as it came.
+/// Received message.
 pub(crate) struct Received {
     /// Number of bytes.
     pub(crate) bytes: usize,
-    /// Descriptors, with close-on-exec.
+    /// Descriptors, with close-on-exec set.
     pub(crate) descriptors: Vec<OwnedFd>,
-    /// Bytes or descriptors are missing.
+    /// Set if bytes or descriptors are missing.
     pub(crate) is_cut: bool,
 }
 

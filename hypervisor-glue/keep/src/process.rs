@@ -1,4 +1,4 @@
-//! The keeper's view of a process.
+//! The keeper's handle of a process.
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,12 +8,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Result, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, Signal, getpid, pidfd_open, pidfd_send_signal};
 
-/// A process by its pidfd.
+/// Process with its pidfd.
 #[derive(Debug)]
 pub(crate) struct Process {
     pub(crate) pid: Pid,
     descriptor: OwnedFd,
-    /// Status, once it was collected.
+    /// Exit status, once it was collected.
     pub(crate) status: Option<ExitStatus>,
 }
 
@@ -38,7 +38,7 @@ impl Process {
         retry_on_intr(|| poll(&mut ends, Some(&now))).is_ok_and(|ended| ended > 0)
     }
 
-    /// Sends a signal. A process that has ended ignores it.
+    /// Sends a signal. Has no effect on a process that has ended.
     pub(crate) fn signal(&self, signal: Signal) {
         if let Err(error) = pidfd_send_signal(&self.descriptor, signal) {
             log::debug!("Process {} has ended: {error}", self.pid.as_raw_pid());
@@ -52,7 +52,7 @@ impl AsFd for Process {
     }
 }
 
-/// Returns whether a process descends from this one, or from `other`.
+/// Returns whether a process is a descendant of this one or of `other`.
 pub(crate) fn descends(pid: Pid, other: Option<Pid>) -> bool {
     let ancestors = [Some(getpid()), other].map(|pid| pid.map(Pid::as_raw_pid));
     let mut pid = pid.as_raw_pid();
@@ -66,7 +66,7 @@ pub(crate) fn descends(pid: Pid, other: Option<Pid>) -> bool {
     false
 }
 
-/// Returns the number of a process's parent (`proc(5)`: the second field after the name in parentheses).
+/// Returns the number of a process's parent (`proc(5)`: second field after the name in parentheses).
 fn parent(pid: i32) -> Option<i32> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let end = stat.iter().rposition(|byte| *byte == b')')?;

@@ -17,7 +17,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use crate::error::KeepError;
 use crate::message::{self, DESCRIPTORS_MAX};
 
-/// Bound of the time that a message waits for room in the keeper's queue.
+/// Timeout for sending a message while the keeper's queue is full.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Connection to the process's keeper.
@@ -29,7 +29,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// Connects to the keeper that the environment names; `None` if it names none.
+    /// Connects to the keeper that the environment names; `None` without one.
     ///
     /// # Errors
     ///
@@ -47,7 +47,8 @@ impl Store {
         Self::connect(&address, number).map(Some)
     }
 
-    /// Connects to the keeper at an address: a path, or `@` and an abstract name. It stores up to `max` descriptors.
+    /// Connects to the keeper at an address: a path, or `@` and an abstract name. `max` is the number of descriptors that it
+    /// stores.
     ///
     /// # Errors
     ///
@@ -72,7 +73,7 @@ impl Store {
         }
     }
 
-    /// Returns the variables that name this keeper to another process of the server.
+    /// Returns the environment variables that name this keeper to another process of the server.
     #[must_use]
     pub fn variables(&self) -> [(&'static str, OsString); 2] {
         [
@@ -81,13 +82,13 @@ impl Store {
         ]
     }
 
-    /// Returns whether the keeper has ended. A keeper that lives is not woken for that, unless its socket has lost its path.
+    /// Returns whether the keeper has ended. The check does not wake a living keeper, unless its socket file is missing.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         match Self::connect(&self.address, self.max) {
             Err(KeepError::Connect { source, .. }) => match source.kind() {
                 io::ErrorKind::ConnectionRefused => true,
-                // What cleans temporary files up may have removed it.
+                // The socket file may have been removed by a cleanup of temporary files.
                 io::ErrorKind::NotFound => {
                     let sent = self.send_with("", &[], SendFlags::DONTWAIT);
                     sent.is_err_and(|error| error.is_of_the_end())
@@ -98,27 +99,27 @@ impl Store {
         }
     }
 
-    /// Returns whether the keeper stores descriptors (`FDSTORE`, which systemd sets from version 254 on).
+    /// Returns whether the keeper stores descriptors (`FDSTORE`, which systemd sets since version 254).
     #[must_use]
     pub fn keeps(&self) -> bool {
         self.max > 0
     }
 
-    /// Returns the number of descriptors that the keeper stores at most (`FDSTORE`).
+    /// Returns the maximum number of descriptors that the keeper stores (`FDSTORE`).
     #[must_use]
     pub fn max(&self) -> u64 {
         self.max
     }
 
-    /// Adds descriptors to the keeper's store, and keeps other descriptors of that name.
+    /// Adds descriptors to the keeper's store. Descriptors already stored under that name stay.
     ///
-    /// No keeper answers. One that stores [`Self::max`] descriptors drops further ones, so the caller counts them.
-    /// At most [`DESCRIPTORS_MAX`] descriptors are stored at once, so that a crash leaves all or none of them.
-    /// A descriptor that the keeper stores already stays there once, with its former name.
+    /// A keeper sends no reply. If it already stores [`Self::max`] descriptors, it drops further ones, so the caller must count
+    /// them. Up to [`DESCRIPTORS_MAX`] descriptors are stored atomically: after a crash, all or none are stored. If a
+    /// descriptor is stored already, the keeper keeps it once, with its previous name.
     ///
     /// # Errors
     ///
-    /// The name cannot be used, or the keeper is gone or stuck.
+    /// The name is invalid, or the keeper is gone or stuck.
     pub fn keep(&self, name: &str, descriptors: &[BorrowedFd<'_>]) -> Result<(), KeepError> {
         check(name)?;
         let text = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
@@ -132,13 +133,13 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// The name cannot be used, or the keeper is gone or stuck.
+    /// The name is invalid, or the keeper is gone or stuck.
     pub fn forget(&self, name: &str) -> Result<(), KeepError> {
         check(name)?;
         self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])
     }
 
-    /// Sends assignments of `sd_notify(3)`, one a line, for example `READY=1`; at most 4096 bytes.
+    /// Sends assignments of `sd_notify(3)`, one per line, for example `READY=1`; at most 4096 bytes.
     ///
     /// # Errors
     ///
@@ -147,7 +148,7 @@ impl Store {
         self.send(assignments, &[])
     }
 
-    /// Waits until the keeper has processed all earlier messages. A signal begins the timeout anew.
+    /// Waits until the keeper has processed all earlier messages. A signal restarts the timeout.
     ///
     /// # Errors
     ///
@@ -162,7 +163,7 @@ impl Store {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos().into(),
         };
-        // The end of the last writer is reported without being asked for.
+        // The hang-up of the last writer is always reported.
         let mut ends = [PollFd::new(&ours, PollFlags::empty())];
         let ended = retry_on_intr(|| poll(&mut ends, Some(&time)));
         match ended.map_err(|error| KeepError::system("wait for a barrier", error))? {
@@ -185,7 +186,7 @@ impl Store {
     ) -> Result<(), KeepError> {
         let sent = message::send(&self.socket, text.as_bytes(), descriptors, flags);
         sent.map_err(|error| match error {
-            // The first message after its end, and those after that.
+            // Errors of the first and of further messages after the keeper's end.
             Errno::CONNREFUSED | Errno::CONNRESET | Errno::NOTCONN => KeepError::Gone {
                 source: error.into(),
             },
@@ -204,7 +205,7 @@ fn connect(address: &SocketAddr) -> io::Result<UnixDatagram> {
     Ok(socket)
 }
 
-/// Returns whether descriptors can be kept by a name.
+/// Returns whether a name is valid for stored descriptors.
 pub(crate) fn is_name(name: &str) -> bool {
     let printable = |byte: u8| matches!(byte, b' '..=b'~') && byte != b':';
     (1..=255).contains(&name.len()) && name.bytes().all(printable)

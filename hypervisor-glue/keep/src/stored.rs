@@ -1,4 +1,4 @@
-//! The keeper's descriptors and their names.
+//! The keeper's fd store: descriptors and their names.
 #![expect(
     unsafe_code,
     reason = "descriptors are compared by calls without a safe interface"
@@ -7,10 +7,10 @@
 use std::ffi::OsString;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-/// Largest length of one variable (`MAX_ARG_STRLEN` less the variable's name).
+/// Maximum length of `LISTEN_FDNAMES` (`MAX_ARG_STRLEN` less the variable's name).
 const NAMES_MAX: usize = (128 << 10) - 64;
 
-/// Descriptors in the order in which they were kept.
+/// Stored descriptors, oldest first.
 #[derive(Debug)]
 pub(crate) struct Stored {
     max: usize,
@@ -20,9 +20,9 @@ pub(crate) struct Stored {
 /// Reason why a descriptor is not stored.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// The store has as many descriptors as it may have.
+    /// The store is full.
     Full,
-    /// `LISTEN_FDNAMES` would be longer than a variable may be.
+    /// `LISTEN_FDNAMES` would become too long.
     Names,
     /// The descriptor is stored already.
     Same,
@@ -80,7 +80,8 @@ impl Stored {
     }
 }
 
-/// Returns whether two descriptors share one open file. A kernel that reports neither counts them as different.
+/// Returns whether two descriptors share one open file description. If the kernel supports neither call, they count as
+/// different.
 fn is_same(one: &OwnedFd, other: &OwnedFd) -> bool {
     // Linux 6.10 (linux/fcntl.h).
     const F_DUPFD_QUERY: libc::c_int = 1027;

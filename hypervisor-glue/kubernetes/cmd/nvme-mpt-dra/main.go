@@ -31,7 +31,7 @@ import (
 
 const usage = "use `nvme-mpt-dra node` on each node with drives, and `nvme-mpt-dra hold` once in the cluster; -help after either has the options"
 
-// holdPause is the time after which claims are watched anew once a watch has ended.
+// holdPause is the delay before the next watch of claims after a watch has ended.
 const holdPause = 5 * time.Second
 
 func main() {
@@ -58,7 +58,7 @@ func run(ctx context.Context, arguments []string) error {
 	}
 }
 
-// client returns a client of the API server: that of the pod's account, or that of a file.
+// client returns a client of the API server, with the pod's account or by the kubeconfig file.
 func client(kubeconfig string) (kubernetes.Interface, error) {
 	config, err := rest.InClusterConfig()
 	if kubeconfig != "" {
@@ -74,7 +74,7 @@ func client(kubeconfig string) (kubernetes.Interface, error) {
 	return found, nil
 }
 
-// bytes is an option with a quantity, as in 6Gi.
+// bytes is a command-line flag with a quantity, as in 6Gi.
 type bytes int64
 
 func (b *bytes) String() string {

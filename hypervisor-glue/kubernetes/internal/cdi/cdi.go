@@ -1,4 +1,4 @@
-// Package cdi writes the files by which a container runtime gives sockets to containers.
+// Package cdi writes the CDI files by which a container runtime mounts socket folders into containers.
 package cdi
 
 import (
@@ -14,13 +14,13 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/names"
 )
 
-// version is the oldest version of CDI with all that is used here: mounts, and dots in names of devices.
+// version is the oldest CDI version that has mounts, and dots in device names.
 const version = "0.6.0"
 
 // Folder is a folder that container runtimes read, such as /var/run/cdi.
 type Folder string
 
-// Mount is a folder of the host in a container.
+// Mount is a folder of the host that is mounted into a container.
 type Mount struct {
 	HostPath      string   `json:"hostPath"`
 	ContainerPath string   `json:"containerPath"`
@@ -55,7 +55,7 @@ func fileName(claim types.UID) string {
 	return prefix + string(claim) + suffix
 }
 
-// partSuffix ends the name of a file that is being written.
+// partSuffix ends the name of a file that is still being written.
 const partSuffix = ".part"
 
 var (
@@ -63,7 +63,7 @@ var (
 	suffix = ".json"
 )
 
-// Write makes the devices of a claim, one for each mount, as a whole or not at all.
+// Write replaces the file of a claim atomically. The file has one CDI device for each mount.
 func (f Folder) Write(claim types.UID, mounts []Mount) error {
 	content := spec{Version: version, Kind: names.CDIKind}
 	for index, mount := range mounts {
@@ -81,7 +81,7 @@ func (f Folder) Write(claim types.UID, mounts []Mount) error {
 		return fmt.Errorf("the CDI folder cannot be made: mount it into the plugin: %w", err)
 	}
 	defer func() { _ = root.Close() }()
-	// Runtimes read names that end in .json or .yaml alone, so they never see a part of a file.
+	// Runtimes read only names that end in .json or .yaml, so they never see a partial file.
 	name := fileName(claim)
 	if err := folder.Replace(root, name, name+partSuffix, append(text, '\n')); err != nil {
 		return fmt.Errorf("CDI file of claim %s: %w", claim, err)
@@ -89,7 +89,7 @@ func (f Folder) Write(claim types.UID, mounts []Mount) error {
 	return nil
 }
 
-// Remove removes the devices of a claim, if there are any.
+// Remove removes the file of a claim, if there is one.
 func (f Folder) Remove(claim types.UID) error {
 	root, err := folder.Open(string(f))
 	if errors.Is(err, fs.ErrNotExist) {

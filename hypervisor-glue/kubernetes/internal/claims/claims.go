@@ -1,4 +1,4 @@
-// Package claims reads the claims of a cluster, and keeps those allocated that keep their data.
+// Package claims reads the claims of a cluster, and holds claims that keep their data, so that they stay allocated.
 package claims
 
 import (
@@ -14,15 +14,15 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/parameters"
 )
 
-// page is the number of claims that are asked for at once.
+// page is the number of claims that one request reads.
 const page = 500
 
-// Cluster is the API server of a cluster.
+// Cluster reads and updates claims through the cluster's API server.
 type Cluster struct {
 	Client kubernetes.Interface
 }
 
-// Get returns a claim, and nil if there is none.
+// Get returns a claim, or nil if there is none.
 func (c Cluster) Get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
 	claim, err := c.Client.ResourceV1().ResourceClaims(namespace).Get(ctx, name, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
@@ -34,7 +34,7 @@ func (c Cluster) Get(ctx context.Context, namespace, name string) (*resourceapi.
 	return claim, nil
 }
 
-// List returns all claims, as the API server has them at this moment.
+// List returns all claims that the API server has at present.
 func (c Cluster) List(ctx context.Context) ([]resourceapi.ResourceClaim, error) {
 	var all []resourceapi.ResourceClaim
 	options := metav1.ListOptions{Limit: page}
@@ -51,7 +51,7 @@ func (c Cluster) List(ctx context.Context) ([]resourceapi.ResourceClaim, error) 
 	}
 }
 
-// Results returns the allocation results of this driver, in their order.
+// Results returns the allocation results of this driver, in the claim's order.
 func Results(claim *resourceapi.ResourceClaim) []resourceapi.DeviceRequestAllocationResult {
 	if claim.Status.Allocation == nil {
 		return nil
@@ -65,7 +65,7 @@ func Results(claim *resourceapi.ResourceClaim) []resourceapi.DeviceRequestAlloca
 	return own
 }
 
-// IsKept reports whether data of a claim outlives its pods.
+// IsKept reports whether any data of a claim outlives its pods.
 func IsKept(claim *resourceapi.ResourceClaim) (bool, error) {
 	for _, result := range Results(claim) {
 		function, err := parameters.Of(claim, result.Request)
@@ -79,7 +79,7 @@ func IsKept(claim *resourceapi.ResourceClaim) (bool, error) {
 	return false, nil
 }
 
-// IsHeld reports whether the claim stays allocated without a pod.
+// IsHeld reports whether the claim is held, so that it stays allocated without a pod.
 func IsHeld(claim *resourceapi.ResourceClaim) bool {
 	for _, consumer := range claim.Status.ReservedFor {
 		if isHold(consumer) {

@@ -13,8 +13,8 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/names"
 )
 
-// holdResource names the consumer that keeps a claim allocated. Kubernetes has no object of it: its controller of claims
-// leaves consumers alone that it does not know (Kubernetes 1.36, pkg/controller/resourceclaim/controller.go).
+// holdResource names the consumer that keeps a claim allocated. No such object exists: Kubernetes' claim controller
+// ignores consumers that it does not know (Kubernetes 1.36, pkg/controller/resourceclaim/controller.go).
 const holdResource = "leases"
 
 func isHold(consumer resourceapi.ResourceClaimConsumerReference) bool {
@@ -31,15 +31,14 @@ func holdOf(claim *resourceapi.ResourceClaim) resourceapi.ResourceClaimConsumerR
 	}
 }
 
-// Hold makes the claim stay allocated if it keeps its data, and lets go of one that is being deleted. A claim without a
-// consumer would be deallocated, and its next pod might be placed on another node.
+// Hold makes a claim stay allocated if it keeps its data, and releases a claim that is being deleted. A claim without
+// a consumer would be deallocated, and its next pod might be placed on another node.
 //
-// It changes one claim in one step, by a condition on the version that it looked at. So a hold that fails is made by the
-// next call.
+// The update is conditional on the version of the claim that was read. If it fails, the next call repeats it.
 func (c Cluster) Hold(ctx context.Context, claim *resourceapi.ResourceClaim) error {
 	kept, err := IsKept(claim)
 	if err != nil {
-		// Parameters that a node plugin refuses: no function is made of them, so there is no data.
+		// A node plugin refuses such parameters and makes no function, so there is no data.
 		kept = false
 	}
 	wanted := kept && claim.DeletionTimestamp == nil
@@ -54,7 +53,7 @@ func (c Cluster) Hold(ctx context.Context, claim *resourceapi.ResourceClaim) err
 	}
 	_, err = c.Client.ResourceV1().ResourceClaims(claim.Namespace).UpdateStatus(ctx, changed, metav1.UpdateOptions{})
 	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
-		// It has another version now, which the watch brings.
+		// The claim has a newer version, which the watch reports.
 		return nil
 	}
 	if err != nil {
@@ -64,7 +63,7 @@ func (c Cluster) Hold(ctx context.Context, claim *resourceapi.ResourceClaim) err
 	return nil
 }
 
-// HoldAll holds all claims that are to be held. It returns all errors.
+// HoldAll holds or releases all claims as needed. It returns all errors.
 func (c Cluster) HoldAll(ctx context.Context) error {
 	all, err := c.List(ctx)
 	if err != nil {
@@ -77,7 +76,7 @@ func (c Cluster) HoldAll(ctx context.Context) error {
 	return errors.Join(failed...)
 }
 
-// Watch holds claims from now on, as they come and change, until the context ends or the API server closes the watch.
+// Watch holds claims that are created or changed, until the context ends or the API server closes the watch.
 func (c Cluster) Watch(ctx context.Context, report func(error)) error {
 	list, err := c.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{Limit: 1})
 	if err != nil {
@@ -88,7 +87,7 @@ func (c Cluster) Watch(ctx context.Context, report func(error)) error {
 		return fmt.Errorf("the claims cannot be watched: %w", err)
 	}
 	defer watch.Stop()
-	// Those that are there already. What changes meanwhile comes by the watch.
+	// The claims that exist already. The watch reports changes that happen from now on.
 	if err := c.HoldAll(ctx); err != nil {
 		report(err)
 	}
@@ -102,7 +101,7 @@ func (c Cluster) Watch(ctx context.Context, report func(error)) error {
 			}
 			claim, isClaim := event.Object.(*resourceapi.ResourceClaim)
 			if !isClaim {
-				// The version is too old, for example.
+				// An error, for example because the version is too old.
 				return nil
 			}
 			if err := c.Hold(ctx, claim); err != nil {

@@ -1,4 +1,4 @@
-// Package devices describes the drives of a node to the scheduler.
+// Package devices describes the drives of a node as devices for the scheduler.
 package devices
 
 import (
@@ -16,45 +16,45 @@ import (
 )
 
 const (
-	// TaintFailed is the taint of a drive that failed or was removed.
+	// TaintFailed marks a drive that has failed or was removed.
 	TaintFailed = names.Driver + "/failed"
-	// TaintWarning is the taint of a drive that warns of its health. Its value has the reasons.
+	// TaintWarning marks a drive with health warnings. The taint's value lists the reasons.
 	TaintWarning = names.Driver + "/warning"
-	// TaintUnreachable is the taint of drives whose server does not answer.
+	// TaintUnreachable marks drives whose server does not answer.
 	TaintUnreachable = names.Driver + "/unreachable"
 
 	healthOK      = "ok"
 	healthWarning = "warning"
 	healthFailed  = "failed"
 
-	// betweenReasons stands between two reasons: a taint's value is a label's, which has neither commas nor blanks.
+	// betweenReasons separates two reasons. A taint's value follows the rules of labels: neither commas nor blanks.
 	betweenReasons = "."
 
-	// attributeLength is the longest text of an attribute.
+	// attributeLength is the maximum length of a text attribute.
 	attributeLength = resourceapi.DeviceAttributeMaxValueLength
 	pciBusID        = "resource.kubernetes.io/pciBusID"
 )
 
-// Rate is a capacity that no drive reports: the operator's estimate.
+// Rate is a capacity that drives do not report, so the operator estimates it.
 type Rate struct {
-	// Total is what claims get in all; 0 for a capacity that is not published.
+	// Total is the sum that all claims can get; 0 if the capacity is not published.
 	Total int64
-	// Default is consumed by a request that asks for none; 0 for no limit.
+	// Default is consumed by a request without an amount; 0 for no limit.
 	Default int64
 }
 
-// Rates has the capacities of a drive that the operator sets.
+// Rates has the capacities of a drive that the operator has set.
 type Rates struct {
 	IOPS, Bandwidth Rate
 }
 
-// Facts are what the server reports of a node.
+// Facts are the server's reports about a node.
 type Facts struct {
 	Drives     []server.Drive
 	Rooms      []server.Room
 	Leases     []server.Lease
 	HostDrives []server.HostDrive
-	// IsCounted reports whether the scheduler counts the lease as part of the drive.
+	// IsCounted reports whether the scheduler already counts the lease against the drive.
 	IsCounted func(lease string) bool
 }
 
@@ -63,7 +63,7 @@ var (
 	notInLabels = regexp.MustCompile(`[^a-z0-9]+`)
 )
 
-// Name returns the name of a drive's device: that of its PCI address, or one made from its path.
+// Name returns the device name of a drive: from its PCI address, or else from its path.
 func Name(drive string) string {
 	label := strings.Trim(notInLabels.ReplaceAllString(strings.ToLower(drive), "-"), "-")
 	if pciAddress.MatchString(drive) {
@@ -81,7 +81,7 @@ func IsPhysical(drive string) bool {
 	return pciAddress.MatchString(drive)
 }
 
-// NameOf returns the name of the device of a namespace: that of its drive, with a number from the second namespace on.
+// NameOf returns the device name of a namespace: the drive's name, with the number from the second namespace on.
 func NameOf(room server.Room) string {
 	if !IsPhysical(room.Drive) || room.NSID <= 1 {
 		return Name(room.Drive)
@@ -89,12 +89,12 @@ func NameOf(room server.Room) string {
 	return fmt.Sprintf("%s-n%d", Name(room.Drive), room.NSID)
 }
 
-// isPublished reports whether claims can have parts of a drive: it outlives its server.
+// isPublished reports whether claims can use a drive: its data must outlive the server.
 func isPublished(drive string) bool {
 	return !strings.HasPrefix(drive, "memory:") && !strings.HasPrefix(drive, "null:")
 }
 
-// Of returns the devices of all namespaces of drives, in the order of their names.
+// Of returns the devices for all namespaces of all drives, sorted by name.
 func Of(facts Facts, rates Rates) []resourceapi.Device {
 	rooms := make(map[string][]server.Room, len(facts.Rooms))
 	for _, room := range facts.Rooms {
@@ -110,7 +110,7 @@ func Of(facts Facts, rates Rates) []resourceapi.Device {
 		whole := rates
 		for _, room := range namespaces {
 			all = append(all, device(drive, room, facts, whole))
-			// The first has what is the drive's as a whole, so that the scheduler adds it up once.
+			// Only the first namespace has the capacities of the whole drive, so that the scheduler counts them once.
 			drive.QueuePairs, whole = nil, Rates{}
 		}
 	}
@@ -152,8 +152,7 @@ func device(drive server.Drive, room server.Room, facts Facts, rates Rates) reso
 	return device
 }
 
-// warnings returns the reasons for which a drive warns of its health; nothing for a drive that failed, whose last report is
-// old.
+// warnings returns the reasons of a drive's health warnings; none for a failed drive, whose last report is old.
 func warnings(drive server.Drive) string {
 	if drive.Gone {
 		return ""
@@ -201,7 +200,7 @@ func attributes(drive server.Drive, room server.Room, facts Facts) map[resourcea
 	return found
 }
 
-// size returns the capacity of bytes: what is free, and what the scheduler counts already.
+// size returns the capacity in bytes: the free bytes plus those that the scheduler already counts.
 func size(room server.Room, isCounted func(string) bool) resourceapi.DeviceCapacity {
 	bytes := room.Free
 	for _, use := range room.Uses {
@@ -219,7 +218,7 @@ func size(room server.Room, isCounted func(string) bool) resourceapi.DeviceCapac
 			ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: quantity(unit), Step: quantity(unit)},
 		}
 	case bytes == unit:
-		// A range would have no step.
+		// A single valid value: a range would have no step.
 		capacity.RequestPolicy = &resourceapi.CapacityRequestPolicy{
 			Default:     quantity(unit),
 			ValidValues: []resource.Quantity{*quantity(unit)},
@@ -228,7 +227,7 @@ func size(room server.Room, isCounted func(string) bool) resourceapi.DeviceCapac
 	return capacity
 }
 
-// queues returns the queue pairs that claims can reserve in all. One pair stays for queues that share.
+// queues returns the number of queue pairs that claims can reserve in all. One pair stays for shared queues.
 func queues(pairs *server.QueuePairs, room server.Room, facts Facts) int64 {
 	others := pairs.Reserved
 	here := make(map[string]bool, len(room.Uses))
@@ -252,7 +251,7 @@ func amount(total int64, format resource.Format, byDefault int64) resourceapi.De
 	}
 }
 
-// Unreachable returns the devices with the taint of drives whose server does not answer.
+// Unreachable returns the devices with a taint that says that their server does not answer.
 func Unreachable(all []resourceapi.Device) []resourceapi.Device {
 	tainted := make([]resourceapi.Device, 0, len(all))
 	for i := range all {

@@ -1,4 +1,4 @@
-// Package driver is the DRA driver of one node: it publishes the node's drives, and makes functions for claims.
+// Package driver is the DRA driver of one node: it publishes the node's drives and creates functions for claims.
 package driver
 
 import (
@@ -23,31 +23,31 @@ import (
 )
 
 const (
-	// sliceLength is the most devices of a slice with taints.
+	// sliceLength is the maximum number of devices in a slice with taints.
 	sliceLength = 64
-	// fullCollections is the number of rounds after which leases that have a function are collected, too.
+	// fullCollections is the number of rounds after which leases with a function are collected as well.
 	fullCollections = 40
 )
 
-// Options are the places and choices of a driver.
+// Options configure a driver.
 type Options struct {
 	Node   *node.Node
 	Client kubernetes.Interface
 	Rates  devices.Rates
-	// KubeletDir is kubelet's folder, with plugins and plugins_registry.
+	// KubeletDir is kubelet's folder, which contains plugins and plugins_registry.
 	KubeletDir string
-	// Interval is the time between two looks at the server.
+	// Interval is the time between two reads of the server's state.
 	Interval time.Duration
 }
 
 // Driver is a DRA driver.
 type Driver struct {
 	options Options
-	// last has the devices that were published last.
+	// last has the devices that were last published.
 	last []resourceapi.Device
 }
 
-// New returns a driver, which does nothing yet.
+// New returns a driver; Run starts it.
 func New(options Options) *Driver {
 	return &Driver{options: options}
 }
@@ -84,8 +84,8 @@ func (d *Driver) Run(ctx context.Context) error {
 	}
 }
 
-// Resources collects leases of claims that are gone, and returns what the node has. Drives whose server does not answer are
-// tainted.
+// Resources releases leases whose claims are gone, and returns the node's devices. Drives whose server does not answer
+// are tainted.
 func (d *Driver) Resources(ctx context.Context, all bool) resourceslice.DriverResources {
 	logger := klog.FromContext(ctx)
 	collected, err := d.options.Node.Collect(ctx, all)
@@ -109,7 +109,7 @@ func (d *Driver) Resources(ctx context.Context, all bool) resourceslice.DriverRe
 		pool.Slices = append(pool.Slices, resourceslice.Slice{Devices: shown[:sliceLength]})
 		shown = shown[sliceLength:]
 	}
-	// Also if there are none: a pool without a slice is no pool.
+	// Needed even without devices: a pool must have at least one slice.
 	pool.Slices = append(pool.Slices, resourceslice.Slice{Devices: shown})
 	return resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{d.options.Node.Name: pool}}
 }
@@ -133,7 +133,7 @@ func (d *Driver) facts(ctx context.Context, unallocated sets.Set[string]) (devic
 	return facts, errors.Join(err1, err2, err3, err4)
 }
 
-// plugin answers kubelet.
+// plugin answers kubelet's requests.
 type plugin struct {
 	node *node.Node
 }
@@ -167,7 +167,7 @@ func (p plugin) UnprepareResourceClaims(ctx context.Context, claims []kubeletplu
 	return results, nil
 }
 
-// HandleError reports errors of the background. All of them are tried again, but for fields that the API server drops.
+// HandleError logs background errors. All are retried, except for fields that the API server drops.
 func (p plugin) HandleError(ctx context.Context, err error, message string) {
 	logger := klog.FromContext(ctx)
 	var dropped *resourceslice.DroppedFieldsError

@@ -1,7 +1,8 @@
 // Package folder opens folders on paths where other users may have put links.
 //
-// It has the rule of the crate nvme-mpt-paths. A link is followed only if root or the user of this process owns it, and
-// nobody else can replace it where it lies. What is found is a descriptor, and all that is done in the folder goes by that.
+// It follows the rule of the crate nvme-mpt-paths. A link is followed only if root or this process's user owns it, and
+// no other user can replace it in its folder. The result is a descriptor, and all work in the folder uses that
+// descriptor.
 package folder
 
 import (
@@ -14,10 +15,10 @@ import (
 	"syscall"
 )
 
-// oPath is O_PATH, which package syscall lacks: a descriptor that names a file.
+// oPath is O_PATH, which package syscall lacks. It opens a descriptor that only identifies a file.
 const oPath = 0x200000
 
-// linksMax is the number of links that the kernel follows on one path.
+// linksMax is the maximum number of links on a path, equal to the kernel's limit.
 const linksMax = 40
 
 // Open opens a folder.
@@ -25,7 +26,7 @@ func Open(path string) (*os.Root, error) {
 	return open(path, false)
 }
 
-// Make opens a folder. It makes the folder, and those above it, if they are not there.
+// Make opens a folder. It creates the folder and its parents if they do not exist.
 func Make(path string) (*os.Root, error) {
 	return open(path, true)
 }
@@ -39,7 +40,7 @@ func open(path string, makes bool) (*os.Root, error) {
 	return os.OpenRoot(fmt.Sprintf("/proc/self/fd/%d", found))
 }
 
-// OwnerOf returns the user and the group of what a path leads to.
+// OwnerOf returns the user and the group that own the target of a path.
 func OwnerOf(path string) (uid, gid int, err error) {
 	found, err := walk(path, false)
 	if err != nil {
@@ -53,7 +54,7 @@ func OwnerOf(path string) (uid, gid int, err error) {
 	return int(stat.Uid), int(stat.Gid), nil
 }
 
-// Owner returns the user and the group of an open folder.
+// Owner returns the user and the group that own an open folder.
 func Owner(folder *os.Root) (uid, gid int, err error) {
 	info, err := folder.Stat(".")
 	if err != nil {
@@ -66,7 +67,7 @@ func Owner(folder *os.Root) (uid, gid int, err error) {
 	return int(stat.Uid), int(stat.Gid), nil
 }
 
-// Sub opens a folder in another one, and makes it if it is not there. A link in its place is refused.
+// Sub opens a folder inside another one, and creates it if it does not exist. It refuses a link of that name.
 func Sub(folder *os.Root, name string) (*os.Root, error) {
 	if err := folder.Mkdir(name, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, err
@@ -87,7 +88,8 @@ func Sub(folder *os.Root, name string) (*os.Root, error) {
 	return sub, nil
 }
 
-// Give gives an open folder to a user. One that belongs to somebody else than root, this process or that user is refused.
+// Give changes the owner of an open folder to a user. The present owner must be root, this process's user, or that
+// user.
 func Give(folder *os.Root, uid, gid int) error {
 	owner, _, err := Owner(folder)
 	if err != nil {
@@ -103,9 +105,9 @@ func Give(folder *os.Root, uid, gid int) error {
 	return errors.Join(opened.Chown(uid, gid), opened.Close())
 }
 
-// Replace replaces a file in a folder as a whole.
+// Replace replaces a file in a folder atomically, by way of the file named part.
 func Replace(folder *os.Root, name, part string, text []byte) error {
-	// Left by a process that ended, or a link.
+	// A leftover of a process that ended, or a link.
 	if err := folder.Remove(part); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
@@ -124,14 +126,14 @@ func isTrusted(user int) bool {
 	return user == 0 || user == os.Geteuid()
 }
 
-// isSafe reports whether nobody but trusted users can replace an entry of a folder.
+// isSafe reports whether only trusted users can replace an entry of a folder.
 func isSafe(folder, entry *syscall.Stat_t) bool {
 	othersWrite := folder.Mode&0o022 != 0
 	isSticky := folder.Mode&syscall.S_ISVTX != 0
 	return isTrusted(int(folder.Uid)) && (!othersWrite || isSticky && isTrusted(int(entry.Uid)))
 }
 
-// walk returns a descriptor that only names what a path leads to.
+// walk returns a descriptor that identifies the target of a path.
 func walk(path string, makes bool) (found int, err error) {
 	path, err = filepath.Abs(path)
 	if err != nil {
@@ -185,7 +187,7 @@ func walk(path string, makes bool) (found int, err error) {
 	return here, nil
 }
 
-// step opens an entry itself, also if it is a link.
+// step opens an entry of a folder without following it if it is a link.
 func step(here int, name string, makes bool) (int, *syscall.Stat_t, error) {
 	const flags = oPath | syscall.O_NOFOLLOW | syscall.O_CLOEXEC
 	next, err := syscall.Openat(here, name, flags, 0)
@@ -206,7 +208,7 @@ func step(here int, name string, makes bool) (int, *syscall.Stat_t, error) {
 	return next, &entry, nil
 }
 
-// follow returns the target of a link that no other user can change.
+// follow returns the target of a link, if no other user can change the link.
 func follow(here, link int, entry *syscall.Stat_t, path string) (string, error) {
 	var folder syscall.Stat_t
 	if err := syscall.Fstat(here, &folder); err != nil {

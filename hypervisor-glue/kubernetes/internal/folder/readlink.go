@@ -5,7 +5,7 @@ import (
 	"unsafe"
 )
 
-// readlink returns the target of an open link. Package syscall lacks readlinkat(2) of a descriptor.
+// readlink returns the target of an open link. Package syscall lacks readlinkat(2) for descriptors.
 func readlink(link int) (string, error) {
 	var empty [1]byte
 	target := make([]byte, 4096)

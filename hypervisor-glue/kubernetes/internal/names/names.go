@@ -1,4 +1,4 @@
-// Package names has the names that this driver is known by in a cluster.
+// Package names defines the names of this driver in a cluster.
 package names
 
 import (
@@ -9,25 +9,25 @@ import (
 )
 
 const (
-	// Driver is the name of the DRA driver, and the domain of its attributes, taints and parameters. The top-level
-	// domain "internal" is reserved for private use, so it belongs to no other vendor.
+	// Driver is the name of the DRA driver, and the domain of its attributes, taints and parameters. The top-level domain
+	// "internal" is reserved for private use, so no other vendor owns the name.
 	Driver = "nvme-mpt.internal"
-	// CDIKind is the vendor and class of the CDI devices.
+	// CDIKind is the vendor and the class of the CDI devices.
 	CDIKind = Driver + "/function"
 
-	// Size is the capacity of bytes.
+	// Size is the capacity in bytes.
 	Size = "size"
-	// Queues is the capacity of I/O queue pairs of a physical drive that belong to one lease.
+	// Queues is the capacity in I/O queue pairs of a physical drive that can be reserved for one lease.
 	Queues = "queues"
-	// IOPS is the capacity of I/O commands per second.
+	// IOPS is the capacity in I/O commands per second.
 	IOPS = "iops"
-	// Bandwidth is the capacity of bytes per second.
+	// Bandwidth is the capacity in bytes per second.
 	Bandwidth = "bandwidth"
 
 	leasePrefix = "claim-"
 )
 
-// Lease returns the id of the lease of a claim's allocation result. The id begins with a letter, as the server asks for.
+// Lease returns the lease id of a claim's allocation result. It begins with a letter, as the server requires.
 func Lease(claim types.UID, index int) string {
 	if index == 0 {
 		return leasePrefix + string(claim)
@@ -35,7 +35,7 @@ func Lease(claim types.UID, index int) string {
 	return fmt.Sprintf("%s%s.%d", leasePrefix, claim, index)
 }
 
-// Claim returns the UID of the claim that a lease belongs to, and false for a lease of no claim.
+// Claim returns the UID of a lease's claim, and false if the lease belongs to no claim.
 func Claim(lease string) (types.UID, bool) {
 	const uidLength = 36
 	rest, found := strings.CutPrefix(lease, leasePrefix)

@@ -1,8 +1,8 @@
-// Package node makes functions for claims on one node, and takes them away again.
+// Package node creates functions for claims on one node, and removes them again.
 //
-// The ledger of nvme-mpt is the truth of a node, and the API server that of the cluster. This package keeps no state of
-// its own: each call reads what is there and makes what is missing. So a plugin that dies between two steps is started
-// anew, and the same call leads to the same end.
+// The ledger of nvme-mpt is the authority for a node, and the API server for the cluster. This package stores no
+// state: each call reads the present state and creates what is missing. So if a plugin dies between two steps and is
+// restarted, the same call has the same result.
 package node
 
 import (
@@ -29,46 +29,46 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
-// SocketName is the name of the socket in the folder that a container gets.
+// SocketName is the name of the socket in the folder that is mounted into a container.
 const SocketName = "nvme.sock"
 
-// containerRoot has the folders of sockets in containers.
+// containerRoot contains the socket folders in containers.
 const containerRoot = "/run/nvme-mpt"
 
-// DefaultWeight is the server's weight of a function without one.
+// DefaultWeight is the weight that the server uses by default.
 const DefaultWeight = 100
 
-// podClaimAnnotation has the name by which a pod knows a claim that was made for it from a template.
+// podClaimAnnotation has the pod's name for a claim that was created for it from a template.
 const podClaimAnnotation = "resource.kubernetes.io/pod-claim-name"
 
-// Cluster is the part of the API server that is asked for.
+// Cluster is the part of the API server that this package uses.
 type Cluster interface {
-	// Get returns a claim, and nil if there is none.
+	// Get returns a claim, or nil if there is none.
 	Get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
-	// List returns all claims, as they are at this moment.
+	// List returns all claims that exist at present.
 	List(ctx context.Context) ([]resourceapi.ResourceClaim, error)
 }
 
-// Node makes functions for claims.
+// Node creates and removes the functions of claims.
 type Node struct {
-	// Name is the node's name, and that of its pool.
+	// Name is the name of the node and of its pool.
 	Name    string
 	Server  *server.Server
 	Cluster Cluster
-	// Folder has the sockets of claims. The server and container runtimes know it by the same path.
+	// Folder contains the sockets of claims. Server and container runtimes must see it at the same path.
 	Folder string
 	CDI    cdi.Folder
-	// WeightMax is the largest weight that a claim may ask for, unless its class has a larger one; 0 for DefaultWeight.
+	// WeightMax is the maximum weight that a claim may request, unless its class has a larger one; 0 for DefaultWeight.
 	WeightMax int64
 	// HoldPatience is the time for which Prepare waits until a claim that keeps its data is held.
 	HoldPatience time.Duration
-	// After is called after each step that leaves a trace. Tests end the process there.
+	// After is called after each step with a lasting effect. Tests end the process there.
 	After func(step string)
 
 	mutex sync.Mutex
 }
 
-// Prepared is a function that is ready for containers.
+// Prepared is a function that is ready for use by containers.
 type Prepared struct {
 	Result    resourceapi.DeviceRequestAllocationResult
 	CDIDevice string
@@ -80,7 +80,7 @@ func (n *Node) after(step string) {
 	}
 }
 
-// state is what a server reports.
+// state is the present state of a server.
 type state struct {
 	rooms     []server.Room
 	functions map[string]server.Function
@@ -102,7 +102,7 @@ func (n *Node) state(ctx context.Context) (state, error) {
 	return state{rooms, functions}, nil
 }
 
-// has returns the room of the namespace on which the id has a lease or data, if it has any.
+// has returns the room of the namespace on which the id has a lease or data, if any.
 func (s state) has(id string) (room server.Room, found bool) {
 	for _, room := range s.rooms {
 		for _, use := range room.Uses {
@@ -114,7 +114,7 @@ func (s state) has(id string) (room server.Room, found bool) {
 	return server.Room{}, false
 }
 
-// ids returns the leases of claims that have a function, a lease or data.
+// ids returns the lease ids of claims that have a function, a lease or data.
 func (s state) ids() sets.Set[string] {
 	found := sets.New[string]()
 	add := func(id string) {
@@ -133,12 +133,12 @@ func (s state) ids() sets.Set[string] {
 	return found
 }
 
-// Prepare makes the functions of an allocated claim, and the CDI devices by which containers get their sockets.
+// Prepare creates the functions of an allocated claim, and the CDI devices that mount their sockets into containers.
 func (n *Node) Prepare(ctx context.Context, claim *resourceapi.ResourceClaim) ([]Prepared, error) {
 	wrap := func(err error) error {
 		return fmt.Errorf("claim %s/%s (%s): %w", claim.Namespace, claim.Name, claim.UID, err)
 	}
-	// Before the lock: other claims are not held up.
+	// Waits before taking the lock, so that other claims are not delayed.
 	if err := n.awaitHold(ctx, claim); err != nil {
 		return nil, wrap(err)
 	}
@@ -151,11 +151,11 @@ func (n *Node) Prepare(ctx context.Context, claim *resourceapi.ResourceClaim) ([
 	return prepared, nil
 }
 
-// holdPause is the time between two looks at a claim that is to be held.
+// holdPause is the poll interval for a claim that must be held.
 const holdPause = 200 * time.Millisecond
 
-// awaitHold waits until a claim that keeps its data is held. One that is not might be allocated on another node after its
-// pod, away from its data.
+// awaitHold waits until a claim that keeps its data is held. Without the hold, the claim might be allocated on another
+// node after its pod has ended, away from its data.
 func (n *Node) awaitHold(ctx context.Context, claim *resourceapi.ResourceClaim) error {
 	kept, err := claims.IsKept(claim)
 	if err != nil || !kept || claims.IsHeld(claim) {
@@ -212,7 +212,7 @@ func (n *Node) prepare(ctx context.Context, claim *resourceapi.ResourceClaim) ([
 	return prepared, nil
 }
 
-// offer makes a function, unless it is there.
+// offer creates a function, unless it exists.
 func (n *Node) offer(ctx context.Context, options server.Options, now state) error {
 	if err := n.makeFolder(filepath.Dir(options.Socket)); err != nil {
 		return err
@@ -229,7 +229,7 @@ func (n *Node) offer(ctx context.Context, options server.Options, now state) err
 	}
 	err := n.Server.Add(ctx, options)
 	if err != nil {
-		// Room may be that of claims which are gone.
+		// Space may be occupied by claims that are gone.
 		collected, _, collectError := n.collect(ctx, false)
 		if collectError != nil || len(collected) == 0 {
 			return errors.Join(err, collectError)
@@ -243,7 +243,7 @@ func (n *Node) offer(ctx context.Context, options server.Options, now state) err
 	return nil
 }
 
-// makeFolder makes the folder of a socket, which belongs to the server's user.
+// makeFolder creates the folder of a socket, owned by the server's user.
 func (n *Node) makeFolder(path string) error {
 	user, err := n.Server.User()
 	if err != nil {
@@ -275,7 +275,7 @@ func (n *Node) makeFolder(path string) error {
 	return nil
 }
 
-// options returns the options of the function for a result.
+// options returns the options of the function for an allocation result.
 func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resourceapi.DeviceRequestAllocationResult, now state) (server.Options, error) {
 	var none server.Options
 	if result.Pool != n.Name {
@@ -306,7 +306,7 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 		return none, fmt.Errorf("its data is on drive %s, device %s, and it was allocated on %s, device %s: delete the claim to give the data up",
 			other.Drive, devices.NameOf(other), room.Drive, result.Device)
 	}
-	// Without it, the server takes the first namespace, whichever has the room.
+	// Without a namespace, the server would take the first one with enough space.
 	var namespace int64
 	if devices.IsPhysical(room.Drive) {
 		namespace = room.NSID
@@ -336,10 +336,10 @@ func (n *Node) options(claim *resourceapi.ResourceClaim, index int, result resou
 	}, nil
 }
 
-// serverQueues is the server's default for the most I/O queue pairs of a guest.
+// serverQueues is the server's default maximum of I/O queue pairs per guest.
 const serverQueues = 16
 
-// atLeast returns the queue pairs that a guest needs for those that are reserved; 0 for the server's default.
+// atLeast returns the number of queue pairs that a guest needs to use the reserved ones; 0 for the server's default.
 func atLeast(asked, reserved int64) int64 {
 	if asked == 0 && reserved <= serverQueues {
 		return 0
@@ -351,7 +351,8 @@ func (n *Node) claimFolder(claim types.UID) string {
 	return filepath.Join(n.Folder, string(claim))
 }
 
-// containerFolder returns the folder of a socket in a container: by the names of claim and request that the pod uses.
+// containerFolder returns the folder of a socket in a container. It is named after the pod's names of the claim and of
+// the request.
 func containerFolder(claim *resourceapi.ResourceClaim, index int) string {
 	name := claim.Name
 	if podName := claim.Annotations[podClaimAnnotation]; podName != "" {
@@ -367,13 +368,13 @@ func containerFolder(claim *resourceapi.ResourceClaim, index int) string {
 	}
 	folder := request
 	if before > 0 {
-		// Of a request with a count.
+		// The request has a count, so its results are numbered.
 		folder = fmt.Sprintf("%s.%d", request, before)
 	}
 	return filepath.Join(containerRoot, name, folder)
 }
 
-// Unprepare takes the functions of a claim away. Their data stays if the claim keeps it.
+// Unprepare removes the functions of a claim. Their data stays if the claim keeps it.
 func (n *Node) Unprepare(ctx context.Context, uid types.UID, namespace, name string) error {
 	n.mutex.Lock()
 	defer n.mutex.Unlock()
@@ -398,7 +399,7 @@ func (n *Node) unprepare(ctx context.Context, uid types.UID, namespace, name str
 		if _, there := now.functions[id]; !there {
 			continue
 		}
-		// Containers of the claim have ended, so a VMM that is connected has outlived its pod.
+		// Containers of the claim have ended, so a connected VMM has outlived its pod.
 		if err := n.Server.Remove(ctx, id, true); err != nil {
 			return err
 		}
@@ -421,7 +422,7 @@ func (n *Node) unprepare(ctx context.Context, uid types.UID, namespace, name str
 	return n.forget(uid)
 }
 
-// release gives the data of an id up, if it has any.
+// release gives up the data of an id, if it has any.
 func (n *Node) release(ctx context.Context, id string) error {
 	rooms, err := n.Server.Rooms(ctx)
 	if err != nil {
@@ -437,7 +438,7 @@ func (n *Node) release(ctx context.Context, id string) error {
 	return nil
 }
 
-// forget removes the files of a claim.
+// forget removes the files and folders of a claim.
 func (n *Node) forget(uid types.UID) error {
 	if err := n.CDI.Remove(uid); err != nil {
 		return err
@@ -458,7 +459,7 @@ func (n *Node) forget(uid types.UID) error {
 	return nil
 }
 
-// kept returns those of the ids of a claim whose data stays: none if the claim is gone or goes.
+// kept returns the ids of a claim whose data stays. There are none if the claim is gone or being deleted.
 func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string, ids []string) (sets.Set[string], error) {
 	kept := sets.New[string]()
 	claim, err := n.Cluster.Get(ctx, namespace, name)
@@ -468,7 +469,7 @@ func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string, 
 	if claim == nil || claim.UID != uid || claim.DeletionTimestamp != nil {
 		return kept, nil
 	}
-	// By the request of each. A claim that lost its allocation has one answer for all of them.
+	// The answer depends on each id's request. A claim that lost its allocation has the same answer for all.
 	requests := make(map[string]string, len(ids))
 	for index, result := range claims.Results(claim) {
 		requests[names.Lease(uid, index)] = result.Request
@@ -485,16 +486,16 @@ func (n *Node) kept(ctx context.Context, uid types.UID, namespace, name string, 
 	return kept, nil
 }
 
-// Collected is the end of leases whose claims are gone.
+// Collected is the result of Collect.
 type Collected struct {
-	// Released are the leases that were given up.
+	// Released are the leases that were released.
 	Released []string
-	// Unallocated are leases that have data, and whose claims are not allocated.
+	// Unallocated are leases with data whose claims are not allocated.
 	Unallocated sets.Set[string]
 }
 
-// Collect gives up leases and files of claims that the API server does not have any more. Without all, it looks only at
-// those that have no function, and asks the API server only if there are any.
+// Collect releases the leases and files of claims that no longer exist in the API server. Unless all is set, it only
+// checks leases without a function, and asks the API server only if there are any.
 func (n *Node) Collect(ctx context.Context, all bool) (Collected, error) {
 	n.mutex.Lock()
 	defer n.mutex.Unlock()
@@ -504,7 +505,7 @@ func (n *Node) Collect(ctx context.Context, all bool) (Collected, error) {
 
 func (n *Node) collect(ctx context.Context, all bool) (released []string, unallocated sets.Set[string], err error) {
 	unallocated = sets.New[string]()
-	// Before the claims: a claim is older than its lease.
+	// Read before the claims: a claim is older than its lease.
 	now, err := n.state(ctx)
 	if err != nil {
 		return nil, unallocated, err
@@ -547,7 +548,7 @@ func (n *Node) collect(ctx context.Context, all bool) (released []string, unallo
 			continue
 		}
 		if _, there := now.functions[id]; there {
-			// Without force: a VMM that has it belongs to a pod that lives.
+			// Without force: a connected VMM belongs to a pod that is still running.
 			if err := n.Server.Remove(ctx, id, false); err != nil {
 				return released, unallocated, err
 			}
@@ -589,7 +590,7 @@ func (n *Node) files() (sets.Set[types.UID], error) {
 			files.Insert(types.UID(entry.Name()))
 		}
 	}
-	// Others may have put theirs there.
+	// Other programs may have put their files there.
 	for uid := range files {
 		if _, isClaim := names.Claim(names.Lease(uid, 0)); !isClaim {
 			files.Delete(uid)

@@ -1,4 +1,4 @@
-// Package parameters reads the opaque parameters of claims and classes.
+// Package parameters reads the opaque device parameters of claims and classes.
 package parameters
 
 import (
@@ -17,35 +17,35 @@ import (
 const (
 	// APIVersion is the version of the parameters.
 	APIVersion = names.Driver + "/v1alpha1"
-	// Kind is their kind.
+	// Kind is the kind of the parameters.
 	Kind = "FunctionParameters"
 )
 
-// Data is the fate of a claim's data when its last pod has ended.
+// Data says what happens to a claim's data after its last pod has ended.
 type Data string
 
 const (
-	// Keep leaves the data to the claim's next pod, until the claim is deleted.
+	// Keep retains the data for the claim's next pod, until the claim is deleted.
 	Keep Data = "keep"
-	// Wipe gives the data up. It is erased before another claim gets its place.
+	// Wipe gives up the data. It is erased before another claim gets its space.
 	Wipe Data = "wipe"
 )
 
-// Function has the parameters of a function.
+// Function has the parameters of one function.
 type Function struct {
 	APIVersion string `json:"apiVersion"`
 	Kind       string `json:"kind"`
-	// Data is the fate of the data. By default, data of a claim that was made for a pod is wiped, and other data is kept.
+	// Data says whether data is kept. By default, it is wiped if the claim was created for a pod, and kept otherwise.
 	Data Data `json:"data,omitempty"`
-	// Owner owns the socket: USER, USER:GROUP or :GROUP, in numbers.
+	// Owner is the owner of the socket: USER, USER:GROUP or :GROUP, in numbers.
 	Owner string `json:"owner,omitempty"`
 	// Mode is the socket's mode in octal digits.
 	Mode string `json:"mode,omitempty"`
-	// Queues is the most I/O queue pairs that the guest gets.
+	// Queues is the maximum number of I/O queue pairs for the guest.
 	Queues int64 `json:"queues,omitempty"`
-	// Weight is the share beside other busy guests of a physical drive.
+	// Weight is the guest's share relative to other busy guests of a physical drive.
 	Weight int64 `json:"weight,omitempty"`
-	// ClassWeight is the weight of the class, which the operator wrote.
+	// ClassWeight is the weight in the class, which the operator has set.
 	ClassWeight int64 `json:"-"`
 }
 
@@ -54,7 +54,7 @@ var (
 	modeForm  = regexp.MustCompile(`^0?[0-7]{3}$`)
 )
 
-// Of returns the parameters of a request of a claim: those of the class, and those of the claim over them.
+// Of returns the parameters of a claim's request. Those of the claim override those of the class.
 func Of(claim *resourceapi.ResourceClaim, request string) (Function, error) {
 	var merged Function
 	for _, config := range configurations(claim) {
@@ -81,7 +81,8 @@ type configuration struct {
 	IsOfClass bool
 }
 
-// configurations returns those of the allocation, which has those of classes first; without it those of the claim.
+// configurations returns the allocation's configurations, those of classes first. Without an allocation, it returns
+// the claim's.
 func configurations(claim *resourceapi.ResourceClaim) []configuration {
 	var found []configuration
 	if claim.Status.Allocation == nil {
@@ -97,7 +98,7 @@ func configurations(claim *resourceapi.ResourceClaim) []configuration {
 	return found
 }
 
-// concerns reports whether a configuration for requests is one for a request, or for a subrequest of it.
+// concerns reports whether a configuration for these requests applies to a request, or to its parent request.
 func concerns(requests []string, request string) bool {
 	return slices.Contains(requests, request) || slices.Contains(requests, Base(request))
 }
@@ -136,7 +137,7 @@ func (f *Function) check() error {
 	return nil
 }
 
-// Fate returns what becomes of a claim's data when its last pod has ended.
+// Fate returns what happens to a claim's data after its last pod has ended.
 func (f *Function) Fate(claim *resourceapi.ResourceClaim) Data {
 	if f.Data != "" {
 		return f.Data

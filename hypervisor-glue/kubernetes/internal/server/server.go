@@ -1,4 +1,4 @@
-// Package server asks an nvme-mpt server by the nvme-mpt command.
+// Package server controls an nvme-mpt server through the nvme-mpt command.
 package server
 
 import (
@@ -17,7 +17,7 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/folder"
 )
 
-// Drive is a drive that the server has open.
+// Drive is a drive that the server has opened.
 type Drive struct {
 	Path       string      `json:"path"`
 	Model      string      `json:"model"`
@@ -30,7 +30,7 @@ type Drive struct {
 // Warnings are Critical Warning bits of SMART / Health Information (NVMe Base 2.0, section 5.16.1.3).
 type Warnings uint8
 
-// Warnings of a drive. That of the Persistent Memory Region is left out, as no function uses the region.
+// Warnings of a drive. The bit of the Persistent Memory Region is left out, as functions do not use the region.
 const (
 	WarningSpare Warnings = 1 << iota
 	WarningTemperature
@@ -39,7 +39,7 @@ const (
 	WarningBackup
 )
 
-// Reasons returns a word for each warning. Bits that are not known have none.
+// Reasons returns a word for each warning. Unknown bits are skipped.
 func (w Warnings) Reasons() []string {
 	var reasons []string
 	for bit, reason := range []string{"spare", "temperature", "reliability", "read-only", "backup"} {
@@ -56,7 +56,7 @@ type QueuePairs struct {
 	Reserved int64 `json:"reserved"`
 }
 
-// Room is the room of a namespace of a drive, in bytes. Only physical drives have other namespaces than 1.
+// Room is the capacity of a drive's namespace in bytes. Only physical drives have namespaces other than 1.
 type Room struct {
 	Drive    string `json:"drive"`
 	NSID     int64  `json:"nsid"`
@@ -67,7 +67,7 @@ type Room struct {
 	Uses     []Use  `json:"uses"`
 }
 
-// Use is the part of a drive that is leased to an id, or has data of it.
+// Use is a part of a drive that is leased to an id, or has data of it.
 type Use struct {
 	ID     string `json:"id"`
 	Bytes  int64  `json:"bytes"`
@@ -95,9 +95,9 @@ type Function struct {
 	State  State  `json:"state"`
 }
 
-// State is the state of a function: a word, or the reason of a failure.
+// State is the state of a function. Only failures are distinguished.
 type State struct {
-	// Failed is the reason, if the function cannot be offered.
+	// Failed is the reason why the function cannot be offered, if any.
 	Failed string
 }
 
@@ -119,7 +119,7 @@ func (s *State) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// Options describe a function that is to be added. Zero values leave the choice to the server.
+// Options describe a function to add. The server chooses values that are zero.
 type Options struct {
 	ID        string
 	Socket    string
@@ -136,7 +136,7 @@ type Options struct {
 	Mode      string
 }
 
-// String returns the option string of `nvme-mpt add`. Values with a comma stand in quotes.
+// String returns the options in the form of `nvme-mpt add`. Values with a comma are quoted.
 func (o Options) String() string {
 	var text strings.Builder
 	add := func(key, value string) {
@@ -172,23 +172,23 @@ func (o Options) String() string {
 	return text.String()
 }
 
-// Server is a running nvme-mpt server, reached by the nvme-mpt command.
+// Server is a running nvme-mpt server, controlled by the nvme-mpt command.
 type Server struct {
 	// Binary is the path of the command.
 	Binary string
-	// StateDir is the state folder. Its user runs the command.
+	// StateDir is the state directory. Commands run as its owner.
 	StateDir string
-	// Control is the control socket; empty for that of the state folder.
+	// Control is the control socket; empty for the one in the state directory.
 	Control string
-	// Unit is the unit of leases by size in bytes; 0 for that of each drive.
+	// Unit is the unit of leases by size in bytes; 0 for each drive's default.
 	Unit int64
-	// Question is the longest time for an answer.
+	// Question is the timeout for queries.
 	Question time.Duration
-	// Change is the longest time for a change. It covers the erasure of former tenants' data.
+	// Change is the timeout for changes. It includes the erasure of previous owners' data.
 	Change time.Duration
 }
 
-// Drives returns the drives that the server has open.
+// Drives returns the drives that the server has opened.
 func (s *Server) Drives(ctx context.Context) ([]Drive, error) {
 	var stats struct {
 		Drives []Drive `json:"drives"`
@@ -197,7 +197,7 @@ func (s *Server) Drives(ctx context.Context) ([]Drive, error) {
 	return stats.Drives, err
 }
 
-// Rooms returns the room of each namespace of each drive.
+// Rooms returns the capacity of each namespace of each drive.
 func (s *Server) Rooms(ctx context.Context) ([]Room, error) {
 	arguments := []string{"room", "--json"}
 	if s.Unit > 0 {
@@ -235,7 +235,7 @@ func (s *Server) Add(ctx context.Context, options Options) error {
 	return s.ask(ctx, s.Change, &function, "add", "--json", options.String())
 }
 
-// Remove removes a function and ends its lease. Its data stays. With force, a VMM that is connected loses it.
+// Remove removes a function and ends its lease. Its data stays. With force, it also disconnects a connected VMM.
 func (s *Server) Remove(ctx context.Context, id string, force bool) error {
 	arguments := []string{"remove", "--json", id}
 	if force {
@@ -245,7 +245,7 @@ func (s *Server) Remove(ctx context.Context, id string, force bool) error {
 	return s.ask(ctx, s.Change, &removed, arguments...)
 }
 
-// Release gives up the lease of an id and its data, which is erased before another id gets its place.
+// Release gives up the lease of an id and its data. The data is erased before another id gets its space.
 func (s *Server) Release(ctx context.Context, id string) error {
 	_, err := s.run(ctx, s.Question, "leases", "release", id)
 	return err
@@ -263,7 +263,7 @@ func (s *Server) ask(ctx context.Context, patience time.Duration, answer any, ar
 	return nil
 }
 
-// Grace after the deadline, in which the command's pipes are read to their end.
+// grace is the time after the deadline for reading the rest of the command's output.
 const grace = time.Second
 
 func (s *Server) run(ctx context.Context, patience time.Duration, arguments ...string) ([]byte, error) {
@@ -293,12 +293,12 @@ func (s *Server) run(ctx context.Context, patience time.Duration, arguments ...s
 	}
 }
 
-// User is a user of this host, with its group.
+// User is a user of this host and the user's group.
 type User struct {
 	UID, GID int
 }
 
-// User returns the user of the state folder, which runs the server.
+// User returns the owner of the state directory, as whom the server runs.
 func (s *Server) User() (User, error) {
 	uid, gid, err := folder.OwnerOf(s.StateDir)
 	if err != nil {
@@ -307,12 +307,12 @@ func (s *Server) User() (User, error) {
 	return User{UID: uid, GID: gid}, nil
 }
 
-// IsOther reports whether it is another user than that of this process.
+// IsOther reports whether this is not the user of this process.
 func (u User) IsOther() bool {
 	return u.UID != os.Geteuid()
 }
 
-// credential returns what a command of the user needs: nothing for the user of this process.
+// credential returns the credential for running a command as this user; nil for the user of this process.
 func (u User) credential() *syscall.Credential {
 	if !u.IsOther() {
 		return nil

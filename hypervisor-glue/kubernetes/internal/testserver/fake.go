@@ -1,4 +1,4 @@
-// Package testserver has servers for tests: the real nvme-mpt on a file, and a fake one that a test makes fail.
+// Package testserver provides servers for tests: the real nvme-mpt on a file, and a fake that a test can make fail.
 package testserver
 
 import (
@@ -15,22 +15,22 @@ import (
 	"nvme-mpt.internal/kubernetes/internal/server"
 )
 
-// State is the state of a fake server. It lies in a file, which the fake commands change.
+// State is the state of a fake server. It is stored in a file, which the fake commands change.
 type State struct {
 	Drives     []server.Drive
 	HostDrives []server.HostDrive
-	// NSIDs has the namespaces of physical drives, by their paths.
+	// NSIDs maps physical drives, by path, to their namespaces.
 	NSIDs map[string]int64
-	// Bytes is the size of each drive, and Unit its unit.
+	// Bytes is the size of each drive, and Unit the unit of its leases.
 	Bytes, Unit int64
 	Functions   []Function
-	// Data has what ids have of drives.
+	// Data lists the parts of drives that ids have.
 	Data []Data
-	// Hang makes each command wait for ever, and Garbage makes it print what is not JSON.
+	// Hang makes each command wait for ever, and Garbage makes it print invalid JSON.
 	Hang, Garbage bool
-	// Refuse is the complaint of each change.
+	// Refuse is the error message of each change; empty if changes succeed.
 	Refuse string
-	// Commands counts the commands.
+	// Commands is the number of commands run so far.
 	Commands int
 }
 
@@ -46,7 +46,7 @@ type Function struct {
 	Connected bool   `json:"-"`
 }
 
-// Data is what an id has of a drive.
+// Data is the part of a drive that an id has.
 type Data struct {
 	ID, Drive string
 	Bytes     int64
@@ -62,7 +62,7 @@ func Load(folder string) (State, error) {
 	if err != nil {
 		return state, fmt.Errorf("the fake server has no state: %w", err)
 	}
-	// Field names as they are in Go: some have others in the commands' output.
+	// The stored field names are those in Go. Some fields have other names in the commands' output.
 	var raw rawState
 	if err := json.Unmarshal(text, &raw); err != nil {
 		return state, fmt.Errorf("the state of the fake server: %w", err)
@@ -70,7 +70,7 @@ func Load(folder string) (State, error) {
 	return raw.state(), nil
 }
 
-// Store makes state that of a folder.
+// Store stores the state in a folder.
 func (s State) Store(folder string) error {
 	text, err := json.Marshal(rawOf(s))
 	if err != nil {
@@ -79,7 +79,7 @@ func (s State) Store(folder string) error {
 	return os.WriteFile(statePath(folder), text, 0o600)
 }
 
-// rawFunction has the fields that the commands do not print.
+// rawFunction adds the fields that the commands do not print.
 type rawFunction struct {
 	Function
 	StoredOptions   string
@@ -111,13 +111,13 @@ func (r rawState) state() State {
 	return s
 }
 
-// IsCommand reports whether a program's arguments are those of nvme-mpt, so that a test binary can be a fake of it.
+// IsCommand reports whether a program's arguments are an nvme-mpt command, so that a test binary can act as a fake.
 func IsCommand(arguments []string) bool {
 	commands := []string{"stats", "room", "list", "leases", "drives", "add", "remove"}
 	return len(arguments) > 1 && slices.Contains(commands, arguments[1])
 }
 
-// Main is the fake command. It returns its exit status.
+// Main runs the fake command. It returns the exit status.
 func Main(arguments []string) int {
 	folder := ""
 	var plain []string

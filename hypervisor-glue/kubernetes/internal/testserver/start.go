@@ -22,11 +22,11 @@ const (
 	MiB = 1 << 20
 	// Bytes is the size of a drive in tests.
 	Bytes = 64 * MiB
-	// Drive is the name of a drive in the folder of a server.
+	// Drive is the file name of the drive in a server's folder.
 	Drive = "drive.img"
 )
 
-// patience is the longest time for which a machine may hold a command up.
+// patience is the timeout of a command on a slow machine.
 const patience = 3 * time.Minute
 
 // Fake returns a fake server with one drive.
@@ -106,7 +106,7 @@ func Real(t testing.TB) *server.Server {
 	return nil
 }
 
-// Each runs a test against a fake server and against a real one.
+// Each runs a test with a fake server and with a real one.
 func Each(t *testing.T, test func(t *testing.T, server *server.Server)) {
 	t.Helper()
 	t.Run("fake", func(t *testing.T) { test(t, Fake(t)) })

@@ -10,14 +10,14 @@ import (
 	"slices"
 )
 
-// Mount is a folder of the host in a container.
+// Mount is a folder of the host that is mounted into a container.
 type Mount struct {
 	HostPath      string   `json:"hostPath"`
 	ContainerPath string   `json:"containerPath"`
 	Options       []string `json:"options"`
 }
 
-// spec is a CDI file, with the fields that a driver of folders needs.
+// spec is a CDI file, with the fields that a driver of mounts needs.
 type spec struct {
 	Version string `json:"cdiVersion"`
 	Kind    string `json:"kind"`
@@ -29,7 +29,7 @@ type spec struct {
 	} `json:"devices"`
 }
 
-// mounts returns what a CDI device adds to a container, from the files of the folder as runtimes read them.
+// mounts returns the mounts of a CDI device. It reads the files of the folder like other runtimes.
 func mounts(folder, device string) ([]Mount, error) {
 	paths, err := filepath.Glob(filepath.Join(folder, "*.json"))
 	if err != nil {
@@ -39,7 +39,7 @@ func mounts(folder, device string) ([]Mount, error) {
 	for _, path := range paths {
 		text, err := os.ReadFile(path)
 		if os.IsNotExist(err) {
-			// The claim of another pod is gone.
+			// The claim of another pod was removed in the meantime.
 			continue
 		}
 		if err != nil {
@@ -66,7 +66,7 @@ func mounts(folder, device string) ([]Mount, error) {
 	return found[0], nil
 }
 
-// reach connects to the socket of a function in a folder that a container gets.
+// reach checks a mount of a container: it must be read-only, and a server must listen on its socket.
 func reach(mount Mount, socket string) error {
 	if !slices.Contains(mount.Options, "ro") {
 		return fmt.Errorf("%s can be written by the container: its options are %v", mount.HostPath, mount.Options)

@@ -1,7 +1,7 @@
 // Package cri is a container runtime without images, which kubelet drives by the Container Runtime Interface.
 //
 // Containers of known images are processes. All others are entries in a table, which run until kubelet stops them. The
-// runtime looks up CDI devices as others do, and connects to the sockets that they bring.
+// runtime looks up CDI devices like other runtimes, and connects to the sockets in their mounts.
 package cri
 
 import (
@@ -25,31 +25,31 @@ import (
 	"nvme-mpt.internal/kubernetes/cluster/internal/machine"
 )
 
-// Labels by which kubelet names what a container belongs to.
+// Labels by which kubelet names the pod of a container.
 const (
 	podLabel       = "io.kubernetes.pod.name"
 	namespaceLabel = "io.kubernetes.pod.namespace"
 )
 
-// Options are the places of a runtime.
+// Options configure a runtime.
 type Options struct {
-	// CDI is the folder of CDI files.
+	// CDI is the folder of the CDI files.
 	CDI string
 	// Socket is the name of the socket in each folder that a CDI device mounts.
 	Socket string
-	// Image is the folder with the programs of images.
+	// Image is the folder with the images' programs.
 	Image string
-	// Programs has the program of each image whose containers are processes.
+	// Programs maps images whose containers are processes to their programs.
 	Programs map[string]string
-	// Created is called after each container with CDI devices was made, with their number until now.
+	// Created is called after each creation of a container with CDI devices, with the number of such containers so far.
 	Created func(number int)
 }
 
-// Container is a container that kubelet knows.
+// Container describes a container that kubelet has created.
 type Container struct {
 	ID, Namespace, Pod string
 	IsRunning          bool
-	// Mounts are those of its CDI devices.
+	// Mounts are the mounts of its CDI devices.
 	Mounts []Mount
 }
 
@@ -61,7 +61,7 @@ type container struct {
 	status  *v1.ContainerStatus
 	sandbox string
 	mounts  []Mount
-	// runs describes the process, if it is to be one.
+	// runs describes the process; nil for a container that is only a table entry.
 	runs    *machine.Container
 	process *machine.Process
 }
@@ -117,7 +117,7 @@ func (r *Runtime) Containers(namespace string) []Container {
 	return found
 }
 
-// Complaints returns what was wrong with CDI devices.
+// Complaints returns the problems found with CDI devices.
 func (r *Runtime) Complaints() []string {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
@@ -168,18 +168,18 @@ func (r *Runtime) RuntimeConfig(context.Context, *v1.RuntimeConfigRequest) (*v1.
 	return &v1.RuntimeConfigResponse{Linux: &v1.LinuxRuntimeConfiguration{CgroupDriver: v1.CgroupDriver_CGROUPFS}}, nil
 }
 
-// UpdateRuntimeConfig takes the network of pods, of which there is none.
+// UpdateRuntimeConfig ignores the pods' network configuration, as there is no network.
 func (r *Runtime) UpdateRuntimeConfig(context.Context, *v1.UpdateRuntimeConfigRequest) (*v1.UpdateRuntimeConfigResponse, error) {
 	return &v1.UpdateRuntimeConfigResponse{}, nil
 }
 
-// id returns the next name of its kind.
+// id returns a new name for an object of this kind.
 func (r *Runtime) id(kind string) string {
 	r.made++
 	return fmt.Sprintf("%s-%d", kind, r.made)
 }
 
-// RunPodSandbox makes a sandbox.
+// RunPodSandbox creates a sandbox.
 func (r *Runtime) RunPodSandbox(_ context.Context, request *v1.RunPodSandboxRequest) (*v1.RunPodSandboxResponse, error) {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
@@ -190,7 +190,7 @@ func (r *Runtime) RunPodSandbox(_ context.Context, request *v1.RunPodSandboxRequ
 		State:     v1.PodSandboxState_SANDBOX_READY,
 		CreatedAt: time.Now().UnixNano(),
 		Network:   &v1.PodSandboxNetworkStatus{Ip: "10.0.0.1"},
-		// kubelet makes a sandbox anew whose namespaces are others than the pod's.
+		// Required: kubelet recreates a sandbox if its namespaces differ from the pod's.
 		Linux:          &v1.LinuxPodSandboxStatus{Namespaces: &v1.Namespace{Options: config.GetLinux().GetSecurityContext().GetNamespaceOptions()}},
 		Labels:         config.Labels,
 		Annotations:    config.Annotations,
@@ -199,7 +199,7 @@ func (r *Runtime) RunPodSandbox(_ context.Context, request *v1.RunPodSandboxRequ
 	return &v1.RunPodSandboxResponse{PodSandboxId: id}, nil
 }
 
-// StopPodSandbox stops a sandbox with its containers. One that is gone is stopped.
+// StopPodSandbox stops a sandbox and its containers. A missing sandbox counts as stopped.
 func (r *Runtime) StopPodSandbox(_ context.Context, request *v1.StopPodSandboxRequest) (*v1.StopPodSandboxResponse, error) {
 	r.stopAll(request.PodSandboxId)
 	r.mutex.Lock()
@@ -210,7 +210,7 @@ func (r *Runtime) StopPodSandbox(_ context.Context, request *v1.StopPodSandboxRe
 	return &v1.StopPodSandboxResponse{}, nil
 }
 
-// RemovePodSandbox removes a sandbox with its containers. One that is gone is removed.
+// RemovePodSandbox removes a sandbox and its containers. A missing sandbox counts as removed.
 func (r *Runtime) RemovePodSandbox(_ context.Context, request *v1.RemovePodSandboxRequest) (*v1.RemovePodSandboxResponse, error) {
 	r.stopAll(request.PodSandboxId)
 	r.mutex.Lock()
@@ -264,7 +264,7 @@ func (r *Runtime) ListPodSandbox(_ context.Context, request *v1.ListPodSandboxRe
 	return answer, nil
 }
 
-// CreateContainer makes a container with the mounts of its CDI devices.
+// CreateContainer creates a container with the mounts of its CDI devices.
 func (r *Runtime) CreateContainer(_ context.Context, request *v1.CreateContainerRequest) (*v1.CreateContainerResponse, error) {
 	config := request.Config
 	var injected []Mount
@@ -307,7 +307,7 @@ func (r *Runtime) CreateContainer(_ context.Context, request *v1.CreateContainer
 		}
 		made.runs = runs
 	}
-	// kubelet looks for it, and rotates it once it is long.
+	// kubelet expects the file, and rotates it once it is large.
 	if err := os.WriteFile(made.status.LogPath, nil, 0o644); err != nil {
 		return nil, status.Errorf(codes.Internal, "%v", err)
 	}
@@ -321,7 +321,7 @@ func (r *Runtime) CreateContainer(_ context.Context, request *v1.CreateContainer
 	return &v1.CreateContainerResponse{ContainerId: id}, nil
 }
 
-// process describes the process of a container. What this runtime does not know is refused.
+// process describes the process of a container. It refuses options that this runtime does not support.
 func (r *Runtime) process(id, program string, config *v1.ContainerConfig) (*machine.Container, error) {
 	security := config.GetLinux().GetSecurityContext()
 	if security.GetPrivileged() || !slices.Contains(security.GetCapabilities().GetDropCapabilities(), "ALL") {
@@ -385,7 +385,7 @@ func (c *container) end(code int32) {
 	}
 }
 
-// stop ends a container. Its process gets the time to end by itself.
+// stop ends a container. Its process gets SIGTERM, and SIGKILL after the grace period.
 func (r *Runtime) stop(id string, grace time.Duration) {
 	r.mutex.Lock()
 	found := r.containers[id]
@@ -412,13 +412,13 @@ func (r *Runtime) stop(id string, grace time.Duration) {
 	found.end(code)
 }
 
-// StopContainer stops a container. One that is gone is stopped.
+// StopContainer stops a container. A missing container counts as stopped.
 func (r *Runtime) StopContainer(_ context.Context, request *v1.StopContainerRequest) (*v1.StopContainerResponse, error) {
 	r.stop(request.ContainerId, time.Duration(request.Timeout)*time.Second)
 	return &v1.StopContainerResponse{}, nil
 }
 
-// RemoveContainer removes a container. One that is gone is removed.
+// RemoveContainer removes a container. A missing container counts as removed.
 func (r *Runtime) RemoveContainer(_ context.Context, request *v1.RemoveContainerRequest) (*v1.RemoveContainerResponse, error) {
 	r.stop(request.ContainerId, 0)
 	r.mutex.Lock()
@@ -458,17 +458,17 @@ func (r *Runtime) ContainerStatus(_ context.Context, request *v1.ContainerStatus
 	return &v1.ContainerStatusResponse{Status: copyOf(found.status)}, nil
 }
 
-// UpdateContainerResources takes limits, of which there are none.
+// UpdateContainerResources ignores limits, as none are enforced.
 func (r *Runtime) UpdateContainerResources(context.Context, *v1.UpdateContainerResourcesRequest) (*v1.UpdateContainerResourcesResponse, error) {
 	return &v1.UpdateContainerResourcesResponse{}, nil
 }
 
-// ListContainerStats answers kubelet. Nothing is measured.
+// ListContainerStats answers kubelet without statistics.
 func (r *Runtime) ListContainerStats(context.Context, *v1.ListContainerStatsRequest) (*v1.ListContainerStatsResponse, error) {
 	return &v1.ListContainerStatsResponse{}, nil
 }
 
-// ListPodSandboxStats answers kubelet. Nothing is measured.
+// ListPodSandboxStats answers kubelet without statistics.
 func (r *Runtime) ListPodSandboxStats(context.Context, *v1.ListPodSandboxStatsRequest) (*v1.ListPodSandboxStatsResponse, error) {
 	return &v1.ListPodSandboxStatsResponse{}, nil
 }
@@ -493,7 +493,7 @@ func (r *Runtime) ImageStatus(_ context.Context, request *v1.ImageStatusRequest)
 	return &v1.ImageStatusResponse{Image: r.images[request.Image.Image]}, nil
 }
 
-// PullImage has every image.
+// PullImage succeeds for every image.
 func (r *Runtime) PullImage(_ context.Context, request *v1.PullImageRequest) (*v1.PullImageResponse, error) {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
@@ -528,7 +528,7 @@ func isSelected(wanted, labels map[string]string) bool {
 	return true
 }
 
-// copyOf returns a copy, as the answer is written after the lock.
+// copyOf returns a copy of a message, because the answer is sent after the lock is released.
 func copyOf[M proto.Message](message M) M {
 	return proto.Clone(message).(M)
 }

@@ -14,36 +14,36 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// containerCommand is the first argument of this program as the first process of a container.
+// containerCommand is the first argument with which this program runs as the first process of a container.
 const containerCommand = "container"
 
-// ImagePath is the folder of the image's programs in a container.
+// ImagePath is the folder of the image's programs inside a container.
 const ImagePath = "/image"
 
-// Mount is a file or folder of the machine in a container.
+// Mount is a file or folder of the machine that is mounted into a container.
 type Mount struct {
 	Source, Target string
 	ReadOnly       bool
 }
 
-// Container describes a process with its rights. It has the user land of the host, read only.
+// Container describes a process and its privileges. It sees the host's user land read-only.
 type Container struct {
-	// Root is an empty folder of the machine, where the container's root is mounted.
+	// Root is an empty folder of the machine, on which the container's root is mounted.
 	Root string
-	// Image is the folder of the machine with the image's programs.
+	// Image is the machine's folder with the image's programs.
 	Image       string
 	Arguments   []string
 	Environment []string
 	Mounts      []Mount
 	User, Group int
 	Groups      []int
-	// Capabilities are all that the process can have.
+	// Capabilities are all capabilities that the process can have.
 	Capabilities    []string
 	NoNewPrivileges bool
 	ReadOnlyRoot    bool
 }
 
-// capabilities are the numbers of those that a container may have.
+// capabilities maps the names of supported capabilities to their numbers.
 var capabilities = map[string]uintptr{
 	"CHOWN":        unix.CAP_CHOWN,
 	"DAC_OVERRIDE": unix.CAP_DAC_OVERRIDE,
@@ -51,7 +51,7 @@ var capabilities = map[string]uintptr{
 	"SETUID":       unix.CAP_SETUID,
 }
 
-// StartContainer starts the process of a container. All that it starts ends with it.
+// StartContainer starts the process of a container. All processes that it starts end with it.
 func StartContainer(name string, container Container) (*Process, error) {
 	text, err := json.Marshal(container)
 	if err != nil {
@@ -66,9 +66,9 @@ func IsContainer(arguments []string) bool {
 	return len(arguments) == 3 && arguments[1] == containerCommand && IsInside()
 }
 
-// RunContainer becomes the process of the container. It returns if that fails.
+// RunContainer turns this process into the process of the container. It returns only on an error.
 func RunContainer(arguments []string) error {
-	// Rights belong to a thread.
+	// Capabilities belong to a thread.
 	runtime.LockOSThread()
 	var container Container
 	if err := json.Unmarshal([]byte(arguments[2]), &container); err != nil {
@@ -157,7 +157,7 @@ func (c Container) bind(mount Mount) error {
 	return nil
 }
 
-// drop leaves the process its capabilities and its user.
+// drop reduces the process to the container's capabilities and user.
 func (c Container) drop() error {
 	var kept []uintptr
 	for _, name := range c.Capabilities {
@@ -171,7 +171,7 @@ func (c Container) drop() error {
 		if slices.Contains(kept, number) {
 			continue
 		}
-		// A kernel that is older does not know the last ones.
+		// An older kernel does not know the last capabilities.
 		if err := unix.Prctl(unix.PR_CAPBSET_DROP, number, 0, 0, 0); err != nil && !errors.Is(err, unix.EINVAL) {
 			return fmt.Errorf("capability %d: %w", number, err)
 		}

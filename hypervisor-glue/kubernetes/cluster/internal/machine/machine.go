@@ -1,4 +1,4 @@
-// Package machine gives a cluster a machine of its own: mounts, processes and a network that end with the test.
+// Package machine isolates a cluster in a machine: mounts, processes and a network that end with the test.
 package machine
 
 import (
@@ -27,13 +27,13 @@ func IsInside() bool {
 	return os.Getenv(marker) != ""
 }
 
-// Run runs this program once more as the first process of a machine with the folder as its /var. It returns the exit
-// status.
+// Run runs this program again as the first process of a machine, with the folder as the machine's /var. It returns the
+// exit status.
 //
-// The machine ends with this process, and with its parent: the kernel kills all processes of a namespace with the first
-// one.
+// The machine ends with this process and with its parent: the kernel kills all processes of a PID namespace when the
+// first one ends.
 func Run(folder string) (int, error) {
-	// The kernel sends the signal when the thread ends that started the child.
+	// The kernel sends the signal when the thread that started the child ends.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
@@ -51,7 +51,7 @@ func Run(folder string) (int, error) {
 	err := command.Run()
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
-		// A signal has no exit status.
+		// A process that was killed has no exit status.
 		return max(exit.ExitCode(), 1), nil
 	}
 	if err != nil {
@@ -60,7 +60,7 @@ func Run(folder string) (int, error) {
 	return 0, nil
 }
 
-// Prepare makes the mounts and the network of the machine. The loopback interface gets the addresses.
+// Prepare sets up the mounts and the network of the machine. The loopback interface gets these addresses.
 func Prepare(hostname string, addresses ...netip.Addr) error {
 	steps := []struct {
 		what string
@@ -70,7 +70,7 @@ func Prepare(hostname string, addresses ...netip.Addr) error {
 		{"/proc of the machine's processes", func() error {
 			return unix.Mount("proc", "/proc", "proc", unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "")
 		}},
-		// kubelet sets kernel parameters, and they belong to the host.
+		// kubelet sets kernel parameters, which belong to the host.
 		{"kernel parameters that are read only", func() error { return bindReadOnly("/proc/sys") }},
 		{"/sys that is read only", func() error { return readOnly("/sys", unix.AT_RECURSIVE) }},
 		{"/var of the machine", func() error { return unix.Mount(os.Getenv(marker), "/var", "", unix.MS_BIND, "") }},
@@ -86,7 +86,7 @@ func Prepare(hostname string, addresses ...netip.Addr) error {
 	return nil
 }
 
-// kernelParameters covers the parameters that kubelet sets, with files of the values that it sets.
+// kernelParameters mounts files over the parameters that kubelet sets, with the values that it expects.
 func kernelParameters() error {
 	const folder = "/var/lib/parameters"
 	if err := os.Mkdir(folder, 0o755); err != nil {
@@ -122,7 +122,7 @@ func readOnly(path string, flags uint) error {
 	return unix.MountSetattr(unix.AT_FDCWD, path, flags, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_RDONLY})
 }
 
-// loopback starts the interface `lo`. All processes of the machine reach each other by it, and none reaches the host.
+// loopback starts the interface `lo`. The machine's processes reach each other through it, but not the host.
 func loopback(addresses []netip.Addr) error {
 	socket, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -9,23 +9,23 @@ import (
 	"syscall"
 )
 
-// LogFolder has a log of each process.
+// LogFolder contains a log for each process.
 const LogFolder = "/var/log/cluster"
 
-// logTail is the most bytes of a log in a message.
+// logTail is the maximum length of a log's end in a message, in bytes.
 const logTail = 4 << 10
 
-// Process is a process of the machine.
+// Process is a process in the machine.
 type Process struct {
 	name    string
 	log     string
 	command *exec.Cmd
 	ended   chan struct{}
-	// err is written before ended is closed.
+	// err is set before ended is closed.
 	err error
 }
 
-// Start starts a program. Its output is added to the log of that name. The attributes may be nil.
+// Start starts a program. Its output is appended to the log of this name. The attributes may be nil.
 func Start(name string, attributes *syscall.SysProcAttr, environment []string, program string, arguments ...string) (*Process, error) {
 	if err := os.MkdirAll(LogFolder, 0o755); err != nil {
 		return nil, fmt.Errorf("the folder of logs cannot be made: %w", err)
@@ -35,7 +35,7 @@ func Start(name string, attributes *syscall.SysProcAttr, environment []string, p
 	if err != nil {
 		return nil, fmt.Errorf("the log of %s cannot be made: %w", name, err)
 	}
-	// The process has a copy.
+	// The process has its own copy.
 	defer log.Close()
 	command := exec.Command(program, arguments...)
 	command.Stdout, command.Stderr, command.SysProcAttr = log, log, attributes
@@ -56,7 +56,7 @@ func (p *Process) Ended() <-chan struct{} {
 	return p.ended
 }
 
-// ExitCode returns the exit status of a process that has ended; 137 for one that was killed.
+// ExitCode returns the exit status of an ended process; 137 if it was killed.
 func (p *Process) ExitCode() int {
 	if code := p.command.ProcessState.ExitCode(); code >= 0 {
 		return code
@@ -64,7 +64,7 @@ func (p *Process) ExitCode() int {
 	return 137
 }
 
-// Signal sends a signal. A process that has ended gets none.
+// Signal sends a signal. It has no effect on an ended process.
 func (p *Process) Signal(signal syscall.Signal) {
 	_ = p.command.Process.Signal(signal)
 }
@@ -85,7 +85,7 @@ func (p *Process) Check() error {
 	}
 }
 
-// HasSaid reports whether the process, or one before it with the same log, has written a line.
+// HasSaid reports whether the log has this line, written by the process or an earlier one with the same log.
 func (p *Process) HasSaid(line string) bool {
 	text, err := os.ReadFile(p.log)
 	return err == nil && strings.Contains("\n"+string(text), "\n"+line+"\n")

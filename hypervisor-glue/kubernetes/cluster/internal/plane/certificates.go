@@ -18,7 +18,7 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 )
 
-// authority signs the certificates of a cluster, which lie in a folder.
+// authority signs the certificates of a cluster and stores them in a folder.
 type authority struct {
 	folder      string
 	key         *ecdsa.PrivateKey
@@ -41,7 +41,7 @@ func newAuthority(folder string) (*authority, error) {
 	return a, nil
 }
 
-// issue writes NAME.crt and NAME.key. The first certificate is that of the authority.
+// issue writes NAME.crt and NAME.key. The first certificate issued is the authority's own.
 func (a *authority) issue(name string, subject pkix.Name, addresses ...net.IP) error {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -93,7 +93,7 @@ func (a *authority) issue(name string, subject pkix.Name, addresses ...net.IP) e
 	return nil
 }
 
-// kubeconfig issues a certificate of a user, and writes the file by which a program is that user.
+// kubeconfig issues a certificate for a user, and writes the file with which a program acts as that user.
 func (a *authority) kubeconfig(name, url string, subject pkix.Name) (string, error) {
 	if err := a.issue(name, subject); err != nil {
 		return "", fmt.Errorf("certificate of %s: %w", name, err)

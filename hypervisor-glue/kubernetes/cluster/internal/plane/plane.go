@@ -1,4 +1,4 @@
-// Package plane runs etcd, an API server, a controller manager, a scheduler and a kubelet inside of a machine.
+// Package plane runs etcd, an API server, a controller manager, a scheduler and a kubelet inside a machine.
 package plane
 
 import (
@@ -26,7 +26,7 @@ const (
 	RuntimeSocket = "/var/runtime.sock"
 	// KubeletFolder is kubelet's folder.
 	KubeletFolder = "/var/lib/kubelet"
-	// AuditLog has a line for each request of the driver's accounts.
+	// AuditLog has a line for each request by the driver's accounts.
 	AuditLog = "/var/log/audit.log"
 
 	configFolder = "/var/lib/cluster"
@@ -36,13 +36,13 @@ const (
 )
 
 var (
-	// ServiceAddress is the address of the service `kubernetes`. Pods reach the API server by it.
+	// ServiceAddress is the address of the service `kubernetes`, by which pods reach the API server.
 	ServiceAddress = netip.MustParseAddr("10.96.0.1")
-	// NodeAddress is the address of node and API server, as neither may have one of the loopback network.
+	// NodeAddress is the address of node and API server, which must not be a loopback address.
 	NodeAddress = netip.MustParseAddr("192.0.2.1")
 )
 
-// auditPolicy logs the driver's accounts.
+// auditPolicy logs the requests of the driver's accounts.
 const auditPolicy = `
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -53,7 +53,7 @@ rules:
   - level: None
 `
 
-// kubeletConfig leaves out what a node of one's own has: control groups, packet filters and measurements.
+// kubeletConfig disables the parts that need a dedicated node: control groups, packet filters and measurements.
 const kubeletConfig = `
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
@@ -80,7 +80,7 @@ authorization: {mode: AlwaysAllow}
 
 // Plane is a running cluster of one node.
 type Plane struct {
-	// Config is that of an administrator.
+	// Config is an administrator's configuration.
 	Config   *rest.Config
 	programs string
 	control  []*machine.Process
@@ -88,7 +88,7 @@ type Plane struct {
 	nodeFile string
 }
 
-// Start starts the control plane. Its programs lie in the folder. It returns once the API server is ready.
+// Start starts the control plane with the programs in the folder, and waits until the API server is ready.
 func Start(ctx context.Context, programs string) (*Plane, error) {
 	authority, err := newAuthority(configFolder)
 	if err != nil {
@@ -121,7 +121,7 @@ func Start(ctx context.Context, programs string) (*Plane, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Fifty pods come and go at once.
+	// Fifty pods are created and deleted at once.
 	config.QPS, config.Burst = 200, 400
 	p := &Plane{Config: config, programs: programs, nodeFile: node}
 	all := [][]string{
@@ -178,7 +178,7 @@ func (p *Plane) awaitAPI(ctx context.Context) error {
 	}
 }
 
-// StartKubelet starts kubelet, also after its end.
+// StartKubelet starts kubelet, for the first time or after it was killed.
 func (p *Plane) StartKubelet() error {
 	process, err := machine.Start("kubelet", nil, os.Environ(), filepath.Join(p.programs, "kubelet"),
 		"--kubeconfig="+p.nodeFile, "--config="+filepath.Join(configFolder, "kubelet.yaml"),
@@ -197,7 +197,7 @@ func (p *Plane) KillKubelet() {
 	p.kubelet = nil
 }
 
-// Check returns an error if a program has ended by itself.
+// Check returns an error if a program has ended unexpectedly.
 func (p *Plane) Check() error {
 	var failed error
 	for _, process := range p.control {
@@ -209,7 +209,7 @@ func (p *Plane) Check() error {
 	return failed
 }
 
-// Logs returns the ends of the logs.
+// Logs returns the ends of all logs.
 func (p *Plane) Logs() string {
 	text := ""
 	for _, process := range append(p.control, p.kubelet) {

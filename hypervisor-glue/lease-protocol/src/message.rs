@@ -90,7 +90,7 @@ pub(crate) struct Attached {
     pub(crate) facts: LeaseFacts,
     /// `CAP.DSTRD` of the doorbells.
     pub(crate) dstrd: u8,
-    /// Number of interrupt vectors: one for the admin queue, and those of I/O queues.
+    /// Number of interrupt vectors, including the one of the admin queue.
     pub(crate) vectors: u16,
 }
 

@@ -206,7 +206,7 @@ impl Session {
         result
     }
 
-    /// Requests the lease, and sends the VMM an `Waiting` each second.
+    /// Requests the lease, and sends the VMM a `Waiting` message each second.
     fn admit(
         &self,
         leases: &dyn Leases,

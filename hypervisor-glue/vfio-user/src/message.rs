@@ -363,7 +363,7 @@ impl IrqInfo {
 pub struct IrqSet {
     /// Size of the payload.
     pub argsz: U32,
-    /// One `DATA_` and one `ACTION_` flag.
+    /// A `DATA_` flag and an `ACTION_` flag.
     pub flags: U32,
     /// Index of the interrupt type.
     pub index: U32,

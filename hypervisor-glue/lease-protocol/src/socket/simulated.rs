@@ -32,7 +32,7 @@ struct Segment {
     descriptors: Vec<OwnedFd>,
 }
 
-/// One side of a connection.
+/// Side of a connection.
 #[derive(Debug, Default)]
 struct Side {
     other: u64,
@@ -186,7 +186,7 @@ fn part(most: usize) -> usize {
     }
 }
 
-/// One side of a connection.
+/// Side of a connection.
 #[derive(Debug)]
 pub struct Stream(u64);
 

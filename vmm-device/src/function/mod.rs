@@ -557,7 +557,7 @@ impl NvmeFunction {
     /// Returns the interval at which [`Self::process_events`] must be called even if [`Self::events_fd`] is not readable;
     /// `None` if that is not needed. There is an interval while:
     ///
-    /// - the guest has enabled events for the drive's health,
+    /// - the drive's health must be polled,
     /// - the pin is lowered by a guest access,
     /// - admin queues or commands wait for memory that the VMM has unmapped, or
     /// - the function waits for commands in flight.

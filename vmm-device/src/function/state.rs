@@ -86,7 +86,8 @@ impl NvmeFunction {
     /// function is paused, and raises no vector until it is resumed. Returns the BARs that moved.
     ///
     /// # Errors
-    /// All of [`SnapshotError`] except those about bytes. The function is then as after power-on, and not paused.
+    /// All of [`SnapshotError`] except those about bytes. If a check fails, the function is unchanged. Otherwise it is as after
+    /// power-on, and not paused.
     pub fn restore(&mut self, state: &FunctionState) -> Result<Vec<BarMove>, SnapshotError> {
         state.check_version()?;
         // Everything is checked before anything is applied. The host side comes first, as its errors are the most telling.

@@ -99,7 +99,8 @@ impl FunctionDevice {
     /// BARs that moved: the VMM must forward accesses at their new addresses.
     ///
     /// # Errors
-    /// [`DeviceError::Restore`]; the function keeps working. [`DeviceError::HandedOver`], [`DeviceError::Empty`].
+    /// [`DeviceError::Restore`]: the function is unchanged, or as after power-on. [`DeviceError::HandedOver`],
+    /// [`DeviceError::Empty`].
     pub fn restore(&self, saved: &FunctionState) -> Result<Vec<BarMove>, DeviceError> {
         let mut slot = self.shared.slot();
         let state = match &mut *slot {
